@@ -1,0 +1,1 @@
+"""The decode worker: a node over the engine."""

@@ -1,0 +1,24 @@
+"""What a decode worker accepts, beside `engine.request.Abort` and `Probe` and the producer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.node import NodeId
+from engine.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Generate from `tokens` on. With `prefill_from`, wait for that producer's KV (and compute
+    what does not come); without it, compute the prompt here."""
+
+    request_id: str
+    attempt: int
+    router: NodeId
+    prefill_from: NodeId | None
+    tokens: tuple[int, ...]  # prompt, then output so far
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    timeout_s: float
+    salt: bytes = b""

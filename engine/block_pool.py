@@ -1,0 +1,142 @@
+"""Blocks of KV memory: who uses them, which are sealed, which may be reused.
+
+Life of a block: blank -> allocated (written by one sequence) -> sealed (full, named by content,
+shared by reference count) -> evictable (no user; still a prefix-cache hit) -> evicted or hit again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Owns every block id in [0, num_blocks).
+
+    Invariant: a block is in exactly one of blank, evictable, or in use (reference count > 0); a
+    name belongs to at most one block; an evictable block has a name, a blank one has none.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        self._names: list[bytes | None] = [None] * num_blocks
+        self._by_name: dict[bytes, int] = {}
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._changes: dict[bytes, bool] = {}  # name -> stored (True) or removed, since taken
+        self.num_evictions = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can give: blank or evictable."""
+        return len(self._blank) + len(self._evictable)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._by_name)
+
+    def is_idle(self) -> bool:
+        return self.num_free == self.num_blocks
+
+    def names(self) -> tuple[bytes, ...]:
+        """Names of all sealed blocks, in the order in which they were sealed."""
+        return tuple(self._by_name)
+
+    def is_cached(self, name: bytes) -> bool:
+        return name in self._by_name
+
+    def lookup(self, names: Sequence[bytes]) -> list[int]:
+        """Blocks that hold the longest cached prefix of `names`."""
+        blocks: list[int] = []
+        for name in names:
+            block = self._by_name.get(name)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """One more user for each of `blocks`, which are sealed."""
+        for block in blocks:
+            assert self._names[block] is not None
+            if self._refs[block] == 0:
+                del self._evictable[block]
+            self._refs[block] += 1
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one user each and unknown content, or None if there are too few.
+
+        Blank blocks go first, then the least recently used evictable ones."""
+        if count > self.num_free:
+            return None
+        blocks: list[int] = []
+        for _ in range(count):
+            if self._blank:
+                block = self._blank.pop()
+            else:
+                block, _ = self._evictable.popitem(last=False)
+                self._forget_name(block)
+                self.num_evictions += 1
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One user less for each. The end of a sequence is evicted before its beginning, because a
+        prefix is of use without its continuation and not the other way round."""
+        for block in reversed(blocks):
+            assert self._refs[block] > 0
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if self._names[block] is None:
+                    self._blank.append(block)
+                else:
+                    self._evictable[block] = None
+
+    def seal(self, block: int, name: bytes) -> bool:
+        """Give a full block its name. False if another block has it: this one stays private."""
+        assert self._refs[block] > 0
+        assert self._names[block] is None
+        if name in self._by_name:
+            return False
+        self._names[block] = name
+        self._by_name[name] = block
+        self._changed(name, stored=True)
+        return True
+
+    def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """Net (stored, removed) names since the last call."""
+        stored = tuple(name for name, is_stored in self._changes.items() if is_stored)
+        removed = tuple(name for name, is_stored in self._changes.items() if not is_stored)
+        self._changes.clear()
+        return stored, removed
+
+    def check_integrity(self) -> None:
+        """Assert the class invariant. Cost: O(num_blocks)."""
+        blank, evictable = set(self._blank), set(self._evictable)
+        assert len(blank) == len(self._blank)
+        assert not blank & evictable
+        for block in range(self.num_blocks):
+            in_use = self._refs[block] > 0
+            assert self._refs[block] >= 0
+            assert in_use == (block not in blank and block not in evictable)
+            name = self._names[block]
+            assert (name is None) or self._by_name[name] == block
+            assert block not in blank or name is None
+            assert block not in evictable or name is not None
+        assert len(self._by_name) == sum(name is not None for name in self._names)
+
+    def _forget_name(self, block: int) -> None:
+        name = self._names[block]
+        assert name is not None
+        self._names[block] = None
+        del self._by_name[name]
+        self._changed(name, stored=False)
+
+    def _changed(self, name: bytes, *, stored: bool) -> None:
+        if self._changes.get(name) is (not stored):
+            del self._changes[name]  # back to what listeners know
+        else:
+            self._changes[name] = stored

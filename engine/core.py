@@ -1,0 +1,276 @@
+"""What both kinds of worker share: sequences, steps, prefix-cache events, statistics.
+
+A worker node owns one `EngineCore`, feeds it messages, and adds what its role does with KV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.config import WorkerConfig
+from engine.kv_cache_manager import KVCacheManager
+from engine.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
+from engine.node import Effect, NodeId, Note, Send
+from engine.outbox import Refused, TokenDeltas
+from engine.request import FinishReason, Refusal, SamplingParams, TokenDelta
+from engine.scheduler import Scheduler
+from engine.sequence import SeqState, Sequence
+from engine.stats import RouterDown, RouterUp, WorkerStats
+from engine.step import Step, StepDone
+
+RATE_WEIGHT = 0.2  # of a new measurement in the moving averages
+
+
+class WorkRequest(Protocol):
+    """What `Prefill` and `Decode` have in common."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def router(self) -> NodeId: ...
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def salt(self) -> bytes: ...
+
+
+@dataclass(slots=True)
+class Rate:
+    """Exponential moving average; 0 until something was measured."""
+
+    value: float = 0.0
+
+    def add(self, measured: float) -> None:
+        if self.value == 0.0:
+            self.value = measured
+        else:
+            self.value += RATE_WEIGHT * (measured - self.value)
+
+
+class EngineCore:
+    """Sequences by (request, attempt), over one scheduler and one KV cache.
+
+    Invariant: `seqs` holds every sequence that is not DEAD; `settling` holds the DEAD ones whose
+    blocks a transfer may still write to.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.kv = KVCacheManager(config.num_blocks, config.block_size)
+        self.scheduler = Scheduler(config, self.kv)
+        self.seqs: dict[tuple[str, int], Sequence] = {}
+        self.routers: list[NodeId] = []
+        self.counters: dict[str, float] = {}
+        self.prefill_tokens_per_s = Rate()
+        self.decode_step_s = Rate()
+        self.read_bytes_per_s = Rate()
+        self._event_seq = 0
+        self._outbox: dict[NodeId, list[TokenDelta]] = {}
+
+    def accept(
+        self, now: float, work: WorkRequest, *, role_needs_growth: bool
+    ) -> Sequence | Refused | None:
+        """A new waiting sequence, a refusal to send, or None for a repeat of what is known."""
+        if (work.request_id, work.attempt) in self.seqs:
+            return None
+        config = self.config
+        last = work.num_prompt_tokens + work.sampling.max_tokens if role_needs_growth else 0
+        most_tokens = min(max(last, len(work.tokens)), config.max_model_len)
+        needed = self.kv.num_blocks_for(most_tokens)
+        if needed > config.num_blocks:
+            return self.refusal(
+                work.request_id,
+                work.attempt,
+                Refusal.NEVER_FITS,
+                f"{most_tokens} tokens need {needed} KV blocks of {config.block_size} tokens,"
+                f" {config.node_id} has {config.num_blocks}",
+            )
+        if len(self.scheduler.waiting) >= config.max_waiting:
+            return self.refusal(
+                work.request_id,
+                work.attempt,
+                Refusal.QUEUE_FULL,
+                f"{config.node_id} has {config.max_waiting} requests waiting",
+            )
+        seq = Sequence(
+            request_id=work.request_id,
+            attempt=work.attempt,
+            router=work.router,
+            tokens=list(work.tokens),
+            num_prompt_tokens=work.num_prompt_tokens,
+            sampling=work.sampling,
+            deadline=now + work.timeout_s,
+            arrived_at=now,
+            reserve_growth=role_needs_growth,
+            num_reported=len(work.tokens),
+        )
+        seq.start_names(config.fingerprint, work.salt)
+        self.seqs[seq.key] = seq
+        self.scheduler.add(seq)
+        self.count("requests")
+        return seq
+
+    def refusal(self, request_id: str, attempt: int, reason: Refusal, detail: str) -> Refused:
+        self.count(f"refused_{reason}")
+        config = self.config
+        return Refused(config.node_id, config.epoch, request_id, attempt, reason, detail)
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget `seq`; its blocks go back as soon as nothing writes to them."""
+        self.seqs.pop(seq.key, None)
+        self.scheduler.remove(seq)
+
+    def next_step(self, now: float) -> Step | None:
+        return self.scheduler.schedule(now) if self.scheduler.in_flight is None else None
+
+    def finish_step(self, now: float, done: StepDone) -> list[tuple[Sequence, int]]:
+        """As `Scheduler.finish_step`; learns the rates from how long it took."""
+        step = self.scheduler.in_flight
+        assert step is not None
+        self.count("steps")
+        self.count("tokens_fed", step.num_tokens)
+        if done.error is None and done.elapsed_s > 0:
+            if step.num_tokens > len(step.seqs):
+                self.prefill_tokens_per_s.add(step.num_tokens / done.elapsed_s)
+            else:
+                self.decode_step_s.add(done.elapsed_s)
+        return self.scheduler.finish_step(done)
+
+    def fail_step(self, survivors: list[tuple[Sequence, int]], error: str) -> list[Effect]:
+        """After a step that failed: its sequences are refused, the router tries them elsewhere."""
+        effects: list[Effect] = [Note("error", "step_failed", error)]
+        for seq, _ in survivors:
+            refused = self.refusal(seq.request_id, seq.attempt, Refusal.EXECUTION, error)
+            effects.append(Send(seq.router, refused))
+            self.remove(seq)
+        return effects
+
+    def report(self, seq: Sequence, finish: FinishReason | None) -> None:
+        """Put the tokens that the router does not know yet into the next frame to it."""
+        start = seq.num_reported
+        cached = None if seq.cached_reported else seq.num_cached
+        delta = self.delta_from(seq, start, finish, cached)
+        self._outbox.setdefault(seq.router, []).append(delta)
+        seq.num_reported = len(seq.tokens)
+        seq.cached_reported = True
+
+    def delta_from(
+        self, seq: Sequence, start: int, finish: FinishReason | None, cached: int | None
+    ) -> TokenDelta:
+        tokens = tuple(seq.tokens[start:])
+        logprobs = tuple(
+            seq.logprobs[position]
+            for position in range(start, len(seq.tokens))
+            if position in seq.logprobs
+        )
+        phases = dict(seq.phases) if cached is not None or finish is not None else {}
+        return TokenDelta(
+            seq.request_id,
+            seq.attempt,
+            start,
+            tokens,
+            logprobs if len(logprobs) == len(tokens) else (),
+            finish,
+            cached,
+            phases,
+        )
+
+    def answer_probe(self, request_id: str, attempt: int, router: NodeId, position: int) -> Send:
+        seq = self.seqs.get((request_id, attempt))
+        if seq is None:
+            detail = f"{self.config.node_id} does not know attempt {attempt} of {request_id}"
+            return Send(router, self.refusal(request_id, attempt, Refusal.UNKNOWN, detail))
+        seq.router = router
+        start = max(position, seq.num_prompt_tokens)
+        delta = self.delta_from(seq, min(start, len(seq.tokens)), None, None)
+        return Send(router, TokenDeltas(self.config.node_id, self.config.epoch, (delta,)))
+
+    def flush(self, now: float) -> list[Effect]:
+        """Frames to routers: tokens, then what changed in the prefix cache."""
+        config = self.config
+        effects: list[Effect] = [
+            Send(router, TokenDeltas(config.node_id, config.epoch, tuple(deltas)))
+            for router, deltas in self._outbox.items()
+        ]
+        self._outbox.clear()
+        stored, removed = self.kv.pool.take_changes()
+        if stored or removed:
+            self._event_seq += 1
+            event = KVEvents(config.node_id, config.epoch, self._event_seq, stored, removed)
+            effects += [Send(router, event) for router in self.routers]
+        return effects
+
+    def listen(self, now: float, message: object) -> list[Effect] | None:
+        """Handle what concerns routers as listeners; None if `message` is something else."""
+        if isinstance(message, RouterUp):
+            if message.router not in self.routers:
+                self.routers.append(message.router)
+            return [self._snapshot(message.router)]
+        if isinstance(message, RouterDown):
+            if message.router in self.routers:
+                self.routers.remove(message.router)
+            return []
+        if isinstance(message, KVSnapshotRequest):
+            return [self._snapshot(message.router)]
+        return None
+
+    def _snapshot(self, router: NodeId) -> Send:
+        config = self.config
+        names = self.kv.pool.names()
+        return Send(router, KVSnapshot(config.node_id, config.epoch, self._event_seq, names))
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Sequences whose deadline has passed, the held ones aside: those have a lease."""
+        return [
+            seq
+            for seq in self.seqs.values()
+            if now >= seq.deadline and seq.state is not SeqState.HELD
+        ]
+
+    def stats(self, num_handoffs: int) -> WorkerStats:
+        pool, scheduler = self.kv.pool, self.scheduler
+        self.counters["preemptions"] = scheduler.num_preemptions
+        self.counters["evictions"] = pool.num_evictions
+        return WorkerStats(
+            worker=self.config.node_id,
+            epoch=self.config.epoch,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running) + scheduler.num_remote,
+            num_handoffs=num_handoffs,
+            pending_prefill_tokens=scheduler.pending_tokens,
+            prefill_tokens_per_s=self.prefill_tokens_per_s.value,
+            decode_step_s=self.decode_step_s.value,
+            read_bytes_per_s=self.read_bytes_per_s.value,
+            counters=dict(self.counters),
+        )
+
+    def count(self, name: str, amount: float = 1) -> None:
+        self.counters[name] = self.counters.get(name, 0) + amount
+
+    def check_idle(self) -> list[str]:
+        """What is left over when nothing should be; empty if all is well."""
+        self.kv.pool.check_integrity()
+        scheduler = self.scheduler
+        left = [f"sequence {seq.key} is {seq.state}" for seq in self.seqs.values()]
+        if scheduler.in_flight is not None:
+            left.append(f"step {scheduler.in_flight.step_id} is in flight")
+        if scheduler.waiting or scheduler.running or scheduler.num_remote:
+            left.append(
+                f"{len(scheduler.waiting)} waiting, {len(scheduler.running)} running,"
+                f" {scheduler.num_remote} remote"
+            )
+        pool = self.kv.pool
+        if not pool.is_idle():
+            left.append(f"{pool.num_blocks - pool.num_free} blocks are in use")
+        return left

@@ -1,0 +1,92 @@
+"""Requests as every role sees them: sampling parameters, reasons to end, reasons to refuse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.node import NodeId
+
+
+class FinishReason(StrEnum):
+    """Why a request that was served ended. Values are OpenAI's where OpenAI has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Refusal(StrEnum):
+    """Why a request was not (or no longer) served: also the metric label and the error code."""
+
+    QUEUE_FULL = "queue_full"
+    CONTEXT_LENGTH = "context_length_exceeded"
+    NEVER_FITS = "kv_cache_too_small"
+    DEADLINE = "deadline_exceeded"
+    NO_WORKERS = "no_workers"
+    DUPLICATE = "duplicate_request_id"
+    ATTEMPTS = "attempts_exhausted"
+    UNKNOWN = "unknown_request"
+    CANCELLED = "cancelled"
+    EXECUTION = "execution_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Randomness is a pure function of `(seed, position)`."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids are among them
+    min_tokens: int = 0
+    seed: int = 0
+    logprobs: int | None = None  # None: none; k: of the chosen token and the k best
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, of the raw logits (no penalties, no temperature)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), best first
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens of one request, by absolute position, so that gaps and repeats are seen.
+
+    `position` is the index of `tokens[0]` in prompt + output. `tokens` may be empty (still alive).
+    """
+
+    request_id: str
+    attempt: int
+    position: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # empty, or one per token
+    finish: FinishReason | None = None
+    num_cached_tokens: int | None = None  # prompt tokens not computed; set where it is known
+    phases: dict[str, float] = field(default_factory=dict)  # phase name -> seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """To either worker: forget `request_id` if its attempt is at most `attempt`."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """To a worker: tell `router` the tokens from `position` on, or that the request is unknown."""
+
+    request_id: str
+    attempt: int
+    router: NodeId
+    position: int

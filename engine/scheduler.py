@@ -1,0 +1,202 @@
+"""The scheduler: which tokens of which sequences go into the next step.
+
+There are no phases. Each running sequence has `num_computed` chasing `len(tokens)`; a step feeds
+the difference, up to a budget of tokens. A decode step is a difference of one, a long prompt is
+fed in chunks, a prefix hit or KV that came from another worker is a smaller difference.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.config import WorkerConfig
+from engine.kv_cache_manager import KVCacheManager
+from engine.sequence import SeqState, Sequence
+from engine.step import ScheduledSeq, Step, StepDone
+
+
+class Scheduler:
+    """Owns the waiting queue and the running list; at most one step is in flight.
+
+    Invariant: a sequence is in `waiting` iff WAITING, in `running` iff RUNNING; blocks of a
+    sequence that is in the step in flight are not given back before the step is done.
+    """
+
+    def __init__(self, config: WorkerConfig, kv: KVCacheManager) -> None:
+        self.config = config
+        self.kv = kv
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_remote = 0  # admitted, KV coming from elsewhere
+        self.in_flight: Step | None = None
+        self._in_flight_seqs: list[Sequence] = []
+        self._next_step_id = 0
+        self.num_preemptions = 0
+
+    def add(self, seq: Sequence) -> None:
+        seq.state = SeqState.WAITING
+        self.waiting.append(seq)
+
+    def admit(self, seq: Sequence, now: float) -> bool:
+        """Give a waiting sequence its blocks, if there is room. The caller says what it becomes."""
+        busy = len(self.running) + self.num_remote
+        if busy >= self.config.max_num_seqs:
+            return False
+        # One block per busy sequence is left over, or the next few steps would preempt.
+        if not self.kv.admit(seq, headroom=busy if seq.reserve_growth else 0):
+            return False
+        if seq.admitted_at is None:
+            seq.admitted_at = now
+            seq.num_cached = seq.num_computed
+            seq.phases["worker_queue"] = now - seq.arrived_at
+        return True
+
+    def admit_waiting(self, now: float) -> list[Sequence]:
+        """Admit in order of arrival; returns the admitted, which are RUNNING or REMOTE now.
+
+        A sequence whose next missing block is being computed by a running one is passed over until
+        that block is a cache hit; one that does not fit stops those behind it."""
+        admitted: list[Sequence] = []
+        computing = self._names_being_computed()
+        for seq in list(self.waiting):
+            if computing and self._first_missing(seq) in computing:
+                continue
+            if not self.admit(seq, now):
+                break
+            self.waiting.remove(seq)
+            admitted.append(seq)
+            if seq.is_remote:
+                seq.state = SeqState.REMOTE
+                self.num_remote += 1
+            else:
+                seq.state = SeqState.RUNNING
+                self.running.append(seq)
+                computing.update(self.kv.usable_names(seq)[seq.num_sealed :])
+        return admitted
+
+    def compute_here(self, seq: Sequence) -> None:
+        """What `seq` still lacks is computed here: its remote KV has come, or will not come."""
+        assert seq.state is SeqState.REMOTE
+        assert seq.num_reads == 0
+        self.num_remote -= 1
+        seq.is_remote = False
+        seq.state = SeqState.RUNNING
+        self.running.append(seq)
+
+    def schedule(self, now: float) -> Step | None:
+        """The next step, or None if there is nothing to do. Decodes go first, then prompts."""
+        assert self.in_flight is None
+        self._make_room_for_growth()
+        budget = self.config.max_num_batched_tokens
+        chosen: list[tuple[Sequence, int]] = []
+        for seq in sorted(self.running, key=lambda s: len(s.tokens) - s.num_computed > 1):
+            count = min(len(seq.tokens) - seq.num_computed, budget)
+            if count > 0:
+                chosen.append((seq, count))
+                budget -= count
+        if not chosen:
+            return None
+        step = Step(self._next_step_id, [self._share(seq, count) for seq, count in chosen])
+        self._next_step_id += 1
+        self.in_flight = step
+        self._in_flight_seqs = [seq for seq, _ in chosen]
+        for seq in self._in_flight_seqs:
+            seq.in_step = True
+        return step
+
+    def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
+        """Apply a step that is done: KV computed, blocks sealed, sampled tokens appended.
+
+        Returns (sequence, number of tokens fed) of those that are still alive. Blocks of sequences
+        that were ended meanwhile are given back. After a failed step nothing is computed."""
+        step = self.in_flight
+        assert step is not None
+        assert step.step_id == done.step_id
+        self.in_flight = None
+        survivors: list[tuple[Sequence, int]] = []
+        if done.error is None:
+            self.kv.checksums.update(zip(step.checksum_blocks, done.checksums, strict=True))
+        for index, (seq, share) in enumerate(zip(self._in_flight_seqs, step.seqs, strict=True)):
+            seq.in_step = False
+            if seq.state is SeqState.DEAD:
+                self.release_if_settled(seq)
+                continue
+            if done.error is None:
+                seq.num_computed = share.start + len(share.tokens)
+                self.kv.seal_computed(seq)
+                sampled = done.sampled[index]
+                if share.sample:
+                    assert sampled is not None
+                    seq.append(sampled.token, sampled.logprobs)
+            survivors.append((seq, len(share.tokens)))
+        self._in_flight_seqs = []
+        return survivors
+
+    def remove(self, seq: Sequence) -> None:
+        """End `seq` in whatever state it is. Its blocks go back now, or, where a step or a
+        transfer still writes to them, when that has settled (`release_if_settled`)."""
+        if seq.state is SeqState.WAITING:
+            self.waiting.remove(seq)
+        elif seq.state is SeqState.RUNNING:
+            self.running.remove(seq)
+        elif seq.state is SeqState.REMOTE:
+            self.num_remote -= 1
+        seq.state = SeqState.DEAD
+        self.release_if_settled(seq)
+
+    def release_if_settled(self, seq: Sequence) -> None:
+        """Give a dead sequence's blocks back, unless something still writes to them."""
+        assert seq.state is SeqState.DEAD
+        if not seq.in_step and seq.num_reads == 0:
+            self.kv.release(seq)
+
+    def hold(self, seq: Sequence) -> None:
+        """`seq` is computed; it keeps its blocks for a consumer and is scheduled no more."""
+        self.running.remove(seq)
+        seq.state = SeqState.HELD
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens that are known and not computed, of sequences computed here."""
+        return sum(len(s.tokens) - s.num_computed for s in self.running) + sum(
+            len(s.tokens) for s in self.waiting
+        )
+
+    def _make_room_for_growth(self) -> None:
+        """Cover the newest token of every running sequence; the latest arrivals give way."""
+        for seq in list(self.running):
+            while seq.state is SeqState.RUNNING and not self.kv.grow(seq):
+                self._preempt(self.running[-1])
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.running.remove(victim)
+        self.kv.release(victim)
+        victim.state = SeqState.WAITING
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(victim)
+
+    def _first_missing(self, seq: Sequence) -> bytes | None:
+        names = self.kv.usable_names(seq)
+        return next((name for name in names if not self.kv.pool.is_cached(name)), None)
+
+    def _names_being_computed(self) -> set[bytes]:
+        return {
+            name
+            for seq in self.running
+            if len(seq.tokens) - seq.num_computed > 1
+            for name in self.kv.usable_names(seq)[seq.num_sealed :]
+        }
+
+    def _share(self, seq: Sequence, count: int) -> ScheduledSeq:
+        start, end = seq.num_computed, seq.num_computed + count
+        return ScheduledSeq(
+            request_id=f"{seq.request_id}#{seq.attempt}",
+            tokens=seq.tokens[start:end],
+            start=start,
+            block_ids=seq.block_ids,
+            sample=end == len(seq.tokens),
+            sampling=seq.sampling,
+            context=seq.tokens,
+            num_prompt_tokens=seq.num_prompt_tokens,
+        )

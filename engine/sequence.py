@@ -1,0 +1,90 @@
+"""A request as a worker holds it: tokens, block table, and how far its KV is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.block_hash import block_hash, root_hash
+from engine.node import NodeId
+from engine.request import FinishReason, SamplingParams, TokenLogprobs
+
+
+class SeqState(StrEnum):
+    WAITING = "waiting"  # no blocks
+    RUNNING = "running"  # has blocks for all its tokens; is scheduled
+    REMOTE = "remote"  # has blocks; KV comes from elsewhere
+    HELD = "held"  # computed; blocks are held for a consumer
+    DEAD = "dead"  # ended; blocks go back as soon as nothing writes to them
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One attempt at one request. Owned by one worker's scheduler.
+
+    Invariant: `block_ids` covers `tokens` unless WAITING or DEAD; blocks [0, num_sealed) hold
+    full, computed blocks whose names are `names[:num_sealed]`; `num_computed <= len(tokens)`.
+    """
+
+    request_id: str
+    attempt: int
+    router: NodeId
+    tokens: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    deadline: float
+    arrived_at: float
+    reserve_growth: bool = True  # False: no token will follow the one that is sampled here
+    state: SeqState = SeqState.WAITING
+    block_ids: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    parent: bytes = b""
+    num_sealed: int = 0
+    num_computed: int = 0
+    num_cached: int = 0  # tokens found in the prefix cache when first admitted
+    is_remote: bool = False  # its KV is expected from a producer
+    in_step: bool = False  # the step in flight writes to its blocks
+    num_reads: int = 0  # transfers that may write to its blocks
+    num_reported: int = 0  # tokens that the router was told of, counted from the start
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # position -> logprobs
+    phases: dict[str, float] = field(default_factory=dict)
+    admitted_at: float | None = None
+    cached_reported: bool = False
+    num_preemptions: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.request_id, self.attempt)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    def start_names(self, fingerprint: bytes, salt: bytes) -> None:
+        self.parent = root_hash(fingerprint, salt)
+
+    def full_block_names(self, block_size: int) -> list[bytes]:
+        """Names of all full blocks of `tokens`; extends the chain where tokens were added."""
+        count = len(self.tokens) // block_size
+        parent = self.names[-1] if self.names else self.parent
+        for index in range(len(self.names), count):
+            parent = block_hash(parent, self.tokens[index * block_size : (index + 1) * block_size])
+            self.names.append(parent)
+        return self.names
+
+    def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        if logprobs is not None:
+            self.logprobs[len(self.tokens)] = logprobs
+        self.tokens.append(token)
+
+    def finish_reason(self, max_model_len: int) -> FinishReason | None:
+        """Why nothing follows the last token, or None."""
+        count = self.num_output_tokens
+        if count <= 0:
+            return None
+        params = self.sampling
+        if count >= params.min_tokens and self.tokens[-1] in params.stop_token_ids:
+            return FinishReason.STOP
+        if count >= params.max_tokens or len(self.tokens) >= max_model_len:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,58 @@
+"""Facts that a worker publishes about itself, for routing, autoscaling and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.node import NodeId
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"  # also computes prompts, when asked to: one pool is decode workers alone
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What does not change while a worker of this epoch lives."""
+
+    worker: NodeId
+    role: Role
+    epoch: int
+    num_blocks: int
+    block_size: int
+    bytes_per_block: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    fingerprint: bytes  # model, dtype, layout: peers with different ones never exchange KV
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """What does. Rates are of the recent past, in SI units; 0 where nothing was measured yet."""
+
+    worker: NodeId
+    epoch: int
+    num_free_blocks: int  # free or evictable
+    num_cached_blocks: int  # sealed, whether in use or evictable
+    num_waiting: int
+    num_running: int
+    num_handoffs: int  # transfers not settled, and held for a consumer
+    pending_prefill_tokens: int  # known, not computed
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    read_bytes_per_s: float
+    counters: dict[str, float] = field(default_factory=dict)  # totals since start, for metrics
+
+
+@dataclass(frozen=True, slots=True)
+class RouterUp:
+    """To a worker, from the controller: publish to `router`, beginning with a snapshot."""
+
+    router: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class RouterDown:
+    router: NodeId

@@ -1,0 +1,61 @@
+"""One forward pass over a ragged batch: what the scheduler asks for and what comes back.
+
+A decode step, a chunk of a prefill and a mix of both are the same thing: for each sequence, feed
+`tokens` at positions `[start, start + len(tokens))`, write their KV into the blocks of the table,
+and sample the next token where asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(slots=True)
+class ScheduledSeq:
+    """One sequence's share of a step."""
+
+    request_id: str
+    tokens: list[int]  # fed in this step
+    start: int  # position of tokens[0]; KV of [0, start) is in the blocks already
+    block_ids: list[int]  # block table; covers at least start + len(tokens) positions
+    sample: bool  # True: `tokens` reaches the end of the sequence, sample its next token
+    sampling: SamplingParams
+    context: list[int]  # prompt + output up to and with `tokens`, for penalties; not to be changed
+    num_prompt_tokens: int
+
+
+@dataclass(slots=True)
+class Step:
+    step_id: int
+    seqs: list[ScheduledSeq]
+    checksum_blocks: list[int] = field(default_factory=list)  # checksum these after the pass
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.tokens) for s in self.seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class Execute:
+    """Effect: run `step` on the model; answered by `StepDone`. At most one is in flight."""
+
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The executor's answer: one entry per sequence, None where nothing was sampled."""
+
+    step_id: int
+    sampled: list[Sampled | None]
+    checksums: list[int] = field(default_factory=list)  # of Step.checksum_blocks, in order
+    elapsed_s: float = 0.0
+    error: str | None = None  # the pass failed: none of its results hold

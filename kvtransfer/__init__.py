@@ -1,0 +1,1 @@
+"""Moving KV blocks between workers, correctly: read, then confirm; check, then use."""

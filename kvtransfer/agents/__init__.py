@@ -1,0 +1,1 @@
+"""Transports behind `kvtransfer.agent.Agent`."""

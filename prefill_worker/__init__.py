@@ -1,0 +1,1 @@
+"""The prefill worker: a node over the engine."""

@@ -1,0 +1,27 @@
+"""What a prefill worker accepts, beside `engine.request.Abort` and the consumer's messages.
+
+It replies with `router.messages.TokenDeltas` / `engine.request` facts to the router, and with
+`kvtransfer.messages.KVReady` to the decode worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.node import NodeId
+from engine.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Compute the KV of `tokens`, sample the next token, and hold the blocks for `decode_to`."""
+
+    request_id: str
+    attempt: int
+    router: NodeId
+    decode_to: NodeId
+    tokens: tuple[int, ...]  # prompt, then output so far
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    timeout_s: float
+    salt: bytes = b""

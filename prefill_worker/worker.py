@@ -1,0 +1,214 @@
+"""The prefill worker: computes prompts chunk by chunk, and holds their KV for a decode worker.
+
+Life of a request here: waiting -> computing (after each chunk, `KVReady` to the consumer) -> held
+under a lease, the first token sent to the router and to the consumer -> freed, when the consumer
+confirms its reads, when somebody aborts, or when the lease runs out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.config import WorkerConfig
+from engine.core import EngineCore
+from engine.node import Effect, NodeId, Note, Send, Wake, Woken
+from engine.outbox import Refused
+from engine.request import Abort, FinishReason, Probe, Refusal
+from engine.sequence import Sequence
+from engine.step import Execute, StepDone
+from kvtransfer.handoff import ProducerEvent, ProducerState, next_producer
+from kvtransfer.messages import (
+    KVConfirmed,
+    KVConnect,
+    KVConnected,
+    KVRead,
+    KVReady,
+    KVRefused,
+    KVRelease,
+)
+from prefill_worker.messages import Prefill
+
+
+@dataclass(slots=True)
+class Production:
+    """The producer's side of one handoff. `num_announced` counts blocks told to the consumer."""
+
+    seq: Sequence
+    consumer: NodeId
+    state: ProducerState = ProducerState.COMPUTING
+    num_announced: int = 0
+    lease_until: float = 0.0
+
+
+class PrefillWorker:
+    """Node. Invariant: every sequence has one production, and none is FREED."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.node_id = config.node_id
+        self.core = EngineCore(config)
+        self.productions: dict[tuple[str, int], Production] = {}
+
+    def start(self, now: float) -> list[Effect]:
+        return [Wake(self.config.stats_interval_s, "tick")]
+
+    def receive(self, now: float, message: Any) -> list[Effect]:
+        effects = self.core.listen(now, message)
+        if effects is None:
+            effects = self._handle(now, message)
+        effects += self._schedule(now)
+        return effects + self.core.flush(now)
+
+    def _handle(self, now: float, message: Any) -> list[Effect]:
+        match message:
+            case Prefill():
+                return self._on_prefill(now, message)
+            case StepDone():
+                return self._on_step_done(now, message)
+            case Woken():
+                return self._on_tick(now)
+            case Abort(request_id, attempt):
+                for key in [k for k in self.productions if k[0] == request_id and k[1] <= attempt]:
+                    self._free(self.productions[key], ProducerEvent.RELEASE)
+                return []
+            case KVConnect():
+                return self._on_connect(message)
+            case KVRead():
+                return self._on_read(message)
+            case KVRelease(request_id, attempt):
+                if production := self.productions.get((request_id, attempt)):
+                    self._free(production, ProducerEvent.RELEASE)
+                return []
+            case Probe(request_id, attempt, router, position):
+                return [self.core.answer_probe(request_id, attempt, router, position)]
+            case _:
+                return [Note("warning", "unexpected_message", f"{type(message).__name__}")]
+
+    def _on_prefill(self, now: float, message: Prefill) -> list[Effect]:
+        accepted = self.core.accept(now, message, role_needs_growth=False)
+        if isinstance(accepted, Refused):
+            return [Send(message.router, accepted)]
+        if accepted is not None:
+            self.productions[accepted.key] = Production(accepted, message.decode_to)
+        return []
+
+    def _schedule(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for seq in self.core.scheduler.admit_waiting(now):
+            effects += self._announce(self.productions[seq.key], seq.num_sealed)
+        step = self.core.next_step(now)
+        if step is None:
+            return effects
+        size = self.config.block_size
+        for share in step.seqs:
+            end = share.start + len(share.tokens)
+            last = -(-end // size) if share.sample else end // size
+            step.checksum_blocks += share.block_ids[share.start // size : last]
+        return [*effects, Execute(step)]
+
+    def _on_step_done(self, now: float, done: StepDone) -> list[Effect]:
+        survivors = self.core.finish_step(now, done)
+        if done.error is not None:
+            effects = self.core.fail_step(survivors, done.error)
+            for seq, _ in survivors:
+                self.productions.pop(seq.key)
+            return effects
+        effects = []
+        for seq, _ in survivors:
+            production = self.productions[seq.key]
+            if len(seq.tokens) > seq.num_computed:
+                finish = seq.finish_reason(self.config.max_model_len)
+                if seq.num_reported < len(seq.tokens):
+                    effects += self._on_first_token(now, production, finish)
+                    continue
+            effects += self._announce(production, seq.num_computed // self.config.block_size)
+        return effects
+
+    def _on_first_token(
+        self, now: float, production: Production, finish: FinishReason | None
+    ) -> list[Effect]:
+        seq = production.seq
+        assert seq.admitted_at is not None
+        seq.phases["prefill"] = now - seq.admitted_at
+        if finish is None:
+            # No block for the sampled token here: its KV is computed by the consumer.
+            production.state = next_producer(production.state, ProducerEvent.COMPUTED)
+            production.lease_until = now + self.config.lease_s
+            self.core.scheduler.hold(seq)
+            effects = self._announce(production, len(seq.block_ids), final=True)
+            self.core.report(seq, None)
+            return effects
+        self.core.report(seq, finish)
+        self._free(production, ProducerEvent.RELEASE)
+        return []
+
+    def _announce(self, production: Production, end: int, *, final: bool = False) -> list[Effect]:
+        """Tell the consumer of blocks [num_announced, end), if there are any or it is the end."""
+        seq, first = production.seq, production.num_announced
+        if end <= first and not final:
+            return []
+        production.num_announced = end
+        blocks = tuple(seq.block_ids[first:end])
+        sampled_at = len(seq.tokens) - 1
+        ready = KVReady(
+            request_id=seq.request_id,
+            attempt=seq.attempt,
+            producer=self.node_id,
+            epoch=self.config.epoch,
+            first=first,
+            block_ids=blocks,
+            checksums=tuple(self.core.kv.checksums[block] for block in blocks),
+            num_tokens=min(end * self.config.block_size, seq.num_computed),
+            final=final,
+            next_token=seq.tokens[sampled_at] if final else None,
+            next_logprobs=seq.logprobs.get(sampled_at) if final else None,
+        )
+        return [Send(production.consumer, ready)]
+
+    def _on_connect(self, message: KVConnect) -> list[Effect]:
+        config = self.config
+        same = message.fingerprint == config.fingerprint
+        connected = KVConnected(
+            producer=self.node_id,
+            epoch=config.epoch,
+            fingerprint=config.fingerprint,
+            num_blocks=config.num_blocks,
+            metadata=config.agent_metadata if same else b"",
+        )
+        return [Send(message.consumer, connected)]
+
+    def _on_read(self, message: KVRead) -> list[Effect]:
+        """A production that exists was held throughout: it is removed the moment it is freed."""
+        key = (message.request_id, message.attempt)
+        production = self.productions.get(key)
+        if production is None or production.state is not ProducerState.HELD:
+            self.core.count("kv_refused")
+            reason = "the blocks were freed" if production is None else "not computed yet"
+            return [Send(message.consumer, KVRefused(*key, reason))]
+        self._free(production, ProducerEvent.READ)
+        return [Send(message.consumer, KVConfirmed(*key))]
+
+    def _on_tick(self, now: float) -> list[Effect]:
+        effects: list[Effect] = [Wake(self.config.stats_interval_s, "tick")]
+        for production in list(self.productions.values()):
+            if production.state is ProducerState.HELD and now >= production.lease_until:
+                self.core.count("leases_expired")
+                self._free(production, ProducerEvent.EXPIRE)
+        for seq in self.core.expired(now):
+            self._free(self.productions[seq.key], ProducerEvent.RELEASE)
+            detail = f"not computed by {self.node_id} before the deadline"
+            refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
+            effects.append(Send(seq.router, refused))
+        stats = self.core.stats(len(self.productions))
+        return effects + [Send(router, stats) for router in self.core.routers]
+
+    def _free(self, production: Production, event: ProducerEvent) -> None:
+        production.state = next_producer(production.state, event)
+        del self.productions[production.seq.key]
+        self.core.remove(production.seq)
+
+    def check_idle(self) -> list[str]:
+        """What is left over when nothing should be; empty if all is well."""
+        held = [f"handoff {key} is {p.state}" for key, p in self.productions.items()]
+        return held + self.core.check_idle()
