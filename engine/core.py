@@ -252,6 +252,7 @@ class EngineCore:
             prefill_tokens_per_s=self.prefill_tokens_per_s.value,
             decode_step_s=self.decode_step_s.value,
             read_bytes_per_s=self.read_bytes_per_s.value,
+            event_seq=self._event_seq,
             counters=dict(self.counters),
         )
 

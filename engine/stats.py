@@ -43,6 +43,7 @@ class WorkerStats:
     prefill_tokens_per_s: float
     decode_step_s: float
     read_bytes_per_s: float
+    event_seq: int = 0  # of the last KVEvents: shows that one was lost though none follows
     counters: dict[str, float] = field(default_factory=dict)  # totals since start, for metrics
 
 

@@ -37,6 +37,7 @@ class Handoff:
     deadline: float
     state: ConsumerState = ConsumerState.WAITING
     epoch: int | None = None  # of the producer that announced the blocks
+    lease: int | None = None  # under which it holds them
     source: dict[int, tuple[int, int]] = field(default_factory=dict)  # index -> (block, checksum)
     posted: set[int] = field(default_factory=set)
     reads: dict[int, list[int]] = field(default_factory=dict)  # transfer id -> indices
@@ -111,9 +112,10 @@ class Connector:
             return []
         if handoff.state in (ConsumerState.DRAINING, ConsumerState.CONFIRMING):
             return []
-        if ready.producer != handoff.producer or handoff.epoch not in (None, ready.epoch):
+        known = (handoff.producer, handoff.epoch, handoff.lease)
+        if handoff.epoch is not None and known != (ready.producer, ready.epoch, ready.lease):
             return self.fail(handoff, "producer_changed")
-        handoff.epoch = ready.epoch
+        handoff.epoch, handoff.lease = ready.epoch, ready.lease
         handoff.deadline = now + self.config.handoff_timeout_s
         blocks = zip(ready.block_ids, ready.checksums, strict=True)
         for index, source in enumerate(blocks, start=ready.first):
@@ -234,7 +236,9 @@ class Connector:
 
     def _ask_confirmation(self, now: float, handoff: Handoff) -> list[Effect]:
         handoff.deadline = now + CONFIRM_TIMEOUT_S
-        return [Send(handoff.producer, KVRead(*handoff.key, consumer=self.config.node_id))]
+        assert handoff.lease is not None
+        read = KVRead(*handoff.key, consumer=self.config.node_id, lease=handoff.lease)
+        return [Send(handoff.producer, read)]
 
     def _post_reads(self, handoff: Handoff) -> list[Effect]:
         blocks = handoff.seq.block_ids

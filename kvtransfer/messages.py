@@ -46,6 +46,7 @@ class KVReady:
     final: bool  # True: all of the prompt is covered, and `next_token` was sampled
     next_token: int | None = None
     next_logprobs: TokenLogprobs | None = None
+    lease: int = 0  # number of the producer's lease: the same request may be computed twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class KVRead:
     request_id: str
     attempt: int
     consumer: NodeId
+    lease: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class Production:
 
     seq: Sequence
     consumer: NodeId
+    lease: int
     state: ProducerState = ProducerState.COMPUTING
     num_announced: int = 0
     lease_until: float = 0.0
@@ -49,6 +50,7 @@ class PrefillWorker:
         self.node_id = config.node_id
         self.core = EngineCore(config)
         self.productions: dict[tuple[str, int], Production] = {}
+        self._num_leases = 0
 
     def start(self, now: float) -> list[Effect]:
         return [Wake(self.config.stats_interval_s, "tick")]
@@ -90,7 +92,9 @@ class PrefillWorker:
         if isinstance(accepted, Refused):
             return [Send(message.router, accepted)]
         if accepted is not None:
-            self.productions[accepted.key] = Production(accepted, message.decode_to)
+            self._num_leases += 1
+            production = Production(accepted, message.decode_to, self._num_leases)
+            self.productions[accepted.key] = production
         return []
 
     def _schedule(self, now: float) -> list[Effect]:
@@ -163,6 +167,7 @@ class PrefillWorker:
             final=final,
             next_token=seq.tokens[sampled_at] if final else None,
             next_logprobs=seq.logprobs.get(sampled_at) if final else None,
+            lease=production.lease,
         )
         return [Send(production.consumer, ready)]
 
@@ -179,13 +184,18 @@ class PrefillWorker:
         return [Send(message.consumer, connected)]
 
     def _on_read(self, message: KVRead) -> list[Effect]:
-        """A production that exists was held throughout: it is removed the moment it is freed."""
+        """A lease that exists was held throughout: it ends the moment its blocks are freed.
+
+        Its number tells it from a later one of the same request, computed into other blocks."""
         key = (message.request_id, message.attempt)
         production = self.productions.get(key)
-        if production is None or production.state is not ProducerState.HELD:
+        if (
+            production is None
+            or production.lease != message.lease
+            or production.state is not ProducerState.HELD
+        ):
             self.core.count("kv_refused")
-            reason = "the blocks were freed" if production is None else "not computed yet"
-            return [Send(message.consumer, KVRefused(*key, reason))]
+            return [Send(message.consumer, KVRefused(*key, f"no lease {message.lease} is held"))]
         self._free(production, ProducerEvent.READ)
         return [Send(message.consumer, KVConfirmed(*key))]
 

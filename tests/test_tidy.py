@@ -1,0 +1,104 @@
+"""The structure of the project, held by reading its source: imports, sizes, prints."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("engine", "kvtransfer", "prefill_worker", "decode_worker", "router", "cluster")
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 70
+
+# Who may import whom, among the product's packages.
+MAY_IMPORT = {
+    "engine": {"engine"},
+    "kvtransfer": {"engine", "kvtransfer"},
+    "prefill_worker": {"engine", "kvtransfer", "prefill_worker"},
+    "decode_worker": {"engine", "kvtransfer", "decode_worker"},
+    "router": {"engine", "kvtransfer", "prefill_worker", "decode_worker", "router"},
+    "cluster": set(PACKAGES),
+}
+IMPURE = {"ray", "torch", "asyncio", "threading", "time", "logging", "random", "socket", "secrets"}
+HTTP = {"fastapi", "starlette", "uvicorn"}
+TORCH_PLACES = ("engine/model/", "kvtransfer/agents/", "kvtransfer/store")
+
+
+def sources(*tops: str) -> list[Path]:
+    return [path for top in tops for path in sorted((ROOT / top).rglob("*.py"))]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names of everything that the file imports, at whatever depth."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}: relative import"
+            yield node.module or ""
+
+
+def is_pure(path: Path) -> bool:
+    name = name_of(path)
+    if name.startswith("engine/"):
+        return not name.startswith("engine/model/")
+    if name.startswith("router/"):
+        return True
+    if name.startswith("kvtransfer/"):
+        return path.stem in {"layout", "handoff", "connector", "messages", "agent", "tiers"}
+    if name.startswith(("prefill_worker/", "decode_worker/")):
+        return path.stem != "build"
+    return name.startswith("cluster/") and path.stem in {"controller", "placement", "autoscaler"}
+
+
+ALL = sources(*PACKAGES)
+
+
+@pytest.mark.parametrize("path", ALL, ids=name_of)
+def test_imports_follow_the_chain(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    tops = {name.split(".")[0] for name in imports(path)}
+    assert tops & set(PACKAGES) <= MAY_IMPORT[package]
+    assert "tests" not in tops
+    if is_pure(path):
+        assert not tops & IMPURE
+    if "ray" in tops:
+        assert name_of(path) == "cluster/runtime/ray.py"
+    if tops & HTTP:
+        assert name_of(path).startswith("cluster/api/")
+    if "torch" in tops:
+        assert name_of(path).startswith(TORCH_PLACES)
+
+
+@pytest.mark.parametrize("path", [*ALL, *sources("tests", "benchmarks")], ids=name_of)
+def test_files_and_functions_are_short(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines <= MAX_FILE_LINES, f"{name_of(path)} has {lines} lines"
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{name_of(path)}: {node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", ALL, ids=name_of)
+def test_modules_say_what_they_are_and_do_not_print(path: Path) -> None:
+    tree = parse(path)
+    assert ast.get_docstring(tree), f"{name_of(path)} has no docstring"
+    if not path.stem.startswith("cli"):
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        assert not [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
+
+
+def test_there_is_no_utils_module() -> None:
+    assert not [path for path in ALL if path.stem in {"utils", "util", "helpers", "common", "misc"}]
