@@ -5,6 +5,7 @@ A worker node owns one `EngineCore`, feeds it messages, and adds what its role d
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from engine.stats import RouterDown, RouterUp, WorkerStats
 from engine.step import Step, StepDone
 
 RATE_WEIGHT = 0.2  # of a new measurement in the moving averages
+MAX_ENDED = 4096  # ended attempts that are remembered, so that a late repeat is not served again
 
 
 class WorkRequest(Protocol):
@@ -59,8 +61,7 @@ class Rate:
 class EngineCore:
     """Sequences by (request, attempt), over one scheduler and one KV cache.
 
-    Invariant: `seqs` holds every sequence that is not DEAD; `settling` holds the DEAD ones whose
-    blocks a transfer may still write to.
+    Invariant: `seqs` holds every sequence that is not DEAD.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -73,6 +74,7 @@ class EngineCore:
         self.prefill_tokens_per_s = Rate()
         self.decode_step_s = Rate()
         self.read_bytes_per_s = Rate()
+        self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._event_seq = 0
         self._outbox: dict[NodeId, list[TokenDelta]] = {}
 
@@ -80,9 +82,18 @@ class EngineCore:
         self, now: float, work: WorkRequest, *, role_needs_growth: bool
     ) -> Sequence | Refused | None:
         """A new waiting sequence, a refusal to send, or None for a repeat of what is known."""
-        if (work.request_id, work.attempt) in self.seqs:
+        key = (work.request_id, work.attempt)
+        if key in self.seqs or key in self._ended:
             return None
         config = self.config
+        if len(work.tokens) >= config.max_model_len:
+            return self.refusal(
+                work.request_id,
+                work.attempt,
+                Refusal.CONTEXT_LENGTH,
+                f"{len(work.tokens)} tokens leave no room for an answer in the model's context of"
+                f" {config.max_model_len}",
+            )
         last = work.num_prompt_tokens + work.sampling.max_tokens if role_needs_growth else 0
         most_tokens = min(max(last, len(work.tokens)), config.max_model_len)
         needed = self.kv.num_blocks_for(most_tokens)
@@ -126,8 +137,11 @@ class EngineCore:
 
     def remove(self, seq: Sequence) -> None:
         """Forget `seq`; its blocks go back as soon as nothing writes to them."""
-        self.seqs.pop(seq.key, None)
+        del self.seqs[seq.key]
         self.scheduler.remove(seq)
+        self._ended[seq.key] = None
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
 
     def next_step(self, now: float) -> Step | None:
         return self.scheduler.schedule(now) if self.scheduler.in_flight is None else None
