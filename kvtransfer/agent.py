@@ -79,11 +79,14 @@ class Agent(Protocol):
         """True once it is done, False while it runs. Raises AgentError when it has failed."""
         ...
 
-    def release(self, handle: Any) -> None:
-        """Settle `handle`, cancelling it if it still runs: nothing writes to dst afterwards."""
+    def release(self, handle: Any) -> bool:
+        """Settle `handle`, cancelling it if it still runs. True: it is freed, and nothing writes
+        to dst from now on. False: something still may; call again later. Never raises."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Settle every handle, whatever it takes, and forget all peers."""
+        ...
 
 
 class AgentError(Exception):

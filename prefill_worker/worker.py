@@ -50,7 +50,7 @@ class PrefillWorker:
         self.node_id = config.node_id
         self.core = EngineCore(config)
         self.productions: dict[tuple[str, int], Production] = {}
-        self._num_leases = 0
+        self._num_leases = config.epoch << 32  # no two lives of a worker share a number
 
     def start(self, now: float) -> list[Effect]:
         return [Wake(self.config.stats_interval_s, "tick")]

@@ -1,0 +1,1 @@
+"""Commands that measure; each prints what it found, beside what it is compared with."""
