@@ -1,1 +1,1 @@
-"""The router: sends each request to the workers that will answer it soonest, and owns its tokens."""
+"""The router: sends each request to the workers that answer it soonest, and owns its tokens."""

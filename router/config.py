@@ -1,0 +1,45 @@
+"""What a router may be told: limits, patience and the name of its policy. Read once, at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+POLICIES = ("prefix", "round_robin", "least_loaded")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Limits and waits of one router. Block size, context and fingerprint come from `WorkerInfo`.
+
+    Raises ValueError for an unknown policy and for a limit below its least sensible value.
+    """
+
+    policy: str = "prefix"  # one of POLICIES; the others are baselines to compare with
+    max_queue: int = 1024  # new requests that wait for a slot; requests that go on are not counted
+    max_inflight_per_worker: int = 128  # of this router; the rest waits here, where it can choose
+    max_attempts: int = 6  # dispatches that failed before the request does
+    max_timeout_s: float = 3600.0  # a client's timeout is cut to this
+    no_workers_wait_s: float = 60.0  # a request waits this long for a first decode worker
+    probe_after_s: float = 5.0  # without news of a request for this long, its worker is asked
+    max_silent_probes: int = 3  # unanswered in a row: the worker is given up for this request
+    tick_s: float = 0.25  # how often deadlines and silences are looked at
+    snapshot_retry_s: float = 1.0  # an index with a gap asks again after this
+    speculative_s: float = 10.0  # how long a routed prompt counts as cached without an event
+    max_speculative: int = 200_000  # such blocks, of all workers together
+    backoff_s: float = 0.5  # a worker that failed is left alone this long; doubles each time
+    max_backoff_s: float = 30.0
+    max_decisions: int = 512  # kept to be explained
+    max_ended: int = 4096  # ids kept, so that a repeated Submit does not run again
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"router policy {self.policy!r} is unknown; one of {POLICIES}")
+        for name in ("max_inflight_per_worker", "max_attempts", "max_silent_probes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"router {name} is {getattr(self, name)}; at least 1 is needed")
+        for name in ("max_queue", "max_speculative", "max_decisions", "max_ended"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"router {name} is {getattr(self, name)}; it cannot be negative")
+        for name in ("max_timeout_s", "probe_after_s", "tick_s", "snapshot_retry_s", "backoff_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"router {name} is {getattr(self, name)}; it must be above 0")

@@ -1,0 +1,331 @@
+"""The live requests of a router: how one comes in, moves, and ends exactly once.
+
+Life: `submit` queues it, `dispatch` sends an attempt out, `advance` streams what comes back,
+`retry` queues it again, and one of finish, `fail` and `cancel` ends it. What has to be sent is
+collected and taken by the router at the end of each message.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from decode_worker.messages import Decode
+from engine.node import Effect, NodeId, Note, Send
+from engine.request import Abort, FinishReason, Refusal, TokenDelta, TokenLogprobs
+from prefill_worker.messages import Prefill
+from router.admission import AdmissionQueue, Rejection
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.endpoint import Endpoint
+from router.messages import Failed, Output, Submit
+from router.status import Totals
+from router.token_log import Attempt, LoggedRequest
+
+MAX_RETRY_AFTER_S = 60.0
+SERVICE_SMOOTHING = 0.1
+
+
+class Cause(StrEnum):
+    """Why an attempt was given up: also the metric label."""
+
+    WORKER_DOWN = "worker_down"
+    UNKNOWN = "unknown"
+    SILENT = "silent"
+    DIVERGED = "diverged"
+    QUEUE_FULL = "queue_full"
+    EXECUTION = "execution"
+    REFUSED = "refused"
+
+
+class Requests:
+    """Owned by the router. Invariant: a live request is in the queue or has a current attempt,
+    never both; one that ended is in neither, and has no booking anywhere."""
+
+    def __init__(self, router: NodeId, config: RouterConfig) -> None:
+        self._router = router
+        self._config = config
+        self._effects: list[Effect] = []
+        self._ended: dict[str, NodeId] = {}  # id -> client; oldest first
+        self._service_s = 1.0  # of recent requests, from Submit to the end
+        self._no_decode_since: float | None = None
+        self.dispatcher = Dispatcher(config)
+        self.totals = Totals()
+        self.live: dict[str, LoggedRequest] = {}
+        self.queue = AdmissionQueue(config.max_queue)
+        self.room_changed = False  # True: somebody in the queue may find a place now
+
+    def send(self, to: NodeId, message: object) -> None:
+        self._effects.append(Send(to, message))
+
+    def take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def submit(self, now: float, submit: Submit) -> None:
+        """Take a request in, or refuse it. One that is repeated word for word is ignored: its
+        first copy is, or was, answered."""
+        twin = self.live.get(submit.request_id)
+        if twin is not None:
+            if submit != twin.submit:
+                detail = f"request id {submit.request_id!r} is in use"
+                self._refuse(submit, Rejection(Refusal.DUPLICATE, detail))
+            return
+        if self._ended.get(submit.request_id) == submit.reply_to:
+            return
+        self.totals.submitted += 1
+        log = LoggedRequest(
+            submit=submit,
+            sampling=submit.sampling,
+            arrival=self.totals.submitted,
+            submitted_at=now,
+            deadline=now + min(submit.timeout_s, self._config.max_timeout_s),
+            queued_at=now,
+        )
+        self.live[log.request_id] = log
+        rejection = self.dispatcher.check(log)
+        if rejection is None and not submit.timeout_s > 0:
+            detail = f"a timeout of {submit.timeout_s} s leaves no time"
+            rejection = Rejection(Refusal.DEADLINE, detail)
+        if rejection is not None:
+            self.fail(log, rejection)
+        elif (reason := log.complete()) is not None:
+            self._finish(now, log, reason)
+        else:
+            self._enqueue(now, log)
+            self.dispatch(now)
+            if self.queue.overflows:
+                detail = f"{self._config.max_queue} requests are waiting"
+                self.fail(log, Rejection(Refusal.QUEUE_FULL, detail))
+
+    def dispatch(self, now: float) -> None:
+        """Send out, in order, whatever of the queue finds a place."""
+        if not self.room_changed:
+            return
+        self.room_changed = False
+        for log in self.queue.in_order():
+            if not self.dispatcher.has_room(now):
+                return
+            placed = self.dispatcher.place(now, log)
+            if isinstance(placed, Rejection):
+                self.fail(log, placed)
+            elif placed is not None:
+                self.queue.remove(log)
+                self._send_attempt(now, log, placed)
+
+    def advance(
+        self,
+        now: float,
+        log: LoggedRequest,
+        attempt: Attempt,
+        endpoint: Endpoint,
+        delta: TokenDelta,
+        num_before: int,
+    ) -> None:
+        """Stream what `delta` of `endpoint` has added to the log beyond `num_before` tokens."""
+        log.phases.update(delta.phases)
+        if delta.num_cached_tokens is not None and log.num_cached_tokens is None:
+            self._count_prefix_hit(log, endpoint, delta.num_cached_tokens)
+        new = tuple(log.tokens[num_before:])
+        logprobs = delta.logprobs[-len(new) :] if new else ()
+        if new:
+            endpoint.succeed()
+            if log.first_token_at is None:
+                log.first_token_at = now
+            if not attempt.started:
+                attempt.started = True
+                self.dispatcher.started(attempt, log.request_id)
+                self.room_changed = True
+        reason = delta.finish or log.complete()
+        if reason is not None:
+            self._abort(log, attempt, keep=endpoint if delta.finish else None)
+            self._finish(now, log, reason, new, logprobs)
+        elif new:
+            self._output(log, new, logprobs)
+
+    def retry(
+        self,
+        now: float,
+        log: LoggedRequest,
+        cause: Cause,
+        detail: str,
+        gone: Endpoint | None = None,
+        blamed: Endpoint | None = None,
+    ) -> None:
+        """Give the current attempt up and queue the request for the next one.
+
+        `gone` has forgotten the attempt already; `blamed` is left alone for a while, by this
+        request for good. Being turned away from a full queue does not count as a failure.
+        """
+        attempt = log.current
+        assert attempt is not None, f"{log.request_id} has no attempt to give up"
+        assert log.complete() is None, f"{log.request_id} should have ended with its last token"
+        self._abort(log, attempt, keep=gone)
+        self.dispatcher.release(attempt, log.request_id)
+        log.current = None
+        self.room_changed = True
+        self.totals.retries[cause] += 1
+        if blamed is not None:
+            self.dispatcher.fail(now, blamed)
+            if cause is not Cause.QUEUE_FULL:
+                log.avoid.append(blamed)
+        text = f"{log.request_id}: attempt {attempt.number} is lost ({cause}): {detail}"
+        self._effects.append(Note("warning", f"attempt_{cause}", text))
+        if cause is not Cause.QUEUE_FULL:
+            log.failures += 1
+        if log.failures >= self._config.max_attempts:
+            why = f"{log.failures} attempts failed; the last one ({cause}): {detail}"
+            self.fail(log, Rejection(Refusal.ATTEMPTS, why))
+        else:
+            self._enqueue(now, log)
+
+    def cancel(self, log: LoggedRequest) -> None:
+        """End it without a word to the client."""
+        self._stop(log)
+        self._forget(log, Refusal.CANCELLED)
+
+    def fail(self, log: LoggedRequest, rejection: Rejection) -> None:
+        """End it with `Failed`."""
+        self._stop(log)
+        self._refuse(log.submit, rejection)
+        self._forget(log, rejection.reason)
+
+    def expire(self, now: float) -> None:
+        """End whatever is past its deadline, or has waited too long for a first worker."""
+        if self.dispatcher.has_decode:
+            self._no_decode_since = None
+        elif self._no_decode_since is None:
+            self._no_decode_since = now
+        for log in list(self.live.values()):
+            rejection = self._overdue(now, log)
+            if rejection is not None:
+                self.fail(log, rejection)
+
+    def _overdue(self, now: float, log: LoggedRequest) -> Rejection | None:
+        waited_s = now - log.queued_at
+        if log.current is None and self._no_decode_since is not None:
+            alone_s = now - max(log.queued_at, self._no_decode_since)
+            if now >= log.deadline or alone_s >= self._config.no_workers_wait_s:
+                detail = f"no decode worker is up; waited {waited_s:.1f} s for one"
+                return Rejection(Refusal.NO_WORKERS, detail)
+        if now < log.deadline:
+            return None
+        allowed_s = log.deadline - log.submitted_at
+        where = f"queued for {waited_s:.1f} s" if log.current is None else "being served"
+        done = f"{log.num_output_tokens} of at most {log.sampling.max_tokens} tokens were done"
+        return Rejection(
+            Refusal.DEADLINE, f"its {allowed_s:g} s are over; it was {where}, and {done}"
+        )
+
+    def _enqueue(self, now: float, log: LoggedRequest) -> None:
+        log.enqueue(now)
+        self.queue.push(log)
+        self.room_changed = True
+
+    def _send_attempt(self, now: float, log: LoggedRequest, attempt: Attempt) -> None:
+        tokens = tuple(log.tokens)
+        timeout_s = log.deadline - now
+        prefill = attempt.prefill
+        self.totals.attempts += 1
+        decode = Decode(
+            request_id=log.request_id,
+            attempt=attempt.number,
+            router=self._router,
+            prefill_from=None if prefill is None else prefill.worker,
+            tokens=tokens,
+            num_prompt_tokens=log.num_prompt_tokens,
+            sampling=log.sampling,
+            timeout_s=timeout_s,
+            salt=log.submit.salt,
+        )
+        self.send(attempt.decode.worker, decode)
+        if prefill is None:
+            return
+        self.totals.handoffs += 1
+        order = Prefill(
+            request_id=log.request_id,
+            attempt=attempt.number,
+            router=self._router,
+            decode_to=attempt.decode.worker,
+            tokens=tokens,
+            num_prompt_tokens=log.num_prompt_tokens,
+            sampling=log.sampling,
+            timeout_s=timeout_s,
+            salt=log.submit.salt,
+        )
+        self.send(prefill.worker, order)
+
+    def _count_prefix_hit(self, log: LoggedRequest, endpoint: Endpoint, num_cached: int) -> None:
+        log.num_cached_tokens = min(num_cached, log.num_prompt_tokens)
+        for count in (endpoint, self.totals):
+            count.prompt_tokens += log.num_prompt_tokens
+            count.cached_tokens += log.num_cached_tokens
+
+    def _output(
+        self,
+        log: LoggedRequest,
+        new: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        finish: FinishReason | None = None,
+        phases: dict[str, float] | None = None,
+    ) -> None:
+        self.totals.output_tokens += len(new)
+        output = Output(
+            request_id=log.request_id,
+            index=log.num_output_tokens - len(new),
+            tokens=new,
+            logprobs=logprobs,
+            finish=finish,
+            num_cached_tokens=log.num_cached_tokens or 0,
+            phases=phases or {},
+        )
+        self.send(log.submit.reply_to, output)
+
+    def _finish(
+        self,
+        now: float,
+        log: LoggedRequest,
+        reason: FinishReason,
+        new: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
+        self._output(log, new, logprobs, reason, log.final_phases(now))
+        self.dispatcher.observe_output(log.num_output_tokens)
+        self._service_s += SERVICE_SMOOTHING * (now - log.submitted_at - self._service_s)
+        self._forget(log, reason)
+
+    def _stop(self, log: LoggedRequest) -> None:
+        if log.current is not None:
+            self._abort(log, log.current)
+
+    def _abort(self, log: LoggedRequest, attempt: Attempt, keep: Endpoint | None = None) -> None:
+        """Tell the workers of `attempt` that still have it, except `keep`."""
+        for endpoint in (attempt.decode, attempt.prefill):
+            if endpoint is None or endpoint is keep or not endpoint.alive:
+                continue
+            # A prefill worker that has done its part only holds KV, until the decode worker has
+            # read it; if that did not happen, or is not known, it has to be told.
+            served = attempt.prefill_reported and attempt.handed_over
+            if endpoint is attempt.decode or not served:
+                self.send(endpoint.worker, Abort(log.request_id, attempt.number))
+
+    def _refuse(self, submit: Submit, rejection: Rejection) -> None:
+        retry_after_s = None
+        if rejection.reason in (Refusal.QUEUE_FULL, Refusal.NO_WORKERS):
+            num_served = max(1, len(self.live) - len(self.queue))
+            turns = len(self.queue) / num_served
+            retry_after_s = min(MAX_RETRY_AFTER_S, max(1.0, turns * self._service_s))
+        failed = Failed(submit.request_id, rejection.reason, rejection.detail, retry_after_s)
+        self.send(submit.reply_to, failed)
+
+    def _forget(self, log: LoggedRequest, outcome: FinishReason | Refusal) -> None:
+        if log.current is not None:
+            self.dispatcher.release(log.current, log.request_id)
+            log.current = None
+        elif log in self.queue:
+            self.queue.remove(log)
+        self.room_changed = True
+        self.totals.requests[outcome] += 1
+        del self.live[log.request_id]
+        self._ended[log.request_id] = log.submit.reply_to
+        while len(self._ended) > self._config.max_ended:
+            del self._ended[next(iter(self._ended))]

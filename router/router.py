@@ -1,0 +1,247 @@
+"""The router: a client's request in, its tokens out, whatever happens to the workers between.
+
+Life of a request: Submit -> queued -> dispatched (Decode to one worker, and perhaps Prefill to
+another) -> Outputs as tokens come -> the last Output, or Failed. An attempt that is lost, silent,
+refused or contradicts itself is aborted, and the next one continues from the token log, so the
+client's stream has neither gap nor repeat. One periodic tick watches deadlines and silences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+from engine.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
+from engine.node import Effect, NodeId, Note, Wake, Woken
+from engine.outbox import Refused, TokenDeltas
+from engine.request import Abort, Probe, Refusal, TokenDelta
+from engine.stats import WorkerStats
+from router.admission import Rejection
+from router.config import RouterConfig
+from router.endpoint import Endpoint
+from router.messages import Cancel, Submit, WorkerDown, WorkerUp
+from router.policy import Decision
+from router.prefix_index import PrefixIndex
+from router.requests import Cause, Requests
+from router.status import RouterStatus, worker_statuses
+from router.token_log import Attempt, LoggedRequest, Verdict
+
+TICK = "tick"
+
+
+class Router:
+    """A Node. It owns the token logs (in `Requests`) and what is believed of workers (in its
+    `Dispatcher`). Invariant: while a request is live or a view of the index has a gap, exactly one
+    tick is under way."""
+
+    def __init__(self, node_id: NodeId, config: RouterConfig | None = None) -> None:
+        self.node_id = node_id
+        self._config = config or RouterConfig()
+        self._requests = Requests(node_id, self._config)
+        self._dispatcher = self._requests.dispatcher
+        self._totals = self._requests.totals
+        self._ticking = False
+        self._handlers: dict[type, Callable[[float, Any], None]] = {
+            Submit: self._on_submit,
+            Cancel: self._on_cancel,
+            WorkerUp: self._on_worker_up,
+            WorkerDown: self._on_worker_down,
+            TokenDeltas: self._on_deltas,
+            Refused: self._on_refused,
+            KVEvents: self._on_cache_news,
+            KVSnapshot: self._on_cache_news,
+            WorkerStats: self._on_stats,
+            Woken: self._on_woken,
+        }
+
+    def start(self, now: float) -> list[Effect]:
+        return []
+
+    def receive(self, now: float, message: Any) -> list[Effect]:
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            return [Note("warning", "unexpected_message", type(message).__name__)]
+        handler(now, message)
+        self._requests.dispatch(now)
+        effects = self._requests.take_effects()
+        if not self._ticking and (self._requests.live or not self._dispatcher.index.in_step):
+            self._ticking = True
+            effects.append(Wake(self._config.tick_s, TICK))
+        return effects
+
+    @property
+    def index(self) -> PrefixIndex:
+        """What is believed of the workers' caches; not to be changed."""
+        return self._dispatcher.index
+
+    def explain(self, request_id: str) -> tuple[Decision, ...]:
+        """The decisions about `request_id` that are still kept, oldest first."""
+        return self._dispatcher.explain(request_id)
+
+    def status(self, now: float) -> RouterStatus:
+        return RouterStatus(
+            router=self.node_id,
+            policy=self._config.policy,
+            num_live=len(self._requests.live),
+            num_queued=len(self._requests.queue),
+            totals=deepcopy(self._totals),
+            workers=worker_statuses(now, self._dispatcher.endpoints),
+        )
+
+    def check_idle(self) -> list[str]:
+        """A line for each thing that should not be there when no request is."""
+        left = [f"request {log.request_id} is live" for log in self._requests.live.values()]
+        left += [f"request {log.request_id} is queued" for log in self._requests.queue.in_order()]
+        for endpoint in self._dispatcher.endpoints:
+            left += [f"{endpoint.worker} has {name} booked" for name in endpoint.bookings]
+            left += endpoint.check_integrity()
+        return left
+
+    def _on_submit(self, now: float, submit: Submit) -> None:
+        self._requests.submit(now, submit)
+
+    def _on_cancel(self, now: float, cancel: Cancel) -> None:
+        log = self._requests.live.get(cancel.request_id)
+        if log is not None:
+            self._requests.cancel(log)
+
+    def _on_worker_up(self, now: float, up: WorkerUp) -> None:
+        replaced, is_new = self._dispatcher.up(now, up.info)
+        if replaced is not None:
+            self._lost(now, replaced, f"{up.info.worker} has started again")
+        if is_new:
+            self._requests.room_changed = True
+            self._ask_for_snapshots(now)
+
+    def _on_worker_down(self, now: float, down: WorkerDown) -> None:
+        lost = self._dispatcher.down(down.worker, down.epoch)
+        if lost is not None:
+            self._lost(now, lost, f"{down.worker} is down: {down.reason}")
+
+    def _lost(self, now: float, lost: Endpoint, detail: str) -> None:
+        """Start again whatever still needs `lost`."""
+        for log in list(self._requests.live.values()):
+            attempt = log.current
+            if attempt is not None and (
+                attempt.decode is lost or (attempt.prefill is lost and not attempt.handed_over)
+            ):
+                self._requests.retry(now, log, Cause.WORKER_DOWN, detail)
+
+    def _on_cache_news(self, now: float, news: KVEvents | KVSnapshot) -> None:
+        if self._dispatcher.heed(now, news):
+            self._requests.send(news.worker, KVSnapshotRequest(self.node_id))
+
+    def _on_stats(self, now: float, stats: WorkerStats) -> None:
+        if self._dispatcher.observe(now, stats):
+            self._requests.send(stats.worker, KVSnapshotRequest(self.node_id))
+
+    def _on_deltas(self, now: float, deltas: TokenDeltas) -> None:
+        endpoint = self._dispatcher.endpoint(deltas.worker, deltas.epoch)
+        if endpoint is not None:
+            for delta in deltas.deltas:
+                self._on_delta(now, endpoint, delta)
+
+    def _on_delta(self, now: float, endpoint: Endpoint, delta: TokenDelta) -> None:
+        log = self._requests.live.get(delta.request_id)
+        attempt = None if log is None else log.current
+        if (
+            log is None
+            or attempt is None
+            or attempt.number != delta.attempt
+            or not attempt.involves(endpoint)
+        ):
+            self._totals.stale += 1
+            if delta.finish is None:  # it is still at work on something that nobody wants
+                self._requests.send(endpoint.worker, Abort(delta.request_id, delta.attempt))
+            return
+        attempt.heard_at = now
+        from_decode = endpoint is attempt.decode
+        if from_decode:
+            attempt.handed_over |= bool(delta.tokens)
+        else:
+            attempt.prefill_reported |= bool(delta.tokens)
+        num_before = len(log.tokens)
+        verdict = log.accept(delta)
+        if verdict is Verdict.NEXT:
+            if from_decode:
+                attempt.probed_at, attempt.silent_probes = None, 0
+            self._requests.advance(now, log, attempt, endpoint, delta, num_before)
+        elif verdict is Verdict.GAP:
+            self._totals.gaps += 1
+            self._probe(now, log, attempt)
+        elif from_decode:
+            # What the decode worker goes on from is not what the client has seen. A prefill
+            # worker's token that comes too late to count harms nobody.
+            self._requests.retry(now, log, Cause.DIVERGED, f"at position {delta.position}")
+
+    def _on_refused(self, now: float, refused: Refused) -> None:
+        endpoint = self._dispatcher.endpoint(refused.worker, refused.epoch)
+        log = self._requests.live.get(refused.request_id)
+        attempt = None if log is None else log.current
+        if (
+            endpoint is None
+            or log is None
+            or attempt is None
+            or attempt.number != refused.attempt
+            or not attempt.involves(endpoint)
+        ):
+            return
+        from_decode = endpoint is attempt.decode
+        if not from_decode and attempt.handed_over:
+            return  # the decode worker has all that it needs
+        detail = f"{refused.worker}: {refused.detail}"
+        requests = self._requests
+        match refused.reason:
+            case Refusal.UNKNOWN:
+                requests.retry(now, log, Cause.UNKNOWN, detail, gone=endpoint)
+            case Refusal.QUEUE_FULL:
+                requests.retry(now, log, Cause.QUEUE_FULL, detail, gone=endpoint, blamed=endpoint)
+            case Refusal.DUPLICATE:  # a repeated message: it has this attempt already, or a later
+                self._probe(now, log, attempt)
+            case Refusal.DEADLINE:
+                requests.fail(log, Rejection(refused.reason, detail))
+            case Refusal.NEVER_FITS | Refusal.CONTEXT_LENGTH if from_decode:
+                requests.fail(log, Rejection(refused.reason, detail))
+            case Refusal.EXECUTION:
+                requests.retry(now, log, Cause.EXECUTION, detail, gone=endpoint, blamed=endpoint)
+            case _:
+                log.avoid.append(endpoint)
+                requests.retry(now, log, Cause.REFUSED, detail, gone=endpoint)
+
+    def _on_woken(self, now: float, woken: Woken) -> None:
+        assert woken.tag == TICK, f"woken for {woken.tag!r}, which was never asked for"
+        self._ticking = False
+        self._requests.expire(now)
+        for log in list(self._requests.live.values()):
+            if log.current is not None:
+                self._watch(now, log, log.current)
+        self._ask_for_snapshots(now)
+        self._requests.room_changed = True  # a back-off may be over
+
+    def _watch(self, now: float, log: LoggedRequest, attempt: Attempt) -> None:
+        """Ask a silent decode worker; give it up when it answers none of several probes."""
+        patience_s = self._config.probe_after_s
+        if attempt.probed_at is None:
+            if now - attempt.heard_at >= patience_s:
+                self._probe(now, log, attempt)
+        elif now - attempt.probed_at >= patience_s:
+            if attempt.silent_probes < self._config.max_silent_probes:
+                self._probe(now, log, attempt)
+            else:
+                silent = attempt.decode
+                detail = f"{silent.worker} left {attempt.silent_probes} probes unanswered"
+                self._requests.retry(now, log, Cause.SILENT, detail, blamed=silent)
+
+    def _probe(self, now: float, log: LoggedRequest, attempt: Attempt) -> None:
+        """Ask the decode worker for what is missing, at most once in a while."""
+        if attempt.probed_at is None or now - attempt.probed_at >= self._config.probe_after_s:
+            attempt.probed_at = now
+            attempt.silent_probes += 1
+            self._totals.probes += 1
+            probe = Probe(log.request_id, attempt.number, self.node_id, len(log.tokens))
+            self._requests.send(attempt.decode.worker, probe)
+
+    def _ask_for_snapshots(self, now: float) -> None:
+        for worker in self._dispatcher.index.due(now):
+            self._requests.send(worker, KVSnapshotRequest(self.node_id))

@@ -1,0 +1,93 @@
+"""What a router tells operators: totals since its start and the state of every worker it knows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.node import NodeId
+from engine.stats import Role
+from router.endpoint import Endpoint
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the router's start; they only grow. Keys are metric labels."""
+
+    requests: Counter[str] = field(default_factory=Counter)  # by FinishReason or Refusal
+    retries: Counter[str] = field(default_factory=Counter)  # by Cause
+    submitted: int = 0
+    attempts: int = 0
+    handoffs: int = 0  # attempts with a prefill worker
+    probes: int = 0
+    gaps: int = 0
+    stale: int = 0  # deltas of attempts that are over
+    prompt_tokens: int = 0  # of requests whose prefix hit is known
+    cached_tokens: int = 0  # of those, not computed
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    worker: NodeId
+    role: Role
+    epoch: int
+    state: str  # "up" | "backoff" | "down"
+    num_blocks: int
+    num_used_blocks: int  # held by requests
+    num_cached_blocks: int
+    num_running: int
+    num_waiting: int
+    num_handoffs: int
+    num_inflight: int  # of this router
+    pending_prefill_tokens: int
+    cache_hit_rate: float  # cached / prompt tokens of the requests it reported; 0 before the first
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    read_bytes_per_s: float
+    counters: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStatus:
+    """`totals` is a copy."""
+
+    router: NodeId
+    policy: str
+    num_live: int
+    num_queued: int
+    totals: Totals
+    workers: tuple[WorkerStatus, ...]
+
+    @property
+    def cache_hit_rate(self) -> float:
+        return self.totals.cached_tokens / max(1, self.totals.prompt_tokens)
+
+
+def worker_statuses(now: float, endpoints: Iterable[Endpoint]) -> tuple[WorkerStatus, ...]:
+    return tuple(_worker_status(now, endpoint) for endpoint in endpoints)
+
+
+def _worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
+    info, stats = endpoint.info, endpoint.stats if endpoint.alive else None
+    state = "down" if not endpoint.alive else "backoff" if now < endpoint.excluded_until else "up"
+    return WorkerStatus(
+        worker=info.worker,
+        role=info.role,
+        epoch=info.epoch,
+        state=state,
+        num_blocks=info.num_blocks,
+        num_used_blocks=info.num_blocks - stats.num_free_blocks if stats else 0,
+        num_cached_blocks=stats.num_cached_blocks if stats else 0,
+        num_running=stats.num_running if stats else 0,
+        num_waiting=stats.num_waiting if stats else 0,
+        num_handoffs=stats.num_handoffs if stats else 0,
+        num_inflight=len(endpoint.bookings),
+        pending_prefill_tokens=endpoint.pending_prefill_tokens if endpoint.alive else 0,
+        cache_hit_rate=endpoint.cached_tokens / max(1, endpoint.prompt_tokens),
+        prefill_tokens_per_s=stats.prefill_tokens_per_s if stats else 0.0,
+        decode_step_s=stats.decode_step_s if stats else 0.0,
+        read_bytes_per_s=stats.read_bytes_per_s if stats else 0.0,
+        counters=dict(stats.counters) if stats else {},
+    )

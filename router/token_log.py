@@ -1,0 +1,140 @@
+"""The token log: what the router knows of one request, enough to start it again anywhere.
+
+Life: queued -> dispatched (an `Attempt`) -> ended, or back to queued when the attempt failed. The
+log only grows. Workers may lose everything: the next attempt is sent the prompt and the tokens so
+far, and goes on from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from engine.block_hash import block_hash, root_hash
+from engine.request import FinishReason, SamplingParams, TokenDelta
+from engine.stats import WorkerInfo
+from router.endpoint import Endpoint
+from router.messages import Submit
+
+
+class Verdict(StrEnum):
+    """How a delta fits to the log."""
+
+    NEXT = "next"  # its tokens, if it brings new ones, are now in the log
+    GAP = "gap"  # it begins after the end of the log
+    DIVERGED = "diverged"  # it contradicts the log
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One dispatch to a decode worker and perhaps a prefill worker, both of a certain epoch."""
+
+    number: int
+    decode: Endpoint
+    prefill: Endpoint | None
+    heard_at: float  # last news of this attempt, or when it was sent
+    started: bool = False  # its first token is in the log
+    handed_over: bool = False  # the decode worker has produced tokens: it needs nobody any more
+    prefill_reported: bool = False  # the prefill worker has done what it was asked for
+    probed_at: float | None = None  # None: no probe is out
+    silent_probes: int = 0  # sent since the decode worker was last heard
+
+    def involves(self, endpoint: Endpoint) -> bool:
+        return endpoint is self.decode or endpoint is self.prefill
+
+
+@dataclass(slots=True, eq=False)
+class LoggedRequest:
+    """Owned by the router. Invariant: `tokens` begins with the prompt, only grows, and its output
+    part is exactly what was sent to the client."""
+
+    submit: Submit
+    sampling: SamplingParams  # max_tokens is cut to the context once that is known
+    arrival: int  # number of the Submit: the order within one priority
+    submitted_at: float
+    deadline: float
+    queued_at: float
+    tokens: list[int] = field(init=False)
+    attempt_number: int = 0
+    current: Attempt | None = None  # None: queued
+    failures: int = 0  # attempts that count against the limit
+    avoid: list[Endpoint] = field(default_factory=list)  # failed this request; used if none is left
+    clamped: bool = False
+    queue_s: float = 0.0
+    first_token_at: float | None = None
+    num_cached_tokens: int | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    _names: dict[tuple[bytes, int], list[bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.submit.tokens)
+
+    @property
+    def request_id(self) -> str:
+        return self.submit.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.submit.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - len(self.submit.tokens)
+
+    def accept(self, delta: TokenDelta) -> Verdict:
+        """Append what is new in `delta`. A repeat is NEXT and brings nothing."""
+        overlap = len(self.tokens) - delta.position
+        if overlap < 0:
+            return Verdict.GAP
+        known = self.tokens[delta.position : delta.position + len(delta.tokens)]
+        ends_early = delta.finish is not None and len(delta.tokens) < overlap
+        if delta.position < 0 or ends_early or tuple(known) != delta.tokens[:overlap]:
+            return Verdict.DIVERGED
+        self.tokens.extend(delta.tokens[overlap:])
+        return Verdict.NEXT
+
+    def complete(self) -> FinishReason | None:
+        """Why nothing has to be generated after the tokens in the log; None: something has to."""
+        num_output = self.num_output_tokens
+        if (
+            num_output
+            and num_output >= self.sampling.min_tokens
+            and self.tokens[-1] in self.sampling.stop_token_ids
+        ):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output >= self.sampling.max_tokens else None
+
+    def block_names(self, info: WorkerInfo) -> list[bytes]:
+        """Names of the full blocks of `tokens` on workers like `info`. Not to be changed."""
+        size = info.block_size
+        names = self._names.setdefault((info.fingerprint, size), [])
+        parent = names[-1] if names else root_hash(info.fingerprint, self.submit.salt)
+        for end in range((len(names) + 1) * size, len(self.tokens) + 1, size):
+            parent = block_hash(parent, self.tokens[end - size : end])
+            names.append(parent)
+        return names
+
+    def clamp(self, max_tokens: int) -> None:
+        """Cut max_tokens, once: later attempts are not to be shortened by who happens to be up."""
+        if not self.clamped:
+            self.clamped = True
+            self.sampling = replace(self.sampling, max_tokens=max_tokens)
+
+    def enqueue(self, now: float) -> None:
+        self.current = None
+        self.queued_at = now
+
+    def dispatch(self, now: float, decode: Endpoint, prefill: Endpoint | None) -> Attempt:
+        """Begin the next attempt."""
+        assert self.current is None, f"{self.request_id} is dispatched already"
+        self.queue_s += now - self.queued_at
+        self.attempt_number += 1
+        self.current = Attempt(self.attempt_number, decode, prefill, heard_at=now)
+        return self.current
+
+    def final_phases(self, now: float) -> dict[str, float]:
+        """Seconds by phase, for the last Output; the router's own win over a worker's."""
+        own = {"queue": self.queue_s, "e2e": now - self.submitted_at}
+        if self.first_token_at is not None:
+            own["ttft"] = self.first_token_at - self.submitted_at
+        return self.phases | own

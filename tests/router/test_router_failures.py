@@ -1,0 +1,324 @@
+"""What goes wrong with workers, and how the request goes on; each ends exactly once."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode_worker.messages import Decode
+from engine.request import Abort, FinishReason, Probe, Refusal
+from prefill_worker.messages import Prefill
+from router.messages import Output
+from tests.router.script import CLIENT, Script, worker_stats
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+ALL = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+
+
+def started(**config: float) -> tuple[Script, str, str]:
+    """Two workers of each role; the request "r" of 40 tokens is on its first attempt."""
+    s = Script(*ALL, **config)
+    s.submit(tokens=range(40))
+    decode, prefill, _ = s.dispatched()
+    assert prefill is not None
+    s.sent.clear()
+    return s, decode, prefill
+
+
+def other(worker: str) -> str:
+    role, number = worker.split("-")
+    return f"{role}-{1 - int(number)}"
+
+
+def test_the_stream_goes_on_elsewhere_when_the_decode_worker_dies() -> None:
+    s, decode, prefill = started()
+    s.delta(prefill, 40, 5)
+    s.delta(decode, 41, 6, 7)
+    s.down(decode)
+    new_decode, new_prefill, order = s.dispatched()
+    assert new_decode == other(decode)
+    assert order.attempt == 2
+    assert order.tokens == (*range(40), 5, 6, 7)
+    assert order.num_prompt_tokens == 40
+    assert order.sampling.max_tokens == 8
+    assert s.take(Abort) == [], "the prefill worker had done its part, the decode worker is dead"
+    if new_prefill is not None:
+        s.delta(new_prefill, 43, 8, attempt=2)
+    s.delta(new_decode, 43, 8, 9, attempt=2)
+    s.delta(new_decode, 45, 999, attempt=2, finish=STOP)
+    assert s.streamed() == [5, 6, 7, 8, 9, 999]
+    s.delta(new_decode, 45, 999, attempt=2, finish=STOP)
+    assert s.take(Output) == []
+    s.assert_idle()
+
+
+def test_a_new_epoch_of_the_decode_worker_is_the_death_of_the_old_one() -> None:
+    s, decode, prefill = started()
+    s.up(decode, epoch=2)
+    _, _, order = s.dispatched()
+    assert order.attempt == 2
+    assert s.take(Abort, prefill) == [Abort("r", 1)]
+    s.down(decode, epoch=1)
+    s.up(decode, epoch=1)
+    assert s.take(Decode) == []
+
+
+def test_a_dead_prefill_worker_is_replaced_before_the_handoff() -> None:
+    s, decode, prefill = started()
+    s.down(prefill)
+    assert s.take(Abort, decode) == [Abort("r", 1)]
+    _, new_prefill, order = s.dispatched()
+    assert new_prefill != prefill
+    assert order.attempt == 2
+
+
+def test_the_first_token_alone_does_not_prove_the_handoff() -> None:
+    s, decode, prefill = started()
+    s.delta(prefill, 40, 5)
+    s.down(prefill)
+    assert s.take(Abort, decode) == [Abort("r", 1)]
+    assert s.dispatched()[2].tokens == (*range(40), 5)
+
+
+def test_a_dead_prefill_worker_is_not_missed_after_the_handoff() -> None:
+    s, decode, prefill = started()
+    s.delta(prefill, 40, 5)
+    s.delta(decode, 41, 6)
+    s.down(prefill)
+    s.delta(decode, 42, 7)
+    assert s.take(Decode) == []
+    assert s.streamed() == [5, 6, 7]
+
+
+def test_the_last_prefill_worker_gone_means_prefill_on_the_decode_worker() -> None:
+    s = Script("prefill-0", "decode-0")
+    s.submit(tokens=range(40))
+    s.sent.clear()
+    s.down("prefill-0")
+    assert s.dispatched()[:2] == ("decode-0", None)
+
+
+def test_a_complete_log_needs_no_further_attempt() -> None:
+    s = Script("decode-0")
+    s.submit(max_tokens=3, stop_token_ids=(9,), min_tokens=0)
+    s.sent.clear()
+    s.delta("decode-0", 10, 5, 9, finish=None)
+    assert s.one(Output).finish is STOP
+    s.down("decode-0")
+    s.assert_idle()
+
+
+def test_a_silent_worker_is_probed_then_given_up() -> None:
+    s, decode, prefill = started(probe_after_s=1.0, max_silent_probes=3)
+    s.delta(prefill, 40, 5)
+    s.pass_time(0.9)
+    assert s.take(Probe) == []
+    s.pass_time(0.3)
+    assert s.take(Probe) == [Probe("r", 1, "router-0", 41)]
+    s.delta(decode, 41)
+    s.pass_time(3.4)
+    assert len(s.take(Probe, decode)) == 3
+    assert s.take(Decode) == []
+    s.pass_time(1.0)
+    new_decode, _, order = s.dispatched()
+    assert (new_decode, order.attempt) == (other(decode), 2)
+    assert s.take(Abort, decode) == [Abort("r", 1)]
+    assert s.router.status(s.now).totals.retries == {"silent": 1}
+
+
+def test_a_worker_that_says_it_is_alive_is_waited_for() -> None:
+    s, decode, _ = started(probe_after_s=1.0)
+    for _ in range(30):
+        s.pass_time(0.5)
+        if s.take(Probe, decode):
+            s.delta(decode, 40)
+    assert s.take(Decode) == []
+
+
+def test_an_attempt_that_never_arrived_is_sent_again() -> None:
+    s, decode, prefill = started()
+    s.refuse(decode, Refusal.UNKNOWN)
+    assert s.take(Abort) == [Abort("r", 1)]
+    assert s.dispatched()[2].attempt == 2
+    s.refuse(decode, Refusal.UNKNOWN)
+    s.refuse(prefill, Refusal.UNKNOWN)
+    assert s.sent == [], "refusals of attempt 1 come too late"
+
+
+def test_a_continuation_of_other_tokens_is_replaced() -> None:
+    s, decode, prefill = started()
+    s.delta(prefill, 40, 5)
+    s.delta(decode, 40, 6, 7)
+    assert s.streamed() == [5]
+    assert s.take(Abort, decode) == [Abort("r", 1)]
+    assert s.dispatched()[2].tokens == (*range(40), 5)
+    assert s.router.status(s.now).totals.retries == {"diverged": 1}
+
+
+def test_a_prefill_workers_token_that_comes_too_late_harms_nobody() -> None:
+    s, decode, prefill = started()
+    s.delta(decode, 40, 6, 7)
+    s.delta(prefill, 40, 5, finish=LENGTH)
+    s.delta(decode, 42, 8)
+    assert s.streamed() == [6, 7, 8]
+    assert s.take(Decode) == []
+
+
+def test_a_failed_step_is_tried_on_another_worker() -> None:
+    s, decode, _ = started()
+    s.refuse(decode, Refusal.EXECUTION)
+    assert s.dispatched()[0] == other(decode)
+    s.submit("next", tokens=range(100, 140))
+    assert s.dispatched()[0] == other(decode), "it is left alone for a while"
+
+
+def test_a_full_worker_costs_no_attempt_and_another_is_tried() -> None:
+    s, decode, _ = started(max_attempts=1)
+    s.refuse(decode, Refusal.QUEUE_FULL)
+    new_decode, _, order = s.dispatched()
+    assert (new_decode, order.attempt) == (other(decode), 2)
+
+
+def test_a_full_pool_is_tried_again_when_the_back_off_is_over() -> None:
+    s = Script("decode-0", backoff_s=1.0)
+    s.submit()
+    s.sent.clear()
+    s.refuse("decode-0", Refusal.QUEUE_FULL)
+    s.pass_time(0.9)
+    assert s.take(Decode) == []
+    assert s.router.status(s.now).workers[0].state == "backoff"
+    s.pass_time(0.4)
+    assert s.one(Decode).attempt == 2
+
+
+def test_back_off_doubles_until_tokens_come() -> None:
+    s = Script("decode-0", backoff_s=1.0, max_attempts=9)
+    s.submit()
+    waits = []
+    for attempt in range(1, 5):
+        if attempt == 4:
+            s.delta("decode-0", 10, 5, attempt=attempt)
+        s.sent.clear()
+        s.refuse("decode-0", Refusal.EXECUTION, attempt=attempt)
+        began = s.now
+        while not s.take(Decode):
+            s.pass_time(0.25)
+        waits.append(round(s.now - began))
+    assert waits == [1, 2, 4, 1]
+
+
+def test_a_prefill_worker_that_refuses_does_not_stop_a_handed_over_request() -> None:
+    s, decode, prefill = started()
+    s.delta(decode, 40, 5)
+    s.refuse(prefill, Refusal.EXECUTION)
+    s.refuse(prefill, Refusal.DEADLINE)
+    assert s.take(Decode) == []
+    s.delta(decode, 41, 6)
+    assert s.streamed() == [5, 6]
+
+
+def test_a_prompt_too_large_for_the_prefill_worker_is_sent_elsewhere() -> None:
+    s = Script("prefill-0", "decode-0", policy="round_robin")
+    s.submit(tokens=range(40))
+    s.sent.clear()
+    s.refuse("prefill-0", Refusal.NEVER_FITS)
+    assert s.dispatched()[:2] == ("decode-0", None)
+
+
+@pytest.mark.parametrize("reason", [Refusal.NEVER_FITS, Refusal.CONTEXT_LENGTH, Refusal.DEADLINE])
+def test_what_no_worker_would_do_fails_at_once(reason: Refusal) -> None:
+    s, decode, _ = started()
+    s.refuse(decode, reason)
+    failed = s.failure()
+    assert failed.reason is reason
+    assert decode in failed.detail
+    assert s.take(Decode) == []
+
+
+def test_a_repeated_order_is_not_a_failure() -> None:
+    s, decode, _ = started()
+    s.refuse(decode, Refusal.DUPLICATE)
+    assert s.take(Probe, decode) == [Probe("r", 1, "router-0", 40)]
+    assert s.take(Decode) == []
+
+
+def test_attempts_are_bounded() -> None:
+    s = Script(*ALL, max_attempts=3, backoff_s=0.01)
+    s.submit(tokens=range(40))
+    for attempt in (1, 2, 3):
+        decode, _, order = s.dispatched()
+        assert order.attempt == attempt
+        s.refuse(decode, Refusal.EXECUTION, attempt=attempt)
+        s.pass_time(1.0)
+    failed = s.failure()
+    assert failed.reason is Refusal.ATTEMPTS
+    assert "3 attempts" in failed.detail
+    assert "because" in failed.detail
+
+
+def test_a_worker_that_failed_the_request_is_used_again_if_it_is_the_only_one() -> None:
+    s = Script("decode-0")
+    s.submit()
+    s.sent.clear()
+    s.refuse("decode-0", Refusal.EXECUTION)
+    s.pass_time(1.0)
+    assert s.dispatched()[0] == "decode-0"
+
+
+def test_a_worker_without_statistics_for_long_gets_no_new_requests() -> None:
+    s = Script("decode-0", "decode-1", probe_after_s=2.0)
+    s.tell(worker_stats("decode-0"))
+    s.tell(worker_stats("decode-1"))
+    s.now += 3.0
+    s.tell(worker_stats("decode-1"))
+    for n in range(6):
+        s.submit(f"r{n}", tokens=range(100 * n, 100 * n + 9))
+    assert len(s.take(Decode, "decode-1")) == 6
+
+
+def test_the_deadline_ends_it_everywhere() -> None:
+    s = Script("prefill-0", "decode-0")
+    s.submit(tokens=range(40), timeout_s=3.0)
+    s.sent.clear()
+    s.delta("prefill-0", 40, 5)
+    s.pass_time(2.9)
+    s.take(Output)
+    assert s.sent == []
+    s.pass_time(0.5)
+    failed = s.failure()
+    assert failed.reason is Refusal.DEADLINE
+    assert "1 of at most 8 tokens" in failed.detail
+    assert [to for to, m in s.sent if m == Abort("r", 1)] == ["decode-0", "prefill-0"]
+    s.pass_time(60.0)
+    assert s.take(Output) == []
+
+
+def test_later_attempts_have_what_is_left_of_the_time() -> None:
+    s, decode, _ = started()
+    s.now += 20.0
+    s.down(decode)
+    assert s.dispatched()[2].timeout_s == 40.0
+
+
+def test_workers_that_die_while_it_is_queued_do_not_matter() -> None:
+    s = Script(*ALL)
+    for worker in ALL:
+        s.down(worker)
+    s.submit()
+    s.pass_time(5.0)
+    assert s.sent == []
+    s.up("decode-1", epoch=2)
+    assert s.one(Decode, "decode-1").attempt == 1
+    assert s.take(Prefill) == []
+
+
+def test_many_requests_lose_their_worker_at_once_and_all_go_on_in_order() -> None:
+    s = Script("decode-0", "decode-1", max_queue=0)
+    for n in range(20):
+        s.submit(f"r{n}", tokens=range(100 * n, 100 * n + 9))
+    first = [m.request_id for to, m in s.sent if isinstance(m, Decode) and to == "decode-0"]
+    assert len(first) == 10
+    s.sent.clear()
+    s.down("decode-0")
+    assert [m.request_id for m in s.take(Decode, "decode-1")] == first
+    assert s.sent == []
+    assert CLIENT not in [to for to, _ in s.sent]
