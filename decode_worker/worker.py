@@ -62,7 +62,7 @@ class DecodeWorker:
                 return connector.on_ready(now, message)
             case ReadDone():
                 if message.error is None and message.elapsed_s > 0:
-                    self.core.read_bytes_per_s.add(message.num_bytes / message.elapsed_s)
+                    self.core.read_bytes_per_s.add(message.num_bytes, message.elapsed_s)
                     self.core.count("read_bytes", message.num_bytes)
                 return connector.on_read_done(now, message)
             case KVConfirmed(request_id, attempt):

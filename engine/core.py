@@ -47,15 +47,19 @@ class WorkRequest(Protocol):
 
 @dataclass(slots=True)
 class Rate:
-    """Exponential moving average; 0 until something was measured."""
+    """Amount per unit over the recent past, large measurements counting for more; 0 until
+    something was measured."""
 
-    value: float = 0.0
+    _amount: float = 0.0
+    _units: float = 0.0
 
-    def add(self, measured: float) -> None:
-        if self.value == 0.0:
-            self.value = measured
-        else:
-            self.value += RATE_WEIGHT * (measured - self.value)
+    def add(self, amount: float, units: float) -> None:
+        self._amount += amount - RATE_WEIGHT * self._amount
+        self._units += units - RATE_WEIGHT * self._units
+
+    @property
+    def value(self) -> float:
+        return self._amount / self._units if self._units else 0.0
 
 
 class EngineCore:
@@ -154,9 +158,9 @@ class EngineCore:
         self.count("tokens_fed", step.num_tokens)
         if done.error is None and done.elapsed_s > 0:
             if step.num_tokens > len(step.seqs):
-                self.prefill_tokens_per_s.add(step.num_tokens / done.elapsed_s)
+                self.prefill_tokens_per_s.add(step.num_tokens, done.elapsed_s)
             else:
-                self.decode_step_s.add(done.elapsed_s)
+                self.decode_step_s.add(done.elapsed_s, 1)
         return self.scheduler.finish_step(done)
 
     def fail_step(self, survivors: list[tuple[Sequence, int]], error: str) -> list[Effect]:

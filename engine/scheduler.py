@@ -159,7 +159,7 @@ class Scheduler:
     def pending_tokens(self) -> int:
         """Tokens that are known and not computed, of sequences computed here."""
         return sum(len(s.tokens) - s.num_computed for s in self.running) + sum(
-            len(s.tokens) for s in self.waiting
+            len(s.tokens) for s in self.waiting if not s.is_remote
         )
 
     def _make_room_for_growth(self) -> None:

@@ -1,7 +1,7 @@
 /* Attention of a ragged batch over the paged KV pool, with grouped query heads and causal masking.
  *
  * The pool is [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]. A sequence that
- * feeds one token is cut along its context into splits of fixed length, so that one long sequence keeps
+ * feeds one token is cut along its context into splits of fixed length, so that one long one keeps
  * all threads busy and its result does not depend on who else is in the batch. A sequence that
  * feeds more is cut into tiles of queries; keys and values are gathered once per tile and KV head.
  * Both keep a running maximum and sum (online softmax), in float32. */
