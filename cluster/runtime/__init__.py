@@ -1,0 +1,1 @@
+"""Runtimes: what delivers messages to nodes and performs their effects."""

@@ -1,0 +1,73 @@
+"""A model small enough to be its own oracle: KV whose content proves where it came from.
+
+A slot holds, for the token at one position, a 64-bit number chained from the slot before it, so
+equal slots mean equal prefixes. "Attention" adds up all slots up to the position that is sampled;
+the next token is a function of that sum. One slot that is torn, stale, unwritten or taken from
+another request changes every token after it, and the oracle knows from the tokens alone what each
+slot and each next token has to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.request import FinishReason, SamplingParams
+
+VOCAB_SIZE = 32
+EOS = 0
+UNWRITTEN = 0xDEAD_DEAD_DEAD_DEAD
+"""What a slot holds before its first use."""
+
+_MASK = (1 << 64) - 1
+
+
+def slot_value(previous: int, token: int, position: int) -> int:
+    """KV of `token` at `position` after a prefix whose last slot is `previous` (0: no prefix)."""
+    x = (previous ^ (token * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03)) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    return x ^ (x >> 27)
+
+
+def extend_slots(slots: list[int], tokens: Sequence[int]) -> None:
+    """Append the slots of `tokens`, which follow the positions that `slots` covers."""
+    previous = slots[-1] if slots else 0
+    for position, token in enumerate(tokens, start=len(slots)):
+        previous = slot_value(previous, token, position)
+        slots.append(previous)
+
+
+def next_token(attended: int, sampling: SamplingParams, position: int) -> int:
+    """The token at `position`, given the sum of all slots before it.
+
+    Greedy takes no seed; otherwise the draw is a function of `(seed, position)`, as in the real
+    sampler."""
+    seed = 0 if sampling.temperature == 0 else sampling.seed + 1
+    return slot_value(attended & _MASK, seed & 0xFFFF_FFFF, position) % VOCAB_SIZE
+
+
+def checksum(slots: Sequence[int]) -> int:
+    """Of one block, whatever it holds."""
+    value = len(slots)
+    for slot in slots:
+        value = slot_value(value, 0, slot & 0xFFFF)
+        value ^= slot
+    return value
+
+
+def generate(
+    prompt: Sequence[int], sampling: SamplingParams, max_model_len: int
+) -> tuple[list[int], FinishReason]:
+    """The oracle: output tokens that follow `prompt`, and why they end."""
+    slots: list[int] = []
+    extend_slots(slots, prompt)
+    attended = sum(slots)
+    output: list[int] = []
+    while True:
+        token = next_token(attended, sampling, len(slots))
+        output.append(token)
+        if len(output) >= sampling.min_tokens and token in sampling.stop_token_ids:
+            return output, FinishReason.STOP
+        if len(output) >= sampling.max_tokens or len(slots) + 1 >= max_model_len:
+            return output, FinishReason.LENGTH
+        extend_slots(slots, [token])
+        attended += slots[-1]
