@@ -27,6 +27,8 @@
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef float vfu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef int32_t viu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef float v4 __attribute__((vector_size(16)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef uint32_t vuu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
@@ -37,9 +39,11 @@ INLINE void store(float *p, vf v) { *(vfu *)p = v; }
 INLINE vf splat(float x) { return x - (vf){0}; }
 
 INLINE float sum_lanes(vf v) {
-    float total = 0;
-    for (int i = 0; i < VL; i++) total += v[i];
-    return total;
+    v4 part[VL / 4], sum;
+    memcpy(part, &v, sizeof v);
+    sum = part[0];
+    for (int i = 1; i < VL / 4; i++) sum += part[i];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 INLINE float max_lanes(vf v) {
@@ -63,11 +67,13 @@ INLINE uint16_t float_to_bf16(float x) {
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-/* VL values of the KV cache at element offset `at`, whatever they are stored as. */
-INLINE vf load_kv(const void *base, int64_t at, int bf16) {
-    if (!bf16) return load((const float *)base + at);
-    vu wide = __builtin_convertvector(*(const vhu *)((const uint16_t *)base + at), vu) << 16;
-    return (vf)wide;
+INLINE vf widen_kv(const uint16_t *p) {
+    return (vf)(__builtin_convertvector(*(const vhu *)p, vu) << 16);
+}
+
+INLINE vf vmax(vf a, vf b) {
+    vi more = b > a;
+    return (vf)(((vi)b & more) | ((vi)a & ~more));
 }
 
 /* exp with a relative error below 2e-7: 2^n * poly(r), |r| <= ln2 / 2. Zero below -87. */
@@ -91,10 +97,12 @@ INLINE vf vexp(vf x) {
     return (vf)((vi)(p * (vf)scale) & alive);
 }
 
-/* c[rows, cols * VL] = (keep ? c : init) + a[rows, depth] @ b[depth, cols * VL].
- * `rows` and `cols` are constants at every call, so that the accumulators live in registers. */
-INLINE void micro(int rows, int cols, int64_t depth, const float *a, int64_t lda, const float *b,
-                  int64_t ldb, float *c, int64_t ldc, int keep, const float *init) {
+/* c[rows, cols * VL] = (keep ? c : init) + a[rows, depth] @ b[depth, cols * VL]. Element (r, d) of
+ * a is a[r * row + d * step]. `rows` and `cols` are constants at every call, so that accumulators
+ * live in registers. */
+INLINE void micro(int rows, int cols, int64_t depth, const float *a, int64_t row, int64_t step,
+                  const float *b, int64_t ldb, float *c, int64_t ldc, int keep,
+                  const float *init) {
     vf acc[MR][2];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int j = 0; j < cols; j++)
@@ -104,7 +112,7 @@ INLINE void micro(int rows, int cols, int64_t depth, const float *a, int64_t lda
         vf right[2];
         UNROLL for (int j = 0; j < cols; j++) right[j] = load(b + d * ldb + j * VL);
         UNROLL for (int r = 0; r < rows; r++) {
-            vf left = splat(a[r * lda + d]);
+            vf left = splat(a[r * row + d * step]);
             UNROLL for (int j = 0; j < cols; j++) acc[r][j] += left * right[j];
         }
     }
@@ -112,28 +120,15 @@ INLINE void micro(int rows, int cols, int64_t depth, const float *a, int64_t lda
         UNROLL for (int j = 0; j < cols; j++) store(c + r * ldc + j * VL, acc[r][j]);
 }
 
-/* `micro` for any number of rows up to MR and one or two vectors of columns. Not inlined: the code
- * of all cases exists once per file. */
-static __attribute__((noinline, unused)) void multiply(int64_t rows, int cols, int64_t depth,
-                                                       const float *a, int64_t lda, const float *b,
-                                               int64_t ldb, float *c, int64_t ldc, int keep,
-                                               const float *init) {
-#define CASE(R) \
-    case R: \
-        if (cols == 2) micro(R, 2, depth, a, lda, b, ldb, c, ldc, keep, init); \
-        else micro(R, 1, depth, a, lda, b, ldb, c, ldc, keep, init); \
-        break;
-    switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if MR > 6
-        CASE(7) CASE(8)
+#if MR == 6
+#define EACH_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#elif MR == 8
+#define EACH_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#else
+#define EACH_ROWS(CASE) \
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) \
+    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
-#if MR > 8
-        CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-    }
-#undef CASE
-}
 
 /* How many of `left` rows to take next: as few tiles as MR allows, of even height. */
 INLINE int64_t even_rows(int64_t left) {

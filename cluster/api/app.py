@@ -1,0 +1,151 @@
+"""The FastAPI application: its routes, its errors, and an id for every call.
+
+All that can be wrong is answered in OpenAI's error format, also unknown paths and methods. A bug of
+ours is logged with its traceback and answered with a 500 that does not show it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError
+from cluster.api.formats import ChatFormat, CompletionFormat
+from cluster.api.plan import plan_chat, plan_completion, unknown_model
+from cluster.api.respond import GenerateEndpoint, error_response
+from cluster.api.schema import ChatRequest, CompletionRequest
+
+_log = logging.getLogger("kvrelay.api")
+
+
+class _RequestIds:
+    """Outermost: names each call, and stands between a bug and the client."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        is_started = False
+
+        async def named_send(message: Message) -> None:
+            nonlocal is_started
+            if message["type"] == "http.response.start":
+                is_started = True
+                header = (b"x-request-id", request_id.encode())
+                message = {**message, "headers": [*message.get("headers", []), header]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named_send)
+        except Exception:
+            _log.exception("request %s failed", request_id)
+            if is_started:
+                raise  # the server closes the connection: the client sees that the answer is cut
+            bug = ApiError(500, f"Internal error; request {request_id}", type="server_error")
+            await error_response(bug)(scope, receive, named_send)
+
+
+def create_app(ctx: ApiContext) -> FastAPI:
+    """The application that serves `ctx`. Has to run in the loop of `ctx.client`."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        ctx.close()
+
+    app = FastAPI(
+        title="KVRelay", openapi_url=None, redirect_slashes=False, lifespan=lifespan, debug=False
+    )
+    app.add_middleware(_RequestIds)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ApiError, _on_api_error)
+    chat = GenerateEndpoint(ctx, "chat", ChatRequest, plan_chat, ChatFormat)
+    completions = GenerateEndpoint(
+        ctx, "completions", CompletionRequest, plan_completion, CompletionFormat
+    )
+    app.router.routes += [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+    ]
+    _add_models(app, ctx)
+    _add_operations(app, ctx)
+    return app
+
+
+def _add_models(app: FastAPI, ctx: ApiContext) -> None:
+    created = int(time.time())
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "kvrelay",
+            "max_model_len": ctx.max_model_len,
+        }
+
+    names = (ctx.model_name, *ctx.aliases)
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [card(name) for name in names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        if name not in names:
+            raise unknown_model(ctx, name)
+        return JSONResponse(card(name))
+
+
+def _add_operations(app: FastAPI, ctx: ApiContext) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        is_healthy, detail = ctx.healthy()
+        status = {"status": "ok" if is_healthy else "unavailable"}
+        return JSONResponse(detail | status, 200 if is_healthy else 503)
+
+    @app.get("/status")
+    async def status() -> JSONResponse:
+        return JSONResponse(ctx.status())
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        content = generate_latest(ctx.metrics.registry)
+        return Response(content, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:200]
+    messages = {
+        404: f"Unknown URL: {request.method} {path}",
+        405: f"{request.method} is not allowed for {path}",
+    }
+    answer = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)))
+    response = error_response(answer)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)

@@ -1,0 +1,190 @@
+"""The API's end of the conversation with a router.
+
+A request is submitted with `RouterClient.submit`, which returns its `RequestStream`. The router's
+`Output`s and `Failed`s arrive at `RouterClient.receive` and wait in the stream, merged into one,
+until the caller takes them. The stream ends with the last output, a failure, or a cancel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from engine.node import Effect, NodeId
+from engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
+from router.messages import Cancel, Failed, Output, Submit
+
+
+class RequestStream:
+    """What has come for one request and was not taken yet.
+
+    Invariant: at most one unread `Output` (later ones are merged into it), so at most `max_tokens`
+    tokens wait here. Owned by `RouterClient`, read by whoever submitted the request.
+    """
+
+    def __init__(self, request_id: str, max_tokens: int, signal: asyncio.Event) -> None:
+        self.request_id = request_id
+        self.ended = False  # nothing more will arrive
+        self._max_tokens = max_tokens
+        self._signal = signal
+        self._next_index = 0  # of the next token to arrive
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._num_cached_tokens = 0
+        self._finish: FinishReason | None = None
+        self._phases: dict[str, float] = {}
+        self._failed: Failed | None = None
+
+    @property
+    def has_unread(self) -> bool:
+        return bool(self._tokens) or self._finish is not None or self._failed is not None
+
+    def take(self, max_tokens: int | None = None) -> Output | Failed | None:
+        """What is unread, as one message of at most `max_tokens` tokens; None: nothing is."""
+        if self._tokens or self._finish is not None:
+            num = len(self._tokens) if max_tokens is None else min(max_tokens, len(self._tokens))
+            is_all = num == len(self._tokens)
+            output = Output(
+                request_id=self.request_id,
+                index=self._next_index - len(self._tokens),
+                tokens=tuple(self._tokens[:num]),
+                logprobs=tuple(self._logprobs[:num]),
+                finish=self._finish if is_all else None,
+                num_cached_tokens=self._num_cached_tokens,
+                phases=self._phases if is_all else {},
+            )
+            del self._tokens[:num], self._logprobs[:num]
+            if is_all:
+                self._finish = None
+            return output
+        failed, self._failed = self._failed, None
+        return failed
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> Output | Failed:
+        while True:
+            message = self.take()
+            if message is not None:
+                return message
+            if self.ended:
+                raise StopAsyncIteration
+            self._signal.clear()
+            await self._signal.wait()
+
+    def _accept(self, output: Output) -> str | None:
+        """Merge what is new in `output`. The text says what is wrong with it, None: nothing."""
+        if output.index > self._next_index:
+            return f"tokens {self._next_index} to {output.index - 1} were lost on the way"
+        known = self._next_index - output.index
+        tokens = output.tokens[known:]
+        if self._next_index + len(tokens) > self._max_tokens:
+            return f"more than the {self._max_tokens} tokens that were asked for came"
+        self._tokens.extend(tokens)
+        self._logprobs.extend(output.logprobs[known:])
+        self._next_index += len(tokens)
+        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        if output.finish is not None:
+            self._finish, self._phases, self.ended = output.finish, output.phases, True
+        self._signal.set()
+        return None
+
+    def _fail(self, failed: Failed) -> None:
+        self._failed, self.ended = failed, True
+        self._signal.set()
+
+    def _close(self) -> None:
+        self.ended = True
+        self._signal.set()
+
+
+class RouterClient:
+    """A node that submits requests to one router and hands its answers to their readers.
+
+    Invariant: a stream is known here until it has ended; every stream that ends before the router
+    ended it has been cancelled there. Lives in one asyncio loop and is called from it only.
+    """
+
+    def __init__(
+        self, node_id: NodeId, router: NodeId, deliver: Callable[[NodeId, Any], None]
+    ) -> None:
+        """`deliver(to, message)` must not block; `router` answers to `node_id`."""
+        self.node_id = node_id
+        self.router = router
+        self._deliver = deliver
+        self._streams: dict[str, RequestStream] = {}
+
+    @property
+    def num_live(self) -> int:
+        return len(self._streams)
+
+    def submit(
+        self,
+        request_id: str,
+        tokens: tuple[int, ...],
+        sampling: SamplingParams,
+        timeout_s: float,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+        signal: asyncio.Event | None = None,
+    ) -> RequestStream:
+        """Send a request. `signal` is set when something arrives; several streams may share one.
+
+        Read either by `async for`, or by waiting for `signal` and `take()`.
+        """
+        assert request_id not in self._streams, request_id
+        stream = RequestStream(request_id, sampling.max_tokens, signal or asyncio.Event())
+        self._streams[request_id] = stream
+        submit = Submit(
+            request_id=request_id,
+            reply_to=self.node_id,
+            tokens=tokens,
+            sampling=sampling,
+            timeout_s=timeout_s,
+            priority=priority,
+            salt=salt,
+        )
+        self._deliver(self.router, submit)
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """End a stream from this side and tell the router. Nothing happens if it has ended."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream._close()
+            self._deliver(self.router, Cancel(request_id))
+
+    def give_up(self, failed: Failed) -> None:
+        """End a stream with a failure that was found on this side, and tell the router."""
+        stream = self._streams.pop(failed.request_id, None)
+        if stream is not None:
+            stream._fail(failed)
+            self._deliver(self.router, Cancel(failed.request_id))
+
+    def fail_all(self, reason: Refusal, detail: str) -> None:
+        """The router cannot be reached any more: every live stream ends with `Failed`."""
+        for stream in self._streams.values():
+            stream._fail(Failed(stream.request_id, reason, detail))
+        self._streams.clear()
+
+    def start(self, now: float) -> list[Effect]:
+        return []
+
+    def receive(self, now: float, message: Any) -> list[Effect]:
+        """Take an `Output` or a `Failed`. Those of requests that have ended are dropped."""
+        stream = self._streams.get(message.request_id)
+        if stream is None:
+            return []
+        if isinstance(message, Failed):
+            stream._fail(message)
+        else:
+            assert isinstance(message, Output), message
+            wrong = stream._accept(message)
+            if wrong is not None:
+                self.give_up(Failed(message.request_id, Refusal.EXECUTION, wrong))
+        if stream.ended:
+            self._streams.pop(message.request_id, None)
+        return []

@@ -1,0 +1,69 @@
+"""What the API is given by whoever composes the system, and what it shares between calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, ParamSpec, TypeVar
+
+from cluster.api.client import RouterClient
+from cluster.api.tokenizer import Tokenizer
+from cluster.metrics import ApiMetrics
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LARGE = 128 * 1024  # characters; about 0.1 s to tokenise
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    max_body_bytes: int = 8 * 2**20
+    max_live_requests: int = 512  # HTTP requests that generate, beyond it 429
+    request_timeout_s: float = 600.0  # from the arrival of the body to the last token
+    body_timeout_s: float = 30.0  # to receive a body
+    tokenizer_threads: int = 2
+
+
+@dataclass(slots=True)
+class ApiContext:
+    """One model behind one router. Owned by the process that serves it.
+
+    `status()` is described in `cluster.metrics`; `healthy()` says whether requests can be served,
+    and why not. Both are called in the event loop and must not block.
+    """
+
+    model_name: str
+    tokenizer: Tokenizer
+    client: RouterClient
+    max_model_len: int  # tokens, prompt and output together
+    status: Callable[[], dict[str, Any]]
+    healthy: Callable[[], tuple[bool, dict[str, Any]]]
+    metrics: ApiMetrics
+    limits: ApiLimits = field(default_factory=ApiLimits)
+    aliases: tuple[str, ...] = ()  # other names that clients may use for the model
+    num_live: int = field(default=0, init=False)  # HTTP requests that generate
+    _pool: ThreadPoolExecutor = field(init=False, repr=False)
+    _pool_of_large: ThreadPoolExecutor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(self.limits.tokenizer_threads, "tokenizer")
+        self._pool_of_large = ThreadPoolExecutor(1, "tokenizer-large")
+
+    @property
+    def system_fingerprint(self) -> str:
+        return "fp_" + blake2b(self.model_name.encode(), digest_size=5).hexdigest()
+
+    async def in_thread(self, size: int, call: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T:
+        """Run what would block the event loop. `size`, in characters or bytes, says how much work
+        it is: what is large has a thread of its own, so that it holds up only its like."""
+        pool = self._pool if size <= _LARGE else self._pool_of_large
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(pool, lambda: call(*args, **kw))
+
+    def close(self) -> None:
+        for pool in (self._pool, self._pool_of_large):
+            pool.shutdown(wait=False, cancel_futures=True)

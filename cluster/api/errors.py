@@ -1,0 +1,103 @@
+"""Everything that can go wrong, as OpenAI's error JSON.
+
+Inside the API an error is an `ApiError`; at its edge it becomes
+`{"error": {"message", "type", "param", "code"}}` with a status. Refusals of the router keep their
+enum value as `code`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from engine.request import Refusal
+from router.messages import Failed
+
+# Refusal -> (HTTP status, OpenAI's error type)
+_STATUS: dict[Refusal, tuple[int, str]] = {
+    Refusal.QUEUE_FULL: (429, "rate_limit_error"),
+    Refusal.CONTEXT_LENGTH: (400, "invalid_request_error"),
+    Refusal.NEVER_FITS: (400, "invalid_request_error"),
+    Refusal.DEADLINE: (504, "timeout_error"),
+    Refusal.NO_WORKERS: (503, "service_unavailable_error"),
+    Refusal.DUPLICATE: (409, "conflict_error"),
+    Refusal.ATTEMPTS: (503, "service_unavailable_error"),
+    Refusal.UNKNOWN: (503, "service_unavailable_error"),
+    Refusal.CANCELLED: (503, "service_unavailable_error"),
+    Refusal.EXECUTION: (503, "service_unavailable_error"),
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. `outcome` is its metric label."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def outcome(self) -> str:
+        return self.code or self.type
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request itself is wrong."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def overloaded(message: str, retry_after_s: float = 1.0) -> ApiError:
+    """429: the request is fine, but not now."""
+    status, type = _STATUS[Refusal.QUEUE_FULL]
+    code = Refusal.QUEUE_FULL.value
+    return ApiError(status, message, type=type, code=code, retry_after_s=retry_after_s)
+
+
+def shutting_down() -> ApiError:
+    """503: the server has given live requests all the time that it had."""
+    return ApiError(
+        503,
+        "The server is shutting down",
+        type="service_unavailable_error",
+        code="shutting_down",
+    )
+
+
+def refused(failed: Failed) -> ApiError:
+    """What the router said, in HTTP's words."""
+    status, type = _STATUS[failed.reason]
+    retry_after_s = failed.retry_after_s
+    if retry_after_s is None and status == 429:
+        retry_after_s = 1.0
+    message = failed.detail or failed.reason.value.replace("_", " ")
+    code = failed.reason.value
+    return ApiError(status, message, type=type, code=code, retry_after_s=retry_after_s)

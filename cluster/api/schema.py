@@ -1,0 +1,285 @@
+"""What `/v1/chat/completions` and `/v1/completions` accept: OpenAI's parameters and ranges.
+
+A body is read by pydantic in strict mode: a number in quotes is an error, not a number. Fields that
+nobody knows are ignored; fields that are known, are not supported and would change the answer are
+refused by name. Errors become `ApiError`s that name the field, its value and what would be right.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from cluster.api.errors import ApiError, invalid
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+MAX_BIASES = 1024
+MAX_CHOICES = 128
+# Parsing holds the interpreter lock, and a body of nothing but brackets takes seconds for each MiB.
+# Brackets inside strings count too: no prompt that fits a context has that many.
+MAX_BRACKETS = 100_000
+
+# Field -> what to say where it is given and would change the answer.
+_UNSUPPORTED = {
+    "functions": "function calls are not supported",
+    "function_call": "function calls are not supported",
+    "audio": "audio is not supported",
+    "web_search_options": "web search is not supported",
+    "suffix": "inserting before a suffix is not supported",
+    "prompt_logprobs": "log-probabilities of the prompt are not supported",
+    "use_beam_search": "beam search is not supported",
+    "guided_json": "guided decoding is not supported",
+    "guided_regex": "guided decoding is not supported",
+    "guided_choice": "guided decoding is not supported",
+    "guided_grammar": "guided decoding is not supported",
+    "structured_outputs": "guided decoding is not supported",
+}
+
+
+def _text_of(content: Any) -> str:
+    """Content is a string, null (of a message that only calls tools), or a list of text parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("expected a string or a list of text parts")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal"):
+            raise ValueError(f"part {i} has type {kind!r}; only parts of type 'text' are supported")
+        text = part.get(kind)
+        if not isinstance(text, str):
+            raise ValueError(f"part {i} has no string '{kind}'")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _stops_of(stop: Any) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
+        raise ValueError("expected a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"expected at most {MAX_STOPS} stop strings, got {len(stops)}")
+    for text in stops:
+        if not 0 < len(text) <= MAX_STOP_CHARS:
+            raise ValueError(f"a stop string has 1 to {MAX_STOP_CHARS} characters, got {len(text)}")
+    return stops
+
+
+def _biases_of(biases: Any) -> dict[int, float]:
+    if biases is None:
+        return {}
+    if not isinstance(biases, dict) or len(biases) > MAX_BIASES:
+        raise ValueError(f"expected an object of token id to bias, at most {MAX_BIASES} of them")
+    found: dict[int, float] = {}
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise ValueError(f"key {key[:40]!r} is not a token id")
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not is_number or not -100 <= bias <= 100:
+            raise ValueError(f"bias of token {key} has to be between -100 and 100, got {bias!r}")
+        found[int(key)] = float(bias)
+    return found
+
+
+def _prompts_of(prompt: Any) -> list[str | list[int]]:
+    """A string, strings, token ids, or lists of token ids: always a list of prompts."""
+    what = "expected a string, a list of strings, a list of token ids or a list of such lists"
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise ValueError(what)
+    if not prompt:
+        raise ValueError("the list of prompts is empty")
+    if type(prompt[0]) is int and all(type(item) is int for item in prompt):
+        return [prompt]
+    if len(prompt) > MAX_CHOICES:
+        raise ValueError(f"expected at most {MAX_CHOICES} prompts, got {len(prompt)}")
+    for item in prompt:
+        is_ids = isinstance(item, list) and item and all(type(token) is int for token in item)
+        if not isinstance(item, str) and not is_ids:
+            raise ValueError(what)
+    return prompt
+
+
+def _or(default: Any) -> BeforeValidator:
+    """null means the default."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+_Penalty = Annotated[float, Field(ge=-2, le=2), _or(0.0)]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=128), FailFast()]
+_Flag = Annotated[bool, _or(False)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: _Flag = False
+
+
+class Message(BaseModel):
+    """One turn. `content` is always text here, whatever its form was."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_text_of)] = ""
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _content_is_there(cls, data: Any) -> Any:
+        is_empty = isinstance(data, dict) and data.get("content") is None
+        if is_empty and data.get("role") != "assistant":
+            raise ValueError("a message needs 'content': a string or a list of text parts")
+        return data
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it: they have no developer, and no keys without a value."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content}
+        for key in ("name", "tool_calls", "tool_call_id"):
+            value = getattr(self, key)
+            if value is not None:
+                message[key] = value
+        return message
+
+
+class GenerationRequest(BaseModel):
+    """What both endpoints share."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=2), _or(1.0)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1), _or(1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=2**31), _or(0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1), _or(0.0)] = 0.0
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0), _or(0)] = 0
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _or(1)] = 1
+    stop: Annotated[list[str], BeforeValidator(_stops_of)] = []
+    stop_token_ids: Annotated[_TokenIds, _or([])] = []
+    ignore_eos: _Flag = False
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10), _or(1.0)] = 1.0
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases_of)] = {}
+    stream: _Flag = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> GenerationRequest:
+        for name, why in _UNSUPPORTED.items():
+            if (self.model_extra or {}).get(name) not in (None, False, [], {}, ""):
+                raise ValueError(f"'{name}': {why}")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("'stream_options' is only allowed where 'stream' is true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: _Flag = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    response_format: Any = None
+    modalities: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _is_text_only(self) -> ChatRequest:
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ValueError(
+                f"'tool_choice': {self.tool_choice!r:.60} is not supported, use 'none'"
+            )
+        if self.tools and self.tool_choice != "none":
+            raise ValueError(
+                "'tools': tools are not supported, leave out or use tool_choice 'none'"
+            )
+        form = self.response_format
+        kind = form.get("type") if isinstance(form, dict) else form
+        if kind not in (None, "text"):
+            raise ValueError(f"'response_format': type {kind!r:.60} is not supported, use 'text'")
+        if self.modalities not in (None, [], ["text"]):
+            raise ValueError(
+                f"'modalities': {self.modalities!r:.60} is not supported, use ['text']"
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("'top_logprobs' is only allowed where 'logprobs' is true")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[list[Any], BeforeValidator(_prompts_of)]
+    echo: _Flag = False
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError(f"'best_of': {self.best_of} is not supported, only the value of 'n'")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("'echo': log-probabilities of the prompt are not supported")
+        if len(self.prompt) * self.n > MAX_CHOICES:
+            raise ValueError(
+                f"'n': {len(self.prompt)} prompts times {self.n} choices are more than "
+                f"{MAX_CHOICES} completions"
+            )
+        return self
+
+
+Request = TypeVar("Request", bound=GenerationRequest)
+
+
+def parse(kind: type[Request], body: bytes) -> Request:
+    """Raises `ApiError` (400)."""
+    num_brackets = body.count(b"[") + body.count(b"{")
+    if num_brackets > MAX_BRACKETS:
+        raise invalid(f"The body has {num_brackets} brackets, more than {MAX_BRACKETS}")
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _explain(error: ValidationError) -> ApiError:
+    """The first thing that is wrong, in a sentence."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = ""
+    for part in first["loc"]:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        return invalid(f"The body is not valid JSON: {message.removeprefix('Invalid JSON: ')}")
+    if not param:
+        quoted = message.split("'")
+        return invalid(message, param=quoted[1] if message.startswith("'") else None)
+    if first["type"] == "missing":
+        return invalid(f"'{param}' is missing", param=param)
+    got = "" if ", got " in message else f", got {reprlib.repr(first['input'])}"
+    return invalid(f"'{param}': {message}{got}", param=param)

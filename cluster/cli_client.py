@@ -1,0 +1,237 @@
+"""`kvrelay chat` and `kvrelay status`: talk to a running server from the terminal.
+
+Both are HTTP clients and know nothing of the server but its URL. What goes wrong between is said in
+one line, with a non-zero exit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+import httpx
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_TIMEOUT = httpx.Timeout(10.0, read=600.0)
+
+url_option = click.option(
+    "--url", default=DEFAULT_URL, show_default=True, help="Where the server is."
+)
+
+
+@contextmanager
+def plain_errors(url: str) -> Iterator[None]:
+    """What can go wrong with a server, in plain words."""
+    try:
+        yield
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise click.ClickException(
+            f"no server answers at {url}. Start one with 'kvrelay serve', or name another with "
+            "--url."
+        ) from error
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise click.ClickException(f"{url!r} is not a URL like {DEFAULT_URL}") from error
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        raise click.ClickException(f"the connection to {url} was lost: {reason}") from error
+    except json.JSONDecodeError as error:
+        raise click.ClickException(f"what {url} answers is not JSON: is it KVRelay?") from error
+
+
+def _error_text(response: httpx.Response) -> str:
+    """OpenAI's error message, or whatever else came."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {response.status_code}: {response.text[:200]}"
+
+
+def _get(client: httpx.Client, path: str) -> Any:
+    response = client.get(path)
+    if response.is_error:
+        raise click.ClickException(_error_text(response))
+    return response.json()
+
+
+class _Chat:
+    """A conversation. Invariant: `history` holds whole turns only; a turn that failed is undone."""
+
+    def __init__(
+        self, client: httpx.Client, console: Console, system: str | None, options: dict[str, Any]
+    ) -> None:
+        self._client = client
+        self._console = console
+        self._system = [{"role": "system", "content": system}] if system else []
+        self._options = options
+        self.history: list[dict[str, str]] = []
+
+    def reset(self) -> None:
+        self.history = []
+
+    def ask(self, text: str) -> None:
+        """One turn: the answer is written as it comes. Ctrl-C ends the answer, not the chat."""
+        turn = [*self.history, {"role": "user", "content": text}]
+        body = {**self._options, "messages": [*self._system, *turn], "stream": True}
+        answer = ""
+        try:
+            with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.is_error:
+                    response.read()
+                    raise click.ClickException(_error_text(response))
+                for part in _contents(response):
+                    answer += part
+                    self._console.out(part, end="", highlight=False)
+        except KeyboardInterrupt:
+            self._console.out(" (interrupted)", end="")
+        self._console.out()
+        self.history = [*turn, {"role": "assistant", "content": answer}]
+
+
+def _contents(response: httpx.Response) -> Iterator[str]:
+    """The texts of a stream of chunks."""
+    for line in response.iter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise click.ClickException(f"the answer broke off: {chunk['error']['message']}")
+        for choice in chunk.get("choices", []):
+            yield choice["delta"].get("content") or ""
+    raise click.ClickException("the answer broke off: the server closed the connection")
+
+
+@click.command()
+@click.argument("prompt", nargs=-1)
+@url_option
+@click.option("--model", help="Model to ask; default: the server's first.")
+@click.option("--system", help="System message.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy.")
+@click.option("--seed", type=int, help="For answers that can be repeated.")
+def chat(
+    prompt: tuple[str, ...],
+    url: str,
+    model: str | None,
+    system: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    seed: int | None,
+) -> None:
+    """Talk to a model. With PROMPT: one question, one answer."""
+    console = Console()
+    given = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    with plain_errors(url), httpx.Client(base_url=url, timeout=_TIMEOUT) as client:
+        options["model"] = model or _get(client, "/v1/models")["data"][0]["id"]
+        conversation = _Chat(client, console, system, options)
+        if prompt:
+            conversation.ask(" ".join(prompt))
+            return
+        console.print(f"{options['model']} at {url}. /reset starts anew, /exit ends.")
+        while True:
+            try:
+                text = console.input("[bold]> [/]").strip()
+            except (EOFError, KeyboardInterrupt):
+                console.print()
+                return
+            if text == "/exit":
+                return
+            if text == "/reset":
+                conversation.reset()
+                console.print("Starting anew.")
+            elif text.startswith("/"):
+                console.print("There are /reset and /exit.")
+            elif text:
+                _ask_safely(conversation, console, text)
+
+
+def _ask_safely(conversation: _Chat, console: Console, text: str) -> None:
+    """A refused question does not end the chat."""
+    try:
+        conversation.ask(text)
+    except click.ClickException as error:
+        console.print(f"\n[red]{error.message}[/]", highlight=False)
+
+
+@click.command()
+@url_option
+@click.option("--json", "as_json", is_flag=True, help="The status as JSON.")
+@click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")
+@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True)
+def status(url: str, as_json: bool, watch: bool, interval_s: float) -> None:
+    """Show workers, their load and their cache."""
+    console = Console()
+    with plain_errors(url), httpx.Client(base_url=url, timeout=_TIMEOUT) as client:
+        if as_json:
+            console.print_json(data=_get(client, "/status"))
+        elif not watch:
+            console.print(status_table(_get(client, "/status")))
+        else:
+            try:
+                with Live(status_table(_get(client, "/status")), console=console) as live:
+                    while True:
+                        time.sleep(interval_s)
+                        live.update(status_table(_get(client, "/status")), refresh=True)
+            except KeyboardInterrupt:
+                return
+
+
+_STATE_COLOURS = {"up": "green", "backoff": "yellow", "down": "red"}
+
+
+def status_table(status: dict[str, Any]) -> Group:
+    """One row per worker, a row that sums them up, and what the router has served. Blocks are KV
+    blocks."""
+    table = Table(title=status.get("model"))
+    table.add_column("worker")
+    table.add_column("role")
+    table.add_column("state")
+    for name in ("blocks used", "cached", "running", "waiting", "hit rate"):
+        table.add_column(name, justify="right")
+    workers = status.get("workers", [])
+    for worker in workers:
+        state = str(worker["state"])
+        colour = _STATE_COLOURS.get(state, "default")
+        table.add_row(
+            worker["worker"], worker["role"], f"[{colour}]{state}[/]", *_load([worker], worker)
+        )
+    if len(workers) > 1:
+        table.add_section()
+        table.add_row("all", "", "", *_load(workers, status))
+    return Group(table, *_router_lines(status))
+
+
+def _load(workers: list[dict[str, Any]], rated: dict[str, Any]) -> list[str]:
+    def total(key: str) -> int:
+        return sum(worker.get(key, 0) for worker in workers)
+
+    return [
+        f"{total('num_used_blocks')} / {total('num_blocks')}",
+        str(total("num_cached_blocks")),
+        str(total("num_running")),
+        str(total("num_waiting")),
+        f"{100 * rated.get('cache_hit_rate', 0.0):.1f} %",
+    ]
+
+
+def _router_lines(status: dict[str, Any]) -> list[str]:
+    """What the router serves, and what has become of what it served."""
+    totals = status.get("totals", {})
+    ended = ", ".join(f"{count} {reason}" for reason, count in totals.get("requests", {}).items())
+    return [
+        f"{status.get('num_live', 0)} live, {status.get('num_queued', 0)} queued",
+        f"ended: {ended or 'none'}",
+        f"retries: {sum(totals.get('retries', {}).values())}",
+        f"tokens: {totals.get('prompt_tokens', 0)} in ({totals.get('cached_tokens', 0)} cached), "
+        f"{totals.get('output_tokens', 0)} out",
+    ]

@@ -1,0 +1,197 @@
+"""What runs in the process that serves: router, controller, their wire, and hold of the workers.
+
+Ray itself is handed in as a module, so that nothing here is imported before it has to be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from cluster.build import PreparedModel, WorkerSpec, kv_lines
+from cluster.config import Config
+from cluster.controller import (
+    Controller,
+    ControllerConfig,
+    Peer,
+    StartWorker,
+    WorkerLost,
+    WorkerState,
+)
+from cluster.runtime.host import NodeHost
+from cluster.runtime.process import Listening
+from cluster.wire import Wire
+from cluster.wire_link import WireLimits
+from engine.node import NodeId
+from engine.stats import Role
+from router.router import Router
+
+ROUTER, CLIENT, CONTROLLER = "router-0", "api-0", "controller"
+
+Tell = Callable[[str, str, bool], None]  # part, news, done
+
+
+class ServeError(Exception):
+    """Serving cannot begin, or cannot go on; one line for the user."""
+
+
+class Deployment:
+    """The driver's nodes, their host and wire, and the workers. Lives on one event loop.
+
+    Invariant: the API runs only while every worker has been up once; after `close` nothing of this
+    deployment runs anywhere.
+    """
+
+    def __init__(self, config: Config, model: PreparedModel, ray: ModuleType, tell: Tell) -> None:
+        self.config = config
+        self.model = model
+        self._ray = ray
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self.cluster = f"kvrelay-{secrets.token_hex(4)}"
+        self._token = secrets.token_bytes(32)
+        max_frame_bytes = config.cluster.max_frame_mib << 20
+        self.host = NodeHost(self._loop, self._send, self._on_node_failed)
+        self.wire = Wire(
+            ROUTER,
+            self._token,
+            self.host.deliver,
+            self._on_peer_lost,
+            WireLimits(max_frame_bytes=max_frame_bytes),
+        )
+        self.router = Router(ROUTER, config.router)
+        self.controller = Controller(ControllerConfig((), ()))
+        # On a cluster of several machines an empty host means: the machine's own address.
+        host = "" if config.cluster.address else ray.LOOPBACK
+        self.workers: Any = ray.RayWorkers(
+            self.host,
+            CONTROLLER,
+            self._spec_of,
+            Listening(host, self._token, max_frame_bytes),
+            self._introduce_here,
+            lambda reason: self._fail(ServeError(reason)),
+        )
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the workers and wait until all have been up. Raises ServeError."""
+        cluster = self.config.cluster
+        own_host = self._ray.own_host(cluster.address)
+        host, port = await self.wire.listen(own_host)
+        roles = [(Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode)]
+        wanted = tuple((f"{role}-{i}", role) for role, number in roles for i in range(number))
+        self.controller = Controller(
+            ControllerConfig(
+                workers=wanted,
+                routers=(Peer(ROUTER, host, port, 1),),
+                start_timeout_s=cluster.start_timeout_s,
+            )
+        )
+        self.host.add(self.router)
+        self.host.add(self.controller, self.workers)
+        self._watching = self._loop.create_task(
+            self.workers.watch_machines(use_gpus=self.config.model.device != "cpu")
+        )
+        while not self.controller.all_up():
+            self._show()
+            await asyncio.wait([self.failed], timeout=0.1)
+            if self.failed.done():
+                self.failed.result()
+        self._show()
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        self.host.close()
+        await self.workers.close_all()
+        await self.wire.close()
+        if self.failed.done() and not self.failed.cancelled():
+            self.failed.exception()  # somebody has seen it, or nobody needs to
+
+    def kv_lines(self) -> list[str]:
+        """What the KV cache costs, from what a worker reports."""
+        infos = [w.info for w in self.controller.workers.values() if w.info is not None]
+        return kv_lines(self.model.config, infos[0])
+
+    def healthy(self) -> tuple[bool, dict[str, Any]]:
+        """Whether requests can be served: at least one decode worker is up."""
+        workers = self.controller.workers.values()
+        up = [w for w in workers if w.state is WorkerState.UP]
+        detail = {"workers_up": len(up), "workers": len(workers)}
+        return any(w.role is Role.DECODE for w in up), detail
+
+    def status(self) -> dict[str, Any]:
+        """What the router knows, and for each wanted worker what the controller does with it."""
+        from cluster.metrics import status_dict
+
+        status = status_dict(self.router.status(self._loop.time()), self.model.served_name)
+        known = {worker["worker"]: worker for worker in status["workers"]}
+        for worker in self.controller.workers.values():
+            entry = known.get(worker.node)
+            if entry is None:
+                entry = {"worker": worker.node, "role": worker.role}
+                status["workers"].append(entry)
+            if entry.get("state") != "backoff" or worker.state is not WorkerState.UP:
+                entry["state"] = str(worker.state)
+            entry |= {
+                "epoch": worker.epoch,
+                "pid": worker.pid,
+                "machine": worker.machine_id or "",
+                "restarts": worker.restarts,
+                "last_error": worker.last_error,
+            }
+        status["wire"] = dict(self.wire.counters)
+        return status
+
+    def _show(self) -> None:
+        for worker in self.controller.workers.values():
+            news = str(worker.state)
+            if worker.last_error and worker.state is not WorkerState.UP:
+                news += f" ({worker.last_error})"
+            self._tell(worker.node, news, worker.state is WorkerState.UP)
+
+    def _spec_of(self, start: StartWorker) -> WorkerSpec:
+        machines = {machine.machine_id: machine for machine in self.controller.machines}
+        machine = machines[start.machine_id]
+        config = self.config
+        sharing = -(-len(self.controller.workers) // len(machines))
+        on_gpu = machine.num_gpus > 0
+        # Ray shows a worker its own GPU only, so it is the first there.
+        device = "cuda" if on_gpu else config.model.device.replace("auto", "cpu")
+        return WorkerSpec(
+            cluster=self.cluster,
+            worker=start.worker,
+            role=start.role,
+            epoch=start.epoch,
+            model_dir=str(self.model.path),
+            model_name=config.model.name,
+            cache_dir=config.model.cache_dir,
+            dtype=config.model.dtype,
+            device=device,
+            threads=config.engine.threads or max(1, int(machine.num_cpus) // sharing),
+            on_gpu=on_gpu,
+            engine=config.engine,
+        )
+
+    def _introduce_here(self, peers: tuple[Peer, ...]) -> None:
+        for peer in peers:
+            self.wire.set_address(peer.node, peer.host, peer.port, peer.epoch)
+
+    def _send(self, to: NodeId, message: Any) -> None:
+        self.wire.send(to, message)
+
+    def _on_peer_lost(self, node: NodeId, epoch: int) -> None:
+        """A worker keeps its connection for life: without it, it is gone or as good as gone."""
+        self.wire.forget(node, epoch)
+        self.host.deliver(CONTROLLER, WorkerLost(node, epoch, "the connection to it was lost"))
+
+    def _on_node_failed(self, node: NodeId, error: BaseException) -> None:
+        self._fail(ServeError(f"{node} failed: {type(error).__name__}: {error}"))
+
+    def _fail(self, error: ServeError) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)

@@ -1,0 +1,100 @@
+"""How two processes of one cluster prove to each other that they hold the cluster's token.
+
+    initiator -> responder   hello  = magic, version, nonce, "from", "to"
+    responder -> initiator   reply  = magic, version, nonce, HMAC(token, "responder" + transcript)
+    initiator -> responder   proof  = HMAC(token, "initiator" + transcript)
+
+The transcript is the hello and the responder's nonce, so both proofs are bound to both nonces
+(no replay), to the names of both ends (no misdirection) and to the role that made them (no
+reflection). Pure bytes: no sockets here.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+
+from engine.node import NodeId
+
+MAGIC = b"KVR"
+VERSION = 1
+PREAMBLE = MAGIC + bytes([VERSION])
+
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+REPLY_BYTES = len(PREAMBLE) + NONCE_BYTES + PROOF_BYTES
+_FIXED_HELLO_BYTES = len(PREAMBLE) + NONCE_BYTES + 2
+
+
+class HandshakeError(Exception):
+    """The other end is not one of ours. `counter` names what was wrong."""
+
+    def __init__(self, counter: str) -> None:
+        super().__init__(counter)
+        self.counter = counter
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    sender: NodeId
+    to: NodeId
+    raw: bytes
+
+
+def check_preamble(data: bytes | bytearray) -> None:
+    """Raises HandshakeError as soon as `data`, possibly incomplete, cannot be ours."""
+    have = bytes(data[: len(PREAMBLE)])
+    if have[: len(MAGIC)] != MAGIC[: len(have)]:
+        raise HandshakeError("bad_magic")
+    if len(have) == len(PREAMBLE) and have != PREAMBLE:
+        raise HandshakeError("bad_version")
+
+
+def make_hello(sender: NodeId, to: NodeId, nonce: bytes) -> bytes:
+    names = [sender.encode(), to.encode()]
+    assert len(nonce) == NONCE_BYTES
+    assert all(0 < len(name) < 256 for name in names), "node names are 1 to 255 bytes"
+    return PREAMBLE + nonce + bytes(len(name) for name in names) + b"".join(names)
+
+
+def parse_hello(data: bytes | bytearray) -> Hello | None:
+    """The hello at the start of `data`; None while it is incomplete. Raises HandshakeError."""
+    check_preamble(data)
+    if len(data) < _FIXED_HELLO_BYTES:
+        return None
+    sender_end = _FIXED_HELLO_BYTES + data[_FIXED_HELLO_BYTES - 2]
+    end = sender_end + data[_FIXED_HELLO_BYTES - 1]
+    if len(data) < end:
+        return None
+    try:
+        sender = bytes(data[_FIXED_HELLO_BYTES:sender_end]).decode()
+        to = bytes(data[sender_end:end]).decode()
+    except UnicodeDecodeError as error:
+        raise HandshakeError("bad_hello") from error
+    return Hello(sender, to, bytes(data[:end]))
+
+
+def make_proof(token: bytes, role: bytes, hello: bytes, responder_nonce: bytes) -> bytes:
+    assert role in (b"initiator", b"responder")
+    return hmac.digest(token, b"kvrelay " + role + b"\0" + hello + responder_nonce, "sha256")
+
+
+def make_reply(token: bytes, hello: bytes, nonce: bytes) -> bytes:
+    assert len(nonce) == NONCE_BYTES
+    return PREAMBLE + nonce + make_proof(token, b"responder", hello, nonce)
+
+
+def check_reply(token: bytes, hello: bytes, reply: bytes) -> bytes:
+    """The initiator's proof, if `reply` shows that the responder has the token."""
+    check_preamble(reply)
+    nonce = reply[len(PREAMBLE) : len(PREAMBLE) + NONCE_BYTES]
+    expected = make_proof(token, b"responder", hello, nonce)
+    if not hmac.compare_digest(reply[len(PREAMBLE) + NONCE_BYTES :], expected):
+        raise HandshakeError("auth_failed")
+    return make_proof(token, b"initiator", hello, nonce)
+
+
+def check_proof(token: bytes, hello: bytes, nonce: bytes, proof: bytes) -> None:
+    """Raises HandshakeError unless `proof` shows that the initiator has the token."""
+    if not hmac.compare_digest(proof, make_proof(token, b"initiator", hello, nonce)):
+        raise HandshakeError("auth_failed")

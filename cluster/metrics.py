@@ -1,0 +1,156 @@
+"""Prometheus metrics of one API process.
+
+`ApiMetrics` counts what the API itself sees. `ClusterCollector` asks for the router's status at
+each scrape and turns it into gauges and counters. The status is a plain dictionary, so that it can
+be JSON too: `status_dict` makes it from `router.status.RouterStatus` and adds the model's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.status import RouterStatus
+
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+# Key of a worker's status -> (metric, help)
+_WORKER_GAUGES = {
+    "num_blocks": ("blocks", "KV blocks in the worker's pool."),
+    "num_used_blocks": ("used_blocks", "KV blocks held by requests."),
+    "num_cached_blocks": ("cached_blocks", "KV blocks that are sealed: found by prefix."),
+    "num_running": ("running", "Requests in the running batch."),
+    "num_waiting": ("waiting", "Requests that wait to run."),
+    "num_handoffs": ("handoffs", "KV transfers not settled, and KV held for a consumer."),
+    "pending_prefill_tokens": ("pending_prefill_tokens", "Tokens known and not computed."),
+    "prefill_tokens_per_s": ("prefill_tokens_per_second", "Rate of prefill, recent."),
+    "decode_step_s": ("decode_step_seconds", "Time of a decode step, recent."),
+    "read_bytes_per_s": ("read_bytes_per_second", "Rate of KV transfers, recent."),
+}
+_ROUTER_GAUGES = {
+    "num_live": ("live", "Requests that the router serves."),
+    "num_queued": ("queued", "Requests that wait for a worker."),
+}
+
+
+def status_dict(status: RouterStatus, model: str) -> dict[str, Any]:
+    """The status as JSON's types: what `/status` answers and `ClusterCollector` reads."""
+    plain: dict[str, Any] = msgspec.to_builtins(status, str_keys=True)
+    plain["workers"] = list(plain["workers"])
+    return {"model": model, "cache_hit_rate": status.cache_hit_rate, **plain}
+
+
+class ApiMetrics:
+    """What the API counts about the requests it serves. Owned by the API of one process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.requests = Counter(
+            "kvrelay_requests",
+            "HTTP requests that ended, by outcome: stop, length, cancelled or an error code.",
+            ["endpoint", "outcome"],
+            registry=registry,
+        )
+        self.live_requests = Gauge(
+            "kvrelay_live_requests", "HTTP requests being served.", registry=registry
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = self._counter(
+            "cached_prompt_tokens", "Tokens of prompts whose KV was cached."
+        )
+        self.output_tokens = self._counter("output_tokens", "Tokens generated.")
+        self.ttft_s = self._histogram(
+            "ttft_seconds", "From the end of the request's body to its first token.", _LATENCY_S
+        )
+        self.itl_s = self._histogram(
+            "itl_seconds", "Time between tokens of one choice, after the first.", _ITL_S
+        )
+        self.e2e_s = self._histogram(
+            "e2e_seconds", "From the arrival of a request to its last byte.", _LATENCY_S
+        )
+        self.phase_s = Histogram(
+            "kvrelay_phase_seconds",
+            "Where a request's time went, by phase (queue, prefill, transfer ...).",
+            ["phase"],
+            buckets=_LATENCY_S,
+            registry=registry,
+        )
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"kvrelay_{name}", text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"kvrelay_{name}", text, buckets=buckets, registry=self.registry)
+
+
+class ClusterCollector(Collector):
+    """Turns `status()` into metrics at each scrape. Holds no state."""
+
+    def __init__(self, registry: CollectorRegistry, status: Callable[[], dict[str, Any]]) -> None:
+        """`status` as `status_dict` makes it; what is missing there is missing in the metrics."""
+        self._status = status
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # the status is not asked for before the first scrape
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        workers = status.get("workers", [])
+        yield from self._worker_gauges(workers)
+        yield from self._worker_counters(workers)
+        for key, (name, text) in _ROUTER_GAUGES.items():
+            if key in status:
+                yield GaugeMetricFamily(f"kvrelay_router_{name}", text, value=status[key])
+        yield from self._totals(status.get("totals", {}))
+
+    def _worker_gauges(self, workers: list[dict[str, Any]]) -> Iterator[Metric]:
+        up = GaugeMetricFamily(
+            "kvrelay_worker_up",
+            "1 if requests can be given to the worker.",
+            labels=["worker", "role", "state"],
+        )
+        for worker in workers:
+            state = str(worker["state"])
+            up.add_metric([*_labels(worker), state], float(state == "up"))
+        yield up
+        for key, (name, text) in _WORKER_GAUGES.items():
+            gauge = GaugeMetricFamily(f"kvrelay_worker_{name}", text, labels=["worker", "role"])
+            for worker in workers:
+                if key in worker:
+                    gauge.add_metric(_labels(worker), float(worker[key]))
+            yield gauge
+
+    def _worker_counters(self, workers: list[dict[str, Any]]) -> Iterator[Metric]:
+        events = CounterMetricFamily(
+            "kvrelay_worker_events",
+            "What the worker has counted since it started.",
+            labels=["worker", "role", "event"],
+        )
+        for worker in workers:
+            for event, count in sorted(worker.get("counters", {}).items()):
+                events.add_metric([*_labels(worker), event], float(count))
+        yield events
+
+    def _totals(self, totals: dict[str, Any]) -> Iterator[Metric]:
+        """A total is a number, or numbers by a label."""
+        for key, value in sorted(totals.items()):
+            name = f"kvrelay_router_{key}"
+            text = f"Total of '{key}' since the router started."
+            if isinstance(value, dict):
+                family = CounterMetricFamily(name, text, labels=["reason"])
+                for reason, count in sorted(value.items()):
+                    family.add_metric([reason], count)
+                yield family
+            else:
+                yield CounterMetricFamily(name, text, value=value)
+
+
+def _labels(worker: dict[str, Any]) -> list[str]:
+    return [worker["worker"], worker["role"]]

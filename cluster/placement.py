@@ -1,0 +1,56 @@
+"""Which machine a worker runs on. Pure: the controller asks, the runtime carries it out.
+
+Prefill and decode disturb each other least on machines of their own, so a worker goes where the
+fewest of the other role are, then where the least runs for the size of the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.stats import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine of the cluster that is alive. `machine_id` is the runtime's name for it."""
+
+    machine_id: str
+    host: str  # where its workers listen
+    num_cpus: float
+    num_gpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A worker that is starting or up, and where."""
+
+    machine_id: str
+    role: Role
+
+
+def place(
+    role: Role, machines: Iterable[Machine], placed: Iterable[Placed], avoid: str | None = None
+) -> str | None:
+    """The machine for one more worker of `role`; None if none has room.
+
+    Where any machine has GPUs, only those count, one worker a GPU. `avoid` is where the last
+    attempt failed: it is taken only if there is no other.
+    """
+    machines, placed = list(machines), list(placed)
+    if any(machine.num_gpus for machine in machines):
+        machines = [m for m in machines if _num_on(m, placed) < int(m.num_gpus)]
+    if not machines:
+        return None
+
+    def cost(machine: Machine) -> tuple[bool, int, float, str]:
+        others = sum(p.machine_id == machine.machine_id and p.role != role for p in placed)
+        load = _num_on(machine, placed) / max(machine.num_gpus or machine.num_cpus, 1.0)
+        return machine.machine_id == avoid, others, load, machine.machine_id
+
+    return min(machines, key=cost).machine_id
+
+
+def _num_on(machine: Machine, placed: list[Placed]) -> int:
+    return sum(p.machine_id == machine.machine_id for p in placed)

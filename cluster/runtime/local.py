@@ -1,0 +1,237 @@
+"""The local runtime: a whole cluster in one process, for tests and measurements.
+
+The router and the workers are the real nodes over real models; only the wire is missing (messages
+are handed over in memory) and, unless asked for, NIXL (KV blocks are copied). The event loop runs
+on a thread of its own; everything public here blocks or returns a future.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from cluster.build import BuildOptions, WorkerSpec, build_worker
+from cluster.config import EngineSection
+from cluster.runtime.host import LoopThread, NodeHost
+from cluster.runtime.process import BuiltWorker
+from engine.node import Effect, NodeId
+from engine.request import FinishReason, SamplingParams, TokenLogprobs
+from engine.stats import Role, RouterUp
+from kvtransfer.agents.local import LocalAgent, LocalRegistry
+from router.config import RouterConfig
+from router.messages import Cancel, Failed, Output, Submit, WorkerUp
+from router.router import Router
+from router.status import RouterStatus
+
+ROUTER, CLIENT = "router-0", "client-0"
+
+
+@dataclass(slots=True)
+class Completion:
+    """What came for one request. `failed` is set if it was refused or given up."""
+
+    request_id: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+    failed: Failed | None = None
+    num_cached_tokens: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+    submitted_at: float = 0.0  # of time.monotonic
+    arrived_at: list[float] = field(default_factory=list)  # of each token
+
+
+class _Client:
+    """Node. Collects what the router answers; a request is here until it has ended."""
+
+    def __init__(self) -> None:
+        self.node_id = CLIENT
+        self.waiting: dict[str, tuple[Completion, Future[Completion]]] = {}
+
+    def start(self, now: float) -> list[Effect]:
+        return []
+
+    def receive(self, now: float, message: Any) -> list[Effect]:
+        entry = self.waiting.get(message.request_id)
+        if entry is None:
+            return []
+        completion, future = entry
+        if isinstance(message, Output):
+            assert message.index == len(completion.tokens), "a gap or a repeat"
+            completion.tokens += message.tokens
+            completion.logprobs += message.logprobs
+            completion.arrived_at += [now] * len(message.tokens)
+            completion.num_cached_tokens = message.num_cached_tokens
+            completion.finish = message.finish
+            completion.phases = message.phases
+        elif isinstance(message, Failed):
+            completion.failed = message
+        if completion.finish is not None or completion.failed is not None:
+            del self.waiting[completion.request_id]
+            future.set_result(completion)
+        return []
+
+
+class LocalCluster:
+    """Owns its loop, nodes and models, from `with` to its end.
+
+    A node that raises fails every request that waits, and `check` raises its error.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        dtype: str = "float32",
+        device: str = "cpu",
+        engine: EngineSection | None = None,
+        router: RouterConfig | None = None,
+        threads: int = 0,
+        nixl: bool = False,
+        corrupt: Callable[..., None] | None = None,
+    ) -> None:
+        self._thread = LoopThread("local-cluster")
+        self.host = NodeHost(self._thread.loop, on_failure=self._on_failure)
+        self.router = Router(ROUTER, router)
+        self._client = _Client()
+        self._ids = itertools.count()
+        roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
+        self._specs = [
+            WorkerSpec(
+                cluster="local",
+                worker=f"{role}-{i if role is Role.PREFILL else i - prefill}",
+                role=role,
+                epoch=1,
+                model_dir=str(model),
+                model_name=str(model),
+                cache_dir="",
+                dtype=dtype,
+                device=device,
+                on_gpu=device.startswith("cuda"),
+                threads=threads,
+                engine=engine or EngineSection(),
+            )
+            for i, role in enumerate(roles)
+        ]
+        registry = LocalRegistry()
+
+        def local_agent(name: NodeId, pool: Any) -> LocalAgent:
+            return LocalAgent(name, pool, registry)
+
+        self._options = BuildOptions(None if nixl else local_agent, corrupt)
+        self.workers: dict[NodeId, BuiltWorker] = {}
+
+    def __enter__(self) -> LocalCluster:
+        try:
+            for spec in self._specs:
+                self.workers[spec.worker] = build_worker(spec, self._options)
+            self._thread.call(self._start)
+        except BaseException:
+            self._thread.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        async def close() -> None:
+            await asyncio.to_thread(self.host.close)
+
+        self._thread.submit(close()).result(60.0)
+        self._thread.close()
+
+    def submit(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        timeout_s: float = 120.0,
+        salt: bytes = b"",
+        request_id: str | None = None,
+    ) -> Future[Completion]:
+        """The future's result is the whole answer, or what it failed with."""
+        request_id = request_id or f"local-{next(self._ids)}"
+        future: Future[Completion] = Future()
+        submit = Submit(request_id, CLIENT, tuple(tokens), sampling, timeout_s, salt=salt)
+
+        def begin() -> None:
+            completion = Completion(request_id, submitted_at=time.monotonic())
+            self._client.waiting[request_id] = (completion, future)
+            self.host.deliver(ROUTER, submit)
+
+        self._thread.loop.call_soon_threadsafe(begin)
+        return future
+
+    def generate(
+        self, prompts: Iterable[Sequence[int]], sampling: SamplingParams, timeout_s: float = 120.0
+    ) -> list[Completion]:
+        """All prompts at once; their answers in order."""
+        futures = [self.submit(prompt, sampling, timeout_s=timeout_s) for prompt in prompts]
+        answers = [future.result(timeout_s + 10) for future in futures]
+        self.check()
+        return answers
+
+    def cancel(self, request_id: str) -> None:
+        """As a client that has gone: nothing more comes for it."""
+
+        def forget() -> None:
+            self._client.waiting.pop(request_id, None)
+            self.host.deliver(ROUTER, Cancel(request_id))
+
+        self._thread.call(forget)
+
+    def status(self) -> RouterStatus:
+        return self._thread.call(lambda: self.router.status(self._thread.loop.time()))
+
+    def check(self) -> None:
+        """Raises what a node raised, if one did."""
+        for error in self.host.failed.values():
+            raise error
+
+    def leftovers(self) -> list[str]:
+        """What is left over when nothing should be; empty if all is well."""
+
+        def look() -> list[str]:
+            nodes: list[Any] = [self.router, *(built.node for built in self.workers.values())]
+            return [line for node in nodes for line in node.check_idle()]
+
+        return self._thread.call(look)
+
+    def wait_idle(self, timeout_s: float = 5.0) -> None:
+        """Raises AssertionError with what is left over after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while left := self.leftovers():
+            self.check()
+            assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {left}"
+            time.sleep(0.01)
+
+    def run(self, look: Callable[[], Any]) -> Any:
+        """Call `look` on the loop, where the state of nodes may be read."""
+        return self._thread.call(look)
+
+    def _start(self) -> None:
+        self.host.add(self.router)
+        self.host.add(self._client)
+        for built in self.workers.values():
+            node_id = built.node.node_id
+            self.host.add(built.node, built.make_executor(self.host.inbox(node_id)))
+        for built in self.workers.values():
+            self.host.deliver(built.node.node_id, RouterUp(ROUTER))
+            self.host.deliver(ROUTER, WorkerUp(built.info))
+
+    def _on_failure(self, node: NodeId, error: BaseException) -> None:
+        for _completion, future in self._client.waiting.values():
+            future.set_exception(RuntimeError(f"{node} failed: {error!r}"))
+        self._client.waiting.clear()

@@ -1,0 +1,98 @@
+"""A worker as a process of its own: its node, its executors and its wire on one event loop.
+
+Life: built (the model is loaded, the agent has registered the pool) -> listening -> introduced to
+its peers -> serving, until it is stopped or its node fails. Knows nothing of who started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.controller import Peer
+from cluster.runtime.host import Deliver, Executor, LoopThread, NodeHost
+from cluster.wire import Wire
+from cluster.wire_link import WireLimits
+from engine.node import Node, NodeId
+from engine.stats import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltWorker:
+    """A worker that could run: what a build gives to whoever hosts it."""
+
+    node: Node
+    info: WorkerInfo
+    make_executor: Callable[[Deliver], Executor]  # its answers go to the given function
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    host: str
+    token: bytes
+    max_frame_bytes: int
+
+
+class WorkerProcess:
+    """Owns everything of one worker. Its methods may be called from any thread, `start` first."""
+
+    def __init__(self, built: BuiltWorker, listening: Listening) -> None:
+        self._built = built
+        self._listening = listening
+        self._thread = LoopThread(built.node.node_id)
+        self._host = NodeHost(self._thread.loop, self._send, self._on_failure)
+        self._wire: Wire | None = None
+        self._ended = threading.Event()
+        self._failure: BaseException | None = None
+
+    def start(self) -> tuple[str, int]:
+        """Listen, and host the node; returns the address of the wire. Raises OSError."""
+        return self._thread.submit(self._start()).result(30.0)
+
+    async def _start(self) -> tuple[str, int]:
+        listening = self._listening
+        node = self._built.node
+        limits = WireLimits(max_frame_bytes=listening.max_frame_bytes)
+        self._wire = Wire(node.node_id, listening.token, self._host.deliver, limits=limits)
+        address = await self._wire.listen(listening.host)
+        self._host.add(node, self._built.make_executor(self._host.inbox(node.node_id)))
+        return address
+
+    def introduce(self, peers: Iterable[Peer]) -> None:
+        """From now on messages to `peers` go to these addresses."""
+        peers = list(peers)
+
+        def tell() -> None:
+            assert self._wire is not None
+            for peer in peers:
+                self._wire.set_address(peer.node, peer.host, peer.port, peer.epoch)
+
+        self._thread.call(tell)
+
+    def wait(self) -> None:
+        """Blocks while the worker serves; returns when it was stopped. Raises what its node did."""
+        self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Close the wire and the executors. Waits for them, for a bounded time."""
+        self._thread.submit(self._stop()).result(30.0)
+        self._thread.close()
+        self._ended.set()
+
+    async def _stop(self) -> None:
+        if self._wire is not None:
+            await self._wire.close()
+        await asyncio.to_thread(self._host.close)
+
+    def _send(self, to: NodeId, message: Any) -> None:
+        assert self._wire is not None
+        self._wire.send(to, message)
+
+    def _on_failure(self, _node: NodeId, error: BaseException) -> None:
+        self._failure = error
+        self._ended.set()

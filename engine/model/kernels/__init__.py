@@ -1,0 +1,120 @@
+"""The CPU kernels: C sources beside this file, compiled once per machine type and cached.
+
+A library's name is the hash of its sources, the flags and the CPU, so a changed source or another
+machine on the same cache directory never meets a stale one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+import tempfile
+from hashlib import blake2b
+from pathlib import Path
+
+HEADERS = ("common.h", "attention.h", "pool.h")
+SOURCES = (
+    *("pool.c", "linear.c", "layers.c"),
+    *("attention.c", "attention_split.c", "attention_tile.c"),
+)
+# No -ffast-math: linked into a shared library it turns off denormals for the whole process.
+FLAGS = (
+    *("-std=gnu11", "-O2", "-ftree-vectorize", "-march=native", "-pthread", "-fPIC", "-shared"),
+    *("-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
+)
+COMPILE_TIMEOUT_S = 120.0
+
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "kvr_panel_width": (_LONG, []),
+    "kvr_vector_width": (_LONG, []),
+    "kvr_attention_bytes": (_LONG, []),
+    "kvr_attention_split": (_LONG, []),
+    "kvr_attention_tile": (_LONG, [_LONG]),
+    "kvr_attention_max_dim": (_LONG, []),
+    "kvr_attention_max_group": (_LONG, []),
+    "kvr_rope_bytes": (_LONG, []),
+    "kvr_pack": (None, [_POINTER, _LONG, _LONG, _INT, _POINTER, _INT]),
+    "kvr_linear": (
+        None,
+        [_POINTER, _LONG, _LONG, _POINTER, _INT, _LONG, _POINTER, _POINTER, _INT, _INT],
+    ),
+    "kvr_attention_plan": (
+        None,
+        [_LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
+    ),
+    "kvr_attention": (None, [_POINTER, _POINTER, _POINTER, _POINTER]),
+    "kvr_rms_norm": (None, [_POINTER, _POINTER, _POINTER, _LONG, _LONG, ctypes.c_float, _INT]),
+    "kvr_swiglu": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT]),
+    "kvr_rope_write": (None, [_POINTER] * 5),
+    "kvr_embed": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER]),
+}
+
+
+class KernelsUnavailable(Exception):
+    """The kernels cannot be compiled or loaded here; the text says why."""
+
+
+def load(cache_dir: Path) -> ctypes.CDLL:
+    """The compiled kernels, from `cache_dir`/kernels or compiled into it. Raises
+    KernelsUnavailable."""
+    here = Path(__file__).parent
+    texts = [(here / name).read_bytes() for name in (*HEADERS, *SOURCES)]
+    key = blake2b(digest_size=12)
+    for part in (*texts, " ".join(FLAGS).encode(), _cpu().encode()):
+        key.update(blake2b(part).digest())
+    library = cache_dir / "kernels" / f"cpu-{key.hexdigest()}.so"
+    if not library.is_file():
+        _compile([here / name for name in SOURCES], library)
+    try:
+        return _bind(ctypes.CDLL(str(library)))
+    except OSError as error:
+        raise KernelsUnavailable(f"{library} cannot be loaded: {error}") from error
+
+
+def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def _compile(sources: list[Path], library: Path) -> None:
+    compiler = os.environ.get("CC", "cc")
+    scratch = ""
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(suffix=".so", dir=library.parent)
+        os.close(handle)
+        subprocess.run(
+            [compiler, *FLAGS, "-o", scratch, *map(str, sources), "-lm"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_TIMEOUT_S,
+        )
+        Path(scratch).chmod(0o755)
+        Path(scratch).rename(library)
+    except subprocess.CalledProcessError as error:
+        first = next(iter(error.stderr.strip().splitlines()), f"exit status {error.returncode}")
+        raise KernelsUnavailable(f"{compiler} failed: {first}") from error
+    except subprocess.TimeoutExpired as error:
+        raise KernelsUnavailable(f"{compiler} took over {COMPILE_TIMEOUT_S:.0f} s") from error
+    except OSError as error:
+        raise KernelsUnavailable(f"{error.strerror}: {error.filename or compiler}") from error
+    finally:
+        if scratch:
+            Path(scratch).unlink(missing_ok=True)
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    wanted = ("model name", "flags", "Features", "CPU part")
+    told = dict.fromkeys(line for line in lines if line.startswith(wanted))
+    return "\n".join([platform.machine(), platform.processor(), *told])

@@ -1,0 +1,152 @@
+"""From logits to tokens.
+
+Order: bans and biases, penalties, temperature, then top-k, top-p and min-p, then one draw. The draw
+is the inverse of the cumulative distribution at a number that is a pure function of (seed,
+position), so a continuation on another worker draws as this one would have. Tokens are accumulated
+in order of their ids, not of their probabilities: a last-bit difference in the logits then moves
+the boundaries a little instead of swapping two tokens' places.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.request import SamplingParams, TokenLogprobs
+from engine.step import Sampled, ScheduledSeq
+
+GREEDY_BELOW = 1e-5  # a temperature this low is greedy
+CANDIDATES = 256  # sorted at first, more of the vocabulary only if top-p reaches further
+SPAN = 256  # tokens summed at a time
+_WORD = (1 << 64) - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) for the token at absolute `position`; 52 random bits (splitmix64)."""
+    mixed = _mix(_mix(seed & _WORD) ^ ((position * 0x9E3779B97F4A7C15) & _WORD))
+    return (mixed >> 12) * 2.0**-52
+
+
+def _mix(word: int) -> int:
+    word = (word + 0x9E3779B97F4A7C15) & _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return word ^ (word >> 31)
+
+
+def sample(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[Sampled]:
+    """One token per row. logits: float32 [len(seqs), vocab_size], overwritten."""
+    raw = {
+        row: torch.log_softmax(logits[row], dim=-1)
+        for row, seq in enumerate(seqs)
+        if seq.sampling.logprobs is not None
+    }
+    for row, seq in enumerate(seqs):
+        _edit(logits[row], seq)
+    tokens = logits.argmax(dim=-1).tolist() if seqs else []
+    random = [row for row, seq in enumerate(seqs) if not _is_greedy(seq.sampling)]
+    if random:
+        chosen = logits if len(random) == len(seqs) else logits[random]
+        for row, token in zip(random, _draw(chosen, [seqs[r] for r in random]), strict=True):
+            tokens[row] = token
+    return [
+        Sampled(token, _logprobs(raw[row], token, seqs[row].sampling) if row in raw else None)
+        for row, token in enumerate(tokens)
+    ]
+
+
+def _is_greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
+
+
+def _logprobs(raw: torch.Tensor, token: int, sampling: SamplingParams) -> TokenLogprobs:
+    count = min(sampling.logprobs or 0, len(raw))
+    if not count:
+        return TokenLogprobs(raw[token].item())
+    values, ids = raw.topk(count)
+    return TokenLogprobs(raw[token].item(), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+def _edit(row: torch.Tensor, seq: ScheduledSeq) -> None:
+    """Bans, biases and penalties, in place. Token ids outside the vocabulary are ignored."""
+    s, vocab = seq.sampling, len(row)
+    if s.logit_bias:
+        known = {token: bias for token, bias in s.logit_bias.items() if 0 <= token < vocab}
+        row[list(known)] += torch.tensor(list(known.values()), dtype=row.dtype, device=row.device)
+    if s.repetition_penalty != 1.0:
+        ids = torch.from_numpy(np.unique(np.array(seq.context, np.int64))).to(row.device)
+        seen = row[ids]
+        row[ids] = torch.where(seen > 0, seen / s.repetition_penalty, seen * s.repetition_penalty)
+    if s.presence_penalty or s.frequency_penalty:
+        output = np.array(seq.context[seq.num_prompt_tokens :], np.int64)
+        values, counts = np.unique(output, return_counts=True)
+        penalty = s.presence_penalty + s.frequency_penalty * counts
+        row[torch.from_numpy(values).to(row.device)] -= torch.from_numpy(penalty).to(row)
+    if len(seq.context) - seq.num_prompt_tokens < s.min_tokens:
+        row[[token for token in s.stop_token_ids if 0 <= token < vocab]] = -torch.inf
+
+
+def _draw(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
+    """One token per row from softmax(logits / temperature), filtered. logits are overwritten."""
+    params = [seq.sampling for seq in seqs]
+    temperature = _column([p.temperature for p in params], logits)
+    # Not normalized: the largest weight is 1, and only ratios matter from here on.
+    weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperature).exp_()
+    if any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params):
+        weights.masked_fill_(weights < _cut(weights, params), 0.0)
+    drawn = _column([uniform(s.sampling.seed, len(s.context)) for s in seqs], logits.double())
+    return _invert(weights, drawn)
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
+
+
+def _invert(weights: torch.Tensor, drawn: torch.Tensor) -> list[int]:
+    """Per row, the first token at which the running sum exceeds `drawn` [R, 1] of the total. First
+    among spans of tokens, then inside one: a running sum over all of them would be slow."""
+    spans = F.pad(weights, (0, -weights.shape[1] % SPAN)).unflatten(1, (-1, SPAN))
+    reached = spans.sum(dim=-1).double().cumsum(dim=-1)  # [R, spans]
+    target = reached[:, -1:] * drawn  # below the total: `drawn` leaves a bit for this rounding
+    span = torch.searchsorted(reached, target, right=True)  # [R, 1]
+    before = torch.where(span > 0, reached.gather(1, (span - 1).clamp(min=0)), 0.0)
+    inside = spans.take_along_dim(span.unsqueeze(2), 1).squeeze(1).double().cumsum(dim=-1)
+    token = torch.searchsorted(inside, target - before, right=True)
+    # The two sums round differently: never past the last token of the span that has any weight.
+    token = torch.minimum(token, torch.searchsorted(inside, inside[:, -1:].contiguous()))
+    return (span * SPAN + token).squeeze(1).tolist()
+
+
+def _cut(weights: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """The smallest weight that each row keeps, [R, 1]: the strictest of its filters. Tokens that
+    tie with the last one kept are kept."""
+    cut = _column([min(p.min_p, 1.0) for p in params], weights)
+    sorting = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
+    if sorting:
+        chosen = weights if len(sorting) == len(params) else weights[sorting]
+        nucleus = _nucleus(chosen, [params[row] for row in sorting], CANDIDATES)
+        cut[sorting] = torch.maximum(cut[sorting], nucleus)
+    return cut
+
+
+def _nucleus(weights: torch.Tensor, params: list[SamplingParams], candidates: int) -> torch.Tensor:
+    """The weight of the last token that top-k and then top-p (of what top-k leaves) keep, [R, 1].
+    Only the best `candidates` are sorted; rows whose top-p reaches further try again with more."""
+    vocab = weights.shape[1]
+    top_k = [p.top_k if 0 < p.top_k < vocab else 0 for p in params]
+    count = min(vocab, max(candidates, *top_k))
+    best = weights.topk(count, dim=-1).values  # [R, count], descending
+    mass = best.double().cumsum(dim=-1)
+    limited = torch.tensor([[k > 0] for k in top_k], device=weights.device)
+    last = torch.tensor([[(k or count) - 1] for k in top_k], device=weights.device)
+    total = torch.where(limited, mass.gather(1, last), weights.sum(dim=-1, keepdim=True).double())
+    top_p = _column([min(max(p.top_p, 0.0), 1.0) for p in params], mass)
+    kept = torch.searchsorted(mass, top_p * total)  # index of the last token kept
+    cut = best.gather(1, torch.minimum(kept, last))
+    if count < vocab:
+        short = ((kept > last) & ~limited).flatten().nonzero().flatten().tolist()
+        if short:
+            rest = [params[row] for row in short]
+            cut[short] = _nucleus(weights[short], rest, 16 * candidates)
+    return cut

@@ -1,0 +1,86 @@
+"""From configuration to a worker: sizes, memory, and what is said when it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from cluster.build import (
+    SPARE_BYTES,
+    BuildError,
+    check_memory,
+    kv_lines,
+    plan_kv,
+    prepare_model,
+    resolve_max_model_len,
+)
+from cluster.config import Config, EngineSection, ModelSection
+from engine.model.config import ModelConfig
+from engine.stats import Role, WorkerInfo
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    num_layers=30,
+    hidden_size=576,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=49152,
+    rms_norm_eps=1e-5,
+    rope_theta=1e5,
+    rope_scaling=None,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    output_bias=False,
+    qk_norm=False,
+    max_position_embeddings=8192,
+    bos_token_id=1,
+    eos_token_ids=(2,),
+)
+
+
+def test_the_memory_for_kv_decides_the_number_of_blocks() -> None:
+    plan = plan_kv(MODEL, EngineSection(kv_cache_gib=1.0), "float32")
+    assert plan.spec.bytes_per_token == 2 * 30 * 3 * 64 * 4
+    assert plan.num_blocks == (1 << 30) // (46_080 * 16)
+    assert plan.kv_bytes <= 1 << 30
+    assert plan_kv(MODEL, EngineSection(num_blocks=7), "bfloat16").num_blocks == 7
+
+
+def test_too_little_for_a_block_is_said() -> None:
+    with pytest.raises(BuildError, match=r"engine.kv_cache_gib = 0.0001: too little for one KV"):
+        plan_kv(MODEL, EngineSection(kv_cache_gib=0.0001), "float32")
+
+
+def test_too_little_memory_is_said_with_what_is_needed() -> None:
+    plan = plan_kv(MODEL, EngineSection(kv_cache_gib=1.0), "float32")
+    needed = plan.kv_bytes + plan.weights_bytes + SPARE_BYTES
+    check_memory(plan, 2, 2 * needed)
+    check_memory(plan, 0, 0)
+    with pytest.raises(BuildError, match=r"2 worker\(s\) need 4\.\d GiB .* 4\.\d GiB are avail"):
+        check_memory(plan, 2, 2 * needed - 1)
+
+
+def test_the_context_is_the_models_unless_a_shorter_one_is_asked_for() -> None:
+    assert resolve_max_model_len(MODEL, EngineSection()) == 8192
+    assert resolve_max_model_len(MODEL, EngineSection(max_model_len=100)) == 100
+    with pytest.raises(BuildError, match="max_model_len = 8193: the model has 8192 positions"):
+        resolve_max_model_len(MODEL, EngineSection(max_model_len=8193))
+
+
+def test_what_kv_costs_is_told_from_what_a_worker_reports() -> None:
+    info = WorkerInfo("decode-0", Role.DECODE, 1, 1000, 16, 46_080 * 8, 8192, 512, b"f")
+    first, second = kv_lines(MODEL, info)
+    assert "23,040 bytes a token = 2 (K, V) x 30 layers x 3 KV heads x 64 head_dim x 2" in first
+    assert "1,000 blocks of 16 tokens = 16,000 tokens = 0.34 GiB" in second
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    config = dataclasses.replace(Config(), model=ModelSection(name=str(tmp_path / "none")))
+    with pytest.raises(BuildError) as caught:
+        prepare_model(config, 1, lambda _news: None)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path / "none") in str(caught.value)

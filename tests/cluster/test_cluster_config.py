@@ -1,0 +1,81 @@
+"""Configuration: what is right is taken, what is wrong is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.config import Config, ConfigError, load_config
+
+EXAMPLE = Path(__file__).parents[2] / "kvrelay.example.toml"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "kvrelay.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_file_everything_has_a_default() -> None:
+    assert load_config(None, {}) == Config()
+
+
+def test_the_example_says_what_the_defaults_are() -> None:
+    assert load_config(EXAMPLE, {}) == Config()
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, '[model]\nname = "a"\n[cluster]\nprefill = 2\ndecode = 3\n')
+    config = load_config(path, {"cluster.prefill": 0, "cluster.decode": None, "model.name": "b"})
+    assert (config.model.name, config.cluster.prefill, config.cluster.decode) == ("b", 0, 3)
+
+
+def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "[engine]\nkv_cache_gib = 2\n"), {})
+    assert config.engine.kv_cache_gib == 2.0
+    assert isinstance(config.engine.kv_cache_gib, float)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[engine]\nblock_sice = 16", "engine.block_sice is not a setting; did you mean block_siz"),
+        ("[motor]\nx = 1", "motor is not a setting; there are api, cluster, engine, model, router"),
+        ("engine = 3", "engine = 3: expected a table"),
+        ('[engine]\nblock_size = "16"', "engine.block_size = '16': expected a whole number"),
+        ("[engine]\nblock_size = 1.5", "engine.block_size = 1.5: expected a whole number"),
+        ("[engine]\nblock_size = true", "engine.block_size = True: expected a whole number"),
+        ("[engine]\nblock_size = 0", "engine.block_size = 0: expected at least 1"),
+        ("[engine]\nkv_cache_gib = nan", "engine.kv_cache_gib = nan: expected a finite number"),
+        ("[engine]\nlease_s = inf", "engine.lease_s = inf: expected a finite number"),
+        ("[api]\nport = 65536", "api.port = 65536: expected at most 65535"),
+        ("[model]\nname = 7", "model.name = 7: expected a text"),
+        ('[model]\ndtype = "int8"', "model.dtype = 'int8': expected one of auto, float32"),
+        ('[model]\ndevice = "tpu"', "model.device = 'tpu': expected one of auto, cpu, cuda"),
+        ('[cluster]\naddress = "here"', "cluster.address = 'here': expected auto or HOST:PORT"),
+        ("[cluster]\ndecode = 0", "cluster.decode = 0: expected at least 1"),
+        ("[router]\npolicy = 'best'", "router policy 'best' is unknown; one of"),
+        ("[engine", "not TOML"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_value(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {})
+    assert said in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_line_is_checked_like_the_file() -> None:
+    with pytest.raises(ConfigError, match=r"command line: api.port = -1: expected at least 0"):
+        load_config(None, {"api.port": -1})
+
+
+def test_a_file_that_is_not_there_or_not_text_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "none.toml", {})
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_config(tmp_path / "bytes.toml", {})

@@ -1,0 +1,235 @@
+"""A host performs the effects of its nodes, in order, and trusts no node that raised."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.controller import Peer
+from cluster.runtime.host import NodeHost
+from cluster.runtime.process import BuiltWorker, Listening, WorkerProcess
+from cluster.runtime.threads import StepThread
+from engine.node import Effect, Note, Send, Wake, Woken
+from engine.request import Abort
+from engine.stats import Role, WorkerInfo
+from engine.step import Step, StepDone
+
+
+class Toy:
+    """A node that answers by a table, and keeps what it received."""
+
+    def __init__(self, node_id: str, answer: Callable[[Any], list[Effect]]) -> None:
+        self.node_id = node_id
+        self.answer = answer
+        self.received: list[Any] = []
+        self.threads: set[int] = set()
+
+    def start(self, now: float) -> list[Effect]:
+        return self.answer("start")
+
+    def receive(self, now: float, message: Any) -> list[Effect]:
+        self.received.append(message)
+        self.threads.add(threading.get_ident())
+        return self.answer(message)
+
+
+def silent(_message: Any) -> list[Effect]:
+    return []
+
+
+class Recorder:
+    """An executor that keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.performed: list[Any] = []
+        self.closed = False
+
+    def perform(self, effect: Effect) -> None:
+        self.performed.append(effect)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("did not happen")
+
+
+def until_true(condition: Callable[[], bool]) -> None:
+    asyncio.run(until(condition))
+
+
+def test_effects_are_performed_in_order_here_there_and_by_the_executor() -> None:
+    async def scenario() -> None:
+        remote: list[tuple[str, Any]] = []
+        recorder = Recorder()
+        host = NodeHost(asyncio.get_running_loop(), lambda to, m: remote.append((to, m)))
+        other = Toy("other", silent)
+
+        def answer(message: Any) -> list[Effect]:
+            if message != "go":
+                return []
+            return [
+                Send("other", 1),
+                Send("far", 2),
+                "an effect of its own",
+                Send("other", 3),
+                Wake(0.0, "tag"),
+                Note("info", "noted", "text"),
+                Send("me", 4),
+            ]
+
+        me = Toy("me", answer)
+        host.add(other)
+        host.add(me, recorder)
+        host.deliver("me", "go")
+        assert other.received == []  # never while another node is being called
+        await until(lambda: Woken("tag") in me.received)
+        assert other.received == [1, 3]
+        assert remote == [("far", 2)]
+        assert recorder.performed == ["an effect of its own"]
+        assert me.received == ["go", 4, Woken("tag")]
+        assert host.counters == {"noted": 1}
+        host.close()
+        assert recorder.closed
+
+    asyncio.run(scenario())
+
+
+def test_messages_from_threads_are_delivered_on_the_loop_in_order() -> None:
+    async def scenario() -> None:
+        host = NodeHost(asyncio.get_running_loop())
+        node = Toy("node", silent)
+        host.add(node)
+        inbox = host.inbox("node")
+        thread = threading.Thread(target=lambda: [inbox(i) for i in range(500)])
+        thread.start()
+        await until(lambda: len(node.received) == 500)
+        thread.join()
+        assert node.received == list(range(500))
+        assert node.threads == {threading.get_ident()}
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_raises_is_stopped_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        failures: list[tuple[str, BaseException]] = []
+        host = NodeHost(
+            asyncio.get_running_loop(), on_failure=lambda node, e: failures.append((node, e))
+        )
+
+        def answer(message: Any) -> list[Effect]:
+            if message == "bad":
+                raise ValueError("a bug")
+            return []
+
+        node, sound = Toy("node", answer), Toy("sound", silent)
+        host.add(node)
+        host.add(sound)
+        for message in ("good", "bad", "after"):
+            host.deliver("node", message)
+        host.deliver("sound", "still served")
+        assert node.received == ["good", "bad"]
+        assert sound.received == ["still served"]
+        assert [(name, str(error)) for name, error in failures] == [("node", "a bug")]
+        assert host.counters["node_failed"] == 1
+
+    with caplog.at_level(logging.ERROR, "kvrelay"):
+        asyncio.run(scenario())
+    assert "node failed and is stopped" in caplog.text
+
+
+def test_a_message_for_nobody_is_counted() -> None:
+    async def scenario() -> None:
+        host = NodeHost(asyncio.get_running_loop())
+        host.add(Toy("node", lambda m: [Send("nobody", 1)] if m == "go" else []))
+        host.deliver("node", "go")
+        host.deliver("nobody", 2)
+        assert host.counters == {"unknown_node": 2}
+
+    asyncio.run(scenario())
+
+
+def test_a_closed_host_calls_no_node() -> None:
+    async def scenario() -> None:
+        host = NodeHost(asyncio.get_running_loop())
+        node = Toy("node", lambda m: [Wake(0.0, "late")] if m == "start" else [])
+        host.add(node)
+        host.close()
+        host.deliver("node", "late")
+        await asyncio.sleep(0.02)
+        assert node.received == []
+
+    asyncio.run(scenario())
+
+
+def test_steps_run_one_after_the_other_on_their_thread() -> None:
+    done: list[StepDone] = []
+    threads: set[str] = set()
+
+    def execute(step: Step) -> StepDone:
+        threads.add(threading.current_thread().name)
+        time.sleep(0.001)
+        return StepDone(step.step_id, [])
+
+    steps = StepThread(execute, done.append, "toy")
+    for step_id in range(20):
+        steps.submit(Step(step_id, []))
+    steps.close()
+    assert [d.step_id for d in done] == list(range(20))
+    assert threads == {"toy"}
+
+
+def process(node_id: str, answer: Callable[[Any], list[Effect]]) -> tuple[WorkerProcess, Toy]:
+    node = Toy(node_id, answer)
+    info = WorkerInfo(node_id, Role.DECODE, 1, 1, 1, 1, 1, 1, b"")
+    built = BuiltWorker(node, info, lambda _deliver: Recorder())
+    return WorkerProcess(built, Listening("127.0.0.1", b"token", 1 << 20)), node
+
+
+def test_workers_talk_over_the_wire_once_introduced() -> None:
+    def pass_on(message: Any) -> list[Effect]:
+        again = isinstance(message, Abort) and message.attempt < 100
+        return [Send("b", Abort("r", message.attempt + 1))] if again else []
+
+    def pass_back(message: Any) -> list[Effect]:
+        again = isinstance(message, Abort) and message.attempt < 100
+        return [Send("a", Abort("r", message.attempt + 1))] if again else []
+
+    a, node_a = process("a", pass_on)
+    b, node_b = process("b", pass_back)
+    a_address, b_address = a.start(), b.start()
+    a.introduce([Peer("b", *b_address, 1)])
+    b.introduce([Peer("a", *a_address, 1)])
+    a._host.deliver_soon("a", Abort("r", 0))
+    until_true(lambda: bool(node_a.received) and node_a.received[-1].attempt == 100)
+    assert [m.attempt for m in node_a.received] == list(range(0, 101, 2))
+    assert [m.attempt for m in node_b.received] == list(range(1, 101, 2))
+    a.stop()
+    b.stop()
+    a.wait()  # returns: it was stopped
+
+
+def test_a_worker_whose_node_fails_says_so_to_whoever_waits() -> None:
+    def answer(message: Any) -> list[Effect]:
+        if message != "start":
+            raise ValueError("a bug")
+        return []
+
+    worker, _node = process("a", answer)
+    worker.start()
+    worker._host.deliver_soon("a", "bad")
+    with pytest.raises(ValueError, match="a bug"):
+        worker.wait()
+    worker.stop()

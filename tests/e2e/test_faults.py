@@ -1,0 +1,172 @@
+"""Workers that are killed, clients that go away, bytes that change: on the real thing.
+
+One server for the whole file; after each test nothing may be left over in any pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from benchmarks.served import Served
+from cluster.api.tokenizer import Tokenizer
+from cluster.config import EngineSection
+from cluster.runtime.local import LocalCluster
+from engine.request import SamplingParams
+from router.config import RouterConfig
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+MODEL = "smollm2-135m"
+STORY = "Tell me a long story about a lighthouse keeper and a whale."
+
+
+def status(url: str) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{url}/status", timeout=10).json()
+    return answer
+
+
+def wait_for(url: str, wanted: Any, timeout_s: float, why: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not wanted(state := status(url)):
+        assert time.monotonic() < deadline, f"{why}: {json.dumps(state)[:2000]}"
+        time.sleep(0.05)
+
+
+def is_idle(state: dict[str, Any]) -> bool:
+    counts = ("num_used_blocks", "num_running", "num_waiting", "num_handoffs")
+    busy = sum(worker[name] for worker in state["workers"] for name in counts)
+    return busy + state["num_live"] + state["num_queued"] == 0
+
+
+def all_up(state: dict[str, Any]) -> bool:
+    return all(worker["state"] == "up" for worker in state["workers"])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Served({"router.policy": "round_robin"}) as served:  # every prompt is handed over
+        yield served
+
+
+@pytest.fixture
+def url(server: Served) -> Iterator[str]:
+    wait_for(server.url, all_up, 60, "workers are not back")
+    yield server.url
+    # The statistics of a worker are a quarter of a second old at most.
+    wait_for(server.url, is_idle, 1.5, "something is left over")
+
+
+def kill(url: str, worker: str) -> None:
+    (pid,) = [entry["pid"] for entry in status(url)["workers"] if entry["worker"] == worker]
+    os.kill(pid, signal.SIGKILL)
+
+
+def stream(url: str, options: dict[str, Any], on_chunk: Any = None) -> str:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    text = ""
+    for number, chunk in enumerate(
+        client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": STORY}], stream=True, **options
+        )
+    ):
+        text += chunk.choices[0].delta.content or ""
+        if on_chunk is not None:
+            on_chunk(number)
+    return text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0, "max_tokens": 60}, {"temperature": 0.9, "seed": 7, "max_tokens": 60}],
+    ids=["greedy", "sampled"],
+)
+def test_stream_goes_on_when_the_decode_worker_is_killed(url: str, options: dict[str, Any]) -> None:
+    undisturbed = stream(url, options)
+
+    def disturb(number: int) -> None:
+        if number == 20:
+            kill(url, "decode-0")
+
+    assert stream(url, options, disturb) == undisturbed
+    wait_for(url, all_up, 60, "the worker is not back")
+
+
+def test_request_is_answered_when_the_prefill_worker_is_killed(url: str) -> None:
+    words = " ".join(str(number) for number in range(700))
+    body = {"model": MODEL, "prompt": words, "max_tokens": 8, "temperature": 0}
+    timer = threading.Timer(1.0, kill, (url, "prefill-0"))
+    timer.start()
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    timer.join()
+    assert answer.status_code == 200, answer.text
+    wait_for(url, all_up, 60, "the worker is not back")
+    again = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    assert again.json()["choices"] == answer.json()["choices"]
+
+
+async def one_request(client: httpx.AsyncClient, rng: Random, number: int) -> bool:
+    """Send one; a third of them is cut off at a random moment. True if it was answered."""
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": f"{number}: {'word ' * rng.randrange(60)}"}],
+        "max_tokens": rng.randrange(1, 24),
+        "stream": number % 2 == 0,
+    }
+    cut_after_s = rng.uniform(0, 4) if number % 3 == 0 else 200.0
+    try:
+        async with asyncio.timeout(cut_after_s):
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return True
+    except TimeoutError:
+        return False
+
+
+def test_two_hundred_requests_a_third_of_them_cut_off_leave_nothing(url: str) -> None:
+    async def run() -> int:
+        rng = Random(11)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=200, limits=limits) as client:
+            tasks = []
+            for number in range(200):
+                tasks.append(asyncio.create_task(one_request(client, rng, number)))
+                await asyncio.sleep(rng.uniform(0, 0.06))
+            return sum(await asyncio.gather(*tasks))
+
+    assert asyncio.run(run()) >= 133
+
+
+def test_bad_bytes_in_a_transferred_block_are_noticed(smollm2_dir: Path) -> None:
+    flipped: list[int] = []
+
+    def corrupt(read: Any, pool: Any) -> None:
+        if not flipped:
+            flipped.append(read.dst[0])
+            pool[read.dst[0], 1000] ^= 1
+
+    tokens = Tokenizer(smollm2_dir).apply_chat_template([{"role": "user", "content": STORY}])
+    sampling = SamplingParams(max_tokens=12, temperature=0)
+    engine = EngineSection(num_blocks=64)
+    with LocalCluster(smollm2_dir, prefill=0, engine=engine) as cluster:
+        (expected,) = cluster.generate([tokens], sampling)
+    router = RouterConfig(policy="round_robin")
+    with LocalCluster(smollm2_dir, engine=engine, router=router, corrupt=corrupt) as cluster:
+        (answer,) = cluster.generate([tokens], sampling)
+        failures = cluster.run(lambda: cluster.workers["decode-0"].node.connector.failures)
+        cluster.wait_idle()
+    assert flipped
+    assert failures == {"checksum_mismatch": 1}
+    assert answer.tokens == expected.tokens

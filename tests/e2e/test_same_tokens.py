@@ -1,0 +1,130 @@
+"""The same greedy tokens, whichever way they are served: float32, the real model.
+
+The reference is the implementation in `transformers`. Short outputs keep it affordable; each way
+answers all 24 prompts, and nothing may be left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from cluster.api.tokenizer import Tokenizer
+from cluster.config import EngineSection
+from cluster.runtime.local import Completion, LocalCluster
+from engine.request import SamplingParams
+from router.config import RouterConfig
+from tests.e2e.prompts import prompts
+
+pytestmark = pytest.mark.e2e
+
+MAX_TOKENS = 16
+HAND_OVER = RouterConfig(policy="round_robin")  # every prompt goes through the prefill worker
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_dir: Path) -> Tokenizer:
+    return Tokenizer(smollm2_dir)
+
+
+@pytest.fixture(scope="module")
+def all_prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    return prompts(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def sampling(tokenizer: Tokenizer) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=MAX_TOKENS, temperature=0, stop_token_ids=tuple(tokenizer.eos_token_ids)
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_dir: Path, all_prompts: list[list[int]]) -> Iterator[list[list[int]]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
+    answers = []
+    with torch.inference_mode():
+        for prompt in all_prompts:
+            ids = torch.tensor([prompt])
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=MAX_TOKENS,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+def check(answers: list[Completion], reference: list[list[int]]) -> None:
+    for index, (answer, expected) in enumerate(zip(answers, reference, strict=True)):
+        assert answer.failed is None, f"prompt {index}: {answer.failed}"
+        assert answer.tokens == expected, f"prompt {index} parts from the reference"
+
+
+def test_one_pool_one_request_at_a_time(
+    smollm2_dir: Path,
+    all_prompts: list[list[int]],
+    sampling: SamplingParams,
+    reference: list[list[int]],
+) -> None:
+    with LocalCluster(smollm2_dir, prefill=0) as cluster:
+        answers = [cluster.submit(p, sampling).result(120) for p in all_prompts]
+        check(answers, reference)
+        cluster.wait_idle()
+
+
+def test_one_pool_in_a_batch_of_24(
+    smollm2_dir: Path,
+    all_prompts: list[list[int]],
+    sampling: SamplingParams,
+    reference: list[list[int]],
+) -> None:
+    with LocalCluster(smollm2_dir, prefill=0) as cluster:
+        check(cluster.generate(all_prompts, sampling), reference)
+        cluster.wait_idle()
+
+
+def test_one_pool_under_preemption(
+    smollm2_dir: Path,
+    all_prompts: list[list[int]],
+    sampling: SamplingParams,
+    reference: list[list[int]],
+) -> None:
+    # 3,016 tokens need 189 blocks; all prompts together need far more than 192.
+    engine = EngineSection(num_blocks=192)
+    crowd = [index for index, prompt in enumerate(all_prompts) if len(prompt) < 200]
+    small = EngineSection(
+        num_blocks=-(-(max(len(all_prompts[i]) for i in crowd) + 40) // 4) * 2, block_size=4
+    )
+    with LocalCluster(smollm2_dir, prefill=0, engine=engine) as cluster:
+        check(cluster.generate(all_prompts, sampling), reference)
+        cluster.wait_idle()
+    with LocalCluster(smollm2_dir, prefill=0, engine=small) as cluster:
+        answers = cluster.generate([all_prompts[i] for i in crowd], sampling)
+        check(answers, [reference[i] for i in crowd])
+        node = cluster.workers["decode-0"].node
+        assert cluster.run(lambda: node.core.scheduler.num_preemptions) > 0
+        cluster.wait_idle()
+
+
+@pytest.mark.parametrize("budget", [512, 64])
+def test_two_pools(
+    smollm2_dir: Path,
+    all_prompts: list[list[int]],
+    sampling: SamplingParams,
+    reference: list[list[int]],
+    budget: int,
+) -> None:
+    engine = EngineSection(max_num_batched_tokens=budget)
+    with LocalCluster(smollm2_dir, engine=engine, router=HAND_OVER) as cluster:
+        check(cluster.generate(all_prompts, sampling), reference)
+        counters = cluster.run(lambda: cluster.workers["decode-0"].node.core.counters)
+        assert counters["handoffs_done"] == len(all_prompts)
+        assert counters.get("handoffs_failed", 0) == 0
+        cluster.wait_idle()

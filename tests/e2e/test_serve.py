@@ -1,0 +1,152 @@
+"""`kvrelay serve` as a user meets it: it comes up, answers, stops, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+KVRELAY = [sys.executable, "-m", "cluster.cli"]
+
+
+class Served:
+    """A `kvrelay serve` that is running; what it wrote is in `lines`."""
+
+    def __init__(self, *args: str) -> None:
+        self.process = subprocess.Popen(
+            [*KVRELAY, "serve", *args], stderr=subprocess.PIPE, text=True, bufsize=1
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = self._wait_ready()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+
+    def _wait_ready(self) -> str:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self.process.poll() is None:
+            for line in self.lines:
+                if found := re.search(r"Ready: .* at (\S+)/v1", line):
+                    return found[1]
+            time.sleep(0.05)
+        self.process.kill()
+        raise AssertionError("not ready:\n" + "".join(self.lines))
+
+    def worker(self, name: str) -> dict[str, Any]:
+        """What the status says of it."""
+        workers = httpx.get(f"{self.url}/status").json()["workers"]
+        return next(w for w in workers if w["worker"] == name)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+            self._reader.join(5)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    served = Served("--port", "0")
+    yield served
+    if served.process.poll() is None:
+        served.stop()
+
+
+def ask(url: str) -> dict[str, object]:
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": "smollm2-135m", "messages": [question], "max_tokens": 30, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    parsed: dict[str, object] = answer.json()
+    return parsed
+
+
+def test_it_answers_and_shows_what_the_kv_cache_costs(served: Served) -> None:
+    assert "Paris" in json.dumps(ask(served.url))
+    text = "".join(served.lines)
+    assert "46,080 bytes a token = 2 (K, V) x 30 layers x 3 KV heads x 64 head_dim x 4" in text
+    assert "curl http" in text
+    assert "Traceback" not in text
+
+
+def test_health_and_status_name_both_workers(served: Served) -> None:
+    assert httpx.get(f"{served.url}/health").json() == {
+        "status": "ok",
+        "workers": 2,
+        "workers_up": 2,
+    }
+    workers = httpx.get(f"{served.url}/status").json()["workers"]
+    assert {(w["worker"], w["role"], w["state"]) for w in workers} == {
+        ("prefill-0", "prefill", "up"),
+        ("decode-0", "decode", "up"),
+    }
+
+
+@pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
+def test_a_worker_that_was_killed_comes_back(served: Served, worker: str) -> None:
+    os.kill(served.worker(worker)["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        entry = served.worker(worker)
+        if entry["epoch"] == 2 and entry["state"] == "up":
+            break
+        time.sleep(0.1)
+    assert (entry["epoch"], entry["state"]) == (2, "up")
+    assert "Paris" in json.dumps(ask(served.url))
+
+
+def test_it_stops_on_a_signal_and_leaves_nothing_behind(served: Served) -> None:
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    assert children
+    assert served.stop() == 0
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+    assert "Traceback" not in "".join(served.lines)
+
+
+def test_what_is_wrong_is_one_line_and_an_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    (tmp_path / "bad.toml").write_text("[engine]\nblock_size = 0\n")
+    (tmp_path / "big.toml").write_text("[engine]\nkv_cache_gib = 4000\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = [
+            (["--port", port], f"port {port} of 127.0.0.1 is taken"),
+            (["--port", "0", str(tmp_path / "none")], "none"),
+            (["--port", "0", str(tmp_path)], "GPT2LMHeadModel is not supported"),
+            (["--config", str(tmp_path / "bad.toml")], "engine.block_size = 0: expected at least"),
+            (["--port", "0", "--config", str(tmp_path / "big.toml")], "too little memory"),
+            (["--port", "70000"], "api.port = 70000: expected at most 65535"),
+        ]
+        running = [
+            subprocess.Popen([*KVRELAY, "serve", *args], stderr=subprocess.PIPE, text=True)
+            for args, _ in cases
+        ]
+        for process, (args, said) in zip(running, cases, strict=True):
+            _, error = process.communicate(timeout=90)
+            complaint = [line for line in error.splitlines() if line.startswith("error: ")]
+            assert process.returncode == 1, (args, error)
+            assert len(complaint) == 1, (args, error)
+            assert said in complaint[0], args
+            assert "Traceback" not in error

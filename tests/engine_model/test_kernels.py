@@ -1,0 +1,176 @@
+"""Each CPU kernel against torch, on shapes with every kind of edge."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.model import kernels
+from engine.model.batch import Batch, Limits
+from engine.model.cache import default_cache_dir
+from engine.model.config import ModelConfig
+from engine.model.cpu_ops import CpuOps
+from engine.model.kernels import KernelsUnavailable
+from engine.model.torch_ops import TorchOps
+from engine.step import Step
+from tests.engine_model.tiny import make_ops, scheduled
+
+SHAPES = [  # heads, KV heads, head_dim, qk_norm, block_size
+    (9, 3, 64, False, 16),
+    (4, 4, 16, False, 8),
+    (14, 2, 64, True, 16),
+    (8, 1, 128, False, 32),
+    (5, 5, 80, True, 24),
+]
+SEQUENCES = [(1, 0), (1, 600), (37, 0), (64, 5), (1, 255), (1, 256), (130, 70), (2, 63)]
+
+
+def config_of(heads=4, kv_heads=2, head_dim=16, qk_norm=False, hidden=48) -> ModelConfig:
+    sizes = {"num_layers": 2, "hidden_size": hidden, "intermediate_size": 96, "vocab_size": 50}
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        output_bias=False,
+        qk_norm=qk_norm,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_ids=(),
+        **sizes,
+    )
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_and_kv_write_equal_torch(shape, kv_dtype):
+    heads, kv_heads, head_dim, qk_norm, block_size = shape
+    torch.manual_seed(0)
+    config = config_of(heads, kv_heads, head_dim, qk_norm)
+    counts = [-(-(length + start) // block_size) for length, start in SEQUENCES]
+    order = iter(torch.randperm(sum(counts)).tolist())
+    seqs = [
+        scheduled([1] * length, start, [next(order) for _ in range(count)])
+        for (length, start), count in zip(SEQUENCES, counts, strict=True)
+    ]
+    batch = Batch.from_step(
+        Step(0, seqs), Limits(sum(counts), block_size, 1024, 50), torch.device("cpu")
+    )
+    pool = torch.randn(sum(counts), 2, 2, kv_heads, block_size, head_dim).to(kv_dtype)
+    theirs_pool = pool.clone()
+    library = kernels.load(default_cache_dir())
+    ours = CpuOps(config, pool, torch.float32, 1024, library, 2, native_bf16=False)
+    theirs = TorchOps(config, theirs_pool, torch.float32, 1024)
+    qkv = torch.randn(len(batch.tokens), (heads + 2 * kv_heads) * head_dim) * 1.5
+    theirs_qkv = qkv.clone()
+    norms = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if qk_norm else (None, None)
+    for ops, rows in ((ours, qkv), (theirs, theirs_qkv)):
+        ops.begin(batch)
+        ops.rope_write(rows, 1, *norms)
+    queries = heads * head_dim
+    torch.testing.assert_close(qkv[:, :queries], theirs_qkv[:, :queries], rtol=0, atol=1e-5)
+    torch.testing.assert_close(pool, theirs_pool, rtol=8e-3, atol=1e-5)
+    theirs_pool.copy_(pool)
+    got, expected = ours.attention(qkv, 1), theirs.attention(theirs_qkv, 1)
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 36, 37, 40, 200])
+def test_linear_equals_torch(rows, dtype):
+    torch.manual_seed(rows)
+    ops = make_ops("cpu", config_of())
+    for outputs, depth in ((50, 24), (96, 64), (130, 2100)):
+        weight, x = torch.randn(outputs, depth).to(dtype), torch.randn(rows, depth)
+        bias, hidden = torch.randn(outputs), torch.randn(rows, outputs)
+        expected = F.linear(x.double(), weight.double())
+        close = {"rtol": 0, "atol": 3e-6 * depth**0.5 * 10}
+        biased = ops.linear(x, ops.matrix(weight, bias, "test")).double()
+        torch.testing.assert_close(biased, expected + bias, **close)
+        before = hidden.double()
+        ops.add_linear(hidden, x, ops.matrix(weight, None, "test"))
+        torch.testing.assert_close(hidden.double(), expected + before, **close)
+
+
+def test_norm_and_activation_equal_torch_over_their_whole_range():
+    torch.manual_seed(0)
+    config = config_of()
+    ours, theirs = make_ops("cpu", config), make_ops("torch", config)
+    for width in (16, 50, 576):
+        x, weight = torch.randn(300, width) * 3, torch.randn(width)
+        torch.testing.assert_close(
+            ours.rms_norm(x, weight), theirs.rms_norm(x, weight), rtol=1e-5, atol=1e-6
+        )
+        wide = torch.randn(300, 2 * width) * torch.logspace(-3, 2, 2 * width)
+        torch.testing.assert_close(ours.swiglu(wide), theirs.swiglu(wide), rtol=1e-5, atol=1e-6)
+
+
+def test_a_result_does_not_depend_on_the_number_of_threads():
+    torch.manual_seed(0)
+    weight, x = torch.randn(700, 300), torch.randn(90, 300)
+    results = []
+    for threads in (1, 2, 5):
+        ops = make_ops("cpu", config_of())
+        ops._threads = threads
+        results.append(ops.linear(x, ops.matrix(weight, None, "test")))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_kernels_work_in_a_forked_child_and_from_several_threads():
+    """A child of fork has no helper threads, and two callers must not share a job."""
+    script = """
+import os, threading, torch
+from tests.engine_model.test_kernels import config_of
+from tests.engine_model.tiny import make_ops
+torch.set_num_threads(1)  # torch's own OpenMP pool does not survive a fork
+torch.manual_seed(0)
+weight, x = torch.randn(512, 256), torch.randn(64, 256)
+expected = x @ weight.t()
+def check(times):
+    ops = make_ops("cpu", config_of())
+    matrix = ops.matrix(weight, None, "test")
+    for _ in range(times):
+        assert torch.allclose(ops.linear(x, matrix), expected, atol=1e-3)
+check(5)
+pid = os.fork()
+if pid == 0:
+    try:
+        check(5)
+        os._exit(0)
+    finally:
+        os._exit(1)
+assert os.waitpid(pid, 0)[1] == 0, "child"
+failed = []
+threading.excepthook = lambda args: failed.append(args)
+threads = [threading.Thread(target=check, args=(200,)) for _ in range(4)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert not failed, failed
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_compiler_the_reason_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(KernelsUnavailable, match="no-such-compiler"):
+        kernels.load(tmp_path)
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(KernelsUnavailable, match="false failed: exit status 1"):
+        kernels.load(tmp_path)
+    assert list((tmp_path / "kernels").iterdir()) == [], "nothing half-made stays behind"
+
+
+def test_shapes_that_the_kernels_do_not_know_are_refused():
+    with pytest.raises(KernelsUnavailable, match="head_dim 12 "):
+        make_ops("cpu", config_of(head_dim=12))

@@ -1,0 +1,188 @@
+"""The executor: steps in, tokens out; what is refused; what an operator is told."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.model.errors import ModelError
+from engine.model.runner import ModelRunner
+from engine.request import SamplingParams
+from engine.step import Step
+from tests.engine_model.tiny import VOCAB, make_checkpoint, scheduled, tokens_of
+
+PROMPT = tokens_of(40, seed=9)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    return path, make_checkpoint("llama", path)
+
+
+@pytest.fixture(scope="module")
+def runner(checkpoint):
+    return ModelRunner(checkpoint[0], num_blocks=24, dtype="float32", num_threads=2)
+
+
+def generate(runner, prompt, blocks, count, **params):
+    sampling = SamplingParams(**params)
+    context, feed, start, out = list(prompt), list(prompt), 0, []
+    for number in range(count):
+        seq = scheduled(
+            feed,
+            start,
+            blocks,
+            context=context,
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+        )
+        done = runner.execute(Step(number, [seq]))
+        assert done.step_id == number
+        out.append(done.sampled[0].token)
+        start, feed, context = len(context), [out[-1]], [*context, out[-1]]
+    return out
+
+
+def test_greedy_tokens_are_those_of_transformers(checkpoint, runner):
+    with torch.inference_mode():
+        expected = checkpoint[1].generate(
+            torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=VOCAB + 1
+        )
+    assert generate(runner, PROMPT, [9, 4, 17, 2], 20, temperature=0.0) == expected[0, 40:].tolist()
+
+
+def test_a_continuation_elsewhere_is_the_one_that_would_have_come(checkpoint, runner):
+    params = {"temperature": 1.0, "seed": 11, "top_p": 0.9}
+    whole = generate(runner, PROMPT, [1, 2, 3, 4], 12, **params)
+    other = ModelRunner(checkpoint[0], num_blocks=8, dtype="float32", num_threads=1)
+    assert generate(other, PROMPT + whole[:5], [5, 0, 7, 6], 7, **params) == whole[5:]
+
+
+def test_only_what_was_asked_for_is_sampled(runner):
+    parts = [
+        scheduled(PROMPT[:10], 0, [3], sample=False),
+        scheduled(PROMPT[:12], 0, [4], sample=True),
+    ]
+    done = runner.execute(Step(5, parts))
+    assert done.sampled[0] is None
+    assert done.sampled[1] is not None
+    assert done.elapsed_s > 0
+    assert runner.execute(Step(6, [parts[0]])).sampled == [None]
+    assert runner.execute(Step(7, [])).sampled == []
+
+
+def test_kv_lands_only_in_the_blocks_of_the_table(runner):
+    runner.kv_pool.zero_()
+    runner.execute(Step(0, [scheduled(PROMPT[:20], 0, [11, 6])]))
+    written = runner.kv_pool.flatten(1).abs().sum(1).nonzero().flatten().tolist()
+    assert written == [6, 11]
+    assert runner.kv_pool[11].abs().min() > 0
+    assert runner.kv_pool[6, :, :, :, 4:].abs().max() == 0
+    assert runner.kv_pool.shape == (24, 3, 2, 2, 16, 16)
+    assert runner.kv_spec.bytes_per_block == runner.kv_pool[0].nbytes
+
+
+@pytest.mark.parametrize(
+    ("seq", "told"),
+    [
+        (scheduled([1], 0, [24]), "block ids 24 to 24 are outside the pool of 24 blocks"),
+        (scheduled([1], 0, [-1]), "block ids -1"),
+        (scheduled([1] * 17, 0, [3]), "1 blocks for 17 positions, 2 are needed"),
+        (scheduled([1], -1, [3]), r"positions \[-1, 0\)"),
+        (scheduled([], 4, [3]), r"positions \[4, 4\) are empty"),
+        (scheduled([1], 512, [3] * 40), "exceed the model's length of 512"),
+        (scheduled([1, VOCAB], 0, [3]), f"token ids 1 to {VOCAB} are outside the vocabulary"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
+)
+def test_a_faulty_step_is_refused_by_name_before_anything_is_written(runner, seq, told):
+    runner.kv_pool.zero_()
+    with pytest.raises(ValueError, match=f"request r: .*{told}"):
+        runner.execute(Step(0, [scheduled([1], 0, [2]), seq]))
+    assert runner.kv_pool.abs().max() == 0
+
+
+def test_given_memory_is_used(checkpoint):
+    path, _ = checkpoint
+    memory = torch.zeros(4 * 3 * 2 * 2 * 16 * 16 * 4, dtype=torch.uint8)
+    runner = ModelRunner(path, num_blocks=4, dtype="float32", kv_pool=memory)
+    runner.execute(Step(0, [scheduled([1], 0, [2])]))
+    assert runner.kv_pool.data_ptr() == memory.data_ptr()
+    assert memory.any()
+
+
+def test_max_model_len_never_exceeds_the_models(checkpoint):
+    path, _ = checkpoint
+    runner = ModelRunner(path, num_blocks=4, max_model_len=10_000)
+    assert runner.max_model_len == 512
+    assert ModelRunner(path, num_blocks=4, max_model_len=100).max_model_len == 100
+
+
+def test_without_kernels_torch_takes_over_and_says_so(checkpoint, runner, tmp_path, monkeypatch):
+    assert runner.notices == []
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    plain = ModelRunner(checkpoint[0], num_blocks=24, dtype="float32")
+    assert len(plain.notices) == 1
+    assert "no-such-compiler" in plain.notices[0]
+    blocks = [9, 4, 17, 2]
+    assert generate(plain, PROMPT, blocks, 8, temperature=0.0) == generate(
+        runner, PROMPT, blocks, 8, temperature=0.0
+    )
+
+
+def test_settings_that_do_not_exist_are_refused(checkpoint):
+    path, _ = checkpoint
+    with pytest.raises(ModelError, match="dtype int8 is not supported"):
+        ModelRunner(path, num_blocks=1, dtype="int8")
+    for device in ("cuda", "tpu", "mps"):
+        with pytest.raises(ModelError, match=f"device {device} "):
+            ModelRunner(path, num_blocks=1, device=device)
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A checkpoint to damage: its directory and its weight file."""
+    make_checkpoint("llama", tmp_path)
+    return tmp_path, tmp_path / "model.safetensors"
+
+
+def refused(path) -> str:
+    with pytest.raises(ModelError) as error:
+        ModelRunner(path, num_blocks=1)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_missing_and_misshapen_tensors_are_named(broken):
+    path, file = broken
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: torch.zeros(3, 5)}, file)
+    assert f"{name} has shape [3, 5], [160, 96] is needed" in refused(path)
+    save_file({k: v for k, v in tensors.items() if k != name}, file)
+    assert f"has no tensor {name}" in refused(path)
+    save_file(tensors | {name: torch.zeros(160, 96, dtype=torch.int8)}, file)
+    assert f"{name} is torch.int8" in refused(path)
+
+
+def test_truncated_and_corrupt_files_are_named(broken):
+    path, file = broken
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert "model.safetensors is damaged or truncated" in refused(path)
+    file.write_bytes(b"\xff" * 100)
+    assert "model.safetensors is damaged or truncated" in refused(path)
+    file.write_bytes(b"")
+    assert "model.safetensors is damaged or truncated" in refused(path)
+    file.unlink()
+    assert "has no *.safetensors file" in refused(path)
+
+
+def test_a_missing_shard_is_named(broken):
+    path, file = broken
+    places = dict.fromkeys(load_file(file), "model-00001-of-00002.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert "model-00001-of-00002.safetensors is missing" in refused(path)
