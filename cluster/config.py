@@ -44,6 +44,9 @@ class EngineSection:
     kv_cache_gib: float = setting(1.0, at_least=0.0, at_most=4096.0)  # per worker
     num_blocks: int = setting(0, at_least=0)  # per worker; 0: as many as kv_cache_gib holds
     max_num_batched_tokens: int = setting(512, at_least=1, at_most=1 << 20)  # per step
+    # Of decode workers: prompts beside decodes are fed as far as a step stays below it. 0: 100 ms
+    # where prefill workers are there for the prompts, none in one pool.
+    itl_target_ms: float = setting(0.0, at_least=0.0, at_most=60_000.0)
     max_num_seqs: int = setting(64, at_least=1, at_most=4096)  # per step
     max_model_len: int = setting(0, at_least=0)  # tokens; 0: what the model was trained for
     max_waiting: int = setting(256, at_least=1)  # requests per worker

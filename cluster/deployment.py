@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +31,7 @@ from engine.stats import Role
 from router.router import Router
 
 ROUTER, CLIENT, CONTROLLER = "router-0", "api-0", "controller"
+ITL_TARGET_MS = 100.0  # of decode workers, where prefill workers are there for long prompts
 
 Tell = Callable[[str, str, bool], None]  # part, news, done
 
@@ -158,6 +160,9 @@ class Deployment:
         machines = {machine.machine_id: machine for machine in self.controller.machines}
         machine = machines[start.machine_id]
         config = self.config
+        engine = config.engine
+        if engine.itl_target_ms == 0 and config.cluster.prefill > 0:
+            engine = replace(engine, itl_target_ms=ITL_TARGET_MS)
         sharing = -(-len(self.controller.workers) // len(machines))
         on_gpu = machine.num_gpus > 0
         # Ray shows a worker its own GPU only, so it is the first there.
@@ -174,7 +179,7 @@ class Deployment:
             device=device,
             threads=config.engine.threads or max(1, int(machine.num_cpus) // sharing),
             on_gpu=on_gpu,
-            engine=config.engine,
+            engine=engine,
         )
 
     def _introduce_here(self, peers: tuple[Peer, ...]) -> None:

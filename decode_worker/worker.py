@@ -92,7 +92,7 @@ class DecodeWorker:
             if seq.state is SeqState.REMOTE:
                 effects += self.connector.start(now, seq)
         effects += self._apply_settled(now)
-        step = self.core.next_step(now)
+        step = self.core.next_step()
         return effects if step is None else [*effects, Execute(step)]
 
     def _on_step_done(self, now: float, done: StepDone) -> list[Effect]:

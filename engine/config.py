@@ -44,6 +44,7 @@ class WorkerConfig:
     agent_metadata: bytes = b""
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
+    itl_target_s: float = 0.0  # prompts beside decodes are fed as far as a step stays below; 0: all
     max_waiting: int = 256
     lease_s: float = 30.0  # a producer holds blocks this long after it announced the last ones
     handoff_timeout_s: float = 30.0  # a consumer without news of its KV computes it after this

@@ -147,8 +147,17 @@ class EngineCore:
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
-    def next_step(self, now: float) -> Step | None:
-        return self.scheduler.schedule(now) if self.scheduler.in_flight is None else None
+    def next_step(self) -> Step | None:
+        return None if self.scheduler.in_flight else self.scheduler.schedule(self._prompt_budget())
+
+    def _prompt_budget(self) -> int:
+        """Prompt tokens that fit beside decodes into a step of `itl_target_s`, at measured rates;
+        at least a block, or a prompt might never end."""
+        target_s = self.config.itl_target_s
+        if target_s == 0:
+            return self.config.max_num_batched_tokens
+        spare_s = target_s - self.decode_step_s.value
+        return max(self.config.block_size, int(spare_s * self.prefill_tokens_per_s.value))
 
     def finish_step(self, now: float, done: StepDone) -> list[tuple[Sequence, int]]:
         """As `Scheduler.finish_step`; learns the rates from how long it took."""
@@ -157,11 +166,19 @@ class EngineCore:
         self.count("steps")
         self.count("tokens_fed", step.num_tokens)
         if done.error is None and done.elapsed_s > 0:
-            if step.num_tokens > len(step.seqs):
-                self.prefill_tokens_per_s.add(step.num_tokens, done.elapsed_s)
-            else:
-                self.decode_step_s.add(done.elapsed_s, 1)
+            self._learn(step, done.elapsed_s)
         return self.scheduler.finish_step(done)
+
+    def _learn(self, step: Step, elapsed_s: float) -> None:
+        """Rates of prompts and of decodes. Of a mixed step, the prompts' time is what a step of
+        decodes alone would not have taken."""
+        prompts = [len(share.tokens) for share in step.seqs if len(share.tokens) > 1]
+        if not prompts:
+            self.decode_step_s.add(elapsed_s, 1)
+            return
+        if len(prompts) < len(step.seqs):
+            elapsed_s = max(elapsed_s - self.decode_step_s.value, 0.1 * elapsed_s)
+        self.prefill_tokens_per_s.add(sum(prompts), elapsed_s)
 
     def fail_step(self, survivors: list[tuple[Sequence, int]], error: str) -> list[Effect]:
         """After a step that failed: its sequences are refused, the router tries them elsewhere."""

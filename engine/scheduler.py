@@ -83,13 +83,17 @@ class Scheduler:
         seq.state = SeqState.RUNNING
         self.running.append(seq)
 
-    def schedule(self, now: float) -> Step | None:
-        """The next step, or None if there is nothing to do. Decodes go first, then prompts."""
+    def schedule(self, prompt_budget: int) -> Step | None:
+        """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
+        these, at most `prompt_budget` tokens where there is a decode that they would delay."""
         assert self.in_flight is None
         self._make_room_for_growth()
         budget = self.config.max_num_batched_tokens
         chosen: list[tuple[Sequence, int]] = []
-        for seq in sorted(self.running, key=lambda s: len(s.tokens) - s.num_computed > 1):
+        for seq in sorted(self.running, key=_is_prompt):
+            if _is_prompt(seq) and chosen and not _is_prompt(chosen[0][0]):
+                budget = min(budget, prompt_budget)
+                prompt_budget = max(0, prompt_budget - len(seq.tokens) + seq.num_computed)
             count = min(len(seq.tokens) - seq.num_computed, budget)
             if count > 0:
                 chosen.append((seq, count))
@@ -184,7 +188,7 @@ class Scheduler:
         return {
             name
             for seq in self.running
-            if len(seq.tokens) - seq.num_computed > 1
+            if _is_prompt(seq)
             for name in self.kv.usable_names(seq)[seq.num_sealed :]
         }
 
@@ -200,3 +204,7 @@ class Scheduler:
             context=seq.tokens,
             num_prompt_tokens=seq.num_prompt_tokens,
         )
+
+
+def _is_prompt(seq: Sequence) -> bool:
+    return len(seq.tokens) - seq.num_computed > 1

@@ -101,7 +101,7 @@ class PrefillWorker:
         effects: list[Effect] = []
         for seq in self.core.scheduler.admit_waiting(now):
             effects += self._announce(self.productions[seq.key], seq.num_sealed)
-        step = self.core.next_step(now)
+        step = self.core.next_step()
         if step is None:
             return effects
         size = self.config.block_size

@@ -102,24 +102,23 @@ class CpuOps:
         self._rope_at = ctypes.addressof(self._rope)
 
     def table(self, weight: torch.Tensor) -> torch.Tensor:
-        keep = weight.dtype in (torch.bfloat16, torch.float32)
-        return weight.contiguous() if keep else weight.float().contiguous()
+        kind = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+        return _owned(weight, kind)
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> _Matrix:
         rows, depth = weight.shape
         wide = None if bias is None else self.vector(bias)
-        data = weight.to(torch.bfloat16) if self._bf16 else self.table(weight)
-        data = data.contiguous()
         if not self._pack:
-            return _Matrix(role, rows, depth, data, False, wide)
+            return _Matrix(role, rows, depth, _owned(weight, torch.bfloat16), False, wide)
+        narrow = self._bf16 or weight.dtype == torch.bfloat16
+        data = weight.to(torch.bfloat16 if narrow else torch.float32).contiguous()
         panel = self._lib.kvr_panel_width()
         packed = torch.empty(-(-rows // panel) * panel * depth, dtype=data.dtype)
-        bf16 = data.dtype == torch.bfloat16
-        self._lib.kvr_pack(data.data_ptr(), rows, depth, bf16, packed.data_ptr(), self._threads)
+        self._lib.kvr_pack(data.data_ptr(), rows, depth, narrow, packed.data_ptr(), self._threads)
         return _Matrix(role, rows, depth, packed, True, wide)
 
     def vector(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.float().contiguous()
+        return _owned(weight, torch.float32)
 
     def begin(self, batch: Batch) -> None:
         c, a = self._config, self._attention
@@ -247,6 +246,11 @@ class CpuOps:
         out = self._buffer("swiglu", rows, width // 2)
         self._lib.kvr_swiglu(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, self._threads)
         return out
+
+
+def _owned(weight: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """A copy: the checkpoint's file may be replaced while its pages are still mapped."""
+    return weight.to(kind, copy=True, memory_format=torch.contiguous_format)
 
 
 def _check(config: ModelConfig, pool: torch.Tensor, library: ctypes.CDLL) -> None:

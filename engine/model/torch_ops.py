@@ -24,7 +24,7 @@ class TorchOps:
         self._batch: Batch | None = None
 
     def table(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(self._pool.device, self._dtype)
+        return weight.to(self._pool.device, self._dtype, copy=True)  # not a view of the file
 
     def matrix(
         self, weight: torch.Tensor, bias: torch.Tensor | None, role: str

@@ -1,4 +1,4 @@
-"""Prefill and decode worker together, message by message; every test ends with nothing left over."""
+"""Prefill and decode worker together, message by message; each test ends with nothing left."""
 
 from __future__ import annotations
 
@@ -253,7 +253,6 @@ def test_routers_hear_of_sealed_blocks(world: World) -> None:
     assert len(known) == (len(PROMPT) + 3) // BLOCK_SIZE
 
 
-
 def test_blocks_of_an_earlier_lease_are_not_confirmed_by_a_later_one(world: World) -> None:
     world.hold_reads = True
     world.submit("a", PROMPT, 6, remote=True)
@@ -267,3 +266,20 @@ def test_blocks_of_an_earlier_lease_are_not_confirmed_by_a_later_one(world: Worl
     world.drain()
     assert world.output("a", PROMPT) == reference(PROMPT, 6)
     assert world.decode.core.counters.get("handoffs_done", 0) == 0
+
+
+def test_prompts_beside_decodes_are_fed_as_far_as_the_itl_target_allows() -> None:
+    world = World(itl_target_s=0.02)
+    world.submit("a", PROMPT, 20, remote=False)
+    for _ in range(6):
+        world.step()
+    fed = world.decode.core.counters["tokens_fed"]
+    world.submit("b", [*range(40, 70)], 3, remote=False)
+    sizes = []
+    while world.step():
+        sizes.append(world.decode.core.counters["tokens_fed"] - fed)
+        fed = world.decode.core.counters["tokens_fed"]
+    # A step takes 10 ms here whatever is in it, so 10 ms are left at the rate of the first prompt.
+    assert 1 < max(sizes) <= 1 + len(PROMPT)
+    assert world.output("b", [*range(40, 70)]) == reference([*range(40, 70)], 3)
+    world.assert_idle()

@@ -108,9 +108,7 @@ class World:
                 block = seq.block_ids[position // BLOCK_SIZE]
                 slots[block][position % BLOCK_SIZE] = token
             end = seq.start + len(seq.tokens)
-            seen = [
-                slots[seq.block_ids[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(end)
-            ]
+            seen = [slots[seq.block_ids[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(end)]
             sampled.append(Sampled(next_token(seen)) if seq.sample else None)
         checksums = [hash(tuple(slots[block])) for block in step.checksum_blocks]
         return StepDone(step.step_id, sampled, checksums, 0.01)
@@ -156,9 +154,7 @@ class World:
         rest = (tokens, len(prompt), sampling, 60.0)
         if remote:
             self.queue.append(("prefill", Prefill(*common, "decode", *rest)))
-        self.queue.append(
-            ("decode", Decode(*common, "prefill" if remote else None, *rest))
-        )
+        self.queue.append(("decode", Decode(*common, "prefill" if remote else None, *rest)))
 
     def output(self, name: str, prompt: list[int]) -> list[int]:
         """What the router knows: gapless, and the same token wherever one came twice."""
