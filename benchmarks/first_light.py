@@ -39,7 +39,7 @@ def load(spec: LoadSpec) -> dict[str, Any]:
     return result
 
 
-def time_one(url: str, prompt: str, output_len: int = 2) -> Timing:
+def time_one(url: str, prompt: str, output_len: int = 8) -> Timing:
     """One streamed chat request, alone."""
 
     async def ask() -> Timing:

@@ -177,7 +177,7 @@ class Deployment:
             cache_dir=config.model.cache_dir,
             dtype=config.model.dtype,
             device=device,
-            threads=config.engine.threads or max(1, int(machine.num_cpus) // sharing),
+            threads=config.engine.threads or max(1, int(machine.num_cpus)),
             on_gpu=on_gpu,
             engine=engine,
         )

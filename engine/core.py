@@ -169,6 +169,14 @@ class EngineCore:
             self._learn(step, done.elapsed_s)
         return self.scheduler.finish_step(done)
 
+    def _present_prefill_rate(self) -> float:
+        """Tokens per second that a prompt is computed at now: beside decodes, a budget a step."""
+        rate = self.prefill_tokens_per_s.value
+        if self.config.itl_target_s == 0 or rate == 0 or not self.scheduler.running:
+            return rate
+        budget = self._prompt_budget()
+        return budget / (self.decode_step_s.value + budget / rate)
+
     def _learn(self, step: Step, elapsed_s: float) -> None:
         """Rates of prompts and of decodes. Of a mixed step, the prompts' time is what a step of
         decodes alone would not have taken."""
@@ -284,7 +292,7 @@ class EngineCore:
             num_running=len(scheduler.running) + scheduler.num_remote,
             num_handoffs=num_handoffs,
             pending_prefill_tokens=scheduler.pending_tokens,
-            prefill_tokens_per_s=self.prefill_tokens_per_s.value,
+            prefill_tokens_per_s=self._present_prefill_rate(),
             decode_step_s=self.decode_step_s.value,
             read_bytes_per_s=self.read_bytes_per_s.value,
             event_seq=self._event_seq,

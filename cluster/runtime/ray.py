@@ -36,12 +36,14 @@ from cluster.placement import Machine
 from cluster.runtime.host import NodeHost
 from cluster.runtime.process import Listening, WorkerProcess
 from engine.node import Effect, NodeId
+from engine.stats import Role
 
 log = logging.getLogger("kvrelay.ray")
 
 POLL_MACHINES_S = 1.0
 STOP_TIMEOUT_S = 5.0
 REACH_TIMEOUT_S = 5.0
+PREFILL_NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it
 
@@ -64,6 +66,8 @@ class WorkerActor:
     def start(self, spec: WorkerSpec, listening: Listening) -> WorkerStarted | StartFailed:
         """Build the worker and serve. What would fail again is told as permanent."""
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
+        if spec.role is Role.PREFILL and not spec.on_gpu:
+            os.nice(PREFILL_NICENESS)
         try:
             built = build_worker(spec)
             if not listening.host:

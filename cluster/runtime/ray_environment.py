@@ -7,6 +7,7 @@ from pathlib import Path
 
 DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 lets every other process delay a decode step
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or Ray warns of a change to come
 }
 
