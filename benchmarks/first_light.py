@@ -90,7 +90,7 @@ def infinite_cache_tokens(prompts: list[str], tokenizer: Tokenizer) -> int:
 
 
 def hit_rate() -> tuple[list[Row], dict[str, Any]]:
-    """2 + 2 workers, 8 groups of shared prefixes, room for 5 of them in each worker."""
+    """2 + 2 workers, 8 groups of shared prefixes, room for 6 of them in each worker."""
     tokenizer = Tokenizer(resolve_model(MODEL, progress=lambda _: None))
     spec = LoadSpec(
         "", MODEL, 96, concurrency=3, input_len=20, output_len=4, prefix_groups=8, prefix_len=400
@@ -99,7 +99,7 @@ def hit_rate() -> tuple[list[Row], dict[str, Any]]:
     rows: list[Row] = [("one infinite cache", f"{ceiling:,} tokens")]
     result: dict[str, Any] = {"infinite": ceiling}
     for policy in ("prefix", "round_robin"):
-        settings = {"router.policy": policy, "engine.num_blocks": 5 * 27}
+        settings = {"router.policy": policy, "engine.num_blocks": 6 * 27}
         with Served(settings, "--prefill", "2", "--decode", "2") as server:
             timings, _ = asyncio.run(run_load(LoadSpec(**{**_fields(spec), "url": server.url})))
         assert not [t.error for t in timings if t.error]

@@ -163,7 +163,6 @@ class Deployment:
         engine = config.engine
         if engine.itl_target_ms == 0 and config.cluster.prefill > 0:
             engine = replace(engine, itl_target_ms=ITL_TARGET_MS)
-        sharing = -(-len(self.controller.workers) // len(machines))
         on_gpu = machine.num_gpus > 0
         # Ray shows a worker its own GPU only, so it is the first there.
         device = "cuda" if on_gpu else config.model.device.replace("auto", "cpu")
