@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any
 
 from cluster.api.chat_template import TemplateError
 from cluster.api.context import ApiContext
@@ -139,14 +140,21 @@ def _sampling(
             "generated",
             param="min_tokens",
         )
+
+    def chosen(name: str) -> Any:
+        """What the client asked for, else what the model's makers recommend, else OpenAI's."""
+        value = getattr(request, name)
+        is_given = name in request.model_fields_set
+        return value if is_given else tokenizer.sampling_defaults.get(name, value)
+
     ends = () if request.ignore_eos else tokenizer.eos_token_ids
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=request.temperature,
-        top_p=max(request.top_p, 1e-6),  # at 0 only the best token is left, as at 1e-6
-        top_k=max(request.top_k, 0),
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
+        temperature=chosen("temperature"),
+        top_p=max(chosen("top_p"), 1e-6),  # at 0 only the best token is left, as at 1e-6
+        top_k=max(chosen("top_k"), 0),
+        min_p=chosen("min_p"),
+        repetition_penalty=chosen("repetition_penalty"),
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         logit_bias=request.logit_bias,

@@ -1,8 +1,9 @@
 """Text to token ids and back, for the API.
 
 Built once from a Hugging Face model directory: `tokenizer.json` (library: `tokenizers`), the chat
-template (library: `jinja2`, sandboxed) and the end-of-sequence ids. `encode` and
-`apply_chat_template` are slow for long texts and let other threads run: call them in a thread.
+template (library: `jinja2`, sandboxed), the end-of-sequence ids, and how the model's makers would
+have it sampled. `encode` and `apply_chat_template` are slow for long texts and let other threads
+run: call them in a thread.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tokenizers
 
 from cluster.api.chat_template import ChatTemplate, TemplateError, read_chat_template
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
 
@@ -62,6 +64,10 @@ class Tokenizer:
         self.chat_template = ChatTemplate(source, self._special) if source else None
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = self._eos_token_ids(directory)
+        generation = _read_json(directory / "generation_config.json")
+        self.sampling_defaults: dict[str, float] = {
+            name: generation[name] for name in _SAMPLING if generation.get(name) is not None
+        }
         added = self._tokenizer.get_added_tokens_decoder()
         self._added: dict[int, str] = {token: entry.content for token, entry in added.items()}
         self._special_ids = frozenset(token for token, entry in added.items() if entry.special)

@@ -21,7 +21,6 @@ from engine.model.errors import ModelError
 from engine.model.gguf_file import GGUFFile
 from engine.model.gguf_tokenizer import end_token_ids, write_tokenizer
 
-CONVERTER_VERSION = 1  # raised when the same file would be converted differently
 SHARD_BYTES = 4 << 30
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -47,10 +46,14 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _FREQS = "rope_freqs.weight"
+_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 
 
-def convert(path: Path, target: Path, progress: Callable[[str], None]) -> None:
-    """Write `path` as a Hugging Face directory into `target`. Raises ModelError."""
+def convert(
+    path: Path, target: Path, sampling: dict[str, Any], progress: Callable[[str], None]
+) -> None:
+    """Write `path` as a Hugging Face directory into `target`. `sampling` holds the parameters that
+    the model's makers recommend; what the file itself states wins. Raises ModelError."""
     source = GGUFFile(path)
     config = _config(source)
     ends = end_token_ids(source)
@@ -59,7 +62,12 @@ def convert(path: Path, target: Path, progress: Callable[[str], None]) -> None:
     progress(f"converting {path.name}: tokenizer")
     write_tokenizer(source, target)
     _write_json(target / "config.json", config | identifiers)
-    _write_json(target / "generation_config.json", identifiers)
+    stated = {
+        name: source.metadata[f"general.sampling.{key}"]
+        for key, name in _SAMPLING.items()
+        if f"general.sampling.{key}" in source.metadata
+    }
+    _write_json(target / "generation_config.json", identifiers | sampling | stated)
     _write_weights(source, config, target, progress)
 
 

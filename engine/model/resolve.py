@@ -15,7 +15,9 @@ from engine.model.cache import default_cache_dir, file_identity, publish_dir
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
 
+CONVERTER_VERSION = 2  # raised when the same file would be converted differently
 DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # as its model card recommends
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 HUB_TIMEOUT_S = 10.0
@@ -31,9 +33,9 @@ def resolve_model(
     if path.is_dir():
         return _checked(path)
     if name == DEFAULT_MODEL:
-        return _checked(_convert(_packaged(), cache, progress))
+        return _checked(_convert(_packaged(), DEFAULT_SAMPLING, cache, progress))
     if path.is_file():
-        return _checked(_convert(path, cache, progress))
+        return _checked(_convert(path, {}, cache, progress))
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and path.suffix != ".gguf":
         return _checked(_download(name, progress))
     raise ModelError(
@@ -62,15 +64,22 @@ def _packaged() -> Path:
     return files[0]
 
 
-def _convert(path: Path, cache: Path, progress: Callable[[str], None]) -> Path:
+def _convert(
+    path: Path, sampling: dict[str, float], cache: Path, progress: Callable[[str], None]
+) -> Path:
     if path.suffix != ".gguf":
         raise ModelError(f"{path} is a file but not a .gguf file")
-    from engine.model.gguf_convert import CONVERTER_VERSION, convert
-
     key = blake2b(file_identity(path), digest_size=8, person=b"kvr-convert%d" % CONVERTER_VERSION)
+    key.update(repr(sampling).encode())
     final = cache / "models" / f"{path.stem}-{key.hexdigest()}"
+
+    def make(fresh: Path) -> None:
+        from engine.model.gguf_convert import convert
+
+        convert(path, fresh, sampling, progress)
+
     try:
-        return publish_dir(final, lambda fresh: convert(path, fresh, progress))
+        return publish_dir(final, make)
     except OSError as error:
         raise ModelError(f"cannot write the converted model to {final}: {error}") from error
 

@@ -1,0 +1,90 @@
+"""Where greedy bfloat16 tokens part from the reference, and how close the two best logits are.
+
+python -m benchmarks.bfloat16: 24 prompts, two pools, weights and KV in bfloat16, against the
+implementation in `transformers` in bfloat16 and in float32.
+"""
+
+from __future__ import annotations
+
+import click
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from cluster.api.tokenizer import Tokenizer
+from cluster.runtime.local import LocalCluster
+from engine.model.resolve import DEFAULT_MODEL, resolve_model
+from engine.request import SamplingParams
+from router.config import RouterConfig
+from tests.e2e.prompts import prompts
+
+
+def reference(
+    path: str, dtype: torch.dtype, tokens: list[list[int]], count: int
+) -> list[list[int]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    answers = []
+    with torch.inference_mode():
+        for prompt in track(tokens, f"transformers, {dtype}"):
+            ids = torch.tensor([prompt])
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+def first_difference(ours: list[int], theirs: list[int]) -> int | None:
+    """Output position of the first token that differs; None if all are the same."""
+    if ours == theirs:
+        return None
+    pairs = zip(ours, theirs, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+
+
+@click.command()
+@click.option("--max-tokens", default=16, show_default=True)
+@click.option("--max-prompt", default=400, show_default=True, help="Leave longer prompts out.")
+def main(max_tokens: int, max_prompt: int) -> None:
+    """Compare, and print a table of where the answers part."""
+    path = resolve_model(DEFAULT_MODEL, progress=lambda _: None)
+    tokenizer = Tokenizer(path)
+    tokens = [prompt for prompt in prompts(tokenizer) if len(prompt) <= max_prompt]
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0,
+        stop_token_ids=tokenizer.eos_token_ids,
+        logprobs=2,
+    )
+    router = RouterConfig(policy="round_robin")
+    with LocalCluster(path, dtype="bfloat16", router=router) as cluster:
+        answers = [
+            cluster.submit(prompt, sampling).result(300) for prompt in track(tokens, "kvrelay")
+        ]
+    against = {
+        "bfloat16": reference(str(path), torch.bfloat16, tokens, max_tokens),
+        "float32": reference(str(path), torch.float32, tokens, max_tokens),
+    }
+    table = Table("prompt", "tokens", "parts from", "at output token", "margin of the two best")
+    for index, answer in enumerate(answers):
+        for name, expected in against.items():
+            at = first_difference(answer.tokens, expected[index])
+            if at is not None and at < len(answer.logprobs):
+                best, second = answer.logprobs[at].top[:2]
+                margin = f"{best[1] - second[1]:.3f}"
+                table.add_row(str(index), str(len(tokens[index])), name, str(at), margin)
+    console = Console()
+    console.print(table)
+    for name, expected in against.items():
+        same = sum(a.tokens == e for a, e in zip(answers, expected, strict=True))
+        console.print(f"the same tokens as transformers in {name}: {same} of {len(tokens)} prompts")
+
+
+if __name__ == "__main__":
+    main()
