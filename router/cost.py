@@ -1,12 +1,13 @@
 """What a placement costs, in seconds: one sum for the request itself and for those it delays.
 
-total = queue + prefill + transfer + stall + memory + decode, where
+total = queue + prefill + transfer + stall + memory + evict + decode, where
   queue     prompt tokens ahead of it, at the worker's prefill rate
   prefill   its own missing tokens, at that rate
   transfer  reading KV from the prefill worker, as far as it does not hide behind the prefill
   stall     prefill time on a decode worker, once for each sequence that decodes there meanwhile;
             the few tokens that ride along in a decode step are free
   memory    waiting for blocks, if there are too few
+  evict     computing again what it pushes out of the cache, as likely as prefixes are used again
   decode    its output at the worker's step time, longer with each sequence beside it
 """
 
@@ -31,11 +32,13 @@ class Seconds:
     transfer: float = 0.0
     stall: float = 0.0
     memory: float = 0.0
+    evict: float = 0.0
     decode: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.queue + self.prefill + self.transfer + self.stall + self.memory + self.decode
+        own = self.queue + self.prefill + self.transfer + self.memory + self.decode
+        return own + self.stall + self.evict
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class CostModel:
     stalled_at_least: float = 0.5  # sequences that will come to decode while a prompt is computed
     free_tokens: int = 16  # of a prompt cost a decode step nothing: it waits for the weights anyway
     crowding: float = 0.02  # a step's growth with each sequence more
+    reuse: float = 0.0  # share of a prompt's tokens that some worker had, of late
     _measured: frozenset[str] = frozenset()
 
     def observe(self, stats: WorkerStats) -> None:
@@ -73,11 +77,18 @@ class CostModel:
                 setattr(self, name, getattr(self, name) + weight * (value - getattr(self, name)))
                 self._measured |= {name}
 
+    def observe_hit(self, work: Work) -> None:
+        """Learn from one request how often what is cached is of use again."""
+        best = max(work.cached.values(), default=0)
+        self.reuse += SMOOTHING * (best / work.num_tokens - self.reuse)
+
     def prefill(self, endpoint: Endpoint, work: Work) -> Seconds:
         """Queue and prefill on `endpoint`, whatever its role."""
         rate = self._prefill_rate(endpoint)
         return Seconds(
-            queue=endpoint.pending_prefill_tokens / rate, prefill=work.missing(endpoint) / rate
+            queue=endpoint.pending_prefill_tokens / rate,
+            prefill=work.missing(endpoint) / rate,
+            evict=self._evict_s(endpoint, work.missing(endpoint)),
         )
 
     def local(self, decode: Endpoint, work: Work) -> Seconds:
@@ -89,6 +100,7 @@ class CostModel:
             prefill=first.prefill,
             stall=max(0, work.missing(decode) - self.free_tokens) / rate * stalled,
             memory=self._memory_s(decode, work),
+            evict=self._evict_s(decode, work.missing(decode) + work.output_tokens),
             decode=self._decode_s(decode, work),
         )
 
@@ -106,8 +118,13 @@ class CostModel:
             prefill=first.prefill,
             transfer=self.handoff_s + max(last_s, rest_s),
             memory=self._memory_s(decode, work),
+            evict=first.evict + self._evict_s(decode, lacking + work.output_tokens),
             decode=self._decode_s(decode, work),
         )
+
+    def _evict_s(self, endpoint: Endpoint, num_tokens: float) -> float:
+        tokens = num_tokens - endpoint.num_blank_blocks * endpoint.info.block_size
+        return max(0.0, tokens) / self._prefill_rate(endpoint) * self.reuse
 
     def _prefill_rate(self, endpoint: Endpoint) -> float:
         return (endpoint.stats and endpoint.stats.prefill_tokens_per_s) or self.prefill_tokens_per_s

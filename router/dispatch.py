@@ -173,6 +173,7 @@ class Dispatcher:
             output_tokens=min(float(left), self._expected_output),
         )
         choice = self._policy.choose(work, decodes, prefills)
+        self.cost.observe_hit(work)
         attempt = log.dispatch(now, choice.decode, choice.prefill)
         for endpoint in (choice.decode, choice.prefill):
             if endpoint is not None:

@@ -74,6 +74,14 @@ class Endpoint:
         free = self.info.num_blocks if self.stats is None else self.stats.num_free_blocks
         return max(0, free - self._uncounted_blocks)
 
+    @property
+    def num_blank_blocks(self) -> int:
+        """Free blocks that hold nothing of use, about: those in use are taken for sealed ones."""
+        free = self.num_free_blocks
+        cached = 0 if self.stats is None else self.stats.num_cached_blocks
+        evictable = max(0, cached - (self.info.num_blocks - free))
+        return max(0, free - evictable)
+
     def book(self, now: float, request_id: str, prefill_tokens: int, num_blocks: int) -> None:
         assert request_id not in self.bookings, f"{request_id} is booked twice on {self.worker}"
         self.bookings[request_id] = Booking(now, prefill_tokens, num_blocks)

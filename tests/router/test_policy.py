@@ -137,6 +137,16 @@ def test_too_few_blocks_cost_the_wait_for_some() -> None:
     assert cost.local(full, work(1000)).memory == pytest.approx(100 / 2 * 0.01)
 
 
+def test_pushing_prefixes_out_of_a_cache_costs_what_their_reuse_saves() -> None:
+    full = endpoint("decode-0", num_cached_blocks=1000)
+    cost = CostModel(reuse=0.5)
+    assert cost.local(full, work(500, 0)).evict == pytest.approx(0.25)  # half of 0.5 s
+    assert cost.local(endpoint("decode-1"), work(500, 0)).evict == 0
+    assert CostModel().local(full, work(500, 0)).evict == 0, "nothing is known to be used again"
+    in_use = endpoint("decode-2", num_cached_blocks=900, num_free_blocks=100)
+    assert in_use.num_blank_blocks == 100, "sealed blocks that are in use are not evicted"
+
+
 def test_rates_not_measured_are_those_of_the_fleet() -> None:
     cost = CostModel(prefill_tokens_per_s=1000.0)
     silent = Endpoint(worker_info("decode-9"), heard_at=0.0)
