@@ -28,7 +28,8 @@ STATS = worker_stats("", prefill_tokens_per_s=1000.0, decode_step_s=0.01)
 def endpoint(name: str, *, info: dict[str, object] | None = None, **stats: object) -> Endpoint:
     """A worker that has told its rates, and `stats`."""
     made = Endpoint(worker_info(name, num_blocks=1000, **(info or {})), heard_at=0.0)
-    made.observe(0.0, replace(STATS, worker=name, num_free_blocks=1000, **stats))  # type: ignore[arg-type]
+    told = {"worker": name, "num_free_blocks": 1000, **stats}
+    made.observe(0.0, replace(STATS, **told))  # type: ignore[arg-type]
     return made
 
 
