@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import click
 import torch
-import transformers
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -19,25 +18,7 @@ from engine.model.resolve import DEFAULT_MODEL, resolve_model
 from engine.request import SamplingParams
 from router.config import RouterConfig
 from tests.e2e.prompts import prompts
-
-
-def reference(
-    path: str, dtype: torch.dtype, tokens: list[list[int]], count: int
-) -> list[list[int]]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    answers = []
-    with torch.inference_mode():
-        for prompt in track(tokens, f"transformers, {dtype}"):
-            ids = torch.tensor([prompt])
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=count,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            answers.append(out[0, len(prompt) :].tolist())
-    return answers
+from tests.e2e.reference import greedy
 
 
 def first_difference(ours: list[int], theirs: list[int]) -> int | None:
@@ -68,8 +49,8 @@ def main(max_tokens: int, max_prompt: int) -> None:
             cluster.submit(prompt, sampling).result(300) for prompt in track(tokens, "kvrelay")
         ]
     against = {
-        "bfloat16": reference(str(path), torch.bfloat16, tokens, max_tokens),
-        "float32": reference(str(path), torch.float32, tokens, max_tokens),
+        name: greedy(path, dtype, track(tokens, f"transformers, {name}"), max_tokens)
+        for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32))
     }
     table = Table("prompt", "tokens", "parts from", "at output token", "margin of the two best")
     for index, answer in enumerate(answers):

@@ -6,19 +6,18 @@ answers all 24 prompts, and nothing may be left over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from cluster.api.tokenizer import Tokenizer
 from cluster.config import EngineSection
 from cluster.runtime.local import Completion, LocalCluster
-from engine.request import SamplingParams
+from engine.request import Refusal, SamplingParams
 from router.config import RouterConfig
 from tests.e2e.prompts import prompts
+from tests.e2e.reference import greedy
 
 pytestmark = pytest.mark.e2e
 
@@ -44,21 +43,8 @@ def sampling(tokenizer: Tokenizer) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_dir: Path, all_prompts: list[list[int]]) -> Iterator[list[list[int]]]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
-    answers = []
-    with torch.inference_mode():
-        for prompt in all_prompts:
-            ids = torch.tensor([prompt])
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=MAX_TOKENS,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            answers.append(out[0, len(prompt) :].tolist())
-    return answers
+def reference(smollm2_dir: Path, all_prompts: list[list[int]]) -> list[list[int]]:
+    return greedy(smollm2_dir, torch.float32, all_prompts, MAX_TOKENS)
 
 
 def check(answers: list[Completion], reference: list[list[int]]) -> None:
@@ -108,6 +94,10 @@ def test_one_pool_under_preemption(
     with LocalCluster(smollm2_dir, prefill=0, engine=small) as cluster:
         answers = cluster.generate([all_prompts[i] for i in crowd], sampling)
         check(answers, [reference[i] for i in crowd])
+        too_long = cluster.submit(max(all_prompts, key=len), sampling).result(60).failed
+        assert too_long is not None
+        assert too_long.reason is Refusal.NEVER_FITS
+        assert f"worker has {small.num_blocks}" in too_long.detail
         node = cluster.workers["decode-0"].node
         assert cluster.run(lambda: node.core.scheduler.num_preemptions) > 0
         cluster.wait_idle()

@@ -4,73 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import psutil
 import pytest
+
+from benchmarks.served import Served
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 KVRELAY = [sys.executable, "-m", "cluster.cli"]
 
 
-class Served:
-    """A `kvrelay serve` that is running; what it wrote is in `lines`."""
-
-    def __init__(self, *args: str) -> None:
-        self.process = subprocess.Popen(
-            [*KVRELAY, "serve", *args], stderr=subprocess.PIPE, text=True, bufsize=1
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.url = self._wait_ready()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-
-    def _wait_ready(self) -> str:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and self.process.poll() is None:
-            for line in self.lines:
-                if found := re.search(r"Ready: .* at (\S+)/v1", line):
-                    return found[1]
-            time.sleep(0.05)
-        self.process.kill()
-        raise AssertionError("not ready:\n" + "".join(self.lines))
-
-    def worker(self, name: str) -> dict[str, Any]:
-        """What the status says of it."""
-        workers = httpx.get(f"{self.url}/status").json()["workers"]
-        return next(w for w in workers if w["worker"] == name)
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(30)
-        finally:
-            self.process.kill()
-            self._reader.join(5)
-
-
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    served = Served("--port", "0")
-    yield served
-    if served.process.poll() is None:
-        served.stop()
+    with Served({}) as served:
+        yield served
 
 
 def ask(url: str) -> dict[str, object]:
@@ -88,6 +46,19 @@ def test_it_answers_and_shows_what_the_kv_cache_costs(served: Served) -> None:
     assert "46,080 bytes a token = 2 (K, V) x 30 layers x 3 KV heads x 64 head_dim x 4" in text
     assert "curl http" in text
     assert "Traceback" not in text
+
+
+def test_the_openai_client_gets_the_same_answer_streamed_and_not(served: Served) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+    question: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    model = client.models.list().data[0].id
+    whole = client.chat.completions.create(model=model, messages=question, temperature=0)
+    stream = client.chat.completions.create(
+        model=model, messages=question, temperature=0, stream=True
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert "Paris" in text
+    assert whole.choices[0].message.content == text
 
 
 def test_health_and_status_name_both_workers(served: Served) -> None:
