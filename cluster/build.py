@@ -109,7 +109,7 @@ def prepare_model(config: Config, num_workers_here: int, progress: Progress) -> 
         path=path,
         config=model,
         served_name=section.served_name or Path(section.name).name.removesuffix(".gguf"),
-        max_model_len=resolve_max_model_len(model, config.engine),
+        max_model_len=resolve_max_model_len(model, config.engine, plan),
         plan=plan,
     )
 
@@ -151,13 +151,15 @@ def kv_lines(model: ModelConfig, info: WorkerInfo) -> list[str]:
     ]
 
 
-def resolve_max_model_len(model: ModelConfig, engine: EngineSection) -> int:
+def resolve_max_model_len(model: ModelConfig, engine: EngineSection, plan: KVPlan) -> int:
+    """What is set, else the model's context as far as the KV blocks of a worker hold it: a request
+    that does not say how much it wants must not ask for more than there is. Raises BuildError."""
     longest = model.max_position_embeddings
     if engine.max_model_len > longest:
         raise BuildError(
             f"engine.max_model_len = {engine.max_model_len}: the model has {longest} positions"
         )
-    return engine.max_model_len or longest
+    return engine.max_model_len or min(longest, plan.num_blocks * plan.spec.block_size)
 
 
 def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> BuiltWorker:
@@ -177,7 +179,7 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
         plan = plan_kv(model, spec.engine, dtype)
         if not spec.on_gpu:
             check_memory(plan, 1, psutil.virtual_memory().available)
-        max_model_len = resolve_max_model_len(model, spec.engine)
+        max_model_len = resolve_max_model_len(model, spec.engine, plan)
         runner = ModelRunner(
             path,
             dtype=dtype,

@@ -48,7 +48,7 @@ class EngineSection:
     # where prefill workers are there for the prompts, none in one pool.
     itl_target_ms: float = setting(0.0, at_least=0.0, at_most=60_000.0)
     max_num_seqs: int = setting(64, at_least=1, at_most=4096)  # per step
-    max_model_len: int = setting(0, at_least=0)  # tokens; 0: what the model was trained for
+    max_model_len: int = setting(0, at_least=0)  # tokens; 0: the model's, as far as KV holds it
     max_waiting: int = setting(256, at_least=1)  # requests per worker
     threads: int = setting(0, at_least=0, at_most=1024)  # per worker; 0: share the cores
     lease_s: float = setting(30.0, at_least=0.1)

@@ -64,11 +64,17 @@ def test_too_little_memory_is_said_with_what_is_needed() -> None:
         check_memory(plan, 2, 2 * needed - 1)
 
 
-def test_the_context_is_the_models_unless_a_shorter_one_is_asked_for() -> None:
-    assert resolve_max_model_len(MODEL, EngineSection()) == 8192
-    assert resolve_max_model_len(MODEL, EngineSection(max_model_len=100)) == 100
+def test_the_context_is_the_models_as_far_as_kv_holds_it() -> None:
+    def resolve(**settings: int) -> int:
+        engine = EngineSection(**settings)  # type: ignore[arg-type]
+        return resolve_max_model_len(MODEL, engine, plan_kv(MODEL, engine, "float32"))
+
+    assert resolve() == 8192
+    assert resolve(max_model_len=100) == 100
+    assert resolve(num_blocks=64) == 64 * 16
+    assert resolve(num_blocks=64, max_model_len=8192) == 8192, "what is asked for is kept"
     with pytest.raises(BuildError, match="max_model_len = 8193: the model has 8192 positions"):
-        resolve_max_model_len(MODEL, EngineSection(max_model_len=8193))
+        resolve(max_model_len=8193)
 
 
 def test_what_kv_costs_is_told_from_what_a_worker_reports() -> None:

@@ -86,7 +86,9 @@ def test_one_pool_under_preemption(
     engine = EngineSection(num_blocks=192)
     crowd = [index for index, prompt in enumerate(all_prompts) if len(prompt) < 200]
     small = EngineSection(
-        num_blocks=-(-(max(len(all_prompts[i]) for i in crowd) + 40) // 4) * 2, block_size=4
+        num_blocks=-(-(max(len(all_prompts[i]) for i in crowd) + 40) // 4) * 2,
+        block_size=4,
+        max_model_len=8192,
     )
     with LocalCluster(smollm2_dir, prefill=0, engine=engine) as cluster:
         check(cluster.generate(all_prompts, sampling), reference)
