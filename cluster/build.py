@@ -166,7 +166,7 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     """Load the model and make the worker; takes seconds. Raises BuildError."""
     from engine.model.runner import ModelRunner
     from kvtransfer.agent import AgentError
-    from kvtransfer.agents.pool import pool_bytes
+    from kvtransfer.agents.pool import block_bytes
     from kvtransfer.executor import WorkerExecutor
 
     options = options or BuildOptions()
@@ -198,7 +198,7 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     config = worker_config(spec, plan, max_model_len, fingerprint, agent.metadata())
     node: Node = PrefillWorker(config) if spec.role is Role.PREFILL else DecodeWorker(config)
     executor = WorkerExecutor(
-        runner.execute, agent, pool_bytes(runner.kv_pool), corrupt=options.corrupt
+        runner.execute, agent, block_bytes(runner.kv_pool), corrupt=options.corrupt
     )
 
     def make_executor(deliver: Deliver) -> Executor:

@@ -16,19 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from engine.node import NodeId
 from engine.step import Sampled, Step, StepDone
 from kvtransfer.agent import Agent, AgentError, ConnectPeer, PeerConnected, ReadBlocks, ReadDone
-from kvtransfer.checksum import checksum_blocks
+from kvtransfer.checksum import BlockBytes, checksum_blocks
 
 logger = logging.getLogger(__name__)
 
 Request = ConnectPeer | ReadBlocks
 Answer = PeerConnected | ReadDone
-Corrupt = Callable[[ReadBlocks, NDArray[np.uint8]], None]
+Corrupt = Callable[[ReadBlocks, Any], None]
 
 SPINS = 20
 """Polls without a pause after something happened: a read within one host is done in as many."""
@@ -57,12 +54,12 @@ class WorkerExecutor:
         self,
         run_step: Callable[[Step], StepDone],
         agent: Agent,
-        pool_bytes: NDArray[np.uint8],
+        pool_bytes: BlockBytes,
         *,
         corrupt: Corrupt | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pool_bytes`: the worker's pool, `[num_blocks, bytes_per_block]`, host memory. `corrupt`
+        """`pool_bytes`: the worker's pool, `[num_blocks, bytes_per_block]`. `corrupt`
         is called with every good read before its checksums, to inject faults."""
         self._run_step = run_step
         self._agent = agent

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from engine.node import NodeId
 from kvtransfer.agent import AgentError
+from kvtransfer.checksum import BlockBytes
 
 
 def pool_bytes(pool: Any) -> NDArray[np.uint8]:
@@ -23,6 +24,34 @@ def pool_bytes(pool: Any) -> NDArray[np.uint8]:
     assert pool.device.type == "cpu", pool.device
     assert pool.is_contiguous(), "pool is not contiguous"
     return pool.flatten(1).view(torch.uint8).numpy()
+
+
+class DeviceBytes:
+    """The bytes of a pool that the CPU cannot see: a block is copied out where it is asked for.
+
+    The copy is ordered after what was launched on the pool's stream before, so a block whose
+    checksum is known is complete."""
+
+    def __init__(self, pool: Any) -> None:
+        assert pool.is_contiguous(), "pool is not contiguous"
+        import torch
+
+        self._blocks = pool.flatten(1).view(torch.uint8)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._blocks.shape)
+
+    def __getitem__(self, block_id: int, /) -> NDArray[np.uint8]:
+        block: NDArray[np.uint8] = self._blocks[block_id].cpu().numpy()
+        return block
+
+
+def block_bytes(pool: Any) -> BlockBytes:
+    """`pool_bytes` where the CPU can see the pool, `DeviceBytes` where it cannot."""
+    device = getattr(pool, "device", None)
+    on_cpu = isinstance(pool, np.ndarray) or device is None or device.type == "cpu"
+    return pool_bytes(pool) if on_cpu else DeviceBytes(pool)
 
 
 def check_block_ids(

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from xxhash import xxh3_64_intdigest
 
+from kvtransfer.agents.pool import DeviceBytes, pool_bytes
 from kvtransfer.checksum import checksum_blocks
 
 
@@ -35,3 +37,10 @@ def test_a_block_outside_the_pool_is_an_error(pool: np.ndarray) -> None:
 def test_a_pool_with_gaps_is_refused(pool: np.ndarray) -> None:
     with pytest.raises(AssertionError):
         checksum_blocks(pool[:, :500], [0])
+
+
+def test_a_pool_beyond_the_cpu_is_read_block_by_block() -> None:
+    tensor = torch.randn(6, 2, 2, 3, 4, 5).bfloat16()  # as a GPU's, which has to be copied out
+    blocks = DeviceBytes(tensor)
+    assert blocks.shape == pool_bytes(tensor).shape
+    assert checksum_blocks(blocks, [4, 1]) == checksum_blocks(pool_bytes(tensor), [4, 1])
