@@ -8,6 +8,7 @@ import socket
 import threading
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -131,8 +132,9 @@ def test_stopping_waits_for_live_requests_but_not_for_ever(tokenizer: Tokenizer)
     answers: list[Any] = []
 
     def post(served: Served, max_tokens: int) -> None:
+        # With a client of its own: that of `served` is closed as soon as the server has stopped.
         body = {"model": MODEL, "messages": ASK, "max_tokens": max_tokens}
-        answers.append(served.post(body))
+        answers.append(httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=20))
 
     with serve(tokenizer, ApiLimits()) as served:
         served.router.answer = lambda submit: tokenizer.encode("word " * 400)
