@@ -74,12 +74,18 @@ def test_health_and_status_name_both_workers(served: Served) -> None:
     }
 
 
+def entry_of(url: str, worker: str) -> dict[str, Any]:
+    """What the status says of it."""
+    workers = httpx.get(f"{url}/status").json()["workers"]
+    return next(w for w in workers if w["worker"] == worker)
+
+
 @pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
 def test_a_worker_that_was_killed_comes_back(served: Served, worker: str) -> None:
-    os.kill(served.worker(worker)["pid"], signal.SIGKILL)
+    os.kill(entry_of(served.url, worker)["pid"], signal.SIGKILL)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        entry = served.worker(worker)
+        entry = entry_of(served.url, worker)
         if entry["epoch"] == 2 and entry["state"] == "up":
             break
         time.sleep(0.1)
