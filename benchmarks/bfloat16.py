@@ -31,7 +31,7 @@ def first_difference(ours: list[int], theirs: list[int]) -> int | None:
 
 @click.command()
 @click.option("--max-tokens", default=16, show_default=True)
-@click.option("--max-prompt", default=400, show_default=True, help="Leave longer prompts out.")
+@click.option("--max-prompt", default=4000, show_default=True, help="Leave longer prompts out.")
 def main(max_tokens: int, max_prompt: int) -> None:
     """Compare, and print a table of where the answers part."""
     path = resolve_model(DEFAULT_MODEL, progress=lambda _: None)
