@@ -40,7 +40,7 @@ class DecodeWorker:
         effects = self.core.listen(now, message)
         if effects is None:
             effects = self._handle(now, message)
-        effects += self._apply_settled(now)
+        self._apply_settled(now)
         effects += self._schedule(now)
         return effects + self.core.flush(now)
 
@@ -91,7 +91,7 @@ class DecodeWorker:
         for seq in self.core.scheduler.admit_waiting(now):
             if seq.state is SeqState.REMOTE:
                 effects += self.connector.start(now, seq)
-        effects += self._apply_settled(now)
+        self._apply_settled(now)
         step = self.core.next_step()
         return effects if step is None else [*effects, Execute(step)]
 
@@ -113,7 +113,7 @@ class DecodeWorker:
         if finish is not None:
             self.core.remove(seq)
 
-    def _apply_settled(self, now: float) -> list[Effect]:
+    def _apply_settled(self, now: float) -> None:
         """Handoffs that have ended: their sequences run from what has come, or from the cache."""
         for settled in self.connector.take_settled():
             handoff, seq = settled.handoff, settled.handoff.seq
@@ -132,7 +132,6 @@ class DecodeWorker:
                 seq.append(handoff.next_token, handoff.next_logprobs)
                 if seq.finish_reason(self.config.max_model_len) is not None:
                     self._report(seq)
-        return []
 
     def _use_remote_kv(self, now: float, settled: Settled) -> None:
         handoff, seq = settled.handoff, settled.handoff.seq
