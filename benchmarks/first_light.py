@@ -9,12 +9,8 @@ one run mean anything on a shared machine.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import platform
 import statistics
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,10 +20,11 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import write_json
 from benchmarks.served import Served
 from cluster.api.tokenizer import Tokenizer
 from cluster.bench import Client, LoadSpec, Timing, make_prompts, percentile, run_load, summarize
-from engine.block_hash import hash_blocks
+from engine.block_hash import CacheScope, hash_blocks
 from engine.model.resolve import resolve_model
 
 MODEL = "smollm2-135m"
@@ -85,7 +82,7 @@ def infinite_cache_tokens(prompts: list[str], tokenizer: Tokenizer) -> int:
     total = 0
     for prompt in prompts:
         tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-        names = hash_blocks(b"", tokens, BLOCK_SIZE)
+        names = hash_blocks(b"", CacheScope(), tokens, BLOCK_SIZE)
         usable = names[: (len(tokens) - 1) // BLOCK_SIZE]
         total += BLOCK_SIZE * next((i for i, n in enumerate(usable) if n not in known), len(usable))
         known.update(names)
@@ -138,9 +135,12 @@ def batching() -> tuple[list[Row], dict[str, Any]]:
     return rows, {"tokens_per_s": rates, "ratio": ratio}
 
 
-async def mixed_load(url: str, duration_s: float) -> tuple[list[float], list[float]]:
-    """Short chats at one a second, a 2,000-token prompt every 4 s; (ITLs, TTFTs) of the chats."""
-    rng = Random(5)
+async def mixed_load(
+    url: str, duration_s: float, seed: int = 0
+) -> tuple[list[float], list[float], list[float]]:
+    """Short chats at one a second, a 2,000-token prompt every 4 s; ITLs and TTFTs of the chats,
+    TTFTs of the prompts."""
+    rng = Random(5 + seed)
     chat = LoadSpec(url, MODEL, 1, concurrency=1, output_len=32)
     long = LoadSpec(url, MODEL, 1, concurrency=1, output_len=2)
     limits = httpx.Limits(max_connections=None)
@@ -149,20 +149,24 @@ async def mixed_load(url: str, duration_s: float) -> tuple[list[float], list[flo
         chat_tasks, long_tasks = [], []
         for second in range(int(duration_s)):
             if second % 4 == 1:
-                text = make_prompts(LoadSpec(url, MODEL, 1, input_len=2000, seed=second))[0]
+                text = make_prompts(
+                    LoadSpec(url, MODEL, 1, input_len=2000, seed=1000 * seed + second)
+                )[0]
                 long_tasks.append(asyncio.create_task(longs.request(text)))
             question = f"Question {rng.random()}: tell me about the number {second}."
             chat_tasks.append(asyncio.create_task(chats.request(question)))
             await asyncio.sleep(1.0)
         timings = await asyncio.gather(*chat_tasks)
-        await asyncio.gather(*long_tasks)
-    assert not [t.error for t in timings if t.error]
+        long_timings = await asyncio.gather(*long_tasks)
+    errors = [timing.error for timing in (*timings, *long_timings) if timing.error]
+    assert not errors, errors
     gaps = [
         later - earlier
         for timing in timings
         for earlier, later in zip(timing.chunk_at, timing.chunk_at[1:], strict=False)
     ]
-    return gaps, [timing.ttft_s for timing in timings]
+    chat_ttfts, long_ttfts = ([t.ttft_s for t in done] for done in (timings, long_timings))
+    return gaps, chat_ttfts, long_ttfts
 
 
 def stall(duration_s: float = 32.0) -> tuple[list[Row], dict[str, Any]]:
@@ -177,7 +181,7 @@ def stall(duration_s: float = 32.0) -> tuple[list[Row], dict[str, Any]]:
     ):
         with Served(settings, "--prefill", prefill) as server:
             time_one(server.url, "Hello")
-            gaps, ttfts = asyncio.run(mixed_load(server.url, duration_s))
+            gaps, ttfts, _ = asyncio.run(mixed_load(server.url, duration_s))
         itl = {p: (percentile(gaps, p) or 0.0) * 1e3 for p in (50, 90, 99)}
         ttft = (percentile(ttfts, 50) or 0.0) * 1e3
         result[name] = {"itl_ms": itl, "ttft_ms_p50": ttft}
@@ -210,11 +214,7 @@ def main(case: str, json_path: Path | None) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    if json_path is not None:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        versions = {name: version(name) for name in ("torch", "ray", "nixl-cu12")}
-        about = {"machine": machine, "python": platform.python_version(), "versions": versions}
-        json_path.write_text(json.dumps(about | results, indent=2) + "\n")
+    write_json(json_path, results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""How fast KV blocks move: memcpy, LocalAgent and NIXL between two processes, side by side.
+"""How fast KV blocks move: between processes, between tiers of memory, and to and from a disk,
+beside what the machine does without us: memcpy, pwrite and pread.
 
 `python -m benchmarks.transfer`: each round moves about `--mib` of blocks by shuffled lists of
 indices; all ways take turns within a round, so that a busy machine slows them alike. Medians.
@@ -6,153 +7,131 @@ indices; all ways take turns within a round, so that a busy machine slows them a
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import random
 import statistics
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import click
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvtransfer.agent import Agent
+from benchmarks import transfer_ways as ways
+from benchmarks.transfer_ways import Ways, serve_as_peer
 
 BLOCK_BYTES = (46_080, 368_640, 737_280)
-DEADLINE_S = 60.0
-
-Move = Callable[[list[int], list[int]], None]
-
-
-def move_by(agent: Agent) -> Move:
-    """Reads from the peer "p" as a transfer thread does, without its pauses."""
-
-    def move(src: list[int], dst: list[int]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        handle = agent.read("p", src, dst)
-        while not agent.poll(handle):
-            if time.monotonic() > deadline:
-                raise click.ClickException(f"a read has not ended in {DEADLINE_S:g} s")
-        agent.release(handle)
-
-    return move
+RATIOS = {
+    "NIXL between processes / memcpy": (ways.BETWEEN, ways.MEMCPY),
+    "disk read / raw pread": (ways.DISK_READ, ways.RAW_READ),
+    "disk write / raw pwrite": (ways.DISK_WRITE, ways.RAW_WRITE),
+}
+GIB = 2**30
 
 
-@contextmanager
-def second_process(num_blocks: int, block_bytes: int) -> Iterator[bytes]:
-    """Runs a NIXL agent whose block i is filled with i % 251; yields its metadata."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.transfer", "--peer", str(num_blocks), str(block_bytes)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield bytes.fromhex(process.stdout.readline())
-    finally:
-        process.stdin.close()
-        process.wait(DEADLINE_S)
-
-
-def fill(pool: np.ndarray) -> None:
-    pool[:] = (np.arange(len(pool)) % 251).astype(np.uint8)[:, None]
-
-
-def serve_as_peer(num_blocks: int, block_bytes: int) -> None:
-    import torch
-
-    from kvtransfer.agents.nixl import NixlAgent
-
-    pool = torch.empty((num_blocks, block_bytes), dtype=torch.uint8)
-    fill(pool.numpy())
-    agent = NixlAgent("peer", pool)
-    sys.stdout.write(agent.metadata().hex() + "\n")
-    sys.stdout.flush()
-    sys.stdin.readline()
-    agent.close()
-
-
-def measure(block_bytes: int, total_bytes: int, rounds: int) -> dict[str, float]:
-    """GiB/s of each way, the median of `rounds`."""
-    import torch
-
-    from kvtransfer.agents.local import LocalAgent, LocalRegistry
-    from kvtransfer.agents.nixl import NixlAgent
-
+def measure(
+    block_bytes: int, total_bytes: int, rounds: int, folder: Path, direct: bool
+) -> tuple[dict[str, list[float]], str]:
+    """GiB/s of each way in each round, and the lane between the processes."""
     count = max(1, total_bytes // block_bytes)
-    num_blocks = 2 * count
-    source = np.empty((num_blocks, block_bytes), np.uint8)
-    fill(source)
-    tensor = torch.zeros((num_blocks, block_bytes), dtype=torch.uint8)
-    pool = tensor.numpy()
-    registry = LocalRegistry()
-    local = LocalAgent("reader", pool, registry)
-    local.connect("p", 1, num_blocks, LocalAgent("peer", source, registry).metadata())
-    nixl = NixlAgent("reader", tensor)
-
-    def memcpy(src: list[int], dst: list[int]) -> None:
-        for i, j in zip(src, dst, strict=True):
-            pool[j] = source[i]
-
-    ways: dict[str, Move] = {"memcpy": memcpy, "LocalAgent": move_by(local)}
+    rng = random.Random(0)
     rates: dict[str, list[float]] = {}
-    with second_process(num_blocks, block_bytes) as metadata:
-        nixl.connect("p", 1, num_blocks, metadata)
-        ways["NIXL"] = move_by(nixl)
-        rng = random.Random(0)
+    with Ways(block_bytes, 2 * count, folder) as compared:
         for turn in range(rounds + 1):
-            src, dst = (rng.sample(range(num_blocks), count) for _ in range(2))
-            first = list(range(count))
-            lists = [(name, move, src, dst) for name, move in ways.items()]
-            lists.append(("NIXL, consecutive", ways["NIXL"], first, first))
-            for name, move, sources, destinations in lists:
-                pool[destinations] = 255
-                start = time.perf_counter()
-                move(sources, destinations)
-                elapsed = time.perf_counter() - start
-                right = pool[destinations, 0] == np.array(sources) % 251
-                if not right.all():
-                    raise click.ClickException(f"{name}: {int((~right).sum())} blocks are wrong")
+            src, dst = (rng.sample(range(2 * count), count) for _ in range(2))
+            for name in rng.sample(list(compared.ways), len(compared.ways)):
+                seconds = compared.turn(name, src, dst, direct)
                 if turn:  # the first connects, and touches the memory
-                    rates.setdefault(name, []).append(count * block_bytes / elapsed / 2**30)
-        nixl.close()
-    return {name: statistics.median(each) for name, each in rates.items()}
+                    rates.setdefault(name, []).append(count * block_bytes / seconds / GIB)
+        return {name: rates[name] for name in compared.ways}, compared.lane
+
+
+def ratio(rates: dict[str, list[float]], ours: str, theirs: str) -> float:
+    """Median of the rounds' ratios: what slows a round down slows both."""
+    return statistics.median(
+        mine / other for mine, other in zip(rates[ours], rates[theirs], strict=True)
+    )
+
+
+def about() -> dict[str, Any]:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("nixl-cu12", "numpy")},
+        "commit": commit,
+        "ucx_tls": os.environ.get("UCX_TLS", "UCX's own choice"),
+    }
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    sizes = result["block_bytes"]
+    cache = (
+        "written through to the disk, read with an empty page cache"
+        if result["direct"]
+        else "the file is in the page cache"
+    )
+    table = Table(
+        title=f"GiB/s, median of {result['rounds']} rounds of {result['mib']} MiB",
+        caption=f"{result['machine']['cores']} cores, Python {result['python']}; disk: {cache}",
+    )
+    table.add_column("bytes per block")
+    for size in sizes:
+        table.add_column(f"{int(size):,}", justify="right")
+    for name in next(iter(sizes.values()))["rates"]:
+        medians = (statistics.median(each["rates"][name]) for each in sizes.values())
+        table.add_row(name, *(f"{rate:.2f}" for rate in medians))
+    table.add_section()
+    for name in RATIOS:
+        table.add_row(name, *(f"{each['ratios'][name]:.2f}" for each in sizes.values()))
+    console.print(table)
+    lanes = sorted({each["lane"] for each in sizes.values()})
+    console.print(f"lane between the processes: {', '.join(lanes)} (UCX_TLS={result['ucx_tls']})")
 
 
 @click.command()
 @click.option("--mib", default=64, show_default=True, help="Moved in a round.")
 @click.option("--rounds", default=9, show_default=True)
+@click.option("--direct", is_flag=True, help="Keep the page cache out of disk reads and writes.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="On the disk to measure.  [default: where temporary files are]",
+)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
 @click.option("--peer", nargs=2, type=int, hidden=True)
-def main(mib: int, rounds: int, peer: tuple[int, int] | None) -> None:
+def main(
+    mib: int,
+    rounds: int,
+    direct: bool,
+    folder: Path | None,
+    json_path: Path | None,
+    peer: tuple[int, int] | None,
+) -> None:
     """Compare ways to move KV blocks, in GiB/s."""
     if peer is not None:
         serve_as_peer(*peer)
         return
     console = Console()
-    rows = {}
+    sizes: dict[str, Any] = {}
     for block_bytes in BLOCK_BYTES:
-        with console.status(f"blocks of {block_bytes:,} bytes"):
-            rows[block_bytes] = measure(block_bytes, mib * 2**20, rounds)
-    transports = os.environ.get("UCX_TLS", "UCX's own choice")
-    table = Table(
-        title=f"GiB/s, median of {rounds} rounds of {mib} MiB",
-        caption=f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()},"
-        f" numpy {version('numpy')}, UCX_TLS={transports}",
-    )
-    table.add_column("bytes per block", justify="right")
-    for name in next(iter(rows.values())):
-        table.add_column(name, justify="right")
-    for block_bytes, rates in rows.items():
-        table.add_row(f"{block_bytes:,}", *(f"{rate:.2f}" for rate in rates.values()))
-    console.print(table)
+        with (
+            console.status(f"blocks of {block_bytes:,} bytes"),
+            tempfile.TemporaryDirectory(dir=folder) as files,
+        ):
+            rates, lane = measure(block_bytes, mib << 20, rounds, Path(files), direct)
+        ratios = {name: ratio(rates, *pair) for name, pair in RATIOS.items()}
+        sizes[str(block_bytes)] = {"lane": lane, "ratios": ratios, "rates": rates}
+    result = {**about(), "mib": mib, "rounds": rounds, "direct": direct, "block_bytes": sizes}
+    show(console, result)
+    if json_path is not None:
+        json_path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
@@ -68,6 +68,8 @@ class Timing:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    text: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)  # as the server told it
     error: str | None = None
 
     @property
@@ -138,10 +140,20 @@ class Client:
         return timings
 
     async def request(self, prompt: str) -> Timing:
+        if self._spec.endpoint != "chat":
+            return await self._timed("/v1/completions", _body(self._spec) | {"prompt": prompt})
+        return await self.chat([{"role": "user", "content": prompt}])
+
+    async def chat(self, messages: Sequence[Mapping[str, str]], **more: Any) -> Timing:
+        """One request to the chat endpoint; `more` goes into its body."""
+        body = _body(self._spec) | {"messages": list(messages)} | more
+        return await self._timed("/v1/chat/completions", body)
+
+    async def _timed(self, path: str, body: dict[str, Any]) -> Timing:
         timing = Timing(sent_at=self.now())
         try:
             async with asyncio.timeout(self._spec.timeout_s):
-                await self._send(prompt, timing)
+                await self._send(path, body, timing)
         except TimeoutError:
             timing.error = "timeout"
         except httpx.HTTPError as error:
@@ -154,18 +166,18 @@ class Client:
         self._on_done(timing)
         return timing
 
-    async def _send(self, prompt: str, timing: Timing) -> None:
-        spec = self._spec
-        path = "/v1/chat/completions" if spec.endpoint == "chat" else "/v1/completions"
-        async with self._client.stream("POST", path, json=_body(spec, prompt)) as response:
+    async def _send(self, path: str, body: dict[str, Any], timing: Timing) -> None:
+        async with self._client.stream("POST", path, json=body) as response:
             if response.is_error:
                 await response.aread()
                 timing.error = _error_kind(response)
-            elif spec.stream:
+            elif self._spec.stream:
                 await self._read_stream(response, timing)
             else:
                 await response.aread()
-                _count_usage(response.json()["usage"], timing)
+                answer = response.json()
+                _count_usage(answer["usage"], timing)
+                timing.text = "".join(_text_of(choice) for choice in answer["choices"])
                 timing.chunk_at.append(self.now())
 
     async def _read_stream(self, response: httpx.Response, timing: Timing) -> None:
@@ -183,7 +195,8 @@ class Client:
                 return
             if chunk.get("usage"):
                 _count_usage(chunk["usage"], timing)
-            if any(_text_of(choice) for choice in chunk.get("choices", [])):
+            if text := "".join(_text_of(choice) for choice in chunk.get("choices", [])):
+                timing.text += text
                 timing.chunk_at.append(self.now())
         if not is_done:
             timing.error = "stream cut off"
@@ -191,17 +204,14 @@ class Client:
             timing.num_output_tokens = len(timing.chunk_at)
 
 
-def _body(spec: LoadSpec, prompt: str) -> dict[str, Any]:
+def _body(spec: LoadSpec) -> dict[str, Any]:
+    """Of every request, but for what it asks."""
     body: dict[str, Any] = {
         "model": spec.model,
         "max_tokens": spec.output_len,
         "temperature": spec.temperature,
         "stream": spec.stream,
     }
-    if spec.endpoint == "chat":
-        body["messages"] = [{"role": "user", "content": prompt}]
-    else:
-        body["prompt"] = prompt
     if spec.stream:
         body["stream_options"] = {"include_usage": True}
     if spec.ignore_eos:
@@ -209,12 +219,13 @@ def _body(spec: LoadSpec, prompt: str) -> dict[str, Any]:
     return body
 
 
-def _text_of(choice: dict[str, Any]) -> str | None:
-    delta: dict[str, Any] = choice.get("delta") or {}
-    return choice.get("text") or delta.get("content") or delta.get("reasoning_content")
+def _text_of(choice: dict[str, Any]) -> str:
+    said: dict[str, Any] = choice.get("delta") or choice.get("message") or {}
+    return choice.get("text") or said.get("content") or said.get("reasoning_content") or ""
 
 
 def _count_usage(usage: dict[str, Any], timing: Timing) -> None:
+    timing.usage = usage
     timing.num_prompt_tokens = usage.get("prompt_tokens", 0)
     timing.num_output_tokens = usage.get("completion_tokens", 0)
     timing.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

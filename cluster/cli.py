@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from cluster.deployment import Deployment
 
 LAZY_COMMANDS = {
+    "audit": ("cluster.cli_audit", "audit", "Do all KV blocks add up, and is any held for nobody?"),
     "chat": ("cluster.cli_client", "chat", "Talk to a served model from the terminal."),
     "status": ("cluster.cli_client", "status", "Workers, what they do, and the cache hit rate."),
+    "sessions": ("cluster.cli_sessions", "sessions", "See, park, resume, fork or close sessions."),
     "bench": ("cluster.cli_bench", "bench", "Measure an OpenAI-compatible endpoint."),
     "sim": ("cluster.sim.cli", "sim_command", "Run the cluster's nodes in the simulator."),
 }

@@ -1,7 +1,7 @@
 """`kvrelay chat` and `kvrelay status`: talk to a running server from the terminal.
 
-Both are HTTP clients and know nothing of the server but its URL. What goes wrong between is said in
-one line, with a non-zero exit.
+Both are HTTP clients and know nothing of the server but its URL and a key. What goes wrong between
+is said in one line, with a non-zero exit.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ _TIMEOUT = httpx.Timeout(10.0, read=600.0)
 
 url_option = click.option(
     "--url", default=DEFAULT_URL, show_default=True, help="Where the server is."
+)
+api_key_option = click.option(
+    "--api-key",
+    envvar=["KVRELAY_API_KEY", "OPENAI_API_KEY"],
+    default="",
+    help="Key of a tenant, where the server has any; or KVRELAY_API_KEY, OPENAI_API_KEY.",
 )
 
 
@@ -53,8 +59,22 @@ def _error_text(response: httpx.Response) -> str:
         return f"HTTP {response.status_code}: {response.text[:200]}"
 
 
-def _get(client: httpx.Client, path: str) -> Any:
-    response = client.get(path)
+def key_headers(api_key: str) -> dict[str, str]:
+    """None without a key."""
+    key = api_key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise click.ClickException("the API key has characters that no key has: is it one?")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def get_json(client: httpx.Client, path: str, **params: Any) -> Any:
+    """What the server answers; what it complains of becomes the command's error."""
+    return ask_json(client, "GET", path, params=params)
+
+
+def ask_json(client: httpx.Client, method: str, path: str, **request: Any) -> Any:
+    """As `get_json`, with any method and body."""
+    response = client.request(method, path, **request)
     if response.is_error:
         raise click.ClickException(_error_text(response))
     return response.json()
@@ -118,6 +138,8 @@ def _contents(response: httpx.Response) -> Iterator[str]:
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
 @click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy.")
 @click.option("--seed", type=int, help="For answers that can be repeated.")
+@click.option("--session", help="Name of a session, whose KV the server then keeps between turns.")
+@api_key_option
 def chat(
     prompt: tuple[str, ...],
     url: str,
@@ -126,13 +148,20 @@ def chat(
     max_tokens: int | None,
     temperature: float | None,
     seed: int | None,
+    session: str | None,
+    api_key: str,
 ) -> None:
     """Talk to a model. With PROMPT: one question, one answer."""
     console = Console()
-    given = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    with plain_errors(url), httpx.Client(base_url=url, timeout=_TIMEOUT) as client:
-        options["model"] = model or _get(client, "/v1/models")["data"][0]["id"]
+    given: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    given["prompt_cache_key"] = session
+    options = {key: value for key, value in given.items() if value is not None}
+    headers = key_headers(api_key)
+    with (
+        plain_errors(url),
+        httpx.Client(base_url=url, timeout=_TIMEOUT, headers=headers) as client,
+    ):
+        options["model"] = model or get_json(client, "/v1/models")["data"][0]["id"]
         conversation = _Chat(client, console, system, options)
         if prompt:
             conversation.ask(" ".join(prompt))
@@ -173,15 +202,15 @@ def status(url: str, as_json: bool, watch: bool, interval_s: float) -> None:
     console = Console()
     with plain_errors(url), httpx.Client(base_url=url, timeout=_TIMEOUT) as client:
         if as_json:
-            console.print_json(data=_get(client, "/status"))
+            console.print_json(data=get_json(client, "/status"))
         elif not watch:
-            console.print(status_table(_get(client, "/status")))
+            console.print(status_table(get_json(client, "/status")))
         else:
             try:
-                with Live(status_table(_get(client, "/status")), console=console) as live:
+                with Live(status_table(get_json(client, "/status")), console=console) as live:
                     while True:
                         time.sleep(interval_s)
-                        live.update(status_table(_get(client, "/status")), refresh=True)
+                        live.update(status_table(get_json(client, "/status")), refresh=True)
             except KeyboardInterrupt:
                 return
 

@@ -28,13 +28,18 @@ MESSAGE_TYPES: tuple[type, ...] = (
     stats.WorkerStats,
     stats.RouterUp,
     stats.RouterDown,
+    stats.AuditRequest,
+    stats.Audit,
     kv.KVConnect,
     kv.KVConnected,
+    kv.KVFetch,
     kv.KVReady,
     kv.KVRead,
     kv.KVRelease,
     kv.KVConfirmed,
     kv.KVRefused,
+    kv.CacheOrder,
+    kv.CacheOrderDone,
     prefill.Prefill,
     decode.Decode,
     router.Submit,
@@ -43,6 +48,8 @@ MESSAGE_TYPES: tuple[type, ...] = (
     router.Failed,
     router.WorkerUp,
     router.WorkerDown,
+    router.SessionCommand,
+    router.SessionReply,
 )
 """Every message that may cross a process boundary."""
 

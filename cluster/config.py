@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from router.config import RouterConfig
 
@@ -25,7 +26,8 @@ class ConfigError(Exception):
 
 
 def setting(default: Any, **bounds: Any) -> Any:
-    """A field with `at_least`, `at_most`, `one_of` or `matches` (told as `hint`)."""
+    """A field with `at_least`, `at_most`, `one_of` or `matches` (told as `hint`). The value of one
+    that is `secret` is not shown."""
     return field(default=default, metadata=bounds)
 
 
@@ -57,6 +59,56 @@ class EngineSection:
 
 
 @dataclass(frozen=True, slots=True)
+class TiersSection:
+    """Where KV is kept below a worker's own pool. Sizes are per machine, shared by its decode
+    workers (by its prefill workers where it has no others)."""
+
+    host_gib: float = setting(0.0, at_least=0.0, at_most=65536.0)  # of memory; 0: no host tier
+    disk_gib: float = setting(0.0, at_least=0.0, at_most=1048576.0)  # 0: no disk tier
+    disk_path: str = setting("")  # a folder on each machine; "": kv in the user's cache
+    retention_s: float = setting(3600.0, at_least=0.0)  # after its last use KV is kept this long
+    disk_after_s: float = setting(2.0, at_least=0.0)  # what was idle this long is written to disk
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsSection:
+    park_after_s: float = setting(30.0, at_least=0.0)  # without a turn; 0: never by itself
+    max_sessions: int = setting(10_000, at_least=1)
+    max_per_tenant: int = setting(2_000, at_least=1)
+    max_tokens: int = setting(64_000_000, at_least=1)  # of all together; each takes 4 bytes
+    order_timeout_s: float = setting(10.0, at_least=0.1)  # workers have this long to park, resume
+    durable: bool = setting(True)  # they outlive the server, in the state directory
+    state_dir: str = setting("")  # "": kvrelay in the user's state directory
+
+    @property
+    def state_path(self) -> Path:
+        """The directory for what has to be there again after a restart, and is not KV."""
+        if self.state_dir:
+            return Path(self.state_dir).expanduser()
+        base = os.environ.get("XDG_STATE_HOME", "")
+        return (Path(base) if base else Path.home() / ".local" / "state") / "kvrelay"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantEntry:
+    """A `[[tenant]]`: whoever presents one of its keys."""
+
+    name: str = setting("", matches=r"\S(.{0,126}\S)?", hint="a name of 1 to 128 characters")
+    keys: tuple[str, ...] = setting((), secret=True)
+    key_hashes: tuple[str, ...] = setting((), secret=True)  # SHA-256 of keys, in hex
+
+
+@dataclass(frozen=True, slots=True)
+class TenantsSection:
+    file: str = setting("")  # a TOML file with more [[tenant]]s
+    salt_secret: str = setting(
+        "", matches=r"|.{16,}", hint="at least 16 characters", secret=True
+    )  # "": one is made, and kept in the state directory
+    public_prompts: tuple[str, ...] = setting(())  # system prompts whose KV all tenants may share
+    public_prompt_files: tuple[str, ...] = setting(())  # files with one each
+
+
+@dataclass(frozen=True, slots=True)
 class ApiSection:
     host: str = setting("127.0.0.1")
     port: int = setting(8000, at_least=0, at_most=65535)  # 0: any that is free
@@ -80,6 +132,10 @@ class ClusterSection:
 class Config:
     model: ModelSection = field(default_factory=ModelSection)
     engine: EngineSection = field(default_factory=EngineSection)
+    tiers: TiersSection = field(default_factory=TiersSection)
+    sessions: SessionsSection = field(default_factory=SessionsSection)
+    tenants: TenantsSection = field(default_factory=TenantsSection)
+    tenant: tuple[TenantEntry, ...] = ()
     api: ApiSection = field(default_factory=ApiSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -88,21 +144,35 @@ class Config:
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> Config:
     """The file's settings (none without a file), then `overrides` ("section.key" -> value; None
     means not given). Raises ConfigError."""
-    tables: dict[str, Any] = {}
-    if path is not None:
-        try:
-            tables = tomllib.loads(path.read_bytes().decode())
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}") from error
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path}: not TOML: {error}") from error
+    tables = {} if path is None else read_toml(path)
     config = build_section(Config(), tables, str(path or "configuration"), "")
     given = {key: value for key, value in overrides.items() if value is not None}
     for key, value in given.items():
         section, _, name = key.partition(".")
         changed = build_section(getattr(config, section), {name: value}, "command line", section)
         config = replace(config, **{section: changed})
-    return config
+    return config if path is None else _resolve_paths(config, path.parent)
+
+
+def _resolve_paths(config: Config, folder: Path) -> Config:
+    """What the file names beside itself is found from wherever the server is started."""
+    tenants = config.tenants
+    resolved = replace(
+        tenants,
+        file=str(folder / tenants.file) if tenants.file else "",
+        public_prompt_files=tuple(str(folder / name) for name in tenants.public_prompt_files),
+    )
+    return replace(config, tenants=resolved)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError."""
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
 
 
 def build_section(section: S, table: Any, where: str, prefix: str) -> S:
@@ -119,15 +189,34 @@ def build_section(section: S, table: Any, where: str, prefix: str) -> S:
         current = getattr(section, key)
         if hasattr(current, "__dataclass_fields__"):
             changes[key] = build_section(current, value, where, name)
+        elif types[key] == tuple[TenantEntry, ...]:
+            changes[key] = build_tenants(value, where)
         else:
             complaint = _complaint(types[key], known[key].metadata, value)
             if complaint:
-                raise ConfigError(f"{where}: {name} = {value!r}: {complaint}")
-            changes[key] = types[key](value)
+                shown = "..." if known[key].metadata.get("secret") else repr(value)
+                raise ConfigError(f"{where}: {name} = {shown}: {complaint}")
+            changes[key] = (get_origin(types[key]) or types[key])(value)
     try:
         return replace(section, **changes)  # type: ignore[type-var]
     except ValueError as error:  # the section's own checks
         raise ConfigError(f"{where}: {error}") from error
+
+
+def build_tenants(tables: Any, where: str) -> tuple[TenantEntry, ...]:
+    """The `[[tenant]]`s of a file. Raises ConfigError."""
+    if not isinstance(tables, list):
+        raise ConfigError(f"{where}: tenant: expected tables, each beginning with [[tenant]]")
+    entries = []
+    for number, table in enumerate(tables, start=1):
+        prefix = f"tenant {number}"
+        entry = build_section(TenantEntry(), table, where, prefix)
+        if not entry.name:
+            raise ConfigError(f"{where}: {prefix}.name is missing")
+        if not entry.keys and not entry.key_hashes:
+            raise ConfigError(f"{where}: {prefix} ({entry.name}) has neither keys nor key_hashes")
+        entries.append(entry)
+    return tuple(entries)
 
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -135,6 +224,9 @@ _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "t
 
 def _complaint(wanted: type, bounds: Mapping[str, Any], value: Any) -> str:
     """What is wrong with `value`, and what would be right; empty if nothing is."""
+    if get_origin(wanted) is tuple:
+        is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return "" if is_list else "expected a list of texts"
     accepted: tuple[type, ...] = (int, float) if wanted is float else (wanted,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
         return f"expected {_TYPE_NAMES[wanted]}"

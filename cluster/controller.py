@@ -6,8 +6,9 @@ Life of a worker, one epoch per round:
               |             |           |
               +-------------+-----------+--> backoff -> starting (next epoch) ...
 
-A worker is introduced before a router may use it: it learns the addresses of those it talks to,
-they learn its own, and only when all have said so is it announced. A worker that is lost is
+A worker is introduced before a router may use it: it learns the addresses of all that it may talk
+to (any worker may fetch KV from any other), they learn its own, and only when all have said so is
+it announced. A worker that is lost is
 started again after a pause that grows with its failures and shrinks back once it has held out.
 """
 
@@ -80,6 +81,7 @@ class WorkerStarted:
     host: str
     port: int
     pid: int = 0  # on its machine, for operators
+    notices: tuple[str, ...] = ()  # what an operator should know of it, one line each
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ RUNNING = (WorkerState.STARTING, WorkerState.INTRODUCING, WorkerState.UP)
 class ControllerConfig:
     workers: tuple[tuple[NodeId, Role], ...]
     routers: tuple[Peer, ...]
+    listeners: tuple[Peer, ...] = ()  # nodes beside the routers that workers send answers to
     first_epoch: int = 1
     start_timeout_s: float = 180.0
     introduce_timeout_s: float = 10.0
@@ -225,17 +228,21 @@ class Controller:
         worker.pid = started.pid
         worker.peer = me = Peer(worker.node, started.host, started.port, worker.epoch)
         others = [
-            other.peer
+            other
             for other in self.workers.values()
-            if other.role != worker.role and other.peer is not None and other.state in RUNNING
+            if other is not worker and other.peer is not None and other.state in RUNNING
         ]
         routers = self.config.routers
-        effects: list[Effect] = [Introduce(worker.node, me.node, me.epoch, (*routers, *others))]
-        for peer in (*routers, *others):
-            effects.append(Introduce(peer.node, me.node, me.epoch, (me,)))
-        worker.waiting_for = {effect.to for effect in effects}
+        peers = [*routers, *(other.peer for other in others if other.peer is not None)]
+        known = (*peers, *self.config.listeners)
+        effects: list[Effect] = [Introduce(worker.node, me.node, me.epoch, known)]
+        effects += [Introduce(peer.node, me.node, me.epoch, (me,)) for peer in peers]
+        # Workers of one role only save each other work: one that hangs must not keep others down.
+        alike = {other.node for other in others if other.role is worker.role}
+        worker.waiting_for = {effect.to for effect in effects} - alike
         tag = f"introducing {worker.epoch} {worker.node}"
-        return [*effects, Wake(self.config.introduce_timeout_s, tag)]
+        notes = [Note("warning", "worker_notice", f"{worker.node}: {n}") for n in started.notices]
+        return [*effects, Wake(self.config.introduce_timeout_s, tag), *notes]
 
     def _heard(self, now: float, worker: Worker, to: NodeId) -> list[Effect]:
         worker.waiting_for.discard(to)

@@ -7,30 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from cluster.build import PreparedModel, WorkerSpec, kv_lines
+from cluster.auditor import Auditor
+from cluster.audits import AuditDesk, audit_dict
+from cluster.build import GIB, PreparedModel, WorkerSpec, kv_lines
 from cluster.config import Config
 from cluster.controller import (
     Controller,
     ControllerConfig,
     Peer,
     StartWorker,
+    Worker,
     WorkerLost,
     WorkerState,
 )
 from cluster.runtime.host import NodeHost
 from cluster.runtime.process import Listening
+from cluster.session_store import open_sessions
 from cluster.wire import Wire
 from cluster.wire_link import WireLimits
 from engine.node import NodeId
 from engine.stats import Role
 from router.router import Router
 
-ROUTER, CLIENT, CONTROLLER = "router-0", "api-0", "controller"
+ROUTER, CLIENT, CONTROLLER, AUDITOR = "router-0", "api-0", "controller", "auditor-0"
 ITL_TARGET_MS = 100.0  # of decode workers, where prefill workers are there for long prompts
 
 Tell = Callable[[str, str, bool], None]  # part, news, done
@@ -65,7 +69,10 @@ class Deployment:
             self._on_peer_lost,
             WireLimits(max_frame_bytes=max_frame_bytes),
         )
-        self.router = Router(ROUTER, config.router)
+        self.wire.serves.add(AUDITOR)
+        self.session_store, limits, records = open_sessions(config, model.served_name)
+        self.router = Router(ROUTER, config.router, limits, records)
+        self.audits = AuditDesk(self.host, Auditor(AUDITOR))
         self.controller = Controller(ControllerConfig((), ()))
         # On a cluster of several machines an empty host means: the machine's own address.
         host = "" if config.cluster.address else ray.LOOPBACK
@@ -90,10 +97,11 @@ class Deployment:
             ControllerConfig(
                 workers=wanted,
                 routers=(Peer(ROUTER, host, port, 1),),
+                listeners=(Peer(AUDITOR, host, port, 1),),
                 start_timeout_s=cluster.start_timeout_s,
             )
         )
-        self.host.add(self.router)
+        self.host.add(self.router, self.session_store)
         self.host.add(self.controller, self.workers)
         self._watching = self._loop.create_task(
             self.workers.watch_machines(use_gpus=self.config.model.device != "cpu")
@@ -117,7 +125,7 @@ class Deployment:
     def kv_lines(self) -> list[str]:
         """What the KV cache costs, from what a worker reports."""
         infos = [w.info for w in self.controller.workers.values() if w.info is not None]
-        return kv_lines(self.model.config, infos[0])
+        return kv_lines(self.model.config, infos)
 
     def healthy(self) -> tuple[bool, dict[str, Any]]:
         """Whether requests can be served: at least one decode worker is up."""
@@ -147,7 +155,15 @@ class Deployment:
                 "last_error": worker.last_error,
             }
         status["wire"] = dict(self.wire.counters)
+        status["sessions"] = self.router.sessions.counts()
         return status
+
+    async def audit(self) -> dict[str, Any]:
+        """Where every block of the workers is, and what is left over; see `cluster.audits`."""
+        workers = self.controller.workers.values()
+        report = await self.audits.ask([w.node for w in workers if w.state is WorkerState.UP])
+        status = self.router.status(self._loop.time())
+        return audit_dict(report, status.num_live + status.num_queued, self.router.check_idle())
 
     def _show(self) -> None:
         for worker in self.controller.workers.values():
@@ -179,6 +195,11 @@ class Deployment:
             threads=config.engine.threads or max(1, int(machine.num_cpus)),
             on_gpu=on_gpu,
             engine=engine,
+            host_bytes=tier_share(config.tiers.host_gib, start, self.controller.workers.values()),
+            disk_bytes=tier_share(config.tiers.disk_gib, start, self.controller.workers.values()),
+            disk_path=config.tiers.disk_path,
+            retention_s=config.tiers.retention_s,
+            disk_after_s=config.tiers.disk_after_s,
         )
 
     def _introduce_here(self, peers: tuple[Peer, ...]) -> None:
@@ -199,3 +220,15 @@ class Deployment:
     def _fail(self, error: ServeError) -> None:
         if not self.failed.done():
             self.failed.set_exception(error)
+
+
+def tier_share(machine_gib: float, start: StartWorker, workers: Iterable[Worker]) -> int:
+    """Bytes that a worker gets of a tier whose size is per machine.
+
+    The decode workers of a machine share it evenly, because sessions come back to them. Prefill
+    workers share it where there is no decode worker. All that belong on the machine count, whether
+    they are up or not, so that a worker that comes back finds its tiers as large as they were."""
+    here = [w.role for w in workers if w.machine_id == start.machine_id]
+    if start.role is Role.PREFILL and Role.DECODE in here:
+        return 0
+    return int(machine_gib * GIB) // here.count(start.role)

@@ -32,11 +32,16 @@ _WORKER_GAUGES = {
     "prefill_tokens_per_s": ("prefill_tokens_per_second", "Rate of prefill, recent."),
     "decode_step_s": ("decode_step_seconds", "Time of a decode step, recent."),
     "read_bytes_per_s": ("read_bytes_per_second", "Rate of KV transfers, recent."),
+    "num_host_blocks": ("host_blocks", "Blocks of the worker's host memory that hold KV."),
+    "num_disk_blocks": ("disk_blocks", "Blocks of the worker's disk that hold KV."),
+    "host_read_bytes_per_s": ("host_read_bytes_per_second", "Rate of loads from host memory."),
+    "disk_read_bytes_per_s": ("disk_read_bytes_per_second", "Rate of loads from disk."),
 }
 _ROUTER_GAUGES = {
     "num_live": ("live", "Requests that the router serves."),
     "num_queued": ("queued", "Requests that wait for a worker."),
 }
+_TOTAL_LABELS = {"cached_tokens_by_source": "source"}  # of totals that are not by reason
 
 
 def status_dict(status: RouterStatus, model: str) -> dict[str, Any]:
@@ -144,9 +149,9 @@ class ClusterCollector(Collector):
             name = f"kvrelay_router_{key}"
             text = f"Total of '{key}' since the router started."
             if isinstance(value, dict):
-                family = CounterMetricFamily(name, text, labels=["reason"])
-                for reason, count in sorted(value.items()):
-                    family.add_metric([reason], count)
+                family = CounterMetricFamily(name, text, labels=[_TOTAL_LABELS.get(key, "reason")])
+                for label, count in sorted(value.items()):
+                    family.add_metric([label], count)
                 yield family
             else:
                 yield CounterMetricFamily(name, text, value=value)

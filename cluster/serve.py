@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from cluster.build import BuildError, PreparedModel, prepare_model
 from cluster.config import Config
 from cluster.deployment import CLIENT, ROUTER, Deployment, ServeError, Tell
+from cluster.tenants import Access, load_access
 
 T = TypeVar("T")
 
@@ -34,7 +35,9 @@ async def serve(
     take_signals: Callable[[], None],
 ) -> None:
     """Serve until `stop` is set. `on_ready` gets the deployment and the port. `take_signals` is
-    called whenever somebody else may have taken the process's signals. Raises ServeError."""
+    called whenever somebody else may have taken the process's signals. Raises ServeError, and
+    ConfigError for tenants."""
+    access = await asyncio.to_thread(load_access, config)
     sock = await asyncio.to_thread(_bind, config)
     stopping = asyncio.create_task(stop.wait())
     found = asyncio.Event()
@@ -54,7 +57,7 @@ async def serve(
         take_signals()
         deployment = Deployment(config, model, ray, tell)
         await _unless(stopping, asyncio.create_task(deployment.start()))
-        await _serve_api(deployment, tokenizer, sock, stop, on_ready)
+        await _serve_api(deployment, tokenizer, access, sock, stop, on_ready)
     except _Stopped:
         return
     finally:
@@ -183,6 +186,7 @@ async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> tuple[Pr
 async def _serve_api(
     deployment: Deployment,
     tokenizer: Any,
+    access: Access,
     sock: socket.socket,
     stop: asyncio.Event,
     on_ready: Callable[[Deployment, int], None],
@@ -193,6 +197,7 @@ async def _serve_api(
     from cluster.api.app import create_app
     from cluster.api.client import RouterClient
     from cluster.api.context import ApiContext, ApiLimits
+    from cluster.api.public_prompts import PublicPrompts
     from cluster.api.server import serve_app
     from cluster.metrics import ApiMetrics, ClusterCollector
 
@@ -208,12 +213,19 @@ async def _serve_api(
         max_model_len=deployment.model.max_model_len,
         status=deployment.status,
         healthy=deployment.healthy,
+        audit=deployment.audit,
         metrics=ApiMetrics(registry),
         limits=ApiLimits(
             max_body_bytes=api.max_body_bytes,
             max_live_requests=api.max_live_requests,
             request_timeout_s=api.request_timeout_s,
+            session_timeout_s=deployment.config.sessions.order_timeout_s + 2.0,
         ),
+        tenants=access.tenants,
+        public_prompts=await asyncio.to_thread(
+            PublicPrompts.of_texts, tokenizer, access.public_prompts
+        ),
+        retention_s=deployment.config.tiers.retention_s,
     )
 
     def stop_on_failure(_failed: asyncio.Future[None]) -> None:

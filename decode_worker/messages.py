@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.block_hash import UNSALTED, CacheScope
 from engine.node import NodeId
 from engine.request import SamplingParams
+from engine.tier import Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,4 +23,6 @@ class Decode:
     num_prompt_tokens: int
     sampling: SamplingParams
     timeout_s: float
-    salt: bytes = b""
+    scope: CacheScope = UNSALTED
+    retention: Retention | None = None  # None: the worker's own
+    fetch_from: NodeId | None = None  # a worker that holds more of the prefix, worth asking

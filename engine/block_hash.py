@@ -2,16 +2,30 @@
 
 name(block) = BLAKE2b-128(parent name + token ids, key = fingerprint); the first block's parent is
 the root of (fingerprint, tenant salt). Equal names mean equal model, layout, tenant and tokens up
-to the end of the block.
+to the end of the block. Where a prompt begins with a public region, its blocks have the root
+without a salt, and the tenant's salt goes into the chain behind them.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 HASH_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScope:
+    """Who may share the KV of a prompt: a salt for each tenant, none for the region that its owner
+    has declared public. Known to the server alone; never taken from a request's body."""
+
+    salt: bytes = b""
+    num_public_tokens: int = 0  # from the start of the prompt; blocks that lie in it are unsalted
+
+
+UNSALTED = CacheScope()
 
 
 def root_hash(fingerprint: bytes, salt: bytes = b"") -> bytes:
@@ -26,11 +40,36 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(array("I", tokens).tobytes(), digest_size=HASH_BYTES, key=parent).digest()
 
 
-def hash_blocks(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+class BlockChain:
+    """Names of the full blocks of a sequence that grows. Invariant: `names` belong to the tokens
+    that it was last extended with, whose beginning never changes."""
+
+    __slots__ = ("_num_public", "_salt", "block_size", "fingerprint", "names")
+
+    def __init__(self, fingerprint: bytes, scope: CacheScope, block_size: int) -> None:
+        self.fingerprint = fingerprint
+        self.block_size = block_size
+        self.names: list[bytes] = []
+        self._salt = scope.salt
+        self._num_public = scope.num_public_tokens // block_size
+
+    def extend(self, tokens: Sequence[int]) -> list[bytes]:
+        """Names of all full blocks of `tokens`. Not to be changed."""
+        names, size = self.names, self.block_size
+        for index in range(len(names), len(tokens) // size):
+            names.append(block_hash(self._parent(index), tokens[index * size : (index + 1) * size]))
+        return names
+
+    def _parent(self, index: int) -> bytes:
+        if index == 0:
+            return root_hash(self.fingerprint, b"" if self._num_public else self._salt)
+        if index == self._num_public and self._salt:
+            return root_hash(self.names[-1], self._salt)
+        return self.names[-1]
+
+
+def hash_blocks(
+    fingerprint: bytes, scope: CacheScope, tokens: Sequence[int], block_size: int
+) -> list[bytes]:
     """Names of all full blocks of `tokens`, in order."""
-    names: list[bytes] = []
-    parent = root
-    for end in range(block_size, len(tokens) + 1, block_size):
-        parent = block_hash(parent, tokens[end - block_size : end])
-        names.append(parent)
-    return names
+    return BlockChain(fingerprint, scope, block_size).extend(tokens)

@@ -10,6 +10,31 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
+class NetChanges:
+    """How a set of names differs from what a listener was told last. Owned by whoever has the set.
+
+    Invariant: a name that came and went again, or the other way round, is not in it."""
+
+    __slots__ = ("_is_stored",)
+
+    def __init__(self) -> None:
+        self._is_stored: dict[bytes, bool] = {}  # name -> came (True) or left
+
+    def note(self, name: bytes, *, stored: bool) -> None:
+        """`name` has come into the set, or left it."""
+        if self._is_stored.get(name) is (not stored):
+            del self._is_stored[name]  # back to what listeners know
+        else:
+            self._is_stored[name] = stored
+
+    def take(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """Net (stored, removed) names since the last call."""
+        stored = tuple(name for name, is_stored in self._is_stored.items() if is_stored)
+        removed = tuple(name for name, is_stored in self._is_stored.items() if not is_stored)
+        self._is_stored.clear()
+        return stored, removed
+
+
 class BlockPool:
     """Owns every block id in [0, num_blocks).
 
@@ -25,13 +50,17 @@ class BlockPool:
         self._by_name: dict[bytes, int] = {}
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._changes: dict[bytes, bool] = {}  # name -> stored (True) or removed, since taken
+        self._changes = NetChanges()
         self.num_evictions = 0
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can give: blank or evictable."""
         return len(self._blank) + len(self._evictable)
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
 
     @property
     def num_cached(self) -> int:
@@ -103,15 +132,25 @@ class BlockPool:
             return False
         self._names[block] = name
         self._by_name[name] = block
-        self._changed(name, stored=True)
+        self._changes.note(name, stored=True)
         return True
+
+    def evict(self, names: Iterable[bytes]) -> int:
+        """Blank those blocks of `names` that nobody uses; returns how many. The others stay."""
+        count = 0
+        for name in names:
+            block = self._by_name.get(name)
+            if block is None or self._refs[block] > 0:
+                continue
+            del self._evictable[block]
+            self._forget_name(block)
+            self._blank.append(block)
+            count += 1
+        return count
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Net (stored, removed) names since the last call."""
-        stored = tuple(name for name, is_stored in self._changes.items() if is_stored)
-        removed = tuple(name for name, is_stored in self._changes.items() if not is_stored)
-        self._changes.clear()
-        return stored, removed
+        return self._changes.take()
 
     def check_integrity(self) -> None:
         """Assert the class invariant. Cost: O(num_blocks)."""
@@ -133,10 +172,4 @@ class BlockPool:
         assert name is not None
         self._names[block] = None
         del self._by_name[name]
-        self._changed(name, stored=False)
-
-    def _changed(self, name: bytes, *, stored: bool) -> None:
-        if self._changes.get(name) is (not stored):
-            del self._changes[name]  # back to what listeners know
-        else:
-            self._changes[name] = stored
+        self._changes.note(name, stored=False)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.node import NodeId
 from engine.stats import Role, WorkerInfo
+from engine.tier import DEFAULT_RETENTION, Retention
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,6 +43,11 @@ class WorkerConfig:
     max_model_len: int
     fingerprint: bytes
     agent_metadata: bytes = b""
+    compatibility: tuple[tuple[str, str], ...] = ()  # what the fingerprint is made of, by name
+    num_host_blocks: int = 0  # KV blocks in host memory, below the device's
+    num_disk_blocks: int = 0
+    retention: Retention = DEFAULT_RETENTION  # of requests that do not say
+    disk_after_s: float = 2.0  # a block that was not used for this long is written to disk
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     itl_target_s: float = 0.0  # prompts beside decodes are fed as far as a step stays below; 0: all
@@ -62,4 +68,6 @@ class WorkerConfig:
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             fingerprint=self.fingerprint,
+            num_host_blocks=self.num_host_blocks,
+            num_disk_blocks=self.num_disk_blocks,
         )

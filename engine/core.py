@@ -6,10 +6,13 @@ A worker node owns one `EngineCore`, feeds it messages, and adds what its role d
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from engine.block_hash import BlockChain, CacheScope
 from engine.config import WorkerConfig
+from engine.cost import Rate
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
 from engine.node import Effect, NodeId, Note, Send
@@ -19,8 +22,8 @@ from engine.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
 from engine.stats import RouterDown, RouterUp, WorkerStats
 from engine.step import Step, StepDone
+from engine.tier import Retention, Tier, TierNames
 
-RATE_WEIGHT = 0.2  # of a new measurement in the moving averages
 MAX_ENDED = 4096  # ended attempts that are remembered, so that a late repeat is not served again
 
 
@@ -42,24 +45,18 @@ class WorkRequest(Protocol):
     @property
     def timeout_s(self) -> float: ...
     @property
-    def salt(self) -> bytes: ...
-
-
-@dataclass(slots=True)
-class Rate:
-    """Amount per unit over the recent past, large measurements counting for more; 0 until
-    something was measured."""
-
-    _amount: float = 0.0
-    _units: float = 0.0
-
-    def add(self, amount: float, units: float) -> None:
-        self._amount += amount - RATE_WEIGHT * self._amount
-        self._units += units - RATE_WEIGHT * self._units
-
+    def scope(self) -> CacheScope: ...
     @property
-    def value(self) -> float:
-        return self._amount / self._units if self._units else 0.0
+    def retention(self) -> Retention | None: ...
+
+
+class LowerTiers(Protocol):
+    """What lies below device memory, as far as the core publishes it."""
+
+    def take_changes(self) -> tuple[TierNames, ...]: ...
+    def snapshot(self) -> tuple[TierNames, ...]: ...
+    def num_blocks(self, tier: Tier) -> int: ...
+    def use(self, now: float, names: Seq[bytes], retention: Retention) -> None: ...
 
 
 class EngineCore:
@@ -77,7 +74,8 @@ class EngineCore:
         self.counters: dict[str, float] = {}
         self.prefill_tokens_per_s = Rate()
         self.decode_step_s = Rate()
-        self.read_bytes_per_s = Rate()
+        self.lower: LowerTiers | None = None
+        self.now = 0.0  # of the message that is being handled
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._event_seq = 0
         self._outbox: dict[NodeId, list[TokenDelta]] = {}
@@ -125,10 +123,11 @@ class EngineCore:
             sampling=work.sampling,
             deadline=now + work.timeout_s,
             arrived_at=now,
+            chain=BlockChain(config.fingerprint, work.scope, config.block_size),
+            retention=work.retention or config.retention,
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
         )
-        seq.start_names(config.fingerprint, work.salt)
         self.seqs[seq.key] = seq
         self.scheduler.add(seq)
         self.count("requests")
@@ -139,8 +138,15 @@ class EngineCore:
         config = self.config
         return Refused(config.node_id, config.epoch, request_id, attempt, reason, detail)
 
+    def used(self, seq: Sequence) -> None:
+        """The blocks of `seq` are, or have just been, of use: what lies below keeps them longer."""
+        if self.lower is not None:
+            self.lower.use(self.now, seq.names, seq.retention)
+
     def remove(self, seq: Sequence) -> None:
         """Forget `seq`; its blocks go back as soon as nothing writes to them."""
+        if seq.num_sealed:
+            self.used(seq)
         del self.seqs[seq.key]
         self.scheduler.remove(seq)
         self._ended[seq.key] = None
@@ -148,7 +154,17 @@ class EngineCore:
             self._ended.popitem(last=False)
 
     def next_step(self) -> Step | None:
-        return None if self.scheduler.in_flight else self.scheduler.schedule(self._prompt_budget())
+        """The next step, which also takes the checksums of the blocks that it fills."""
+        if self.scheduler.in_flight:
+            return None
+        step = self.scheduler.schedule(self._prompt_budget())
+        if step is None:
+            return None
+        size = self.config.block_size
+        for share in step.seqs:
+            end = share.start + len(share.tokens)
+            step.checksum_blocks += share.block_ids[share.start // size : end // size]
+        return step
 
     def _prompt_budget(self) -> int:
         """Prompt tokens that fit beside decodes into a step of `itl_target_s`, at measured rates;
@@ -159,7 +175,7 @@ class EngineCore:
         spare_s = target_s - self.decode_step_s.value
         return max(self.config.block_size, int(spare_s * self.prefill_tokens_per_s.value))
 
-    def finish_step(self, now: float, done: StepDone) -> list[tuple[Sequence, int]]:
+    def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
         """As `Scheduler.finish_step`; learns the rates from how long it took."""
         step = self.scheduler.in_flight
         assert step is not None
@@ -224,6 +240,7 @@ class EngineCore:
             logprobs if len(logprobs) == len(tokens) else (),
             finish,
             cached,
+            dict(seq.cached_by_source) if cached is not None else {},
             phases,
         )
 
@@ -237,7 +254,7 @@ class EngineCore:
         delta = self.delta_from(seq, min(start, len(seq.tokens)), None, None)
         return Send(router, TokenDeltas(self.config.node_id, self.config.epoch, (delta,)))
 
-    def flush(self, now: float) -> list[Effect]:
+    def flush(self) -> list[Effect]:
         """Frames to routers: tokens, then what changed in the prefix cache."""
         config = self.config
         effects: list[Effect] = [
@@ -246,14 +263,18 @@ class EngineCore:
         ]
         self._outbox.clear()
         stored, removed = self.kv.pool.take_changes()
-        if stored or removed:
+        tiers = self.lower.take_changes() if self.lower is not None else ()
+        if stored or removed or tiers:
             self._event_seq += 1
-            event = KVEvents(config.node_id, config.epoch, self._event_seq, stored, removed)
+            seq = self._event_seq
+            event = KVEvents(config.node_id, config.epoch, seq, stored, removed, tiers)
             effects += [Send(router, event) for router in self.routers]
         return effects
 
     def listen(self, now: float, message: object) -> list[Effect] | None:
-        """Handle what concerns routers as listeners; None if `message` is something else."""
+        """Handle what concerns routers as listeners; None if `message` is something else. Called
+        first with every message."""
+        self.now = now
         if isinstance(message, RouterUp):
             if message.router not in self.routers:
                 self.routers.append(message.router)
@@ -269,7 +290,8 @@ class EngineCore:
     def _snapshot(self, router: NodeId) -> Send:
         config = self.config
         names = self.kv.pool.names()
-        return Send(router, KVSnapshot(config.node_id, config.epoch, self._event_seq, names))
+        tiers = self.lower.snapshot() if self.lower is not None else ()
+        return Send(router, KVSnapshot(config.node_id, config.epoch, self._event_seq, names, tiers))
 
     def expired(self, now: float) -> list[Sequence]:
         """Sequences whose deadline has passed, the held ones aside: those have a lease."""
@@ -279,7 +301,8 @@ class EngineCore:
             if now >= seq.deadline and seq.state is not SeqState.HELD
         ]
 
-    def stats(self, num_handoffs: int) -> WorkerStats:
+    def stats(self, num_handoffs: int, read_rates: Mapping[Tier | None, float]) -> WorkerStats:
+        """`read_rates`: bytes per second into device memory, by own tier; None: from peers."""
         pool, scheduler = self.kv.pool, self.scheduler
         self.counters["preemptions"] = scheduler.num_preemptions
         self.counters["evictions"] = pool.num_evictions
@@ -289,14 +312,18 @@ class EngineCore:
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
             num_waiting=len(scheduler.waiting),
-            num_running=len(scheduler.running) + scheduler.num_remote,
+            num_running=len(scheduler.running) + len(scheduler.remote),
             num_handoffs=num_handoffs,
             pending_prefill_tokens=scheduler.pending_tokens,
             prefill_tokens_per_s=self._present_prefill_rate(),
             decode_step_s=self.decode_step_s.value,
-            read_bytes_per_s=self.read_bytes_per_s.value,
+            read_bytes_per_s=read_rates[None],
             event_seq=self._event_seq,
             counters=dict(self.counters),
+            host_read_bytes_per_s=read_rates[Tier.HOST],
+            disk_read_bytes_per_s=read_rates[Tier.DISK],
+            num_host_blocks=self.lower.num_blocks(Tier.HOST) if self.lower else 0,
+            num_disk_blocks=self.lower.num_blocks(Tier.DISK) if self.lower else 0,
         )
 
     def count(self, name: str, amount: float = 1) -> None:
@@ -309,10 +336,10 @@ class EngineCore:
         left = [f"sequence {seq.key} is {seq.state}" for seq in self.seqs.values()]
         if scheduler.in_flight is not None:
             left.append(f"step {scheduler.in_flight.step_id} is in flight")
-        if scheduler.waiting or scheduler.running or scheduler.num_remote:
+        if scheduler.waiting or scheduler.running or scheduler.remote:
             left.append(
                 f"{len(scheduler.waiting)} waiting, {len(scheduler.running)} running,"
-                f" {scheduler.num_remote} remote"
+                f" {len(scheduler.remote)} remote"
             )
         pool = self.kv.pool
         if not pool.is_idle():

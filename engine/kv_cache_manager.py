@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
+from engine.tier import Retention
 
 
 class KVCacheManager:
@@ -17,6 +18,10 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.checksums: dict[int, int] = {}  # block id -> checksum of its bytes
+        self.collect_sealed = False  # True: somebody takes `newly_sealed` after every message
+        self.newly_sealed: list[
+            tuple[int, bytes, Retention]
+        ] = []  # block, its name, of the request
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -24,7 +29,7 @@ class KVCacheManager:
     def usable_names(self, seq: Sequence) -> list[bytes]:
         """Names of the blocks that a prefix hit may cover: the last token is always computed,
         because its logits are wanted."""
-        return seq.full_block_names(self.block_size)[: (len(seq.tokens) - 1) // self.block_size]
+        return seq.names[: (len(seq.tokens) - 1) // self.block_size]
 
     def admit(self, seq: Sequence, headroom: int) -> bool:
         """Give `seq` blocks for all its tokens, the cached prefix among them. False, and nothing
@@ -33,7 +38,7 @@ class KVCacheManager:
         hits = self.pool.lookup(self.usable_names(seq))
         self.pool.acquire(hits)
         count = self.num_blocks_for(len(seq.tokens)) - len(hits)
-        fresh = self._allocate(count) if count + headroom <= self.pool.num_free else None
+        fresh = self.allocate(count) if count + headroom <= self.pool.num_free else None
         if fresh is None:
             self.pool.release(hits)
             return False
@@ -47,7 +52,7 @@ class KVCacheManager:
         count = self.num_blocks_for(len(seq.tokens)) - len(seq.block_ids)
         if count <= 0:
             return True
-        fresh = self._allocate(count)
+        fresh = self.allocate(count)
         if fresh is None:
             return False
         seq.block_ids += fresh
@@ -55,9 +60,11 @@ class KVCacheManager:
 
     def seal_computed(self, seq: Sequence) -> None:
         """Seal the blocks that `num_computed` has filled."""
-        names = seq.full_block_names(self.block_size)
+        names = seq.names
         while (seq.num_sealed + 1) * self.block_size <= seq.num_computed:
-            self.pool.seal(seq.block_ids[seq.num_sealed], names[seq.num_sealed])
+            block, name = seq.block_ids[seq.num_sealed], names[seq.num_sealed]
+            if self.pool.seal(block, name) and self.collect_sealed:
+                self.newly_sealed.append((block, name, seq.retention))
             seq.num_sealed += 1
 
     def release(self, seq: Sequence) -> None:
@@ -67,7 +74,8 @@ class KVCacheManager:
         seq.num_sealed = 0
         seq.num_computed = 0
 
-    def _allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int] | None:
+        """As `BlockPool.allocate`: blocks to be written, whose checksums are not known."""
         blocks = self.pool.allocate(count)
         for block in blocks or ():
             self.checksums.pop(block, None)

@@ -9,17 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.node import NodeId
+from engine.tier import TierNames
 
 
 @dataclass(frozen=True, slots=True)
 class KVEvents:
-    """Net change of the set of sealed blocks since event `seq - 1`; no hash is in both lists."""
+    """Net change of the sets of sealed blocks since event `seq - 1`; no hash is in both lists.
+
+    `stored` and `removed` are of device memory, `tiers` of host memory and disk."""
 
     worker: NodeId
     epoch: int
     seq: int
     stored: tuple[bytes, ...]
     removed: tuple[bytes, ...]
+    tiers: tuple[TierNames, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class KVSnapshot:
     epoch: int
     seq: int
     hashes: tuple[bytes, ...]
+    tiers: tuple[TierNames, ...] = ()  # the same of host memory and disk; nothing is `removed`
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,9 @@ class TokenDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # empty, or one per token
     finish: FinishReason | None = None
     num_cached_tokens: int | None = None  # prompt tokens not computed; set where it is known
+    cached_by_source: dict[str, int] = field(
+        default_factory=dict
+    )  # "device", "host", "disk", "peer"
     phases: dict[str, float] = field(default_factory=dict)  # phase name -> seconds
 
 

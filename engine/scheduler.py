@@ -8,6 +8,7 @@ fed in chunks, a prefix hit or KV that came from another worker is a smaller dif
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from engine.config import WorkerConfig
 from engine.kv_cache_manager import KVCacheManager
@@ -18,8 +19,9 @@ from engine.step import ScheduledSeq, Step, StepDone
 class Scheduler:
     """Owns the waiting queue and the running list; at most one step is in flight.
 
-    Invariant: a sequence is in `waiting` iff WAITING, in `running` iff RUNNING; blocks of a
-    sequence that is in the step in flight are not given back before the step is done.
+    Invariant: a sequence is in `waiting` iff WAITING, in `running` iff RUNNING, in `remote` iff
+    REMOTE; blocks of a sequence that is in the step in flight are not given back before the step is
+    done.
     """
 
     def __init__(self, config: WorkerConfig, kv: KVCacheManager) -> None:
@@ -27,7 +29,7 @@ class Scheduler:
         self.kv = kv
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.num_remote = 0  # admitted, KV coming from elsewhere
+        self.remote: list[Sequence] = []  # admitted, KV coming from elsewhere
         self.in_flight: Step | None = None
         self._in_flight_seqs: list[Sequence] = []
         self._next_step_id = 0
@@ -39,7 +41,7 @@ class Scheduler:
 
     def admit(self, seq: Sequence, now: float) -> bool:
         """Give a waiting sequence its blocks, if there is room. The caller says what it becomes."""
-        busy = len(self.running) + self.num_remote
+        busy = len(self.running) + len(self.remote)
         if busy >= self.config.max_num_seqs:
             return False
         # One block per busy sequence is left over, or the next few steps would preempt.
@@ -47,17 +49,22 @@ class Scheduler:
             return False
         if seq.admitted_at is None:
             seq.admitted_at = now
-            seq.num_cached = seq.num_computed
+            seq.compute_from = now
+            if seq.num_computed:
+                seq.cached_by_source["device"] = seq.num_computed
             seq.phases["worker_queue"] = now - seq.arrived_at
         return True
 
-    def admit_waiting(self, now: float) -> list[Sequence]:
-        """Admit in order of arrival; returns the admitted, which are RUNNING or REMOTE now.
+    def admit_waiting(
+        self, now: float, comes_from_elsewhere: Callable[[Sequence], bool]
+    ) -> list[Sequence]:
+        """Admit in order of arrival; returns the admitted, which are REMOTE now if their KV
+        `comes_from_elsewhere` (asked once they have their blocks), and else RUNNING.
 
-        A sequence whose next missing block is being computed by a running one is passed over until
-        that block is a cache hit; one that does not fit stops those behind it."""
+        A sequence whose next missing block is being computed or loaded for another one is passed
+        over until that block is a cache hit; one that does not fit stops those behind it."""
         admitted: list[Sequence] = []
-        computing = self._names_being_computed()
+        computing = self._names_under_way()
         for seq in list(self.waiting):
             if computing and self._first_missing(seq) in computing:
                 continue
@@ -65,22 +72,22 @@ class Scheduler:
                 break
             self.waiting.remove(seq)
             admitted.append(seq)
-            if seq.is_remote:
+            if comes_from_elsewhere(seq):
                 seq.state = SeqState.REMOTE
-                self.num_remote += 1
+                self.remote.append(seq)
             else:
                 seq.state = SeqState.RUNNING
                 self.running.append(seq)
                 computing.update(self.kv.usable_names(seq)[seq.num_sealed :])
         return admitted
 
-    def compute_here(self, seq: Sequence) -> None:
+    def compute_here(self, now: float, seq: Sequence) -> None:
         """What `seq` still lacks is computed here: its remote KV has come, or will not come."""
         assert seq.state is SeqState.REMOTE
         assert seq.num_reads == 0
-        self.num_remote -= 1
-        seq.is_remote = False
+        self.remote.remove(seq)
         seq.state = SeqState.RUNNING
+        seq.compute_from = now
         self.running.append(seq)
 
     def schedule(self, prompt_budget: int) -> Step | None:
@@ -144,7 +151,7 @@ class Scheduler:
         elif seq.state is SeqState.RUNNING:
             self.running.remove(seq)
         elif seq.state is SeqState.REMOTE:
-            self.num_remote -= 1
+            self.remote.remove(seq)
         seq.state = SeqState.DEAD
         self.release_if_settled(seq)
 
@@ -184,13 +191,17 @@ class Scheduler:
         names = self.kv.usable_names(seq)
         return next((name for name in names if not self.kv.pool.is_cached(name)), None)
 
-    def _names_being_computed(self) -> set[bytes]:
-        return {
+    def _names_under_way(self) -> set[bytes]:
+        """Of blocks that will be cache hits once a prompt is computed or a load is done."""
+        names = {
             name
             for seq in self.running
             if _is_prompt(seq)
             for name in self.kv.usable_names(seq)[seq.num_sealed :]
         }
+        for seq in self.remote:
+            names.update(seq.names[seq.num_sealed : seq.num_arriving])
+        return names
 
     def _share(self, seq: Sequence, count: int) -> ScheduledSeq:
         start, end = seq.num_computed, seq.num_computed + count

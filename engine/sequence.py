@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.block_hash import block_hash, root_hash
+from engine.block_hash import BlockChain
 from engine.node import NodeId
 from engine.request import FinishReason, SamplingParams, TokenLogprobs
+from engine.tier import Retention
 
 
 class SeqState(StrEnum):
@@ -34,14 +35,16 @@ class Sequence:
     sampling: SamplingParams
     deadline: float
     arrived_at: float
+    chain: BlockChain
+    retention: Retention
     reserve_growth: bool = True  # False: no token will follow the one that is sampled here
     state: SeqState = SeqState.WAITING
     block_ids: list[int] = field(default_factory=list)
-    names: list[bytes] = field(default_factory=list)
-    parent: bytes = b""
     num_sealed: int = 0
     num_computed: int = 0
-    num_cached: int = 0  # tokens found in the prefix cache when first admitted
+    cached_by_source: dict[str, int] = field(default_factory=dict)  # tokens not computed, by source
+    num_arriving: int = 0  # blocks [num_sealed, num_arriving) are being loaded from below
+    compute_from: float = 0.0  # when all that is not computed here had come
     is_remote: bool = False  # its KV is expected from a producer
     in_step: bool = False  # the step in flight writes to its blocks
     num_reads: int = 0  # transfers that may write to its blocks
@@ -57,20 +60,17 @@ class Sequence:
         return (self.request_id, self.attempt)
 
     @property
+    def num_cached(self) -> int:
+        return sum(self.cached_by_source.values())
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
-    def start_names(self, fingerprint: bytes, salt: bytes) -> None:
-        self.parent = root_hash(fingerprint, salt)
-
-    def full_block_names(self, block_size: int) -> list[bytes]:
-        """Names of all full blocks of `tokens`; extends the chain where tokens were added."""
-        count = len(self.tokens) // block_size
-        parent = self.names[-1] if self.names else self.parent
-        for index in range(len(self.names), count):
-            parent = block_hash(parent, self.tokens[index * block_size : (index + 1) * block_size])
-            self.names.append(parent)
-        return self.names
+    @property
+    def names(self) -> list[bytes]:
+        """Names of all full blocks of `tokens`."""
+        return self.chain.extend(self.tokens)
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
         if logprobs is not None:

@@ -26,6 +26,8 @@ class WorkerInfo:
     max_model_len: int
     max_num_batched_tokens: int
     fingerprint: bytes  # model, dtype, layout: peers with different ones never exchange KV
+    num_host_blocks: int = 0  # that its host tier has room for
+    num_disk_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,10 @@ class WorkerStats:
     read_bytes_per_s: float
     event_seq: int = 0  # of the last KVEvents: shows that one was lost though none follows
     counters: dict[str, float] = field(default_factory=dict)  # totals since start, for metrics
+    host_read_bytes_per_s: float = 0.0  # from its host memory into the device
+    disk_read_bytes_per_s: float = 0.0  # from its disk into the device
+    num_host_blocks: int = 0  # that hold KV, of the host tier
+    num_disk_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +63,24 @@ class RouterUp:
 @dataclass(frozen=True, slots=True)
 class RouterDown:
     router: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRequest:
+    """To a worker: count what you hold. Answered by an `Audit` to `reply_to`."""
+
+    reply_to: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What a worker holds at one moment, and what of it would have to be gone if it were idle.
+
+    `counts` has `device.blocks` and its parts (`device.in_use`, `device.evictable`,
+    `device.blank`), for `host` and `disk` likewise `blocks`, `used` and `pinned`; then `transfers`
+    that have not settled and `leases` that have not ended."""
+
+    worker: NodeId
+    epoch: int
+    counts: dict[str, int]
+    left: tuple[str, ...] = ()  # one line each; empty if all is well

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.node import NodeId
+from engine.tier import DiskRecord, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,12 @@ class PeerConnected:
 
 @dataclass(frozen=True, slots=True)
 class ReadBlocks:
-    """Effect: READ block src[i] of `peer` into own block dst[i]. Always answered by `ReadDone`:
-    after `timeout_s` it is given up, and `ReadDone` comes once nothing can write to dst."""
+    """Effect: READ block src[i] of `peer`'s `src_tier` into own block dst[i] of `dst_tier`. Always
+    answered by `ReadDone`: after `timeout_s` it is given up, and `ReadDone` comes once nothing can
+    write to dst.
+
+    With the node's own name as `peer` (at its own epoch) blocks move between its own tiers; it need
+    not be connected. Only then may one of the tiers be the disk, the other being memory."""
 
     transfer_id: int
     peer: NodeId
@@ -40,6 +45,27 @@ class ReadBlocks:
     src: tuple[int, ...]
     dst: tuple[int, ...]
     timeout_s: float
+    src_tier: Tier = Tier.DEVICE
+    dst_tier: Tier = Tier.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class StoreIndex:
+    """Effect: change the index of the own disk store, in the order in which it was asked for
+    together with reads from and to the disk. `remove` goes first; a slot is removed before it is
+    written again, and put after it was written. Answered by `StoreFailed` if it failed."""
+
+    remove: tuple[int, ...] = ()  # slots
+    put: tuple[DiskRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """The disk store cannot be written (any more). What it holds may still be read, unless it is
+    `lost`: the store is empty."""
+
+    error: str
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +74,7 @@ class ReadDone:
 
     transfer_id: int
     error: str | None
-    checksums: tuple[int, ...] = ()  # of dst, in order, if there was no error
+    checksums: tuple[int, ...] = ()  # of the bytes in memory (dst, or src where dst is the disk)
     elapsed_s: float = 0.0
     num_bytes: int = 0
 
@@ -56,23 +82,34 @@ class ReadDone:
 class Agent(Protocol):
     """Moves whole blocks between pools. Calls block; the runtime calls them from one thread.
 
-    `pool` is the worker's KV memory: `[num_blocks, ...]`, contiguous, CPU or CUDA.
+    It is made with the worker's KV memory by tier: the device pool and perhaps a host arena, each
+    `[num_blocks, ...]`, contiguous, blocks of one size; the device pool on the CPU or a GPU.
     """
 
     def metadata(self) -> bytes:
-        """What a peer needs to read this agent's pool; opaque."""
+        """What a peer needs to read this agent's memory; opaque."""
         ...
 
     def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
-        """Prepare `peer` for reads. Raises AgentError."""
+        """Prepare `peer`, whose device pool has `num_blocks`, for reads. Raises AgentError."""
         ...
 
     def disconnect(self, peer: NodeId) -> None:
         """Forget `peer`; unknown names are ignored."""
         ...
 
-    def read(self, peer: NodeId, src: list[int], dst: list[int]) -> Any:
-        """Post a READ; returns a handle at once. Raises AgentError."""
+    def read(
+        self,
+        peer: NodeId,
+        src: list[int],
+        dst: list[int],
+        src_tier: Tier = Tier.DEVICE,
+        dst_tier: Tier = Tier.DEVICE,
+    ) -> Any:
+        """Post a READ of `peer`'s blocks `src` of `src_tier` into own blocks `dst` of `dst_tier`;
+        returns a handle at once. `peer` is the agent's own name where blocks move between its own
+        tiers. Where the two hold different heads, only common ones are written. Raises AgentError.
+        """
         ...
 
     def poll(self, handle: Any) -> bool:

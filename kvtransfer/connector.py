@@ -1,302 +1,343 @@
 """The consumer's side: which KV comes from elsewhere, and when it may be used.
 
-Life of a handoff here: expected (the request has arrived) -> started (destination blocks are
-allocated) -> reading, as the producer announces blocks -> confirming -> settled. Whatever goes
-wrong settles it too, with nothing read; then the worker computes the tokens itself.
+Life of an arrival here: expected (the request has come) -> started (destination blocks are
+allocated) -> reading, as blocks are known -> confirming, if a producer held them -> settled.
+Whatever goes wrong settles it too, with what is certain to be good; the worker computes the rest.
+One mechanism for all sources: a peer's pool, a peer's host memory, the own host memory and disk.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 
 from engine.config import WorkerConfig
+from engine.cost import Rate, blocks_worth_loading
 from engine.node import Effect, NodeId, Note, Send
-from engine.request import TokenLogprobs
 from engine.sequence import Sequence
-from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone
+from engine.tier import Tier
+from kvtransfer.agent import PeerConnected, ReadBlocks, ReadDone
+from kvtransfer.arrival import Arrival, Key, Mode, Offer, Read, Settled
 from kvtransfer.handoff import ConsumerEvent, ConsumerState, next_consumer
-from kvtransfer.messages import KVConnect, KVConnected, KVRead, KVReady, KVRefused, KVRelease
+from kvtransfer.messages import KVConnected, KVFetch, KVRead, KVReady, KVRefused, KVRelease
+from kvtransfer.peers import Peers, Reach
+from kvtransfer.tiers import Source, Tiers
 
 MAX_EARLY = 256  # handoffs announced before their request has come
-CONNECT_RETRY_S = 1.0
 CONFIRM_TIMEOUT_S = 5.0
-
-Key = tuple[str, int]  # (request_id, attempt)
-
-
-@dataclass(slots=True)
-class Handoff:
-    """One request's KV on its way here.
-
-    Invariant: `seq.num_reads == len(reads)`; block indices in `posted` have been or are being
-    read; blocks [0, first_missing) were in the prefix cache."""
-
-    seq: Sequence
-    producer: NodeId
-    deadline: float
-    state: ConsumerState = ConsumerState.WAITING
-    epoch: int | None = None  # of the producer that announced the blocks
-    lease: int | None = None  # under which it holds them
-    source: dict[int, tuple[int, int]] = field(default_factory=dict)  # index -> (block, checksum)
-    posted: set[int] = field(default_factory=set)
-    reads: dict[int, list[int]] = field(default_factory=dict)  # transfer id -> indices
-    first_missing: int = 0
-    final: bool = False
-    next_token: int | None = None
-    next_logprobs: TokenLogprobs | None = None
-    final_at: float = 0.0
-
-    @property
-    def key(self) -> Key:
-        return self.seq.key
-
-
-@dataclass(slots=True)
-class Peer:
-    epoch: int = -1
-    connected: bool = False
-    asked_at: float = float("-inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """A handoff has ended and nothing writes to its blocks. `ok`: all KV of the prompt is here."""
-
-    handoff: Handoff
-    ok: bool
+LEND_TIMEOUT_S = 2.0  # for the first word of a worker that is asked to lend; it computes nothing
+UNMEASURED_BYTES_PER_S = {Tier.HOST: 2e9, Tier.DISK: 0.5e9}
 
 
 class Connector:
-    """Owns the handoffs of one consumer and what it knows of its peers.
+    """Owns the arrivals of one worker. Its transfers have even numbers.
 
-    Invariant: a handoff is here until no transfer can write to its destination."""
+    Invariant: an arrival is here until no transfer can write to its destination; the sources that
+    it loads from are pinned as long."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, tiers: Tiers) -> None:
         self.config = config
-        self.handoffs: dict[Key, Handoff] = {}
-        self.peers: dict[NodeId, Peer] = {}
+        self.tiers = tiers
+        self.peers = Peers(config)
+        self.arrivals: dict[Key, Arrival] = {}
         self.settled: list[Settled] = []
-        self.failures: dict[str, int] = {}  # why handoffs failed -> how often
+        self.failures: dict[str, int] = {}  # why arrivals failed -> how often
+        self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
         self._early: OrderedDict[Key, list[KVReady]] = OrderedDict()
-        self._by_transfer: dict[int, Handoff] = {}
+        self._planned: dict[Key, list[Source]] = {}
+        self._by_transfer: dict[int, Arrival] = {}
         self._next_transfer_id = 0
+
+    @property
+    def num_reads(self) -> int:
+        return len(self._by_transfer)
 
     def take_settled(self) -> list[Settled]:
         settled, self.settled = self.settled, []
         return settled
 
-    def expect(self, now: float, seq: Sequence, producer: NodeId) -> list[Effect]:
+    def expect(self, now: float, seq: Sequence, mode: Mode, producer: NodeId) -> list[Effect]:
         """KV of `seq` is to come from `producer`; what it announced already is remembered."""
-        handoff = Handoff(seq, producer, now + self.config.handoff_timeout_s)
-        self.handoffs[seq.key] = handoff
+        patience_s = self.config.handoff_timeout_s if mode is Mode.HANDOFF else float("inf")
+        arrival = Arrival(seq, mode, producer, now + patience_s)
+        self.arrivals[seq.key] = arrival
         effects: list[Effect] = []
         for ready in self._early.pop(seq.key, ()):
             effects += self.on_ready(now, ready)
-        return effects + self._connect(now, producer)
+        return effects + self.peers.reach(now, producer, arrival.epoch)[1]
+
+    def plan(self, seq: Sequence, prefill_tokens_per_s: float) -> bool:
+        """Whether KV of `seq`, which has just got its blocks, comes from elsewhere. Decides what is
+        loaded from the own tiers rather than computed, and pins it."""
+        names = seq.names[seq.num_sealed : (len(seq.tokens) - 1) // self.config.block_size]
+        sources = self.tiers.find(names)
+        if sources:
+            compute_s = self.config.block_size / (prefill_tokens_per_s or 1e-9)
+            count = blocks_worth_loading((self._load_s(s.tier) for s in sources), compute_s)
+            sources = sources[:count]
+        if sources:
+            self.tiers.pin(sources)
+            self._planned[seq.key] = sources
+        return bool(sources) or seq.key in self.arrivals
 
     def start(self, now: float, seq: Sequence) -> list[Effect]:
         """`seq` has its blocks; the cached prefix among them is not read."""
-        handoff = self.handoffs[seq.key]
-        handoff.first_missing = seq.num_sealed
-        handoff.state = next_consumer(handoff.state, ConsumerEvent.START)
-        return self._advance(now, handoff)
+        own = self._planned.pop(seq.key, [])
+        arrival = self.arrivals.get(seq.key)
+        if arrival is None:
+            deadline = now + self.config.handoff_timeout_s
+            arrival = self.arrivals[seq.key] = Arrival(seq, Mode.LOAD, None, deadline)
+        arrival.own, arrival.first, arrival.started_at = own, seq.num_sealed, now
+        arrival.state = next_consumer(arrival.state, ConsumerEvent.START)
+        effects: list[Effect] = []
+        if arrival.mode is Mode.FETCH:
+            arrival.deadline = now + min(LEND_TIMEOUT_S, self.config.handoff_timeout_s)
+            effects += self._ask_to_lend(arrival)
+        seq.num_arriving = arrival.own_end
+        return effects + self._advance(now, arrival)
 
     def on_ready(self, now: float, ready: KVReady) -> list[Effect]:
         key = (ready.request_id, ready.attempt)
-        handoff = self.handoffs.get(key)
-        if handoff is None:
+        arrival = self.arrivals.get(key)
+        if arrival is None:
             self._early.setdefault(key, []).append(ready)
             if len(self._early) > MAX_EARLY:
                 self._early.popitem(last=False)
             return []
-        if handoff.state in (ConsumerState.DRAINING, ConsumerState.CONFIRMING):
+        late = arrival.state in (ConsumerState.DRAINING, ConsumerState.CONFIRMING)
+        if late or ready.producer != arrival.producer:
             return []
-        known = (handoff.producer, handoff.epoch, handoff.lease)
-        if handoff.epoch is not None and known != (ready.producer, ready.epoch, ready.lease):
-            return self.fail(handoff, "producer_changed")
-        handoff.epoch, handoff.lease = ready.epoch, ready.lease
-        handoff.deadline = now + self.config.handoff_timeout_s
+        if arrival.epoch is not None and (arrival.epoch, arrival.lease) != (
+            ready.epoch,
+            ready.lease,
+        ):
+            return self.fail(arrival, "producer_changed")
+        arrival.epoch, arrival.lease = ready.epoch, ready.lease
+        arrival.deadline = now + self.config.handoff_timeout_s
         blocks = zip(ready.block_ids, ready.checksums, strict=True)
-        for index, source in enumerate(blocks, start=ready.first):
-            handoff.source.setdefault(index, source)
+        for index, (block, checksum) in enumerate(blocks, start=ready.first):
+            arrival.offers.setdefault(index, Offer(ready.tier, block, checksum))
         if ready.final:
-            handoff.final = True
-            handoff.final_at = now
-            handoff.next_token = ready.next_token
-            handoff.next_logprobs = ready.next_logprobs
-        return self._advance(now, handoff)
+            arrival.final = True
+            arrival.final_at = now
+            arrival.next_token = ready.next_token
+            arrival.next_logprobs = ready.next_logprobs
+        return self._advance(now, arrival)
 
-    def on_connected(self, now: float, message: KVConnected) -> list[Effect]:
-        if message.fingerprint != self.config.fingerprint:
-            effects: list[Effect] = [
-                Note(
-                    "error",
-                    "kv_incompatible_peer",
-                    f"{message.producer} serves another model, dtype or KV layout (fingerprint"
-                    f" {message.fingerprint.hex()[:16]}, here"
-                    f" {self.config.fingerprint.hex()[:16]}): no KV is exchanged with it",
-                )
-            ]
-            return effects + self._fail_handshakes(message.producer, "incompatible_peer")
-        peer = self.peers.setdefault(message.producer, Peer())
-        if message.epoch < peer.epoch or (message.epoch == peer.epoch and peer.connected):
-            return []
-        peer.epoch, peer.connected = message.epoch, False
-        return [ConnectPeer(message.producer, message.epoch, message.num_blocks, message.metadata)]
+    def on_connected(self, message: KVConnected) -> list[Effect]:
+        fits, effects = self.peers.on_connected(message)
+        return effects if fits else effects + self._unreachable(message.producer, "incompatible")
 
     def on_peer_connected(self, now: float, message: PeerConnected) -> list[Effect]:
-        peer = self.peers.get(message.peer)
-        if peer is None or peer.epoch != message.epoch:
-            return []
-        if message.error is not None:
-            note = Note("warning", "kv_connect_failed", f"{message.peer}: {message.error}")
-            return [note, *self._fail_handshakes(message.peer, "connect_failed")]
-        peer.connected = True
-        effects: list[Effect] = []
-        for handoff in list(self.handoffs.values()):
-            if handoff.producer == message.peer:
-                effects += self._advance(now, handoff)
+        connected, effects = self.peers.on_peer_connected(message)
+        if connected is False:
+            return effects + self._unreachable(message.peer, "connect_failed")
+        if connected:
+            for arrival in list(self.arrivals.values()):
+                if arrival.producer == message.peer:
+                    effects += self._advance(now, arrival)
         return effects
 
     def on_read_done(self, now: float, done: ReadDone) -> list[Effect]:
-        handoff = self._by_transfer.pop(done.transfer_id)
-        indices = handoff.reads.pop(done.transfer_id)
-        handoff.seq.num_reads -= 1
-        if handoff.state is ConsumerState.DRAINING:
-            if not handoff.reads:
-                self._settle(handoff, ConsumerEvent.DONE)
+        arrival = self._by_transfer.pop(done.transfer_id)
+        read = arrival.reads.pop(done.transfer_id)
+        arrival.seq.num_reads -= 1
+        if done.error is None and now > read.posted_at:
+            self.read_bytes_per_s[read.tier].add(done.num_bytes, now - read.posted_at)
+        if arrival.state is ConsumerState.DRAINING:
+            if not arrival.reads:
+                self._settle(arrival, ConsumerEvent.DONE)
             return []
+        effects: list[Effect] = []
         if done.error is not None:
-            note = Note("warning", "kv_read_failed", f"{handoff.producer}: {done.error}")
-            return [note, *self.fail(handoff, "read_failed")]
-        expected = [handoff.source[index][1] for index in indices]
-        if list(done.checksums) != expected:
-            note = Note(
-                "error",
-                "kv_checksum_mismatch",
-                f"KV of {handoff.seq.request_id} from {handoff.producer} does not have the bytes"
-                " that were sent; it is computed again",
-            )
-            return [note, *self.fail(handoff, "checksum_mismatch")]
-        return self._advance(now, handoff)
+            source = arrival.producer if read.tier is None else f"the own {read.tier} tier"
+            effects.append(Note("warning", "kv_read_failed", f"{source}: {done.error}"))
+            bad = read.indices
+        else:
+            sums = zip(read.indices, done.checksums, strict=True)
+            bad = [index for index, value in sums if value != arrival.checksum(index)]
+            if bad:
+                effects.append(self._mismatch(arrival, read, len(bad)))
+        arrival.good.update(set(read.indices) - set(bad))
+        if bad and read.tier is not None:
+            for index in bad:
+                self.tiers.discard(arrival.own[index - arrival.first])
+        why = "read_failed" if done.error is not None else "checksum_mismatch"
+        # The prefix up to a bad block of the own tiers is still of use; a producer's is not.
+        if bad and (read.tier is None or arrival.mode is Mode.HANDOFF):
+            return effects + self.fail(arrival, why)
+        if bad:
+            self._count_failure(why)
+        return effects + self._advance(now, arrival)
 
     def on_confirmed(self, key: Key) -> None:
-        handoff = self.handoffs.get(key)
-        if handoff is not None and handoff.state is ConsumerState.CONFIRMING:
-            self._settle(handoff, ConsumerEvent.CONFIRMED)
+        arrival = self.arrivals.get(key)
+        if arrival is not None and arrival.state is ConsumerState.CONFIRMING:
+            self._settle(arrival, ConsumerEvent.CONFIRMED)
 
     def on_refused(self, message: KVRefused) -> list[Effect]:
-        handoff = self.handoffs.get((message.request_id, message.attempt))
-        if handoff is None or handoff.state is not ConsumerState.CONFIRMING:
+        arrival = self.arrivals.get((message.request_id, message.attempt))
+        if arrival is None or arrival.state is not ConsumerState.CONFIRMING:
             return []
         self._count_failure("refused")
-        self._settle(handoff, ConsumerEvent.REFUSED)
+        self._settle(arrival, ConsumerEvent.REFUSED)
         return []
 
-    def fail(self, handoff: Handoff, why: str) -> list[Effect]:
-        """Give `handoff` up. It settles now, or when its last transfer has."""
-        if handoff.state is ConsumerState.DRAINING:
+    def fail(self, arrival: Arrival, why: str) -> list[Effect]:
+        """Give `arrival` up. It settles now, or when its last transfer has."""
+        if arrival.state is ConsumerState.DRAINING:
             return []
         self._count_failure(why)
-        if handoff.reads:
-            handoff.state = next_consumer(handoff.state, ConsumerEvent.CANCEL)
-        elif handoff.state is ConsumerState.READING:
-            self._settle(handoff, ConsumerEvent.ERROR)
+        if arrival.reads:
+            arrival.state = next_consumer(arrival.state, ConsumerEvent.CANCEL)
+        elif arrival.state is ConsumerState.READING:
+            self._settle(arrival, ConsumerEvent.ERROR)
         else:
-            self._settle(handoff, ConsumerEvent.CANCEL)
-        return [Send(handoff.producer, KVRelease(*handoff.key))]
+            self._settle(arrival, ConsumerEvent.CANCEL)
+        return [Send(arrival.producer, KVRelease(*arrival.key))] if arrival.producer else []
 
     def tick(self, now: float) -> list[Effect]:
         """Time out what has had no news; ask again those who have not answered."""
         effects: list[Effect] = []
-        for handoff in list(self.handoffs.values()):
-            if now >= handoff.deadline:
-                effects += self.fail(handoff, f"timeout_{handoff.state}")
-            elif handoff.state is ConsumerState.HANDSHAKING:
-                effects += self._advance(now, handoff)
+        for arrival in list(self.arrivals.values()):
+            if now >= arrival.deadline:
+                effects += self.fail(arrival, f"timeout_{arrival.state}")
+            elif arrival.state in (ConsumerState.HANDSHAKING, ConsumerState.READING):
+                effects += self._advance(now, arrival)
         return effects
 
-    def _advance(self, now: float, handoff: Handoff) -> list[Effect]:
-        if handoff.state is ConsumerState.HANDSHAKING and handoff.epoch is not None:
-            peer = self.peers.get(handoff.producer, Peer())
-            if not peer.connected or peer.epoch < handoff.epoch:
-                return self._connect(now, handoff.producer)
-            if peer.epoch > handoff.epoch:
-                return self.fail(handoff, "producer_changed")
-            handoff.state = next_consumer(handoff.state, ConsumerEvent.READY)
-        if handoff.state is not ConsumerState.READING:
-            return []
-        effects = self._post_reads(handoff)
-        needed = set(range(handoff.first_missing, len(handoff.seq.block_ids)))
-        if handoff.final and not handoff.reads and needed <= handoff.posted:
-            handoff.state = next_consumer(handoff.state, ConsumerEvent.DONE)
-            effects += self._ask_confirmation(now, handoff)
-        return effects
-
-    def _ask_confirmation(self, now: float, handoff: Handoff) -> list[Effect]:
-        handoff.deadline = now + CONFIRM_TIMEOUT_S
-        assert handoff.lease is not None
-        read = KVRead(*handoff.key, consumer=self.config.node_id, lease=handoff.lease)
-        return [Send(handoff.producer, read)]
-
-    def _post_reads(self, handoff: Handoff) -> list[Effect]:
-        blocks = handoff.seq.block_ids
-        todo = [
-            index
-            for index in sorted(handoff.source)
-            if handoff.first_missing <= index < len(blocks) and index not in handoff.posted
-        ]
-        if not todo:
-            return []
-        assert handoff.epoch is not None
-        transfer_id = self._next_transfer_id
-        self._next_transfer_id += 1
-        handoff.posted.update(todo)
-        handoff.reads[transfer_id] = todo
-        handoff.seq.num_reads += 1
-        self._by_transfer[transfer_id] = handoff
-        return [
-            ReadBlocks(
-                transfer_id=transfer_id,
-                peer=handoff.producer,
-                epoch=handoff.epoch,
-                src=tuple(handoff.source[index][0] for index in todo),
-                dst=tuple(blocks[index] for index in todo),
-                timeout_s=self.config.read_timeout_s,
-            )
-        ]
-
-    def _connect(self, now: float, producer: NodeId) -> list[Effect]:
-        """Ask `producer` how to read its pool, unless that is known or was asked just now."""
-        peer = self.peers.setdefault(producer, Peer())
-        wanted = [h.epoch for h in self.handoffs.values() if h.producer == producer and h.epoch]
-        if peer.connected and peer.epoch >= max(wanted, default=-1):
-            return []
-        if now - peer.asked_at < CONNECT_RETRY_S:
-            return []
-        peer.asked_at = now
-        return [Send(producer, KVConnect(self.config.node_id, self.config.fingerprint))]
-
-    def _fail_handshakes(self, producer: NodeId, why: str) -> list[Effect]:
+    def _advance(self, now: float, arrival: Arrival) -> list[Effect]:
+        """Post what can be read; confirm or settle when all is here."""
         effects: list[Effect] = []
-        for handoff in list(self.handoffs.values()):
-            waits = handoff.state in (ConsumerState.WAITING, ConsumerState.HANDSHAKING)
-            if handoff.producer == producer and waits:
-                effects += self.fail(handoff, why)
+        reach = Reach.CONNECTED if arrival.producer is None else Reach.WAITING
+        if arrival.producer is not None and arrival.epoch is not None:
+            reach, effects = self.peers.reach(now, arrival.producer, arrival.epoch)
+            if reach is Reach.CHANGED and arrival.state is not ConsumerState.WAITING:
+                return self.fail(arrival, "producer_changed")
+        if arrival.state is ConsumerState.HANDSHAKING and (arrival.own or reach is Reach.CONNECTED):
+            arrival.state = next_consumer(arrival.state, ConsumerEvent.READY)
+        if arrival.state is not ConsumerState.READING:
+            return effects
+        effects += self._post_own(now, arrival)
+        if arrival.producer is not None and reach is Reach.CONNECTED:
+            effects += self._post_offers(now, arrival)
+        if arrival.has_all:
+            arrival.state = next_consumer(arrival.state, ConsumerEvent.DONE)
+            if arrival.mode is not Mode.HANDOFF and not arrival.offers:
+                self._settle(arrival, ConsumerEvent.CONFIRMED)  # own blocks: they were pinned
+            else:
+                effects += self._ask_confirmation(now, arrival)
         return effects
 
-    def _settle(self, handoff: Handoff, event: ConsumerEvent) -> None:
-        assert not handoff.reads
-        handoff.state = next_consumer(handoff.state, event)
-        del self.handoffs[handoff.key]
-        self.settled.append(Settled(handoff, handoff.state is ConsumerState.DONE))
+    def _ask_confirmation(self, now: float, arrival: Arrival) -> list[Effect]:
+        arrival.deadline = now + CONFIRM_TIMEOUT_S
+        assert arrival.lease is not None
+        assert arrival.producer is not None
+        read = KVRead(*arrival.key, consumer=self.config.node_id, lease=arrival.lease)
+        return [Send(arrival.producer, read)]
+
+    def _ask_to_lend(self, arrival: Arrival) -> list[Effect]:
+        assert arrival.producer is not None
+        seq = arrival.seq
+        names = tuple(seq.names[arrival.own_end : (len(seq.tokens) - 1) // self.config.block_size])
+        fetch = KVFetch(*arrival.key, self.config.node_id, arrival.own_end, names)
+        return [Send(arrival.producer, fetch)]
+
+    def _post_own(self, now: float, arrival: Arrival) -> list[Effect]:
+        effects: list[Effect] = []
+        for tier in (Tier.HOST, Tier.DISK):
+            todo = [
+                index
+                for index, source in enumerate(arrival.own, start=arrival.first)
+                if source.tier is tier and index not in arrival.posted
+            ]
+            if todo:
+                slots = tuple(arrival.own[index - arrival.first].slot for index in todo)
+                effects.append(self._post(now, arrival, todo, tier, tier, slots))
+        return effects
+
+    def _post_offers(self, now: float, arrival: Arrival) -> list[Effect]:
+        effects: list[Effect] = []
+        for tier in (Tier.DEVICE, Tier.HOST):
+            todo = [
+                index
+                for index in sorted(arrival.offers)
+                if arrival.offers[index].tier is tier
+                and arrival.own_end <= index < len(arrival.seq.block_ids)
+                and index not in arrival.posted
+            ]
+            if todo:
+                blocks = tuple(arrival.offers[index].block for index in todo)
+                effects.append(self._post(now, arrival, todo, None, tier, blocks))
+        return effects
+
+    def _post(
+        self,
+        now: float,
+        arrival: Arrival,
+        indices: list[int],
+        own_tier: Tier | None,
+        src_tier: Tier,
+        src: tuple[int, ...],
+    ) -> ReadBlocks:
+        transfer_id = self._next_transfer_id
+        self._next_transfer_id += 2
+        arrival.posted.update(indices)
+        arrival.reads[transfer_id] = Read(indices, own_tier, now)
+        arrival.seq.num_reads += 1
+        self._by_transfer[transfer_id] = arrival
+        is_own = own_tier is not None
+        peer = self.config.node_id if is_own else arrival.producer
+        epoch = self.config.epoch if is_own else arrival.epoch
+        assert peer is not None
+        assert epoch is not None
+        return ReadBlocks(
+            transfer_id=transfer_id,
+            peer=peer,
+            epoch=epoch,
+            src=src,
+            dst=tuple(arrival.seq.block_ids[index] for index in indices),
+            timeout_s=self.config.read_timeout_s,
+            src_tier=src_tier,
+        )
+
+    def _load_s(self, tier: Tier) -> float:
+        """Seconds that a block takes from `tier` into device memory."""
+        rate = self.read_bytes_per_s[tier].value or UNMEASURED_BYTES_PER_S[tier]
+        return self.config.bytes_per_block / rate
+
+    def _mismatch(self, arrival: Arrival, read: Read, count: int) -> Note:
+        source = arrival.producer if read.tier is None else f"the own {read.tier} tier"
+        return Note(
+            "error",
+            "kv_checksum_mismatch",
+            f"{count} KV blocks of {arrival.seq.request_id} from {source} do not have the bytes"
+            " that were stored or sent; they are computed again",
+        )
+
+    def _unreachable(self, producer: NodeId, why: str) -> list[Effect]:
+        effects: list[Effect] = []
+        for arrival in list(self.arrivals.values()):
+            if arrival.producer == producer and all(i < arrival.own_end for i in arrival.posted):
+                effects += self.fail(arrival, why)
+        return effects
+
+    def _settle(self, arrival: Arrival, event: ConsumerEvent) -> None:
+        assert not arrival.reads
+        arrival.state = next_consumer(arrival.state, event)
+        del self.arrivals[arrival.key]
+        self.tiers.unpin(arrival.own)
+        done = arrival.state is ConsumerState.DONE
+        end = arrival.good_end(trust_producer=done)
+        complete = done and arrival.mode is Mode.HANDOFF
+        self.settled.append(Settled(arrival, end, complete))
 
     def _count_failure(self, why: str) -> None:
         self.failures[why] = self.failures.get(why, 0) + 1
 
     def check_idle(self) -> list[str]:
-        left = [f"handoff {h.key} is {h.state}" for h in self.handoffs.values()]
+        left = [f"arrival {a.key} is {a.state}" for a in self.arrivals.values()]
         if self._by_transfer:
             left.append(f"transfers {sorted(self._by_transfer)} are live")
+        if self._planned:
+            left.append(f"loads of {sorted(self._planned)} are planned and not begun")
         return left

@@ -1,74 +1,59 @@
-"""Performs a worker's effects on the model and on the transfer agent, and answers each one once.
+"""Performs a worker's effects on the model, on a transfer agent and on the disk store.
 
 Life of a read: posted; polled until it is done, has failed or is out of time; released, as often
 as the agent needs to say that nothing writes to its destination any more; checksummed if it was
-good; answered. `WorkerExecutor` holds the reads, `TransferLoop` is the thread that drives them and
-owns the agent. Steps run in the host's model thread.
+good; answered. `TransferExecutor` holds the reads of one agent, `kvtransfer.transfer_loop` is the
+thread that drives them. Steps run in the host's model thread.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.node import NodeId
 from engine.step import Sampled, Step, StepDone
-from kvtransfer.agent import Agent, AgentError, ConnectPeer, PeerConnected, ReadBlocks, ReadDone
+from engine.tier import Tier
+from kvtransfer.agent import (
+    Agent,
+    AgentError,
+    ConnectPeer,
+    PeerConnected,
+    ReadBlocks,
+    ReadDone,
+    StoreFailed,
+    StoreIndex,
+)
 from kvtransfer.checksum import BlockBytes, checksum_blocks
+from kvtransfer.store import DiskStore, StoreError
 
 logger = logging.getLogger(__name__)
 
-Request = ConnectPeer | ReadBlocks
-Answer = PeerConnected | ReadDone
+Clock = Callable[[], float]
 Corrupt = Callable[[ReadBlocks, Any], None]
 
-SPINS = 20
-"""Polls without a pause after something happened: a read within one host is done in as many."""
-FIRST_WAIT_S = 20e-6
-MAX_WAIT_S = 500e-6
-IDLE_WAIT_S = 1.0
+SETTLE_POLL_S = 500e-6
+STORE_CHECK_BUSY_S = 1.0
+STORE_CHECK_IDLE_S = 5.0
 
 
-@dataclass(slots=True)
-class _Read:
-    request: ReadBlocks
-    handle: Any
-    started: float
-    error: str | None = None  # given up for this reason, and not settled yet
-
-
-class WorkerExecutor:
-    """Blocking calls for the host's threads: `execute` from the model thread; all others from the
-    one thread that owns the agent.
-
-    Invariant: a read is in `_reads` from `post` until the agent has released its handle, and
-    leaves with its only ReadDone.
-    """
+class StepExecutor:
+    """Runs steps, one at a time, from the model thread."""
 
     def __init__(
         self,
         run_step: Callable[[Step], StepDone],
-        agent: Agent,
         pool_bytes: BlockBytes,
         *,
-        corrupt: Corrupt | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
-        """`pool_bytes`: the worker's pool, `[num_blocks, bytes_per_block]`. `corrupt`
-        is called with every good read before its checksums, to inject faults."""
+        """`pool_bytes`: the worker's device pool, `[num_blocks, bytes_per_block]`."""
         self._run_step = run_step
-        self._agent = agent
         self._pool_bytes = pool_bytes
-        self._corrupt = corrupt
         self._clock = clock
-        self._epochs: dict[NodeId, int] = {}
-        self._reads: dict[int, _Read] = {}
-        self._answered: list[ReadDone] = []  # by `post` itself, for the next `poll_reads`
 
     def execute(self, step: Step) -> StepDone:
         """Run the step, then checksum `step.checksum_blocks`. An exception becomes the error."""
@@ -81,6 +66,46 @@ class WorkerExecutor:
             sampled: list[Sampled | None] = [None] * len(step.seqs)
             return StepDone(step.step_id, sampled, error=_one_line(error))
         return replace(done, checksums=checksums, elapsed_s=self._clock() - started)
+
+
+@dataclass(slots=True)
+class _Read:
+    request: ReadBlocks
+    handle: Any
+    started: float
+    checksums: tuple[int, ...] | None  # taken before it was posted: of what goes to disk
+    error: str | None = None  # given up for this reason, and not settled yet
+
+
+class TransferExecutor:
+    """Blocking calls on one agent, from the one thread that owns it.
+
+    Invariant: a read is in `_reads` from `post` until the agent has released its handle, and
+    leaves with its only ReadDone.
+    """
+
+    def __init__(
+        self,
+        node: NodeId,
+        epoch: int,
+        agent: Agent,
+        pools: Mapping[Tier, BlockBytes],
+        *,
+        corrupt: Corrupt | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`pools`: the worker's own memory, tier by tier, `[num_blocks, bytes_per_block]` each.
+        `corrupt` is called with every good read into memory, and the pool that it went to, before
+        its checksums are taken: to inject faults."""
+        self._node = node
+        self._agent = agent
+        self._pools = pools
+        self._corrupt = corrupt
+        self._clock = clock
+        self._own_epoch = epoch
+        self._epochs: dict[NodeId, int] = {}
+        self._reads: dict[int, _Read] = {}
+        self._answered: list[ReadDone] = []  # by `post` itself, for the next `poll_reads`
 
     def connect(self, request: ConnectPeer) -> PeerConnected:
         self._epochs.pop(request.peer, None)
@@ -96,14 +121,14 @@ class WorkerExecutor:
         assert request.transfer_id not in self._reads, request.transfer_id
         started = self._clock()
         try:
-            handle = self._begin(request)
+            read = self._begin(request, started)
         except Exception as error:
-            self._answered.append(_failed(request, _one_line(error), self._clock() - started))
+            self._answered.append(failed_read(request, _one_line(error), self._clock() - started))
             return
-        if handle is None:
+        if read is None:
             self._answered.append(ReadDone(request.transfer_id, None))
         else:
-            self._reads[request.transfer_id] = _Read(request, handle, started)
+            self._reads[request.transfer_id] = read
 
     def poll_reads(self) -> list[ReadDone]:
         """The reads that have settled since the last call. Does not wait."""
@@ -127,23 +152,45 @@ class WorkerExecutor:
         done = self.poll_reads()
         deadline = self._clock() + timeout_s
         while self._reads and self._clock() < deadline:
-            time.sleep(MAX_WAIT_S)
+            time.sleep(SETTLE_POLL_S)
             done += self.poll_reads()
         self._agent.close()
         done += [self._given_up(read) for read in self._reads.values()]
         self._reads.clear()
         return done
 
-    def _begin(self, request: ReadBlocks) -> Any | None:
-        """The handle; None if there is nothing to move."""
-        epoch = self._epochs.get(request.peer)
+    def _begin(self, request: ReadBlocks, started: float) -> _Read | None:
+        """None if there is nothing to move."""
+        own = request.peer == self._node
+        epoch = self._own_epoch if own else self._epochs.get(request.peer)
         if epoch != request.epoch:
             raise AgentError(
-                f"read from {request.peer} at epoch {request.epoch}: connected to epoch {epoch}"
+                f"read from {request.peer} at epoch {request.epoch}:"
+                f" {'this is' if own else 'connected to'} epoch {epoch}"
             )
+        self._check_tiers(request, own)
         if not request.src and not request.dst:
             return None
-        return self._agent.read(request.peer, list(request.src), list(request.dst))
+        checksums = None
+        if request.dst_tier is Tier.DISK:
+            checksums = tuple(checksum_blocks(self._pools[request.src_tier], request.src))
+        handle = self._agent.read(
+            request.peer,
+            list(request.src),
+            list(request.dst),
+            src_tier=request.src_tier,
+            dst_tier=request.dst_tier,
+        )
+        return _Read(request, handle, started, checksums)
+
+    def _check_tiers(self, request: ReadBlocks, own: bool) -> None:
+        """Raises AgentError for tiers between which this executor cannot move anything."""
+        tiers = (request.src_tier, request.dst_tier)
+        if Tier.DISK in tiers and (not own or tiers[0] is tiers[1]):
+            raise AgentError(f"read from {request.peer}: {tiers[0]} to {tiers[1]} is not possible")
+        for tier in tiers if own else tiers[1:]:
+            if tier is not Tier.DISK and tier not in self._pools:
+                raise AgentError(f"read from {request.peer}: {self._node} has no {tier} memory")
 
     def _advance(self, read: _Read) -> ReadDone | None:
         """The answer, once the read has settled."""
@@ -167,128 +214,75 @@ class WorkerExecutor:
         """The answer to a good read; None if its handle cannot be released yet."""
         if not self._agent.release(read.handle):
             return None
-        request = read.request
-        if self._corrupt is not None:
-            self._corrupt(request, self._pool_bytes)
-        checksums = tuple(checksum_blocks(self._pool_bytes, request.dst))
+        request, checksums = read.request, read.checksums
+        memory = request.src_tier if request.dst_tier is Tier.DISK else request.dst_tier
+        pool = self._pools[memory]
+        if checksums is None:
+            if self._corrupt is not None:
+                self._corrupt(request, pool)
+            checksums = tuple(checksum_blocks(pool, request.dst))
         return ReadDone(
             transfer_id=request.transfer_id,
             error=None,
             checksums=checksums,
             elapsed_s=self._clock() - read.started,
-            num_bytes=len(request.dst) * self._pool_bytes.shape[1],
+            num_bytes=len(request.dst) * pool.shape[1],
         )
 
     def _given_up(self, read: _Read) -> ReadDone:
         assert read.error is not None
-        return _failed(read.request, read.error, self._clock() - read.started)
+        return failed_read(read.request, read.error, self._clock() - read.started)
 
 
-class TransferLoop:
-    """The thread that owns a WorkerExecutor's agent. Owned by the worker's host.
+class StoreExecutor:
+    """Blocking calls on the disk store, from the one thread that owns it."""
 
-    Invariant: each submitted request is answered through `on_done` exactly once. At most
-    `max_outstanding` are unanswered; one more is refused, which is its answer.
-    """
+    def __init__(self, store: DiskStore, *, clock: Clock = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._check_at = clock() + STORE_CHECK_IDLE_S
 
-    def __init__(
-        self,
-        executor: WorkerExecutor,
-        on_done: Callable[[Answer], None],
-        *,
-        max_outstanding: int = 1024,
-        name: str = "kv-transfer",
-    ) -> None:
-        """`on_done` is called from this loop's thread, or from `submit` for a refusal; it must
-        not block."""
-        self._executor = executor
-        self._on_done = on_done
-        self._max_outstanding = max_outstanding
-        self._lock = threading.Lock()  # guards _outstanding and _closed
-        self._outstanding = 0
-        self._closed = False
-        self._requests: queue.SimpleQueue[Request | float] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, request: Request) -> None:
-        """From any thread; does not wait."""
-        with self._lock:
-            refusal = None
-            if self._closed:
-                refusal = "the worker shuts down"
-            elif self._outstanding >= self._max_outstanding:
-                refusal = f"{self._outstanding} transfers are outstanding, the most allowed"
-            else:
-                self._outstanding += 1
-                self._requests.put(request)
-        if refusal is not None:
-            self._on_done(_refused(request, refusal))
-
-    def close(self, timeout_s: float = 5.0) -> bool:
-        """Refuse what is new, give up what runs, answer everything, close the agent, and end the
-        thread. False if it has not ended after twice `timeout_s`."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._requests.put(timeout_s)
-        self._thread.join(2 * timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        quiet = 0  # polls since something happened
-        while True:
-            request = self._next(_wait_s(quiet) if self._executor.audit() else IDLE_WAIT_S)
-            if isinstance(request, float | int):
-                break  # the time that `close` allows; every request came before it
-            quiet += 1
-            if request is not None:
-                self._begin(request)
-                quiet = 0
-            for answer in self._executor.poll_reads():
-                self._answer(answer)
-                quiet = 0
-        for answer in self._executor.close(request):
-            self._answer(answer)
-
-    def _next(self, wait_s: float) -> Request | float | None:
+    def update(self, change: StoreIndex) -> StoreFailed | None:
         try:
-            return self._requests.get(wait_s > 0, wait_s)
-        except queue.Empty:
+            self._store.update(change)
+        except Exception as error:
+            return StoreFailed(_one_line(error))
+        return None
+
+    def check(self, busy: bool) -> StoreFailed | None:
+        """Look after the store if it is time to, sooner while it is `busy`. What is wrong is told
+        once, and again only after it has changed."""
+        now = self._clock()
+        if busy:
+            self._check_at = min(self._check_at, now + STORE_CHECK_BUSY_S)
+        if now < self._check_at:
             return None
+        self._check_at = now + STORE_CHECK_IDLE_S
+        recreated = self._store.counters["recreated"]
+        try:
+            news = self._store.check()
+        except Exception as error:
+            return StoreFailed(_one_line(error))
+        if news is None:
+            return None
+        logger.warning("%s", news)
+        if self._store.counters["recreated"] > recreated:
+            return StoreFailed(news, lost=True)
+        return StoreFailed(news) if self._store.in_trouble else None
 
-    def _begin(self, request: Request) -> None:
-        if isinstance(request, ConnectPeer):
-            self._answer(self._executor.connect(request))
-        else:
-            self._executor.post(request)
-
-    def _answer(self, answer: Answer) -> None:
-        with self._lock:
-            self._outstanding -= 1
-        self._on_done(answer)
-
-
-def _wait_s(quiet: int) -> float:
-    """How long to wait for a request before the next poll: nothing at first, then doubling."""
-    if quiet < SPINS:
-        return 0.0
-    doublings = min(quiet - SPINS, 10)  # any more is beyond MAX_WAIT_S, or a float
-    return min(MAX_WAIT_S, FIRST_WAIT_S * 2.0**doublings)
-
-
-def _refused(request: Request, reason: str) -> Answer:
-    if isinstance(request, ConnectPeer):
-        return PeerConnected(request.peer, request.epoch, reason)
-    return _failed(request, reason, 0.0)
+    def close(self) -> None:
+        try:
+            self._store.close()
+        except Exception as error:
+            logger.warning("the disk store was not closed properly: %s", _one_line(error))
 
 
-def _failed(request: ReadBlocks, error: str, elapsed_s: float) -> ReadDone:
+def failed_read(request: ReadBlocks, error: str, elapsed_s: float = 0.0) -> ReadDone:
     return ReadDone(request.transfer_id, error, elapsed_s=elapsed_s)
 
 
 def _one_line(error: Exception) -> str:
     lines = str(error).splitlines()
-    if isinstance(error, AgentError) and lines:
+    if isinstance(error, AgentError | StoreError) and lines:
         return lines[0]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

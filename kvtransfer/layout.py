@@ -19,8 +19,44 @@ FINGERPRINT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
+class HeadShare:
+    """What the blocks of one tensor-parallel rank hold: of each plane, one run of heads.
+
+    Valid if `size` divides `num_heads` and `rank` is below it."""
+
+    rank: int
+    size: int  # tensor-parallel size
+    num_heads: int  # KV heads of the model, over all ranks
+    num_planes: int  # k and v of each layer
+    bytes_per_head: int  # of one plane of one block
+
+    @property
+    def is_valid(self) -> bool:
+        positive = min(self.size, self.num_heads, self.num_planes, self.bytes_per_head) > 0
+        return positive and 0 <= self.rank < self.size and self.num_heads % self.size == 0
+
+    @property
+    def heads(self) -> range:
+        share = self.num_heads // self.size
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.num_planes * len(self.heads) * self.bytes_per_head
+
+
+@dataclass(frozen=True, slots=True)
+class CopySpan:
+    """A run of bytes that two ranks share: offsets in a block of each."""
+
+    src: int
+    dst: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Byte offsets in a pool of `spec`; every span is `(offset, length)` in bytes."""
+    """Byte offsets in a pool of `spec`."""
 
     spec: KVSpec
 
@@ -29,27 +65,49 @@ class BlockLayout:
         return self.spec.bytes_per_block
 
     def span(self, block_id: int) -> tuple[int, int]:
-        """The block, from the start of the pool."""
+        """`(offset, length)` of the block, from the start of the pool."""
         assert block_id >= 0, block_id
         return block_id * self.bytes_per_block, self.bytes_per_block
 
-    def heads(self, rank: int, tp_size: int) -> range:
-        """KV heads of a tensor-parallel rank. `num_kv_heads` is a multiple of `tp_size`."""
-        assert 0 <= rank < tp_size, (rank, tp_size)
-        assert self.spec.num_kv_heads % tp_size == 0, (self.spec.num_kv_heads, tp_size)
-        share = self.spec.num_kv_heads // tp_size
-        return range(rank * share, (rank + 1) * share)
-
-    def rank_spans(self, rank: int, tp_size: int) -> list[tuple[int, int]]:
-        """The rank's share of a block, from the start of the block: one span per plane, that is
-        `2 * num_layers`, in order of (layer, k before v)."""
+    def share(self, rank: int, tp_size: int) -> HeadShare:
+        """Of a tensor-parallel rank. `num_kv_heads` is a multiple of `tp_size`."""
         spec = self.spec
-        head = spec.block_size * spec.head_dim * DTYPE_BYTES[spec.dtype]
-        plane = spec.num_kv_heads * head
-        heads = self.heads(rank, tp_size)
-        return [
-            (i * plane + heads.start * head, len(heads) * head) for i in range(2 * spec.num_layers)
-        ]
+        share = HeadShare(
+            rank=rank,
+            size=tp_size,
+            num_heads=spec.num_kv_heads,
+            num_planes=2 * spec.num_layers,
+            bytes_per_head=spec.block_size * spec.head_dim * DTYPE_BYTES[spec.dtype],
+        )
+        assert share.is_valid, share
+        return share
+
+
+def head_overlap(src: HeadShare, dst: HeadShare) -> tuple[CopySpan, ...]:
+    """What a block of `src` has that a block of `dst` wants, in ascending order: the whole block
+    if both hold the same heads, else one span per plane, and nothing if no head is common.
+
+    Both are of one model: same planes, same heads, same bytes per head."""
+    assert (src.num_heads, src.num_planes, src.bytes_per_head) == (
+        dst.num_heads,
+        dst.num_planes,
+        dst.bytes_per_head,
+    ), (src, dst)
+    if src.heads == dst.heads:
+        return (CopySpan(0, 0, src.bytes_per_block),)
+    first = max(src.heads.start, dst.heads.start)
+    count = min(src.heads.stop, dst.heads.stop) - first
+    if count <= 0:
+        return ()
+    head = src.bytes_per_head
+    return tuple(
+        CopySpan(
+            src=(plane * len(src.heads) + first - src.heads.start) * head,
+            dst=(plane * len(dst.heads) + first - dst.heads.start) * head,
+            length=count * head,
+        )
+        for plane in range(src.num_planes)
+    )
 
 
 def fingerprint(model: bytes, spec: KVSpec, version: int = LAYOUT_VERSION) -> bytes:
@@ -63,3 +121,13 @@ def fingerprint(model: bytes, spec: KVSpec, version: int = LAYOUT_VERSION) -> by
     )
     data = shape.encode() + model
     return blake2b(data, digest_size=FINGERPRINT_BYTES, person=b"kvrelay-layout").digest()
+
+
+def compatibility(model: bytes, spec: KVSpec) -> tuple[tuple[str, str], ...]:
+    """What `fingerprint` is made of, field by field, for people: it says how two workers differ."""
+    fields = ("dtype", "num_layers", "num_kv_heads", "head_dim", "block_size")
+    return (
+        ("model", model.hex()[:12]),
+        ("layout", str(LAYOUT_VERSION)),
+        *((name, str(getattr(spec, name))) for name in fields),
+    )

@@ -7,9 +7,11 @@ consumer reads; KVRead asks whether the blocks were held all the while; KVConfir
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from engine.node import NodeId
 from engine.request import TokenLogprobs
+from engine.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +20,40 @@ class KVConnect:
 
     consumer: NodeId
     fingerprint: bytes
+    compatibility: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class KVConnected:
-    """Producer to consumer: agent metadata and the size of the pool of this epoch."""
+    """Producer to consumer: agent metadata and the size of the pool of this epoch. Without metadata
+    the two do not fit, and exchange nothing."""
 
     producer: NodeId
     epoch: int
     fingerprint: bytes
     num_blocks: int
     metadata: bytes
+    compatibility: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KVFetch:
+    """Consumer to a worker that holds the prefix: lend me the blocks of these names, from the
+    first on. Answered by `KVReady`s, the last one `final`, whose blocks may be fewer."""
+
+    request_id: str
+    attempt: int
+    consumer: NodeId
+    first: int  # index of names[0] in the sequence
+    names: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KVReady:
-    """Producer to consumer: blocks [first, first + len(block_ids)) of the request can be read."""
+    """Producer to consumer: blocks [first, first + len(block_ids)) of the request can be read.
+
+    From a worker that lends them, `final` says that no more will come, and there is no
+    `next_token`."""
 
     request_id: str
     attempt: int
@@ -47,6 +67,7 @@ class KVReady:
     next_token: int | None = None
     next_logprobs: TokenLogprobs | None = None
     lease: int = 0  # number of the producer's lease: the same request may be computed twice
+    tier: Tier = Tier.DEVICE  # where the blocks are; device or host
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +101,33 @@ class KVRefused:
     request_id: str
     attempt: int
     reason: str
+
+
+class CacheAction(StrEnum):
+    """What is to become of KV that no request uses at the moment."""
+
+    PARK = "park"  # out of device memory, into the tiers below
+    RESUME = "resume"  # up again, ahead of the request that will need it
+    PIN = "pin"  # keep it rather than other KV, within the quota of pins
+    UNPIN = "unpin"
+    DROP = "drop"  # forget it in every tier
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOrder:
+    """Router to a worker: a session's blocks. A wish: what is in use, or not there, is left alone.
+    Answered by `CacheOrderDone` when nothing more will come of it."""
+
+    order_id: str
+    router: NodeId
+    action: CacheAction
+    names: tuple[bytes, ...]  # in the order of the sequence
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOrderDone:
+    """`num_blocks`: how many of them the order has come true for."""
+
+    worker: NodeId
+    order_id: str
+    num_blocks: int

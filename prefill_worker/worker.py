@@ -7,6 +7,7 @@ confirms its reads, when somebody aborts, or when the lease runs out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +16,14 @@ from engine.core import EngineCore
 from engine.node import Effect, NodeId, Note, Send, Wake, Woken
 from engine.outbox import Refused
 from engine.request import Abort, FinishReason, Probe, Refusal
-from engine.sequence import Sequence
+from engine.sequence import SeqState, Sequence
+from engine.stats import Audit, AuditRequest
 from engine.step import Execute, StepDone
+from engine.tier import DiskRecord
+from kvtransfer.arrival import Mode
+from kvtransfer.exchange import KVExchange
 from kvtransfer.handoff import ProducerEvent, ProducerState, next_producer
-from kvtransfer.messages import (
-    KVConfirmed,
-    KVConnect,
-    KVConnected,
-    KVRead,
-    KVReady,
-    KVRefused,
-    KVRelease,
-)
+from kvtransfer.messages import KVConfirmed, KVRead, KVReady, KVRelease
 from prefill_worker.messages import Prefill
 
 
@@ -45,45 +42,63 @@ class Production:
 class PrefillWorker:
     """Node. Invariant: every sequence has one production, and none is FREED."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, records: Seq[DiskRecord] = ()) -> None:
+        """`records`: what its disk store held when it was opened."""
         self.config = config
         self.node_id = config.node_id
         self.core = EngineCore(config)
+        self.exchange = KVExchange(config, self.core)
+        self._records = records
         self.productions: dict[tuple[str, int], Production] = {}
         self._num_leases = config.epoch << 32  # no two lives of a worker share a number
 
     def start(self, now: float) -> list[Effect]:
+        self.exchange.start(now, self._records)
+        self._records = ()
         return [Wake(self.config.stats_interval_s, "tick")]
 
     def receive(self, now: float, message: Any) -> list[Effect]:
         effects = self.core.listen(now, message)
         if effects is None:
+            effects = self._produce(message)
+        if effects is None:
+            effects = self.exchange.handle(now, message)
+        if effects is None:
             effects = self._handle(now, message)
+        effects += self._take_arrived(now)
         effects += self._schedule(now)
-        return effects + self.core.flush(now)
+        effects += self.exchange.advance(now)
+        return effects + self.core.flush()
+
+    def _produce(self, message: Any) -> list[Effect] | None:
+        """What a consumer of a production says; None if it is something else, perhaps of a loan."""
+        match message:
+            case KVRead():
+                return self._on_read(message)
+            case KVRelease(request_id, attempt) if (request_id, attempt) in self.productions:
+                return self._free(self.productions[request_id, attempt], ProducerEvent.RELEASE)
+            case _:
+                return None
 
     def _handle(self, now: float, message: Any) -> list[Effect]:
         match message:
             case Prefill():
                 return self._on_prefill(now, message)
             case StepDone():
-                return self._on_step_done(now, message)
+                return self._on_step_done(message)
             case Woken():
                 return self._on_tick(now)
             case Abort(request_id, attempt):
-                for key in [k for k in self.productions if k[0] == request_id and k[1] <= attempt]:
-                    self._free(self.productions[key], ProducerEvent.RELEASE)
-                return []
-            case KVConnect():
-                return self._on_connect(message)
-            case KVRead():
-                return self._on_read(message)
-            case KVRelease(request_id, attempt):
-                if production := self.productions.get((request_id, attempt)):
-                    self._free(production, ProducerEvent.RELEASE)
-                return []
+                keys = [k for k in self.productions if k[0] == request_id and k[1] <= attempt]
+                return [
+                    effect
+                    for key in keys
+                    for effect in self._free(self.productions[key], ProducerEvent.RELEASE)
+                ]
             case Probe(request_id, attempt, router, position):
                 return [self.core.answer_probe(request_id, attempt, router, position)]
+            case AuditRequest(reply_to):
+                return [Send(reply_to, self.audit())]
             case _:
                 return [Note("warning", "unexpected_message", f"{type(message).__name__}")]
 
@@ -91,28 +106,46 @@ class PrefillWorker:
         accepted = self.core.accept(now, message, role_needs_growth=False)
         if isinstance(accepted, Refused):
             return [Send(message.router, accepted)]
-        if accepted is not None:
-            self._num_leases += 1
-            production = Production(accepted, message.decode_to, self._num_leases)
-            self.productions[accepted.key] = production
-        return []
+        if accepted is None:
+            return []
+        self._num_leases += 1
+        production = Production(accepted, message.decode_to, self._num_leases)
+        self.productions[accepted.key] = production
+        if message.fetch_from is None:
+            return []
+        return self.exchange.connector.expect(now, accepted, Mode.FETCH, message.fetch_from)
 
     def _schedule(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        for seq in self.core.scheduler.admit_waiting(now):
+        exchange = self.exchange
+        for seq in self.core.scheduler.admit_waiting(now, exchange.comes_from_elsewhere):
+            self.core.used(seq)
+            if seq.state is SeqState.REMOTE:
+                effects += exchange.connector.start(now, seq)
             effects += self._announce(self.productions[seq.key], seq.num_sealed)
+        effects += self._take_arrived(now)
         step = self.core.next_step()
         if step is None:
             return effects
         size = self.config.block_size
         for share in step.seqs:
             end = share.start + len(share.tokens)
-            last = -(-end // size) if share.sample else end // size
-            step.checksum_blocks += share.block_ids[share.start // size : last]
+            if share.sample and end % size:  # the last block is sent though it is not full
+                step.checksum_blocks.append(share.block_ids[end // size])
         return [*effects, Execute(step)]
 
-    def _on_step_done(self, now: float, done: StepDone) -> list[Effect]:
-        survivors = self.core.finish_step(now, done)
+    def _take_arrived(self, now: float) -> list[Effect]:
+        """Prompts whose cached prefix has come go on; the consumer may read what came."""
+        return [
+            effect
+            for settled in self.exchange.take_arrived(now)
+            for effect in self._announce(
+                self.productions[settled.arrival.key], settled.arrival.seq.num_sealed
+            )
+        ]
+
+    def _on_step_done(self, done: StepDone) -> list[Effect]:
+        survivors = self.core.finish_step(done)
         if done.error is not None:
             effects = self.core.fail_step(survivors, done.error)
             for seq, _ in survivors:
@@ -124,17 +157,14 @@ class PrefillWorker:
             if len(seq.tokens) > seq.num_computed:
                 finish = seq.finish_reason(self.config.max_model_len)
                 if seq.num_reported < len(seq.tokens):
-                    effects += self._on_first_token(now, production, finish)
+                    effects += self._on_first_token(production, finish)
                     continue
             effects += self._announce(production, seq.num_computed // self.config.block_size)
         return effects
 
-    def _on_first_token(
-        self, now: float, production: Production, finish: FinishReason | None
-    ) -> list[Effect]:
-        seq = production.seq
-        assert seq.admitted_at is not None
-        seq.phases["prefill"] = now - seq.admitted_at
+    def _on_first_token(self, production: Production, finish: FinishReason | None) -> list[Effect]:
+        seq, now = production.seq, self.core.now
+        seq.phases["prefill"] = now - seq.compute_from
         if finish is None:
             # No block for the sampled token here: its KV is computed by the consumer.
             production.state = next_producer(production.state, ProducerEvent.COMPUTED)
@@ -144,8 +174,7 @@ class PrefillWorker:
             self.core.report(seq, None)
             return effects
         self.core.report(seq, finish)
-        self._free(production, ProducerEvent.RELEASE)
-        return []
+        return self._free(production, ProducerEvent.RELEASE)
 
     def _announce(self, production: Production, end: int, *, final: bool = False) -> list[Effect]:
         """Tell the consumer of blocks [num_announced, end), if there are any or it is the end."""
@@ -171,22 +200,11 @@ class PrefillWorker:
         )
         return [Send(production.consumer, ready)]
 
-    def _on_connect(self, message: KVConnect) -> list[Effect]:
-        config = self.config
-        same = message.fingerprint == config.fingerprint
-        connected = KVConnected(
-            producer=self.node_id,
-            epoch=config.epoch,
-            fingerprint=config.fingerprint,
-            num_blocks=config.num_blocks,
-            metadata=config.agent_metadata if same else b"",
-        )
-        return [Send(message.consumer, connected)]
-
-    def _on_read(self, message: KVRead) -> list[Effect]:
+    def _on_read(self, message: KVRead) -> list[Effect] | None:
         """A lease that exists was held throughout: it ends the moment its blocks are freed.
 
-        Its number tells it from a later one of the same request, computed into other blocks."""
+        Its number tells it from a later one of the same request, computed into other blocks. None
+        if it is not held (any more); it may be that of a loan."""
         key = (message.request_id, message.attempt)
         production = self.productions.get(key)
         if (
@@ -194,31 +212,41 @@ class PrefillWorker:
             or production.lease != message.lease
             or production.state is not ProducerState.HELD
         ):
-            self.core.count("kv_refused")
-            return [Send(message.consumer, KVRefused(*key, f"no lease {message.lease} is held"))]
-        self._free(production, ProducerEvent.READ)
-        return [Send(message.consumer, KVConfirmed(*key))]
+            return None
+        return [
+            *self._free(production, ProducerEvent.READ),
+            Send(message.consumer, KVConfirmed(*key)),
+        ]
 
     def _on_tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = [Wake(self.config.stats_interval_s, "tick")]
         for production in list(self.productions.values()):
             if production.state is ProducerState.HELD and now >= production.lease_until:
                 self.core.count("leases_expired")
-                self._free(production, ProducerEvent.EXPIRE)
+                effects += self._free(production, ProducerEvent.EXPIRE)
         for seq in self.core.expired(now):
-            self._free(self.productions[seq.key], ProducerEvent.RELEASE)
+            effects += self._free(self.productions[seq.key], ProducerEvent.RELEASE)
             detail = f"not computed by {self.node_id} before the deadline"
             refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
             effects.append(Send(seq.router, refused))
-        stats = self.core.stats(len(self.productions))
+        effects += self.exchange.tick(now)
+        num_handoffs = len(self.productions) + len(self.exchange.lender.loans)
+        stats = self.core.stats(num_handoffs, self.exchange.rates())
         return effects + [Send(router, stats) for router in self.core.routers]
 
-    def _free(self, production: Production, event: ProducerEvent) -> None:
+    def _free(self, production: Production, event: ProducerEvent) -> list[Effect]:
         production.state = next_producer(production.state, event)
         del self.productions[production.seq.key]
+        arrival = self.exchange.connector.arrivals.get(production.seq.key)
         self.core.remove(production.seq)
+        if arrival is None:
+            return []
+        return self.exchange.connector.fail(arrival, "cancelled")
+
+    def audit(self) -> Audit:
+        return self.exchange.audit(self.check_idle(), len(self.productions))
 
     def check_idle(self) -> list[str]:
         """What is left over when nothing should be; empty if all is well."""
         held = [f"handoff {key} is {p.state}" for key, p in self.productions.items()]
-        return held + self.core.check_idle()
+        return held + self.exchange.check_idle() + self.core.check_idle()

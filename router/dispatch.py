@@ -2,28 +2,31 @@
 
 Life of a placement: a queued request is matched with the prefix index, the policy picks from the
 workers that can take it, and the load is booked at once, so that the next choice sees it. The
-booking ends with the first token (prefill) and with the request (decode).
+booking ends with the first token (prefill) and with the request (decode). A worker that cannot take
+it may still lend its KV to one that can.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from heapq import nsmallest
 
 from engine.kv_events import KVEvents, KVSnapshot
 from engine.node import NodeId
 from engine.stats import Role, WorkerInfo, WorkerStats
 from router.admission import Rejection, blocks_needed, clamp_max_tokens, fits
 from router.config import RouterConfig
-from router.cost import CostModel, Work
+from router.cost import CostModel, Intake, Work
 from router.endpoint import Endpoint
 from router.policy import Decision, Policy
-from router.prefix_index import PrefixIndex
+from router.prefix_index import Held, PrefixIndex
 from router.token_log import Attempt, LoggedRequest
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 EXPECTED_OUTPUT = 128.0  # tokens, until requests have ended
 OUTPUT_SMOOTHING = 0.05
+MAX_LENDERS = 4  # the best ones of a kind; more would only cost the choice its time
 
 
 class Dispatcher:
@@ -167,23 +170,21 @@ class Dispatcher:
         prefills: list[Endpoint],
     ) -> Attempt:
         left = log.sampling.max_tokens - log.num_output_tokens
+        cached, lenders = self._match(now, log, [*decodes, *prefills])
         work = Work(
             num_tokens=len(log.tokens),
-            cached=self._cached_tokens(now, log, [*decodes, *prefills]),
+            cached=cached,
             output_tokens=min(float(left), self._expected_output),
+            lenders=lenders,
         )
         choice = self._policy.choose(work, decodes, prefills)
         self.cost.observe_hit(work)
-        attempt = log.dispatch(now, choice.decode, choice.prefill)
+        intake = choice.placement.intake
+        attempt = log.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
+        computing = choice.prefill or choice.decode
         for endpoint in (choice.decode, choice.prefill):
             if endpoint is not None:
-                self._book(
-                    now,
-                    log,
-                    endpoint,
-                    work,
-                    computes=endpoint is choice.prefill or choice.prefill is None,
-                )
+                self._book(now, log, endpoint, work, intake if endpoint is computing else None)
         self._decisions.append(
             Decision(
                 request_id=log.request_id,
@@ -193,7 +194,8 @@ class Dispatcher:
                 num_tokens=len(log.tokens),
                 decode=choice.decode.worker,
                 prefill=None if choice.prefill is None else choice.prefill.worker,
-                seconds=choice.seconds,
+                fetch_from=intake.fetch_from,
+                seconds=choice.placement.seconds,
                 decode_candidates=choice.decode_candidates,
                 prefill_candidates=choice.prefill_candidates,
             )
@@ -201,27 +203,36 @@ class Dispatcher:
         return attempt
 
     def _book(
-        self, now: float, log: LoggedRequest, endpoint: Endpoint, work: Work, computes: bool
+        self, now: float, log: LoggedRequest, endpoint: Endpoint, work: Work, intake: Intake | None
     ) -> None:
-        missing = work.missing(endpoint)
+        """`intake` is what `endpoint` has to compute; None: it computes nothing."""
         output = work.output_tokens if endpoint.info.role is Role.DECODE else 0.0
-        num_blocks = blocks_needed(missing + int(output), endpoint.info.block_size)
-        endpoint.book(now, log.request_id, missing if computes else 0, num_blocks)
+        num_blocks = blocks_needed(work.missing(endpoint) + int(output), endpoint.info.block_size)
+        computed = 0 if intake is None else intake.computed
+        endpoint.book(now, log.request_id, computed, num_blocks)
         self.index.speculate(now, endpoint.worker, log.block_names(endpoint.info))
 
-    def _cached_tokens(
+    def _match(
         self, now: float, log: LoggedRequest, endpoints: list[Endpoint]
-    ) -> dict[NodeId, int]:
-        """Tokens of the longest cached prefix on each of `endpoints` that holds some."""
+    ) -> tuple[dict[NodeId, Held], tuple[Endpoint, ...]]:
+        """Tokens that each worker of the kinds of `endpoints` holds, where it holds some; and the
+        workers that may lend theirs, best first, among equals the least busy."""
         kinds = {(e.info.fingerprint, e.info.block_size): e.info for e in endpoints}
-        cached: dict[NodeId, int] = {}
+        cached: dict[NodeId, Held] = {}
+        lenders: list[Endpoint] = []
         for info in kinds.values():
             # The last token is always computed: its logits are what the next one is drawn from.
             num_full = (len(log.tokens) - 1) // info.block_size
             found = self.index.lookup(now, log.block_names(info)[:num_full])
-            for worker, num_blocks in found.items():
-                cached[worker] = num_blocks * info.block_size
-        return cached
+            ranked = []
+            for worker, blocks in found.items():
+                held = cached[worker] = blocks.times(info.block_size)
+                lender = self._endpoints[worker]
+                if now >= lender.excluded_until and self._trusted(now, lender, log):
+                    gain_s = self.cost.lending_s(lender, held)
+                    ranked.append((-gain_s, lender.num_seqs, worker))
+            lenders += [self._endpoints[worker] for *_, worker in nsmallest(MAX_LENDERS, ranked)]
+        return cached, tuple(lenders)
 
     def _usable(self, now: float, endpoints: list[Endpoint]) -> list[Endpoint]:
         limit = self._config.max_inflight_per_worker

@@ -9,6 +9,7 @@ come, booked work that they must know of is taken off them: the rest is other ro
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import exp
 
@@ -44,6 +45,7 @@ class Endpoint:
     chosen_at: int = 0  # number of the decision that last took this worker
     prompt_tokens: int = 0  # of requests whose prefix hit this worker has reported
     cached_tokens: int = 0
+    cached_tokens_by_source: Counter[str] = field(default_factory=Counter)
     typical_decoding: float = 0.0
     _own_tokens: int = 0
     _own_decoding: int = 0

@@ -6,10 +6,13 @@ Workers' messages to it are `engine.outbox`, `engine.kv_events` and `engine.stat
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
+from engine.block_hash import UNSALTED, CacheScope
 from engine.node import NodeId
 from engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
 from engine.stats import WorkerInfo
+from engine.tier import Retention, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,10 @@ class Submit:
     sampling: SamplingParams
     timeout_s: float
     priority: int = 0
-    salt: bytes = b""
+    scope: CacheScope = UNSALTED
+    retention: Retention | None = None  # of its KV; None: the workers' own
+    session: str | None = None  # name of the session it is a turn of, unique within `tenant`
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     num_cached_tokens: int = 0
+    cached_by_source: dict[str, int] = field(default_factory=dict)  # as in TokenDelta
     phases: dict[str, float] = field(default_factory=dict)  # on the last one
 
 
@@ -68,3 +75,78 @@ class WorkerDown:
     worker: NodeId
     epoch: int
     reason: str
+
+
+class SessionOp(StrEnum):
+    LIST = "list"
+    SHOW = "show"
+    PARK = "park"
+    RESUME = "resume"
+    FORK = "fork"
+    PIN = "pin"
+    UNPIN = "unpin"
+    CLOSE = "close"
+
+
+class SessionState(StrEnum):
+    ACTIVE = "active"  # a turn is running
+    IDLE = "idle"
+    PARKED = "parked"  # idle, and sent out of device memory
+
+
+class SessionRefusal(StrEnum):
+    """Why a command was not carried out: also the error code."""
+
+    UNKNOWN = "session_not_found"
+    CONFLICT = "session_conflict"
+    DEADLINE = "deadline_exceeded"  # workers did not answer in time; it may still come true
+    BUSY = "too_many_commands"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCommand:
+    """A tenant's wish about its sessions. Answered to `reply_to` by exactly one `SessionReply`."""
+
+    command_id: str
+    reply_to: NodeId
+    tenant: str
+    op: SessionOp
+    session: str = ""  # its name; of LIST: the sessions whose names come after this one
+    argument: str = ""  # of FORK: the name of the new session
+    limit: int = 20  # of LIST: at most so many
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHolder:
+    """Blocks of a session that a worker holds, by tier. A block may be in several tiers."""
+
+    worker: NodeId
+    num_blocks: dict[Tier, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    session: str
+    tenant: str
+    state: SessionState
+    num_tokens: int  # prompt and output of its last finished turn
+    num_blocks: int  # whole blocks of them; 0 while no worker is up
+    num_turns: int
+    pinned: bool
+    retention: Retention
+    age_s: float
+    last_used_s: float  # since the end of its last turn
+    worker: NodeId | None  # that decoded its last turn
+    holders: tuple[SessionHolder, ...]  # the one to go on with first
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReply:
+    """`refusal` None: it was done. `sessions`: those asked for, as they are now; none of CLOSE."""
+
+    command_id: str
+    refusal: SessionRefusal | None = None
+    detail: str = ""
+    sessions: tuple[SessionInfo, ...] = ()
+    has_more: bool = False  # of LIST: there are sessions after the last one
+    done: dict[NodeId, int] = field(default_factory=dict)  # blocks it came true for, by worker

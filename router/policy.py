@@ -1,7 +1,8 @@
 """Who serves a request: decode worker first, then whether to hand its prefill over, then to whom.
 
-"prefix" takes the cheapest placement in seconds. "round_robin" and "least_loaded" are baselines:
-they know nothing of prefixes and hand every prefill over when there is anybody to hand it to.
+"prefix" takes the cheapest placement in seconds; in each, whoever computes may fetch from a third
+worker what that one holds of the prefix. "round_robin" and "least_loaded" are baselines: they know
+nothing of prefixes, fetch nothing, and hand every prefill over when there is anybody to hand it to.
 
 Choices repeat exactly: ties (within a millisecond) go to the worker with the fewest requests, then
 the emptiest cache, then the one that was chosen longest ago, then by name.
@@ -10,11 +11,12 @@ the emptiest cache, then the one that was chosen longest ago, then by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.node import NodeId
-from router.cost import CostModel, Seconds, Work
+from router.cost import CostModel, Placement, Seconds, Work
 from router.endpoint import Endpoint
+from router.prefix_index import Held
 
 MAX_EXPLAINED = 8  # candidates kept in a decision, the best ones
 
@@ -25,7 +27,8 @@ class Candidate:
 
     worker: NodeId
     prefill_from: NodeId | None
-    cached_tokens: int  # on `worker`
+    fetch_from: NodeId | None  # who lends whoever computes what it holds of the prefix
+    cached: Held  # tokens on `worker`
     seconds: Seconds
 
 
@@ -40,6 +43,7 @@ class Decision:
     num_tokens: int
     decode: NodeId
     prefill: NodeId | None
+    fetch_from: NodeId | None  # by `prefill`, or else by `decode`
     seconds: Seconds
     decode_candidates: tuple[Candidate, ...]
     prefill_candidates: tuple[Candidate, ...]
@@ -49,7 +53,7 @@ class Decision:
 class Choice:
     decode: Endpoint
     prefill: Endpoint | None
-    seconds: Seconds
+    placement: Placement
     decode_candidates: tuple[Candidate, ...]
     prefill_candidates: tuple[Candidate, ...]
 
@@ -58,13 +62,18 @@ class Choice:
 class _Option:
     endpoint: Endpoint
     prefill: _Option | None
-    seconds: Seconds
-    cached_tokens: int
+    placement: Placement
+    cached: Held
     key: tuple[float, ...] = ()
 
     def candidate(self) -> Candidate:
-        prefill_from = None if self.prefill is None else self.prefill.endpoint.worker
-        return Candidate(self.endpoint.worker, prefill_from, self.cached_tokens, self.seconds)
+        return Candidate(
+            worker=self.endpoint.worker,
+            prefill_from=None if self.prefill is None else self.prefill.endpoint.worker,
+            fetch_from=self.placement.intake.fetch_from,
+            cached=self.cached,
+            seconds=self.placement.seconds,
+        )
 
 
 class Policy:
@@ -85,11 +94,10 @@ class Policy:
         fingerprint of the decode worker are considered). Both are sorted by name."""
         assert decodes, "nobody to choose from"
         self._num_choices += 1
+        if self.name != "prefix":
+            work = replace(work, lenders=())
         prefill_options = self._ranked(
-            [
-                _Option(p, None, self._cost.prefill(p, work), work.cached.get(p.worker, 0))
-                for p in prefills
-            ]
+            [_Option(p, None, self._cost.prefill(p, work), work.held_by(p)) for p in prefills]
         )
         decode_options = self._ranked(
             [o for d in decodes for o in self._decode_options(d, work, prefill_options)]
@@ -101,7 +109,7 @@ class Policy:
         return Choice(
             decode=best.endpoint,
             prefill=None if best.prefill is None else best.prefill.endpoint,
-            seconds=best.seconds,
+            placement=best.placement,
             decode_candidates=tuple(o.candidate() for o in decode_options[:MAX_EXPLAINED]),
             prefill_candidates=tuple(o.candidate() for o in prefill_options[:MAX_EXPLAINED]),
         )
@@ -110,7 +118,7 @@ class Policy:
         self, decode: Endpoint, work: Work, prefill_options: list[_Option]
     ) -> list[_Option]:
         """On `decode`: all of it there, and with the best prefill worker that fits to it."""
-        cached = work.cached.get(decode.worker, 0)
+        cached = work.held_by(decode)
         local = _Option(decode, None, self._cost.local(decode, work), cached)
         fingerprint = decode.info.fingerprint
         best = next(
@@ -118,7 +126,7 @@ class Policy:
         )
         if best is None:
             return [local]
-        remote = _Option(decode, best, self._cost.remote(decode, best.seconds, work), cached)
+        remote = _Option(decode, best, self._cost.remote(decode, best.placement, work), cached)
         return [local, remote] if self.name == "prefix" else [remote]
 
     def _ranked(self, options: list[_Option]) -> list[_Option]:
@@ -133,7 +141,7 @@ class Policy:
                 option.key = (load, endpoint.chosen_at)
             else:
                 option.key = (
-                    round(option.seconds.total, 3),
+                    round(option.placement.seconds.total, 3),
                     endpoint.num_seqs,
                     self._num_blocks(endpoint.worker),
                     endpoint.chosen_at,

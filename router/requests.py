@@ -7,17 +7,17 @@ collected and taken by the router at the end of each message.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
-from decode_worker.messages import Decode
 from engine.node import Effect, NodeId, Note, Send
-from engine.request import Abort, FinishReason, Refusal, TokenDelta, TokenLogprobs
-from prefill_worker.messages import Prefill
+from engine.request import FinishReason, Refusal, TokenDelta, TokenLogprobs
 from router.admission import AdmissionQueue, Rejection
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.endpoint import Endpoint
 from router.messages import Failed, Output, Submit
+from router.orders import aborts, orders
 from router.status import Totals
 from router.token_log import Attempt, LoggedRequest
 
@@ -52,6 +52,7 @@ class Requests:
         self.totals = Totals()
         self.live: dict[str, LoggedRequest] = {}
         self.queue = AdmissionQueue(config.max_queue)
+        self.ended_turns: list[tuple[LoggedRequest, Attempt | None]] = []  # for `Sessions`
         self.room_changed = False  # True: somebody in the queue may find a place now
 
     def send(self, to: NodeId, message: object) -> None:
@@ -124,7 +125,7 @@ class Requests:
         """Stream what `delta` of `endpoint` has added to the log beyond `num_before` tokens."""
         log.phases.update(delta.phases)
         if delta.num_cached_tokens is not None and log.num_cached_tokens is None:
-            self._count_prefix_hit(log, endpoint, delta.num_cached_tokens)
+            self._count_prefix_hit(log, endpoint, delta.num_cached_tokens, delta.cached_by_source)
         new = tuple(log.tokens[num_before:])
         logprobs = delta.logprobs[-len(new) :] if new else ()
         if new:
@@ -137,7 +138,7 @@ class Requests:
                 self.room_changed = True
         reason = delta.finish or log.complete()
         if reason is not None:
-            self._abort(log, attempt, keep=endpoint if delta.finish else None)
+            self._effects += aborts(log, attempt, keep=endpoint if delta.finish else None)
             self._finish(now, log, reason, new, logprobs)
         elif new:
             self._output(log, new, logprobs)
@@ -159,7 +160,7 @@ class Requests:
         attempt = log.current
         assert attempt is not None, f"{log.request_id} has no attempt to give up"
         assert log.complete() is None, f"{log.request_id} should have ended with its last token"
-        self._abort(log, attempt, keep=gone)
+        self._effects += aborts(log, attempt, keep=gone)
         self.dispatcher.release(attempt, log.request_id)
         log.current = None
         self.room_changed = True
@@ -222,43 +223,20 @@ class Requests:
         self.room_changed = True
 
     def _send_attempt(self, now: float, log: LoggedRequest, attempt: Attempt) -> None:
-        tokens = tuple(log.tokens)
-        timeout_s = log.deadline - now
-        prefill = attempt.prefill
         self.totals.attempts += 1
-        decode = Decode(
-            request_id=log.request_id,
-            attempt=attempt.number,
-            router=self._router,
-            prefill_from=None if prefill is None else prefill.worker,
-            tokens=tokens,
-            num_prompt_tokens=log.num_prompt_tokens,
-            sampling=log.sampling,
-            timeout_s=timeout_s,
-            salt=log.submit.salt,
-        )
-        self.send(attempt.decode.worker, decode)
-        if prefill is None:
-            return
-        self.totals.handoffs += 1
-        order = Prefill(
-            request_id=log.request_id,
-            attempt=attempt.number,
-            router=self._router,
-            decode_to=attempt.decode.worker,
-            tokens=tokens,
-            num_prompt_tokens=log.num_prompt_tokens,
-            sampling=log.sampling,
-            timeout_s=timeout_s,
-            salt=log.submit.salt,
-        )
-        self.send(prefill.worker, order)
+        self.totals.handoffs += attempt.prefill is not None
+        self.totals.fetches += attempt.fetch_from is not None
+        self._effects += orders(self._router, log, attempt, timeout_s=log.deadline - now)
 
-    def _count_prefix_hit(self, log: LoggedRequest, endpoint: Endpoint, num_cached: int) -> None:
-        log.num_cached_tokens = min(num_cached, log.num_prompt_tokens)
+    def _count_prefix_hit(
+        self, log: LoggedRequest, endpoint: Endpoint, num_cached: int, by_source: Mapping[str, int]
+    ) -> None:
+        log.note_cached(num_cached, by_source)
+        assert log.num_cached_tokens is not None
         for count in (endpoint, self.totals):
             count.prompt_tokens += log.num_prompt_tokens
             count.cached_tokens += log.num_cached_tokens
+            count.cached_tokens_by_source.update(log.cached_by_source)
 
     def _output(
         self,
@@ -276,6 +254,7 @@ class Requests:
             logprobs=logprobs,
             finish=finish,
             num_cached_tokens=log.num_cached_tokens or 0,
+            cached_by_source=log.cached_by_source,
             phases=phases or {},
         )
         self.send(log.submit.reply_to, output)
@@ -295,18 +274,7 @@ class Requests:
 
     def _stop(self, log: LoggedRequest) -> None:
         if log.current is not None:
-            self._abort(log, log.current)
-
-    def _abort(self, log: LoggedRequest, attempt: Attempt, keep: Endpoint | None = None) -> None:
-        """Tell the workers of `attempt` that still have it, except `keep`."""
-        for endpoint in (attempt.decode, attempt.prefill):
-            if endpoint is None or endpoint is keep or not endpoint.alive:
-                continue
-            # A prefill worker that has done its part only holds KV, until the decode worker has
-            # read it; if that did not happen, or is not known, it has to be told.
-            served = attempt.prefill_reported and attempt.handed_over
-            if endpoint is attempt.decode or not served:
-                self.send(endpoint.worker, Abort(log.request_id, attempt.number))
+            self._effects += aborts(log, log.current, keep=None)
 
     def _refuse(self, submit: Submit, rejection: Rejection) -> None:
         retry_after_s = None
@@ -318,6 +286,8 @@ class Requests:
         self.send(submit.reply_to, failed)
 
     def _forget(self, log: LoggedRequest, outcome: FinishReason | Refusal) -> None:
+        if log.submit.session is not None:
+            self.ended_turns.append((log, log.current))
         if log.current is not None:
             self.dispatcher.release(log.current, log.request_id)
             log.current = None

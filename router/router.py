@@ -8,7 +8,7 @@ client's stream has neither gap nor repeat. One periodic tick watches deadlines 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -17,13 +17,17 @@ from engine.node import Effect, NodeId, Note, Wake, Woken
 from engine.outbox import Refused, TokenDeltas
 from engine.request import Abort, Probe, Refusal, TokenDelta
 from engine.stats import WorkerStats
+from kvtransfer.messages import CacheOrderDone
 from router.admission import Rejection
 from router.config import RouterConfig
 from router.endpoint import Endpoint
-from router.messages import Cancel, Submit, WorkerDown, WorkerUp
+from router.messages import Cancel, SessionCommand, Submit, WorkerDown, WorkerUp
 from router.policy import Decision
 from router.prefix_index import PrefixIndex
 from router.requests import Cause, Requests
+from router.session_table import SessionConfig, SessionRecord
+from router.sessions import TICK as SESSIONS_TICK
+from router.sessions import Sessions
 from router.status import RouterStatus, worker_statuses
 from router.token_log import Attempt, LoggedRequest, Verdict
 
@@ -35,12 +39,22 @@ class Router:
     `Dispatcher`). Invariant: while a request is live or a view of the index has a gap, exactly one
     tick is under way."""
 
-    def __init__(self, node_id: NodeId, config: RouterConfig | None = None) -> None:
+    def __init__(
+        self,
+        node_id: NodeId,
+        config: RouterConfig | None = None,
+        session_config: SessionConfig | None = None,
+        sessions: Iterable[SessionRecord] = (),
+    ) -> None:
+        """`sessions`: what a store has kept of an earlier router's."""
         self.node_id = node_id
         self._config = config or RouterConfig()
         self._requests = Requests(node_id, self._config)
         self._dispatcher = self._requests.dispatcher
         self._totals = self._requests.totals
+        self.sessions = Sessions(
+            node_id, session_config or SessionConfig(), self._dispatcher, sessions
+        )
         self._ticking = False
         self._handlers: dict[type, Callable[[float, Any], None]] = {
             Submit: self._on_submit,
@@ -52,11 +66,14 @@ class Router:
             KVEvents: self._on_cache_news,
             KVSnapshot: self._on_cache_news,
             WorkerStats: self._on_stats,
+            SessionCommand: self.sessions.command,
+            CacheOrderDone: self.sessions.on_order_done,
             Woken: self._on_woken,
         }
 
     def start(self, now: float) -> list[Effect]:
-        return []
+        self.sessions.start(now)
+        return self.sessions.take_effects(now)
 
     def receive(self, now: float, message: Any) -> list[Effect]:
         handler = self._handlers.get(type(message))
@@ -64,7 +81,9 @@ class Router:
             return [Note("warning", "unexpected_message", type(message).__name__)]
         handler(now, message)
         self._requests.dispatch(now)
-        effects = self._requests.take_effects()
+        while self._requests.ended_turns:
+            self.sessions.end(now, *self._requests.ended_turns.pop(0))
+        effects = self._requests.take_effects() + self.sessions.take_effects(now)
         if not self._ticking and (self._requests.live or not self._dispatcher.index.in_step):
             self._ticking = True
             effects.append(Wake(self._config.tick_s, TICK))
@@ -96,10 +115,12 @@ class Router:
         for endpoint in self._dispatcher.endpoints:
             left += [f"{endpoint.worker} has {name} booked" for name in endpoint.bookings]
             left += endpoint.check_integrity()
-        return left
+        return left + self.sessions.check_idle()
 
     def _on_submit(self, now: float, submit: Submit) -> None:
         self._requests.submit(now, submit)
+        if submit.session is not None and submit.request_id in self._requests.live:
+            self.sessions.begin(now, self._requests.live[submit.request_id].submit)
 
     def _on_cancel(self, now: float, cancel: Cancel) -> None:
         log = self._requests.live.get(cancel.request_id)
@@ -112,6 +133,7 @@ class Router:
             self._lost(now, replaced, f"{up.info.worker} has started again")
         if is_new:
             self._requests.room_changed = True
+            self.sessions.gain(now)
             self._ask_for_snapshots(now)
 
     def _on_worker_down(self, now: float, down: WorkerDown) -> None:
@@ -121,6 +143,7 @@ class Router:
 
     def _lost(self, now: float, lost: Endpoint, detail: str) -> None:
         """Start again whatever still needs `lost`."""
+        self.sessions.lose(now, lost.worker)
         for log in list(self._requests.live.values()):
             attempt = log.current
             if attempt is not None and (
@@ -210,6 +233,9 @@ class Router:
                 requests.retry(now, log, Cause.REFUSED, detail, gone=endpoint)
 
     def _on_woken(self, now: float, woken: Woken) -> None:
+        if woken.tag == SESSIONS_TICK:
+            self.sessions.tick(now)
+            return
         assert woken.tag == TICK, f"woken for {woken.tag!r}, which was never asked for"
         self._ticking = False
         self._requests.expire(now)

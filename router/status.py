@@ -20,11 +20,13 @@ class Totals:
     submitted: int = 0
     attempts: int = 0
     handoffs: int = 0  # attempts with a prefill worker
+    fetches: int = 0  # attempts whose prefix is to be read from a third worker
     probes: int = 0
     gaps: int = 0
     stale: int = 0  # deltas of attempts that are over
     prompt_tokens: int = 0  # of requests whose prefix hit is known
     cached_tokens: int = 0  # of those, not computed
+    cached_tokens_by_source: Counter[str] = field(default_factory=Counter)  # as in `TokenDelta`
     output_tokens: int = 0
 
 
@@ -47,6 +49,11 @@ class WorkerStatus:
     decode_step_s: float
     read_bytes_per_s: float
     counters: dict[str, float]
+    num_host_blocks: int = 0  # blocks of its host memory that hold KV
+    num_disk_blocks: int = 0
+    host_read_bytes_per_s: float = 0.0
+    disk_read_bytes_per_s: float = 0.0
+    cached_tokens_by_source: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,4 +97,9 @@ def _worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
         decode_step_s=stats.decode_step_s if stats else 0.0,
         read_bytes_per_s=stats.read_bytes_per_s if stats else 0.0,
         counters=dict(stats.counters) if stats else {},
+        num_host_blocks=stats.num_host_blocks if stats else 0,
+        num_disk_blocks=stats.num_disk_blocks if stats else 0,
+        host_read_bytes_per_s=stats.host_read_bytes_per_s if stats else 0.0,
+        disk_read_bytes_per_s=stats.disk_read_bytes_per_s if stats else 0.0,
+        cached_tokens_by_source=dict(endpoint.cached_tokens_by_source),
     )

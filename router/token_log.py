@@ -7,14 +7,19 @@ far, and goes on from there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from engine.block_hash import block_hash, root_hash
+from engine.block_hash import BlockChain
+from engine.node import NodeId
 from engine.request import FinishReason, SamplingParams, TokenDelta
 from engine.stats import WorkerInfo
+from engine.tier import Tier
 from router.endpoint import Endpoint
 from router.messages import Submit
+
+CACHE_SOURCES = (*Tier, "peer")  # in the order in which a prefix is put together from them
 
 
 class Verdict(StrEnum):
@@ -33,6 +38,7 @@ class Attempt:
     decode: Endpoint
     prefill: Endpoint | None
     heard_at: float  # last news of this attempt, or when it was sent
+    fetch_from: NodeId | None = None  # lends its KV to whichever of the two computes
     started: bool = False  # its first token is in the log
     handed_over: bool = False  # the decode worker has produced tokens: it needs nobody any more
     prefill_reported: bool = False  # the prefill worker has done what it was asked for
@@ -62,9 +68,10 @@ class LoggedRequest:
     clamped: bool = False
     queue_s: float = 0.0
     first_token_at: float | None = None
-    num_cached_tokens: int | None = None
+    num_cached_tokens: int | None = None  # of the prompt; None: not known yet
+    cached_by_source: dict[str, int] = field(default_factory=dict)  # of those, where it is known
     phases: dict[str, float] = field(default_factory=dict)
-    _names: dict[tuple[bytes, int], list[bytes]] = field(default_factory=dict)
+    _chains: dict[tuple[bytes, int], BlockChain] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.submit.tokens)
@@ -93,6 +100,16 @@ class LoggedRequest:
         self.tokens.extend(delta.tokens[overlap:])
         return Verdict.NEXT
 
+    def note_cached(self, num_cached: int, by_source: Mapping[str, int]) -> None:
+        """So many tokens were not computed; of the prompt, which is what counts, at most all."""
+        left = self.num_cached_tokens = min(num_cached, self.num_prompt_tokens)
+        self.cached_by_source = {}
+        for source in CACHE_SOURCES:
+            count = min(left, by_source.get(source, 0))
+            if count > 0:
+                self.cached_by_source[str(source)] = count
+                left -= count
+
     def complete(self) -> FinishReason | None:
         """Why nothing has to be generated after the tokens in the log; None: something has to."""
         num_output = self.num_output_tokens
@@ -106,13 +123,12 @@ class LoggedRequest:
 
     def block_names(self, info: WorkerInfo) -> list[bytes]:
         """Names of the full blocks of `tokens` on workers like `info`. Not to be changed."""
-        size = info.block_size
-        names = self._names.setdefault((info.fingerprint, size), [])
-        parent = names[-1] if names else root_hash(info.fingerprint, self.submit.salt)
-        for end in range((len(names) + 1) * size, len(self.tokens) + 1, size):
-            parent = block_hash(parent, self.tokens[end - size : end])
-            names.append(parent)
-        return names
+        key = (info.fingerprint, info.block_size)
+        chain = self._chains.get(key)
+        if chain is None:
+            scope = self.submit.scope
+            chain = self._chains[key] = BlockChain(info.fingerprint, scope, info.block_size)
+        return chain.extend(self.tokens)
 
     def clamp(self, max_tokens: int) -> None:
         """Cut max_tokens, once: later attempts are not to be shortened by who happens to be up."""
@@ -124,12 +140,18 @@ class LoggedRequest:
         self.current = None
         self.queued_at = now
 
-    def dispatch(self, now: float, decode: Endpoint, prefill: Endpoint | None) -> Attempt:
+    def dispatch(
+        self,
+        now: float,
+        decode: Endpoint,
+        prefill: Endpoint | None,
+        fetch_from: NodeId | None = None,
+    ) -> Attempt:
         """Begin the next attempt."""
         assert self.current is None, f"{self.request_id} is dispatched already"
         self.queue_s += now - self.queued_at
         self.attempt_number += 1
-        self.current = Attempt(self.attempt_number, decode, prefill, heard_at=now)
+        self.current = Attempt(self.attempt_number, decode, prefill, now, fetch_from)
         return self.current
 
     def final_phases(self, now: float) -> dict[str, float]:

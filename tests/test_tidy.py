@@ -23,6 +23,8 @@ MAY_IMPORT = {
     "cluster": set(PACKAGES),
 }
 IMPURE = {"ray", "torch", "asyncio", "threading", "time", "logging", "random", "socket", "secrets"}
+PURE_IN_KVTRANSFER = {"layout", "handoff", "connector", "messages", "agent"}
+PURE_IN_CLUSTER = {"auditor", "controller", "placement", "autoscaler"}
 HTTP = {"fastapi", "starlette", "uvicorn"}
 TORCH_PLACES = ("engine/model/", "kvtransfer/agents/", "kvtransfer/store")
 
@@ -56,10 +58,10 @@ def is_pure(path: Path) -> bool:
     if name.startswith("router/"):
         return True
     if name.startswith("kvtransfer/"):
-        return path.stem in {"layout", "handoff", "connector", "messages", "agent", "tiers"}
+        return path.stem.startswith("tier") or path.stem in PURE_IN_KVTRANSFER
     if name.startswith(("prefill_worker/", "decode_worker/")):
         return path.stem != "build"
-    return name.startswith("cluster/") and path.stem in {"controller", "placement", "autoscaler"}
+    return name.startswith("cluster/") and path.stem in PURE_IN_CLUSTER
 
 
 ALL = sources(*PACKAGES)

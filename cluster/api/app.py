@@ -21,12 +21,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.api.caller import caller
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.formats import ChatFormat, CompletionFormat
 from cluster.api.plan import plan_chat, plan_completion, unknown_model
 from cluster.api.respond import GenerateEndpoint, error_response
 from cluster.api.schema import ChatRequest, CompletionRequest
+from cluster.api.sessions import session_routes
 
 _log = logging.getLogger("kvrelay.api")
 
@@ -84,6 +86,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
     app.router.routes += [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        *session_routes(ctx),
     ]
     _add_models(app, ctx)
     _add_operations(app, ctx)
@@ -105,11 +108,13 @@ def _add_models(app: FastAPI, ctx: ApiContext) -> None:
     names = (ctx.model_name, *ctx.aliases)
 
     @app.get("/v1/models")
-    async def models() -> JSONResponse:
+    async def models(http: Request) -> JSONResponse:
+        caller(ctx, http)
         return JSONResponse({"object": "list", "data": [card(name) for name in names]})
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> JSONResponse:
+    async def model(http: Request, name: str) -> JSONResponse:
+        caller(ctx, http)
         if name not in names:
             raise unknown_model(ctx, name)
         return JSONResponse(card(name))
@@ -125,6 +130,13 @@ def _add_operations(app: FastAPI, ctx: ApiContext) -> None:
     @app.get("/status")
     async def status() -> JSONResponse:
         return JSONResponse(ctx.status())
+
+    if ctx.audit is not None:
+        ask = ctx.audit
+
+        @app.get("/audit")
+        async def audit() -> JSONResponse:
+            return JSONResponse(await ask())
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -2,18 +2,30 @@
 
 A request is submitted with `RouterClient.submit`, which returns its `RequestStream`. The router's
 `Output`s and `Failed`s arrive at `RouterClient.receive` and wait in the stream, merged into one,
-until the caller takes them. The stream ends with the last output, a failure, or a cancel.
+until the caller takes them. The stream ends with the last output, a failure, or a cancel. A command
+about sessions (`RouterClient.command`) has one reply.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+from engine.block_hash import UNSALTED, CacheScope
 from engine.node import Effect, NodeId
 from engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
-from router.messages import Cancel, Failed, Output, Submit
+from engine.tier import Retention
+from router.messages import (
+    Cancel,
+    Failed,
+    Output,
+    SessionCommand,
+    SessionOp,
+    SessionReply,
+    Submit,
+)
 
 
 class RequestStream:
@@ -32,6 +44,7 @@ class RequestStream:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._num_cached_tokens = 0
+        self._cached_by_source: dict[str, int] = {}
         self._finish: FinishReason | None = None
         self._phases: dict[str, float] = {}
         self._failed: Failed | None = None
@@ -52,6 +65,7 @@ class RequestStream:
                 logprobs=tuple(self._logprobs[:num]),
                 finish=self._finish if is_all else None,
                 num_cached_tokens=self._num_cached_tokens,
+                cached_by_source=self._cached_by_source,
                 phases=self._phases if is_all else {},
             )
             del self._tokens[:num], self._logprobs[:num]
@@ -85,7 +99,9 @@ class RequestStream:
         self._tokens.extend(tokens)
         self._logprobs.extend(output.logprobs[known:])
         self._next_index += len(tokens)
-        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        if output.num_cached_tokens >= self._num_cached_tokens:
+            self._num_cached_tokens = output.num_cached_tokens
+            self._cached_by_source = output.cached_by_source or self._cached_by_source
         if output.finish is not None:
             self._finish, self._phases, self.ended = output.finish, output.phases, True
         self._signal.set()
@@ -104,7 +120,8 @@ class RouterClient:
     """A node that submits requests to one router and hands its answers to their readers.
 
     Invariant: a stream is known here until it has ended; every stream that ends before the router
-    ended it has been cancelled there. Lives in one asyncio loop and is called from it only.
+    ended it has been cancelled there; a command is known until its reply or its deadline. Lives in
+    one asyncio loop and is called from it only.
     """
 
     def __init__(
@@ -115,6 +132,8 @@ class RouterClient:
         self.router = router
         self._deliver = deliver
         self._streams: dict[str, RequestStream] = {}
+        self._replies: dict[str, asyncio.Future[SessionReply]] = {}
+        self._numbers = itertools.count()
 
     @property
     def num_live(self) -> int:
@@ -128,7 +147,10 @@ class RouterClient:
         timeout_s: float,
         *,
         priority: int = 0,
-        salt: bytes = b"",
+        scope: CacheScope = UNSALTED,
+        retention: Retention | None = None,
+        session: str | None = None,
+        tenant: str = "",
         signal: asyncio.Event | None = None,
     ) -> RequestStream:
         """Send a request. `signal` is set when something arrives; several streams may share one.
@@ -145,10 +167,35 @@ class RouterClient:
             sampling=sampling,
             timeout_s=timeout_s,
             priority=priority,
-            salt=salt,
+            scope=scope,
+            retention=retention,
+            session=session,
+            tenant=tenant,
         )
         self._deliver(self.router, submit)
         return stream
+
+    async def command(
+        self,
+        op: SessionOp,
+        tenant: str,
+        session: str = "",
+        argument: str = "",
+        *,
+        limit: int = 20,
+        timeout_s: float,
+    ) -> SessionReply:
+        """Send a command, and wait for its reply. Raises TimeoutError."""
+        command_id = f"{self.node_id}/{next(self._numbers)}"
+        command = SessionCommand(command_id, self.node_id, tenant, op, session, argument, limit)
+        reply: asyncio.Future[SessionReply] = asyncio.get_running_loop().create_future()
+        self._replies[command_id] = reply
+        try:
+            self._deliver(self.router, command)
+            async with asyncio.timeout(timeout_s):
+                return await reply
+        finally:
+            del self._replies[command_id]
 
     def cancel(self, request_id: str) -> None:
         """End a stream from this side and tell the router. Nothing happens if it has ended."""
@@ -174,7 +221,13 @@ class RouterClient:
         return []
 
     def receive(self, now: float, message: Any) -> list[Effect]:
-        """Take an `Output` or a `Failed`. Those of requests that have ended are dropped."""
+        """Take an `Output`, a `Failed` or a `SessionReply`. What nobody waits for any more is
+        dropped."""
+        if isinstance(message, SessionReply):
+            reply = self._replies.get(message.command_id)
+            if reply is not None and not reply.done():
+                reply.set_result(message)
+            return []
         stream = self._streams.get(message.request_id)
         if stream is None:
             return []

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, ParamSpec, TypeVar
 
 from cluster.api.client import RouterClient
+from cluster.api.public_prompts import PublicPrompts
 from cluster.api.tokenizer import Tokenizer
 from cluster.metrics import ApiMetrics
+from cluster.tenants import Tenants
+from engine.tier import DEFAULT_RETENTION
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,6 +29,8 @@ class ApiLimits:
     request_timeout_s: float = 600.0  # from the arrival of the body to the last token
     body_timeout_s: float = 30.0  # to receive a body
     tokenizer_threads: int = 2
+    max_session_commands: int = 256  # that wait for their replies, beyond it 429
+    session_timeout_s: float = 12.0  # the router answers earlier, unless it is not there
 
 
 @dataclass(slots=True)
@@ -44,8 +49,13 @@ class ApiContext:
     healthy: Callable[[], tuple[bool, dict[str, Any]]]
     metrics: ApiMetrics
     limits: ApiLimits = field(default_factory=ApiLimits)
+    audit: Callable[[], Awaitable[dict[str, Any]]] | None = None  # see cluster.audits
+    tenants: Tenants = field(default_factory=Tenants)
+    public_prompts: PublicPrompts = field(default_factory=PublicPrompts)
+    retention_s: float = DEFAULT_RETENTION.keep_s  # of KV, where a request does not say
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     num_live: int = field(default=0, init=False)  # HTTP requests that generate
+    num_commands: int = field(default=0, init=False)  # about sessions
     _pool: ThreadPoolExecutor = field(init=False, repr=False)
     _pool_of_large: ThreadPoolExecutor = field(init=False, repr=False)
 

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from engine.request import Refusal
-from router.messages import Failed
+from router.messages import Failed, SessionRefusal, SessionReply
 
 # Refusal -> (HTTP status, OpenAI's error type)
 _STATUS: dict[Refusal, tuple[int, str]] = {
@@ -25,6 +25,12 @@ _STATUS: dict[Refusal, tuple[int, str]] = {
     Refusal.UNKNOWN: (503, "service_unavailable_error"),
     Refusal.CANCELLED: (503, "service_unavailable_error"),
     Refusal.EXECUTION: (503, "service_unavailable_error"),
+}
+_SESSION_STATUS: dict[SessionRefusal, tuple[int, str]] = {
+    SessionRefusal.UNKNOWN: (404, "invalid_request_error"),
+    SessionRefusal.CONFLICT: (409, "conflict_error"),
+    SessionRefusal.DEADLINE: (504, "timeout_error"),
+    SessionRefusal.BUSY: (429, "rate_limit_error"),
 }
 
 
@@ -65,6 +71,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
         if self.retry_after_s is None:
             return {}
         return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
@@ -73,6 +81,11 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """400: the request itself is wrong."""
     return ApiError(400, message, param=param, code=code)
+
+
+def unauthorized(message: str) -> ApiError:
+    """401: nobody knows who calls."""
+    return ApiError(401, message, code="invalid_api_key")
 
 
 def overloaded(message: str, retry_after_s: float = 1.0) -> ApiError:
@@ -101,3 +114,12 @@ def refused(failed: Failed) -> ApiError:
     message = failed.detail or failed.reason.value.replace("_", " ")
     code = failed.reason.value
     return ApiError(status, message, type=type, code=code, retry_after_s=retry_after_s)
+
+
+def session_refused(reply: SessionReply) -> ApiError:
+    """Why a command about a session was not carried out."""
+    assert reply.refusal is not None
+    status, type = _SESSION_STATUS[reply.refusal]
+    retry_after_s = 1.0 if status == 429 else None
+    code = reply.refusal.value
+    return ApiError(status, reply.detail, type=type, code=code, retry_after_s=retry_after_s)

@@ -8,6 +8,7 @@ when every choice has finished, raises `ApiError` when one fails, and stops when
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,7 @@ class Choice:
         self.plan = plan
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.cached_by_source: dict[str, int] = {}
         self.finish_reason: str | None = None
         self.last_token_at: float | None = None  # loop time
         self._wants_logprobs = plan.sampling.logprobs is not None
@@ -86,6 +88,7 @@ class Choice:
         elif output.finish is not None:
             self.finish_reason = output.finish.value
         self.num_cached_tokens = output.num_cached_tokens
+        self.cached_by_source = output.cached_by_source
         return Piece(self.plan.index, "".join(texts), self._certain_tokens(), self.finish_reason)
 
     def _certain_tokens(self) -> tuple[TokenText, ...]:
@@ -156,17 +159,23 @@ class Generation:
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage: each prompt counts once, however many choices it has."""
         num_prompt = num_cached = 0
+        by_source: Counter[str] = Counter()
         for prompt in {choice.plan.prompt for choice in self.choices}:
             mine = [choice for choice in self.choices if choice.plan.prompt == prompt]
             num_prompt += len(mine[0].plan.tokens)
             # A later choice finds what the first has just computed; that was not cached before.
-            num_cached += min(choice.num_cached_tokens for choice in mine)
+            first = min(mine, key=lambda choice: choice.num_cached_tokens)
+            num_cached += first.num_cached_tokens
+            by_source.update(first.cached_by_source)
         num_output = sum(choice.num_tokens for choice in self.choices)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "prompt_tokens_details": {
+                "cached_tokens": num_cached,
+                "cached_tokens_by_source": {s: n for s, n in by_source.items() if n > 0},
+            },
         }
 
     def _submit(self, timeout_s: float) -> None:
@@ -177,6 +186,10 @@ class Generation:
                 plan.tokens,
                 plan.sampling,
                 timeout_s,
+                scope=plan.scope,
+                retention=self.plan.retention,
+                session=plan.session,
+                tenant=self.plan.tenant.name,
                 signal=self._signal,
             )
 

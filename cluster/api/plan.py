@@ -17,9 +17,14 @@ from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid
 from cluster.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from cluster.api.tokenizer import Tokenizer
+from cluster.tenants import Tenant
+from engine.block_hash import UNSALTED, CacheScope
 from engine.request import Refusal, SamplingParams
+from engine.tier import Retention
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
+IN_MEMORY_S = 600.0  # OpenAI's: KV that may not be on disk is kept for minutes
+DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,8 @@ class ChoicePlan:
     sampling: SamplingParams
     text: str = ""  # the prompt, where it is to be echoed
     continues: bool = False  # the output goes on where the prompt's text ends
+    scope: CacheScope = UNSALTED
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,8 @@ class Plan:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+    tenant: Tenant
+    retention: Retention | None  # of the KV; None: the server's own
 
 
 def choice_seed(seed: int, i: int) -> int:
@@ -50,7 +59,7 @@ def choice_seed(seed: int, i: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-async def plan_chat(ctx: ApiContext, request: ChatRequest) -> Plan:
+async def plan_chat(ctx: ApiContext, request: ChatRequest, tenant: Tenant) -> Plan:
     """Raises `ApiError`."""
     _check(ctx, request)
     messages = [message.for_template() for message in request.messages]
@@ -63,10 +72,10 @@ async def plan_chat(ctx: ApiContext, request: ChatRequest) -> Plan:
     wanted = request.max_completion_tokens or request.max_tokens or room
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     sampling = _sampling(ctx.tokenizer, request, min(wanted, room), num_logprobs)
-    return _plan(request, [ChoicePlan(0, 0, tuple(tokens), sampling)])
+    return _plan(ctx, request, tenant, [ChoicePlan(0, 0, tuple(tokens), sampling)])
 
 
-async def plan_completion(ctx: ApiContext, request: CompletionRequest) -> Plan:
+async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: Tenant) -> Plan:
     """Raises `ApiError`."""
     _check(ctx, request)
     prompts: list[ChoicePlan] = []
@@ -93,7 +102,7 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest) -> Plan:
         sampling = _sampling(ctx.tokenizer, request, min(wanted, room), request.logprobs)
         place = len(prompts)
         prompts.append(ChoicePlan(0, place, tuple(tokens), sampling, text, continues=True))
-    return _plan(request, prompts)
+    return _plan(ctx, request, tenant, prompts)
 
 
 def _check(ctx: ApiContext, request: GenerationRequest) -> None:
@@ -164,12 +173,33 @@ def _sampling(
     )
 
 
-def _plan(request: GenerationRequest, prompts: list[ChoicePlan]) -> Plan:
-    """`n` choices of each prompt, in OpenAI's order."""
+def _retention(ctx: ApiContext, request: GenerationRequest) -> Retention | None:
+    if request.prompt_cache_retention is None:
+        return None
+    if request.prompt_cache_retention == "24h":
+        return Retention(DAY_S, to_disk=True)
+    return Retention(min(IN_MEMORY_S, ctx.retention_s), to_disk=False)
+
+
+def _plan(
+    ctx: ApiContext, request: GenerationRequest, tenant: Tenant, prompts: list[ChoicePlan]
+) -> Plan:
+    """`n` choices of each prompt, in OpenAI's order. The first of all is the session's turn."""
     seed = secrets.randbits(63) if request.seed is None else request.seed
     choices: list[ChoicePlan] = []
     for prompt in prompts:
+        scope = CacheScope(tenant.salt, ctx.public_prompts.num_public_tokens(prompt.tokens))
         for i in range(request.n):
             sampling = replace(prompt.sampling, seed=choice_seed(seed, i))
-            choices.append(replace(prompt, index=len(choices), sampling=sampling))
-    return Plan(tuple(choices), tuple(request.stop), request.stream, request.include_usage)
+            session = None if choices else request.prompt_cache_key
+            choices.append(
+                replace(prompt, index=len(choices), sampling=sampling, scope=scope, session=session)
+            )
+    return Plan(
+        choices=tuple(choices),
+        stop=tuple(request.stop),
+        stream=request.stream,
+        include_usage=request.include_usage,
+        tenant=tenant,
+        retention=_retention(ctx, request),
+    )

@@ -20,12 +20,14 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.body import read_body
+from cluster.api.caller import caller
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, overloaded
 from cluster.api.formats import Format
 from cluster.api.generation import Generation, Piece
 from cluster.api.plan import Plan
 from cluster.api.schema import Request, parse
+from cluster.tenants import Tenant
 
 _SMALL_BODY_BYTES = 64 * 1024  # parsed in the event loop, larger ones in a thread
 _CANCELLED = "cancelled"
@@ -67,7 +69,7 @@ class GenerateEndpoint(Generic[Request]):
         ctx: ApiContext,
         name: str,
         schema: type[Request],
-        plan: Callable[[ApiContext, Request], Awaitable[Plan]],
+        plan: Callable[[ApiContext, Request, Tenant], Awaitable[Plan]],
         format: Callable[[ApiContext, Plan, str], Format],
     ) -> None:
         self._ctx = ctx
@@ -108,12 +110,13 @@ class GenerateEndpoint(Generic[Request]):
 
     async def _serve(self, http: HttpRequest, request_id: str, send: Send) -> str:
         """Serve one request; return its outcome. Raises `ApiError` before the first byte only."""
+        tenant = caller(self._ctx, http)
         body = await read_body(http, self._ctx.limits)
         if len(body) <= _SMALL_BODY_BYTES:
             request = parse(self._schema, body)
         else:
             request = await self._ctx.in_thread(len(body), parse, self._schema, body)
-        plan = await self._plan(self._ctx, request)
+        plan = await self._plan(self._ctx, request, tenant)
         generation = Generation(self._ctx, plan, request_id)
         format = self._format(self._ctx, plan, request_id)
         try:

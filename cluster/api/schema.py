@@ -26,6 +26,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 MAX_CHOICES = 128
+MAX_SESSION_CHARS = 256
 # Parsing holds the interpreter lock, and a body of nothing but brackets takes seconds for each MiB.
 # Brackets inside strings count too: no prompt that fits a context has that many.
 MAX_BRACKETS = 100_000
@@ -123,6 +124,7 @@ def _or(default: Any) -> BeforeValidator:
 _Penalty = Annotated[float, Field(ge=-2, le=2), _or(0.0)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=128), FailFast()]
 _Flag = Annotated[bool, _or(False)]
+_SessionName = Annotated[str, Field(min_length=1, max_length=MAX_SESSION_CHARS)]
 
 
 class StreamOptions(BaseModel):
@@ -185,6 +187,8 @@ class GenerationRequest(BaseModel):
     stream: _Flag = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    prompt_cache_key: _SessionName | None = None  # names the session that this is a turn of
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     @model_validator(mode="after")
     def _is_supported(self) -> GenerationRequest:
@@ -253,7 +257,15 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-Request = TypeVar("Request", bound=GenerationRequest)
+class ForkRequest(BaseModel):
+    """Body of POST /v1/sessions/{id}/fork."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: _SessionName
+
+
+Request = TypeVar("Request", bound=BaseModel)
 
 
 def parse(kind: type[Request], body: bytes) -> Request:

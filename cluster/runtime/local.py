@@ -1,7 +1,8 @@
 """The local runtime: a whole cluster in one process, for tests and measurements.
 
 The router and the workers are the real nodes over real models; only the wire is missing (messages
-are handed over in memory) and, unless asked for, NIXL (KV blocks are copied). The event loop runs
+are handed over in memory) and, unless asked for, NIXL between memories (KV blocks are copied). The
+disk tier is the real one. The event loop runs
 on a thread of its own; everything public here blocks or returns a future.
 """
 
@@ -17,10 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from cluster.auditor import Auditor
+from cluster.audits import AuditDesk, audit_dict
 from cluster.build import BuildOptions, WorkerSpec, build_worker
 from cluster.config import EngineSection
 from cluster.runtime.host import LoopThread, NodeHost
 from cluster.runtime.process import BuiltWorker
+from engine.block_hash import UNSALTED, CacheScope
 from engine.node import Effect, NodeId
 from engine.request import FinishReason, SamplingParams, TokenLogprobs
 from engine.stats import Role, RouterUp
@@ -30,7 +34,8 @@ from router.messages import Cancel, Failed, Output, Submit, WorkerUp
 from router.router import Router
 from router.status import RouterStatus
 
-ROUTER, CLIENT = "router-0", "client-0"
+ROUTER, CLIENT, AUDITOR = "router-0", "client-0", "auditor-0"
+AUDIT_WAIT_S = 30.0
 
 
 @dataclass(slots=True)
@@ -98,7 +103,10 @@ class LocalCluster:
         threads: int = 0,
         nixl: bool = False,
         corrupt: Callable[..., None] | None = None,
+        **tiers: Any,
     ) -> None:
+        """`tiers`: of every worker, as in WorkerSpec: host_bytes, disk_bytes, disk_path,
+        retention_s, disk_after_s. Two clusters with the same disk_path continue each other."""
         self._thread = LoopThread("local-cluster")
         self.host = NodeHost(self._thread.loop, on_failure=self._on_failure)
         self.router = Router(ROUTER, router)
@@ -119,13 +127,14 @@ class LocalCluster:
                 on_gpu=device.startswith("cuda"),
                 threads=threads,
                 engine=engine or EngineSection(),
+                **tiers,
             )
             for i, role in enumerate(roles)
         ]
-        registry = LocalRegistry()
+        self.registry = LocalRegistry()
 
-        def local_agent(name: NodeId, pool: Any) -> LocalAgent:
-            return LocalAgent(name, pool, registry)
+        def local_agent(name: NodeId, pool: Any, host: Any) -> LocalAgent:
+            return LocalAgent(name, pool, self.registry, host=host)
 
         self._options = BuildOptions(None if nixl else local_agent, corrupt)
         self.workers: dict[NodeId, BuiltWorker] = {}
@@ -158,13 +167,13 @@ class LocalCluster:
         sampling: SamplingParams,
         *,
         timeout_s: float = 120.0,
-        salt: bytes = b"",
+        scope: CacheScope = UNSALTED,
         request_id: str | None = None,
     ) -> Future[Completion]:
         """The future's result is the whole answer, or what it failed with."""
         request_id = request_id or f"local-{next(self._ids)}"
         future: Future[Completion] = Future()
-        submit = Submit(request_id, CLIENT, tuple(tokens), sampling, timeout_s, salt=salt)
+        submit = Submit(request_id, CLIENT, tuple(tokens), sampling, timeout_s, scope=scope)
 
         def begin() -> None:
             completion = Completion(request_id, submitted_at=time.monotonic())
@@ -209,6 +218,17 @@ class LocalCluster:
 
         return self._thread.call(look)
 
+    def audit(self) -> dict[str, Any]:
+        """Where every block of every worker is, and what is left over; see `cluster.audits`."""
+        asked = self._thread.submit(self._audits.ask(tuple(self.workers)))
+        report = asked.result(AUDIT_WAIT_S)
+
+        def look() -> dict[str, Any]:
+            status = self.router.status(self._thread.loop.time())
+            return audit_dict(report, status.num_live + status.num_queued, self.router.check_idle())
+
+        return self._thread.call(look)
+
     def wait_idle(self, timeout_s: float = 5.0) -> None:
         """Raises AssertionError with what is left over after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
@@ -222,6 +242,7 @@ class LocalCluster:
         return self._thread.call(look)
 
     def _start(self) -> None:
+        self._audits = AuditDesk(self.host, Auditor(AUDITOR))
         self.host.add(self.router)
         self.host.add(self._client)
         for built in self.workers.values():

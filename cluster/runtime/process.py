@@ -27,6 +27,7 @@ class BuiltWorker:
     node: Node
     info: WorkerInfo
     make_executor: Callable[[Deliver], Executor]  # its answers go to the given function
+    notices: tuple[str, ...] = ()  # what an operator should know of it, one line each
 
 
 @dataclass(frozen=True, slots=True)

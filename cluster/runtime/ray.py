@@ -77,7 +77,7 @@ class WorkerActor:
             host, port = self._process.start()
         except BuildError as error:
             return StartFailed(spec.worker, spec.epoch, str(error), permanent=True)
-        return WorkerStarted(built.info, host, port, os.getpid())
+        return WorkerStarted(built.info, host, port, os.getpid(), built.notices)
 
     def introduce(self, peers: tuple[Peer, ...]) -> None:
         assert self._process is not None

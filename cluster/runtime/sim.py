@@ -22,12 +22,14 @@ from typing import Any, Protocol
 
 import msgspec
 
+from cluster.sim.disk import SimDisk
 from cluster.sim.executor import SimExecutor, SimPool
 from cluster.sim.faults import Faults
 from cluster.sim.transfers import SimAgent
 from engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
 from engine.step import Execute, StepDone
-from kvtransfer.agent import ConnectPeer, ReadBlocks, ReadDone
+from engine.tier import DiskRecord, Tier
+from kvtransfer.agent import ConnectPeer, ReadBlocks, ReadDone, StoreFailed, StoreIndex
 
 _MAX_EVENTS = 400_000
 """A run that makes more than this is taken for a livelock."""
@@ -47,6 +49,11 @@ class PoolShape:
     num_blocks: int
     block_size: int
     with_checksums: bool = True
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+
+    def pool(self, num_blocks: int) -> SimPool:
+        return SimPool(num_blocks, self.block_size, with_checksums=self.with_checksums)
 
 
 @dataclass(eq=False, slots=True)
@@ -63,15 +70,18 @@ class Life:
 
 
 class MakeNode(Protocol):
-    def __call__(self, epoch: int) -> Node: ...
+    def __call__(self, epoch: int, records: list[DiskRecord]) -> Node:
+        """`records`: what the node's disk held when it was opened."""
+        ...
 
 
 @dataclass(slots=True)
 class _Place:
-    """Where a node lives: how to make one, and the current life, if any."""
+    """Where a node lives: how to make one, its disk, and the current life, if any."""
 
     make: MakeNode
     shape: PoolShape
+    disk: SimDisk
     life: Life | None = None
     next_epoch: int = 1
 
@@ -112,8 +122,12 @@ class SimRuntime:
     def add(self, node_id: NodeId, make: MakeNode, shape: PoolShape | None = None) -> Node:
         """Start a node now. Nodes without a pool (`shape`) must not ask for steps or reads."""
         assert node_id not in self._places
-        self._places[node_id] = _Place(make, shape or PoolShape(0, 1))
+        shape = shape or PoolShape(0, 1)
+        self._places[node_id] = _Place(make, shape, SimDisk(shape.pool(shape.num_disk_blocks)))
         return self.restart(node_id)
+
+    def disk(self, node_id: NodeId) -> SimDisk:
+        return self._places[node_id].disk
 
     def life(self, node_id: NodeId) -> Life | None:
         """The current life of a node; None while it is down or if there never was one."""
@@ -134,17 +148,26 @@ class SimRuntime:
         assert place.life is None
         epoch, shape = place.next_epoch, place.shape
         place.next_epoch += 1
-        pool = SimPool(shape.num_blocks, shape.block_size, with_checksums=shape.with_checksums)
+        pools = {
+            Tier.DEVICE: shape.pool(shape.num_blocks),
+            Tier.HOST: shape.pool(shape.num_host_blocks),
+            Tier.DISK: place.disk.pool,
+        }
 
         def violated(kind: str, text: str) -> None:
             self.violate(kind, f"{node_id} epoch {epoch}: {text}")
 
-        executor = SimExecutor(pool, violated)
+        executor = SimExecutor(pools, violated)
         agent = SimAgent(
-            executor, self.life, lambda after_s, call: self._push(after_s, life, call), violated
+            node_id,
+            executor,
+            self.life,
+            lambda after_s, call: self._push(after_s, life, call),
+            violated,
         )
         clock_s = 0.0 if node_id in self.trusted else self.rng.uniform(0.0, 1000.0)
-        life = Life(node_id, epoch, place.make(epoch), executor, agent, clock_s)
+        node = place.make(epoch, place.disk.records(self.now))
+        life = Life(node_id, epoch, node, executor, agent, clock_s)
         place.life = life
         self._guard(life, lambda: life.node.start(clock_s + self.now))
         return life.node
@@ -206,6 +229,8 @@ class SimRuntime:
                     peer_alive=peer is not None and peer.alive,
                 )
                 life.agent.read(effect, fate, lambda done: self._read_done(life, done))
+            case StoreIndex():
+                self._store(life, effect)
             case ConnectPeer():
                 error = self.faults.connect()
                 after_s = 0.001 + 0.01 * self.rng.random()
@@ -227,6 +252,17 @@ class SimRuntime:
                 self._last_arrival[source, to] = arrival
             if life is not None:  # else the connection is gone, and the message with it
                 self._push(arrival - self.now, life, lambda: self._deliver(source, life, message))
+
+    def _store(self, life: Life, change: StoreIndex) -> None:
+        error = self.faults.store()
+        if error is not None:
+            self._to_self(life, 0.001, StoreFailed(error))
+            return
+        wrong = self.disk(life.node_id).update(
+            self.now, change, lossless=not self.faults.injected["store error"]
+        )
+        if wrong is not None:
+            self.violate("disk index", f"{life.node_id} epoch {life.epoch}: {wrong}")
 
     def _finish_step(self, life: Life, duration_s: float, error: str | None) -> None:
         done: StepDone = life.executor.finish(duration_s, error)

@@ -14,6 +14,7 @@ from decode_worker.worker import DecodeWorker
 from engine.node import NodeId
 from engine.request import Refusal
 from engine.stats import Role
+from engine.tier import Tier
 from prefill_worker.worker import PrefillWorker
 from router.messages import Failed
 from router.router import Router
@@ -96,13 +97,30 @@ def check_index(runtime: SimRuntime, router_id: NodeId, workers: list[NodeId]) -
         assert life is not None
         worker = life.node
         assert isinstance(worker, PrefillWorker | DecodeWorker)
-        held, known = set(worker.core.kv.pool.names()), router.index.names(node_id)
-        if held != known:
-            runtime.violate(
-                "index differs",
-                f"{node_id}: {len(held - known)} blocks unknown to the router,"
-                f" {len(known - held)} that the worker has no more",
-            )
+        held = {Tier.DEVICE: set(worker.core.kv.pool.names())}
+        held |= {part.tier: set(part.stored) for part in worker.exchange.tiers.snapshot()}
+        for tier in Tier:
+            here, known = held.get(tier, set()), router.index.names(node_id, tier)
+            if here != known:
+                runtime.violate(
+                    "index differs",
+                    f"{node_id}, {tier}: {len(here - known)} blocks unknown to the router,"
+                    f" {len(known - here)} that the worker has no more",
+                )
+        _check_disk(runtime, node_id, held.get(Tier.DISK, set()))
+
+
+def _check_disk(runtime: SimRuntime, node_id: NodeId, held: set[bytes]) -> None:
+    """The index on disk is what the worker believes, unless a change of it failed or, after the
+    disk failed otherwise, is put off."""
+    indexed = {record.name for record, _ in runtime.disk(node_id).index.values()}
+    missing, surplus = held - indexed, indexed - held
+    failed = runtime.faults.injected["store error"] or runtime.notes["disk_store_failed"]
+    if (missing or surplus) and not failed:
+        runtime.violate(
+            "disk index differs",
+            f"{node_id}: {len(missing)} blocks are not in it, {len(surplus)} are that should not",
+        )
 
 
 def check_finished(runtime: SimRuntime, client: Client) -> None:

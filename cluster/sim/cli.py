@@ -97,6 +97,7 @@ def _show_summary(console: Console, reports: list[Report]) -> None:
     table.add_row("requests", _counts(sum((r.outcomes for r in reports), Counter())))
     table.add_row("faults", _counts(sum((r.injected for r in reports), Counter())))
     table.add_row("notes", _counts(sum((r.notes for r in reports), Counter())))
+    table.add_row("blocks read", _counts(sum((r.sources for r in reports), Counter())))
     table.add_row("violations", str(sum(len(r.violations) for r in reports)))
     if one:
         table.add_row("event hash", first.event_hash)

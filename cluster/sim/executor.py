@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from cluster.sim.model import UNWRITTEN, checksum, extend_slots, next_token, slot_value
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
+from engine.tier import Tier
 
 OnViolation = Callable[[str, str], None]
 """Called with the kind of a violation and a text that says what happened."""
@@ -52,9 +53,12 @@ class SimPool:
 class SimExecutor:
     """Runs the steps of one life of one worker. Invariant: at most one step is in flight."""
 
-    def __init__(self, pool: SimPool, on_violation: OnViolation) -> None:
-        self.pool = pool
-        self.writable: set[int] = set()  # blocks that a transfer in flight may write to
+    def __init__(self, pools: dict[Tier, SimPool], on_violation: OnViolation) -> None:
+        """`pools`: the device's, host memory's, and the disk's, which outlives this life."""
+        self.pools = pools
+        self.pool = pools[Tier.DEVICE]
+        # Blocks that a transfer in flight may write to.
+        self.writable: dict[Tier, set[int]] = {tier: set() for tier in Tier}
         self._on_violation = on_violation
         self._chains: dict[str, _Chain] = {}
         self._in_flight: Step | None = None
@@ -100,8 +104,9 @@ class SimExecutor:
         assert len(table) * size >= end
         used = table[: -(-end // size)]
         assert len(set(used)) == len(used), "a block twice in one table"
-        if not self.writable.isdisjoint(used):
-            shared = sorted(self.writable.intersection(used))
+        writable = self.writable[Tier.DEVICE]
+        if not writable.isdisjoint(used):
+            shared = sorted(writable.intersection(used))
             self._on_violation(
                 "block in use while a transfer can write to it", f"{seq.request_id} {shared}"
             )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from cluster.sim.transfers import ReadFate
 from engine.node import NodeId
+from engine.tier import LOWER_TIERS, Tier
 from kvtransfer.agent import ReadBlocks
 
 
@@ -44,6 +45,17 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
+class Rot:
+    """Bytes of a block at rest change: one slot of one block of a tier, if it has so many."""
+
+    worker: NodeId
+    tier: Tier
+    at_s: float
+    block: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class FaultPlan:
     """Probabilities are per message, read, connection or step. Plain data, printed with a seed."""
 
@@ -63,6 +75,11 @@ class FaultPlan:
     crashes: tuple[Crash, ...] = ()
     partitions: tuple[Partition, ...] = ()
     pauses: tuple[Pause, ...] = ()
+    disk_error: float = 0.0
+    disk_slow: float = 0.0
+    disk_slow_s: float = 0.0  # at most
+    store_error: float = 0.0
+    rots: tuple[Rot, ...] = ()
 
     @property
     def breaks_attempts(self) -> bool:
@@ -102,6 +119,12 @@ def draw_faults(
         crashes=_draw_crashes(rng, workers, until_s),
         partitions=_draw_partitions(rng, [router, *workers], until_s),
         pauses=_draw_pauses(rng, workers, until_s),
+        disk_error=maybe(0.02, 0.3),
+        disk_slow=maybe(0.02, 0.3),
+        disk_slow_s=rng.uniform(0.1, 3.0),
+        # An index that could not be changed may name what was overwritten.
+        store_error=maybe(0.05, 0.4) if checksums else 0.0,
+        rots=_draw_rots(rng, workers, until_s) if checksums else (),
     )
 
 
@@ -137,6 +160,19 @@ def _draw_pauses(rng: random.Random, workers: list[NodeId], until_s: float) -> t
         until = min(until_s, from_s + rng.uniform(0.05, 2.0))
         pauses.append(Pause(rng.choice(workers), from_s, until))
     return tuple(pauses)
+
+
+def _draw_rots(rng: random.Random, workers: list[NodeId], until_s: float) -> tuple[Rot, ...]:
+    return tuple(
+        Rot(
+            rng.choice(workers),
+            rng.choice(LOWER_TIERS),
+            rng.uniform(0.0, until_s),
+            rng.randrange(1000),
+            rng.randrange(1000),
+        )
+        for _ in range(rng.choice((0, 0, 4, 40)))
+    )
 
 
 @dataclass(slots=True)
@@ -194,6 +230,8 @@ class Faults:
     def read(self, effect: ReadBlocks, block_size: int, *, peer_alive: bool) -> ReadFate:
         """What becomes of a read that is posted now."""
         rng, plan, count = self.rng, self.plan, len(effect.src)
+        if effect.src_tier is Tier.DISK or effect.dst_tier is Tier.DISK:
+            return self._disk(effect)
         duration = 0.0005 + 0.0003 * count * rng.uniform(0.5, 2.0)
         if self._hits("read slow", plan.read_slow):
             duration += rng.uniform(0.0, plan.read_slow_s)
@@ -208,6 +246,21 @@ class Faults:
         if self._hits("slot flipped", plan.flip):
             flip = (rng.randrange(count), rng.randrange(block_size))
         return ReadFate(duration, None, self._moments(count, duration, copied=1.0), flip)
+
+    def _disk(self, effect: ReadBlocks) -> ReadFate:
+        """What becomes of a move from or to the disk."""
+        rng, plan, count = self.rng, self.plan, len(effect.src)
+        duration = 0.001 + 0.001 * count * rng.uniform(0.5, 2.0)
+        if self._hits("disk slow", plan.disk_slow):
+            duration += rng.uniform(0.0, plan.disk_slow_s)
+        if self._hits("disk error", plan.disk_error) or duration >= effect.timeout_s:
+            settle = min(duration * rng.random(), effect.timeout_s)
+            return ReadFate(settle, "failed", self._moments(count, settle, copied=0.5))
+        return ReadFate(duration, None, self._moments(count, duration, copied=1.0))
+
+    def store(self) -> str | None:
+        """Why the index cannot be changed, or None."""
+        return "injected" if self._hits("store error", self.plan.store_error) else None
 
     def _moments(self, count: int, duration_s: float, *, copied: float) -> tuple[float | None, ...]:
         """One moment for each block within `[0, duration]`, or None for those never copied."""

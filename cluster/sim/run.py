@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cluster.runtime.sim import PoolShape, SimRuntime, Violation
 from cluster.sim import checkers
 from cluster.sim.breakage import Break, BrokenDecodeWorker
 from cluster.sim.client import Client, Outcome, SecondWave
-from cluster.sim.faults import Crash
+from cluster.sim.faults import Crash, Rot
+from cluster.sim.operator import OPERATOR, GiveOrder, Operator
 from cluster.sim.scenario import ROUTER, Scenario, draw_scenario
 from decode_worker.worker import DecodeWorker
 from engine.config import WorkerConfig
 from engine.node import Node, NodeId
 from engine.stats import Role, RouterUp
+from engine.tier import DiskRecord
 from prefill_worker.worker import PrefillWorker
 from router.messages import WorkerDown, WorkerUp
 from router.router import Router
@@ -35,6 +38,7 @@ class Report:
     outcomes: Counter[str]
     injected: Counter[str]
     notes: Counter[str]
+    sources: Counter[str]  # blocks that were read rather than computed, by where they were
     violations: tuple[Violation, ...]
     event_hash: str
 
@@ -52,9 +56,15 @@ class Cluster:
         runtime.after_receive = checkers.QueueBounds(self.scenario)
         runtime.faults.plan = self.scenario.faults
         runtime.faults.active = True
-        runtime.add(ROUTER, lambda epoch: Router(ROUTER, self.scenario.router))
+        runtime.add(ROUTER, lambda epoch, records: Router(ROUTER, self.scenario.router))
         for config in self.scenario.workers:
-            shape = PoolShape(config.num_blocks, config.block_size, self.scenario.checksums)
+            shape = PoolShape(
+                config.num_blocks,
+                config.block_size,
+                self.scenario.checksums,
+                config.num_host_blocks,
+                config.num_disk_blocks,
+            )
             runtime.add(config.node_id, _WorkerMaker(config, broken), shape)
             self._announce(config.node_id)
         self.client = Client(
@@ -64,9 +74,15 @@ class Cluster:
             checkers.failure_judge(self.scenario),
             runtime.violate,
         )
-        runtime.add(CLIENT, lambda epoch: self.client)
+        runtime.add(CLIENT, lambda epoch, records: self.client)
         for crash in self.scenario.faults.crashes:
             runtime.call_at(crash.at_s, lambda crash=crash: self._crash(crash))  # type: ignore[misc]
+
+        self.operator = Operator(runtime.violate)
+        runtime.add(OPERATOR, lambda epoch, records: self.operator)
+        self._give_orders(after_faults=False)
+        for rot in self.scenario.faults.rots:
+            runtime.call_at(rot.at_s, lambda rot=rot: self._rot(rot))  # type: ignore[misc]
 
     def run(self) -> None:
         runtime, scenario = self.runtime, self.scenario
@@ -75,6 +91,7 @@ class Cluster:
         bound_s = scenario.faults.until_s + FINISH_WITHIN_S
         runtime.run_until(bound_s, done=lambda: self.client.num_open == 0)
         runtime.post("", CLIENT, SecondWave())
+        self._give_orders(after_faults=True)
         runtime.run_until(runtime.now)
         runtime.run_until(runtime.now + FINISH_WITHIN_S, done=lambda: self.client.num_open == 0)
         if not runtime.stopped:
@@ -83,6 +100,7 @@ class Cluster:
         if not runtime.stopped:
             checkers.check_idle(runtime, ROUTER, self.worker_ids)
             checkers.check_index(runtime, ROUTER, self.worker_ids)
+            self.operator.check()
 
     def _crash(self, crash: Crash) -> None:
         runtime, worker = self.runtime, crash.worker
@@ -91,6 +109,29 @@ class Cluster:
         down = WorkerDown(worker, epoch, "killed")
         runtime.post(CONTROLLER, ROUTER, down, crash.notice_s)
         runtime.call_at(runtime.now + crash.down_s, lambda: self._restart(worker))
+
+    def sources(self) -> Counter[str]:
+        """Of the workers that live at the end."""
+        found: Counter[str] = Counter()
+        for worker in self.worker_ids:
+            node: Any = getattr(self.runtime.life(worker), "node", None)
+            for source in ("host", "disk", "peer"):
+                found[source] += node.core.counters.get(f"blocks_from_{source}", 0) if node else 0
+        return +found
+
+    def _give_orders(self, *, after_faults: bool) -> None:
+        runtime = self.runtime
+        for planned in self.scenario.orders:
+            if planned.after_faults is after_faults:
+                runtime.post("", OPERATOR, GiveOrder(planned), planned.at_s)
+
+    def _rot(self, rot: Rot) -> None:
+        life = self.runtime.life(rot.worker)
+        blocks = [] if life is None else life.executor.pools[rot.tier].blocks
+        if blocks:
+            block = blocks[rot.block % len(blocks)]
+            block[rot.slot % len(block)] ^= 1 << 23
+            self.runtime.faults.injected[f"{rot.tier} rots"] += 1
 
     def _restart(self, worker: NodeId) -> None:
         self.runtime.restart(worker)
@@ -110,14 +151,14 @@ class _WorkerMaker:
     config: WorkerConfig
     broken: Break | None
 
-    def __call__(self, epoch: int) -> Node:
+    def __call__(self, epoch: int, records: list[DiskRecord]) -> Node:
         metadata = f"{self.config.node_id}:{epoch}".encode()
         config = replace(self.config, epoch=epoch, agent_metadata=metadata)
         if config.role is Role.PREFILL:
-            return PrefillWorker(config)
+            return PrefillWorker(config, records)
         if self.broken is not None:
-            return BrokenDecodeWorker(config, self.broken)
-        return DecodeWorker(config)
+            return BrokenDecodeWorker(config, self.broken, records)
+        return DecodeWorker(config, records)
 
 
 def run_seed(seed: int, broken: Break | None = None) -> Report:
@@ -138,6 +179,7 @@ def run_seed(seed: int, broken: Break | None = None) -> Report:
         outcomes,
         runtime.faults.injected,
         runtime.notes,
+        cluster.sources(),
         tuple(runtime.violations),
         runtime.event_hash(),
     )

@@ -10,10 +10,12 @@ import random
 from dataclasses import dataclass
 
 from cluster.sim.faults import FaultPlan, draw_faults
+from cluster.sim.operator import PlannedOrder, draw_orders
 from cluster.sim.workload import Job, Limits, draw_jobs
 from engine.config import WorkerConfig
 from engine.node import NodeId
 from engine.stats import Role
+from engine.tier import Retention
 from router.config import RouterConfig
 
 ROUTER: NodeId = "router-0"
@@ -30,11 +32,14 @@ class Scenario:
     checksums: bool
     jobs: tuple[Job, ...]
     faults: FaultPlan
+    orders: tuple[PlannedOrder, ...]
 
     @property
     def quiet_s(self) -> float:
         """After the last answer: long enough for every lease, handoff and read to time out."""
-        return 5.0 + max(w.lease_s + w.handoff_timeout_s + w.read_timeout_s for w in self.workers)
+        worst_s = max(w.lease_s + w.handoff_timeout_s + 3 * w.read_timeout_s for w in self.workers)
+        behind_s = 40.0 if any(o.after_faults for o in self.orders) else 5.0  # orders, and the disk
+        return behind_s + worst_s
 
 
 def draw_scenario(rng: random.Random) -> Scenario:
@@ -48,7 +53,9 @@ def draw_scenario(rng: random.Random) -> Scenario:
         pool_tokens=BLOCK_SIZE * min(w.num_blocks for w in workers if w.role is Role.DECODE),
     )
     jobs = draw_jobs(rng, limits, until_s)
-    return Scenario(tuple(workers), _draw_router(rng), checksums, tuple(jobs), faults)
+    router = _draw_router(rng)
+    orders = draw_orders(rng, names, jobs, until_s, FINGERPRINT, BLOCK_SIZE)
+    return Scenario(tuple(workers), router, checksums, tuple(jobs), faults, tuple(orders))
 
 
 def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
@@ -56,6 +63,9 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
     max_model_len = rng.choice((104, 128, 160))
     lease_s = rng.choice((rng.uniform(0.03, 0.3), rng.uniform(0.3, 3.0)))
     handoff_s, read_s = rng.uniform(0.3, 3.0), rng.uniform(0.2, 4.0)
+    host, disk = rng.choice((0, 8, 16, 60)), rng.choice((0, 10, 30, 100))
+    retention = Retention(rng.choice((3600.0, rng.uniform(0.5, 5.0))), rng.random() < 0.8)
+    disk_after_s = rng.choice((0.05, rng.uniform(0.1, 2.0)))
     budget, seqs = rng.choice((8, 16, 32, 64)), rng.choice((2, 4, 8, 16))
     waiting = rng.choice((4, 16, 64))
 
@@ -76,6 +86,10 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
             handoff_timeout_s=handoff_s,
             read_timeout_s=read_s,
             stats_interval_s=0.25,
+            num_host_blocks=host,
+            num_disk_blocks=disk,
+            retention=retention,
+            disk_after_s=disk_after_s,
         )
 
     return [config(Role.PREFILL, n) for n in range(num_prefill)] + [

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from cluster.sim.executor import OnViolation, SimExecutor
 from engine.node import NodeId
+from engine.tier import Tier
 from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone
 
 
@@ -38,17 +39,19 @@ class Peer(Protocol):
 class SimAgent:
     """Moves blocks into the pool of one life of one worker.
 
-    Invariant: `executor.writable` is the set of destination blocks of the live transfers, and no
+    Invariant: `executor.writable` are the destination blocks of the live transfers, by tier, and no
     block belongs to two of them.
     """
 
     def __init__(
         self,
+        own: NodeId,
         executor: SimExecutor,
         find_peer: Callable[[NodeId], Peer | None],
         after: Callable[[float, Callable[[], None]], None],
         on_violation: OnViolation,
     ) -> None:
+        self._own = own
         self._executor = executor
         self._find_peer = find_peer
         self._after = after  # calls back after that many seconds, unless this worker died
@@ -72,8 +75,11 @@ class SimAgent:
         return PeerConnected(effect.peer, effect.epoch, error)
 
     def source(self, effect: ReadBlocks) -> Peer | None:
-        """The process to read from, dead or alive; None if it was never connected."""
+        """The process to read from, dead or alive; None if it was never connected. Its own blocks
+        a worker can always move."""
         peer = self._peers.get(effect.peer)
+        if effect.peer == self._own:
+            peer = self._find_peer(effect.peer)
         return peer if peer is not None and peer.epoch == effect.epoch else None
 
     def read(self, effect: ReadBlocks, fate: ReadFate, done: Callable[[ReadDone], None]) -> None:
@@ -82,15 +88,35 @@ class SimAgent:
         assert len(effect.src) == len(effect.dst) > 0
         assert len(set(effect.dst)) == len(effect.dst)
         executor, source = self._executor, self.source(effect)
-        if not executor.writable.isdisjoint(effect.dst):
+        writable = executor.writable[effect.dst_tier]
+        if not writable.isdisjoint(effect.dst):
             self._on_violation("two transfers write to one block", f"transfer {effect.transfer_id}")
+        if effect.peer == self._own:
+            self._check_own(effect)
+        else:
+            assert Tier.DISK not in (effect.src_tier, effect.dst_tier), "a peer's disk"
         self._live[effect.transfer_id] = effect
-        executor.writable.update(effect.dst)
+        writable.update(effect.dst)
+        # What is written to disk has its checksum taken before.
+        before = self._checksums(effect.src_tier, effect.src) if self._is_write(effect) else None
         if source is not None:
             for index, moment in enumerate(fate.moments):
                 if moment is not None:
                     self._after(moment, self._copy(effect, source, index, fate.flip))
-        self._after(fate.duration_s, lambda: done(self._settle(effect, source, fate)))
+        self._after(fate.duration_s, lambda: done(self._settle(effect, source, fate, before)))
+
+    def _check_own(self, effect: ReadBlocks) -> None:
+        """A worker knows what happens to its own blocks: it must not read one that is written."""
+        overlap = self._executor.writable[effect.src_tier].intersection(effect.src)
+        if overlap:
+            text = f"transfer {effect.transfer_id}, {effect.src_tier} {sorted(overlap)}"
+            self._on_violation("a move reads a block that is being written", text)
+
+    def _is_write(self, effect: ReadBlocks) -> bool:
+        return effect.dst_tier is Tier.DISK
+
+    def _checksums(self, tier: Tier, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self._executor.pools[tier].checksum(block) for block in blocks)
 
     def _copy(
         self, effect: ReadBlocks, source: Peer, index: int, flip: tuple[int, int] | None
@@ -98,16 +124,22 @@ class SimAgent:
         def copy() -> None:
             if not source.alive:
                 return
-            block = list(source.executor.pool.blocks[effect.src[index]])
+            block = list(source.executor.pools[effect.src_tier].blocks[effect.src[index]])
             if flip is not None and flip[0] == index:
                 block[flip[1]] ^= 1 << 17
-            self._executor.pool.blocks[effect.dst[index]] = block
+            self._executor.pools[effect.dst_tier].blocks[effect.dst[index]] = block
 
         return copy
 
-    def _settle(self, effect: ReadBlocks, source: Peer | None, fate: ReadFate) -> ReadDone:
+    def _settle(
+        self,
+        effect: ReadBlocks,
+        source: Peer | None,
+        fate: ReadFate,
+        before: tuple[int, ...] | None,
+    ) -> ReadDone:
         del self._live[effect.transfer_id]
-        self._executor.writable.difference_update(effect.dst)
+        self._executor.writable[effect.dst_tier].difference_update(effect.dst)
         error = fate.error
         if error is None and (source is None or not source.alive):
             error = f"{effect.peer} epoch {effect.epoch} is gone"
@@ -116,7 +148,7 @@ class SimAgent:
         return ReadDone(
             effect.transfer_id,
             None,
-            tuple(self._executor.pool.checksum(block) for block in effect.dst),
+            self._checksums(effect.dst_tier, effect.dst) if before is None else before,
             fate.duration_s,
             len(effect.dst) * self._executor.pool.block_size * 8,
         )

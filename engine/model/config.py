@@ -23,7 +23,6 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-LAYOUT_VERSION = 1  # raised when the bytes of a KV block change their meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +78,15 @@ class ModelConfig:
     def kv_spec(self, block_size: int, dtype: str) -> KVSpec:
         return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
 
-    def fingerprint(self, path: Path, dtype: str, block_size: int) -> bytes:
-        """32 bytes; equal for two workers exactly when their KV blocks are interchangeable.
+    def digest(self, path: Path) -> bytes:
+        """32 bytes; differs between two checkpoints that compute different KV from the same tokens.
 
         Of the weights, names, sizes and samples spread over each file are read, not all.
         """
         shape = asdict(self)
         del shape["bos_token_id"], shape["eos_token_ids"]
         digest = blake2b(digest_size=32, person=b"kvrelay-model")
-        digest.update(json.dumps([LAYOUT_VERSION, dtype, block_size, shape]).encode())
+        digest.update(json.dumps(shape).encode())
         for file in sorted(path.glob("*.safetensors")):
             digest.update(file.name.encode() + file_identity(file))
         return digest.digest()

@@ -7,6 +7,7 @@ one incarnation, and its reads fail from the moment that incarnation has left.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,25 +15,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.node import NodeId
+from engine.tier import Tier
 from kvtransfer.agent import AgentError
-from kvtransfer.agents.metadata import AgentMetadata, unpack
+from kvtransfer.agents.metadata import AgentMetadata, Space, copy_spans, unpack
 from kvtransfer.agents.pool import check_block_ids, pool_bytes
+from kvtransfer.layout import CopySpan, HeadShare
 
 TRANSPORT = "local"
+
+Pools = Mapping[Tier, NDArray[np.uint8]]  # [num_blocks, bytes_per_block]
 
 
 @dataclass(slots=True)
 class LocalRegistry:
-    """The pools that can be read in this process, by incarnation. Made by the composition root
+    """The memory that can be read in this process, by incarnation. Made by the composition root
     and given to every LocalAgent; its operations are atomic under the GIL."""
 
-    pools: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
+    pools: dict[str, Pools] = field(default_factory=dict)
     _incarnations: itertools.count[int] = field(init=False, default_factory=itertools.count)
 
-    def add(self, name: str, pool: NDArray[np.uint8]) -> str:
-        """Enter `pool`; returns the name of the incarnation."""
+    def add(self, name: str, pools: Pools) -> str:
+        """Enter `pools`; returns the name of the incarnation."""
         incarnation = f"{name}#{next(self._incarnations)}"
-        self.pools[incarnation] = pool
+        self.pools[incarnation] = pools
         return incarnation
 
     def remove(self, incarnation: str) -> None:
@@ -40,11 +45,19 @@ class LocalRegistry:
 
 
 @dataclass(slots=True)
+class _Peer:
+    incarnation: str
+    spans: tuple[CopySpan, ...]  # of each block
+
+
+@dataclass(slots=True)
 class _Xfer:
     """Copies nothing before it is polled, and nothing after it was released."""
 
-    peer: NodeId
-    incarnation: str
+    name: NodeId
+    peer: _Peer
+    src_tier: Tier
+    dst_tier: Tier
     src: list[int]
     dst: list[int]
     released: bool = False
@@ -53,44 +66,72 @@ class _Xfer:
 class LocalAgent:
     """Implements kvtransfer.agent.Agent over CPU pools. Owned by its worker's transfer thread."""
 
-    def __init__(self, name: str, pool: Any, registry: LocalRegistry) -> None:
-        """`pool`: numpy array or CPU tensor `[num_blocks, ...]`, contiguous."""
-        self._pool = pool_bytes(pool)
+    def __init__(
+        self,
+        name: NodeId,
+        pool: Any,
+        registry: LocalRegistry,
+        *,
+        host: Any | None = None,
+        share: HeadShare | None = None,
+    ) -> None:
+        """`pool`: numpy array or CPU tensor `[num_blocks, ...]`, contiguous; `host`: the same in
+        host memory. `share`: which heads the blocks hold, where tensor-parallel sizes differ."""
+        self._name = name
+        self._pools = {Tier.DEVICE: pool_bytes(pool)}
+        if host is not None:
+            self._pools[Tier.HOST] = pool_bytes(host)
+        size = self._pools[Tier.DEVICE].shape[1]
+        assert all(each.shape[1] == size for each in self._pools.values()), "block sizes differ"
+        assert share is None or share.bytes_per_block == size, (share, size)
         self._registry = registry
-        self._incarnation = registry.add(name, self._pool)
-        self._peers: dict[NodeId, str] = {}
+        self._incarnation = registry.add(name, self._pools)
+        spaces = {tier: Space(len(each)) for tier, each in self._pools.items()}
+        self._facts = AgentMetadata(TRANSPORT, self._incarnation, size, spaces, share)
+        self._own = _Peer(self._incarnation, (CopySpan(0, 0, size),))
+        self._peers: dict[NodeId, _Peer] = {}
 
     def metadata(self) -> bytes:
-        return AgentMetadata(TRANSPORT, self._incarnation, *self._pool.shape).pack()
+        return self._facts.pack()
 
     def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
         self.disconnect(peer)
-        facts = unpack(
-            peer,
-            metadata,
-            transport=TRANSPORT,
-            num_blocks=num_blocks,
-            bytes_per_block=self._pool.shape[1],
-        )
+        facts = unpack(peer, metadata, self._facts, num_blocks=num_blocks)
+        spans = copy_spans(peer, facts, self._facts)
         if facts.agent not in self._registry.pools:
             raise AgentError(f"{peer}, epoch {epoch}, is not in this process (any more)")
-        self._peers[peer] = facts.agent
+        self._peers[peer] = _Peer(facts.agent, spans)
 
     def disconnect(self, peer: NodeId) -> None:
         self._peers.pop(peer, None)
 
-    def read(self, peer: NodeId, src: list[int], dst: list[int]) -> _Xfer:
-        incarnation = self._peers.get(peer)
-        if incarnation is None:
+    def read(
+        self,
+        peer: NodeId,
+        src: list[int],
+        dst: list[int],
+        src_tier: Tier = Tier.DEVICE,
+        dst_tier: Tier = Tier.DEVICE,
+    ) -> _Xfer:
+        known = self._own if peer == self._name else self._peers.get(peer)
+        if known is None:
             raise AgentError(f"not connected to {peer}")
-        check_block_ids(peer, src, dst, len(self._source(peer, incarnation)), len(self._pool))
-        return _Xfer(peer, incarnation, src, dst)
+        if known is self._own and src_tier is dst_tier:
+            raise AgentError(f"{peer} moves blocks between tiers, not within {src_tier} memory")
+        xfer = _Xfer(peer, known, src_tier, dst_tier, src, dst)
+        source, destination = self._source(xfer), self._pools.get(dst_tier)
+        if destination is None:
+            raise AgentError(f"read from {peer}: {self._name} has no {dst_tier} memory")
+        check_block_ids(peer, src, dst, len(source), len(destination))
+        return xfer
 
     def poll(self, handle: _Xfer) -> bool:
         assert not handle.released
-        source = self._source(handle.peer, handle.incarnation)
+        source, destination = self._source(handle), self._pools[handle.dst_tier]
         for src, dst in zip(handle.src, handle.dst, strict=True):
-            self._pool[dst] = source[src]
+            for span in handle.peer.spans:
+                run = source[src, span.src : span.src + span.length]
+                destination[dst, span.dst : span.dst + span.length] = run
         return True
 
     def release(self, handle: _Xfer) -> bool:
@@ -101,8 +142,10 @@ class LocalAgent:
         self._peers.clear()
         self._registry.remove(self._incarnation)
 
-    def _source(self, peer: NodeId, incarnation: str) -> NDArray[np.uint8]:
-        pool = self._registry.pools.get(incarnation)
-        if pool is None:
-            raise AgentError(f"{peer} has left")
-        return pool
+    def _source(self, xfer: _Xfer) -> NDArray[np.uint8]:
+        pools = self._registry.pools.get(xfer.peer.incarnation)
+        if pools is None:
+            raise AgentError(f"{xfer.name} has left")
+        if xfer.src_tier not in pools:
+            raise AgentError(f"read from {xfer.name}: it has no {xfer.src_tier} memory")
+        return pools[xfer.src_tier]

@@ -1,4 +1,4 @@
-"""What one agent tells another, through the control plane, so that its pool can be read.
+"""What one agent tells another, through the control plane, so that its memory can be read.
 
 A digest stands in front: NIXL and UCX parse their part in C++, and are given only what arrived
 whole. (It is no defence against a forger; control connections are authenticated.)
@@ -11,9 +11,20 @@ from hashlib import blake2b
 import msgspec
 
 from engine.node import NodeId
+from engine.tier import Tier
 from kvtransfer.agent import AgentError
+from kvtransfer.layout import CopySpan, HeadShare, head_overlap
 
 DIGEST_BYTES = 8
+
+
+class Space(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks in one run of registered memory."""
+
+    num_blocks: int
+    address: int = 0  # of block 0, in its owner's address space
+    memory: str = "DRAM"  # NIXL's name of the memory's kind: "DRAM" or "VRAM"
+    device: int = 0  # CUDA device index; 0 for DRAM
 
 
 class AgentMetadata(msgspec.Struct, frozen=True, array_like=True):
@@ -21,11 +32,9 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True):
 
     transport: str  # "local", "nixl/UCX", ...: agents of different transports cannot talk
     agent: str  # unique to the incarnation
-    num_blocks: int
     bytes_per_block: int
-    address: int = 0  # of block 0, in the peer's address space
-    memory: str = "DRAM"  # NIXL's name of the memory's kind: "DRAM" or "VRAM"
-    device: int = 0  # CUDA device index; 0 for DRAM
+    spaces: dict[Tier, Space]  # the device pool, and the host arena if there is one
+    share: HeadShare | None = None  # which heads its blocks hold; None: a block is just bytes
     connection: bytes = b""  # the transport's own metadata
 
     def pack(self) -> bytes:
@@ -33,10 +42,9 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True):
         return _digest(body) + body
 
 
-def unpack(
-    peer: NodeId, data: bytes, *, transport: str, num_blocks: int, bytes_per_block: int
-) -> AgentMetadata:
-    """Metadata of `peer`. Raises AgentError that names what cannot be read or does not fit."""
+def unpack(peer: NodeId, data: bytes, own: AgentMetadata, *, num_blocks: int) -> AgentMetadata:
+    """Metadata of `peer`, whose pool has `num_blocks`. Raises AgentError that names what cannot be
+    read or does not fit to `own`."""
     digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if digest != _digest(body):
         raise AgentError(f"agent metadata of {peer} is damaged ({len(data)} bytes)")
@@ -44,14 +52,42 @@ def unpack(
         facts = msgspec.msgpack.decode(body, type=AgentMetadata)
     except msgspec.DecodeError as error:
         raise AgentError(f"agent metadata of {peer} cannot be read: {error}") from error
-    for what, theirs, ours in (
-        ("transport", facts.transport, transport),
-        ("number of blocks", facts.num_blocks, num_blocks),
-        ("bytes per block", facts.bytes_per_block, bytes_per_block),
-    ):
-        if theirs != ours:
-            raise AgentError(f"{peer} differs in {what}: it says {theirs}, expected {ours}")
+    pool = facts.spaces.get(Tier.DEVICE)
+    compared: list[tuple[str, object, object]] = [
+        ("transport", facts.transport, own.transport),
+        ("number of blocks", pool.num_blocks if pool else 0, num_blocks),
+    ]
+    theirs, ours = facts.share, own.share
+    if theirs is None or ours is None:
+        compared.append(("bytes per block", facts.bytes_per_block, own.bytes_per_block))
+    else:
+        compared += [
+            ("KV heads", theirs.num_heads, ours.num_heads),
+            ("planes per block", theirs.num_planes, ours.num_planes),
+            ("bytes per head", theirs.bytes_per_head, ours.bytes_per_head),
+        ]
+    for what, they_say, expected in compared:
+        if they_say != expected:
+            raise AgentError(f"{peer} differs in {what}: it says {they_say}, expected {expected}")
+    if theirs and not (theirs.is_valid and theirs.bytes_per_block == facts.bytes_per_block):
+        raise AgentError(
+            f"{peer} has blocks of {facts.bytes_per_block} bytes, not those of {theirs}"
+        )
     return facts
+
+
+def copy_spans(peer: NodeId, src: AgentMetadata, dst: AgentMetadata) -> tuple[CopySpan, ...]:
+    """Which bytes of a block of `src` go where in a block of `dst`. Raises AgentError if there are
+    none: the two have no head in common."""
+    if src.share is None or dst.share is None:
+        return (CopySpan(0, 0, dst.bytes_per_block),)
+    spans = head_overlap(src.share, dst.share)
+    if not spans:
+        raise AgentError(
+            f"{peer} has KV heads {src.share.heads.start} to {src.share.heads.stop - 1},"
+            f" and none of {dst.share.heads.start} to {dst.share.heads.stop - 1}"
+        )
+    return spans
 
 
 def _digest(body: bytes) -> bytes:

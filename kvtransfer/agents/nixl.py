@@ -1,53 +1,52 @@
 """An agent over NIXL: KV blocks move by RDMA, NVLink, shared memory or TCP, as UCX finds them.
 
-Life: the pool is registered once and described once, one descriptor a block; each peer's pool is
-described once, when it is connected; a transfer is then two lists of indices. Everything is undone
-in `close`, whatever is still in flight.
+Life: the device pool and the host arena are registered once and described once, one descriptor a
+block; each peer's memory is described once, when it is connected; a transfer is then two lists of
+indices. Moves between the two own memories are transfers from the agent to itself. Where a peer
+holds other heads (another tensor-parallel size), the descriptors of that connection are spans of
+blocks. Everything is undone in `close`, whatever is still in flight.
 
 Three things about NIXL 1.x with UCX that shape this file:
 
 - Releasing a transfer that runs frees its request and does not stop it: its bytes still land (seen
   over TCP with a peer that was stopped and went on). So a transfer is released only once NIXL says
   that it is done or has failed, and the destination stays pinned until then.
-- NIXL's progress thread polls without a pause unless a delay is set, which its Python class does
-  not offer; so the bindings under that class are used here. With the delay it sleeps until a peer
-  wants something, and without the thread a peer that does nothing cannot be read.
+- NIXL's progress thread polls without a pause unless a delay is set. With the delay it sleeps until
+  a peer wants something, and without the thread a peer that does nothing cannot be read.
 - A peer's remote keys must outlive its transfers: a peer that was replaced is forgotten when the
   last of them has settled, and every incarnation of an agent has a name of its own.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
-import os
 import secrets
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from engine.node import NodeId
+from engine.tier import Tier
 from kvtransfer.agent import AgentError
-from kvtransfer.agents.metadata import AgentMetadata, unpack
-from kvtransfer.agents.pool import check_block_ids
-
-if TYPE_CHECKING:
-    import torch
+from kvtransfer.agents import nixl_lanes
+from kvtransfer.agents.metadata import AgentMetadata, Space, copy_spans, unpack
+from kvtransfer.agents.nixl_library import (
+    descriptors,
+    error_text,
+    open_nixl,
+    quietly,
+    whole,
+)
+from kvtransfer.agents.pool import check_block_ids, is_on_gpu, space_of
+from kvtransfer.layout import CopySpan, HeadShare
 
 PROGRESS_WAKE_US = 100_000
 """The progress thread wakes by itself this often (and at once when there is work)."""
 
-ENVIRONMENT = {
-    "NIXL_LOG_LEVEL": "FATAL",  # what it would print, AgentError says
-    "UCX_LOG_LEVEL": "error",
-    "UCX_DEBUG_SIGNO": "0",  # or UCX takes SIGHUP to wait for a debugger
-    "UCX_KEEPALIVE_INTERVAL": "5s",  # a host that went away is noticed within a few of these
-}
-CPU_ENVIRONMENT = {
-    "UCX_TLS": "tcp,sm,self",  # tcp: wire-up, death of a peer, other hosts. sm: same host
-}
+Spans = tuple[CopySpan, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -55,9 +54,12 @@ class _Peer:
     """A peer's incarnation as NIXL knows it. Removed once it is `gone` and `live` is 0."""
 
     agent: str
-    dlist: int
-    num_blocks: int
-    metadata: bytes
+    spaces: Mapping[Tier, Space]
+    spans: Spans  # of each block; local lists are made for the same
+    dlists: dict[Tier, int]
+    metadata: bytes = b""
+    endpoints: frozenset[int] = frozenset()
+    lane: str = nixl_lanes.UNKNOWN
     live: int = 0  # transfers not released
     gone: bool = False  # replaced or disconnected: no new reads
     failed: bool = False
@@ -81,77 +83,90 @@ class NixlAgent:
     """
 
     def __init__(
-        self, name: str, pool: torch.Tensor, *, backend: str = "UCX", num_threads: int = 0
+        self,
+        name: NodeId,
+        pool: Any,
+        *,
+        host: Any | None = None,
+        share: HeadShare | None = None,
+        backend: str = "UCX",
+        num_threads: int = 0,
     ) -> None:
-        """`pool`: `[num_blocks, ...]`, contiguous, CPU or CUDA; it stays registered till `close`.
-        `num_threads` > 0 lets NIXL split large transfers. Raises AgentError."""
-        assert pool.is_contiguous(), "pool is not contiguous"
-        _set_environment(on_cpu=not pool.is_cuda)
-        self._nixl = _load_bindings()
-        self._pool = pool
-        self._num_blocks = len(pool)
-        self._bytes_per_block = pool.numel() * pool.element_size() // len(pool)
-        self._memory = "VRAM" if pool.is_cuda else "DRAM"
-        device = pool.get_device() if pool.is_cuda else 0
-        self._transport = f"nixl/{backend}"
-        incarnation = f"{name}#{secrets.token_hex(8)}"
+        """`pool`: `[num_blocks, ...]`, contiguous, CPU or CUDA; `host`: the same in host memory,
+        blocks of the same size. Both stay registered till `close`. `share`: which heads the blocks
+        hold, where tensor-parallel sizes differ. `num_threads` > 0 lets NIXL split large transfers.
+        Raises AgentError."""
+        self._name = name
+        self._pools = {Tier.DEVICE: pool} | ({} if host is None else {Tier.HOST: host})
+        located = {tier: space_of(each) for tier, each in self._pools.items()}
+        (size,) = {size for _, size in located.values()}  # one size of blocks
+        assert share is None or share.bytes_per_block == size, (share, size)
+        self._on_gpu = is_on_gpu(pool)
+        self._nixl = open_nixl(on_cpu=not self._on_gpu)
+        self._facts = AgentMetadata(
+            transport=f"nixl/{backend}",
+            agent=f"{name}#{secrets.token_hex(8)}",
+            bytes_per_block=size,
+            spaces={tier: space for tier, (space, _) in located.items()},
+            share=share,
+        )
+        self._local: dict[tuple[Tier, Spans], int] = {}  # descriptor lists of own memory
         self._peers: dict[NodeId, _Peer] = {}
         self._retired: list[_Peer] = []  # gone, with transfers that have not settled
         self._xfers: set[_Xfer] = set()
         try:
-            config = self._nixl.nixlAgentConfig()
-            config.useProgThread = True
-            config.pthrDelay = PROGRESS_WAKE_US
-            self._agent = self._nixl.nixlAgent(incarnation, config)
-            options = {"num_threads": str(num_threads)} if num_threads else {}
-            self._backend = self._agent.createBackend(backend, options)
-            whole = (pool.data_ptr(), self._num_blocks * self._bytes_per_block, device, "")
-            self._registered = self._nixl.nixlRegDList(self._memory_type(self._memory), [whole])
-            self._agent.registerMem(self._registered, [self._backend])
-            self._dlist = self._describe("", pool.data_ptr(), len(pool), self._memory, device)
-            connection = self._agent.getLocalMD()
+            self._start(backend, {"num_threads": str(num_threads)} if num_threads else {})
         except Exception as error:
-            raise AgentError(f"NIXL agent {name} over {backend}: {_text(error)}") from error
-        self._metadata = AgentMetadata(
-            self._transport,
-            incarnation,
-            self._num_blocks,
-            self._bytes_per_block,
-            pool.data_ptr(),
-            self._memory,
-            device,
-            connection,
-        ).pack()
+            raise AgentError(f"NIXL agent {name} over {backend}: {error_text(error)}") from error
+
+    def _start(self, backend: str, options: dict[str, str]) -> None:
+        """Make NIXL's agent; register and describe what is ours."""
+        facts = self._facts
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = PROGRESS_WAKE_US
+        self._agent: Any = self._nixl.nixlAgent(facts.agent, config)
+        self._backend = self._agent.createBackend(backend, options)
+        self._registered = [
+            whole(self._nixl, space, facts.bytes_per_block) for space in facts.spaces.values()
+        ]
+        for each in self._registered:
+            self._agent.registerMem(each, [self._backend])
+        blocks = (CopySpan(0, 0, facts.bytes_per_block),)
+        self._own = self._describe_peer(facts, blocks, b"")
+        self._own.endpoints = frozenset(nixl_lanes.endpoints(facts.agent))
+        self._metadata = replace(facts, connection=self._agent.getLocalMD()).pack()
 
     def metadata(self) -> bytes:
         return self._metadata
+
+    def lanes(self) -> dict[NodeId, str]:
+        """By which UCX transport each connected peer is read, such as "cma/memory"; "unknown"
+        where UCX does not say."""
+        return {peer: known.lane for peer, known in self._peers.items()}
 
     def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
         known = self._peers.get(peer)
         if known is not None and known.metadata == metadata and not known.failed:
             return
         self.disconnect(peer)
-        facts = unpack(
-            peer,
-            metadata,
-            transport=self._transport,
-            num_blocks=num_blocks,
-            bytes_per_block=self._bytes_per_block,
-        )
+        facts = unpack(peer, metadata, self._facts, num_blocks=num_blocks)
+        spans = copy_spans(peer, facts, self._facts)
         if any(old.agent == facts.agent for old in self._retired):
             raise AgentError(f"{peer}, epoch {epoch}: reads of its last connection run on")
+        before = nixl_lanes.endpoints(self._facts.agent)
         try:
             self._agent.loadRemoteMD(facts.connection)
         except Exception as error:
-            raise AgentError(f"cannot connect to {peer}, epoch {epoch}: {_text(error)}") from error
+            text = error_text(error)
+            raise AgentError(f"cannot connect to {peer}, epoch {epoch}: {text}") from error
         try:
-            dlist = self._describe(
-                facts.agent, facts.address, facts.num_blocks, facts.memory, facts.device
-            )
+            connected = self._describe_peer(facts, spans, metadata)
         except Exception as error:
             self._agent.invalidateRemoteMD(facts.agent)
-            raise AgentError(f"cannot read the pool of {peer}: {_text(error)}") from error
-        self._peers[peer] = _Peer(facts.agent, dlist, facts.num_blocks, metadata)
+            raise AgentError(f"cannot read the memory of {peer}: {error_text(error)}") from error
+        self._find_lane(connected, before, facts.spaces[Tier.DEVICE].memory == "VRAM")
+        self._peers[peer] = connected
 
     def disconnect(self, peer: NodeId) -> None:
         known = self._peers.pop(peer, None)
@@ -163,29 +178,43 @@ class NixlAgent:
         else:
             self._forget(known)
 
-    def read(self, peer: NodeId, src: list[int], dst: list[int]) -> _Xfer:
-        known = self._peers.get(peer)
+    def read(
+        self,
+        peer: NodeId,
+        src: list[int],
+        dst: list[int],
+        src_tier: Tier = Tier.DEVICE,
+        dst_tier: Tier = Tier.DEVICE,
+    ) -> _Xfer:
+        known = self._own if peer == self._name else self._peers.get(peer)
         if known is None:
             raise AgentError(f"not connected to {peer}")
-        check_block_ids(peer, src, dst, known.num_blocks, self._num_blocks)
+        if known is self._own and src_tier is dst_tier:
+            raise AgentError(f"{peer} moves blocks between tiers, not within {src_tier} memory")
+        own = self._facts.spaces
+        for owner, tier, spaces in ((peer, src_tier, known.spaces), (self._name, dst_tier, own)):
+            if tier not in spaces:
+                raise AgentError(f"read from {peer}: {owner} has no {tier} memory")
+        num_src, num_dst = known.spaces[src_tier].num_blocks, own[dst_tier].num_blocks
+        check_block_ids(peer, src, dst, num_src, num_dst)
         try:
             handle = self._agent.makeXferReq(
                 self._nixl.NIXL_READ,
-                self._dlist,
-                np.asarray(dst, np.int32),
-                known.dlist,
-                np.asarray(src, np.int32),
+                self._local[dst_tier, known.spans],
+                _indices(dst, len(known.spans)),
+                known.dlists[src_tier],
+                _indices(src, len(known.spans)),
                 b"",
                 [self._backend],
             )
         except Exception as error:
             known.failed = True
-            raise AgentError(f"read from {peer}: {_text(error)}") from error
+            raise AgentError(f"read from {peer}: {error_text(error)}") from error
         xfer = _Xfer(peer, known, handle)
         self._xfers.add(xfer)
         known.live += 1
         try:
-            # Over shared memory the copy is made here, with the GIL released.
+            # Within a host the copy is made here, with the GIL released.
             xfer.settled = self._agent.postXferReq(handle, b"") != self._nixl.NIXL_IN_PROG
         except Exception as error:
             self._settle_failed(xfer, error)
@@ -215,30 +244,54 @@ class NixlAgent:
         return True
 
     def close(self) -> None:
+        if self._agent is None:
+            return
         for xfer in list(self._xfers):
             self._free(xfer)
         for peer in [*self._peers.values(), *self._retired]:
             self._forget(peer)
         self._peers.clear()
         self._retired.clear()
-        if self._agent is not None:
-            self._quietly(self._agent.releasedDlistH, self._dlist)
-            self._quietly(self._agent.deregisterMem, self._registered, [self._backend])
+        for dlist in [*self._local.values(), *self._own.dlists.values()]:
+            quietly(self._agent.releasedDlistH, dlist)
+        for each in self._registered:
+            quietly(self._agent.deregisterMem, each, [self._backend])
         self._agent = None  # the last reference: NIXL stops the transport
 
-    def _describe(self, agent: str, address: int, count: int, memory: str, device: int) -> int:
-        """Prepare a list of `count` blocks from `address` on; "" is this agent."""
-        rows = np.empty((count, 3), np.uint64)
-        rows[:, 0] = np.uint64(address) + np.arange(count, dtype=np.uint64) * np.uint64(
-            self._bytes_per_block
-        )
-        rows[:, 1] = self._bytes_per_block
-        rows[:, 2] = device
-        descs = self._nixl.nixlXferDList(self._memory_type(memory), rows)
+    def _describe_peer(self, facts: AgentMetadata, spans: Spans, metadata: bytes) -> _Peer:
+        """Prepare the lists of a peer's memory (or of ours, as a peer), and of ours to match."""
+        for tier, space in self._facts.spaces.items():
+            if (tier, spans) not in self._local:
+                runs = [(span.dst, span.length) for span in spans]
+                dlist = self._describe("", space, self._facts.bytes_per_block, runs)
+                self._local[tier, spans] = dlist
+        runs = [(span.src, span.length) for span in spans]
+        peer = _Peer(facts.agent, facts.spaces, spans, {}, metadata)
+        try:
+            for tier, space in facts.spaces.items():
+                size = facts.bytes_per_block
+                peer.dlists[tier] = self._describe(facts.agent, space, size, runs)
+        except Exception:
+            for dlist in peer.dlists.values():
+                quietly(self._agent.releasedDlistH, dlist)
+            raise
+        return peer
+
+    def _describe(
+        self, agent: str, space: Space, bytes_per_block: int, runs: list[tuple[int, int]]
+    ) -> int:
+        """Prepare a list of the runs of all blocks of `space`; "" is memory on our side."""
+        descs = descriptors(self._nixl, space, bytes_per_block, runs)
         return self._agent.prepXferDlist(agent, descs, [self._backend])
 
-    def _memory_type(self, memory: str) -> Any:
-        return {"DRAM": self._nixl.DRAM_SEG, "VRAM": self._nixl.VRAM_SEG}[memory]
+    def _find_lane(self, peer: _Peer, before: set[int], on_gpu: bool) -> None:
+        """By the endpoint that came with this connection. If none did, the peer connected to us
+        before, and UCX uses that endpoint for both: it is among those that are nobody's."""
+        now = nixl_lanes.endpoints(self._facts.agent)
+        peer.endpoints = frozenset(now - before)
+        others = [self._own, *self._peers.values(), *self._retired]
+        of_others = frozenset[int]().union(*(other.endpoints for other in others))
+        peer.lane = nixl_lanes.lane(peer.endpoints or now - of_others, on_gpu and self._on_gpu)
 
     def _look(self, xfer: _Xfer) -> None:
         """Let the transport make progress, and see whether `xfer` has settled."""
@@ -252,52 +305,24 @@ class NixlAgent:
 
     def _settle_failed(self, xfer: _Xfer, error: Exception) -> None:
         xfer.settled = True
-        xfer.error = f"read from {xfer.node}: {_text(error)}"
+        xfer.error = f"read from {xfer.node}: {error_text(error)}"
         xfer.peer.failed = True
 
     def _free(self, xfer: _Xfer) -> None:
         self._xfers.remove(xfer)
         xfer.released = True
-        self._quietly(self._agent.releaseXferReq, xfer.handle)
+        quietly(self._agent.releaseXferReq, xfer.handle)
 
     def _forget(self, peer: _Peer) -> None:
-        self._quietly(self._agent.releasedDlistH, peer.dlist)
-        self._quietly(self._agent.invalidateRemoteMD, peer.agent)
-
-    def _quietly(self, free: Any, *args: Any) -> None:
-        """Free something of NIXL's; a failure to is only worth a line in the log."""
-        try:
-            free(*args)
-        except Exception as error:
-            logging.getLogger(__name__).warning("NIXL %s: %s", free.__name__, _text(error))
+        for dlist in peer.dlists.values():
+            quietly(self._agent.releasedDlistH, dlist)
+        quietly(self._agent.invalidateRemoteMD, peer.agent)
 
 
-def _set_environment(on_cpu: bool) -> None:
-    """UCX and NIXL are configured by the environment, read when they are first loaded and when
-    an agent is made. What the operator has set stands."""
-    for key, value in (ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})).items():
-        os.environ.setdefault(key, value)
-
-
-def _load_bindings() -> Any:
-    """NIXL's bindings for the CUDA that torch was built for; any will do where there is none."""
-    torch = sys.modules.get("torch")
-    cuda = (torch.version.cuda or "") if torch is not None else ""
-    names = ["nixl_cu12", "nixl_cu13"]
-    if cuda.startswith("13"):
-        names.reverse()
-    raise_exceptions = logging.raiseExceptions
-    try:
-        for name in names:
-            try:
-                return importlib.import_module(f"{name}._bindings")
-            except ModuleNotFoundError as error:
-                if error.name != name:
-                    raise
-    finally:
-        logging.raiseExceptions = raise_exceptions  # importing NIXL turns it off
-    raise AgentError(f"none of the packages {', '.join(names)} is installed")
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def _indices(block_ids: list[int], spans_per_block: int) -> NDArray[np.int32]:
+    """Of descriptors: those of each block, block by block."""
+    blocks = np.asarray(block_ids, np.int32)
+    if spans_per_block == 1:
+        return blocks
+    spans = np.arange(spans_per_block, dtype=np.int32)
+    return (blocks[:, None] * np.int32(spans_per_block) + spans).reshape(-1)

@@ -1,7 +1,8 @@
-"""A worker's KV pool as bytes, and the check of block ids that came from elsewhere."""
+"""A worker's KV memory as bytes, and the check of block ids that came from elsewhere."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ from numpy.typing import NDArray
 
 from engine.node import NodeId
 from kvtransfer.agent import AgentError
+from kvtransfer.agents.metadata import Space
 from kvtransfer.checksum import BlockBytes
+
+CUDA_HOST_REGISTER_PORTABLE = 1  # page-locked for every CUDA context
 
 
 def pool_bytes(pool: Any) -> NDArray[np.uint8]:
@@ -47,11 +51,56 @@ class DeviceBytes:
         return block
 
 
+def is_on_gpu(pool: Any) -> bool:
+    device = getattr(pool, "device", None)  # numpy's arrays have one, a string, since 2.0
+    return getattr(device, "type", "cpu") != "cpu"
+
+
 def block_bytes(pool: Any) -> BlockBytes:
     """`pool_bytes` where the CPU can see the pool, `DeviceBytes` where it cannot."""
-    device = getattr(pool, "device", None)
-    on_cpu = isinstance(pool, np.ndarray) or device is None or device.type == "cpu"
-    return pool_bytes(pool) if on_cpu else DeviceBytes(pool)
+    return DeviceBytes(pool) if is_on_gpu(pool) else pool_bytes(pool)
+
+
+def space_of(pool: Any) -> tuple[Space, int]:
+    """Where `[num_blocks, ...]` lies, contiguous, on the CPU or a GPU; and the bytes per block."""
+    if is_on_gpu(pool):
+        assert pool.is_contiguous(), "pool is not contiguous"
+        size = pool.numel() * pool.element_size() // len(pool)
+        return Space(len(pool), pool.data_ptr(), "VRAM", pool.get_device()), size
+    view = pool_bytes(pool)
+    return Space(len(view), view.ctypes.data), view.shape[1]
+
+
+def make_host_arena(num_blocks: int, bytes_per_block: int, pinned: bool) -> NDArray[np.uint8]:
+    """Host memory for `num_blocks`, `[num_blocks, bytes_per_block]`.
+
+    It is not touched here, so that memory is committed as it comes into use; unless `pinned`, which
+    page-locks all of it, for copies to and from a GPU. Raises AgentError."""
+    try:
+        arena = np.empty((num_blocks, bytes_per_block), np.uint8)
+    except MemoryError as error:
+        raise AgentError(
+            f"no {num_blocks * bytes_per_block / 2**30:.1f} GiB of host memory for KV blocks;"
+            " lower the size of the host tier"
+        ) from error
+    if pinned:
+        _pin(arena)
+    return arena
+
+
+def _pin(arena: NDArray[np.uint8]) -> None:
+    """Page-lock `arena` until it is freed. (torch's own pinned allocations are rounded up to a
+    power of two.)"""
+    import torch
+
+    cuda = torch.cuda.cudart()
+    code = cuda.cudaHostRegister(arena.ctypes.data, arena.nbytes, CUDA_HOST_REGISTER_PORTABLE)
+    if int(code) != 0:
+        raise AgentError(
+            f"cannot page-lock {arena.nbytes / 2**30:.1f} GiB of host memory: CUDA error {code};"
+            " lower the size of the host tier, or raise the limit of locked memory (ulimit -l)"
+        )
+    weakref.finalize(arena, cuda.cudaHostUnregister, arena.ctypes.data)
 
 
 def check_block_ids(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.build import (
     SPARE_BYTES,
     BuildError,
+    WorkerSpec,
     check_memory,
     kv_lines,
     plan_kv,
+    plan_tiers,
     prepare_model,
     resolve_max_model_len,
+    worker_config,
 )
 from cluster.config import Config, EngineSection, ModelSection
 from engine.model.config import ModelConfig
@@ -79,9 +83,69 @@ def test_the_context_is_the_models_as_far_as_kv_holds_it() -> None:
 
 def test_what_kv_costs_is_told_from_what_a_worker_reports() -> None:
     info = WorkerInfo("decode-0", Role.DECODE, 1, 1000, 16, 46_080 * 8, 8192, 512, b"f")
-    first, second = kv_lines(MODEL, info)
+    first, second = kv_lines(MODEL, [info, info])
     assert "23,040 bytes a token = 2 (K, V) x 30 layers x 3 KV heads x 64 head_dim x 2" in first
     assert "1,000 blocks of 16 tokens = 16,000 tokens = 0.34 GiB" in second
+
+
+def test_what_the_tiers_hold_is_told_of_all_workers_that_have_them() -> None:
+    info = WorkerInfo("prefill-0", Role.PREFILL, 1, 1000, 16, 46_080 * 8, 8192, 512, b"f")
+    below = dataclasses.replace(info, num_host_blocks=2000, num_disk_blocks=30_000)
+    *_, host, disk = kv_lines(MODEL, [info, below, below])
+    assert host == "host:     4,000 blocks of 16 tokens = 64,000 tokens = 1.37 GiB in 2 worker(s)"
+    assert disk.startswith("disk:     60,000 blocks of 16 tokens = 960,000 tokens = 20.6")
+
+
+def spec_of(**changes: Any) -> WorkerSpec:
+    spec = WorkerSpec(
+        cluster="c",
+        worker="decode-0",
+        role=Role.DECODE,
+        epoch=1,
+        model_dir="",
+        model_name="",
+        cache_dir="",
+        dtype="float32",
+        device="cpu",
+        on_gpu=False,
+        threads=1,
+        engine=EngineSection(num_blocks=8),
+    )
+    return dataclasses.replace(spec, **changes)
+
+
+def test_tiers_hold_as_many_blocks_as_fit() -> None:
+    plan = plan_kv(MODEL, EngineSection(num_blocks=8), "float32")
+    size = plan.spec.bytes_per_block
+    off = plan_tiers(plan, spec_of())
+    assert (off.num_host_blocks, off.num_disk_blocks, off.host_bytes) == (0, 0, 0)
+    both = plan_tiers(plan, spec_of(host_bytes=3 * size - 1, disk_bytes=70 * size))
+    assert (both.num_host_blocks, both.num_disk_blocks) == (2, 70)
+    assert (both.host_bytes, both.needed_bytes) == (2 * size, plan.needed_bytes)
+    with pytest.raises(BuildError, match=r"tiers.disk_gib: this worker's share of 0.0006\d+ GiB"):
+        plan_tiers(plan, spec_of(disk_bytes=size - 1))
+
+
+def test_memory_of_the_host_tier_counts() -> None:
+    plan = plan_kv(MODEL, EngineSection(kv_cache_gib=1.0), "float32")
+    host = 1 << 30
+    check_memory(plan, 1, plan.needed_bytes + host, host)
+    with pytest.raises(BuildError, match=r"spare \+ 1.00 for the host tier\).*, tiers.host_gib or"):
+        check_memory(plan, 1, plan.needed_bytes + host - 1, host)
+    with pytest.raises(BuildError, match=r"the host tier needs 1.0 GiB, 1.0 GiB are available"):
+        check_memory(plan, 0, host - 1, host)
+
+
+def test_a_worker_can_say_what_its_kv_is_made_of() -> None:
+    plan = plan_kv(MODEL, EngineSection(num_blocks=8), "float32")
+    ours = worker_config(spec_of(retention_s=60.0), plan, 8192, bytes(32), b"")
+    half = dataclasses.replace(plan, spec=MODEL.kv_spec(16, "bfloat16"))
+    theirs = worker_config(spec_of(), half, 8192, bytes(32), b"")
+    assert ours.retention.keep_s == 60.0
+    assert ours.fingerprint != theirs.fingerprint
+    assert dict(ours.compatibility)["model"] == "0" * 12
+    differing = set(ours.compatibility) ^ set(theirs.compatibility)
+    assert differing == {("dtype", "float32"), ("dtype", "bfloat16")}
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:

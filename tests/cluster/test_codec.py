@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.codec import MESSAGE_TYPES, FrameError, decode_message, encode
 from decode_worker.messages import Decode
+from engine.block_hash import CacheScope
 from engine.request import Abort, SamplingParams
 
 U64 = st.integers(0, 2**64 - 1)
@@ -34,6 +35,7 @@ def test_every_message_survives_a_round_trip(message_type: type) -> None:
 
 def test_every_message_of_the_contracts_is_registered() -> None:
     nested = {"TokenDelta", "TokenLogprobs", "SamplingParams", "WorkerInfo"}
+    nested |= {"SessionInfo", "SessionHolder"}
     modules = ["engine.kv_events", "engine.outbox", "engine.request", "engine.stats"]
     modules += ["kvtransfer.messages", "prefill_worker.messages", "decode_worker.messages"]
     modules += ["router.messages"]
@@ -48,7 +50,8 @@ def test_every_message_of_the_contracts_is_registered() -> None:
 
 def test_a_long_decode_keeps_its_tokens() -> None:
     sampling = SamplingParams(logit_bias={5: -1.5}, stop_token_ids=(1, 2))
-    message = Decode("r", 3, "router-0", None, tuple(range(3000)), 2999, sampling, 1.5, b"\x00")
+    scope = CacheScope(b"\x00")
+    message = Decode("r", 3, "router-0", None, tuple(range(3000)), 2999, sampling, 1.5, scope)
     assert decode_message(encode(message)) == message
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,6 +111,44 @@ def test_a_worker_is_announced_only_when_all_have_been_introduced() -> None:
     assert script.state("decode-0") is WorkerState.UP
     assert script.state("prefill-0") is WorkerState.INTRODUCING
     assert not script.controller.all_up()
+
+
+def test_workers_of_one_role_are_introduced_and_not_waited_for() -> None:
+    workers = (("decode-0", Role.DECODE), ("decode-1", Role.DECODE), ("prefill-0", Role.PREFILL))
+    script = Script(ControllerConfig(workers=workers, routers=(ROUTER,)))
+    script.bring_up("decode-0", 1)
+    script.bring_up("prefill-0", 1)
+    first, other = Peer("decode-0", "h", 101, 1), Peer("prefill-0", "h", 101, 1)
+    me = Peer("decode-1", "h", 101, 1)
+    assert of(Introduce, script.started("decode-1", 1)) == [
+        Introduce("decode-1", "decode-1", 1, (ROUTER, first, other)),
+        Introduce("router-0", "decode-1", 1, (me,)),
+        Introduce("decode-0", "decode-1", 1, (me,)),
+        Introduce("prefill-0", "decode-1", 1, (me,)),
+    ]
+    script.say(Introduced("decode-1", "decode-1", 1))
+    script.say(Introduced("router-0", "decode-1", 1))
+    assert script.state("decode-1") is WorkerState.INTRODUCING
+    script.say(Introduced("prefill-0", "decode-1", 1))  # decode-0 says nothing: it hangs
+    assert script.state("decode-1") is WorkerState.UP
+    assert script.say(Introduced("decode-0", "decode-1", 1)) == []
+
+
+def test_workers_learn_where_listeners_are_who_need_not_learn_of_them() -> None:
+    listener = Peer("listener", "h0", 1, 1)
+    script = Script(replace(CONFIG, listeners=(listener,)))
+    assert of(Introduce, script.started("decode-0", 1)) == [
+        Introduce("decode-0", "decode-0", 1, (ROUTER, listener)),
+        Introduce("router-0", "decode-0", 1, (Peer("decode-0", "h", 101, 1),)),
+    ]
+
+
+def test_what_a_worker_wants_told_is_noted() -> None:
+    controller = Controller(CONFIG)
+    controller.receive(0.0, MachinesChanged(ONE))
+    started = WorkerStarted(info("decode-0", 1), "h", 1, notices=("no disk tier: it is locked",))
+    notes = of(Note, controller.receive(0.0, started))
+    assert notes == [Note("warning", "worker_notice", "decode-0: no disk tier: it is locked")]
 
 
 def test_a_lost_worker_is_taken_down_and_started_again_under_a_new_epoch() -> None:

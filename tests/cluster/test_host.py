@@ -186,7 +186,8 @@ def test_steps_run_one_after_the_other_on_their_thread() -> None:
     steps = StepThread(execute, done.append, "toy")
     for step_id in range(20):
         steps.submit(Step(step_id, []))
-    steps.close()
+    steps.stop()
+    steps.join()
     assert [d.step_id for d in done] == list(range(20))
     assert threads == {"toy"}
 

@@ -33,7 +33,13 @@ STATUS = {
     "cache_hit_rate": 0.25,
     "num_live": 1,
     "num_queued": 0,
-    "totals": {"requests": {"stop": 7}, "retries": {}, "prompt_tokens": 400, "cached_tokens": 100},
+    "totals": {
+        "requests": {"stop": 7},
+        "retries": {},
+        "prompt_tokens": 400,
+        "cached_tokens": 100,
+        "cached_tokens_by_source": {"device": 60, "disk": 40},
+    },
     "workers": [
         {
             "worker": "decode-0",
@@ -42,11 +48,40 @@ STATUS = {
             "num_blocks": 100,
             "num_used_blocks": 40,
             "num_cached_blocks": 30,
+            "num_host_blocks": 70,
+            "num_disk_blocks": 900,
             "num_running": 2,
             "num_waiting": 1,
             "num_handoffs": 0,
             "cache_hit_rate": 0.25,
             "counters": {"preemptions": 3},
+        }
+    ],
+}
+
+AUDIT = {
+    "clean": True,
+    "live": 0,
+    "left": [],
+    "wrong": [],
+    "workers": [
+        {
+            "worker": "decode-0",
+            "epoch": 2,
+            "counts": {
+                "device.blocks": 100,
+                "device.in_use": 0,
+                "device.evictable": 30,
+                "device.blank": 70,
+                "host.blocks": 400,
+                "host.used": 31,
+                "host.pinned": 0,
+                "disk.blocks": 0,
+                "disk.used": 0,
+                "disk.pinned": 0,
+                "transfers": 0,
+                "leases": 0,
+            },
         }
     ],
 }
@@ -67,6 +102,7 @@ class Served:
     client: RouterClient
     ctx: ApiContext
     health: list[Any]  # [is_healthy, detail], may be changed
+    audits: list[Any]  # what `/audit` answers next; when it is used up, AUDIT
     http: httpx.Client
 
     def openai(self) -> openai.OpenAI:
@@ -92,16 +128,25 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 @contextlib.contextmanager
 def serve(
-    tokenizer: Tokenizer, limits: ApiLimits, sock: socket.socket | None = None, **options: Any
+    tokenizer: Tokenizer,
+    limits: ApiLimits,
+    sock: socket.socket | None = None,
+    context: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[Served]:
-    """`sock`: to listen on; `options`: of `serve_app`."""
+    """`sock`: to listen on; `context`: more of the `ApiContext`; `options`: of `serve_app`."""
     text = " The capital of France is Paris."
     answer = [*tokenizer.encode(text), tokenizer.eos_token_ids[0]]
     router = FakeRouter(answer=lambda submit: answer)
     client = RouterClient("api-0", "router-0", router.deliver)
     router.reply = lambda message: client.receive(0.0, message)
     registry = CollectorRegistry()
+    audits: list[Any] = []
     health: list[Any] = [True, {}]
+
+    async def audit() -> dict[str, Any]:
+        return audits.pop(0) if audits else AUDIT
+
     ctx = ApiContext(
         model_name=MODEL,
         tokenizer=tokenizer,
@@ -109,8 +154,10 @@ def serve(
         max_model_len=MAX_MODEL_LEN,
         status=lambda: STATUS,
         healthy=lambda: (health[0], health[1]),
+        audit=audit,
         metrics=ApiMetrics(registry),
         limits=limits,
+        **(context or {}),
     )
     ClusterCollector(registry, ctx.status)
     sock = sock or bind_socket("127.0.0.1", 0)
@@ -139,7 +186,7 @@ def serve(
     assert ready.wait(20)
     url = f"http://127.0.0.1:{port}"
     http = httpx.Client(base_url=url, timeout=20)
-    served = Served(url, port, router, client, ctx, health, http)
+    served = Served(url, port, router, client, ctx, health, audits, http)
     try:
         yield served
     finally:
@@ -163,8 +210,9 @@ def served(shared_server: Served) -> Iterator[Served]:
     """One server for all tests, its router as new for each, and idle after each."""
     router = shared_server.router
     kept = {name: getattr(router, name) for name in vars(router)}
-    router.submits, router.cancels = [], []
+    router.submits, router.cancels, router.commands = [], [], []
     yield shared_server
     shared_server.wait_idle()
     vars(router).update(kept)
     shared_server.health[:] = [True, {}]
+    shared_server.audits.clear()

@@ -1,4 +1,5 @@
-"""A scripted router node: answers each `Submit` with the tokens of a text that a test chooses."""
+"""A scripted router node: answers each `Submit` with the tokens of a text that a test chooses, and
+each `SessionCommand` with a reply that it chooses."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.request import FinishReason, Refusal, TokenLogprobs
-from router.messages import Cancel, Failed, Output, Submit
+from router.messages import Cancel, Failed, Output, SessionCommand, SessionReply, Submit
 
 
 @dataclass
@@ -19,10 +20,13 @@ class FakeRouter:
     delay_s: float = 0.0  # between tokens
     per_output: int = 1  # tokens in each Output
     num_cached_tokens: int = 0
+    cached_by_source: dict[str, int] = field(default_factory=dict)
+    answer_command: Callable[[SessionCommand], SessionReply | None] = lambda command: None
     refuse: Failed | None = None  # instead of an answer
     fail_after: int | None = None  # tokens, then Failed(ATTEMPTS)
     submits: list[Submit] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
+    commands: list[SessionCommand] = field(default_factory=list)
     reply: Callable[[Any], Any] = lambda message: None  # set when it is connected
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
@@ -33,6 +37,11 @@ class FakeRouter:
             task = asyncio.get_running_loop().create_task(self._serve(message))
             self._tasks[message.request_id] = task
             task.add_done_callback(lambda _: self._tasks.pop(message.request_id, None))
+        elif isinstance(message, SessionCommand):
+            self.commands.append(message)
+            reply = self.answer_command(message)
+            if reply is not None:
+                asyncio.get_running_loop().call_soon(self.reply, reply)
         else:
             assert isinstance(message, Cancel)
             self.cancels.append(message.request_id)
@@ -70,6 +79,7 @@ class FakeRouter:
                     logprobs=self._logprobs(submit, part),
                     finish=finish if is_last else None,
                     num_cached_tokens=self.num_cached_tokens,
+                    cached_by_source=self.cached_by_source,
                     phases={"queue": 0.001, "prefill": 0.002} if is_last else {},
                 )
             )

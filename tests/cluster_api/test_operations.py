@@ -74,6 +74,11 @@ def test_metrics_show_the_cluster(served: Served) -> None:
     assert found["kvrelay_worker_events_total", (("event", "preemptions"), *decode)] == 3
     assert found["kvrelay_router_requests_total", (("reason", "stop"),)] == 7
     assert found["kvrelay_router_prompt_tokens_total", ()] == 400
+    by_source = "kvrelay_router_cached_tokens_by_source_total"
+    assert found[by_source, (("source", "device"),)] == 60
+    assert found[by_source, (("source", "disk"),)] == 40
+    assert found["kvrelay_worker_host_blocks", decode] == 70
+    assert found["kvrelay_worker_disk_blocks", decode] == 900
     assert found["kvrelay_router_live", ()] == 1
 
 
@@ -84,12 +89,15 @@ def test_status_is_the_routers(served: Served) -> None:
 def test_status_of_a_router_becomes_plain_data() -> None:
     totals = Totals(prompt_tokens=8, cached_tokens=4)
     totals.requests["stop"] += 3
+    totals.cached_tokens_by_source["host"] += 4
     worker = WorkerStatus(
         "decode-0", Role.DECODE, 1, "up", 10, 2, 3, 1, 0, 0, 1, 5, 0.5, 1.0, 2.0, 3.0, {"a": 1}
     )
     plain = status_dict(RouterStatus("router-0", "seconds", 1, 0, totals, (worker,)), MODEL)
     assert (plain["model"], plain["cache_hit_rate"]) == (MODEL, 0.5)
     assert plain["totals"]["requests"] == {"stop": 3}
+    assert plain["totals"]["cached_tokens_by_source"] == {"host": 4}
+    assert plain["workers"][0]["num_disk_blocks"] == 0
     assert plain["workers"][0]["role"] == "decode"
     assert plain["workers"][0]["counters"] == {"a": 1}
 

@@ -165,7 +165,8 @@ def test_bad_bytes_in_a_transferred_block_are_noticed(smollm2_dir: Path) -> None
     router = RouterConfig(policy="round_robin")
     with LocalCluster(smollm2_dir, engine=engine, router=router, corrupt=corrupt) as cluster:
         (answer,) = cluster.generate([tokens], sampling)
-        failures = cluster.run(lambda: cluster.workers["decode-0"].node.connector.failures)
+        node: Any = cluster.workers["decode-0"].node
+        failures = cluster.run(lambda: node.exchange.connector.failures)
         cluster.wait_idle()
     assert flipped
     assert failures == {"checksum_mismatch": 1}

@@ -6,7 +6,9 @@ answers all 24 prompts, and nothing may be left over.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,16 +55,45 @@ def check(answers: list[Completion], reference: list[list[int]]) -> None:
         assert answer.tokens == expected, f"prompt {index} parts from the reference"
 
 
-def test_one_pool_one_request_at_a_time(
+def test_one_request_at_a_time_and_again_from_every_tier(
     smollm2_dir: Path,
     all_prompts: list[list[int]],
     sampling: SamplingParams,
     reference: list[list[int]],
+    tmp_path: Path,
 ) -> None:
-    with LocalCluster(smollm2_dir, prefill=0) as cluster:
-        answers = [cluster.submit(p, sampling).result(120) for p in all_prompts]
-        check(answers, reference)
-        cluster.wait_idle()
+    """Computed; evicted and read from host memory; then left on disk to the next process."""
+    engine = EngineSection(num_blocks=192)  # the longest prompt, and nothing beside it
+    disk: dict[str, Any] = {
+        "disk_path": str(tmp_path),
+        "disk_bytes": 1 << 30,
+        "disk_after_s": 0.0,
+    }
+    for host_bytes, source in ((1 << 30, "host"), (0, "disk")):
+        with LocalCluster(
+            smollm2_dir, prefill=0, engine=engine, nixl=True, host_bytes=host_bytes, **disk
+        ) as cluster:
+            if source == "host":
+                check([cluster.submit(p, sampling).result(120) for p in all_prompts], reference)
+                wait_until_on_disk(cluster)
+                pool = cluster.workers["decode-0"].node.core.kv.pool
+                cluster.run(lambda pool=pool: pool.evict(pool.names()))
+            answers = [cluster.submit(p, sampling).result(120) for p in all_prompts]
+            check(answers, reference)
+            cluster.wait_idle()
+            most = sum((len(prompt) - 1) // 16 * 16 for prompt in all_prompts)
+            loaded = cluster.status().totals.cached_tokens_by_source[source]
+            assert loaded > 0.7 * most, f"{loaded} of {most} tokens"
+            wait_until_on_disk(cluster)
+            assert cluster.audit()["clean"], cluster.audit()
+
+
+def wait_until_on_disk(cluster: LocalCluster) -> None:
+    node: Any = cluster.workers["decode-0"].node
+    deadline = time.monotonic() + 60
+    while not cluster.run(lambda: node.exchange.tiers.is_quiet):
+        assert time.monotonic() < deadline, "the tiers never come to rest"
+        time.sleep(0.05)
 
 
 def test_one_pool_in_a_batch_of_24(

@@ -93,6 +93,15 @@ def test_a_worker_that_was_killed_comes_back(served: Served, worker: str) -> Non
     assert "Paris" in json.dumps(ask(served.url))
 
 
+def test_after_all_that_an_audit_finds_nothing_left_over(served: Served) -> None:
+    audit = subprocess.run(
+        [*KVRELAY, "audit", "--url", served.url, "--json"], capture_output=True, timeout=60
+    )
+    found = json.loads(audit.stdout)
+    assert (audit.returncode, found["clean"], found["left"]) == (0, True, [])
+    assert [worker["epoch"] for worker in found["workers"]] == [2, 2]
+
+
 def test_it_stops_on_a_signal_and_leaves_nothing_behind(served: Served) -> None:
     children = psutil.Process(served.process.pid).children(recursive=True)
     assert children

@@ -64,6 +64,15 @@ class PoolMachine(RuleBasedStateMachine):
         table = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
         self.pool.release(table)
 
+    @rule(names=st.lists(st.integers(0, 12), max_size=4))
+    def evict(self, names: list[int]) -> None:
+        in_use = {block for table in self.users for block in table}
+        labels = {bytes([n]) for n in names}
+        gone = [b for b, name in self.content.items() if name in labels and b not in in_use]
+        assert self.pool.evict([bytes([n]) for n in names]) == len(gone)
+        for block in gone:
+            del self.content[block]
+
     @rule()
     def listen(self) -> None:
         stored, removed = self.pool.take_changes()
@@ -107,3 +116,18 @@ def test_blank_blocks_are_used_before_cached_ones() -> None:
     pool.allocate(1)
     assert not pool.is_cached(b"a")
     assert pool.num_evictions == 1
+
+
+def test_evicted_names_are_removed_and_their_blocks_blank() -> None:
+    pool = BlockPool(3)
+    table = pool.allocate(2)
+    assert table is not None
+    pool.seal(table[0], b"a")
+    pool.seal(table[1], b"b")
+    pool.release(table[:1])
+    pool.take_changes()
+    assert pool.evict([b"a", b"b", b"c"]) == 1
+    assert pool.take_changes() == ((), (b"a",))
+    assert pool.names() == (b"b",)
+    assert pool.num_evictable == 0
+    assert pool.num_free == 2

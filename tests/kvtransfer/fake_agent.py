@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from engine.step import Step, StepDone
+from engine.tier import Tier
 from kvtransfer.agent import AgentError, ReadBlocks
 
 
@@ -30,7 +29,14 @@ class FakeAgent:
     def disconnect(self, peer: str) -> None:
         pass
 
-    def read(self, peer: str, src: list[int], dst: list[int]) -> int:
+    def read(
+        self,
+        peer: str,
+        src: list[int],
+        dst: list[int],
+        src_tier: Tier = Tier.DEVICE,
+        dst_tier: Tier = Tier.DEVICE,
+    ) -> int:
         if peer == "dead":
             raise AgentError("read from dead: no")
         self.live.add(self.num_reads)
@@ -57,9 +63,7 @@ class FakeAgent:
         self.closed = True
 
 
-def no_step(step: Step) -> StepDone:
-    raise AssertionError("no step is run here")
-
-
-def a_read(transfer_id: int = 1, peer: str = "p", epoch: int = 1, timeout_s: float = 5) -> Any:
-    return ReadBlocks(transfer_id, peer, epoch, (0, 1), (2, 3), timeout_s)
+def a_read(
+    transfer_id: int = 1, peer: str = "p", epoch: int = 1, timeout_s: float = 5, **tiers: Tier
+) -> ReadBlocks:
+    return ReadBlocks(transfer_id, peer, epoch, (0, 1), (2, 3), timeout_s, **tiers)

@@ -1,6 +1,6 @@
 """A second process with a NIXL agent: prints its metadata (hex), then waits to be told to end.
 
-`python -m tests.kvtransfer.nixl_peer NUM_BLOCKS BYTES_PER_BLOCK SEED`
+`python -m tests.kvtransfer.nixl_peer NUM_BLOCKS BYTES_PER_BLOCK SEED NUM_HOST_BLOCKS`
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ def content(num_blocks: int, bytes_per_block: int, seed: int) -> np.ndarray:
 
 @contextmanager
 def peer_process(
-    num_blocks: int, bytes_per_block: int, seed: int
+    num_blocks: int, bytes_per_block: int, seed: int, num_host_blocks: int = 0
 ) -> Iterator[tuple[subprocess.Popen[str], bytes]]:
-    """The process and its agent's metadata; it is killed at the end."""
-    args = [str(n) for n in (num_blocks, bytes_per_block, seed)]
+    """The process and its agent's metadata; it is killed at the end. Its host arena, if there are
+    `num_host_blocks`, has the content of `seed + 1`."""
+    args = [str(n) for n in (num_blocks, bytes_per_block, seed, num_host_blocks)]
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, *args],
         stdin=subprocess.PIPE,
@@ -48,9 +49,10 @@ def main() -> None:
 
     from kvtransfer.agents.nixl import NixlAgent
 
-    num_blocks, bytes_per_block, seed = (int(arg) for arg in sys.argv[1:])
+    num_blocks, bytes_per_block, seed, num_host_blocks = (int(arg) for arg in sys.argv[1:])
     pool = torch.from_numpy(content(num_blocks, bytes_per_block, seed))
-    agent = NixlAgent("peer", pool)
+    host = content(num_host_blocks, bytes_per_block, seed + 1) if num_host_blocks else None
+    agent = NixlAgent("peer", pool, host=host)
     sys.stdout.write(agent.metadata().hex() + "\n")
     sys.stdout.flush()
     sys.stdin.readline()

@@ -5,68 +5,36 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from kvtransfer.agent import Agent, AgentError
+from kvtransfer.agent import AgentError
 from kvtransfer.agents.local import LocalAgent, LocalRegistry
 from kvtransfer.agents.nixl import NixlAgent
 from kvtransfer.agents.pool import pool_bytes
+from tests.kvtransfer.agent_kit import (
+    BLOCK,
+    DEADLINE_S,
+    NUM_BLOCKS,
+    AgentMaker,
+    agent_maker,
+    read,
+    settle,
+)
 from tests.kvtransfer.nixl_peer import content, peer_process
-
-DEADLINE_S = 60.0
-NUM_BLOCKS, BLOCK = 64, 4096
-
-Make = Callable[..., tuple[Agent, np.ndarray]]
 
 
 @pytest.fixture(params=["local", "nixl"])
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Makes an agent and its pool, [num_blocks, bytes_per_block]; closes all of them at the end."""
-    registry = LocalRegistry()
-    agents: list[Agent] = []
-
-    def new(
-        name: str, num_blocks: int = NUM_BLOCKS, size: int = BLOCK, seed: int = 0
-    ) -> tuple[Agent, np.ndarray]:
-        pool = content(num_blocks, size, seed)
-        agent: Agent
-        if request.param == "local":
-            agent = LocalAgent(name, pool, registry)
-        else:
-            agent = NixlAgent(name, torch.from_numpy(pool))
-        agents.append(agent)
-        return agent, pool
-
-    yield new
-    for agent in agents:
-        agent.close()
-    assert not registry.pools
-
-
-def settle(agent: Agent, handle: Any) -> None:
-    """Poll until done, then release. Raises AgentError if the read failed."""
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        while not agent.poll(handle):
-            assert time.monotonic() < deadline
-            time.sleep(0.0005)
-    finally:
-        while not agent.release(handle):
-            assert time.monotonic() < deadline
-            time.sleep(0.0005)
-
-
-def read(agent: Agent, peer: str, src: list[int], dst: list[int]) -> None:
-    settle(agent, agent.read(peer, src, dst))
+def make(request: pytest.FixtureRequest) -> Iterator[AgentMaker]:
+    with agent_maker(request.param) as maker:
+        yield maker
 
 
 class TestEveryAgent:
-    def test_a_read_of_shuffled_blocks_writes_them_and_nothing_else(self, make: Make) -> None:
+    def test_a_read_of_shuffled_blocks_writes_them_and_nothing_else(self, make: AgentMaker) -> None:
         reader, pool = make("reader", seed=1)
         producer, source = make("producer", num_blocks=100, seed=2)
         reader.connect("p", 1, 100, producer.metadata())
@@ -77,7 +45,7 @@ class TestEveryAgent:
         read(reader, "p", src, dst)
         assert np.array_equal(pool, expected)
 
-    def test_reads_from_two_peers_run_at_once(self, make: Make) -> None:
+    def test_reads_from_two_peers_run_at_once(self, make: AgentMaker) -> None:
         reader, pool = make("reader")
         sources = {}
         for seed, peer in enumerate("ab", start=1):
@@ -90,13 +58,13 @@ class TestEveryAgent:
         for peer, src, dst in reads:
             assert np.array_equal(pool[dst], sources[peer][src])
 
-    def test_a_peer_that_was_never_connected_is_named(self, make: Make) -> None:
+    def test_a_peer_that_was_never_connected_is_named(self, make: AgentMaker) -> None:
         reader, _ = make("reader")
         with pytest.raises(AgentError, match="nobody"):
             reader.read("nobody", [0], [0])
         reader.disconnect("nobody")
 
-    def test_no_read_after_disconnect(self, make: Make) -> None:
+    def test_no_read_after_disconnect(self, make: AgentMaker) -> None:
         reader, _ = make("reader")
         reader.connect("p", 1, NUM_BLOCKS, make("producer")[0].metadata())
         reader.disconnect("p")
@@ -113,14 +81,14 @@ class TestEveryAgent:
         ],
     )
     def test_blocks_outside_a_pool_are_refused(
-        self, make: Make, src: list[int], dst: list[int], what: str
+        self, make: AgentMaker, src: list[int], dst: list[int], what: str
     ) -> None:
         reader, _ = make("reader")
         reader.connect("p", 1, NUM_BLOCKS, make("producer")[0].metadata())
         with pytest.raises(AgentError, match=what):
             reader.read("p", src, dst)
 
-    def test_a_new_epoch_of_a_peer_replaces_the_old_one(self, make: Make) -> None:
+    def test_a_new_epoch_of_a_peer_replaces_the_old_one(self, make: AgentMaker) -> None:
         reader, pool = make("reader")
         for epoch in (1, 2, 3):
             producer, source = make("producer", num_blocks=NUM_BLOCKS + epoch, seed=epoch)
@@ -129,7 +97,7 @@ class TestEveryAgent:
             assert np.array_equal(pool[7], source[NUM_BLOCKS])
             producer.close()
 
-    def test_connecting_twice_is_harmless(self, make: Make) -> None:
+    def test_connecting_twice_is_harmless(self, make: AgentMaker) -> None:
         reader, pool = make("reader")
         producer, source = make("producer", seed=1)
         for _ in range(2):
@@ -137,7 +105,7 @@ class TestEveryAgent:
         read(reader, "p", [5], [6])
         assert np.array_equal(pool[6], source[5])
 
-    def test_what_differs_between_pools_is_named(self, make: Make) -> None:
+    def test_what_differs_between_pools_is_named(self, make: AgentMaker) -> None:
         reader, _ = make("reader")
         other, _ = make("producer", size=BLOCK * 2)
         with pytest.raises(AgentError, match=r"p differs in bytes per block: it says 8192"):
@@ -148,7 +116,7 @@ class TestEveryAgent:
         with pytest.raises(AgentError, match="not connected to p"):
             reader.read("p", [0], [0])
 
-    def test_damaged_metadata_is_an_error_and_no_crash(self, make: Make) -> None:
+    def test_damaged_metadata_is_an_error_and_no_crash(self, make: AgentMaker) -> None:
         reader, _ = make("reader")
         good = make("producer")[0].metadata()
         rng = random.Random(0)

@@ -1,21 +1,39 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.request import SamplingParams
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
-from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone
+from engine.tier import Tier
+from kvtransfer.agent import (
+    ConnectPeer,
+    PeerConnected,
+    ReadBlocks,
+    ReadDone,
+    StoreFailed,
+    StoreIndex,
+)
 from kvtransfer.agents.local import LocalAgent, LocalRegistry
 from kvtransfer.checksum import checksum_blocks
-from kvtransfer.executor import WorkerExecutor
-from tests.kvtransfer.fake_agent import FakeAgent, a_read, no_step
+from kvtransfer.executor import (
+    STORE_CHECK_BUSY_S,
+    STORE_CHECK_IDLE_S,
+    StepExecutor,
+    StoreExecutor,
+    TransferExecutor,
+)
+from kvtransfer.store import StoreError
+from tests.kvtransfer.fake_agent import FakeAgent, a_read
 from tests.kvtransfer.nixl_peer import content
 
 NUM_BLOCKS, BLOCK = 8, 256
+HOST, DISK = Tier.HOST, Tier.DISK
 
 
 class Clock:
@@ -35,14 +53,17 @@ def a_step(*checksum_blocks: int) -> Step:
 
 @dataclass
 class Bench:
-    """A WorkerExecutor over a fake agent, connected to "p" and "dead" at epoch 1."""
+    """The TransferExecutor of "me" at epoch 7 over a fake agent, connected to "p" and "dead" at
+    epoch 1. Its host memory is as large as its pool."""
 
     agent: FakeAgent = field(default_factory=FakeAgent)
     clock: Clock = field(default_factory=Clock)
     pool: np.ndarray = field(default_factory=lambda: content(NUM_BLOCKS, BLOCK, 0))
+    host: np.ndarray = field(default_factory=lambda: content(NUM_BLOCKS, BLOCK, 1))
 
     def __post_init__(self) -> None:
-        self.executor = WorkerExecutor(no_step, self.agent, self.pool, clock=self.clock)
+        pools = {Tier.DEVICE: self.pool, Tier.HOST: self.host}
+        self.executor = TransferExecutor("me", 7, self.agent, pools, clock=self.clock)
         for peer in ("p", "dead"):
             assert self.executor.connect(ConnectPeer(peer, 1, NUM_BLOCKS, b"")).error is None
 
@@ -63,7 +84,7 @@ class TestSteps:
             pool[5] = 9
             return StepDone(step.step_id, [None, Sampled(3)])
 
-        done = WorkerExecutor(run, FakeAgent(), pool).execute(a_step(5, 1))
+        done = StepExecutor(run, pool).execute(a_step(5, 1))
         assert done.checksums == checksum_blocks(pool, [5, 1])
         assert (done.step_id, done.sampled, done.error) == (7, [None, Sampled(3)], None)
 
@@ -73,14 +94,12 @@ class TestSteps:
         def run(step: Step) -> StepDone:
             raise ValueError("shape mismatch\nand more")
 
-        done = WorkerExecutor(run, FakeAgent(), content(2, 8, 0)).execute(a_step(0))
+        done = StepExecutor(run, content(2, 8, 0)).execute(a_step(0))
         assert done == StepDone(7, [None, None], error="ValueError: shape mismatch")
         assert "Traceback" in caplog.text
 
     def test_a_block_that_cannot_be_checksummed_is_an_error(self) -> None:
-        executor = WorkerExecutor(
-            lambda step: StepDone(step.step_id, [None, None]), FakeAgent(), content(2, 8, 0)
-        )
+        executor = StepExecutor(lambda step: StepDone(step.step_id, [None, None]), content(2, 8, 0))
         assert (executor.execute(a_step(2)).error or "").startswith("IndexError")
 
 
@@ -144,6 +163,13 @@ class TestReads:
             (a_read(epoch=2), "read from p at epoch 2: connected to epoch 1"),
             (a_read(peer="x"), "read from x at epoch 1: connected to epoch None"),
             (a_read(peer="dead"), "read from dead: no"),
+            (a_read(peer="me", src_tier=HOST), "read from me at epoch 1: this is epoch 7"),
+            (a_read(dst_tier=DISK), "read from p: device to disk is not possible"),
+            (a_read(src_tier=DISK), "read from p: disk to device is not possible"),
+            (
+                a_read(peer="me", epoch=7, src_tier=DISK, dst_tier=DISK),
+                "read from me: disk to disk is not possible",
+            ),
         ],
     )
     def test_a_read_that_cannot_begin_is_answered(
@@ -163,6 +189,35 @@ class TestReads:
         bench.executor.post(a_read(epoch=1))
         assert "connected to epoch None" in (bench.executor.poll_reads()[0].error or "")
 
+    def test_between_own_tiers_the_checksums_are_of_what_arrived(self, bench: Bench) -> None:
+        bench.executor.post(a_read(1, "me", 7, src_tier=HOST))
+        bench.executor.post(a_read(2, "me", 7, dst_tier=HOST))
+        bench.executor.post(a_read(3, "me", 7, src_tier=DISK, dst_tier=HOST))
+        bench.agent.states[:] = ["done"] * 3
+        in_pool = tuple(checksum_blocks(bench.pool, [2, 3]))
+        in_host = tuple(checksum_blocks(bench.host, [2, 3]))
+        assert [d.checksums for d in bench.executor.poll_reads()] == [in_pool, in_host, in_host]
+
+    def test_what_goes_to_disk_is_checksummed_before_it_is_written(self, bench: Bench) -> None:
+        before = tuple(checksum_blocks(bench.host, [0, 1]))
+        bench.executor.post(a_read(1, "me", 7, src_tier=HOST, dst_tier=DISK))
+        bench.host[0] ^= 0xFF  # by mistake, while it is being written
+        bench.agent.states[0] = "done"
+        (done,) = bench.executor.poll_reads()
+        assert done.checksums == before
+        assert done.num_bytes == 2 * BLOCK
+
+    def test_a_tier_that_this_worker_does_not_have_is_named(self) -> None:
+        agent = FakeAgent()
+        executor = TransferExecutor("me", 7, agent, {Tier.DEVICE: content(4, 8, 0)})
+        for transfer_id, tiers in enumerate(
+            [{"dst_tier": HOST}, {"src_tier": HOST}, {"src_tier": HOST, "dst_tier": DISK}]
+        ):
+            executor.post(a_read(transfer_id, "me", 7, **tiers))
+        errors = {done.error for done in executor.poll_reads()}
+        assert errors == {"read from me: me has no host memory"}
+        assert agent.num_reads == 0
+
     def test_close_answers_what_settles_and_what_does_not(self, bench: Bench) -> None:
         for transfer_id in (1, 2):
             bench.executor.post(a_read(transfer_id))
@@ -173,6 +228,88 @@ class TestReads:
         assert bench.agent.closed
 
 
+def test_faults_are_put_into_the_memory_that_was_read_into_and_never_on_disk() -> None:
+    pool, host = content(NUM_BLOCKS, BLOCK, 0), content(NUM_BLOCKS, BLOCK, 1)
+    hit: list[str] = []
+
+    def corrupt(request: ReadBlocks, pool_bytes: np.ndarray) -> None:
+        hit.append("host" if pool_bytes is host else "pool")
+
+    agent, pools = FakeAgent(states=["done"] * 4), {Tier.DEVICE: pool, HOST: host}
+    executor = TransferExecutor("me", 1, agent, pools, corrupt=corrupt)
+    executor.post(a_read(1, "me", src_tier=HOST))
+    executor.post(a_read(2, "me", src_tier=DISK, dst_tier=HOST))
+    executor.post(a_read(3, "me", src_tier=HOST, dst_tier=DISK))
+    assert [done.error for done in executor.poll_reads()] == [None] * 3
+    assert hit == ["pool", "host"]
+
+
+@dataclass
+class FakeStore:
+    """A disk store that says what the test tells it to."""
+
+    news: list[str | None] = field(default_factory=list)
+    in_trouble: bool = False
+    counters: Counter[str] = field(default_factory=Counter)
+    full: bool = False
+    changes: list[StoreIndex] = field(default_factory=list)
+    num_checks: int = 0
+
+    def update(self, change: StoreIndex) -> None:
+        if self.full:
+            raise StoreError("disk store /d: no space; free some")
+        self.changes.append(change)
+
+    def check(self) -> str | None:
+        self.num_checks += 1
+        news = self.news.pop(0) if self.news else None
+        self.counters["recreated"] += "starts empty" in (news or "")
+        return news
+
+
+class TestTheStore:
+    def test_a_change_that_fails_says_why(self) -> None:
+        store: Any = FakeStore()
+        executor = StoreExecutor(store)
+        assert executor.update(StoreIndex((1,))) is None
+        store.full = True
+        assert executor.update(StoreIndex((2,))) == StoreFailed(
+            "disk store /d: no space; free some"
+        )
+        assert store.changes == [StoreIndex((1,))]
+
+    def test_only_what_is_wrong_and_stays_so_is_a_failure(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        clock, store = Clock(), FakeStore()
+        executor = StoreExecutor(store, clock=clock)  # type: ignore[arg-type]
+
+        def look(news: str | None, in_trouble: bool) -> StoreFailed | None:
+            store.news, store.in_trouble = [news], in_trouble
+            clock.now += STORE_CHECK_IDLE_S
+            return executor.check(False)
+
+        assert look("it is read-only", in_trouble=True) == StoreFailed("it is read-only")
+        assert look(None, in_trouble=True) is None
+        assert look("in order again", in_trouble=False) is None
+        assert look("it vanished; it starts empty", in_trouble=False) == StoreFailed(
+            "it vanished; it starts empty", lost=True
+        )
+        assert "it starts empty" in caplog.text
+
+    def test_it_is_looked_after_more_often_while_it_is_busy(self) -> None:
+        def num_checks(busy: bool) -> int:
+            clock, store = Clock(), FakeStore()
+            executor = StoreExecutor(store, clock=clock)  # type: ignore[arg-type]
+            for _ in range(200):
+                clock.now += 0.1
+                executor.check(busy)
+            return store.num_checks
+
+        assert num_checks(busy=False) == pytest.approx(20 / STORE_CHECK_IDLE_S, abs=1)
+        assert num_checks(busy=True) == pytest.approx(20 / STORE_CHECK_BUSY_S, abs=5)
+
+
 def test_bad_bytes_in_one_block_change_its_checksum_alone() -> None:
     registry = LocalRegistry()
     pool, source = content(NUM_BLOCKS, BLOCK, 0), content(NUM_BLOCKS, BLOCK, 1)
@@ -181,7 +318,8 @@ def test_bad_bytes_in_one_block_change_its_checksum_alone() -> None:
     def corrupt(request: ReadBlocks, pool_bytes: np.ndarray) -> None:
         pool_bytes[request.dst[1], 100] ^= 1
 
-    executor = WorkerExecutor(no_step, LocalAgent("r", pool, registry), pool, corrupt=corrupt)
+    agent = LocalAgent("r", pool, registry)
+    executor = TransferExecutor("r", 1, agent, {Tier.DEVICE: pool}, corrupt=corrupt)
     assert executor.connect(ConnectPeer("p", 1, NUM_BLOCKS, producer.metadata())).error is None
     executor.post(ReadBlocks(1, "p", 1, (4, 5, 6), (1, 2, 3), 5.0))
     (done,) = executor.poll_reads()

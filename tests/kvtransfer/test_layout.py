@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import DTYPE_BYTES, KVSpec
-from kvtransfer.layout import LAYOUT_VERSION, BlockLayout, fingerprint
+from kvtransfer.layout import (
+    LAYOUT_VERSION,
+    BlockLayout,
+    CopySpan,
+    HeadShare,
+    fingerprint,
+    head_overlap,
+)
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="bfloat16")
 
@@ -37,39 +44,67 @@ def test_spans_of_blocks_tile_the_pool(spec_and_tp: tuple[KVSpec, int], num_bloc
     assert end == num_blocks * spec_and_tp[0].bytes_per_block
 
 
-@given(specs_and_tp(), st.data())
-def test_spans_of_a_rank_are_its_heads_of_the_tensor(
-    spec_and_tp: tuple[KVSpec, int], data: st.DataObject
-) -> None:
-    spec, tp_size = spec_and_tp
-    rank = data.draw(st.integers(0, tp_size - 1))
+@st.composite
+def two_shares(draw: st.DrawFn) -> tuple[KVSpec, HeadShare, HeadShare]:
+    """Ranks of two tensor-parallel sizes of one model."""
+    spec, _ = draw(specs_and_tp())
+    sizes = [size for size in range(1, 13) if spec.num_kv_heads % size == 0]
     layout = BlockLayout(spec)
-    heads = layout.heads(rank, tp_size)
+    shares = []
+    for _ in range(2):
+        size = draw(st.sampled_from(sizes))
+        shares.append(layout.share(draw(st.integers(0, size - 1)), size))
+    return spec, *shares
+
+
+def blocks_of(spec: KVSpec, share: HeadShare) -> np.ndarray:
+    """`[bytes]` of a rank's block: each byte says which byte of the whole model's block it is."""
     width = DTYPE_BYTES[spec.dtype]
-    offsets = np.arange(layout.bytes_per_block).reshape(
+    whole = np.arange(spec.bytes_per_block).reshape(
         spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim, width
     )
-    expected = offsets[:, :, heads.start : heads.stop].ravel().tolist()
-    spans = layout.rank_spans(rank, tp_size)
-    assert [i for offset, length in spans for i in range(offset, offset + length)] == expected
-    assert len(spans) == 2 * spec.num_layers
+    return whole[:, :, share.heads.start : share.heads.stop].ravel()
+
+
+@given(two_shares())
+def test_overlap_copies_the_common_heads_and_nothing_else(
+    case: tuple[KVSpec, HeadShare, HeadShare],
+) -> None:
+    spec, src, dst = case
+    source, wanted = blocks_of(spec, src), blocks_of(spec, dst)
+    assert len(source) == src.bytes_per_block
+    copied = np.full(len(wanted), -1)
+    for span in head_overlap(src, dst):
+        copied[span.dst : span.dst + span.length] = source[span.src : span.src + span.length]
+    assert np.array_equal(copied, np.where(np.isin(wanted, source), wanted, -1))
+
+
+@given(two_shares())
+def test_equal_shares_are_one_span_and_partial_ones_one_span_a_plane(
+    case: tuple[KVSpec, HeadShare, HeadShare],
+) -> None:
+    spec, src, dst = case
+    spans = head_overlap(src, dst)
+    if src.heads == dst.heads:
+        assert spans == (CopySpan(0, 0, src.bytes_per_block),)
+    elif set(src.heads) & set(dst.heads):
+        assert len(spans) == 2 * spec.num_layers
+    else:
+        assert spans == ()
 
 
 @given(specs_and_tp())
-def test_ranks_share_a_block_without_gap_or_overlap(spec_and_tp: tuple[KVSpec, int]) -> None:
+def test_ranks_share_the_heads_without_gap_or_overlap(spec_and_tp: tuple[KVSpec, int]) -> None:
     spec, tp_size = spec_and_tp
-    layout = BlockLayout(spec)
-    spans = sorted(span for rank in range(tp_size) for span in layout.rank_spans(rank, tp_size))
-    end = 0
-    for offset, length in spans:
-        assert offset == end
-        end += length
-    assert end == layout.bytes_per_block
+    shares = [BlockLayout(spec).share(rank, tp_size) for rank in range(tp_size)]
+    assert [head for share in shares for head in share.heads] == list(range(spec.num_kv_heads))
+    assert sum(share.bytes_per_block for share in shares) == spec.bytes_per_block
 
 
-def test_heads_that_cannot_be_shared_evenly_are_refused() -> None:
+@pytest.mark.parametrize(("rank", "size"), [(0, 3), (2, 2), (-1, 2), (0, 0), (0, 8)])
+def test_heads_that_cannot_be_shared_so_are_refused(rank: int, size: int) -> None:
     with pytest.raises(AssertionError):
-        BlockLayout(SPEC).heads(0, 3)
+        BlockLayout(SPEC).share(rank, size)
 
 
 @pytest.mark.parametrize(

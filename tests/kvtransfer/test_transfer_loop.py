@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,22 +9,37 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtransfer import executor as executor_module
-from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone
+from engine.tier import Tier
+from kvtransfer import transfer_loop
+from kvtransfer.agent import (
+    Agent,
+    ConnectPeer,
+    PeerConnected,
+    ReadBlocks,
+    ReadDone,
+    StoreFailed,
+    StoreIndex,
+)
 from kvtransfer.agents.local import LocalAgent, LocalRegistry
 from kvtransfer.checksum import checksum_blocks
-from kvtransfer.executor import Answer, TransferLoop, WorkerExecutor
-from tests.kvtransfer.fake_agent import FakeAgent, a_read, no_step
+from kvtransfer.executor import TransferExecutor
+from kvtransfer.transfer_loop import Answer, TransferLoop
+from tests.kvtransfer.fake_agent import FakeAgent, a_read
 from tests.kvtransfer.nixl_peer import content
 
 DEADLINE_S = 30.0
 NUM_BLOCKS, BLOCK = 8, 256
 
 
+def executor_of(agent: Agent, pool: np.ndarray | None = None) -> TransferExecutor:
+    device = content(4, 8, 0) if pool is None else pool
+    return TransferExecutor("me", 1, agent, {Tier.DEVICE: device})
+
+
 class Loop:
     """A TransferLoop, and its answers as they come."""
 
-    def __init__(self, executor: WorkerExecutor, **options: Any) -> None:
+    def __init__(self, executor: TransferExecutor, **options: Any) -> None:
         self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self.loop = TransferLoop(executor, self.answers.put, **options)
         self.submit = self.loop.submit
@@ -36,7 +52,7 @@ class Loop:
 def start() -> Iterator[Callable[..., Loop]]:
     loops: list[Loop] = []
 
-    def new(executor: WorkerExecutor, **options: Any) -> Loop:
+    def new(executor: TransferExecutor, **options: Any) -> Loop:
         loops.append(Loop(executor, **options))
         return loops[-1]
 
@@ -50,7 +66,7 @@ class TestTransferLoop:
         registry = LocalRegistry()
         pool, source = content(NUM_BLOCKS, BLOCK, 0), content(NUM_BLOCKS, BLOCK, 1)
         producer = LocalAgent("p", source, registry)
-        executor = WorkerExecutor(no_step, LocalAgent("r", pool, registry), pool)
+        executor = executor_of(LocalAgent("me", pool, registry), pool)
         loop = start(executor)
         loop.submit(ConnectPeer("p", 3, NUM_BLOCKS, producer.metadata()))
         for i in range(200):
@@ -66,7 +82,7 @@ class TestTransferLoop:
 
     def test_a_stalled_read_times_out_by_itself(self, start: Callable[..., Loop]) -> None:
         agent = FakeAgent()
-        loop = start(WorkerExecutor(no_step, agent, content(4, 8, 0)))
+        loop = start(executor_of(agent))
         loop.submit(ConnectPeer("p", 1, 4, b""))
         loop.submit(a_read(timeout_s=0.05))
         assert loop.next() == PeerConnected("p", 1)
@@ -77,7 +93,7 @@ class TestTransferLoop:
 
     def test_more_than_may_be_outstanding_is_refused(self, start: Callable[..., Loop]) -> None:
         agent = FakeAgent()
-        loop = start(WorkerExecutor(no_step, agent, content(4, 8, 0)), max_outstanding=2)
+        loop = start(executor_of(agent), max_outstanding=2)
         loop.submit(ConnectPeer("p", 1, 4, b""))
         assert loop.next() == PeerConnected("p", 1)
         for transfer_id in (1, 2, 3):
@@ -89,7 +105,7 @@ class TestTransferLoop:
 
     def test_close_answers_everything_and_refuses_what_is_new(self) -> None:
         agent = FakeAgent()
-        loop = Loop(WorkerExecutor(no_step, agent, content(4, 8, 0)))
+        loop = Loop(executor_of(agent))
         loop.submit(ConnectPeer("p", 1, 4, b""))
         for transfer_id in (1, 2):
             loop.submit(a_read(transfer_id, timeout_s=1000))
@@ -104,14 +120,14 @@ class TestTransferLoop:
         assert loop.loop.close(DEADLINE_S)
 
     def test_an_idle_loop_does_not_poll(self, start: Callable[..., Loop]) -> None:
-        class Counting(WorkerExecutor):
+        class Counting(TransferExecutor):
             polls = 0
 
             def poll_reads(self) -> list[ReadDone]:
                 self.polls += 1
                 return super().poll_reads()
 
-        executor = Counting(no_step, FakeAgent(), content(4, 8, 0))
+        executor = Counting("me", 1, FakeAgent(), {Tier.DEVICE: content(4, 8, 0)})
         loop = start(executor)
         loop.submit(ConnectPeer("p", 1, 4, b""))
         loop.next()
@@ -119,9 +135,92 @@ class TestTransferLoop:
         assert executor.polls < 100
 
 
+class FakeStore:
+    """A StoreExecutor that keeps the order of what it and the agent are asked for."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+        self.news: queue.SimpleQueue[StoreFailed] = queue.SimpleQueue()
+
+    def update(self, change: StoreIndex) -> StoreFailed | None:
+        self.events.append(change)
+        return StoreFailed("slot 9 is not there") if 9 in change.remove else None
+
+    def check(self, busy: bool) -> StoreFailed | None:
+        return None if self.news.empty() else self.news.get()
+
+    def close(self) -> None:
+        self.events.append("closed")
+
+
+class RecordingAgent(FakeAgent):
+    """Its reads are done at once."""
+
+    def __init__(self, events: list[Any]) -> None:
+        super().__init__(states=["done"] * 100)
+        self.events = events
+
+    def read(self, peer: str, src: list[int], dst: list[int], *tiers: Any, **named: Any) -> int:
+        self.events.append(("read", *dst))
+        return super().read(peer, src, dst, *tiers, **named)
+
+    def close(self) -> None:
+        super().close()
+        self.events.append("agent closed")
+
+
+class TestTheDisksLoop:
+    def test_the_index_is_changed_in_order_with_the_reads(self) -> None:
+        events: list[Any] = []
+        loop = Loop(executor_of(RecordingAgent(events)), store=FakeStore(events))
+        write = ReadBlocks(1, "me", 1, (0,), (5,), 5.0, dst_tier=Tier.DISK)
+        loop.submit(StoreIndex(remove=(5,)))
+        loop.submit(write)
+        loop.submit(StoreIndex(remove=(6,)))
+        answer = loop.next()
+        assert isinstance(answer, ReadDone)
+        assert answer.transfer_id == 1
+        assert loop.loop.close(DEADLINE_S)
+        assert events == [
+            StoreIndex(remove=(5,)),
+            ("read", 5),
+            StoreIndex(remove=(6,)),
+            "agent closed",
+            "closed",
+        ]
+        assert loop.answers.empty(), "a change that worked has no answer"
+
+    def test_what_goes_wrong_with_the_store_is_told(self, start: Callable[..., Loop]) -> None:
+        store = FakeStore([])
+        loop = start(executor_of(FakeAgent()), store=store)
+        loop.submit(StoreIndex(remove=(9,)))
+        assert loop.next() == StoreFailed("slot 9 is not there")
+        store.news.put(StoreFailed("the folder is gone"))
+        assert loop.next() == StoreFailed("the folder is gone")
+
+    def test_changes_of_the_index_are_bounded_too(self, start: Callable[..., Loop]) -> None:
+        held = threading.Event()
+
+        class Slow(FakeStore):
+            def update(self, change: StoreIndex) -> StoreFailed | None:
+                assert held.wait(DEADLINE_S)
+                return super().update(change)
+
+        events: list[Any] = []
+        loop = start(executor_of(FakeAgent()), store=Slow(events), max_outstanding=2)
+        for slot in (1, 2, 3):
+            loop.submit(StoreIndex(remove=(slot,)))
+        refusal = loop.next()
+        assert isinstance(refusal, StoreFailed)
+        assert "2 transfers are outstanding" in refusal.error
+        held.set()
+        assert loop.loop.close(DEADLINE_S)
+        assert events == [StoreIndex(remove=(1,)), StoreIndex(remove=(2,)), "closed"]
+
+
 def test_the_wait_between_polls_grows_from_nothing_to_its_cap() -> None:
-    waits = [executor_module._wait_s(quiet) for quiet in range(5000)]
+    waits = [transfer_loop._wait_s(quiet) for quiet in range(5000)]
     assert waits == sorted(waits)
     assert waits[0] == 0.0
-    assert waits[executor_module.SPINS] == executor_module.FIRST_WAIT_S
-    assert waits[-1] == executor_module.MAX_WAIT_S
+    assert waits[transfer_loop.SPINS] == transfer_loop.FIRST_WAIT_S
+    assert waits[-1] == transfer_loop.MAX_WAIT_S

@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from decode_worker.messages import Decode
+from engine.block_hash import UNSALTED, CacheScope, hash_blocks
 from engine.kv_events import KVSnapshot
 from engine.node import Note, Send, Wake, Woken
 from engine.outbox import Refused, TokenDeltas
 from engine.request import FinishReason, Refusal, SamplingParams, TokenDelta
 from engine.stats import Role, WorkerInfo, WorkerStats
+from engine.tier import Tier, TierNames
 from prefill_worker.messages import Prefill
 from router.config import RouterConfig
 from router.messages import Failed, Output, Submit, WorkerDown, WorkerUp
@@ -63,6 +65,7 @@ class Script:
         self.sent: list[tuple[str, Any]] = []
         self.notes: list[Note] = []
         self.wakes: list[float] = []
+        self.num_snapshots = 0
         self._perform(self.router.start(self.now))
         for name in workers:
             self.up(name)
@@ -78,17 +81,28 @@ class Script:
     def down(self, name: str, epoch: int = 1) -> None:
         self.tell(WorkerDown(name, epoch, "killed"))
 
+    def holds(self, worker: str, device: Any = (), host: Any = (), disk: Any = ()) -> None:
+        """The worker tells that it holds the blocks of these tokens, and no others."""
+        self.num_snapshots += 1
+        fingerprint = worker_info(worker).fingerprint
+        names = [
+            tuple(hash_blocks(fingerprint, UNSALTED, tuple(tokens), BLOCK))
+            for tokens in (device, host, disk)
+        ]
+        tiers = (TierNames(Tier.HOST, names[1]), TierNames(Tier.DISK, names[2]))
+        self.tell(KVSnapshot(worker, 1, self.num_snapshots, names[0], tiers))
+
     def submit(
         self,
         request_id: str = "r",
         tokens: Any = range(10),
         timeout_s: float = 60.0,
         priority: int = 0,
-        salt: bytes = b"",
+        scope: CacheScope = UNSALTED,
         **sampling: Any,
     ) -> None:
         params = SamplingParams(**{"max_tokens": 8, "stop_token_ids": (999,), **sampling})
-        self.tell(Submit(request_id, CLIENT, tuple(tokens), params, timeout_s, priority, salt))
+        self.tell(Submit(request_id, CLIENT, tuple(tokens), params, timeout_s, priority, scope))
 
     def delta(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decode_worker.messages import Decode
-from engine.block_hash import hash_blocks, root_hash
+from engine.block_hash import CacheScope, hash_blocks
 from engine.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
 from engine.request import (
     Abort,
@@ -18,6 +18,7 @@ from engine.request import (
 from prefill_worker.messages import Prefill
 from router.config import RouterConfig
 from router.messages import Cancel, Failed, Output, Submit
+from router.prefix_index import Held
 from tests.router.script import BLOCK, CLIENT, Script, worker_info, worker_stats
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -25,19 +26,21 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 def test_a_request_is_sent_to_both_workers_and_streamed_to_its_end() -> None:
     s = Script("prefill-0", "decode-0")
-    s.submit(tokens=range(40), salt=b"tenant")
+    s.submit(tokens=range(40), scope=CacheScope(b"tenant"))
     decode, prefill, order = s.dispatched()
     assert (decode, prefill) == ("decode-0", "prefill-0")
-    assert (order.attempt, order.router, order.salt) == (1, "router-0", b"tenant")
+    assert (order.attempt, order.router, order.scope) == (1, "router-0", CacheScope(b"tenant"))
     assert order.tokens == tuple(range(40))
     assert order.num_prompt_tokens == 40
     assert order.sampling.max_tokens == 8
     assert order.timeout_s == 60.0
     s.now += 0.5
-    s.delta("prefill-0", 40, 7, num_cached_tokens=16, phases={"prefill": 0.4, "queue": 9.0})
+    sources = {"device": 4, "peer": 12}
+    phases = {"prefill": 0.4, "queue": 9.0}
+    s.delta("prefill-0", 40, 7, num_cached_tokens=16, cached_by_source=sources, phases=phases)
     first = s.one(Output, CLIENT)
     assert (first.index, first.tokens, first.finish) == (0, (7,), None)
-    assert first.num_cached_tokens == 16
+    assert (first.num_cached_tokens, first.cached_by_source) == (16, sources)
     s.now += 0.25
     s.delta("decode-0", 41, 8, 9)
     assert s.one(Output).index == 1
@@ -45,7 +48,7 @@ def test_a_request_is_sent_to_both_workers_and_streamed_to_its_end() -> None:
     s.delta("decode-0", 43, 999, finish=STOP, num_cached_tokens=4, phases={"transfer": 0.1})
     last = s.one(Output)
     assert (last.index, last.tokens, last.finish) == (3, (999,), STOP)
-    assert last.num_cached_tokens == 16
+    assert (last.num_cached_tokens, last.cached_by_source) == (16, sources)
     assert last.phases == {
         "prefill": 0.4,
         "transfer": 0.1,
@@ -280,7 +283,7 @@ def test_the_next_turn_goes_to_the_decode_worker_that_has_the_prefix() -> None:
     s = Script("prefill-0", "decode-0", "decode-1")
     s.submit("first", tokens=range(40))
     decode, _, _ = s.dispatched()
-    names = hash_blocks(root_hash(worker_info(decode).fingerprint), range(40), BLOCK)
+    names = hash_blocks(worker_info(decode).fingerprint, CacheScope(), range(40), BLOCK)
     s.delta(decode, 40, 999, request_id="first", finish=STOP)
     s.take(Abort)
     for worker in ("decode-0", "decode-1"):
@@ -293,33 +296,11 @@ def test_the_next_turn_goes_to_the_decode_worker_that_has_the_prefix() -> None:
         (decision,) = s.router.explain(f"turn {turn}")
         assert decision.decode == decode
         best = decision.decode_candidates[0]
-        assert best.cached_tokens == 40
+        assert best.cached == Held(device=40, said=40)
         assert best.seconds == decision.seconds
         totals = [round(c.seconds.total, 3) for c in decision.decode_candidates]
         assert totals == sorted(totals)
         s.tell(Cancel(f"turn {turn}"))
-
-
-def test_status_tells_of_workers_and_totals() -> None:
-    s = Script("prefill-0", "decode-0")
-    s.tell(worker_stats("decode-0", num_free_blocks=50, num_cached_blocks=20, num_running=3))
-    s.submit(tokens=range(40))
-    s.delta("prefill-0", 40, 7, num_cached_tokens=10)
-    s.delta("decode-0", 41, 999, finish=STOP)
-    s.submit("lost", tokens=range(40))
-    s.down("decode-0")
-    status = s.router.status(s.now)
-    assert status.totals.requests == {"stop": 1}
-    assert (status.totals.prompt_tokens, status.totals.cached_tokens) == (40, 10)
-    assert status.totals.output_tokens == 2
-    assert status.totals.retries == {"worker_down": 1}
-    assert status.cache_hit_rate == 0.25
-    assert (status.num_live, status.num_queued) == (1, 1)
-    by_name = {w.worker: w for w in status.workers}
-    assert by_name["decode-0"].state == "down"
-    assert by_name["prefill-0"].state == "up"
-    assert by_name["prefill-0"].cache_hit_rate == 0.25
-    assert "request lost is live" in s.router.check_idle()
 
 
 def test_a_prefill_worker_without_room_for_the_prompt_is_not_asked() -> None:

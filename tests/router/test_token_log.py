@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.block_hash import hash_blocks, root_hash
+from engine.block_hash import UNSALTED, CacheScope, hash_blocks
 from engine.request import FinishReason, SamplingParams, TokenDelta
 from router.messages import Submit
 from router.token_log import LoggedRequest, Verdict
@@ -15,9 +15,9 @@ from tests.router.script import BLOCK, worker_info
 PROMPT = tuple(range(10))
 
 
-def log_of(*output: int, salt: bytes = b"", **sampling: object) -> LoggedRequest:
+def log_of(*output: int, scope: CacheScope = UNSALTED, **sampling: object) -> LoggedRequest:
     params = SamplingParams(**{"max_tokens": 8, "stop_token_ids": (999,), **sampling})  # type: ignore[arg-type]
-    submit = Submit("r", "api", PROMPT, params, 60.0, salt=salt)
+    submit = Submit("r", "api", PROMPT, params, 60.0, scope=scope)
     log = LoggedRequest(submit, params, 1, 0.0, 60.0, 0.0)
     log.tokens += output
     return log
@@ -82,11 +82,30 @@ def test_a_stop_token_at_the_end_of_the_prompt_ends_nothing() -> None:
 
 def test_block_names_grow_with_the_log_and_are_those_of_the_engine() -> None:
     info = worker_info("decode-0")
-    log = log_of(salt=b"tenant")
-    root = root_hash(info.fingerprint, b"tenant")
-    assert log.block_names(info) == hash_blocks(root, PROMPT, BLOCK)
+    log = log_of(scope=CacheScope(b"tenant"))
+    scope = CacheScope(b"tenant")
+    assert log.block_names(info) == hash_blocks(info.fingerprint, scope, PROMPT, BLOCK)
     log.tokens += range(50, 59)
-    assert log.block_names(info) == hash_blocks(root, log.tokens, BLOCK)
+    assert log.block_names(info) == hash_blocks(info.fingerprint, scope, log.tokens, BLOCK)
     other = replace(info, fingerprint=b"another", block_size=8)
-    assert log.block_names(other) == hash_blocks(root_hash(b"another", b"tenant"), log.tokens, 8)
+    assert log.block_names(other) == hash_blocks(b"another", scope, log.tokens, 8)
     assert log_of().block_names(info)[0] != log.block_names(info)[0]
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "by_source", "expected"),
+    [
+        (8, {"device": 4, "host": 4}, {"device": 4, "host": 4}),
+        (12, {"peer": 4, "disk": 4, "device": 4}, {"device": 4, "disk": 4, "peer": 2}),
+        (4, {}, {}),
+        (4, {"device": 4, "host": 0, "the moon": 3}, {"device": 4}),
+        (0, {"device": 4}, {}),
+    ],
+)
+def test_cached_tokens_are_those_of_the_prompt_from_known_sources(
+    num_cached: int, by_source: dict[str, int], expected: dict[str, int]
+) -> None:
+    log = log_of(20, 21)
+    log.note_cached(num_cached, by_source)
+    assert log.num_cached_tokens == min(num_cached, len(PROMPT))
+    assert log.cached_by_source == expected

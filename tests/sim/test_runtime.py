@@ -12,6 +12,7 @@ from cluster.sim.transfers import ReadFate
 from engine.node import Note, Send, Wake, Woken
 from engine.request import SamplingParams
 from engine.step import Execute, StepDone
+from engine.tier import Tier
 from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone
 from tests.sim.toys import Do, Ping, Recorder, pings, step_of
 
@@ -19,7 +20,7 @@ SHAPE = PoolShape(num_blocks=8, block_size=4)
 
 
 def add(runtime: SimRuntime, name: str, *effects: object) -> Recorder:
-    node = runtime.add(name, lambda epoch: Recorder(name, list(effects)), SHAPE)
+    node = runtime.add(name, lambda epoch, records: Recorder(name, list(effects)), SHAPE)
     assert isinstance(node, Recorder)
     return node
 
@@ -144,7 +145,7 @@ def test_a_node_that_raises_is_a_violation_and_ends_the_run() -> None:
             raise KeyError("what is this")
 
     runtime = SimRuntime(1)
-    runtime.add("a", lambda epoch: Careless("a", [Wake(0.1, "x"), Wake(0.2, "y")]))
+    runtime.add("a", lambda epoch, records: Careless("a", [Wake(0.1, "x"), Wake(0.2, "y")]))
     assert not runtime.run_until(1.0)
     assert [v.kind for v in runtime.violations] == ["node raised"]
     assert "what is this" in runtime.violations[0].text
@@ -257,7 +258,7 @@ def test_a_flipped_slot_changes_the_checksum(pair: tuple[SimRuntime, Recorder]) 
 
 def test_without_checksums_every_block_has_the_same() -> None:
     runtime = SimRuntime(1)
-    runtime.add("a", lambda epoch: Recorder("a"), PoolShape(2, 4, with_checksums=False))
+    runtime.add("a", lambda epoch, records: Recorder("a"), PoolShape(2, 4, with_checksums=False))
     pool(runtime, "a").blocks[0][0] = 5
     assert pool(runtime, "a").checksum(0) == pool(runtime, "a").checksum(1)
 
@@ -272,7 +273,7 @@ def test_a_stalled_read_may_write_until_it_is_done_and_never_after(
     runtime.post("test", "c", read(timeout_s=2.0))
     runtime.run_until(start + 1.9)
     assert consumer.messages == []
-    assert life(runtime, "c").executor.writable == {4, 5, 6, 7}
+    assert life(runtime, "c").executor.writable[Tier.DEVICE] == {4, 5, 6, 7}
     runtime.run_until(start + 10.0, done=lambda: bool(consumer.messages))
     assert runtime.now - start == pytest.approx(2.0, abs=0.01)
     assert consumer.messages[0].error == "timed out"

@@ -105,7 +105,7 @@ def test_refused_read_is_computed_here(world: World) -> None:
     world.hold_reads = False
     world.drain()
     assert world.output("a", PROMPT) == reference(PROMPT, 6)
-    assert world.decode.connector.failures == {"refused": 1}
+    assert world.decode.exchange.connector.failures == {"refused": 1}
 
 
 def test_expired_lease_is_refused_though_the_bytes_look_good(world: World) -> None:
@@ -118,7 +118,7 @@ def test_expired_lease_is_refused_though_the_bytes_look_good(world: World) -> No
     world.drain()
     assert world.prefill.core.counters["leases_expired"] == 1
     assert world.output("a", PROMPT) == reference(PROMPT, 6)
-    assert world.decode.connector.failures == {"refused": 1}
+    assert world.decode.exchange.connector.failures == {"refused": 1}
 
 
 @pytest.mark.parametrize("fault", ["error", "corrupt"])
@@ -130,7 +130,7 @@ def test_bad_transfer_is_noticed_and_computed_here(world: World, fault: str) -> 
     world.drain()
     assert world.output("a", PROMPT) == reference(PROMPT, 6)
     why = {"error": "read_failed", "corrupt": "checksum_mismatch"}[fault]
-    assert world.decode.connector.failures == {why: 1}
+    assert world.decode.exchange.connector.failures == {why: 1}
 
 
 def test_cancel_while_reading_drains_before_free(world: World) -> None:

@@ -16,7 +16,8 @@ from engine.outbox import Refused, TokenDeltas
 from engine.request import SamplingParams
 from engine.stats import Role
 from engine.step import Execute, Sampled, Step, StepDone
-from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone
+from engine.tier import DiskRecord, Tier
+from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone, StoreIndex
 from prefill_worker.messages import Prefill
 from prefill_worker.worker import PrefillWorker
 
@@ -32,6 +33,10 @@ def next_token(tokens: list[int]) -> int:
     return 2 + value % (VOCAB - 2)
 
 
+def checksum(slots: list[int]) -> int:
+    return hash(tuple(slots)) & (1 << 63) - 1
+
+
 def reference(prompt: list[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
@@ -40,23 +45,38 @@ def reference(prompt: list[int], count: int) -> list[int]:
 
 
 class World:
-    """One prefill and one decode worker, and a router that only records."""
+    """One prefill worker, some decode workers, and a router that only records.
 
-    def __init__(self, num_blocks: int = 32, prefill_blocks: int = 32, **limits: Any) -> None:
+    Every worker has the lower tiers that `limits` give it; their slots are plain lists too."""
+
+    def __init__(
+        self,
+        num_blocks: int = 32,
+        prefill_blocks: int = 32,
+        num_decode: int = 1,
+        records: dict[str, list[DiskRecord]] | None = None,
+        **limits: Any,
+    ) -> None:
         self.now = 0.0
         self.workers: dict[str, PrefillWorker | DecodeWorker] = {}
-        self.slots: dict[str, list[list[int]]] = {}
+        self.slots: dict[str, list[list[int]]] = {}  # of the device
+        self.lower: dict[str, dict[Tier, list[list[int]]]] = {}
+        self.indexed: dict[str, dict[int, DiskRecord]] = {}  # what the disk's index says, by slot
         self.queue: deque[tuple[str, Any]] = deque()
         self.to_router: list[Any] = []
         self.reads: list[tuple[str, ReadBlocks]] = []
         self.hold_reads = False
+        self.log: list[tuple[str, ReadBlocks]] = []  # every read that was asked for
         self.lost: tuple[type, ...] = ()
-        for role, kind, count in (
-            (Role.PREFILL, PrefillWorker, prefill_blocks),
-            (Role.DECODE, DecodeWorker, num_blocks),
-        ):
+        kinds: list[tuple[str, Role, type[PrefillWorker | DecodeWorker], int]] = [
+            ("prefill", Role.PREFILL, PrefillWorker, prefill_blocks)
+        ]
+        for number in range(num_decode):
+            name = "decode" if number == 0 else f"decode-{number}"
+            kinds.append((name, Role.DECODE, DecodeWorker, num_blocks))
+        for name, role, kind, count in kinds:
             config = WorkerConfig(
-                node_id=str(role),
+                node_id=name,
                 role=role,
                 epoch=1,
                 num_blocks=count,
@@ -67,9 +87,15 @@ class World:
                 agent_metadata=b"meta",
                 **limits,
             )
-            self.workers[str(role)] = kind(config)
-            self.slots[str(role)] = [[0] * BLOCK_SIZE for _ in range(count)]
-            self.perform(str(role), self.workers[str(role)].start(0.0))
+            found = (records or {}).get(name, [])
+            self.workers[name] = kind(config, found)
+            self.slots[name] = [[0] * BLOCK_SIZE for _ in range(count)]
+            self.lower[name] = {
+                Tier.HOST: [[0] * BLOCK_SIZE for _ in range(config.num_host_blocks)],
+                Tier.DISK: [[0] * BLOCK_SIZE for _ in range(config.num_disk_blocks)],
+            }
+            self.indexed[name] = {record.slot: record for record in found}
+            self.perform(name, self.workers[name].start(0.0))
 
     @property
     def prefill(self) -> PrefillWorker:
@@ -97,6 +123,11 @@ class World:
                     self.queue.append((node, PeerConnected(peer, epoch)))
                 case ReadBlocks():
                     self.reads.append((node, effect))
+                    self.log.append((node, effect))
+                case StoreIndex(remove, put):
+                    for slot in remove:
+                        self.indexed[node].pop(slot, None)
+                    self.indexed[node].update({record.slot: record for record in put})
                 case Wake():
                     pass
 
@@ -110,16 +141,23 @@ class World:
             end = seq.start + len(seq.tokens)
             seen = [slots[seq.block_ids[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(end)]
             sampled.append(Sampled(next_token(seen)) if seq.sample else None)
-        checksums = [hash(tuple(slots[block])) for block in step.checksum_blocks]
+        checksums = [checksum(slots[block]) for block in step.checksum_blocks]
         return StepDone(step.step_id, sampled, checksums, 0.01)
+
+    def memory(self, node: str, tier: Tier) -> list[list[int]]:
+        return self.slots[node] if tier is Tier.DEVICE else self.lower[node][tier]
 
     def settle_read(self, error: str | None = None, *, corrupt: bool = False) -> None:
         node, read = self.reads.pop(0)
+        source = self.memory(read.peer, read.src_tier)
+        target = self.memory(node, read.dst_tier)
         for src, dst in zip(read.src, read.dst, strict=True):
-            self.slots[node][dst] = list(self.slots[read.peer][src])
+            target[dst] = list(source[src])
         if corrupt:
-            self.slots[node][read.dst[0]][0] ^= 1
-        sums = tuple(hash(tuple(self.slots[node][dst])) for dst in read.dst)
+            target[read.dst[0]][0] ^= 1
+        moved = [source[i] for i in read.src] if read.dst_tier is Tier.DISK else None
+        moved = moved or [target[i] for i in read.dst]
+        sums = tuple(checksum(slots) for slots in moved)
         self.queue.append((node, ReadDone(read.transfer_id, error, sums, 0.01, 1)))
 
     def deliver(self, node: str, message: Any) -> None:
@@ -146,15 +184,27 @@ class World:
             self.deliver(node, Woken("tick"))
 
     def submit(
-        self, name: str, prompt: list[int], max_tokens: int, *, remote: bool, attempt: int = 0
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        remote: bool,
+        attempt: int = 0,
+        decode: str = "decode",
+        **options: Any,
     ) -> None:
+        """`options`: of the `Prefill` if it is handed over, else of the `Decode`."""
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0)
         tokens = tuple(prompt)
         common = (name, attempt, "router")
         rest = (tokens, len(prompt), sampling, 60.0)
         if remote:
-            self.queue.append(("prefill", Prefill(*common, "decode", *rest)))
-        self.queue.append(("decode", Decode(*common, "prefill" if remote else None, *rest)))
+            self.queue.append(("prefill", Prefill(*common, decode, *rest, **options)))
+            options = {}
+        self.queue.append(
+            (decode, Decode(*common, "prefill" if remote else None, *rest, **options))
+        )
 
     def output(self, name: str, prompt: list[int]) -> list[int]:
         """What the router knows: gapless, and the same token wherever one came twice."""

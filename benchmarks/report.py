@@ -1,0 +1,57 @@
+"""What a measurement was made with, beside its numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cluster.bench import percentile
+
+
+def about() -> dict[str, Any]:
+    """Machine, versions and commit. A commit with "+" has changes that are not committed."""
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    versions = {name: version(name) for name in ("torch", "ray", "nixl-cu12")}
+    return {
+        "machine": machine,
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": _commit(),
+    }
+
+
+def make_console() -> Console:
+    """Wide enough for the tables where no terminal says how wide it is."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def write_json(path: Path | None, results: Mapping[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(about() | dict(results), indent=2) + "\n")
+
+
+def ms(values_s: Sequence[float], percent: float) -> str:
+    """A percentile of seconds, as ms, for a table."""
+    found = percentile(values_s, percent)
+    return "-" if found is None else f"{found * 1e3:,.0f}"
+
+
+def _commit() -> str:
+    def git(*args: str) -> str:
+        folder = Path(__file__).parent
+        run = subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, timeout=10)
+        return run.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--short") else "")
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -1,0 +1,180 @@
+"""`/v1/sessions`: what a tenant can see of its sessions, and do with them.
+
+Each call is one command to the router; the reply becomes JSON, a refusal OpenAI's error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cluster.api.body import read_body
+from cluster.api.caller import caller
+from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError, invalid, overloaded, session_refused
+from cluster.api.schema import MAX_SESSION_CHARS, ForkRequest, parse
+from engine.tier import Tier
+from router.messages import SessionInfo, SessionOp, SessionReply
+
+DEFAULT_LIMIT = 20
+MAX_LIMIT = 100
+ACTIONS = (SessionOp.PARK, SessionOp.RESUME, SessionOp.FORK, SessionOp.PIN, SessionOp.UNPIN)
+
+
+def session_routes(ctx: ApiContext) -> list[Route]:
+    """Names of sessions may have slashes: an action is the last part of a POST's path."""
+    calls = SessionCalls(ctx)
+
+    def route(path: str, method: str, call: Callable[[Request], Awaitable[Response]]) -> Route:
+        return Route(path, _counted(ctx, call), methods=[method])
+
+    routes = [
+        route("/v1/sessions", "GET", calls.list),
+        route("/v1/sessions/{id:path}", "GET", calls.show),
+        route("/v1/sessions/{id:path}", "DELETE", calls.close),
+    ]
+    routes += [
+        route(f"/v1/sessions/{{id:path}}/{op}", "POST", calls.fork)
+        if op is SessionOp.FORK
+        else route(f"/v1/sessions/{{id:path}}/{op}", "POST", calls.action(op))
+        for op in ACTIONS
+    ]
+    return routes
+
+
+def _counted(
+    ctx: ApiContext, call: Callable[[Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def counted(http: Request) -> Response:
+        outcome = "cancelled"
+        try:
+            response = await call(http)
+            outcome = "ok"
+            return response
+        except ApiError as error:
+            outcome = error.outcome
+            raise
+        except ClientDisconnect:  # nobody is there to read it
+            return Response(status_code=400)
+        finally:
+            ctx.metrics.requests.labels("sessions", outcome).inc()
+
+    return counted
+
+
+class SessionCalls:
+    """Owned by the application. Invariant: `ctx.num_commands` is how many of its calls wait for the
+    router, and is bounded."""
+
+    def __init__(self, ctx: ApiContext) -> None:
+        self._ctx = ctx
+
+    async def list(self, http: Request) -> Response:
+        given = http.query_params.get("limit", str(DEFAULT_LIMIT))
+        limit = int(given) if given.isascii() and given.isdigit() and len(given) < 9 else 0
+        if not 1 <= limit <= MAX_LIMIT:
+            raise invalid(
+                f"'limit': expected a whole number from 1 to {MAX_LIMIT}, got {given[:40]!r}",
+                param="limit",
+            )
+        after = http.query_params.get("after", "")
+        reply = await self._ask(http, SessionOp.LIST, after, limit=limit)
+        data = [session_json(info) for info in reply.sessions]
+        return JSONResponse({"object": "list", "data": data, "has_more": reply.has_more})
+
+    async def show(self, http: Request) -> Response:
+        reply = await self._ask(http, SessionOp.SHOW, _name(http))
+        return JSONResponse(session_json(reply.sessions[0]))
+
+    async def close(self, http: Request) -> Response:
+        name = _name(http)
+        reply = await self._ask(http, SessionOp.CLOSE, name)
+        answer = {"id": name, "object": "session.deleted", "deleted": True}
+        return JSONResponse(answer | {"blocks_done": reply.done})
+
+    async def fork(self, http: Request) -> Response:
+        caller(self._ctx, http)  # before its body is looked at
+        fork = parse(ForkRequest, await read_body(http, self._ctx.limits))
+        reply = await self._ask(http, SessionOp.FORK, _name(http), fork.id)
+        return JSONResponse(session_json(reply.sessions[0]))
+
+    def action(self, op: SessionOp) -> Callable[[Request], Awaitable[Response]]:
+        async def act(http: Request) -> Response:
+            reply = await self._ask(http, op, _name(http))
+            return JSONResponse(session_json(reply.sessions[0]) | {"blocks_done": reply.done})
+
+        return act
+
+    async def _ask(
+        self,
+        http: Request,
+        op: SessionOp,
+        session: str,
+        argument: str = "",
+        limit: int = DEFAULT_LIMIT,
+    ) -> SessionReply:
+        """Raises `ApiError`."""
+        ctx = self._ctx
+        tenant = caller(ctx, http)
+        if ctx.num_commands >= ctx.limits.max_session_commands:
+            raise overloaded(f"{ctx.num_commands} session commands are waiting, which is the limit")
+        timeout_s = ctx.limits.session_timeout_s
+        ctx.num_commands += 1
+        try:
+            reply = await ctx.client.command(
+                op, tenant.name, session, argument, limit=limit, timeout_s=timeout_s
+            )
+        except TimeoutError:
+            raise ApiError(
+                504,
+                f"The router did not answer within {timeout_s:g} s",
+                type="timeout_error",
+                code="deadline_exceeded",
+            ) from None
+        finally:
+            ctx.num_commands -= 1
+        if reply.refusal is not None:
+            raise session_refused(reply)
+        return reply
+
+
+def _name(http: Request) -> str:
+    name: str = http.path_params["id"]
+    if not 1 <= len(name) <= MAX_SESSION_CHARS:
+        raise invalid(
+            f"A session's id has 1 to {MAX_SESSION_CHARS} characters, this one has {len(name)}",
+            param="id",
+        )
+    return name
+
+
+def session_json(info: SessionInfo) -> dict[str, Any]:
+    """A session for clients. Blocks are KV blocks; one may be in several tiers."""
+
+    def by_tier(counts: dict[Tier, int]) -> dict[str, int]:
+        return {str(tier): counts.get(tier, 0) for tier in Tier}
+
+    best = info.holders[0].num_blocks if info.holders else {}
+    return {
+        "id": info.session,
+        "object": "session",
+        "state": str(info.state),
+        "pinned": info.pinned,
+        "num_turns": info.num_turns,
+        "num_tokens": info.num_tokens,
+        "num_blocks": info.num_blocks,
+        "blocks": by_tier(best),
+        "workers": [
+            {"worker": holder.worker, "blocks": by_tier(holder.num_blocks)}
+            for holder in info.holders
+        ],
+        "last_worker": info.worker,
+        "age_s": round(info.age_s, 3),
+        "last_used_s": round(info.last_used_s, 3),
+        "retention_s": info.retention.keep_s,
+        "to_disk": info.retention.to_disk,
+    }

@@ -1,0 +1,182 @@
+"""Tenants: who may call, and what keeps their KV apart.
+
+Read once, when the server starts. A caller is known by its key alone; its salt is a keyed hash of
+the tenant's name under a secret of the server, so nothing that a request says can reach another
+tenant's KV, and the same tenant finds its own again after a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
+from pathlib import Path
+
+from cluster.config import Config, ConfigError, TenantEntry, build_tenants, read_toml
+
+SALT_BYTES = 16
+SECRET_FILE = "salt.secret"
+MAX_PUBLIC_PROMPTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    name: str
+    salt: bytes
+
+
+ANONYMOUS = Tenant("", b"")
+"""Everybody, where no tenants are configured."""
+
+
+class Tenants:
+    """Immutable. Invariant: no two tenants have the same name, salt or key."""
+
+    def __init__(self, entries: Iterable[TenantEntry] = (), secret: bytes = b"") -> None:
+        """Raises ConfigError, which names tenants but never shows a key."""
+        self._by_hash: dict[bytes, Tenant] = {}
+        names: set[str] = set()
+        self.key_required = False
+        for entry in entries:
+            if entry.name in names:
+                raise ConfigError(
+                    f"tenant {entry.name!r} is there twice: give it all its keys once"
+                )
+            names.add(entry.name)
+            self.key_required = True
+            digest = blake2b(
+                entry.name.encode(),
+                key=sha256(secret).digest(),
+                digest_size=SALT_BYTES,
+                person=b"kvrelay-tenant",
+            )
+            tenant = Tenant(entry.name, digest.digest())
+            for hashed in _hashes(entry):
+                other = self._by_hash.setdefault(hashed, tenant)
+                if other is not tenant:
+                    raise ConfigError(
+                        f"tenants {other.name!r} and {entry.name!r} have a key in common: "
+                        "give each its own"
+                    )
+
+    def find(self, key: str | None) -> Tenant | None:
+        """Whose `key` it is; None: nobody's. Takes as long whatever the key is."""
+        if not self.key_required:
+            return ANONYMOUS
+        presented = sha256((key or "").encode("utf-8", "surrogatepass")).digest()
+        found = None
+        for hashed, tenant in self._by_hash.items():
+            if hmac.compare_digest(hashed, presented):
+                found = tenant
+        return found
+
+
+def _hashes(entry: TenantEntry) -> list[bytes]:
+    found = []
+    for key in entry.keys:
+        if not re.fullmatch(r"[!-~]+", key):
+            raise ConfigError(
+                f"tenant {entry.name!r}: a key has to be printable ASCII without spaces"
+            )
+        found.append(sha256(key.encode()).digest())
+    for text in entry.key_hashes:
+        if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
+            raise ConfigError(
+                f"tenant {entry.name!r}: a key hash has to be a SHA-256 of 64 hex digits"
+            )
+        found.append(bytes.fromhex(text))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may call, and what of their prompts is nobody's secret."""
+
+    tenants: Tenants
+    public_prompts: tuple[str, ...]
+
+
+def load_access(config: Config) -> Access:
+    """Raises ConfigError."""
+    return Access(load_tenants(config), load_public_prompts(config))
+
+
+def load_tenants(config: Config) -> Tenants:
+    """The tenants of the configuration and of its tenants' file. Raises ConfigError."""
+    entries = list(config.tenant)
+    if config.tenants.file:
+        path = Path(config.tenants.file)
+        tables = read_toml(path)
+        unknown = ", ".join(sorted(tables.keys() - {"tenant"}))
+        if unknown:
+            raise ConfigError(f"{path}: {unknown}: only [[tenant]] may be in a tenants' file")
+        entries += build_tenants(tables.get("tenant", []), str(path))
+        if not entries:  # else a file that was emptied would open the server to all
+            raise ConfigError(f"{path}: there is no [[tenant]] in it")
+    if not entries:
+        return Tenants()
+    secret = config.tenants.salt_secret.encode()
+    return Tenants(entries, secret or _own_secret(config.sessions.state_path))
+
+
+def load_public_prompts(config: Config) -> tuple[str, ...]:
+    """Texts whose KV all tenants may share. Raises ConfigError."""
+    texts = list(config.tenants.public_prompts)
+    for name in config.tenants.public_prompt_files:
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{name}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{name}: not UTF-8: {error}") from error
+        texts.append(text.removesuffix("\n"))
+    if not all(texts):
+        raise ConfigError("tenants: a public prompt is empty: write its text, or leave it out")
+    if len(texts) > MAX_PUBLIC_PROMPTS:
+        raise ConfigError(
+            f"tenants: there are {len(texts)} public prompts: expected at most {MAX_PUBLIC_PROMPTS}"
+        )
+    return tuple(texts)
+
+
+def _own_secret(folder: Path) -> bytes:
+    """The secret of this installation: made once, and then the same for ever."""
+    path = folder / SECRET_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists():
+            _make_secret(path)
+        mode = path.stat().st_mode & 0o777
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path}: {error}; it keeps tenants apart: make it readable, or set tenants.salt_secret"
+        ) from error
+    if mode & 0o077:
+        raise ConfigError(f"{path}: others may read it (mode {mode:03o}): chmod 600 it")
+    if len(text) < 32:
+        raise ConfigError(
+            f"{path}: it has {len(text)} characters, at least 32 are expected: restore it, or "
+            "delete it to give all tenants new salts"
+        )
+    return text.encode()
+
+
+def _make_secret(path: Path) -> None:
+    """All of it or nothing, and only one, whoever else starts at the same moment."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()

@@ -1,0 +1,103 @@
+"""NIXL's Python bindings, and the environment that NIXL and UCX are configured by.
+
+Loaded once per process, by the first agent. The bindings under NIXL's Python class are used here,
+because that class does not offer the delay of the progress thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.agent import AgentError
+from kvtransfer.agents.metadata import Space
+
+ENVIRONMENT = {
+    "NIXL_LOG_LEVEL": "FATAL",  # what it would print, AgentError says
+    "UCX_LOG_LEVEL": "error",
+    "UCX_DEBUG_SIGNO": "0",  # or UCX takes SIGHUP to wait for a debugger
+    "UCX_KEEPALIVE_INTERVAL": "5s",  # a host that went away is noticed within a few of these
+}
+CPU_TLS = "tcp,sm,self"
+"""UCX_TLS of a machine without a GPU and RDMA. tcp: wire-up, death of a peer, other hosts. sm:
+same host. UCX's own choice is right where there are such devices."""
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
+
+logger = logging.getLogger(__name__)
+
+
+def open_nixl(on_cpu: bool) -> Any:
+    """The bindings, after the environment is set. What the operator has set stands: NIXL and UCX
+    read it when they are first loaded, UCX also when an agent is made. Raises AgentError."""
+    environment = dict(ENVIRONMENT)
+    if on_cpu and not has_rdma():
+        environment["UCX_TLS"] = CPU_TLS
+    for key, value in environment.items():
+        os.environ.setdefault(key, value)
+    return _load_bindings()
+
+
+def has_rdma() -> bool:
+    """Whether this machine has InfiniBand or RoCE devices."""
+    return RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
+
+
+def memory_type(nixl: Any, space: Space) -> Any:
+    return {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}[space.memory]
+
+
+def whole(nixl: Any, space: Space, bytes_per_block: int) -> Any:
+    """All of `space` as one entry of a registration."""
+    row = (space.address, space.num_blocks * bytes_per_block, space.device, "")
+    return nixl.nixlRegDList(memory_type(nixl, space), [row])
+
+
+def descriptors(nixl: Any, space: Space, bytes_per_block: int, spans: list[tuple[int, int]]) -> Any:
+    """One descriptor for each (offset, length) of each block, block by block."""
+    blocks = np.arange(space.num_blocks, dtype=np.uint64) * np.uint64(bytes_per_block)
+    offsets, lengths = np.array(spans, np.uint64).T
+    rows: NDArray[np.uint64] = np.empty((space.num_blocks, len(spans), 3), np.uint64)
+    rows[:, :, 0] = np.uint64(space.address) + blocks[:, None] + offsets
+    rows[:, :, 1] = lengths
+    rows[:, :, 2] = space.device
+    return nixl.nixlXferDList(memory_type(nixl, space), rows.reshape(-1, 3))
+
+
+def error_text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def quietly(free: Any, *args: Any) -> None:
+    """Free something of NIXL's; a failure to is only worth a line in the log."""
+    try:
+        free(*args)
+    except Exception as error:
+        logger.warning("NIXL %s: %s", free.__name__, error_text(error))
+
+
+def _load_bindings() -> Any:
+    """NIXL's bindings for the CUDA that torch was built for; any will do where there is none."""
+    torch = sys.modules.get("torch")
+    cuda = (torch.version.cuda or "") if torch is not None else ""
+    names = ["nixl_cu12", "nixl_cu13"]
+    if cuda.startswith("13"):
+        names.reverse()
+    raise_exceptions = logging.raiseExceptions
+    try:
+        for name in names:
+            try:
+                return importlib.import_module(f"{name}._bindings")
+            except ModuleNotFoundError as error:
+                if error.name != name:
+                    raise
+    finally:
+        logging.raiseExceptions = raise_exceptions  # importing NIXL turns it off
+    raise AgentError(f"none of the packages {', '.join(names)} is installed")

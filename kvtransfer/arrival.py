@@ -1,0 +1,126 @@
+"""One request's KV on its way into device memory: from a peer, from this worker's own lower tiers,
+or from both.
+
+Which blocks: `[first, end)` of the sequence's table. Those before `first` were in the prefix cache;
+those from `end` on are computed. Blocks `[first, first + len(own))` come from the own host memory
+or disk, the rest from the producer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.node import NodeId
+from engine.request import TokenLogprobs
+from engine.sequence import Sequence
+from engine.tier import Tier
+from kvtransfer.handoff import ConsumerState
+from kvtransfer.tiers import Source
+
+Key = tuple[str, int]  # (request_id, attempt)
+
+
+class Mode(StrEnum):
+    """What the producer does for it."""
+
+    HANDOFF = "handoff"  # computes all of the prompt and samples the next token
+    FETCH = "fetch"  # lends what it holds of the prefix
+    LOAD = "load"  # there is none: everything comes from the own tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Where the producer has a block."""
+
+    tier: Tier
+    block: int
+    checksum: int
+
+
+@dataclass(slots=True)
+class Read:
+    """A transfer in flight. `tier` is that of the own source, None for a peer's."""
+
+    indices: list[int]
+    tier: Tier | None
+    posted_at: float
+
+
+@dataclass(slots=True)
+class Arrival:
+    """The consumer's side of a handoff. Owned by the connector.
+
+    Invariant: `seq.num_reads == len(reads)`; indices in `posted` have been or are being read, those
+    in `good` have arrived with the right bytes; `own` are pinned until it has settled."""
+
+    seq: Sequence
+    mode: Mode
+    producer: NodeId | None
+    deadline: float
+    state: ConsumerState = ConsumerState.WAITING
+    epoch: int | None = None  # of the producer that announced the blocks
+    lease: int | None = None  # under which it holds them
+    first: int = 0
+    own: list[Source] = field(default_factory=list)
+    offers: dict[int, Offer] = field(default_factory=dict)
+    posted: set[int] = field(default_factory=set)
+    good: set[int] = field(default_factory=set)
+    reads: dict[int, Read] = field(default_factory=dict)  # by transfer id
+    started_at: float = 0.0
+    final: bool = False  # the producer offers no more
+    next_token: int | None = None
+    next_logprobs: TokenLogprobs | None = None
+    final_at: float = 0.0
+
+    @property
+    def key(self) -> Key:
+        return self.seq.key
+
+    @property
+    def own_end(self) -> int:
+        return self.first + len(self.own)
+
+    @property
+    def end(self) -> int:
+        """Where what is awaited ends, as far as is known."""
+        if self.mode is Mode.HANDOFF:
+            return len(self.seq.block_ids)
+        end = self.own_end
+        while end in self.offers:
+            end += 1
+        return end
+
+    @property
+    def has_all(self) -> bool:
+        """Nothing more will come, and nothing is in flight."""
+        complete = self.final or self.mode is Mode.LOAD
+        return complete and not self.reads and self.posted.issuperset(range(self.first, self.end))
+
+    def good_end(self, *, trust_producer: bool) -> int:
+        """The end of the blocks that may be used: in order, with the right bytes, and of those of
+        the producer only if it has confirmed them."""
+        end = self.first
+        limit = self.end if trust_producer else self.own_end
+        while end < limit and end in self.good:
+            end += 1
+        return end
+
+    def checksum(self, index: int) -> int:
+        if index < self.own_end:
+            return self.own[index - self.first].checksum
+        return self.offers[index].checksum
+
+    def source_tier(self, index: int) -> str:
+        """Where a block came from, for metrics and `usage`."""
+        return self.own[index - self.first].tier if index < self.own_end else "peer"
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """An arrival has ended and nothing writes to its blocks. Blocks `[arrival.first, end)` may be
+    used. `complete`: all KV of the prompt is here, and the next token is known."""
+
+    arrival: Arrival
+    end: int
+    complete: bool

@@ -1,0 +1,171 @@
+"""A worker's KV traffic as one thing: what it reads (connector), what it lends (lender), and what
+moves between its own tiers. Both kinds of worker have one, and add what their role does with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from engine.config import WorkerConfig
+from engine.core import EngineCore
+from engine.node import Effect, Send
+from engine.sequence import SeqState, Sequence
+from engine.stats import Audit
+from engine.tier import DiskRecord, Tier
+from kvtransfer.agent import PeerConnected, ReadDone, StoreFailed
+from kvtransfer.arrival import Settled
+from kvtransfer.connector import Connector
+from kvtransfer.lender import Lender
+from kvtransfer.messages import (
+    CacheOrder,
+    KVConfirmed,
+    KVConnect,
+    KVConnected,
+    KVFetch,
+    KVRead,
+    KVReady,
+    KVRefused,
+    KVRelease,
+)
+from kvtransfer.tiers import Tiers
+
+
+class KVExchange:
+    """Owned by a worker node, over its core. Invariant: every `ReadDone` belongs to the connector
+    or to the tiers."""
+
+    def __init__(self, config: WorkerConfig, core: EngineCore) -> None:
+        self._core = core
+        self.tiers = Tiers(config, core.kv)
+        self.connector = Connector(config, self.tiers)
+        self.lender = Lender(config, core.kv, self.tiers)
+        core.lower = self.tiers
+
+    def start(self, now: float, records: Seq[DiskRecord]) -> None:
+        """`records`: what the disk store held when it was opened."""
+        self.tiers.start(now, records)
+
+    def handle(self, now: float, message: object) -> list[Effect] | None:
+        """Effects; None if `message` is something else."""
+        connector, lender = self.connector, self.lender
+        match message:
+            case ReadDone():
+                return self._on_read_done(now, message)
+            case KVReady():
+                return connector.on_ready(now, message)
+            case KVConfirmed(request_id, attempt):
+                connector.on_confirmed((request_id, attempt))
+                return []
+            case KVRefused():
+                return connector.on_refused(message)
+            case KVConnect():
+                return connector.peers.on_connect(message)
+            case KVConnected():
+                return connector.on_connected(message)
+            case PeerConnected():
+                return connector.on_peer_connected(now, message)
+            case KVFetch():
+                return lender.on_fetch(now, message)
+            case KVRead():
+                return lender.on_read(message) or [self._refuse(message)]
+            case KVRelease(request_id, attempt):
+                lender.release((request_id, attempt))
+                return []
+            case CacheOrder():
+                return self.tiers.order(now, message)
+            case StoreFailed():
+                return self.tiers.on_store_failed(now, message)
+            case _:
+                return None
+
+    def comes_from_elsewhere(self, seq: Sequence) -> bool:
+        """Of a sequence that has just got its blocks: whether some of them are not computed."""
+        return self.connector.plan(seq, self._core.prefill_tokens_per_s.value)
+
+    def advance(self, now: float) -> list[Effect]:
+        """After every message: what has become possible."""
+        return [*self.tiers.advance(now), *self.lender.advance(now)]
+
+    def tick(self, now: float) -> list[Effect]:
+        effects = [*self.connector.tick(now), *self.lender.tick(now), *self.tiers.tick(now)]
+        core = self._core
+        for why, times in self.connector.failures.items():
+            core.counters[f"handoff_failed_{why}"] = times
+        core.counters.update(self.lender.counters)
+        core.counters.update(self.tiers.counters)
+        return effects
+
+    def take_arrived(self, now: float) -> list[Settled]:
+        """Arrivals that have ended: what is good of them is sealed, and their sequences are
+        scheduled to compute the rest. Those of ended sequences give their blocks back."""
+        alive = []
+        for settled in self.connector.take_settled():
+            seq = settled.arrival.seq
+            if seq.state is SeqState.DEAD:
+                self._core.scheduler.release_if_settled(seq)
+                continue
+            self._use(now, settled)
+            alive.append(settled)
+        return alive
+
+    def _use(self, now: float, settled: Settled) -> None:
+        core, arrival, seq = self._core, settled.arrival, settled.arrival.seq
+        seq.num_arriving = 0
+        if seq.state is not SeqState.REMOTE:
+            seq.is_remote = False  # still waiting: it will be admitted as a local one
+            return
+        size = core.config.block_size
+        for index in range(arrival.first, settled.end):
+            core.kv.checksums[seq.block_ids[index]] = arrival.checksum(index)
+            source = arrival.source_tier(index)
+            core.count(f"blocks_from_{source}")
+            if not settled.complete:
+                seq.cached_by_source[source] = seq.cached_by_source.get(source, 0) + size
+        if settled.complete:
+            seq.num_computed = len(seq.tokens)
+        elif settled.end > arrival.first:
+            seq.num_computed = settled.end * size
+        seq.phases["load"] = now - arrival.started_at
+        core.kv.seal_computed(seq)
+        core.scheduler.compute_here(now, seq)
+
+    def _on_read_done(self, now: float, done: ReadDone) -> list[Effect]:
+        effects = self.tiers.on_read_done(now, done)
+        return self.connector.on_read_done(now, done) if effects is None else effects
+
+    def _refuse(self, message: KVRead) -> Send:
+        self._core.count("kv_refused")
+        why = f"no lease {message.lease} is held"
+        return Send(message.consumer, KVRefused(message.request_id, message.attempt, why))
+
+    def rates(self) -> dict[Tier | None, float]:
+        """Bytes per second that requests have read at, by own tier; None: from peers."""
+        return {tier: rate.value for tier, rate in self.connector.read_bytes_per_s.items()}
+
+    def audit(self, left: list[str], num_productions: int = 0) -> Audit:
+        """Where every block is. `left`: what the worker would not have if it were idle."""
+        config, pool = self._core.config, self._core.kv.pool
+        counts = {
+            "device.blocks": pool.num_blocks,
+            "device.in_use": pool.num_blocks - pool.num_free,
+            "device.evictable": pool.num_evictable,
+            "device.blank": pool.num_free - pool.num_evictable,
+            "transfers": self.connector.num_reads + self.tiers.num_moves,
+            "leases": len(self.lender.loans) + num_productions,
+        }
+        for tier, size in (
+            (Tier.HOST, config.num_host_blocks),
+            (Tier.DISK, config.num_disk_blocks),
+        ):
+            counts[f"{tier}.blocks"] = size
+            counts[f"{tier}.used"] = self.tiers.num_blocks(tier)
+            counts[f"{tier}.pinned"] = self.tiers.num_pinned(tier)
+        return Audit(config.node_id, config.epoch, counts, tuple(left))
+
+    def check_idle(self) -> list[str]:
+        """What is left over when nothing should be; empty if all is well."""
+        return [
+            *self.connector.check_idle(),
+            *self.lender.check_idle(),
+            *self.tiers.check_idle(),
+        ]

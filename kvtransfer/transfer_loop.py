@@ -1,0 +1,161 @@
+"""The thread that moves blocks for a worker: one for its memory, one for its disk.
+
+Requests are taken in the order in which they came. The loop polls without a pause while reads are
+about to end, with growing pauses while they run, and sleeps while there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from kvtransfer.agent import (
+    ConnectPeer,
+    PeerConnected,
+    ReadBlocks,
+    ReadDone,
+    StoreFailed,
+    StoreIndex,
+)
+from kvtransfer.executor import StoreExecutor, TransferExecutor, failed_read
+
+Request = ConnectPeer | ReadBlocks | StoreIndex
+Answer = PeerConnected | ReadDone | StoreFailed
+
+SPINS = 20
+"""Polls without a pause after something happened: a read within one host is done in as many."""
+FIRST_WAIT_S = 20e-6
+MAX_WAIT_S = 500e-6
+IDLE_WAIT_S = 1.0
+SHUTS_DOWN = "the worker shuts down"
+
+
+class TransferLoop:
+    """Owns a TransferExecutor, and its agent by it; of the disk's loop also the store.
+
+    Invariant: each connection and each read is answered through `on_done` exactly once, a change of
+    the index if it failed. At most `max_outstanding` requests are not done; one more is refused,
+    which is its answer.
+    """
+
+    def __init__(
+        self,
+        executor: TransferExecutor,
+        on_done: Callable[[Answer], None],
+        *,
+        store: StoreExecutor | None = None,
+        max_outstanding: int = 1024,
+        name: str = "kv-transfer",
+    ) -> None:
+        """`on_done` is called from this loop's thread, or from `submit` for a refusal; it must
+        not block."""
+        self._executor = executor
+        self._store = store
+        self._on_done = on_done
+        self._max_outstanding = max_outstanding
+        self._lock = threading.Lock()  # guards _outstanding and _stopped
+        self._outstanding = 0
+        self._stopped = False
+        self._requests: queue.SimpleQueue[Request | float] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """From any thread; does not wait."""
+        with self._lock:
+            refusal = None
+            if self._stopped:
+                refusal = SHUTS_DOWN
+            elif self._outstanding >= self._max_outstanding:
+                refusal = f"{self._outstanding} transfers are outstanding, the most allowed"
+            else:
+                self._outstanding += 1
+                self._requests.put(request)
+        if refusal is not None:
+            self._on_done(_refused(request, refusal))
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Begin to end, without waiting: refuse what is new, give up what runs, answer everything,
+        close the agent and the store. Reads that run have `timeout_s` to settle."""
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                self._requests.put(timeout_s)
+
+    def join(self, timeout_s: float = 10.0) -> bool:
+        """Wait for the end. False if it has not come in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """`stop`, then wait twice as long as the reads may take."""
+        self.stop(timeout_s)
+        return self.join(2 * timeout_s)
+
+    def _run(self) -> None:
+        quiet = 0  # polls since something happened
+        while True:
+            request = self._next(_wait_s(quiet) if self._executor.audit() else IDLE_WAIT_S)
+            if isinstance(request, float | int):
+                break  # the time that `stop` allows; every request came before it
+            quiet += 1
+            if request is not None:
+                self._begin(request)
+                quiet = 0
+            for answer in self._executor.poll_reads():
+                self._answer(answer)
+                quiet = 0
+            self._check_store()
+        for answer in self._executor.close(request):
+            self._answer(answer)
+        if self._store is not None:
+            self._store.close()
+
+    def _next(self, wait_s: float) -> Request | float | None:
+        try:
+            return self._requests.get(wait_s > 0, wait_s)
+        except queue.Empty:
+            return None
+
+    def _begin(self, request: Request) -> None:
+        match request:
+            case ConnectPeer():
+                self._answer(self._executor.connect(request))
+            case ReadBlocks() if self._stopped:
+                self._answer(failed_read(request, SHUTS_DOWN))
+            case ReadBlocks():
+                self._executor.post(request)
+            case StoreIndex():
+                assert self._store is not None, request
+                self._answer(self._store.update(request))
+
+    def _check_store(self) -> None:
+        if self._store is not None:
+            failed = self._store.check(self._executor.audit() > 0)
+            if failed is not None:
+                self._on_done(failed)
+
+    def _answer(self, answer: Answer | None) -> None:
+        with self._lock:
+            self._outstanding -= 1
+        if answer is not None:
+            self._on_done(answer)
+
+
+def _wait_s(quiet: int) -> float:
+    """How long to wait for a request before the next poll: nothing at first, then doubling."""
+    if quiet < SPINS:
+        return 0.0
+    doublings = min(quiet - SPINS, 10)  # any more is beyond MAX_WAIT_S, or a float
+    return min(MAX_WAIT_S, FIRST_WAIT_S * 2.0**doublings)
+
+
+def _refused(request: Request, reason: str) -> Answer:
+    match request:
+        case ConnectPeer():
+            return PeerConnected(request.peer, request.epoch, reason)
+        case ReadBlocks():
+            return failed_read(request, reason)
+        case StoreIndex():
+            return StoreFailed(f"the index was not changed: {reason}")

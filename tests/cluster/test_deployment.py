@@ -1,0 +1,47 @@
+"""What a worker gets of what its machine has."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.controller import StartWorker, Worker
+from cluster.deployment import tier_share
+from engine.stats import Role
+
+GIB = 1 << 30
+
+
+def shares(placement: dict[str, list[str]], gib: float = 12.0) -> dict[str, float]:
+    """machine -> its workers, as worker -> GiB."""
+    workers = [
+        Worker(node, Role(node.split("-")[0]), 1, machine_id=machine)
+        for machine, nodes in placement.items()
+        for node in nodes
+    ]
+    return {
+        w.node: tier_share(gib, StartWorker(w.node, w.role, 1, str(w.machine_id)), workers) / GIB
+        for w in workers
+    }
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        (["decode-0"], [12]),
+        (["decode-0", "decode-1", "decode-2"], [4, 4, 4]),
+        (["prefill-0", "decode-0"], [0, 12]),
+        (["prefill-0", "prefill-1", "decode-0", "decode-1"], [0, 0, 6, 6]),
+        (["prefill-0", "prefill-1"], [6, 6]),
+    ],
+)
+def test_decode_workers_share_a_machines_tiers(placement: list[str], expected: list[int]) -> None:
+    assert list(shares({"m1": placement}).values()) == expected
+
+
+def test_each_machine_has_its_own() -> None:
+    found = shares({"m1": ["prefill-0", "prefill-1"], "m2": ["decode-0"], "m3": ["decode-1"]})
+    assert found == {"prefill-0": 6, "prefill-1": 6, "decode-0": 12, "decode-1": 12}
+
+
+def test_a_tier_that_is_off_is_nothing() -> None:
+    assert shares({"m1": ["decode-0", "decode-1"]}, 0.0) == {"decode-0": 0, "decode-1": 0}

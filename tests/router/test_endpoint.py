@@ -1,0 +1,53 @@
+"""The books of a worker: what was dispatched, what its statistics say, when it is left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.router.fleet import STATS, endpoint
+
+
+def test_booked_load_counts_at_once_and_statistics_replace_it() -> None:
+    e = endpoint("decode-0")
+    e.book(1.0, "a", 500, 20)
+    e.book(1.0, "b", 300, 10)
+    assert (e.pending_prefill_tokens, e.num_seqs, e.num_free_blocks) == (800, 2, 970)
+    stats = replace(STATS, num_waiting=1, num_running=1, num_free_blocks=970)
+    e.observe(1.05, replace(stats, pending_prefill_tokens=0, num_free_blocks=1000))
+    assert e.pending_prefill_tokens == 800, "sent before the worker can have heard of them"
+    assert e.num_free_blocks == 970
+    e.observe(1.5, replace(stats, pending_prefill_tokens=601))
+    assert e.pending_prefill_tokens == 600, "200 tokens of the first one are computed"
+    assert (e.num_seqs, e.num_free_blocks) == (2, 970)
+    e.start_decoding("a")
+    assert e.pending_prefill_tokens == 300
+    assert e.num_decoding == 1
+    assert e.release("a")
+    assert not e.release("a")
+    assert e.release("b")
+    assert (e.pending_prefill_tokens, e.num_seqs, e.num_decoding) == (0, 0, 0)
+    assert e.check_integrity() == []
+
+
+def test_load_of_other_routers_is_what_statistics_have_beyond_the_books() -> None:
+    e = endpoint("decode-0")
+    e.book(0.0, "a", 100, 5)
+    e.observe(1.0, replace(STATS, num_running=4, pending_prefill_tokens=704))
+    assert (e.pending_prefill_tokens, e.num_seqs) == (700, 4)
+    e.start_decoding("a")
+    e.release("a")
+    assert (e.pending_prefill_tokens, e.num_seqs) == (600, 3)
+
+
+def test_back_off_grows_to_its_limit_and_success_ends_its_growth() -> None:
+    e = endpoint("decode-0")
+    waits = []
+    for _ in range(5):
+        e.fail(10.0, 0.5, 3.0)
+        waits.append(e.excluded_until - 10.0)
+    assert waits == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert not e.usable(12.9, 10)
+    assert e.usable(13.0, 10)
+    e.succeed()
+    e.fail(20.0, 0.5, 3.0)
+    assert e.usable(20.5, 10)

@@ -1,0 +1,186 @@
+"""The prefix index against a model that stores everything and searches everything."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from engine.kv_events import KVEvents, KVSnapshot
+from engine.tier import LOWER_TIERS, Tier, TierNames
+from router.prefix_index import Held, PrefixIndex
+
+RETRY_S = 1.0
+SPECULATIVE_S = 10.0
+CHAIN = tuple(bytes([n]) * 16 for n in range(1, 7))
+
+Cache = dict[Tier, set[bytes]]
+
+
+def empty() -> Cache:
+    return {tier: set() for tier in Tier}
+
+
+def run_length(blocks: set[bytes]) -> int:
+    depth = 0
+    while depth < len(CHAIN) and CHAIN[depth] in blocks:
+        depth += 1
+    return depth
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Workers that seal and evict, a network that loses, repeats and delays, and restarts."""
+
+    WORKERS = ("a", "b", "c")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.index = PrefixIndex(RETRY_S, SPECULATIVE_S)
+        # What the workers are: epoch, number of the last event, blocks, and all that was published.
+        self.epoch = dict.fromkeys(self.WORKERS, 1)
+        self.seq = dict.fromkeys(self.WORKERS, 0)
+        self.cache: dict[str, Cache] = {w: empty() for w in self.WORKERS}
+        self.published: list[KVEvents | KVSnapshot] = []
+        # The naive model of the index.
+        self.known: dict[str, Cache] = {}
+        self.at: dict[str, tuple[int, int | None, int]] = {}  # epoch, applied, seen
+        self.guessed: dict[str, dict[bytes, float]] = {}
+        self.asked: dict[str, float] = {}
+        for worker in self.WORKERS:
+            self.follow(worker)
+
+    worker = st.sampled_from(WORKERS)
+    block = st.sampled_from(CHAIN)
+    change = st.tuples(st.sets(block), st.sets(block))
+
+    def follow(self, worker: str) -> None:
+        self.index.add(worker, self.epoch[worker])
+        if worker not in self.at or self.at[worker][0] < self.epoch[worker]:
+            self.restart(worker, self.epoch[worker])
+
+    def restart(self, worker: str, epoch: int) -> None:
+        self.known[worker], self.guessed[worker] = empty(), {}
+        self.at[worker] = (epoch, None, -1)
+        self.asked.pop(worker, None)
+
+    def may_ask(self, worker: str) -> bool:
+        _, applied, seen = self.at[worker]
+        behind = applied is None or applied < seen
+        last = self.asked.get(worker)
+        if behind and (last is None or self.now - last >= RETRY_S):
+            self.asked[worker] = self.now
+            return True
+        return False
+
+    @rule(worker=worker, changes=st.fixed_dictionaries(dict.fromkeys(Tier, change)))
+    def publish(self, worker: str, changes: dict[Tier, tuple[set[bytes], set[bytes]]]) -> None:
+        """In one event, blocks come into and leave the tiers."""
+        net = {}
+        for tier, (stored, removed) in changes.items():
+            cache = self.cache[worker][tier]
+            net[tier] = tuple(stored - cache), tuple((removed & cache) - stored)
+            cache |= stored
+            cache -= set(net[tier][1])
+        self.seq[worker] += 1
+        self.published.append(
+            KVEvents(
+                worker,
+                self.epoch[worker],
+                self.seq[worker],
+                *net[Tier.DEVICE],
+                tuple(TierNames(tier, *net[tier]) for tier in LOWER_TIERS if any(net[tier])),
+            )
+        )
+
+    @rule(worker=worker)
+    def publish_snapshot(self, worker: str) -> None:
+        cache = self.cache[worker]
+        tiers = tuple(TierNames(tier, tuple(cache[tier])) for tier in LOWER_TIERS if cache[tier])
+        epoch, seq = self.epoch[worker], self.seq[worker]
+        self.published.append(KVSnapshot(worker, epoch, seq, tuple(cache[Tier.DEVICE]), tiers))
+
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        """Any of the last messages, in whatever order, some never, some twice."""
+        if not self.published:
+            return
+        back = data.draw(st.integers(1, min(6, len(self.published))))
+        news = self.published[-back]
+        asked = self.index.apply(self.now, news)
+        worker = news.worker
+        if worker not in self.at or news.epoch < self.at[worker][0]:
+            assert not asked
+            return
+        if news.epoch > self.at[worker][0]:
+            self.restart(worker, news.epoch)
+        epoch, applied, seen = self.at[worker]
+        seen = max(seen, news.seq)
+        if isinstance(news, KVSnapshot):
+            if applied is None or news.seq > applied:
+                self.known[worker], applied = empty(), news.seq
+                for tier in (TierNames(Tier.DEVICE, news.hashes), *news.tiers):
+                    self.known[worker][tier.tier] = set(tier.stored)
+        elif applied is not None and news.seq == applied + 1:
+            for tier in (TierNames(Tier.DEVICE, news.stored, news.removed), *news.tiers):
+                self.known[worker][tier.tier] |= set(tier.stored)
+                self.known[worker][tier.tier] -= set(tier.removed)
+            applied = news.seq
+        self.at[worker] = (epoch, applied, seen)
+        for name in self.known[worker][Tier.DEVICE]:
+            self.guessed[worker].pop(name, None)
+        assert asked == self.may_ask(worker)
+
+    @rule(worker=worker, blocks=st.lists(block))
+    def speculate(self, worker: str, blocks: list[bytes]) -> None:
+        self.index.speculate(self.now, worker, blocks)
+        if worker in self.known:
+            fresh = [b for b in blocks if b not in self.known[worker][Tier.DEVICE]]
+            self.guessed[worker].update(dict.fromkeys(fresh, self.now + SPECULATIVE_S))
+
+    @rule(seconds=st.sampled_from([0.4, 1.0, 6.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        assert sorted(self.index.due(self.now)) == sorted(w for w in self.at if self.may_ask(w))
+
+    @rule(worker=worker)
+    def die(self, worker: str) -> None:
+        self.index.remove(worker)
+        for kept in (self.known, self.at, self.guessed, self.asked):
+            kept.pop(worker, None)
+
+    @rule(worker=worker)
+    def start_again(self, worker: str) -> None:
+        self.epoch[worker] += 1
+        self.seq[worker] = 0
+        self.cache[worker] = empty()
+        self.follow(worker)
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        naive = {}
+        for worker, known in self.known.items():
+            expected = {b for b, until in self.guessed[worker].items() if until > self.now}
+            device = known[Tier.DEVICE] | expected
+            memory = device | known[Tier.HOST]
+            runs = [run_length(blocks) for blocks in (device, memory, memory | known[Tier.DISK])]
+            said = run_length(set().union(*known.values()))
+            if runs[2]:
+                naive[worker] = Held(runs[0], runs[1] - runs[0], runs[2] - runs[1], said)
+        assert self.index.lookup(self.now, CHAIN) == naive
+        names = {w: {tier: self.index.names(w, tier) for tier in Tier} for w in self.known}
+        assert names == self.known
+        self.index.check_integrity()
+
+    @invariant()
+    def in_step_means_true(self) -> None:
+        """A view without a gap is what the worker held at that event."""
+        for worker, (epoch, applied, _) in self.at.items():
+            if epoch == self.epoch[worker] and applied == self.seq[worker]:
+                assert self.known[worker] == self.cache[worker]
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
