@@ -38,8 +38,14 @@ $(STAMP): pyproject.toml constraints.txt
 serve: setup
 	@exec $(BIN)/kvrelay serve --port $(PORT) $(ARGS)
 
+# What starts real processes has the machine to itself; the rest shares two processes.
 test: setup
+ifeq ($(strip $(ARGS)),)
+	$(BIN)/python -m pytest -m 'not gpu and not e2e' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not gpu and e2e'
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 lint: setup
 	$(BIN)/ruff check .

@@ -225,7 +225,7 @@ def status_table(status: dict[str, Any]) -> Group:
     table.add_column("worker")
     table.add_column("role")
     table.add_column("state")
-    for name in ("blocks used", "cached", "running", "waiting", "hit rate"):
+    for name in ("blocks used", "cached", "in host", "on disk", "running", "waiting", "hit rate"):
         table.add_column(name, justify="right")
     workers = status.get("workers", [])
     for worker in workers:
@@ -247,6 +247,8 @@ def _load(workers: list[dict[str, Any]], rated: dict[str, Any]) -> list[str]:
     return [
         f"{total('num_used_blocks')} / {total('num_blocks')}",
         str(total("num_cached_blocks")),
+        str(total("num_host_blocks")),
+        str(total("num_disk_blocks")),
         str(total("num_running")),
         str(total("num_waiting")),
         f"{100 * rated.get('cache_hit_rate', 0.0):.1f} %",

@@ -138,10 +138,22 @@ class ClusterCollector(Collector):
             "What the worker has counted since it started.",
             labels=["worker", "role", "event"],
         )
+        reads = {
+            what: CounterMetricFamily(
+                f"kvrelay_worker_{what}",
+                f"{text} that requests have read KV instead of computing it, by source and lane.",
+                labels=["worker", "role", "source", "lane"],
+            )
+            for what, text in (("kv_read_bytes", "Bytes"), ("kv_read_seconds", "Seconds"))
+        }
         for worker in workers:
             for event, count in sorted(worker.get("counters", {}).items()):
-                events.add_metric([*_labels(worker), event], float(count))
-        yield events
+                what, _, place = event.partition(":")
+                if what in reads:
+                    reads[what].add_metric([*_labels(worker), *place.split(":", 1)], float(count))
+                else:
+                    events.add_metric([*_labels(worker), event], float(count))
+        yield from (events, *reads.values())
 
     def _totals(self, totals: dict[str, Any]) -> Iterator[Metric]:
         """A total is a number, or numbers by a label."""

@@ -92,16 +92,21 @@ class Scheduler:
 
     def schedule(self, prompt_budget: int) -> Step | None:
         """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
-        these, at most `prompt_budget` tokens where there is a decode that they would delay."""
+        these, at most `prompt_budget` tokens where there is a decode that they would delay. The
+        oldest prompt is sure of half of what prompts get; the rest goes to the shortest first, so
+        that a long one holds up nobody and is not held up for ever."""
         assert self.in_flight is None
         self._make_room_for_growth()
         budget = self.config.max_num_batched_tokens
-        chosen: list[tuple[Sequence, int]] = []
-        for seq in sorted(self.running, key=_is_prompt):
-            if _is_prompt(seq) and chosen and not _is_prompt(chosen[0][0]):
-                budget = min(budget, prompt_budget)
-                prompt_budget = max(0, prompt_budget - len(seq.tokens) + seq.num_computed)
-            count = min(len(seq.tokens) - seq.num_computed, budget)
+        decodes = [seq for seq in self.running if _num_missing(seq) == 1][:budget]
+        chosen = [(seq, 1) for seq in decodes]
+        budget = min(budget - len(decodes), prompt_budget if decodes else budget)
+        prompts = [seq for seq in self.running if _is_prompt(seq)]
+        oldest = prompts[0] if prompts else None
+        kept = min(_num_missing(oldest), -(-budget // 2)) if oldest is not None else 0
+        for seq in sorted(prompts, key=_num_missing):
+            count = min(_num_missing(seq), budget if seq is oldest else budget - kept)
+            kept = 0 if seq is oldest else kept
             if count > 0:
                 chosen.append((seq, count))
                 budget -= count
@@ -217,5 +222,9 @@ class Scheduler:
         )
 
 
+def _num_missing(seq: Sequence) -> int:
+    return len(seq.tokens) - seq.num_computed
+
+
 def _is_prompt(seq: Sequence) -> bool:
-    return len(seq.tokens) - seq.num_computed > 1
+    return _num_missing(seq) > 1

@@ -28,6 +28,7 @@ class PeerConnected:
     peer: NodeId
     epoch: int
     error: str | None = None
+    lane: str = "unknown"  # the transport that reads from it take
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,9 @@ class Agent(Protocol):
         """What a peer needs to read this agent's memory; opaque."""
         ...
 
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
-        """Prepare `peer`, whose device pool has `num_blocks`, for reads. Raises AgentError."""
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> str:
+        """Prepare `peer` for reads; returns the lane that they will take, such as "cma/memory", as
+        far as is known. Raises AgentError."""
         ...
 
     def disconnect(self, peer: NodeId) -> None:

@@ -42,6 +42,7 @@ class Connector:
         self.settled: list[Settled] = []
         self.failures: dict[str, int] = {}  # why arrivals failed -> how often
         self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
+        self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:LANE", and seconds
         self._early: OrderedDict[Key, list[KVReady]] = OrderedDict()
         self._planned: dict[Key, list[Source]] = {}
         self._by_transfer: dict[int, Arrival] = {}
@@ -106,10 +107,8 @@ class Connector:
         late = arrival.state in (ConsumerState.DRAINING, ConsumerState.CONFIRMING)
         if late or ready.producer != arrival.producer:
             return []
-        if arrival.epoch is not None and (arrival.epoch, arrival.lease) != (
-            ready.epoch,
-            ready.lease,
-        ):
+        known = (arrival.epoch, arrival.lease)
+        if arrival.epoch is not None and known != (ready.epoch, ready.lease):
             return self.fail(arrival, "producer_changed")
         arrival.epoch, arrival.lease = ready.epoch, ready.lease
         arrival.deadline = now + self.config.handoff_timeout_s
@@ -142,7 +141,7 @@ class Connector:
         read = arrival.reads.pop(done.transfer_id)
         arrival.seq.num_reads -= 1
         if done.error is None and now > read.posted_at:
-            self.read_bytes_per_s[read.tier].add(done.num_bytes, now - read.posted_at)
+            self._count_read(arrival, read, done.num_bytes, now - read.posted_at)
         if arrival.state is ConsumerState.DRAINING:
             if not arrival.reads:
                 self._settle(arrival, ConsumerEvent.DONE)
@@ -330,6 +329,14 @@ class Connector:
         end = arrival.good_end(trust_producer=done)
         complete = done and arrival.mode is Mode.HANDOFF
         self.settled.append(Settled(arrival, end, complete))
+
+    def _count_read(self, arrival: Arrival, read: Read, num_bytes: int, elapsed_s: float) -> None:
+        self.read_bytes_per_s[read.tier].add(num_bytes, elapsed_s)
+        lane = self.peers.lane(arrival.producer or "") if read.tier is None else ""
+        source = f"{read.tier or 'peer'}:{lane}"
+        for name, amount in (("bytes", num_bytes), ("seconds", elapsed_s)):
+            key = f"kv_read_{name}:{source}"
+            self.counters[key] = self.counters.get(key, 0.0) + amount
 
     def _count_failure(self, why: str) -> None:
         self.failures[why] = self.failures.get(why, 0) + 1

@@ -91,6 +91,7 @@ class KVExchange:
         core = self._core
         for why, times in self.connector.failures.items():
             core.counters[f"handoff_failed_{why}"] = times
+        core.counters.update(self.connector.counters)
         core.counters.update(self.lender.counters)
         core.counters.update(self.tiers.counters)
         return effects

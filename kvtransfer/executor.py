@@ -110,11 +110,13 @@ class TransferExecutor:
     def connect(self, request: ConnectPeer) -> PeerConnected:
         self._epochs.pop(request.peer, None)
         try:
-            self._agent.connect(request.peer, request.epoch, request.num_blocks, request.metadata)
+            lane = self._agent.connect(
+                request.peer, request.epoch, request.num_blocks, request.metadata
+            )
         except Exception as error:
             return PeerConnected(request.peer, request.epoch, _one_line(error))
         self._epochs[request.peer] = request.epoch
-        return PeerConnected(request.peer, request.epoch)
+        return PeerConnected(request.peer, request.epoch, lane=lane)
 
     def post(self, request: ReadBlocks) -> None:
         """Begin a read; `poll_reads` returns its end."""

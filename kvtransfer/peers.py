@@ -30,6 +30,7 @@ class Reach(StrEnum):
 class _Peer:
     epoch: int = -1
     connected: bool = False
+    lane: str = ""
     asked_at: float = float("-inf")
 
 
@@ -92,8 +93,13 @@ class Peers:
             return None, []
         if message.error is not None:
             return False, [Note("warning", "kv_connect_failed", f"{message.peer}: {message.error}")]
-        peer.connected = True
+        peer.connected, peer.lane = True, message.lane
         return True, []
+
+    def lane(self, node: NodeId) -> str:
+        """By which transport `node` is read; empty if it is not connected."""
+        peer = self._peers.get(node)
+        return peer.lane if peer is not None else ""
 
 
 def _difference(theirs: Fields, ours: Fields) -> str:

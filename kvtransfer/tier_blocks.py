@@ -15,6 +15,8 @@ from engine.tier import DiskRecord, Retention, Tier
 from kvtransfer.tier_index import DiskIndex
 from kvtransfer.tier_pool import Entry, LeastFirst, TierPool, Usage
 
+WRITE_AHEAD_SHARE = 0.25  # of host memory: with fewer blank blocks, the oldest are written early
+
 
 class TierBlocks:
     """Owned by `Tiers`. Owns the pools of the lower tiers.
@@ -226,7 +228,15 @@ class TierBlocks:
         return self.disk is not None and entry.usage.to_disk and entry.name not in self.disk
 
     def _is_due(self, entry: Entry | None, now: float) -> bool:
-        return entry is not None and entry.usage.last_used + self._disk_after_s <= now
+        """Not used for a while; or about to be evicted, while the disk still has room."""
+        if entry is None:
+            return False
+        assert self.host is not None
+        assert self.disk is not None
+        crowded = self.host.num_blank < WRITE_AHEAD_SHARE * self.host.num_blocks
+        if crowded and self.disk.num_blank > 0:
+            return True
+        return entry.usage.last_used + self._disk_after_s <= now
 
 
 def _last_used(entry: Entry) -> float | None:

@@ -140,6 +140,10 @@ class TierPool:
         return self.num_blocks - len(self._blank)
 
     @property
+    def num_blank(self) -> int:
+        return len(self._blank)
+
+    @property
     def num_pinned(self) -> int:
         return sum(pins > 0 for pins in self._pins)
 

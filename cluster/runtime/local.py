@@ -48,6 +48,7 @@ class Completion:
     finish: FinishReason | None = None
     failed: Failed | None = None
     num_cached_tokens: int = 0
+    cached_by_source: dict[str, int] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     submitted_at: float = 0.0  # of time.monotonic
     arrived_at: list[float] = field(default_factory=list)  # of each token
@@ -74,6 +75,7 @@ class _Client:
             completion.logprobs += message.logprobs
             completion.arrived_at += [now] * len(message.tokens)
             completion.num_cached_tokens = message.num_cached_tokens
+            completion.cached_by_source = message.cached_by_source
             completion.finish = message.finish
             completion.phases = message.phases
         elif isinstance(message, Failed):

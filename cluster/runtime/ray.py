@@ -161,6 +161,10 @@ def machines_of(nodes: list[dict[str, Any]], use_gpus: bool) -> tuple[Machine, .
 
 
 def first_line(error: BaseException) -> str:
+    """What went wrong, in a line: of a task that raised, what it raised."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        return f"{type(cause).__name__}: {first_line(cause)}"
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
 

@@ -145,10 +145,10 @@ class NixlAgent:
         where UCX does not say."""
         return {peer: known.lane for peer, known in self._peers.items()}
 
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> str:
         known = self._peers.get(peer)
         if known is not None and known.metadata == metadata and not known.failed:
-            return
+            return known.lane
         self.disconnect(peer)
         facts = unpack(peer, metadata, self._facts, num_blocks=num_blocks)
         spans = copy_spans(peer, facts, self._facts)
@@ -167,6 +167,7 @@ class NixlAgent:
             raise AgentError(f"cannot read the memory of {peer}: {error_text(error)}") from error
         self._find_lane(connected, before, facts.spaces[Tier.DEVICE].memory == "VRAM")
         self._peers[peer] = connected
+        return connected.lane
 
     def disconnect(self, peer: NodeId) -> None:
         known = self._peers.pop(peer, None)

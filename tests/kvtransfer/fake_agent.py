@@ -22,9 +22,10 @@ class FakeAgent:
     def metadata(self) -> bytes:
         return b"fake"
 
-    def connect(self, peer: str, epoch: int, num_blocks: int, metadata: bytes) -> None:
+    def connect(self, peer: str, epoch: int, num_blocks: int, metadata: bytes) -> str:
         if metadata == b"bad":
             raise AgentError(f"{peer} differs\nin everything")
+        return "unknown"
 
     def disconnect(self, peer: str) -> None:
         pass

@@ -105,14 +105,24 @@ def test_a_pinned_block_expires_after_the_pin() -> None:
     assert world.held(HOST) == []
 
 
-def test_eviction_from_host_loses_nothing_that_is_on_disk() -> None:
+def test_what_is_about_to_leave_a_crowded_host_is_written_while_the_disk_has_room() -> None:
     world = TierWorld(host=8, disk=64)
     world.serve(*range(8))
     world.rest()
     world.serve(*range(8, 16))
-    assert "tier_lost" not in world.tiers.counters
     assert len(world.tiers.find(names(*range(8)))) == 8
-    world.serve(*range(16, 20))  # 12 to 15 give way, before they were written
+    world.serve(*range(16, 20))  # long before `disk_after_s` is over
+    assert "tier_lost" not in world.tiers.counters
+    assert len(world.tiers.find(names(*range(12, 16)))) == 4
+
+
+def test_what_leaves_the_host_before_its_time_is_lost_where_the_disk_is_full() -> None:
+    world = TierWorld(host=8, disk=8)
+    world.serve(*range(8))
+    world.rest()
+    world.serve(*range(8, 16))
+    assert "tier_lost" not in world.tiers.counters
+    world.serve(*range(16, 20))
     assert world.tiers.counters["tier_lost"] == 4
 
 

@@ -71,7 +71,7 @@ class TestTransferLoop:
         loop.submit(ConnectPeer("p", 3, NUM_BLOCKS, producer.metadata()))
         for i in range(200):
             loop.submit(ReadBlocks(i, "p", 3, (i % 8,), (i % 8,), 5.0))
-        assert loop.next() == PeerConnected("p", 3)
+        assert loop.next() == PeerConnected("p", 3, lane="memcpy")
         answers = [loop.next() for _ in range(200)]
         for answer in answers:
             assert isinstance(answer, ReadDone)
