@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
@@ -28,7 +29,33 @@ def toml_text(settings: Mapping[str, object]) -> str:
     return "\n".join(f"[{name}]\n" + "\n".join(lines) for name, lines in sections.items()) + "\n"
 
 
-class Served:
+class OwnedServer:
+    """A server that is ready from `with` to its end."""
+
+    def __enter__(self) -> Self:
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> object:
+        raise NotImplementedError
+
+    def _wait_ready(self) -> None:
+        raise NotImplementedError
+
+
+class Served(OwnedServer):
     """Owns the process from `with` to its end. What it wrote is in `lines`."""
 
     def __init__(
@@ -54,22 +81,6 @@ class Served:
         )
         self._reader.start()
 
-    def __enter__(self) -> Served:
-        try:
-            self.url = self._wait_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
     def stop(self) -> int:
         """End the server; its exit code."""
         self.process.send_signal(signal.SIGTERM)
@@ -80,11 +91,12 @@ class Served:
             self._reader.join(5)
             self._folder.cleanup()
 
-    def _wait_ready(self) -> str:
+    def _wait_ready(self) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline and self.process.poll() is None:
             for line in list(self.lines):
                 if found := re.search(r"Ready: .* at (\S+)/v1", line):
-                    return found[1]
+                    self.url = found[1]
+                    return
             time.sleep(0.05)
         raise RuntimeError("the server did not become ready:\n" + "".join(self.lines))

@@ -13,9 +13,10 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import httpx
+
+from benchmarks.served import OwnedServer
 
 START_TIMEOUT_S = 900.0  # it compiles the model at each start: two minutes on two slow cores
 STOP_TIMEOUT_S = 30.0
@@ -89,7 +90,7 @@ class VllmSetup:
         return [*found, openmp] if openmp.exists() else found
 
 
-class VllmServed:
+class VllmServed(OwnedServer):
     """Owns the processes from `with` to its end."""
 
     def __init__(self, setup: VllmSetup) -> None:
@@ -104,22 +105,6 @@ class VllmServed:
             start_new_session=True,  # it has children, which are ended with it
             env={**os.environ, **setup.environment()},
         )
-
-    def __enter__(self) -> VllmServed:
-        try:
-            self._wait_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -105,7 +105,7 @@ class DecodeWorker:
             if len(seq.tokens) > seq.num_computed and seq.num_reported < len(seq.tokens):
                 if num_fed > 1 and "prefill" not in seq.phases:
                     seq.phases["prefill"] = self.core.now - seq.compute_from
-                if seq.phases.get("transfer") is not None and "first_decode" not in seq.phases:
+                if "transfer" in seq.phases and "first_decode" not in seq.phases:
                     seq.phases["first_decode"] = self.core.now - seq.compute_from
                 self._report(seq)
         return []

@@ -64,6 +64,8 @@ class Scheduler:
         A sequence whose next missing block is being computed or loaded for another one is passed
         over until that block is a cache hit; one that does not fit stops those behind it."""
         admitted: list[Sequence] = []
+        if not self.waiting:  # as after most messages
+            return admitted
         computing = self._names_under_way()
         for seq in list(self.waiting):
             if computing and self._first_missing(seq) in computing:

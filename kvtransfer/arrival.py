@@ -111,6 +111,10 @@ class Arrival:
             return self.own[index - self.first].checksum
         return self.offers[index].checksum
 
+    def source_of(self, read: Read) -> str:
+        """Who the bytes of `read` come from, for people."""
+        return f"{self.producer}" if read.tier is None else f"the own {read.tier} tier"
+
     def source_tier(self, index: int) -> str:
         """Where a block came from, for metrics and `usage`."""
         return self.own[index - self.first].tier if index < self.own_end else "peer"

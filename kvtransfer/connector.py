@@ -148,8 +148,9 @@ class Connector:
             return []
         effects: list[Effect] = []
         if done.error is not None:
-            source = arrival.producer if read.tier is None else f"the own {read.tier} tier"
-            effects.append(Note("warning", "kv_read_failed", f"{source}: {done.error}"))
+            effects.append(
+                Note("warning", "kv_read_failed", f"{arrival.source_of(read)}: {done.error}")
+            )
             bad = read.indices
         else:
             sums = zip(read.indices, done.checksums, strict=True)
@@ -305,13 +306,11 @@ class Connector:
         return self.config.bytes_per_block / rate
 
     def _mismatch(self, arrival: Arrival, read: Read, count: int) -> Note:
-        source = arrival.producer if read.tier is None else f"the own {read.tier} tier"
-        return Note(
-            "error",
-            "kv_checksum_mismatch",
-            f"{count} KV blocks of {arrival.seq.request_id} from {source} do not have the bytes"
-            " that were stored or sent; they are computed again",
+        text = (
+            f"{count} KV blocks of {arrival.seq.request_id} from {arrival.source_of(read)} do not"
+            " have the bytes that were stored or sent; they are computed again"
         )
+        return Note("error", "kv_checksum_mismatch", text)
 
     def _unreachable(self, producer: NodeId, why: str) -> list[Effect]:
         effects: list[Effect] = []

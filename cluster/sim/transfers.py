@@ -98,7 +98,9 @@ class SimAgent:
         self._live[effect.transfer_id] = effect
         writable.update(effect.dst)
         # What is written to disk has its checksum taken before.
-        before = self._checksums(effect.src_tier, effect.src) if self._is_write(effect) else None
+        before = (
+            self._checksums(effect.src_tier, effect.src) if effect.dst_tier is Tier.DISK else None
+        )
         if source is not None:
             for index, moment in enumerate(fate.moments):
                 if moment is not None:
@@ -111,9 +113,6 @@ class SimAgent:
         if overlap:
             text = f"transfer {effect.transfer_id}, {effect.src_tier} {sorted(overlap)}"
             self._on_violation("a move reads a block that is being written", text)
-
-    def _is_write(self, effect: ReadBlocks) -> bool:
-        return effect.dst_tier is Tier.DISK
 
     def _checksums(self, tier: Tier, blocks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self._executor.pools[tier].checksum(block) for block in blocks)

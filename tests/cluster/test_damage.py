@@ -15,7 +15,7 @@ from engine.request import SamplingParams
 from engine.tier import Tier
 from tests.cluster.test_local import VOCAB, small
 from tests.cluster.test_local import model_dir as model_dir
-from tests.cluster.test_local_tiers import assert_clean, wait_for
+from tests.cluster.test_local_tiers import assert_clean, load_all, wait_for
 
 BLOCKS_EACH, NUM_PROMPTS = 8, 63
 NUM_BLOCKS = BLOCKS_EACH * NUM_PROMPTS  # all of them are damaged, in each of the two tiers
@@ -39,12 +39,6 @@ def fill(cluster: LocalCluster, tier: Tier) -> list[list[int]]:
         answers += [answer.tokens for answer in cluster.generate([prompt], SAMPLING)]
         wait_for(cluster, f"{tier}.used", BLOCKS_EACH * number)
     return answers
-
-
-def load_all(cluster: LocalCluster) -> None:
-    """Read whatever is there, though a model as small as this one computes it sooner."""
-    node: Any = cluster.workers["decode-0"].node
-    cluster.run(lambda: setattr(node.exchange.connector, "_load_s", lambda tier: 0.0))
 
 
 def counter(cluster: LocalCluster, name: str) -> float:

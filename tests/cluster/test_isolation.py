@@ -13,7 +13,7 @@ from engine.block_hash import CacheScope
 from engine.tier import Tier
 from tests.cluster.test_local import GREEDY, VOCAB, small
 from tests.cluster.test_local import model_dir as model_dir
-from tests.cluster.test_local_tiers import assert_clean, counted, wait_for
+from tests.cluster.test_local_tiers import assert_clean, counted, load_all, wait_for
 
 PROMPT = [(5 * i + i * i) % VOCAB for i in range(150)]  # 9 blocks that can be hits
 FILLER = [[(3 * i + 7 * j) % VOCAB for j in range(150)] for i in range(1, 4)]
@@ -40,11 +40,6 @@ def tiers_of(tier: Tier, tmp_path: Path) -> dict[str, Any]:
     return {"disk_bytes": 8 * MIB, "disk_path": str(tmp_path), "disk_after_s": 0.0}
 
 
-def always_load(cluster: LocalCluster) -> None:
-    node: Any = cluster.workers["decode-0"].node
-    cluster.run(lambda: setattr(node.exchange.connector, "_load_s", lambda tier: 0.0))
-
-
 @pytest.mark.parametrize("tier", list(Tier))
 def test_the_same_prompt_of_two_tenants_has_no_hits_across(
     model_dir: Path, tmp_path: Path, tier: Tier
@@ -52,7 +47,7 @@ def test_the_same_prompt_of_two_tenants_has_no_hits_across(
     tiers = tiers_of(tier, tmp_path)
     engine = small(num_blocks=128 if tier is Tier.DEVICE else 24)
     with LocalCluster(model_dir, prefill=0, engine=engine, **tiers) as cluster:
-        always_load(cluster)
+        load_all(cluster)
         first = ask(cluster, PROMPT, ANNE)
         if tier is not Tier.DEVICE:
             wait_for(cluster, f"{tier}.used", 9)
@@ -70,7 +65,7 @@ def test_the_same_prompt_of_two_tenants_has_no_hits_across(
     if tier is not Tier.DISK:
         return
     with LocalCluster(model_dir, prefill=0, engine=engine, **tiers) as cluster:
-        always_load(cluster)
+        load_all(cluster)
         assert counted(cluster, "disk.used") >= 18
         stranger = ask(cluster, PROMPT, CacheScope(b"carol"))
         assert stranger.num_cached_tokens == 0
@@ -87,7 +82,7 @@ def test_a_public_region_is_shared_and_what_follows_is_not(
     engine = small(num_blocks=128 if tier is Tier.DEVICE else 24)
     anne, bob = CacheScope(b"anne", PUBLIC), CacheScope(b"bob", PUBLIC)
     with LocalCluster(model_dir, prefill=0, engine=engine, **tiers) as cluster:
-        always_load(cluster)
+        load_all(cluster)
         first = ask(cluster, PROMPT, anne)
         if tier is not Tier.DEVICE:
             wait_for(cluster, f"{tier}.used", 9)
@@ -99,6 +94,6 @@ def test_a_public_region_is_shared_and_what_follows_is_not(
     if tier is not Tier.DISK:
         return
     with LocalCluster(model_dir, prefill=0, engine=engine, **tiers) as cluster:
-        always_load(cluster)
+        load_all(cluster)
         carol = ask(cluster, PROMPT, CacheScope(b"carol", PUBLIC))
         assert carol.cached_by_source == {"disk": PUBLIC}

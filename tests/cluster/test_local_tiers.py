@@ -48,6 +48,12 @@ def counted(cluster: LocalCluster, name: str) -> int:
     return sum(worker["counts"][name] for worker in cluster.audit()["workers"])
 
 
+def load_all(cluster: LocalCluster) -> None:
+    """Read whatever is there, though a model as small as this one computes it sooner."""
+    node: Any = cluster.workers["decode-0"].node
+    cluster.run(lambda: setattr(node.exchange.connector, "_load_s", lambda tier: 0.0))
+
+
 def assert_clean(cluster: LocalCluster) -> None:
     cluster.wait_idle(TIMEOUT_S)
     audit = cluster.audit()

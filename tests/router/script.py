@@ -56,7 +56,26 @@ def worker_stats(name: str, **changes: Any) -> WorkerStats:
     return replace(stats, **changes)
 
 
-class Script:
+class Outbox:
+    """What a router sent and no test has looked at yet."""
+
+    sent: list[tuple[str, Any]]
+
+    def take(self, kind: type[M], to: str | None = None) -> list[M]:
+        """All sent messages of this kind, to this node, which are forgotten then."""
+        taken = [m for at, m in self.sent if isinstance(m, kind) and to in (None, at)]
+        self.sent = [
+            (at, m) for at, m in self.sent if not (isinstance(m, kind) and to in (None, at))
+        ]
+        return taken
+
+    def one(self, kind: type[M], to: str | None = None) -> M:
+        taken = self.take(kind, to)
+        assert len(taken) == 1, (kind, taken, self.sent)
+        return taken[0]
+
+
+class Script(Outbox):
     """Feeds one router. `sent` holds what it sent and no test has looked at yet."""
 
     def __init__(self, *workers: str, **config: Any) -> None:
@@ -131,19 +150,6 @@ class Script:
             self.wakes.remove(self.now)
             self.tell(Woken(TICK))
         self.now = end
-
-    def take(self, kind: type[M], to: str | None = None) -> list[M]:
-        """All sent messages of this kind, to this node, which are forgotten then."""
-        taken = [m for at, m in self.sent if isinstance(m, kind) and to in (None, at)]
-        self.sent = [
-            (at, m) for at, m in self.sent if not (isinstance(m, kind) and to in (None, at))
-        ]
-        return taken
-
-    def one(self, kind: type[M], to: str | None = None) -> M:
-        taken = self.take(kind, to)
-        assert len(taken) == 1, (kind, taken, self.sent)
-        return taken[0]
 
     def dispatched(self) -> tuple[str, str | None, Decode]:
         """The one attempt that was just sent: decode worker, prefill worker, Decode."""

@@ -28,7 +28,7 @@ from router.messages import (
 from router.router import Router
 from router.session_table import SessionConfig, SessionRecord
 from router.sessions import DeleteSession, SaveSession
-from tests.router.script import BLOCK, worker_info
+from tests.router.script import BLOCK, Outbox, worker_info
 
 M = TypeVar("M")
 API = "api"
@@ -39,7 +39,7 @@ def names_of(tokens: Sequence[int], scope: CacheScope = UNSALTED) -> tuple[bytes
     return tuple(hash_blocks(b"tiny", scope, list(tokens)[:-1], BLOCK))
 
 
-class SessionScript:
+class SessionScript(Outbox):
     """Feeds one router; after each message the table's invariant is checked."""
 
     def __init__(
@@ -167,19 +167,6 @@ class SessionScript:
             self.now = due[0]
             self.tell(Woken(due[1]))
         self.now = end
-
-    def take(self, kind: type[M], to: str | None = None) -> list[M]:
-        """All sent messages of this kind, to this node, which are forgotten then."""
-        taken = [m for at, m in self.sent if isinstance(m, kind) and to in (None, at)]
-        self.sent = [
-            (at, m) for at, m in self.sent if not (isinstance(m, kind) and to in (None, at))
-        ]
-        return taken
-
-    def one(self, kind: type[M], to: str | None = None) -> M:
-        taken = self.take(kind, to)
-        assert len(taken) == 1, (kind, taken, self.sent)
-        return taken[0]
 
     def _perform(self, effects: list[Any]) -> None:
         for effect in effects:
