@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -215,6 +215,7 @@ def status(url: str, as_json: bool, watch: bool, interval_s: float) -> None:
                 return
 
 
+_TIER_COLUMNS = {"num_host_blocks": "in host", "num_disk_blocks": "on disk"}
 _STATE_COLOURS = {"up": "green", "backoff": "yellow", "down": "red"}
 
 
@@ -225,30 +226,35 @@ def status_table(status: dict[str, Any]) -> Group:
     table.add_column("worker")
     table.add_column("role")
     table.add_column("state")
-    for name in ("blocks used", "cached", "in host", "on disk", "running", "waiting", "hit rate"):
-        table.add_column(name, justify="right")
     workers = status.get("workers", [])
+    # Terminals are narrow: tiers that hold nothing have no column.
+    tiers = [key for key in _TIER_COLUMNS if any(worker.get(key) for worker in workers)]
+    names = ["blocks used", "cached", *(_TIER_COLUMNS[key] for key in tiers)]
+    for name in (*names, "running", "waiting", "hit rate"):
+        table.add_column(name, justify="right")
     for worker in workers:
         state = str(worker["state"])
         colour = _STATE_COLOURS.get(state, "default")
         table.add_row(
-            worker["worker"], worker["role"], f"[{colour}]{state}[/]", *_load([worker], worker)
+            worker["worker"],
+            worker["role"],
+            f"[{colour}]{state}[/]",
+            *_load([worker], worker, tiers),
         )
     if len(workers) > 1:
         table.add_section()
-        table.add_row("all", "", "", *_load(workers, status))
+        table.add_row("all", "", "", *_load(workers, status, tiers))
     return Group(table, *_router_lines(status))
 
 
-def _load(workers: list[dict[str, Any]], rated: dict[str, Any]) -> list[str]:
+def _load(workers: list[dict[str, Any]], rated: dict[str, Any], tiers: Sequence[str]) -> list[str]:
     def total(key: str) -> int:
         return sum(worker.get(key, 0) for worker in workers)
 
     return [
         f"{total('num_used_blocks')} / {total('num_blocks')}",
         str(total("num_cached_blocks")),
-        str(total("num_host_blocks")),
-        str(total("num_disk_blocks")),
+        *(str(total(key)) for key in tiers),
         str(total("num_running")),
         str(total("num_waiting")),
         f"{100 * rated.get('cache_hit_rate', 0.0):.1f} %",
