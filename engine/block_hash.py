@@ -4,6 +4,8 @@ name(block) = BLAKE2b-128(parent name + token ids, key = fingerprint); the first
 the root of (fingerprint, tenant salt). Equal names mean equal model, layout, tenant and tokens up
 to the end of the block. Where a prompt begins with a public region, its blocks have the root
 without a salt, and the tenant's salt goes into the chain behind them.
+
+Many names are kept packed, one after the other: 16 bytes each, and nothing around them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 HASH_BYTES = 16
+TOKEN_BYTES = array("I").itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,32 +43,64 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(array("I", tokens).tobytes(), digest_size=HASH_BYTES, key=parent).digest()
 
 
+def unpack(packed: bytes | bytearray | memoryview) -> list[bytes]:
+    """The names in `packed`, in order."""
+    whole = bytes(packed)
+    return [whole[i : i + HASH_BYTES] for i in range(0, len(whole), HASH_BYTES)]
+
+
 class BlockChain:
     """Names of the full blocks of a sequence that grows. Invariant: `names` belong to the tokens
-    that it was last extended with, whose beginning never changes."""
+    that it was last extended with, whose beginning never changes; `_packed` is their beginning."""
 
-    __slots__ = ("_num_public", "_salt", "block_size", "fingerprint", "names")
+    __slots__ = ("_num_public", "_packed", "_salt", "block_size", "fingerprint", "names")
 
     def __init__(self, fingerprint: bytes, scope: CacheScope, block_size: int) -> None:
         self.fingerprint = fingerprint
         self.block_size = block_size
         self.names: list[bytes] = []
+        self._packed = bytearray()
         self._salt = scope.salt
         self._num_public = scope.num_public_tokens // block_size
+
+    @property
+    def packed(self) -> bytearray:
+        """`names`, packed. Not to be changed. Whoever slices a memoryview of it has to let that go
+        before the chain grows."""
+        missing = self.names[len(self._packed) // HASH_BYTES :]
+        if missing:
+            self._packed += b"".join(missing)
+        return self._packed
+
+    def adopt(self, packed: bytes | bytearray | memoryview) -> None:
+        """Begin with these names, which somebody else has found by hashing the same tokens: they
+        are not hashed again. Before the first `extend`."""
+        assert not self.names, f"{len(self.names)} blocks have names already"
+        if len(packed) % HASH_BYTES:
+            raise ValueError(f"packed names of {len(packed)} bytes: expected {HASH_BYTES} each")
+        self.names = unpack(packed)
 
     def extend(self, tokens: Sequence[int]) -> list[bytes]:
         """Names of all full blocks of `tokens`. Not to be changed."""
         names, size = self.names, self.block_size
-        for index in range(len(names), len(tokens) // size):
-            names.append(block_hash(self._parent(index), tokens[index * size : (index + 1) * size]))
+        done, total = len(names), len(tokens) // size
+        if done < total:
+            step = size * TOKEN_BYTES
+            new = array("I", tokens[done * size : total * size]).tobytes()
+            parent = self._parent(done)
+            for index in range(done, total):
+                if index == self._num_public and self._salt and index:
+                    parent = root_hash(parent, self._salt)
+                at = (index - done) * step
+                parent = blake2b(new[at : at + step], digest_size=HASH_BYTES, key=parent).digest()
+                names.append(parent)
         return names
 
     def _parent(self, index: int) -> bytes:
+        """The name before block `index`, or the root."""
         if index == 0:
             return root_hash(self.fingerprint, b"" if self._num_public else self._salt)
-        if index == self._num_public and self._salt:
-            return root_hash(self.names[-1], self._salt)
-        return self.names[-1]
+        return self.names[index - 1]
 
 
 def hash_blocks(

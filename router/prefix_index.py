@@ -6,42 +6,37 @@ forgets it. Between the routing of a prompt and the worker's own events, specula
 in for the blocks that are about to come into its device memory.
 
 A lookup asks four things of each worker: how far its device holds the prefix, how far its memory,
-how far any of its tiers, and how far it has said so itself. A block's answers are one integer with
-four bits a worker, so the chain is walked once for all of them together, and a block evicted from
-the middle of a chain ends the prefix of its worker.
+how far any of its tiers, and how far it has said so itself. The blocks are in a native table
+(`router.index_table`), and a lookup asks it about some of them only: the first 16 one by one, then
+one at every stride (32 blocks; in a prompt of more than 2,048 its 64th part, at most 128) and the
+last, and between two of these only where fewer workers hold the second. That is right wherever a
+prefix is held without holes, as eviction from its end leaves it. Among the first blocks every hole
+is seen; one behind them may be overlooked, and then the worker finds out for itself what it has to
+compute. What is claimed always ends before any block that was asked about and was not there.
+
+Work that grows with what one worker holds is put off: when a worker goes or starts anew its blocks
+count no more, and are taken out some at a time by later calls. Only a snapshot of a worker that has
+blocks already replaces them in one call.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from engine.block_hash import unpack
 from engine.kv_events import KVEvents, KVSnapshot
 from engine.node import NodeId
 from engine.tier import Tier, TierNames
+from router.index_table import EXPECTED, FACT, NUM_RUNS, SAID, IndexTable, Names
 
-# What is known of one block at one worker.
-_DEVICE, _HOST, _DISK, _EXPECTED = 1, 2, 4, 8
-_SAID = _DEVICE | _HOST | _DISK
-_IN_DEVICE = _DEVICE | _EXPECTED
-_FACT = {Tier.DEVICE: _DEVICE, Tier.HOST: _HOST, Tier.DISK: _DISK}
-
-_NUM_RUNS = 4  # bits of one worker in a mask: the four things that a lookup asks
+STRIDE = 32  # blocks; the least distance between those that a lookup asks about
+TIDY_BUDGET = 8192  # blocks taken out at a tick, when nothing else happens
 
 
-def _answers(facts: int) -> int:
-    """Bits of the runs that a block with these facts is part of."""
-    device = bool(facts & _IN_DEVICE)
-    memory = device or bool(facts & _HOST)
-    return device | memory << 1 | bool(facts) << 2 | bool(facts & _SAID) << 3
-
-
-_ANSWERS = tuple(_answers(facts) for facts in range(16))
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """How much of a prefix a worker holds, as three runs one after the other, in blocks (or, after
     `times`, in tokens). A block that is in several tiers counts for the fastest.
 
@@ -64,62 +59,114 @@ class Held:
         )
 
 
+NOTHING = Held()
+
+
+class Export(NamedTuple):
+    """All that a worker has said it holds, as of its event `seq`; names packed, in no order."""
+
+    epoch: int
+    seq: int
+    tiers: dict[Tier, bytes]
+
+
 @dataclass(slots=True, eq=False)
 class _View:
     """What is known of one worker. In step with it exactly when `seq == seen`."""
 
     worker: NodeId
-    slot: int  # place of this worker's bits in the masks
+    slot: int  # its blocks in the table
+    group: int
     epoch: int
     seq: int | None = None  # last event (or snapshot) applied; None: nothing yet
     seen: int = -1  # highest event heard of, applied or not
     asked_at: float | None = None
-    facts: dict[bytes, int] = field(default_factory=dict)  # hash -> what is known of it; never 0
-    expected: dict[bytes, float] = field(default_factory=dict)  # speculative hash -> its end
-    num_device: int = 0  # of `facts`, those in device memory or expected there
 
     @property
     def in_step(self) -> bool:
         return self.seq is not None and self.seq >= self.seen
 
 
+class Matches:
+    """What a lookup found. Ask it before the index changes: a worker that has started anew since
+    has no answer here."""
+
+    __slots__ = ("_best", "_ends", "_index")
+
+    def __init__(self, index: PrefixIndex, ends: ctypes.Array[ctypes.c_uint32]) -> None:
+        self._index = index
+        self._ends = ends
+        self._best: dict[tuple[int, int], list[NodeId]] = {}
+
+    def held(self, worker: NodeId) -> Held:
+        """How much of the prefix `worker` holds."""
+        view = self._index.views.get(worker)
+        if view is None:
+            return NOTHING
+        at = NUM_RUNS * view.slot
+        ends = self._ends[at : at + NUM_RUNS]
+        if len(ends) < NUM_RUNS or not ends[2]:
+            return NOTHING
+        device, memory, anywhere, said = ends
+        return Held(device, memory - device, anywhere - memory, said)
+
+    def best(self, group: int, limit: int = 8) -> list[NodeId]:
+        """The workers of `group` that hold most of the prefix in any tier, most first; none that
+        holds nothing. Among equals the one first that was returned longest ago, so that the holders
+        of a prefix that all of them have take turns, lookup by lookup. Not to be changed."""
+        found = self._best.get((group, limit))
+        if found is None:
+            slots = self._index.slots
+            best = self._index.table.best(self._ends, group, limit)
+            found = self._best[group, limit] = [slots[slot].worker for slot in best]
+        return found
+
+    def workers(self) -> list[NodeId]:
+        """All that hold some of it, in no order."""
+        slots = self._index.slots
+        found = enumerate(self._ends[2::NUM_RUNS])
+        return [slots[slot].worker for slot, length in found if length and slot in slots]
+
+
 class PrefixIndex:
-    """Owned by a router. Invariant: the bits of slot s in `_masks[h]` are the answers to the facts
-    that the view in slot s has of h; a block is expected exactly when it has an end in `expected`,
-    and then it is not said to be in device memory; no mask is 0."""
+    """Owned by a router. Invariant: the view in `slots[s]` has slot s of the table, and every open
+    slot of it has a view; `_lagging` are the views with a gap."""
 
     def __init__(
         self,
         snapshot_retry_s: float = 1.0,
         speculative_s: float = 10.0,
         max_speculative: int = 200_000,
+        stride: int = STRIDE,
     ) -> None:
+        if not 1 <= stride <= 1 << 16:
+            raise ValueError(f"stride {stride}: expected 1 to 65536 blocks")
         self._snapshot_retry_s = snapshot_retry_s
         self._speculative_s = speculative_s
-        self._max_speculative = max_speculative
-        self._views: dict[NodeId, _View] = {}
-        self._slots: list[_View | None] = []
-        self._masks: dict[bytes, int] = {}
-        self._expiry: deque[tuple[float, _View, bytes]] = deque()
-        self._lagging: dict[NodeId, _View] = {}  # views with a gap
+        self.table = IndexTable(stride, max_speculative)
+        self.views: dict[NodeId, _View] = {}
+        self.slots: dict[int, _View] = {}
+        self._lagging: dict[NodeId, _View] = {}
 
-    def add(self, worker: NodeId, epoch: int) -> None:
-        """Begin to follow `worker`; it is due to be asked for a snapshot."""
-        view = self._views.get(worker)
+    def add(self, worker: NodeId, epoch: int, group: int = 0) -> None:
+        """Begin to follow `worker`; it is due to be asked for a snapshot. `group` is the kind of
+        workers that it is to be found among."""
+        view = self.views.get(worker)
         if view is None:
-            if None not in self._slots:
-                self._slots.append(None)
-            slot = self._slots.index(None)
-            view = self._views[worker] = self._slots[slot] = _View(worker, slot, epoch)
+            slot = self.table.open(group)
+            view = self.views[worker] = self.slots[slot] = _View(worker, slot, group, epoch)
         elif epoch > view.epoch:
             self._restart(view, epoch)
+        if view.group != group:
+            view.group = group
+            self.table.regroup(view.slot, group)
         self._note(view)
 
     def remove(self, worker: NodeId) -> None:
-        view = self._views.pop(worker, None)
+        view = self.views.pop(worker, None)
         if view is not None:
-            self._restart(view, view.epoch)
-            self._slots[view.slot] = None
+            del self.slots[view.slot]
+            self.table.close(view.slot)
             self._lagging.pop(worker, None)
 
     def apply(self, now: float, news: KVEvents | KVSnapshot) -> bool:
@@ -128,27 +175,49 @@ class PrefixIndex:
         News of an unknown worker or a past epoch, and news that is older than what is known, change
         nothing. A later epoch than the known one empties the view.
         """
-        view = self._views.get(news.worker)
-        if view is None or news.epoch < view.epoch:
-            return False
-        if news.epoch > view.epoch:
-            self._restart(view, news.epoch)
-        view.seen = max(view.seen, news.seq)
         if isinstance(news, KVSnapshot):
-            if view.seq is None or news.seq > view.seq:
-                self._replace(view, news)
-                view.seq = news.seq
-        elif view.seq is not None and news.seq == view.seq + 1:
+            told = (TierNames(Tier.DEVICE, news.hashes), *news.tiers)
+            tiers = {part.tier: b"".join(part.stored) for part in told}
+            return self.restore(now, news.worker, news.epoch, news.seq, tiers)
+        view = self._hear(news.worker, news.epoch, news.seq)
+        if view is None:
+            return False
+        if view.seq is not None and news.seq == view.seq + 1:
             for change in (TierNames(Tier.DEVICE, news.stored, news.removed), *news.tiers):
-                self._store(view, change.stored, _FACT[change.tier])
-                self._discard(view, change.removed, _FACT[change.tier])
+                fact = FACT[change.tier]
+                self.table.change(view.slot, b"".join(change.stored), add=fact)
+                self.table.change(view.slot, b"".join(change.removed), drop=fact)
             view.seq = news.seq
         self._note(view)
         return self._ask(now, view)
 
+    def restore(
+        self, now: float, worker: NodeId, epoch: int, seq: int, tiers: dict[Tier, bytes]
+    ) -> bool:
+        """What `apply` does with a snapshot, its names packed. They are all that `worker` held at
+        its event `seq`."""
+        view = self._hear(worker, epoch, seq)
+        if view is None:
+            return False
+        if view.seq is None or seq > view.seq:
+            if self._has_blocks(view):
+                self.table.drop_all(view.slot, SAID)
+            for tier, names in tiers.items():
+                self.table.change(view.slot, names, add=FACT[tier])
+            view.seq = seq
+        self._note(view)
+        return self._ask(now, view)
+
+    def export(self, worker: NodeId) -> Export | None:
+        """What `restore` takes; None: nothing is known of `worker`."""
+        view = self.views.get(worker)
+        if view is None or view.seq is None:
+            return None
+        return Export(view.epoch, view.seq, self.table.export(view.slot))
+
     def hear(self, now: float, worker: NodeId, epoch: int, event_seq: int) -> bool:
         """The last event of `worker` was `event_seq`, whether it came or not. True: ask it now."""
-        view = self._views.get(worker)
+        view = self.views.get(worker)
         if view is None or epoch != view.epoch:
             return False
         view.seen = max(view.seen, event_seq)
@@ -157,6 +226,7 @@ class PrefixIndex:
 
     def due(self, now: float) -> list[NodeId]:
         """Workers that have to be asked (again) for a snapshot now."""
+        self.table.tidy(now, TIDY_BUDGET)
         return [view.worker for view in self._lagging.values() if self._ask(now, view)]
 
     @property
@@ -164,86 +234,52 @@ class PrefixIndex:
         """True when no view has a gap."""
         return not self._lagging
 
-    def speculate(self, now: float, worker: NodeId, hashes: Iterable[bytes]) -> None:
-        """Count `hashes` as in device memory of `worker` until it says so itself, or the time is
-        over."""
-        self._expire(now)
-        view = self._views.get(worker)
-        if view is None:
-            return
-        until = now + self._speculative_s
-        for name in hashes:
-            if not view.facts.get(name, 0) & _DEVICE:
-                view.expected[name] = until
-                self._change(view, name, add=_EXPECTED)
-                self._expiry.append((until, view, name))
-        while len(self._expiry) > self._max_speculative:
-            self._drop_oldest()
+    def speculate(self, now: float, worker: NodeId, names: Names) -> None:
+        """Count the blocks as in device memory of `worker` until it says so itself, or the time is
+        over. O(blocks): leave out those that it is known to hold."""
+        view = self.views.get(worker)
+        if view is not None:
+            self.table.expect(view.slot, names, now, now + self._speculative_s)
 
-    def lookup(self, now: float, hashes: Sequence[bytes]) -> dict[NodeId, Held]:
-        """How much of the prefix each worker holds that holds `hashes[0]`.
-        O(len of the longest match + workers)."""
-        self._expire(now)
-        ends: dict[int, list[int]] = {}  # slot -> length of each run
-        runs = self._masks.get(hashes[0], 0) if hashes else 0
-        for depth in range(1, len(hashes)):
-            if not runs:
-                break
-            still = runs & self._masks.get(hashes[depth], 0)
-            if still != runs:
-                _end(ends, runs ^ still, depth)
-                runs = still
-        _end(ends, runs, len(hashes))
-        found: dict[NodeId, Held] = {}
-        for slot, (device, memory, anywhere, said) in ends.items():
-            view = self._slots[slot]
-            assert view is not None
-            found[view.worker] = Held(device, memory - device, anywhere - memory, said)
-        return found
+    def lookup(self, now: float, names: Names, limit: int | None = None) -> Matches:
+        """How much each worker holds of the prompt whose blocks have these names; with `limit`, of
+        its first blocks. It asks about some 80 blocks, and log(stride) more for each place where
+        fewer workers go on; see the module's docstring."""
+        return Matches(self, self.table.lookup(now, names, limit))
 
     def names(self, worker: NodeId, tier: Tier = Tier.DEVICE) -> frozenset[bytes]:
         """The blocks that `worker` has said it holds in `tier`."""
-        view = self._views.get(worker)
-        facts = {} if view is None else view.facts
-        return frozenset(name for name, known in facts.items() if known & _FACT[tier])
+        view = self.views.get(worker)
+        return (
+            frozenset() if view is None else frozenset(unpack(self.table.export(view.slot)[tier]))
+        )
 
     def holdings(self, hashes: Iterable[bytes]) -> dict[NodeId, dict[Tier, int]]:
         """How many of `hashes` each worker has said it holds, by tier; no zeros."""
-        found: dict[NodeId, dict[Tier, int]] = {}
-        for name in hashes:
-            mask = self._masks.get(name, 0)
-            while mask:
-                slot = ((mask & -mask).bit_length() - 1) // _NUM_RUNS
-                mask &= ~((1 << _NUM_RUNS) - 1 << _NUM_RUNS * slot)
-                view = self._slots[slot]
-                assert view is not None
-                for tier, fact in _FACT.items():
-                    if view.facts[name] & fact:
-                        counts = found.setdefault(view.worker, {})
-                        counts[tier] = counts.get(tier, 0) + 1
-        return found
+        counts = self.table.count(b"".join(hashes))
+        return {self.slots[s].worker: held for s, held in counts.items() if s in self.slots}
 
     def num_blocks(self, worker: NodeId) -> int:
         """Blocks counted as in device memory of `worker`, speculative ones too."""
-        view = self._views.get(worker)
-        return 0 if view is None else view.num_device
+        view = self.views.get(worker)
+        return 0 if view is None else self.table.held(view.slot, FACT[Tier.DEVICE] | EXPECTED)
 
     def check_integrity(self) -> None:
         """Assert the class invariant. O(everything): for tests and the simulator."""
-        masks: dict[bytes, int] = {}
-        for view in self._views.values():
-            assert self._slots[view.slot] is view
-            assert 0 not in view.facts.values()
-            expected = {name for name, facts in view.facts.items() if facts & _EXPECTED}
-            assert expected == view.expected.keys()
-            assert not any(view.facts[name] & _DEVICE for name in expected)
-            assert view.num_device == sum(bool(f & _IN_DEVICE) for f in view.facts.values())
-            for name, facts in view.facts.items():
-                answers = _ANSWERS[facts] << _NUM_RUNS * view.slot
-                masks[name] = masks.get(name, 0) | answers
-        assert masks == self._masks
-        assert self._lagging == {w: v for w, v in self._views.items() if not v.in_step}
-        assert len(self._expiry) <= self._max_speculative
+        assert self.slots == {view.slot: view for view in self.views.values()}
+        assert len(self.slots) == len(self.views)
+        assert self._lagging == {w: v for w, v in self.views.items() if not v.in_step}
+        self.table.check_integrity()
+
+    def _hear(self, worker: NodeId, epoch: int, seq: int) -> _View | None:
+        """The view that is to take news in, of this epoch; None: it is no news."""
+        view = self.views.get(worker)
+        if view is None or epoch < view.epoch:
+            return None
+        if epoch > view.epoch:
+            self._restart(view, epoch)
+        view.seen = max(view.seen, seq)
+        return view
 
     def _note(self, view: _View) -> None:
         if view.in_step:
@@ -259,66 +295,13 @@ class PrefixIndex:
         view.asked_at = now
         return True
 
-    def _store(self, view: _View, hashes: Iterable[bytes], fact: int) -> None:
-        for name in hashes:
-            if fact == _DEVICE and view.expected.pop(name, None) is not None:
-                self._change(view, name, add=_DEVICE, drop=_EXPECTED)
-            else:
-                self._change(view, name, add=fact)
-
-    def _discard(self, view: _View, hashes: Iterable[bytes], fact: int) -> None:
-        for name in hashes:
-            self._change(view, name, drop=fact)
-
-    def _replace(self, view: _View, snapshot: KVSnapshot) -> None:
-        tiers = (TierNames(Tier.DEVICE, snapshot.hashes), *snapshot.tiers)
-        for tier, fact in _FACT.items():
-            held = {name for told in tiers if told.tier is tier for name in told.stored}
-            gone = [n for n, facts in view.facts.items() if facts & fact and n not in held]
-            self._discard(view, gone, fact)
-            self._store(view, held, fact)
+    def _has_blocks(self, view: _View) -> bool:
+        return self.table.held(view.slot, SAID | EXPECTED) > 0
 
     def _restart(self, view: _View, epoch: int) -> None:
-        for name in tuple(view.facts):
-            self._change(view, name, drop=_SAID | _EXPECTED)
-        view.expected.clear()
+        if self._has_blocks(view):
+            del self.slots[view.slot]
+            self.table.close(view.slot)
+            view.slot = self.table.open(view.group)
+            self.slots[view.slot] = view
         view.epoch, view.seq, view.seen, view.asked_at = epoch, None, -1, None
-
-    def _change(self, view: _View, name: bytes, add: int = 0, drop: int = 0) -> None:
-        """The one place where facts change, and with them the mask."""
-        old = view.facts.get(name, 0)
-        new = (old | add) & ~drop
-        if new == old:
-            return
-        if new:
-            view.facts[name] = new
-        else:
-            del view.facts[name]
-        view.num_device += bool(new & _IN_DEVICE) - bool(old & _IN_DEVICE)
-        turned = (_ANSWERS[old] ^ _ANSWERS[new]) << _NUM_RUNS * view.slot
-        if turned:
-            mask = self._masks.get(name, 0) ^ turned
-            if mask:
-                self._masks[name] = mask
-            else:
-                del self._masks[name]
-
-    def _expire(self, now: float) -> None:
-        while self._expiry and self._expiry[0][0] <= now:
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        until, view, name = self._expiry.popleft()
-        # A later speculation on the same block has its own entry; a real block left the dict.
-        if view.expected.get(name) == until:
-            del view.expected[name]
-            self._change(view, name, drop=_EXPECTED)
-
-
-def _end(ends: dict[int, list[int]], runs: int, length: int) -> None:
-    """Note `length` for each of the runs."""
-    while runs:
-        lowest = runs & -runs
-        slot, run = divmod(lowest.bit_length() - 1, _NUM_RUNS)
-        ends.setdefault(slot, [0] * _NUM_RUNS)[run] = length
-        runs ^= lowest

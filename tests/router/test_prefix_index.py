@@ -28,9 +28,14 @@ def index_of(*workers: str) -> PrefixIndex:
     return index
 
 
+def found_by(index: PrefixIndex, now: float, hashes: tuple[bytes, ...]) -> dict[str, Held]:
+    matches = index.lookup(now, b"".join(hashes))
+    return {worker: matches.held(worker) for worker in matches.workers()}
+
+
 def lengths(index: PrefixIndex, now: float, hashes: tuple[bytes, ...]) -> dict[str, int]:
     """How much of the prefix each worker has in device memory, where no other tier has any."""
-    found = index.lookup(now, hashes)
+    found = found_by(index, now, hashes)
     assert all(held.total == held.device for held in found.values())
     return {worker: held.device for worker, held in found.items()}
 
@@ -96,7 +101,7 @@ def test_repeated_and_older_news_change_nothing() -> None:
 def test_a_later_epoch_empties_the_view_and_asks() -> None:
     index = index_of("a")
     index.apply(0.0, KVEvents("a", 1, 1, CHAIN, ()))
-    index.speculate(0.0, "a", names(9))
+    index.speculate(0.0, "a", b"".join(names(9)))
     assert index.apply(0.1, KVEvents("a", 2, 1, CHAIN[:1], ()))
     assert lengths(index, 0.1, CHAIN) == {}
     assert index.num_blocks("a") == 0
@@ -116,7 +121,7 @@ def test_a_removed_worker_leaves_nothing_and_its_place_is_used_again() -> None:
     index = index_of("a", "b")
     index.apply(0.0, KVEvents("a", 1, 1, CHAIN, ()))
     index.apply(0.0, KVEvents("b", 1, 1, CHAIN[:1], ()))
-    index.speculate(0.0, "a", names(9))
+    index.speculate(0.0, "a", b"".join(names(9)))
     index.remove("a")
     index.remove("a")
     index.check_integrity()
@@ -130,7 +135,7 @@ def test_a_removed_worker_leaves_nothing_and_its_place_is_used_again() -> None:
 
 def test_speculation_counts_until_it_expires() -> None:
     index = index_of("a")
-    index.speculate(0.0, "a", CHAIN[:3])
+    index.speculate(0.0, "a", b"".join(CHAIN[:3]))
     assert lengths(index, SPECULATIVE_S - 0.1, CHAIN) == {"a": 3}
     assert lengths(index, SPECULATIVE_S, CHAIN) == {}
     index.check_integrity()
@@ -138,15 +143,15 @@ def test_speculation_counts_until_it_expires() -> None:
 
 def test_speculation_again_counts_for_longer() -> None:
     index = index_of("a")
-    index.speculate(0.0, "a", CHAIN[:3])
-    index.speculate(5.0, "a", CHAIN[:2])
+    index.speculate(0.0, "a", b"".join(CHAIN[:3]))
+    index.speculate(5.0, "a", b"".join(CHAIN[:2]))
     assert lengths(index, SPECULATIVE_S + 1, CHAIN) == {"a": 2}
     assert lengths(index, SPECULATIVE_S + 5, CHAIN) == {}
 
 
 def test_a_real_block_replaces_a_speculative_one() -> None:
     index = index_of("a")
-    index.speculate(0.0, "a", CHAIN[:2])
+    index.speculate(0.0, "a", b"".join(CHAIN[:2]))
     index.apply(1.0, KVEvents("a", 1, 1, CHAIN[:1], ()))
     assert lengths(index, SPECULATIVE_S + 1, CHAIN) == {"a": 1}
     index.apply(1.0, KVEvents("a", 1, 2, (), CHAIN[:1]))
@@ -157,11 +162,11 @@ def test_a_real_block_replaces_a_speculative_one() -> None:
 def test_speculation_is_bounded_and_the_oldest_goes_first() -> None:
     index = PrefixIndex(RETRY_S, SPECULATIVE_S, max_speculative=3)
     index.add("a", 1)
-    index.speculate(0.0, "a", names(7))
-    index.speculate(1.0, "a", CHAIN[:3])
+    index.speculate(0.0, "a", b"".join(names(7)))
+    index.speculate(1.0, "a", b"".join(CHAIN[:3]))
     assert lengths(index, 1.0, names(7)) == {}
     assert lengths(index, 1.0, CHAIN) == {"a": 3}
-    index.speculate(1.0, "stranger", CHAIN)
+    index.speculate(1.0, "stranger", b"".join(CHAIN))
     index.check_integrity()
 
 
@@ -189,7 +194,7 @@ def test_a_prefix_goes_on_from_tier_to_tier() -> None:
     index.apply(0.0, KVEvents("b", 1, 1, (), (), (disk,)))
     index.apply(0.0, KVEvents("c", 1, 1, CHAIN[1:], (), (below(Tier.HOST, CHAIN[:1]),)))
     index.apply(0.0, KVEvents("d", 1, 1, CHAIN[:1], (), (below(Tier.DISK, CHAIN[2:]),)))
-    assert index.lookup(0.0, CHAIN) == {
+    assert found_by(index, 0.0, CHAIN) == {
         "a": Held(device=2, host=2, disk=2, said=6),
         "b": Held(disk=6, said=6),
         "c": Held(host=6, said=6),  # a block of the device behind one of the host is in memory
@@ -202,13 +207,13 @@ def test_a_block_counts_for_the_fastest_tier_until_it_leaves_it() -> None:
     index = index_of("a")
     index.apply(0.0, KVEvents("a", 1, 1, CHAIN[:3], (), (below(Tier.HOST, CHAIN[:3]),)))
     index.apply(0.0, KVEvents("a", 1, 2, (), (), (below(Tier.DISK, CHAIN[:2]),)))
-    assert index.lookup(0.0, CHAIN) == {"a": Held(device=3, said=3)}
+    assert found_by(index, 0.0, CHAIN) == {"a": Held(device=3, said=3)}
     index.apply(0.0, KVEvents("a", 1, 3, (), CHAIN[1:3]))
-    assert index.lookup(0.0, CHAIN) == {"a": Held(device=1, host=2, said=3)}
+    assert found_by(index, 0.0, CHAIN) == {"a": Held(device=1, host=2, said=3)}
     index.apply(0.0, KVEvents("a", 1, 4, (), (), (below(Tier.HOST, (), CHAIN[:3]),)))
-    assert index.lookup(0.0, CHAIN) == {"a": Held(device=1, disk=1, said=2)}
+    assert found_by(index, 0.0, CHAIN) == {"a": Held(device=1, disk=1, said=2)}
     index.apply(0.0, KVEvents("a", 1, 5, (), CHAIN[:1], (below(Tier.DISK, (), CHAIN[:2]),)))
-    assert index.lookup(0.0, CHAIN) == {}
+    assert found_by(index, 0.0, CHAIN) == {}
     index.check_integrity()
 
 
@@ -216,7 +221,7 @@ def test_names_and_numbers_are_told_apart_by_tier() -> None:
     index = index_of("a")
     host, disk = below(Tier.HOST, CHAIN[:3]), below(Tier.DISK, CHAIN[:4])
     index.apply(0.0, KVEvents("a", 1, 1, CHAIN[:2], (), (host, disk)))
-    index.speculate(0.0, "a", CHAIN[2:5])
+    index.speculate(0.0, "a", b"".join(CHAIN[2:5]))
     assert index.names("a") == index.names("a", Tier.DEVICE) == set(CHAIN[:2])
     assert index.names("a", Tier.HOST) == set(CHAIN[:3])
     assert index.names("a", Tier.DISK) == set(CHAIN[:4])
@@ -229,7 +234,7 @@ def test_a_snapshot_tells_all_of_every_tier() -> None:
     every = (below(Tier.HOST, CHAIN), below(Tier.DISK, CHAIN))
     index.apply(0.0, KVEvents("a", 1, 1, CHAIN, (), every))
     index.apply(0.0, KVSnapshot("a", 1, 2, CHAIN[:1], (below(Tier.DISK, CHAIN[:3]),)))
-    assert index.lookup(0.0, CHAIN) == {"a": Held(device=1, disk=2, said=3)}
+    assert found_by(index, 0.0, CHAIN) == {"a": Held(device=1, disk=2, said=3)}
     assert index.names("a", Tier.HOST) == frozenset()
     index.check_integrity()
 
@@ -239,18 +244,18 @@ def test_a_later_epoch_empties_every_tier() -> None:
     for worker in ("a", "b"):
         index.apply(0.0, KVEvents(worker, 1, 1, (), (), (below(Tier.DISK, CHAIN),)))
     index.add("a", 2)
-    assert index.lookup(0.0, CHAIN) == {"b": Held(disk=6, said=6)}
+    assert found_by(index, 0.0, CHAIN) == {"b": Held(disk=6, said=6)}
     index.check_integrity()
 
 
 def test_what_is_expected_is_in_the_device_but_was_not_said() -> None:
     index = index_of("a")
     index.apply(0.0, KVEvents("a", 1, 1, CHAIN[:1], (), (below(Tier.HOST, CHAIN[1:3]),)))
-    index.speculate(0.0, "a", CHAIN[:5])
-    assert index.lookup(0.0, CHAIN) == {"a": Held(device=5, said=3)}
+    index.speculate(0.0, "a", b"".join(CHAIN[:5]))
+    assert found_by(index, 0.0, CHAIN) == {"a": Held(device=5, said=3)}
     index.apply(0.0, KVEvents("a", 1, 2, (), (), (below(Tier.HOST, (), CHAIN[1:3]),)))
-    assert index.lookup(0.0, CHAIN) == {"a": Held(device=5, said=1)}
-    assert index.lookup(SPECULATIVE_S, CHAIN) == {"a": Held(device=1, said=1)}
+    assert found_by(index, 0.0, CHAIN) == {"a": Held(device=5, said=1)}
+    assert found_by(index, SPECULATIVE_S, CHAIN) == {"a": Held(device=1, said=1)}
     index.check_integrity()
 
 

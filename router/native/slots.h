@@ -1,0 +1,187 @@
+/* What is known of each worker: a slot, how many blocks it has, and which.
+ *
+ * The blocks of a slot are listed by their tags, 4 bytes each. The list only gets longer: a block
+ * that has gone leaves its tag, and one that came back is there twice, until the list is full; if
+ * more than a third of it means nothing then, it is put in order instead of being given room.
+ *
+ * Life of a slot: free; open for a worker; closed, when the worker has gone or has begun anew. Its
+ * blocks are then taken out some at a time, by the calls that come anyhow, and it is free again.
+ */
+#ifndef KVRELAY_SLOTS_H
+#define KVRELAY_SLOTS_H
+
+#include "table.h"
+
+enum { FREE, OPEN, CLOSED };
+
+typedef struct {
+    uint32_t *tags;
+    uint32_t num_tags, room;
+    uint32_t live;      /* blocks of which something is known */
+    uint32_t counts[4]; /* of them, by fact */
+    uint32_t state, group;
+    uint64_t returned_at; /* number of the last answer that named it among the best */
+} slot;
+
+typedef struct {
+    table blocks;
+    sets sets;
+    slot *slots;
+    uint32_t num_slots, slots_room, num_closed;
+    uint32_t none_free; /* no slot below this is free */
+    uint64_t tags_bytes;
+} store;
+
+/* Ascending, each tag once. LSD radix sort by bytes. */
+static uint32_t sort_tags(uint32_t *tags, uint32_t count) {
+    uint32_t *from = tags, *other = checked(malloc((count + 1ul) * sizeof *tags)), *to = other;
+    for (int shift = 0; shift < 32; shift += 8) {
+        uint32_t starts[257] = {0};
+        for (uint32_t i = 0; i < count; i++)
+            starts[(from[i] >> shift & 255) + 1]++;
+        for (int i = 0; i < 256; i++)
+            starts[i + 1] += starts[i];
+        for (uint32_t i = 0; i < count; i++)
+            to[starts[from[i] >> shift & 255]++] = from[i];
+        uint32_t *swap = from;
+        from = to;
+        to = swap;
+    }
+    uint32_t unique = 0;
+    for (uint32_t i = 0; i < count; i++)
+        if (i == 0 || tags[i] != tags[unique - 1])
+            tags[unique++] = tags[i];
+    free(other);
+    return unique;
+}
+
+/* Place, from `i` on in the run of taken places, of a block of `number` that has this tag and one of
+ * `facts`; or NOWHERE. */
+static uint32_t tagged(shard *s, uint32_t tag, uint32_t i, uint32_t number, uint32_t facts) {
+    if (s->capacity == 0)
+        return NOWHERE;
+    for (; s->entries[i].who; i = next_place(s, i))
+        if (tag_of(s->entries[i].name) == tag && facts_of(s->entries[i].who, number) & facts)
+            return i;
+    return NOWHERE;
+}
+
+/* Afterwards every tag is that of some block, and is there once. */
+static void order_tags(store *all, uint32_t number) {
+    slot *own = &all->slots[number];
+    uint32_t count = sort_tags(own->tags, own->num_tags), kept = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        if (i + 16 < count)
+            prefetch_tag(&all->blocks, own->tags[i + 16]);
+        shard *s = shard_of(&all->blocks, own->tags[i]);
+        if (s->capacity &&
+            tagged(s, own->tags[i], home_of(s, own->tags[i]), number, 15) != NOWHERE)
+            own->tags[kept++] = own->tags[i];
+    }
+    own->num_tags = kept;
+}
+
+static void add_tag(store *all, uint32_t number, uint32_t tag) {
+    slot *own = &all->slots[number];
+    if (own->num_tags == own->room && own->num_tags > 64 && own->live < own->num_tags / 3 * 2)
+        order_tags(all, number);
+    if (own->num_tags == own->room) {
+        uint32_t room = own->room + own->room / 4 + 16;
+        own->tags = checked(realloc(own->tags, room * sizeof(uint32_t)));
+        all->tags_bytes += (room - own->room) * sizeof(uint32_t);
+        own->room = room;
+    }
+    own->tags[own->num_tags++] = tag;
+}
+
+static void count_facts(slot *own, uint32_t before, uint32_t after) {
+    for (int i = 0; i < 4; i++)
+        own->counts[i] += (after >> i & 1) - (before >> i & 1);
+    own->live += (after != 0) - (before != 0);
+}
+
+/* The one place where facts change: `add` comes, then `drop` goes. What is in device memory is not
+ * expected there any more. */
+static void change_block(store *all, uint32_t number, name which, uint32_t add, uint32_t drop) {
+    table *t = &all->blocks;
+    uint32_t tag = tag_of(which);
+    shard *s = shard_of(t, tag);
+    uint32_t at = place_in(s, which, tag);
+    uint32_t before = at == NOWHERE ? 0 : facts_of(s->entries[at].who, number);
+    uint32_t after = (before | add) & ~drop;
+    if (after & DEVICE)
+        after &= ~EXPECTED;
+    if (after == before)
+        return;
+    if (before == 0)
+        add_tag(all, number, tag);
+    count_facts(&all->slots[number], before, after);
+    holders old = at == NOWHERE ? 0 : s->entries[at].who;
+    holders new = holders_with(&all->sets, old, number, before, after);
+    if (old == 0)
+        insert_block(t, which, tag, new);
+    else if (new == 0)
+        delete_at(t, s, at);
+    else
+        s->entries[at].who = new;
+}
+
+/* Drop `facts` from every block of `number` that has this tag. */
+static void drop_tagged(store *all, uint32_t number, uint32_t tag, uint32_t facts) {
+    for (;;) {
+        shard *s = shard_of(&all->blocks, tag);
+        uint32_t at = s->capacity ? tagged(s, tag, home_of(s, tag), number, facts) : NOWHERE;
+        if (at == NOWHERE)
+            return;
+        change_block(all, number, s->entries[at].name, 0, facts);
+    }
+}
+
+/* Number of a slot that is free, the lowest; -1: there are too many. */
+static int64_t open_slot(store *all, uint32_t group) {
+    uint32_t number = all->none_free;
+    while (number < all->num_slots && all->slots[number].state != FREE)
+        number++;
+    all->none_free = number;
+    if (number == MAX_SLOTS)
+        return -1;
+    if (number == all->slots_room) {
+        uint32_t room = all->slots_room ? 2 * all->slots_room : 16;
+        all->slots = checked(realloc(all->slots, room * sizeof(slot)));
+        memset(all->slots + all->slots_room, 0, (room - all->slots_room) * sizeof(slot));
+        all->slots_room = room;
+    }
+    if (number == all->num_slots)
+        all->num_slots++;
+    all->slots[number] = (slot){.state = OPEN, .group = group};
+    return number;
+}
+
+static void close_slot(store *all, uint32_t number) {
+    all->slots[number].state = CLOSED;
+    all->num_closed++;
+}
+
+/* Take up to `budget` blocks of closed slots out. */
+static void drain(store *all, uint64_t budget) {
+    for (uint32_t number = 0; all->num_closed && budget; number++) {
+        slot *own = &all->slots[number];
+        if (own->state != CLOSED)
+            continue;
+        for (; own->num_tags && budget; budget--) {
+            if (own->num_tags > 16)
+                prefetch_tag(&all->blocks, own->tags[own->num_tags - 17]);
+            drop_tagged(all, number, own->tags[--own->num_tags], 15);
+        }
+        if (own->num_tags == 0) {
+            free(own->tags);
+            all->tags_bytes -= own->room * sizeof(uint32_t);
+            *own = (slot){.state = FREE};
+            if (number < all->none_free)
+                all->none_free = number;
+            all->num_closed--;
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,65 @@
+"""Names of blocks: the same however a sequence grows, and whoever hashed its beginning."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.block_hash import (
+    HASH_BYTES,
+    UNSALTED,
+    BlockChain,
+    CacheScope,
+    block_hash,
+    hash_blocks,
+    root_hash,
+    unpack,
+)
+
+SIZE = 4
+TOKENS = [7 * n for n in range(22)]  # 5 blocks and a part of one
+SCOPES = [UNSALTED, CacheScope(b"tenant"), CacheScope(b"tenant", 9), CacheScope(b"tenant", 99)]
+
+
+def chain(scope: CacheScope) -> BlockChain:
+    return BlockChain(b"model", scope, SIZE)
+
+
+def by_definition(scope: CacheScope) -> list[bytes]:
+    """Block by block: public ones from the root without a salt, the salt in the chain behind."""
+    num_public = scope.num_public_tokens // SIZE
+    parent = root_hash(b"model", b"" if num_public else scope.salt)
+    names = []
+    for index in range(len(TOKENS) // SIZE):
+        if index and index == num_public:
+            parent = root_hash(parent, scope.salt)
+        parent = block_hash(parent, TOKENS[index * SIZE : (index + 1) * SIZE])
+        names.append(parent)
+    return names
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_names_do_not_depend_on_how_the_sequence_grew(scope: CacheScope) -> None:
+    names = by_definition(scope)
+    assert hash_blocks(b"model", scope, TOKENS, SIZE) == names
+    growing = chain(scope)
+    for length in range(len(TOKENS) + 1):
+        assert growing.extend(TOKENS[:length]) == names[: length // SIZE]
+        assert growing.packed == b"".join(names[: length // SIZE])
+    assert growing.packed is growing.packed
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("num_known", range(6))
+def test_a_chain_goes_on_from_names_that_another_has_found(
+    scope: CacheScope, num_known: int
+) -> None:
+    names = by_definition(scope)
+    adopting = chain(scope)
+    adopting.adopt(b"".join(names[:num_known]))
+    assert adopting.extend(TOKENS) == names
+    assert unpack(adopting.packed) == names
+
+
+def test_packed_names_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match=f"17 bytes: expected {HASH_BYTES} each"):
+        chain(UNSALTED).adopt(bytes(17))
