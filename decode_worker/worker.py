@@ -18,7 +18,7 @@ from engine.node import Effect, Note, Send, Wake, Woken
 from engine.outbox import Refused
 from engine.request import Abort, Probe, Refusal
 from engine.sequence import SeqState, Sequence
-from engine.stats import Audit, AuditRequest
+from engine.stats import Audit, AuditRequest, RouterDown
 from engine.step import Execute, StepDone
 from engine.tier import DiskRecord
 from kvtransfer.arrival import Mode, Settled
@@ -65,6 +65,9 @@ class DecodeWorker:
             case Abort(request_id, attempt):
                 keys = [k for k in self.core.seqs if k[0] == request_id and k[1] <= attempt]
                 return [effect for key in keys for effect in self._end(self.core.seqs[key])]
+            case RouterDown(router):  # and its clients with it: nobody takes the tokens
+                lost = [seq for seq in self.core.seqs.values() if seq.router == router]
+                return [effect for seq in lost for effect in self._end(seq)]
             case Probe(request_id, attempt, router, position):
                 return [self.core.answer_probe(request_id, attempt, router, position)]
             case AuditRequest(reply_to):
@@ -101,12 +104,11 @@ class DecodeWorker:
         survivors = self.core.finish_step(done)
         if done.error is not None:
             return self.core.fail_step(survivors, done.error)
-        for seq, num_fed in survivors:
+        for seq, _ in survivors:
             if len(seq.tokens) > seq.num_computed and seq.num_reported < len(seq.tokens):
-                if num_fed > 1 and "prefill" not in seq.phases:
-                    seq.phases["prefill"] = self.core.now - seq.compute_from
-                if "transfer" in seq.phases and "first_decode" not in seq.phases:
-                    seq.phases["first_decode"] = self.core.now - seq.compute_from
+                if not seq.phases_reported:
+                    is_handed_over = "transfer" in seq.phases
+                    seq.end_phase("first_decode" if is_handed_over else "prefill", self.core.now)
                 self._report(seq)
         return []
 
@@ -132,9 +134,8 @@ class DecodeWorker:
     def _hand_over(self, now: float, settled: Settled) -> None:
         self.core.count("handoffs_done" if settled.complete else "handoffs_failed")
         if settled.complete:
-            seq = settled.arrival.seq
-            seq.phases["transfer"] = now - settled.arrival.final_at
-            seq.cached_reported = True  # the producer knows what was computed, and says so
+            # The producer knows what was computed, and says so.
+            settled.arrival.seq.cached_reported = True
 
     def _on_tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = [Wake(self.config.stats_interval_s, "tick")]

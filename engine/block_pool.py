@@ -112,10 +112,11 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int], *, first_to_go: bool = False) -> None:
         """One user less for each. The end of a sequence is evicted before its beginning, because a
-        prefix is of use without its continuation and not the other way round."""
-        for block in reversed(blocks):
+        prefix is of use without its continuation and not the other way round. `first_to_go`: all
+        of them before whatever else is evictable."""
+        for block in blocks if first_to_go else reversed(blocks):
             assert self._refs[block] > 0
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -123,6 +124,8 @@ class BlockPool:
                     self._blank.append(block)
                 else:
                     self._evictable[block] = None
+                    if first_to_go:
+                        self._evictable.move_to_end(block, last=False)
 
     def seal(self, block: int, name: bytes) -> bool:
         """Give a full block its name. False if another block has it: this one stays private."""

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from engine.block_hash import BlockChain, CacheScope
+from engine.block_hash import HASH_BYTES, BlockChain, CacheScope
 from engine.config import WorkerConfig
-from engine.cost import Rate
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
 from engine.node import Effect, NodeId, Note, Send
 from engine.outbox import Refused, TokenDeltas
+from engine.pace import Pace
 from engine.request import FinishReason, Refusal, SamplingParams, TokenDelta
 from engine.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
@@ -48,6 +48,8 @@ class WorkRequest(Protocol):
     def scope(self) -> CacheScope: ...
     @property
     def retention(self) -> Retention | None: ...
+    @property
+    def names(self) -> bytes: ...
 
 
 class LowerTiers(Protocol):
@@ -72,8 +74,7 @@ class EngineCore:
         self.seqs: dict[tuple[str, int], Sequence] = {}
         self.routers: list[NodeId] = []
         self.counters: dict[str, float] = {}
-        self.prefill_tokens_per_s = Rate()
-        self.decode_step_s = Rate()
+        self.pace = Pace(config)
         self.lower: LowerTiers | None = None
         self.now = 0.0  # of the message that is being handled
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -123,11 +124,16 @@ class EngineCore:
             sampling=work.sampling,
             deadline=now + work.timeout_s,
             arrived_at=now,
+            phase_since=now,
             chain=BlockChain(config.fingerprint, work.scope, config.block_size),
             retention=work.retention or config.retention,
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
         )
+        # A router's word is as good as the worker's own hashing: its names only say what is shared
+        # among requests that it has sent, and their number is checked.
+        if len(work.names) == len(work.tokens) // config.block_size * HASH_BYTES:
+            seq.chain.adopt(work.names)
         self.seqs[seq.key] = seq
         self.scheduler.add(seq)
         self.count("requests")
@@ -157,52 +163,28 @@ class EngineCore:
         """The next step, which also takes the checksums of the blocks that it fills."""
         if self.scheduler.in_flight:
             return None
-        step = self.scheduler.schedule(self._prompt_budget())
-        if step is None:
-            return None
+        pace = self.pace
+        step = self.scheduler.schedule(self.now, pace.prompt_budget(), pace.prompt_cost)
+        if step is None or step.repeats > 1:  # a step that is repeated fills no block
+            return step
         size = self.config.block_size
         for share in step.seqs:
             end = share.start + len(share.tokens)
             step.checksum_blocks += share.block_ids[share.start // size : end // size]
         return step
 
-    def _prompt_budget(self) -> int:
-        """Prompt tokens that fit beside decodes into a step of `itl_target_s`, at measured rates;
-        at least a block, or a prompt might never end."""
-        target_s = self.config.itl_target_s
-        if target_s == 0:
-            return self.config.max_num_batched_tokens
-        spare_s = target_s - self.decode_step_s.value
-        return max(self.config.block_size, int(spare_s * self.prefill_tokens_per_s.value))
-
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
         """As `Scheduler.finish_step`; learns the rates from how long it took."""
         step = self.scheduler.in_flight
         assert step is not None
-        self.count("steps")
-        self.count("tokens_fed", step.num_tokens)
+        repeats = 1
+        if step.repeats > 1 and done.error is None and done.sampled[0] is not None:
+            repeats += len(done.sampled[0].more)
+        self.count("steps", repeats)
+        self.count("tokens_fed", step.num_tokens * repeats)
         if done.error is None and done.elapsed_s > 0:
-            self._learn(step, done.elapsed_s)
+            self.pace.learn(step, done.elapsed_s, repeats)
         return self.scheduler.finish_step(done)
-
-    def _present_prefill_rate(self) -> float:
-        """Tokens per second that a prompt is computed at now: beside decodes, a budget a step."""
-        rate = self.prefill_tokens_per_s.value
-        if self.config.itl_target_s == 0 or rate == 0 or not self.scheduler.running:
-            return rate
-        budget = self._prompt_budget()
-        return budget / (self.decode_step_s.value + budget / rate)
-
-    def _learn(self, step: Step, elapsed_s: float) -> None:
-        """Rates of prompts and of decodes. Of a mixed step, the prompts' time is what a step of
-        decodes alone would not have taken."""
-        prompts = [len(share.tokens) for share in step.seqs if len(share.tokens) > 1]
-        if not prompts:
-            self.decode_step_s.add(elapsed_s, 1)
-            return
-        if len(prompts) < len(step.seqs):
-            elapsed_s = max(elapsed_s - self.decode_step_s.value, 0.1 * elapsed_s)
-        self.prefill_tokens_per_s.add(sum(prompts), elapsed_s)
 
     def fail_step(self, survivors: list[tuple[Sequence, int]], error: str) -> list[Effect]:
         """After a step that failed: its sequences are refused, the router tries them elsewhere."""
@@ -217,13 +199,20 @@ class EngineCore:
         """Put the tokens that the router does not know yet into the next frame to it."""
         start = seq.num_reported
         cached = None if seq.cached_reported else seq.num_cached
-        delta = self.delta_from(seq, start, finish, cached)
+        told = seq.phases_reported and finish is None
+        delta = self.delta_from(seq, start, finish, cached, {} if told else seq.phases)
         self._outbox.setdefault(seq.router, []).append(delta)
         seq.num_reported = len(seq.tokens)
         seq.cached_reported = True
+        seq.phases_reported = True
 
     def delta_from(
-        self, seq: Sequence, start: int, finish: FinishReason | None, cached: int | None
+        self,
+        seq: Sequence,
+        start: int,
+        finish: FinishReason | None,
+        cached: int | None,
+        phases: Mapping[str, float],
     ) -> TokenDelta:
         tokens = tuple(seq.tokens[start:])
         logprobs = tuple(
@@ -231,7 +220,6 @@ class EngineCore:
             for position in range(start, len(seq.tokens))
             if position in seq.logprobs
         )
-        phases = dict(seq.phases) if cached is not None or finish is not None else {}
         return TokenDelta(
             seq.request_id,
             seq.attempt,
@@ -241,7 +229,7 @@ class EngineCore:
             finish,
             cached,
             dict(seq.cached_by_source) if cached is not None else {},
-            phases,
+            dict(phases),
         )
 
     def answer_probe(self, request_id: str, attempt: int, router: NodeId, position: int) -> Send:
@@ -251,7 +239,7 @@ class EngineCore:
             return Send(router, self.refusal(request_id, attempt, Refusal.UNKNOWN, detail))
         seq.router = router
         start = max(position, seq.num_prompt_tokens)
-        delta = self.delta_from(seq, min(start, len(seq.tokens)), None, None)
+        delta = self.delta_from(seq, min(start, len(seq.tokens)), None, None, {})
         return Send(router, TokenDeltas(self.config.node_id, self.config.epoch, (delta,)))
 
     def flush(self) -> list[Effect]:
@@ -282,7 +270,7 @@ class EngineCore:
         if isinstance(message, RouterDown):
             if message.router in self.routers:
                 self.routers.remove(message.router)
-            return []
+            return None  # the worker ends what it does for it
         if isinstance(message, KVSnapshotRequest):
             return [self._snapshot(message.router)]
         return None
@@ -304,6 +292,8 @@ class EngineCore:
     def stats(self, num_handoffs: int, read_rates: Mapping[Tier | None, float]) -> WorkerStats:
         """`read_rates`: bytes per second into device memory, by own tier; None: from peers."""
         pool, scheduler = self.kv.pool, self.scheduler
+        is_busy = bool(scheduler.running)
+        decoding = [len(seq.tokens) for seq in scheduler.running if seq.is_decoding]
         self.counters["preemptions"] = scheduler.num_preemptions
         self.counters["evictions"] = pool.num_evictions
         return WorkerStats(
@@ -315,8 +305,8 @@ class EngineCore:
             num_running=len(scheduler.running) + len(scheduler.remote),
             num_handoffs=num_handoffs,
             pending_prefill_tokens=scheduler.pending_tokens,
-            prefill_tokens_per_s=self._present_prefill_rate(),
-            decode_step_s=self.decode_step_s.value,
+            prefill_tokens_per_s=self.pace.present_prefill_rate(is_busy=is_busy),
+            decode_step_s=self.pace.decode_step_s.value,
             read_bytes_per_s=read_rates[None],
             event_seq=self._event_seq,
             counters=dict(self.counters),
@@ -324,6 +314,11 @@ class EngineCore:
             disk_read_bytes_per_s=read_rates[Tier.DISK],
             num_host_blocks=self.lower.num_blocks(Tier.HOST) if self.lower else 0,
             num_disk_blocks=self.lower.num_blocks(Tier.DISK) if self.lower else 0,
+            prompt_weights=self.pace.present_prompt_weights(is_busy=is_busy),
+            decode_weights=self.pace.decode_cost.published(),
+            num_wanted_blocks=sum(self.kv.num_blocks_for(len(s.tokens)) for s in scheduler.waiting),
+            num_decoding=len(decoding),
+            decoding_tokens=sum(decoding),
         )
 
     def count(self, name: str, amount: float = 1) -> None:

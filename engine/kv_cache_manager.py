@@ -43,7 +43,7 @@ class KVCacheManager:
             self.pool.release(hits)
             return False
         seq.block_ids = hits + fresh
-        seq.num_sealed = len(hits)
+        seq.num_hits = seq.num_sealed = len(hits)
         seq.num_computed = len(hits) * self.block_size
         return True
 
@@ -63,13 +63,18 @@ class KVCacheManager:
         names = seq.names
         while (seq.num_sealed + 1) * self.block_size <= seq.num_computed:
             block, name = seq.block_ids[seq.num_sealed], names[seq.num_sealed]
-            if self.pool.seal(block, name) and self.collect_sealed:
+            if self.pool.seal(block, name) and self.collect_sealed and seq.retention.keep_s > 0:
                 self.newly_sealed.append((block, name, seq.retention))
             seq.num_sealed += 1
 
     def release(self, seq: Sequence) -> None:
-        """Take all blocks back; nothing writes to them any more. Sealed ones stay as cache."""
-        self.pool.release(seq.block_ids)
+        """Take all blocks back; nothing writes to them any more. Sealed ones stay as cache, first
+        to go where they are not worth keeping."""
+        if seq.retention.keep_s <= 0:  # but what was here before it is worth as much as before
+            self.pool.release(seq.block_ids[seq.num_hits :], first_to_go=True)
+            self.pool.release(seq.block_ids[: seq.num_hits])
+        else:
+            self.pool.release(seq.block_ids)
         seq.block_ids = []
         seq.num_sealed = 0
         seq.num_computed = 0

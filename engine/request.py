@@ -19,6 +19,7 @@ class Refusal(StrEnum):
     """Why a request was not (or no longer) served: also the metric label and the error code."""
 
     QUEUE_FULL = "queue_full"
+    OVERLOADED = "overloaded"  # it would not be served in time
     CONTEXT_LENGTH = "context_length_exceeded"
     NEVER_FITS = "kv_cache_too_small"
     DEADLINE = "deadline_exceeded"

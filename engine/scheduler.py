@@ -11,9 +11,12 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.config import WorkerConfig
+from engine.cost import TOKENS_UNIT, FittedCost
 from engine.kv_cache_manager import KVCacheManager
 from engine.sequence import SeqState, Sequence
 from engine.step import ScheduledSeq, Step, StepDone
+
+AGING = 0.5  # seconds of its own work that a prompt is forgiven for each second it has waited
 
 
 class Scheduler:
@@ -49,10 +52,9 @@ class Scheduler:
             return False
         if seq.admitted_at is None:
             seq.admitted_at = now
-            seq.compute_from = now
             if seq.num_computed:
                 seq.cached_by_source["device"] = seq.num_computed
-            seq.phases["worker_queue"] = now - seq.arrived_at
+        seq.end_phase("worker_queue", now)
         return True
 
     def admit_waiting(
@@ -83,38 +85,31 @@ class Scheduler:
                 computing.update(self.kv.usable_names(seq)[seq.num_sealed :])
         return admitted
 
-    def compute_here(self, now: float, seq: Sequence) -> None:
+    def compute_here(self, seq: Sequence) -> None:
         """What `seq` still lacks is computed here: its remote KV has come, or will not come."""
         assert seq.state is SeqState.REMOTE
         assert seq.num_reads == 0
         self.remote.remove(seq)
         seq.state = SeqState.RUNNING
-        seq.compute_from = now
         self.running.append(seq)
 
-    def schedule(self, prompt_budget: int) -> Step | None:
+    def schedule(self, now: float, prompt_budget: int, cost: FittedCost) -> Step | None:
         """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
-        these, at most `prompt_budget` tokens where there is a decode that they would delay. The
-        oldest prompt is sure of half of what prompts get; the rest goes to the shortest first, so
-        that a long one holds up nobody and is not held up for ever."""
+        these, at most `prompt_budget` tokens where there is a decode that they would delay. `cost`
+        is what prompts have cost so far."""
         assert self.in_flight is None
         self._make_room_for_growth()
         budget = self.config.max_num_batched_tokens
-        decodes = [seq for seq in self.running if _num_missing(seq) == 1][:budget]
+        decodes = [seq for seq in self.running if seq.is_decoding][:budget]
         chosen = [(seq, 1) for seq in decodes]
-        budget = min(budget - len(decodes), prompt_budget if decodes else budget)
-        prompts = [seq for seq in self.running if _is_prompt(seq)]
-        oldest = prompts[0] if prompts else None
-        kept = min(_num_missing(oldest), -(-budget // 2)) if oldest is not None else 0
-        for seq in sorted(prompts, key=_num_missing):
-            count = min(_num_missing(seq), budget if seq is oldest else budget - kept)
-            kept = 0 if seq is oldest else kept
-            if count > 0:
-                chosen.append((seq, count))
-                budget -= count
+        if len(decodes) < len(self.running):
+            budget = min(budget - len(decodes), prompt_budget if decodes else budget)
+            chosen += self._prompts(now, budget, cost)
         if not chosen:
             return None
         step = Step(self._next_step_id, [self._share(seq, count) for seq, count in chosen])
+        if len(chosen) == len(decodes) == len(self.running):
+            step.repeats = min(self._repeats(seq) for seq in decodes)
         self._next_step_id += 1
         self.in_flight = step
         self._in_flight_seqs = [seq for seq, _ in chosen]
@@ -140,12 +135,15 @@ class Scheduler:
                 self.release_if_settled(seq)
                 continue
             if done.error is None:
-                seq.num_computed = share.start + len(share.tokens)
-                self.kv.seal_computed(seq)
                 sampled = done.sampled[index]
+                seq.num_computed = share.start + len(share.tokens)
                 if share.sample:
                     assert sampled is not None
                     seq.append(sampled.token, sampled.logprobs)
+                    if sampled.more:
+                        seq.tokens.extend(sampled.more)
+                        seq.num_computed += len(sampled.more)
+                self.kv.seal_computed(seq)
             survivors.append((seq, len(share.tokens)))
         self._in_flight_seqs = []
         return survivors
@@ -180,6 +178,37 @@ class Scheduler:
             len(s.tokens) for s in self.waiting if not s.is_remote
         )
 
+    def _prompts(self, now: float, budget: int, cost: FittedCost) -> list[tuple[Sequence, int]]:
+        """Which prompts get how much of `budget`: shortest first, which is best for the mean, but
+        one that has waited counts as shorter, so that a long one is not held up for ever. Another
+        prompt joins the pass if the passes that are saved are worth the delay of those in it."""
+        pass_s, token_s = cost.weights[0], cost.weights[1] / TOKENS_UNIT
+        prompts = [seq for seq in self.running if seq.num_missing > 1]
+        if token_s > 0:
+            prompts.sort(key=lambda seq: seq.num_missing * token_s - AGING * (now - seq.arrived_at))
+        chosen: list[tuple[Sequence, int]] = []
+        for seq in prompts:
+            count = min(seq.num_missing, budget)
+            if count <= 0:
+                break
+            saved_s = pass_s * (len(prompts) - len(chosen))
+            if chosen and token_s > 0 and saved_s < count * token_s * len(chosen):
+                break
+            chosen.append((seq, count))
+            budget -= count
+        return chosen
+
+    def _repeats(self, seq: Sequence) -> int:
+        """Passes in a row for which a decode needs nothing but its own tokens: no further block, no
+        block sealed, no end. A first token is waited for, and does not wait for others; nothing
+        follows the token that a producer samples."""
+        num_tokens, params = len(seq.tokens), seq.sampling
+        if seq.num_output_tokens == 0 or not seq.reserve_growth:
+            return 1
+        to_seal = -num_tokens % self.config.block_size
+        to_end = params.max_tokens - seq.num_output_tokens
+        return max(1, min(to_seal, to_end, self.config.max_model_len - num_tokens))
+
     def _make_room_for_growth(self) -> None:
         """Cover the newest token of every running sequence; the latest arrivals give way."""
         for seq in list(self.running):
@@ -203,7 +232,7 @@ class Scheduler:
         names = {
             name
             for seq in self.running
-            if _is_prompt(seq)
+            if seq.num_missing > 1
             for name in self.kv.usable_names(seq)[seq.num_sealed :]
         }
         for seq in self.remote:
@@ -222,11 +251,3 @@ class Scheduler:
             context=seq.tokens,
             num_prompt_tokens=seq.num_prompt_tokens,
         )
-
-
-def _num_missing(seq: Sequence) -> int:
-    return len(seq.tokens) - seq.num_computed
-
-
-def _is_prompt(seq: Sequence) -> bool:
-    return _num_missing(seq) > 1

@@ -40,17 +40,19 @@ class Sequence:
     reserve_growth: bool = True  # False: no token will follow the one that is sampled here
     state: SeqState = SeqState.WAITING
     block_ids: list[int] = field(default_factory=list)
+    num_hits: int = 0  # blocks that were here when it got its own
     num_sealed: int = 0
     num_computed: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)  # tokens not computed, by source
     num_arriving: int = 0  # blocks [num_sealed, num_arriving) are being loaded from below
-    compute_from: float = 0.0  # when all that is not computed here had come
     is_remote: bool = False  # its KV is expected from a producer
     in_step: bool = False  # the step in flight writes to its blocks
     num_reads: int = 0  # transfers that may write to its blocks
     num_reported: int = 0  # tokens that the router was told of, counted from the start
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # position -> logprobs
-    phases: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)  # seconds, up to the first token here
+    phase_since: float = 0.0  # when the present phase began
+    phases_reported: bool = False
     admitted_at: float | None = None
     cached_reported: bool = False
     num_preemptions: int = 0
@@ -64,6 +66,15 @@ class Sequence:
         return sum(self.cached_by_source.values())
 
     @property
+    def num_missing(self) -> int:
+        """Tokens that are known and not computed."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_missing == 1
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
@@ -71,6 +82,12 @@ class Sequence:
     def names(self) -> list[bytes]:
         """Names of all full blocks of `tokens`."""
         return self.chain.extend(self.tokens)
+
+    def end_phase(self, name: str, now: float) -> None:
+        """Phases follow each other without a gap, from the arrival to the first token that is
+        sampled here. One that comes again (after a preemption) grows."""
+        self.phases[name] = self.phases.get(name, 0.0) + now - self.phase_since
+        self.phase_since = now
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
         if logprobs is not None:

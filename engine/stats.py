@@ -51,11 +51,17 @@ class WorkerStats:
     disk_read_bytes_per_s: float = 0.0  # from its disk into the device
     num_host_blocks: int = 0  # that hold KV, of the host tier
     num_disk_blocks: int = 0
+    prompt_weights: tuple[float, ...] = ()  # of `engine.cost.prompt_features`; empty: not known yet
+    decode_weights: tuple[float, ...] = ()  # of `engine.cost.decode_features`
+    num_wanted_blocks: int = 0  # that those which wait still need
+    num_decoding: int = 0  # sequences that have their whole prompt
+    decoding_tokens: int = 0  # their contexts together
 
 
 @dataclass(frozen=True, slots=True)
 class RouterUp:
-    """To a worker, from the controller: publish to `router`, beginning with a snapshot."""
+    """From the controller. To a worker: publish to `router`, beginning with a snapshot. To another
+    router: tell it where you send requests."""
 
     router: NodeId
 

@@ -31,6 +31,9 @@ class Step:
     step_id: int
     seqs: list[ScheduledSeq]
     checksum_blocks: list[int] = field(default_factory=list)  # checksum these after the pass
+    # The pass may be run up to so often in a row, each sequence fed what it has just sampled, as
+    # long as nobody samples a stop token. More than once only where all are decodes.
+    repeats: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -48,6 +51,7 @@ class Execute:
 class Sampled:
     token: int
     logprobs: TokenLogprobs | None = None
+    more: tuple[int, ...] = ()  # of the repeats; as many for every sequence of the step
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.node import NodeId
+from engine.node import NodeId, Note
 from engine.request import TokenLogprobs
 from engine.sequence import Sequence
 from engine.tier import Tier
@@ -128,3 +128,11 @@ class Settled:
     arrival: Arrival
     end: int
     complete: bool
+
+
+def mismatch(arrival: Arrival, read: Read, count: int) -> Note:
+    text = (
+        f"{count} KV blocks of {arrival.seq.request_id} from {arrival.source_of(read)} do not"
+        " have the bytes that were stored or sent; they are computed again"
+    )
+    return Note("error", "kv_checksum_mismatch", text)

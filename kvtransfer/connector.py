@@ -16,7 +16,7 @@ from engine.node import Effect, NodeId, Note, Send
 from engine.sequence import Sequence
 from engine.tier import Tier
 from kvtransfer.agent import PeerConnected, ReadBlocks, ReadDone
-from kvtransfer.arrival import Arrival, Key, Mode, Offer, Read, Settled
+from kvtransfer.arrival import Arrival, Key, Mode, Offer, Read, Settled, mismatch
 from kvtransfer.handoff import ConsumerEvent, ConsumerState, next_consumer
 from kvtransfer.messages import KVConnected, KVFetch, KVRead, KVReady, KVRefused, KVRelease
 from kvtransfer.peers import Peers, Reach
@@ -156,7 +156,7 @@ class Connector:
             sums = zip(read.indices, done.checksums, strict=True)
             bad = [index for index, value in sums if value != arrival.checksum(index)]
             if bad:
-                effects.append(self._mismatch(arrival, read, len(bad)))
+                effects.append(mismatch(arrival, read, len(bad)))
         arrival.good.update(set(read.indices) - set(bad))
         if bad and read.tier is not None:
             for index in bad:
@@ -301,16 +301,17 @@ class Connector:
         )
 
     def _load_s(self, tier: Tier) -> float:
-        """Seconds that a block takes from `tier` into device memory."""
-        rate = self.read_bytes_per_s[tier].value or UNMEASURED_BYTES_PER_S[tier]
+        rate = self.bytes_per_s(tier) or UNMEASURED_BYTES_PER_S[tier]
         return self.config.bytes_per_block / rate
 
-    def _mismatch(self, arrival: Arrival, read: Read, count: int) -> Note:
-        text = (
-            f"{count} KV blocks of {arrival.seq.request_id} from {arrival.source_of(read)} do not"
-            " have the bytes that were stored or sent; they are computed again"
-        )
-        return Note("error", "kv_checksum_mismatch", text)
+    def bytes_per_s(self, tier: Tier | None) -> float:
+        """Measured rate of reads into device memory; until there was one, that of copies down to
+        the tier, which take the same way, if it is better than what is assumed. 0: not known."""
+        own = self.read_bytes_per_s[tier].value
+        if own or tier is None:
+            return own
+        written = self.tiers.written_bytes_per_s(tier)
+        return written if written > UNMEASURED_BYTES_PER_S.get(tier, 0.0) else 0.0
 
     def _unreachable(self, producer: NodeId, why: str) -> list[Effect]:
         effects: list[Effect] = []

@@ -13,7 +13,7 @@ from engine.sequence import SeqState, Sequence
 from engine.stats import Audit
 from engine.tier import DiskRecord, Tier
 from kvtransfer.agent import PeerConnected, ReadDone, StoreFailed
-from kvtransfer.arrival import Settled
+from kvtransfer.arrival import Mode, Settled
 from kvtransfer.connector import Connector
 from kvtransfer.lender import Lender
 from kvtransfer.messages import (
@@ -80,7 +80,7 @@ class KVExchange:
 
     def comes_from_elsewhere(self, seq: Sequence) -> bool:
         """Of a sequence that has just got its blocks: whether some of them are not computed."""
-        return self.connector.plan(seq, self._core.prefill_tokens_per_s.value)
+        return self.connector.plan(seq, self._core.pace.prefill_tokens_per_s.value)
 
     def advance(self, now: float) -> list[Effect]:
         """After every message: what has become possible."""
@@ -126,9 +126,21 @@ class KVExchange:
             seq.num_computed = len(seq.tokens)
         elif settled.end > arrival.first:
             seq.num_computed = settled.end * size
-        seq.phases["load"] = now - arrival.started_at
+        self._end_phases(now, settled)
         core.kv.seal_computed(seq)
-        core.scheduler.compute_here(now, seq)
+        core.scheduler.compute_here(seq)
+
+    def _end_phases(self, now: float, settled: Settled) -> None:
+        """Of a sequence that waited for what has come: until the producer had computed all of it,
+        and from then on; or all of it is lost."""
+        arrival, seq = settled.arrival, settled.arrival.seq
+        if arrival.mode is not Mode.HANDOFF:
+            seq.end_phase(arrival.mode, now)
+        elif settled.complete:
+            seq.end_phase("prefill_wait", max(arrival.final_at, seq.phase_since))
+            seq.end_phase("transfer", now)
+        else:
+            seq.end_phase("lost", now)
 
     def _on_read_done(self, now: float, done: ReadDone) -> list[Effect]:
         effects = self.tiers.on_read_done(now, done)
@@ -141,7 +153,8 @@ class KVExchange:
 
     def rates(self) -> dict[Tier | None, float]:
         """Bytes per second that requests have read at, by own tier; None: from peers."""
-        return {tier: rate.value for tier, rate in self.connector.read_bytes_per_s.items()}
+        connector = self.connector
+        return {tier: connector.bytes_per_s(tier) for tier in connector.read_bytes_per_s}
 
     def audit(self, left: list[str], num_productions: int = 0) -> Audit:
         """Where every block is. `left`: what the worker would not have if it were idle."""

@@ -166,6 +166,12 @@ class Tiers:
         """All blocks that can be read."""
         return tuple(TierNames(tier, pool.names()) for tier, pool in self._pools.items())
 
+    def written_bytes_per_s(self, tier: Tier) -> float:
+        """Of the copies down to `tier`, since the start; 0 before the first."""
+        way = f"device_{tier}" if tier is Tier.HOST else f"host_{tier}"
+        seconds = self.counters.get(f"moved_s_{way}", 0.0)
+        return self.counters[f"moved_bytes_{way}"] / seconds if seconds else 0.0
+
     def num_blocks(self, tier: Tier) -> int:
         """Slots in use: of blocks that can be read, are written, or were forgotten and are read."""
         return self._pools[tier].num_used if tier in self._pools else 0

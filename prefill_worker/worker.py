@@ -17,7 +17,7 @@ from engine.node import Effect, NodeId, Note, Send, Wake, Woken
 from engine.outbox import Refused
 from engine.request import Abort, FinishReason, Probe, Refusal
 from engine.sequence import SeqState, Sequence
-from engine.stats import Audit, AuditRequest
+from engine.stats import Audit, AuditRequest, RouterDown
 from engine.step import Execute, StepDone
 from engine.tier import DiskRecord
 from kvtransfer.arrival import Mode
@@ -90,11 +90,11 @@ class PrefillWorker:
                 return self._on_tick(now)
             case Abort(request_id, attempt):
                 keys = [k for k in self.productions if k[0] == request_id and k[1] <= attempt]
-                return [
-                    effect
-                    for key in keys
-                    for effect in self._free(self.productions[key], ProducerEvent.RELEASE)
-                ]
+                return self._release([self.productions[key] for key in keys])
+            case RouterDown(router):  # and its clients with it: nobody takes the tokens
+                return self._release(
+                    [p for p in self.productions.values() if p.seq.router == router]
+                )
             case Probe(request_id, attempt, router, position):
                 return [self.core.answer_probe(request_id, attempt, router, position)]
             case AuditRequest(reply_to):
@@ -164,7 +164,7 @@ class PrefillWorker:
 
     def _on_first_token(self, production: Production, finish: FinishReason | None) -> list[Effect]:
         seq, now = production.seq, self.core.now
-        seq.phases["prefill"] = now - seq.compute_from
+        seq.end_phase("prefill", now)
         if finish is None:
             # No block for the sampled token here: its KV is computed by the consumer.
             production.state = next_producer(production.state, ProducerEvent.COMPUTED)
@@ -233,6 +233,9 @@ class PrefillWorker:
         num_handoffs = len(self.productions) + len(self.exchange.lender.loans)
         stats = self.core.stats(num_handoffs, self.exchange.rates())
         return effects + [Send(router, stats) for router in self.core.routers]
+
+    def _release(self, productions: Seq[Production]) -> list[Effect]:
+        return [e for p in productions for e in self._free(p, ProducerEvent.RELEASE)]
 
     def _free(self, production: Production, event: ProducerEvent) -> list[Effect]:
         production.state = next_producer(production.state, event)

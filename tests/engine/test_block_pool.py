@@ -15,6 +15,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS)
         self.users: list[list[int]] = []  # block tables
         self.content: dict[int, bytes] = {}  # block -> name, sealed blocks
+        self.evictable: list[int] = []  # the first to go first
         self.known: set[bytes] = set()  # what a listener believes
 
     @rule(count=st.integers(0, NUM_BLOCKS + 1))
@@ -27,6 +28,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert blocks is not None
         assert len(set(blocks)) == count
         assert not set(blocks) & in_use
+        num_evicted = max(0, count - (NUM_BLOCKS - len(in_use) - len(self.evictable)))
+        assert set(blocks) & set(self.evictable) == set(self.evictable[:num_evicted])
+        del self.evictable[:num_evicted]
         for block in blocks:
             self.content.pop(block, None)
         self.users.append(blocks)
@@ -56,13 +60,17 @@ class PoolMachine(RuleBasedStateMachine):
             expected.append(where[label])
         assert blocks == expected
         self.pool.acquire(blocks)
+        self.evictable = [block for block in self.evictable if block not in blocks]
         self.users.append(blocks)
 
     @precondition(lambda self: self.users)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), spare=st.booleans())
+    def release(self, data: st.DataObject, spare: bool) -> None:
         table = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
-        self.pool.release(table)
+        self.pool.release(table, first_to_go=spare)
+        in_use = {block for other in self.users for block in other}
+        idle = [b for b in reversed(table) if b in self.content and b not in in_use]
+        self.evictable = idle + self.evictable if spare else self.evictable + idle
 
     @rule(names=st.lists(st.integers(0, 12), max_size=4))
     def evict(self, names: list[int]) -> None:
@@ -72,6 +80,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.evict([bytes([n]) for n in names]) == len(gone)
         for block in gone:
             del self.content[block]
+            self.evictable.remove(block)
 
     @rule()
     def listen(self) -> None:
@@ -88,6 +97,7 @@ class PoolMachine(RuleBasedStateMachine):
         in_use = {block for table in self.users for block in table}
         assert self.pool.num_free == NUM_BLOCKS - len(in_use)
         assert set(self.pool.names()) == set(self.content.values())
+        assert self.pool.num_evictable == len(self.evictable)
 
 
 TestPoolMachine = PoolMachine.TestCase
@@ -103,6 +113,40 @@ def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
     pool.release(table)
     pool.allocate(1)
     assert pool.lookup([b"\0", b"\1", b"\2"]) == table[:2]
+
+
+def sealed(pool: BlockPool, name: bytes, count: int) -> list[int]:
+    """Blocks in use, named `name` and their number."""
+    table = pool.allocate(count)
+    assert table is not None
+    for index, block in enumerate(table):
+        pool.seal(block, name + bytes([index]))
+    return table
+
+
+def test_spare_copies_go_before_everything_else_and_their_ends_first() -> None:
+    pool = BlockPool(6)
+    kept, spare, later = (sealed(pool, name, 2) for name in (b"k", b"s", b"l"))
+    pool.release(kept)
+    pool.release(spare, first_to_go=True)
+    pool.release(later)
+    order = []
+    for _ in range(6):
+        before = set(pool.names())
+        pool.allocate(1)
+        order += before - set(pool.names())
+    assert order == [b"s\1", b"s\0", b"k\1", b"k\0", b"l\1", b"l\0"]
+
+
+def test_a_spare_copy_that_is_used_again_is_worth_as_much_as_any() -> None:
+    pool = BlockPool(4)
+    spare, other = sealed(pool, b"s", 2), sealed(pool, b"o", 2)
+    pool.release(spare, first_to_go=True)
+    pool.release(other)
+    pool.acquire(spare)
+    pool.release(spare)
+    pool.allocate(2)
+    assert set(pool.names()) == {b"s\0", b"s\1"}
 
 
 def test_blank_blocks_are_used_before_cached_ones() -> None:

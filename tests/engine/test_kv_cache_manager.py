@@ -1,4 +1,4 @@
-"""What the KV cache manager tells of the blocks that it seals."""
+"""What the KV cache manager tells of the blocks that it seals, and which of them go first."""
 
 from engine.block_hash import UNSALTED, BlockChain
 from engine.kv_cache_manager import KVCacheManager
@@ -7,9 +7,10 @@ from engine.sequence import Sequence
 from engine.tier import Retention
 
 RETENTION = Retention(5.0)
+SPARE = Retention(0.0, to_disk=False)
 
 
-def sequence(tokens: list[int]) -> Sequence:
+def sequence(tokens: list[int], retention: Retention = RETENTION) -> Sequence:
     return Sequence(
         request_id="r",
         attempt=0,
@@ -20,12 +21,12 @@ def sequence(tokens: list[int]) -> Sequence:
         deadline=1.0,
         arrived_at=0.0,
         chain=BlockChain(b"f", UNSALTED, block_size=4),
-        retention=RETENTION,
+        retention=retention,
     )
 
 
-def compute(kv: KVCacheManager, tokens: list[int]) -> Sequence:
-    seq = sequence(tokens)
+def compute(kv: KVCacheManager, tokens: list[int], retention: Retention = RETENTION) -> Sequence:
+    seq = sequence(tokens, retention)
     assert kv.admit(seq, headroom=0)
     seq.num_computed = len(tokens)
     kv.seal_computed(seq)
@@ -56,3 +57,38 @@ def test_nothing_is_collected_where_nobody_takes_it() -> None:
     kv = KVCacheManager(8, block_size=4)
     compute(kv, list(range(10)))
     assert kv.newly_sealed == []
+
+
+def test_blocks_that_are_not_worth_keeping_are_not_collected() -> None:
+    kv = KVCacheManager(8, block_size=4)
+    kv.collect_sealed = True
+    compute(kv, list(range(10)), SPARE)
+    assert kv.newly_sealed == []
+
+
+def test_a_spare_copy_goes_first_but_what_was_here_before_it_keeps_its_place() -> None:
+    """Two blocks were there; a request that need not be kept continues them by two."""
+    kv = KVCacheManager(8, block_size=4)
+    prompt = list(range(16))
+    kv.release(compute(kv, prompt[:8]))
+    kv.release(compute(kv, [50 + i for i in range(8)]))  # used later
+    spare = compute(kv, prompt, SPARE)
+    names = list(spare.names)
+    assert spare.num_hits == 2
+    kv.release(spare)
+    kv.allocate(4)  # two are blank, two go
+    assert [kv.pool.is_cached(name) for name in names] == [True, True, False, False]
+    assert kv.pool.num_cached == 4
+    kv.allocate(2)
+    assert all(kv.pool.is_cached(name) for name in names[:2]), "they were used last"
+
+
+def test_a_request_that_is_kept_saves_a_spare_copy_that_it_hits() -> None:
+    kv = KVCacheManager(6, block_size=4)
+    prompt = list(range(9))
+    kv.release(compute(kv, prompt, SPARE))
+    kv.release(compute(kv, [50 + i for i in range(8)]))
+    kv.release(compute(kv, prompt))
+    kv.allocate(4)
+    assert kv.pool.lookup(sequence(prompt).names) != []
+    assert kv.pool.num_cached == 2

@@ -1,13 +1,16 @@
-"""How prompts that are computed at the same time share a step."""
+"""In which order prompts are computed, and how those that wait share a step."""
 
 from __future__ import annotations
 
+import pytest
+
 from engine.block_hash import UNSALTED, BlockChain
 from engine.config import WorkerConfig
+from engine.cost import TOKENS_UNIT, FittedCost
 from engine.kv_cache_manager import KVCacheManager
 from engine.request import SamplingParams
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.sequence import SeqState, Sequence
 from engine.stats import Role
 from engine.step import Sampled, StepDone
 from engine.tier import DEFAULT_RETENTION
@@ -15,63 +18,141 @@ from engine.tier import DEFAULT_RETENTION
 BUDGET = 64
 
 
-def make(*lengths: int) -> tuple[Scheduler, list[Sequence]]:
-    config = WorkerConfig(
-        "w", Role.DECODE, 1, 256, 4, 32, 1024, b"f", max_num_batched_tokens=BUDGET
-    )
-    scheduler = Scheduler(config, KVCacheManager(config.num_blocks, config.block_size))
-    seqs = []
-    for number, length in enumerate(lengths):
-        tokens = [number * 1000 + i for i in range(length)]
-        chain = BlockChain(b"f", UNSALTED, 4)
-        sampling = SamplingParams(max_tokens=50)
-        seqs.append(
-            Sequence(
-                f"r{number}",
-                1,
-                "router",
-                tokens,
-                length,
-                sampling,
-                1e9,
-                0.0,
-                chain,
-                DEFAULT_RETENTION,
-            )
+def priced(pass_s: float = 0.0, token_s: float = 0.0) -> FittedCost:
+    """What is known of prompts: each pass takes `pass_s`, and `token_s` more for each token."""
+    cost = FittedCost(4)
+    cost.weights = [pass_s, token_s * TOKENS_UNIT, 0.0, 0.0]
+    return cost
+
+
+UNKNOWN = priced()
+PER_TOKEN = priced(token_s=0.01)
+
+
+class Prompts:
+    """A scheduler and the clock; steps are done as soon as they are planned."""
+
+    def __init__(self, *lengths: int) -> None:
+        config = WorkerConfig(
+            "w", Role.DECODE, 1, 1024, 4, 32, 4096, b"f", max_num_batched_tokens=BUDGET
         )
-        scheduler.add(seqs[-1])
-    scheduler.admit_waiting(0.0, lambda seq: False)
-    return scheduler, seqs
+        self.now = 0.0
+        self.scheduler = Scheduler(config, KVCacheManager(config.num_blocks, config.block_size))
+        self.seqs: list[Sequence] = []
+        for length in lengths:
+            self.come(length)
+
+    def come(self, length: int, max_tokens: int = 50) -> Sequence:
+        number = len(self.seqs)
+        seq = Sequence(
+            f"r{number}",
+            1,
+            "router",
+            [number * 10_000 + i for i in range(length)],
+            length,
+            SamplingParams(max_tokens=max_tokens),
+            1e9,
+            self.now,
+            BlockChain(b"f", UNSALTED, 4),
+            DEFAULT_RETENTION,
+        )
+        self.seqs.append(seq)
+        self.scheduler.add(seq)
+        self.scheduler.admit_waiting(self.now, lambda seq: False)
+        return seq
+
+    def step(self, cost: FittedCost = UNKNOWN, prompt_budget: int = BUDGET) -> dict[str, int]:
+        """Tokens fed, by request."""
+        planned = self.scheduler.schedule(self.now, prompt_budget, cost)
+        assert planned is not None
+        sampled = [Sampled(7) if share.sample else None for share in planned.seqs]
+        for seq, _ in self.scheduler.finish_step(StepDone(planned.step_id, sampled)):
+            if seq.num_output_tokens >= seq.sampling.max_tokens:
+                self.scheduler.remove(seq)
+        return {share.request_id.split("#")[0]: len(share.tokens) for share in planned.seqs}
 
 
-def step(scheduler: Scheduler, prompt_budget: int = BUDGET) -> dict[str, int]:
-    """Tokens fed, by request; the step is done."""
-    planned = scheduler.schedule(prompt_budget)
-    assert planned is not None
-    sampled = [Sampled(7) if share.sample else None for share in planned.seqs]
-    scheduler.finish_step(StepDone(planned.step_id, sampled))
-    return {share.request_id.split("#")[0]: len(share.tokens) for share in planned.seqs}
+def test_while_nothing_is_measured_prompts_go_in_the_order_in_which_they_came() -> None:
+    prompts = Prompts(100, 20, 3)
+    assert prompts.step() == {"r0": 64}
+    assert prompts.step() == {"r0": 36, "r1": 20, "r2": 3}
 
 
 def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
-    scheduler, _ = make(400, 20)
-    assert step(scheduler) == {"r0": 44, "r1": 20}
+    prompts = Prompts(400)
+    assert prompts.step(PER_TOKEN) == {"r0": 64}
+    prompts.come(20)
+    assert "r1" in prompts.step(PER_TOKEN)
 
 
-def test_the_oldest_prompt_goes_on_however_many_short_ones_come() -> None:
-    scheduler, _ = make(400, 30, 30, 30)
-    assert step(scheduler) == {"r0": 32, "r1": 30, "r2": 2}
-    assert step(scheduler)["r0"] == 32  # r1 decodes; half of the other 63
+def test_the_shortest_prompt_goes_first_and_what_is_left_counts() -> None:
+    prompts = Prompts(50, 20, 30)
+    order = []
+    while any(seq.num_missing > 1 for seq in prompts.seqs):
+        order += [name for name, count in prompts.step(PER_TOKEN).items() if count > 1]
+    assert order == ["r1", "r2", "r0"]
+    prompts = Prompts(100)
+    prompts.step(PER_TOKEN)  # 36 are left
+    prompts.come(40)
+    assert list(prompts.step(PER_TOKEN)) == ["r0"]
 
 
-def test_prompts_beside_decodes_share_the_smaller_budget() -> None:
-    scheduler, _ = make(4, 300, 6)
-    assert step(scheduler) == {"r0": 4, "r1": 54, "r2": 6}
-    assert step(scheduler, prompt_budget=16) == {"r0": 1, "r2": 1, "r1": 16}
+def test_a_long_prompt_is_not_held_up_for_ever_by_short_ones() -> None:
+    prompts = Prompts(600)
+    long = prompts.seqs[0]
+    own_s = 600 * 0.01
+    while long.num_missing > 1:
+        prompts.come(30, max_tokens=1)  # as many as are computed
+        fed = prompts.step(PER_TOKEN)
+        prompts.now += sum(fed.values()) * 0.01
+        assert prompts.now < 10 * own_s, "it starves"
+    assert prompts.now > 2 * own_s, "the short ones went first"
 
 
-def test_the_budget_is_never_exceeded_and_always_used() -> None:
-    scheduler, seqs = make(100, 90, 3, 200, 17)
-    while any(len(s.tokens) - s.num_computed > 1 for s in seqs):
-        left = sum(len(s.tokens) - s.num_computed for s in seqs)
-        assert sum(step(scheduler).values()) == min(BUDGET, left)
+def test_of_equal_prompts_the_one_that_has_waited_longer_goes_first() -> None:
+    prompts = Prompts(64)
+    prompts.now += 0.5
+    prompts.come(64)
+    prompts.scheduler.running.reverse()
+    assert list(prompts.step(PER_TOKEN)) == ["r0"]
+
+
+@pytest.mark.parametrize(("pass_s", "together"), [(0.0, False), (10.0, True)])
+def test_prompts_share_a_pass_where_a_pass_costs_more_than_waiting_for_each_other(
+    pass_s: float, together: bool
+) -> None:
+    prompts = Prompts(20, 20, 20)
+    fed = prompts.step(priced(pass_s, token_s=0.01))
+    assert fed == ({"r0": 20, "r1": 20, "r2": 20} if together else {"r0": 20})
+
+
+def test_what_joins_a_pass_gets_no_more_than_the_budget_leaves() -> None:
+    prompts = Prompts(20, 30, 40)
+    assert prompts.step(priced(10.0, token_s=0.01)) == {"r0": 20, "r1": 30, "r2": 14}
+
+
+@pytest.mark.parametrize("cost", [UNKNOWN, PER_TOKEN, priced(10.0, 0.01)])
+def test_prompts_beside_decodes_share_the_smaller_budget(cost: FittedCost) -> None:
+    prompts = Prompts(4)
+    assert prompts.step(cost) == {"r0": 4}
+    prompts.come(300)
+    assert prompts.step(cost, prompt_budget=16) == {"r0": 1, "r1": 16}
+    assert prompts.step(cost, prompt_budget=1000) == {"r0": 1, "r1": BUDGET - 1}
+
+
+@pytest.mark.parametrize("cost", [UNKNOWN, priced(1e6, 1e-9)])
+def test_the_budget_is_never_exceeded_and_always_used(cost: FittedCost) -> None:
+    prompts = Prompts(100, 90, 3, 200, 17)
+    while any(seq.num_missing > 1 for seq in prompts.seqs):
+        left = sum(seq.num_missing for seq in prompts.seqs)
+        assert sum(prompts.step(cost).values()) == min(BUDGET, left)
+
+
+def test_decodes_are_in_every_step_whatever_prompts_there_are() -> None:
+    prompts = Prompts(3, 5)
+    prompts.step()
+    prompts.come(500)
+    while prompts.seqs[2].num_missing > 1:
+        fed = prompts.step(PER_TOKEN)
+        assert (fed["r0"], fed["r1"]) == (1, 1)
+    assert all(seq.state is SeqState.RUNNING for seq in prompts.seqs)

@@ -11,7 +11,7 @@ from engine.node import Woken
 from engine.outbox import TokenDeltas
 from engine.request import Abort, FinishReason, Probe, Refusal
 from engine.sequence import SeqState
-from engine.stats import RouterUp
+from engine.stats import RouterDown, RouterUp
 from engine.step import StepDone
 from kvtransfer.messages import KVConfirmed, KVRead, KVReady
 from tests.workers.world import BLOCK_SIZE, World, reference
@@ -251,6 +251,25 @@ def test_routers_hear_of_sealed_blocks(world: World) -> None:
             known = (known | set(message.stored)) - set(message.removed)
     assert known == set(world.decode.core.kv.pool.names())
     assert len(known) == (len(PROMPT) + 3) // BLOCK_SIZE
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_a_lost_router_asked_for_is_ended_at_once(world: World, remote: bool) -> None:
+    world.deliver("decode", RouterUp("router"))
+    world.hold_reads = True
+    world.submit("a", PROMPT, 20, remote=remote)
+    for _ in range(6):
+        world.step()
+    assert world.decode.core.seqs
+    for node in ("prefill", "decode"):
+        world.deliver(node, RouterDown("other"))
+    assert world.decode.core.seqs  # it is not that one's
+    for node in ("prefill", "decode"):
+        world.deliver(node, RouterDown("router"))
+    assert not world.decode.core.seqs
+    assert world.decode.core.routers == []
+    world.hold_reads = False
+    world.drain()
 
 
 def test_blocks_of_an_earlier_lease_are_not_confirmed_by_a_later_one(world: World) -> None:

@@ -82,10 +82,9 @@ class World:
                 num_blocks=count,
                 block_size=BLOCK_SIZE,
                 bytes_per_block=BLOCK_SIZE * 8,
-                max_model_len=256,
                 fingerprint=b"tiny",
                 agent_metadata=b"meta",
-                **limits,
+                **{"max_model_len": 256, **limits},
             )
             found = (records or {}).get(name, [])
             self.workers[name] = kind(config, found)
@@ -192,13 +191,14 @@ class World:
         remote: bool,
         attempt: int = 0,
         decode: str = "decode",
+        sampling: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """`options`: of the `Prefill` if it is handed over, else of the `Decode`."""
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, **(sampling or {}))
         tokens = tuple(prompt)
         common = (name, attempt, "router")
-        rest = (tokens, len(prompt), sampling, 60.0)
+        rest = (tokens, len(prompt), params, 60.0)
         if remote:
             self.queue.append(("prefill", Prefill(*common, decode, *rest, **options)))
             options = {}

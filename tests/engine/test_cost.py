@@ -1,0 +1,234 @@
+"""Costs in seconds: what a pass is described by, and how its price is learned."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from engine.config import WorkerConfig
+from engine.cost import (
+    MIN_SAMPLES,
+    TOKENS_UNIT,
+    FittedCost,
+    blocks_worth_loading,
+    decode_features,
+    fitted_s,
+    prompt_features,
+)
+from engine.pace import Pace
+from engine.request import SamplingParams
+from engine.stats import Role
+from engine.step import ScheduledSeq, Step
+
+BUDGET = 8192
+TRUE = (0.004, 0.35, 0.02, 0.06)  # a pass, 4,096 tokens of it, their squares, what lies before them
+
+
+def drawn(rng: Random) -> tuple[float, ...]:
+    """A prompt of a size that comes, with or without a cached beginning."""
+    return prompt_features(
+        int(10 ** rng.uniform(1, 3.9)), rng.choice((0, 0, rng.randrange(40_000))), BUDGET
+    )
+
+
+def teach(cost: FittedCost, rng: Random, count: int, factor: float = 1.0) -> None:
+    for _ in range(count):
+        features = drawn(rng)
+        noise = rng.uniform(0.95, 1.05)
+        cost.add(features, fitted_s(TRUE, features) * noise * factor)
+
+
+def worst_miss(cost: FittedCost, rng: Random, factor: float = 1.0) -> float:
+    """Relative, over prompts that were not seen."""
+    misses = []
+    for _ in range(300):
+        features = drawn(rng)
+        misses.append(abs(fitted_s(cost.weights, features) / fitted_s(TRUE, features) / factor - 1))
+    return max(misses)
+
+
+# -- features -----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40_000), st.integers(0, 100_000), st.integers(1, 9000))
+@example(8192, 0, 8192)
+@example(8193, 5, 8192)
+@example(1, 0, 1)
+@settings(deadline=None, max_examples=50)
+def test_features_of_a_prompt_are_the_sums_over_its_chunks(
+    num_new: int, start: int, budget: int
+) -> None:
+    sums = [0.0, 0.0, 0.0, 0.0]
+    left, at = num_new, start
+    while left:
+        chunk = min(left, budget)
+        for index, value in enumerate((1, chunk, chunk * chunk, chunk * at)):
+            sums[index] += value / (1.0, TOKENS_UNIT, TOKENS_UNIT**2, TOKENS_UNIT**2)[index]
+        left, at = left - chunk, at + chunk
+    assert prompt_features(num_new, start, budget) == pytest.approx(tuple(sums), rel=1e-9)
+
+
+def test_a_prompt_that_goes_on_costs_what_its_parts_cost() -> None:
+    whole = fitted_s(TRUE, prompt_features(3 * BUDGET, 0, BUDGET))
+    parts = [fitted_s(TRUE, prompt_features(BUDGET, i * BUDGET, BUDGET)) for i in range(3)]
+    assert whole == pytest.approx(sum(parts))
+
+
+def test_a_fit_never_says_less_than_no_time() -> None:
+    assert fitted_s((-1.0, 0.0), (1.0, 1.0)) == 0.0
+
+
+# -- the fit --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_polynomial_is_found_in_noisy_samples(seed: int) -> None:
+    rng = Random(seed)
+    cost = FittedCost(4)
+    teach(cost, rng, 400)
+    assert worst_miss(cost, rng) < 0.08
+
+
+def test_a_few_samples_without_noise_are_enough() -> None:
+    rng = Random(1)
+    cost = FittedCost(4)
+    for _ in range(2 * MIN_SAMPLES):
+        features = drawn(rng)
+        cost.add(features, fitted_s(TRUE, features))
+    assert worst_miss(cost, rng) < 0.2
+
+
+def test_a_machine_that_slows_down_is_followed() -> None:
+    rng = Random(2)
+    cost = FittedCost(4)
+    teach(cost, rng, 600)
+    teach(cost, rng, 2000, factor=2.0)
+    assert worst_miss(cost, rng, factor=2.0) < 0.1
+
+
+def test_short_passes_count_as_much_as_long_ones() -> None:
+    rng = Random(3)
+    cost = FittedCost(4)
+    teach(cost, rng, 1000)
+    for num_new in (10, 20, 50):
+        features = prompt_features(num_new, 0, BUDGET)
+        assert fitted_s(cost.weights, features) == pytest.approx(fitted_s(TRUE, features), rel=0.05)
+
+
+def test_features_that_never_vary_do_not_make_the_fit_jump() -> None:
+    """A decode worker may take the same step for hours, and then another one."""
+    rng = Random(4)
+    cost = FittedCost(4)
+    always = decode_features(16, 0.5)
+    for _ in range(10_000):
+        cost.add(always, 0.02 * rng.uniform(0.98, 1.02))
+    assert fitted_s(cost.weights, always) == pytest.approx(0.02, rel=0.02)
+    assert all(abs(weight) < 1.0 for weight in cost.weights)
+    for num_seqs, used in ((17, 0.55), (1, 0.02), (60, 0.98)):
+        assert fitted_s(cost.weights, decode_features(num_seqs, used)) < 0.2
+    cost.add(decode_features(17, 0.52), 0.06)  # one step that was held up
+    assert fitted_s(cost.weights, always) == pytest.approx(0.02, rel=0.5)
+    for _ in range(200):
+        cost.add(always, 0.02)
+    assert fitted_s(cost.weights, always) == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_fit_stays_finite_however_long_nothing_varies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of a direction that is never seen is forgotten, but not without end."""
+    monkeypatch.setattr("engine.cost.FORGET", 0.9)  # an hour of steps in a moment
+    cost = FittedCost(4)
+    always = decode_features(16, 0.5)
+    for _ in range(8000):
+        cost.add(always, 0.02)
+    assert fitted_s(cost.weights, always) == pytest.approx(0.02)
+    cost.add(decode_features(20, 0.6), 0.03)
+    assert 0.01 < fitted_s(cost.weights, always) < 0.04
+
+
+def test_one_sample_that_is_far_off_does_little_to_a_fit_that_is_sure() -> None:
+    rng = Random(5)
+    cost = FittedCost(4)
+    teach(cost, rng, 2000)
+    cost.add(prompt_features(500, 0, BUDGET), 3.0)  # 60 times as long as it takes
+    assert worst_miss(cost, rng) < 0.15
+
+
+def test_too_few_samples_are_told_to_nobody() -> None:
+    rng = Random(6)
+    cost = FittedCost(4)
+    teach(cost, rng, MIN_SAMPLES - 1)
+    assert cost.published() == ()
+    teach(cost, rng, 1)
+    assert cost.published() == tuple(cost.weights)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_time_that_cannot_be_is_not_learned(seconds: float) -> None:
+    cost = FittedCost(4)
+    cost.add(prompt_features(100, 0, BUDGET), seconds)
+    assert (cost.num_samples, cost.weights) == (0, [0.0] * 4)
+
+
+# -- a worker's own steps -------------------------------------------------------------------------
+
+
+def share(start: int, count: int) -> ScheduledSeq:
+    return ScheduledSeq("r#1", [1] * count, start, [], True, SamplingParams(), [], 0)
+
+
+def paced(**limits: float) -> Pace:
+    config = WorkerConfig("w", Role.DECODE, 1, 100, 16, 32, 4096, b"f", **limits)  # type: ignore[arg-type]
+    return Pace(config)
+
+
+def test_a_worker_learns_what_prompts_cost_from_its_steps() -> None:
+    pace, rng = paced(), Random(7)
+    for _ in range(500):
+        num_new, start = rng.randrange(10, 2000), rng.choice((0, 512, 2000))
+        seconds = fitted_s(TRUE, prompt_features(num_new, start, num_new))
+        pace.learn(Step(0, [share(start, num_new)]), seconds, 1)
+    weights = pace.present_prompt_weights(is_busy=False)
+    assert weights == pytest.approx(TRUE, rel=0.02)
+
+
+def test_repeated_steps_count_as_the_average_of_each() -> None:
+    pace = paced()
+    for _ in range(20):
+        pace.learn(Step(0, [share(100, 1), share(200, 1)], repeats=10), 0.2, 10)
+    assert pace.decode_step_s.value == pytest.approx(0.02)
+    used = (100 + 200 + 2 * 10 / 2) / (100 * 16)
+    assert fitted_s(pace.decode_cost.weights, decode_features(2, used)) == pytest.approx(0.02, 0.01)
+
+
+def test_of_a_mixed_step_the_prompts_cost_what_the_decodes_alone_would_not() -> None:
+    pace = paced()
+    for _ in range(20):
+        pace.learn(Step(0, [share(100, 1)]), 0.02, 1)
+        pace.learn(Step(0, [share(100, 1), share(0, 100)]), 0.12, 1)
+    assert pace.prefill_tokens_per_s.value == pytest.approx(1000)
+    assert pace.decode_step_s.value == pytest.approx(0.02)
+
+
+def test_where_a_target_holds_prompts_back_they_are_told_to_take_longer() -> None:
+    pace = paced(itl_target_s=0.03)
+    for _ in range(20):
+        pace.learn(Step(0, [share(100, 1)]), 0.02, 1)
+        pace.learn(Step(0, [share(0, 100)]), 0.1, 1)
+    assert pace.prompt_budget() == 16, "10 tokens fit, but a block is the least"
+    idle, busy = (pace.present_prompt_weights(is_busy=b) for b in (False, True))
+    slowdown = 1000 / pace.present_prefill_rate(is_busy=True)
+    assert slowdown > 1.5
+    assert busy == pytest.approx(tuple(slowdown * weight for weight in idle))
+
+
+# -- load or compute ------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0, 2, allow_nan=False), max_size=12), st.floats(0, 1, allow_nan=False))
+def test_what_is_loaded_saves_most_of_all_prefixes(load_s: list[float], compute_s: float) -> None:
+    chosen = blocks_worth_loading(load_s, compute_s)
+    saved = [sum(compute_s - s for s in load_s[:count]) for count in range(len(load_s) + 1)]
+    assert saved[chosen] == pytest.approx(max(saved), abs=1e-9)
