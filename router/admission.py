@@ -1,26 +1,47 @@
-"""Whether a request may come in at all, and the order in which those that came in are served.
+"""Whether a request may come in: does it fit at all, is there room, and will it be served in time.
 
 A request that no decode worker could ever hold is refused with the sizes; one that could, but not
-now, waits. The queue is bounded for new requests; those that come back after a failed attempt keep
-their place in it, and are never refused for lack of room (there are at most as many of them as
-were dispatched).
+now, waits. Whether it may is decided in the message that brings it:
+
+* the queue is bounded, for all and for each tenant that has a bound. Where it is full, the tenant
+  that holds most for its weight gives up its newest place, whoever that is;
+* its wait is predicted: the work ahead of it, at the rate at which the queue drains. It is refused
+  where that is more than `max_queue_wait_s`, or leaves too little of its timeout to be served in.
+  While the rate is not known, everything up to the bound is admitted.
+
+Who is refused is told when a place will be free, and has it then (`router.promises`). Requests that
+come back after a failed attempt are never refused for lack of room: there are at most as many of
+them as were dispatched.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from engine.request import Refusal
 from engine.stats import WorkerInfo
+from router.config import RouterConfig
+from router.estimates import Drain, Estimates
+from router.fair_queue import FairQueue, Flow, Level
+from router.messages import Submit
+from router.promises import MAX_AHEAD_S, ClientKey, FlowKey, Promises
 from router.token_log import LoggedRequest
+
+MIN_RETRY_AFTER_S = 0.1
+UNKNOWN_RETRY_AFTER_S = 1.0  # while nobody knows how fast the queue drains
+MAX_STAY = 0.35  # of a timeout, for all that is at the workers; more is kept in the queue
+FEW = 4  # requests may always be at the workers
+MARGIN = 0.1  # of a timeout, since predictions are not exact
+PROMISED_WAIT = 1.25  # times max_queue_wait_s: for those that were told when to come
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
     reason: Refusal
     detail: str
+    retry_after_s: float | None = None
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
@@ -59,36 +80,265 @@ def clamp_max_tokens(
     )
 
 
-class AdmissionQueue:
-    """Owned by the router. Invariant: sorted by (priority, arrival), lower first; each request is
-    in it at most once."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is known of a client's call before its prompt is tokenised."""
 
-    def __init__(self, max_queue: int) -> None:
-        self._max_queue = max_queue
-        self._entries: list[tuple[int, int, LoggedRequest]] = []
+    name: bytes  # as `Submit.call`
+    tenant: str
+    priority: int
+    num_prompt_tokens: int  # about
+    max_tokens: int
+    timeout_s: float
 
-    def __len__(self) -> int:
-        return len(self._entries)
 
-    def __contains__(self, log: LoggedRequest) -> bool:
-        at = self._index(log)
-        return at < len(self._entries) and self._entries[at][2] is log
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """Somebody who may have to wait: behind all of its tenant's requests that do."""
+
+    client: ClientKey
+    level: Level
+    flow: Flow
+    units: float  # that it takes
+    own_units: float  # of its tenant's that wait before it
+    num_own: int
+    service_s: float
+    timeout_s: float
+    left_s: float  # of its timeout
 
     @property
-    def overflows(self) -> bool:
-        return len(self._entries) > self._max_queue
+    def key(self) -> FlowKey:
+        return self.client[:2]
 
-    def in_order(self) -> Iterable[LoggedRequest]:
-        """A copy, so that the queue may change meanwhile."""
-        return [log for _, _, log in self._entries]
 
-    def push(self, log: LoggedRequest) -> None:
-        assert log not in self, f"{log.request_id} is queued already"
-        insort(self._entries, (log.submit.priority, log.arrival, log))
+class Admission:
+    """Owned by the router. It decides who may wait; the queue says in which order."""
 
-    def remove(self, log: LoggedRequest) -> None:
-        assert log in self, f"{log.request_id} is not queued"
-        del self._entries[self._index(log)]
+    def __init__(self, config: RouterConfig, queue: FairQueue) -> None:
+        self._config = config
+        self._queue = queue
+        self._drain = Drain()
+        self._promises = Promises()
+        self._estimates = Estimates()
 
-    def _index(self, log: LoggedRequest) -> int:
-        return bisect_left(self._entries, (log.submit.priority, log.arrival), key=lambda e: e[:2])
+    def watch(self, now: float, *, has_decode: bool) -> None:
+        """To be told whenever the queue has changed."""
+        waits, serves = len(self._queue) > 0, len(self._queue.num_running) > 0
+        self._drain.watch(now, waits=waits and has_decode, serves=serves)
+
+    def done(self, units: float) -> None:
+        """Workers have done so much work."""
+        self._drain.done(units)
+
+    def units(self, log: LoggedRequest) -> float:
+        """Work that `log` will take."""
+        return self._estimates.units(log.num_prompt_tokens, log.sampling.max_tokens)
+
+    def joined(self, log: LoggedRequest) -> None:
+        """`log` is admitted."""
+        self._drain.joined(log.submit.priority, self._queue.entry(log).units)
+
+    def ended(self, now: float, log: LoggedRequest) -> None:
+        """`log` was served to its end."""
+        self._estimates.observe(now, log, self._queue.sent_at(log))
+
+    def late(self, now: float, log: LoggedRequest) -> None:
+        """`log` is past its deadline."""
+        self._estimates.time(now, log, self._queue.sent_at(log))
+
+    def may_send(self, log: LoggedRequest) -> bool:
+        """Whether `log` can be expected to end in time beside all that is at the workers."""
+        if self._queue.num_running.total() < FEW:
+            return True
+        stay_s = self._stay_s(self._queue.entry(log).units)
+        return stay_s <= (log.deadline - log.submitted_at) * MAX_STAY
+
+    def _stay_s(self, units: float = 0.0) -> float:
+        """How long requests are at the workers, with so much more work (Little's law)."""
+        rate = self._drain.can_serve_per_s
+        return 0.0 if rate is None else (self._queue.units_running + units) / rate
+
+    def _service_s(self, num_prompt: int, max_tokens: int) -> float:
+        """From dispatch to end: as it was for others, or as it will be by what is there now."""
+        return max(self._estimates.service_s(num_prompt, max_tokens), self._stay_s())
+
+    def expects(self, now: float, log: LoggedRequest) -> bool:
+        """Whether `log`, which has just come, is somebody who was told to come back now."""
+        return len(self._promises) > 0 and self._promises.redeem(now, _client(log.submit))
+
+    def plainly_refused(self, now: float, call: Call) -> Rejection | None:
+        """Why `call`, which is not yet submitted, would be refused if it was: as far as that is
+        plain, and at next to no cost."""
+        level, flow = self._queue.find(call.priority, call.tenant)
+        if level is None or flow is None or not flow.waiting:
+            return None
+        newcomer = Newcomer(
+            client=(call.priority, call.tenant, call.name),
+            level=level,
+            flow=flow,
+            units=self._estimates.units(call.num_prompt_tokens, call.max_tokens),
+            own_units=flow.units,
+            num_own=len(flow.waiting),
+            service_s=self._service_s(call.num_prompt_tokens, call.max_tokens),
+            timeout_s=call.timeout_s,
+            left_s=call.timeout_s,
+        )
+        is_expected = self._promises.is_due(now, newcomer.client)
+        return self._too_many(now, newcomer) or self._too_late(now, newcomer, is_expected)
+
+    def turn_away(
+        self, now: float, log: LoggedRequest, *, is_expected: bool
+    ) -> tuple[LoggedRequest, Rejection] | None:
+        """`log` has come and has to wait: who is not admitted because of that, and why."""
+        self._promises.pass_time(now)
+        newcomer = self._newcomer(now, log)
+        rejection = self._too_many(now, newcomer) or self._too_late(now, newcomer, is_expected)
+        if rejection is not None:
+            return log, rejection
+        self.joined(log)
+        # Places are kept, too, for those who were told to come now.
+        kept = 0 if is_expected else min(self._promises.num_ripe, self._config.max_queue // 2)
+        loser = self._queue.surplus(self._config.max_queue - kept)
+        if loser is None:
+            return None
+        detail = f"{self._config.max_queue} requests are waiting, which is the limit"
+        newcomer = self._newcomer(now, loser)
+        place_s = newcomer.units / (self._drain.units_per_s or inf)
+        return loser, self._refusal(now, newcomer, Refusal.QUEUE_FULL, detail, place_s)
+
+    def shed(self, now: float) -> tuple[LoggedRequest, Rejection] | None:
+        """Who waits and has to go, since the queue drains more slowly than was thought when it
+        came: the newest of a tenant first. None: nobody (any more)."""
+        for level in self._queue.levels:
+            for flow in level.flows.values():
+                if not flow.waiting:
+                    continue
+                who = self._newcomer(now, flow.newest)
+                wait_s = self._wait_s(who, {})
+                if wait_s is None or wait_s <= self._allowed_s(who, PROMISED_WAIT, margin=0.0):
+                    continue
+                waited_s = now - flow.newest.queued_at
+                detail = f"queued for {waited_s:.1f} s, and it would wait for {wait_s:.1f} s more"
+                return flow.newest, self._refusal(now, who, Refusal.OVERLOADED, detail)
+        return None
+
+    def hopeless(self, now: float, log: LoggedRequest) -> Rejection | None:
+        """Why it would be in vain to serve `log`, if it waits and was never sent to a worker."""
+        if log not in self._queue or self._queue.entry(log).is_charged:
+            return None
+        service_s = self._service_s(log.num_prompt_tokens, log.sampling.max_tokens)
+        if now + service_s <= log.deadline:
+            return None
+        detail = (
+            f"queued for {now - log.queued_at:.1f} s, {max(0.0, log.deadline - now):.1f} s of its "
+            f"timeout are left, and serving it takes about {service_s:.1f} s"
+        )
+        return self._refusal(now, self._newcomer(now, log), Refusal.OVERLOADED, detail)
+
+    def _newcomer(self, now: float, log: LoggedRequest) -> Newcomer:
+        """`log` waits already: it is judged as if it came now."""
+        entry = self._queue.entry(log)
+        return Newcomer(
+            client=_client(log.submit),
+            level=entry.level,
+            flow=entry.flow,
+            units=entry.units,
+            own_units=max(0.0, entry.flow.units - entry.units),
+            num_own=len(entry.flow.waiting) - 1,
+            service_s=self._service_s(log.num_prompt_tokens, log.sampling.max_tokens),
+            timeout_s=log.deadline - log.submitted_at,
+            left_s=log.deadline - now,
+        )
+
+    def _wait_s(self, who: Newcomer, promised: Mapping[FlowKey, float]) -> float | None:
+        """Until it would be sent to a worker, if those who hold a promise came before it; None:
+        nobody knows."""
+        rate = self._drain.units_per_s
+        if rate is None:
+            return None
+        levels, (priority, tenant) = self._queue.levels, who.key
+        above = sum(level.units for level in levels if level.priority < priority)
+        above += sum(units for (number, _), units in promised.items() if number < priority)
+        beside = _ahead(who, promised)
+        # What those above leave once their queue is empty, or at least the guaranteed share.
+        least = self._config.low_priority_share * rate / max(1, len(levels) - 1)
+        left = max(rate - self._drain.joining_above(priority), least)
+        wait_s = (above + beside) / left if left else inf
+        if above and least:
+            wait_s = min(wait_s, beside / least)
+        if self._queue.is_limited(who.flow):
+            running = max(1, self._queue.num_running[tenant])
+            wait_s = max(wait_s, (who.num_own + 1) / running * who.service_s)
+        return wait_s
+
+    def _too_many(self, now: float, who: Newcomer) -> Rejection | None:
+        limit, tenant = who.flow.share.max_queued, who.flow.tenant
+        itself = len(who.flow.waiting) - who.num_own  # 0 if it is not submitted yet
+        others = self._queue.elsewhere.get(tenant)
+        num_queued = self._queue.num_queued[tenant] + (others.num_queued if others else 0)
+        if not limit or num_queued - itself < limit:
+            return None
+        detail = f"{limit} requests of {tenant!r} are waiting, which is its limit"
+        place_s = (self._wait_s(who, {}) or 0.0) / limit
+        return self._refusal(now, who, Refusal.QUEUE_FULL, detail, place_s)
+
+    def _too_late(self, now: float, who: Newcomer, is_expected: bool) -> Rejection | None:
+        wait_s = self._wait_s(who, {})
+        if wait_s is None:
+            return None
+        allowed_s = self._allowed_s(who, PROMISED_WAIT if is_expected else 1.0)
+        if not is_expected and allowed_s / 2 < wait_s <= allowed_s:
+            # There is room, but part of it is for those who were told to come now.
+            wait_s = self._wait_s(who, self._promises.ripe_units()) or 0.0
+        if wait_s <= allowed_s:
+            return None
+        detail = f"it would wait for about {wait_s:.1f} s, and "
+        if allowed_s < self._config.max_queue_wait_s:
+            detail += f"of its timeout of {who.timeout_s:g} s serving takes {who.service_s:.1f} s"
+        else:
+            detail += f"{self._config.max_queue_wait_s:g} s is the limit"
+        return self._refusal(now, who, Refusal.OVERLOADED, detail)
+
+    def _allowed_s(self, who: Newcomer, patience: float = 1.0, margin: float = MARGIN) -> float:
+        in_time_s = who.left_s * (1.0 - margin) - who.service_s
+        return min(self._config.max_queue_wait_s * patience, in_time_s)
+
+    def _refusal(
+        self, now: float, who: Newcomer, reason: Refusal, detail: str, place_s: float = 0.0
+    ) -> Rejection:
+        """`place_s`: until a place is free at the earliest, where places are what is short."""
+        wait_s = self._wait_s(who, {})
+        if wait_s is None:
+            after_s, units_per_s = UNKNOWN_RETRY_AFTER_S, who.units / UNKNOWN_RETRY_AFTER_S
+        else:
+            after_s = max(MIN_RETRY_AFTER_S, wait_s - max(0.0, self._allowed_s(who)), place_s)
+            units_per_s = self._drain.units_per_s or 1.0
+            if who.own_units > 0 and wait_s > 0:  # as fast as its line moves
+                units_per_s = who.own_units / wait_s
+        due = self._promises.make(who.client, now + after_s, who.units, units_per_s)
+        return Rejection(reason, detail, MAX_AHEAD_S if due is None else due - now)
+
+
+def _client(submit: Submit) -> ClientKey:
+    asked = submit.call or hash(submit.tokens).to_bytes(8, "little", signed=True)
+    return submit.priority, submit.tenant, asked
+
+
+def _ahead(who: Newcomer, promised: Mapping[FlowKey, float]) -> float:
+    """Work of its priority that is served before it: all of its tenant's, and of others what they
+    start earlier in virtual time."""
+    level, flow = who.level, who.flow
+    own = who.own_units + promised.get(who.key, 0.0)
+    start = flow.start + own / flow.share.weight
+    others = {tenant: each.units for tenant, each in level.flows.items() if each.waiting}
+    for (priority, tenant), units in promised.items():
+        if priority == level.priority:
+            others[tenant] = others.get(tenant, 0.0) + units
+    others.pop(flow.tenant, None)
+    ahead = own + sum(each.units for _, each in level.returned)
+    for tenant, units in others.items():
+        other = level.flows.get(tenant)
+        weight = 1.0 if other is None else other.share.weight
+        begins = level.virtual if other is None else max(other.start, level.virtual)
+        ahead += min(units, max(0.0, start - begins) * weight)
+    return ahead

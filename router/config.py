@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-POLICIES = ("prefix", "round_robin", "least_loaded")
+POLICIES = (
+    "prefix",
+    "random",
+    "round_robin",
+    "least_loaded",
+    "session_sticky",
+    "prefix_only",
+)
+
+MAX_PRIORITY = 100  # requests have one in [-MAX_PRIORITY, MAX_PRIORITY]; lower goes first
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +25,10 @@ class RouterConfig:
 
     policy: str = "prefix"  # one of POLICIES; the others are baselines to compare with
     max_queue: int = 1024  # new requests that wait for a slot; requests that go on are not counted
+    max_queue_wait_s: float = 30.0  # who would wait longer is refused when it comes
+    low_priority_share: float = 0.05  # of the service, for lower priorities while higher ones wait
     max_inflight_per_worker: int = 128  # of this router; the rest waits here, where it can choose
+    max_memory_wait_s: float = 3.0  # a request goes to no worker where it would wait longer for KV
     max_attempts: int = 6  # dispatches that failed before the request does
     max_timeout_s: float = 3600.0  # a client's timeout is cut to this
     no_workers_wait_s: float = 60.0  # a request waits this long for a first decode worker
@@ -40,6 +52,17 @@ class RouterConfig:
         for name in ("max_queue", "max_speculative", "max_decisions", "max_ended"):
             if getattr(self, name) < 0:
                 raise ValueError(f"router {name} is {getattr(self, name)}; it cannot be negative")
-        for name in ("max_timeout_s", "probe_after_s", "tick_s", "snapshot_retry_s", "backoff_s"):
+        if not 0 <= self.low_priority_share <= 0.5:
+            raise ValueError(
+                f"router low_priority_share is {self.low_priority_share}; it must be in [0, 0.5]"
+            )
+        for name in (
+            "max_queue_wait_s",
+            "max_timeout_s",
+            "probe_after_s",
+            "tick_s",
+            "snapshot_retry_s",
+            "backoff_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"router {name} is {getattr(self, name)}; it must be above 0")

@@ -8,10 +8,11 @@ it may still lend its KV to one that can.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from heapq import nsmallest
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
+from engine.block_hash import HASH_BYTES
 from engine.kv_events import KVEvents, KVSnapshot
 from engine.node import NodeId
 from engine.stats import Role, WorkerInfo, WorkerStats
@@ -19,32 +20,43 @@ from router.admission import Rejection, blocks_needed, clamp_max_tokens, fits
 from router.config import RouterConfig
 from router.cost import CostModel, Intake, Work
 from router.endpoint import Endpoint
-from router.policy import Decision, Policy
-from router.prefix_index import Held, PrefixIndex
+from router.fleet import Fleet
+from router.keepers import Keepers
+from router.policy import Decision, Policy, Question
+from router.prefix_index import Held, Matches, PrefixIndex
 from router.token_log import Attempt, LoggedRequest
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 EXPECTED_OUTPUT = 128.0  # tokens, until requests have ended
 OUTPUT_SMOOTHING = 0.05
 MAX_LENDERS = 4  # the best ones of a kind; more would only cost the choice its time
+GROUP = {Role.DECODE: 0, Role.PREFILL: 1}  # of workers in the index
+MAX_EXPECTED = 256  # blocks of a prompt that count as cached before the worker says so
+STICKY_BLOCKS = 4  # beginnings of prompts that agree in so many blocks belong to one session
 
 
 class Dispatcher:
     """Owned by the router. Invariant: an endpoint has a booking for each live attempt that it still
-    has work to do for, and for nothing else; `_decodes` and `_prefills` are the living, by name."""
+    has work to do for, and for nothing else; the fleets are the living, by role."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, name: str = "") -> None:
+        """`name` of the router: what it does with ties is its own."""
         self._config = config
         self._endpoints: dict[NodeId, Endpoint] = {}
-        self._decodes: list[Endpoint] = []
-        self._prefills: list[Endpoint] = []
+        self._fleets = {
+            Role.DECODE: Fleet(name, _decode_busy),
+            Role.PREFILL: Fleet(name, _prefill_busy),
+        }
+        self._kinds: dict[tuple[bytes, int], WorkerInfo] = {}  # of the living
         self.index = PrefixIndex(
             config.snapshot_retry_s, config.speculative_s, config.max_speculative
         )
         self.cost = CostModel()
-        self._policy = Policy(config.policy, self.cost, self.index.num_blocks)
-        self._decisions: deque[Decision] = deque(maxlen=config.max_decisions)
+        self._policy = Policy(config.policy, self.cost)
+        self._keepers = Keepers(self._fleets[Role.DECODE], self._fleets[Role.PREFILL])
         self._expected_output = EXPECTED_OUTPUT
+        self._shapes: list[WorkerInfo] = []  # of the decode workers, one of each
+        self._now = 0.0  # of the last message that was about a worker
 
     @property
     def endpoints(self) -> Iterator[Endpoint]:
@@ -53,7 +65,7 @@ class Dispatcher:
 
     @property
     def has_decode(self) -> bool:
-        return bool(self._decodes)
+        return len(self._fleets[Role.DECODE]) > 0
 
     def endpoint(self, worker: NodeId, epoch: int) -> Endpoint | None:
         """The living worker of exactly this epoch."""
@@ -73,8 +85,9 @@ class Dispatcher:
         was_alive = old is not None and old.alive
         if old is not None:
             self._retire(old)
-        self._endpoints[info.worker] = Endpoint(info, heard_at=now)
-        self.index.add(info.worker, info.epoch)
+        endpoint = self._endpoints[info.worker] = Endpoint(info, heard_at=now)
+        self.index.add(info.worker, info.epoch, GROUP[info.role])
+        self._fleets[info.role].add(now, endpoint)
         self._sort()
         return (old if was_alive else None), True
 
@@ -96,6 +109,7 @@ class Dispatcher:
         if endpoint is None:
             return False
         endpoint.observe(now, stats)
+        self._update(now, endpoint)
         self.cost.observe(stats)
         return self.index.hear(now, stats.worker, stats.epoch, stats.event_seq)
 
@@ -111,14 +125,13 @@ class Dispatcher:
 
     def has_room(self, now: float) -> bool:
         limit = self._config.max_inflight_per_worker
-        return any(d.usable(now, limit) for d in self._decodes)
+        return any(d.usable(now, limit) for d in self._fleets[Role.DECODE].least_busy())
 
     def check(self, log: LoggedRequest) -> Rejection | None:
         """Why none of the decode workers could ever serve `log`. Cuts max_tokens the first time."""
-        if not self._decodes:
+        if not self.has_decode:
             return None
-        infos = [d.info for d in self._decodes]
-        cut = clamp_max_tokens(log.num_prompt_tokens, log.sampling.max_tokens, infos)
+        cut = clamp_max_tokens(log.num_prompt_tokens, log.sampling.max_tokens, self._shapes)
         if isinstance(cut, Rejection):
             return cut
         log.clamp(cut)
@@ -127,116 +140,155 @@ class Dispatcher:
     def place(self, now: float, log: LoggedRequest) -> Attempt | Rejection | None:
         """Begin the next attempt of `log`. None: nobody can take it now."""
         rejection = self.check(log)
-        if rejection is not None:
+        if rejection is not None or not self.has_decode:
             return rejection
-        total = log.num_prompt_tokens + log.sampling.max_tokens
-        decodes = [d for d in self._usable(now, self._decodes) if fits(d.info, total)]
-        # A worker that failed this request, or is silent, is better than none.
-        decodes = [d for d in decodes if self._trusted(now, d, log)] or decodes
-        if not decodes:
+        question = self._question(now, log)
+        choice = self._policy.choose(question)
+        if choice is None and log.avoid:
+            # A worker that failed this request, or is silent, is better than none.
+            question.usable = self._usable(now, log, question.work, trusting=True)
+            choice = self._policy.choose(question)
+        if choice is None:
             return None
-        prefills = [
-            p
-            for p in self._usable(now, self._prefills)
-            if self._trusted(now, p, log) and fits(p.info, len(log.tokens) + 1)
-        ]
-        return self._decide(now, log, decodes, prefills)
+        placement, work = choice.placement, question.work
+        intake = placement.intake
+        attempt = log.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
+        if self._config.policy == "prefix":
+            names = log.block_names(choice.decode.info)
+            attempt.keeper = self._keepers.choose(now, log, names, choice.prefill)
+        computing = choice.prefill or choice.decode
+        for endpoint in (choice.decode, choice.prefill):
+            if endpoint is not None:
+                prefill_s = placement.seconds.prefill if endpoint is computing else 0.0
+                self._book(now, log, endpoint, work, intake, prefill_s)
+        decision = Decision(
+            request_id=log.request_id,
+            attempt=attempt.number,
+            at_s=now,
+            policy=self._config.policy,
+            num_tokens=len(log.tokens),
+            decode=choice.decode.worker,
+            prefill=None if choice.prefill is None else choice.prefill.worker,
+            fetch_from=intake.fetch_from,
+            seconds=placement.seconds,
+            predicted_ttft_s=self.cost.predicted_ttft_s(placement),
+            was_measured=bool(self.cost.prompt_weights),
+            choice=choice,
+        )
+        attempt.decision = decision
+        return attempt
 
-    def started(self, attempt: Attempt, request_id: str) -> None:
+    def started(self, now: float, attempt: Attempt, request_id: str) -> None:
         """The first token of the attempt has come: its prefill is over, wherever it was."""
-        attempt.decode.start_decoding(request_id)
+        if attempt.decision is not None and attempt.decision.was_measured:
+            self.cost.observe_ttft(attempt.decision.seconds.ttft, now - attempt.sent_at)
+        attempt.decode.start_decoding(now, request_id)
+        self._update(now, attempt.decode)
         if attempt.prefill is not None:
+            attempt.prefill.prompts.discard(now, request_id)
             attempt.prefill.release(request_id)
+            self._update(now, attempt.prefill)
 
     def release(self, attempt: Attempt, request_id: str) -> None:
         """The attempt is over."""
-        attempt.decode.release(request_id)
-        if attempt.prefill is not None:
-            attempt.prefill.release(request_id)
+        for endpoint in (attempt.decode, attempt.prefill):
+            if endpoint is not None and endpoint.release(request_id):
+                self._update(self._now, endpoint)
 
     def observe_output(self, num_tokens: int) -> None:
         """A request ended after `num_tokens` of output."""
         self._expected_output += OUTPUT_SMOOTHING * (num_tokens - self._expected_output)
 
-    def explain(self, request_id: str) -> tuple[Decision, ...]:
-        """The decisions about `request_id` that are still kept, oldest first."""
-        return tuple(d for d in self._decisions if d.request_id == request_id)
+    def _question(self, now: float, log: LoggedRequest) -> Question:
+        matches = {key: self._lookup(now, log, info) for key, info in self._kinds.items()}
+        left = log.sampling.max_tokens - log.num_output_tokens
+        work = Work(
+            num_tokens=len(log.tokens),
+            holdings=_Holdings(self._endpoints, matches),
+            output_tokens=min(float(left), self._expected_output),
+        )
+        if self._config.policy == "prefix":
+            work.lenders = self._lenders(now, log, work, matches.values())
+        return Question(
+            now=now,
+            work=work,
+            decodes=self._fleets[Role.DECODE],
+            prefills=self._fleets[Role.PREFILL],
+            usable=self._usable(now, log, work),
+            holders=lambda fleet: self._holders(fleet, matches.values()),
+            sticky=_sticky(log, self._kinds.values()),
+        )
 
-    def _decide(
+    def _lookup(self, now: float, log: LoggedRequest, info: WorkerInfo) -> Matches:
+        # The last token is always computed: its logits are what the next one is drawn from.
+        num_full = (len(log.tokens) - 1) // info.block_size
+        return self.index.lookup(now, log.packed_names(info)[: HASH_BYTES * num_full])
+
+    def _holders(self, fleet: Fleet, matches: Iterable[Matches]) -> Sequence[Endpoint]:
+        group = GROUP[Role.DECODE if fleet is self._fleets[Role.DECODE] else Role.PREFILL]
+        found = (fleet.get(worker) for match in matches for worker in match.best(group))
+        return [endpoint for endpoint in found if endpoint is not None]
+
+    def _lenders(
+        self, now: float, log: LoggedRequest, work: Work, matches: Iterable[Matches]
+    ) -> tuple[Endpoint, ...]:
+        """Workers that may lend what they hold, best first, among equals the least busy."""
+        ranked = []
+        for match in matches:
+            for group in GROUP.values():
+                for worker in islice(match.best(group), MAX_LENDERS):
+                    lender = self._endpoints[worker]
+                    if (
+                        lender.alive
+                        and now >= lender.excluded_until
+                        and self._trusted(now, lender, log)
+                    ):
+                        gain_s = self.cost.lending_s(lender, work.held_by(lender))
+                        if gain_s > 0:
+                            ranked.append((-gain_s, lender.num_seqs, worker))
+        ranked.sort()
+        return tuple(self._endpoints[worker] for *_, worker in ranked[:MAX_LENDERS])
+
+    def _usable(
+        self, now: float, log: LoggedRequest, work: Work, *, trusting: bool = False
+    ) -> Callable[[Endpoint], bool]:
+        """Whether a worker can take `log` now, and would have room for its KV soon."""
+        limit = self._config.max_inflight_per_worker
+        total = log.num_prompt_tokens + log.sampling.max_tokens
+
+        def usable(endpoint: Endpoint) -> bool:
+            if not endpoint.usable(now, limit):
+                return False
+            if not (trusting or self._trusted(now, endpoint, log)):
+                return False
+            if endpoint.info.role is Role.PREFILL:
+                return fits(endpoint.info, len(log.tokens) + 1)
+            if not fits(endpoint.info, total):
+                return False
+            wait_s = self.cost.memory_s(endpoint, work) if endpoint.bookings else 0.0
+            return wait_s <= self._config.max_memory_wait_s
+
+        return usable
+
+    def _book(
         self,
         now: float,
         log: LoggedRequest,
-        decodes: list[Endpoint],
-        prefills: list[Endpoint],
-    ) -> Attempt:
-        left = log.sampling.max_tokens - log.num_output_tokens
-        cached, lenders = self._match(now, log, [*decodes, *prefills])
-        work = Work(
-            num_tokens=len(log.tokens),
-            cached=cached,
-            output_tokens=min(float(left), self._expected_output),
-            lenders=lenders,
-        )
-        choice = self._policy.choose(work, decodes, prefills)
-        self.cost.observe_hit(work)
-        intake = choice.placement.intake
-        attempt = log.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
-        computing = choice.prefill or choice.decode
-        for endpoint in (choice.decode, choice.prefill):
-            if endpoint is not None:
-                self._book(now, log, endpoint, work, intake if endpoint is computing else None)
-        self._decisions.append(
-            Decision(
-                request_id=log.request_id,
-                attempt=attempt.number,
-                at_s=now,
-                policy=self._config.policy,
-                num_tokens=len(log.tokens),
-                decode=choice.decode.worker,
-                prefill=None if choice.prefill is None else choice.prefill.worker,
-                fetch_from=intake.fetch_from,
-                seconds=choice.placement.seconds,
-                decode_candidates=choice.decode_candidates,
-                prefill_candidates=choice.prefill_candidates,
-            )
-        )
-        return attempt
-
-    def _book(
-        self, now: float, log: LoggedRequest, endpoint: Endpoint, work: Work, intake: Intake | None
+        endpoint: Endpoint,
+        work: Work,
+        intake: Intake,
+        prefill_s: float,
     ) -> None:
-        """`intake` is what `endpoint` has to compute; None: it computes nothing."""
+        """`prefill_s` is 0 where `endpoint` computes nothing of the prompt."""
         output = work.output_tokens if endpoint.info.role is Role.DECODE else 0.0
         num_blocks = blocks_needed(work.missing(endpoint) + int(output), endpoint.info.block_size)
-        computed = 0 if intake is None else intake.computed
-        endpoint.book(now, log.request_id, computed, num_blocks)
-        self.index.speculate(now, endpoint.worker, log.block_names(endpoint.info))
-
-    def _match(
-        self, now: float, log: LoggedRequest, endpoints: list[Endpoint]
-    ) -> tuple[dict[NodeId, Held], tuple[Endpoint, ...]]:
-        """Tokens that each worker of the kinds of `endpoints` holds, where it holds some; and the
-        workers that may lend theirs, best first, among equals the least busy."""
-        kinds = {(e.info.fingerprint, e.info.block_size): e.info for e in endpoints}
-        cached: dict[NodeId, Held] = {}
-        lenders: list[Endpoint] = []
-        for info in kinds.values():
-            # The last token is always computed: its logits are what the next one is drawn from.
-            num_full = (len(log.tokens) - 1) // info.block_size
-            found = self.index.lookup(now, log.block_names(info)[:num_full])
-            ranked = []
-            for worker, blocks in found.items():
-                held = cached[worker] = blocks.times(info.block_size)
-                lender = self._endpoints[worker]
-                if now >= lender.excluded_until and self._trusted(now, lender, log):
-                    gain_s = self.cost.lending_s(lender, held)
-                    ranked.append((-gain_s, lender.num_seqs, worker))
-            lenders += [self._endpoints[worker] for *_, worker in nsmallest(MAX_LENDERS, ranked)]
-        return cached, tuple(lenders)
-
-    def _usable(self, now: float, endpoints: list[Endpoint]) -> list[Endpoint]:
-        limit = self._config.max_inflight_per_worker
-        return [e for e in endpoints if e.usable(now, limit)]
+        computed = intake.computed if prefill_s > 0 else 0
+        endpoint.book(now, log.request_id, computed, num_blocks, prefill_s)
+        self._update(now, endpoint)
+        size = endpoint.info.block_size
+        begin = HASH_BYTES * (work.held_by(endpoint).device // size)
+        expected = log.packed_names(endpoint.info)[begin : begin + HASH_BYTES * MAX_EXPECTED]
+        self.index.speculate(now, endpoint.worker, expected)
 
     def _trusted(self, now: float, endpoint: Endpoint, log: LoggedRequest) -> bool:
         silent = endpoint.stats is not None and (
@@ -244,11 +296,54 @@ class Dispatcher:
         )
         return not silent and all(endpoint is not avoided for avoided in log.avoid)
 
+    def _update(self, now: float, endpoint: Endpoint) -> None:
+        self._now = max(self._now, now)
+        self._fleets[endpoint.info.role].update(now, endpoint)
+
     def _retire(self, endpoint: Endpoint) -> None:
         endpoint.alive = False
+        self._fleets[endpoint.info.role].remove(endpoint)
         self.index.remove(endpoint.worker)
 
     def _sort(self) -> None:
-        living = [e for e in self.endpoints if e.alive]
-        self._decodes = [e for e in living if e.info.role is Role.DECODE]
-        self._prefills = [e for e in living if e.info.role is Role.PREFILL]
+        """Who lives has changed."""
+        living = [e for fleet in self._fleets.values() for e in fleet]
+        self._kinds = {(e.info.fingerprint, e.info.block_size): e.info for e in living}
+        decodes = [e.info for e in self._fleets[Role.DECODE]]
+        shapes = {(i.max_model_len, i.num_blocks, i.block_size): i for i in decodes}
+        self._shapes = list(shapes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Holdings:
+    """What the lookups have found, one for each kind of worker."""
+
+    endpoints: Mapping[NodeId, Endpoint]
+    matches: Mapping[tuple[bytes, int], Matches]
+
+    def held(self, worker: NodeId) -> Held:
+        """In blocks."""
+        info = self.endpoints[worker].info
+        return self.matches[info.fingerprint, info.block_size].held(worker)
+
+
+def _decode_busy(now: float, endpoint: Endpoint) -> float:
+    """Its KV, then its sequences."""
+    return endpoint.used_fraction + 0.01 * endpoint.num_seqs
+
+
+def _prefill_busy(now: float, endpoint: Endpoint) -> float:
+    """When it will have nothing to do."""
+    return endpoint.prompts.busy_until(now) + endpoint.other_prefill_tokens
+
+
+def _sticky(log: LoggedRequest, kinds: Iterable[WorkerInfo]) -> bytes:
+    """A session's name; else the name of how the prompt begins."""
+    submit = log.submit
+    if submit.session is not None:
+        return f"{submit.tenant} {submit.session}".encode()
+    for info in kinds:
+        names = log.block_names(info)
+        if names:
+            return names[min(len(names), STICKY_BLOCKS) - 1]
+    return log.request_id.encode()

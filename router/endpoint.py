@@ -15,6 +15,7 @@ from math import exp
 
 from engine.node import NodeId
 from engine.stats import WorkerInfo, WorkerStats
+from router.prompt_queue import PromptQueue
 
 SETTLE_S = 0.1  # statistics that come this long after a dispatch count it
 TYPICAL_S = 10.0  # time constant of the typical number of decoding sequences
@@ -47,6 +48,7 @@ class Endpoint:
     cached_tokens: int = 0
     cached_tokens_by_source: Counter[str] = field(default_factory=Counter)
     typical_decoding: float = 0.0
+    prompts: PromptQueue = field(default_factory=PromptQueue)
     _own_tokens: int = 0
     _own_decoding: int = 0
     _uncounted_blocks: int = 0
@@ -63,6 +65,16 @@ class Endpoint:
         return self._own_tokens + self._other_tokens
 
     @property
+    def other_prefill_tokens(self) -> int:
+        """Of these, what other routers have sent there."""
+        return self._other_tokens
+
+    @property
+    def used_fraction(self) -> float:
+        """Of its KV pool, what requests hold or are about to."""
+        return 1.0 - self.num_free_blocks / self.info.num_blocks
+
+    @property
     def num_seqs(self) -> int:
         """Requests there, in whatever state, of all routers."""
         return len(self.bookings) + self._other_seqs
@@ -73,25 +85,31 @@ class Endpoint:
 
     @property
     def num_free_blocks(self) -> int:
-        free = self.info.num_blocks if self.stats is None else self.stats.num_free_blocks
-        return max(0, free - self._uncounted_blocks)
+        """Blocks that nobody holds or waits for; negative where more is wanted than there is."""
+        free = self.info.num_blocks
+        if self.stats is not None:
+            free = self.stats.num_free_blocks - self.stats.num_wanted_blocks
+        return free - self._uncounted_blocks
 
-    @property
-    def num_blank_blocks(self) -> int:
-        """Free blocks that hold nothing of use, about: those in use are taken for sealed ones."""
-        free = self.num_free_blocks
-        cached = 0 if self.stats is None else self.stats.num_cached_blocks
-        evictable = max(0, cached - (self.info.num_blocks - free))
-        return max(0, free - evictable)
-
-    def book(self, now: float, request_id: str, prefill_tokens: int, num_blocks: int) -> None:
+    def book(
+        self,
+        now: float,
+        request_id: str,
+        prefill_tokens: int,
+        num_blocks: int,
+        prefill_s: float = 0.0,
+    ) -> None:
+        """`prefill_s`: how long the `prefill_tokens` should take to be computed."""
         assert request_id not in self.bookings, f"{request_id} is booked twice on {self.worker}"
         self.bookings[request_id] = Booking(now, prefill_tokens, num_blocks)
+        if prefill_tokens:
+            self.prompts.add(now, request_id, prefill_s)
         self._own_tokens += prefill_tokens
         self._uncounted_blocks += num_blocks
 
-    def start_decoding(self, request_id: str) -> None:
+    def start_decoding(self, now: float, request_id: str) -> None:
         """The first token of `request_id` has come: no more of its prompt is to be computed."""
+        self.prompts.discard(now, request_id)
         booking = self.bookings.get(request_id)
         if booking is not None and not booking.decoding:
             self._own_tokens -= booking.prefill_tokens
@@ -101,6 +119,7 @@ class Endpoint:
 
     def release(self, request_id: str) -> bool:
         """Take `request_id` off the books. False: it was not on them."""
+        self.prompts.discard(None, request_id)
         booking = self.bookings.pop(request_id, None)
         if booking is None:
             return False

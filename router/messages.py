@@ -16,6 +16,15 @@ from engine.tier import Retention, Tier
 
 
 @dataclass(frozen=True, slots=True)
+class TenantShare:
+    """What a tenant may have of a router. Its requests carry it."""
+
+    weight: float = 1.0  # its part of the service where tenants compete, against the others'
+    max_concurrent: int = 0  # requests at workers; 0: any number
+    max_queued: int = 0  # that wait; 0: any number
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
     """A client's request. Answered to `reply_to` by `Output`s, the last with `finish` set, or by
     one `Failed`; exactly one of the two ends it."""
@@ -30,6 +39,8 @@ class Submit:
     retention: Retention | None = None  # of its KV; None: the workers' own
     session: str | None = None  # name of the session it is a turn of, unique within `tenant`
     tenant: str = ""
+    share: TenantShare = TenantShare()
+    call: bytes = b""  # names the client's call; the same when it is repeated; b"": the tokens do
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,6 @@ class Output:
     finish: FinishReason | None = None
     num_cached_tokens: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)  # as in TokenDelta
-    phases: dict[str, float] = field(default_factory=dict)  # on the last one
 
 
 @dataclass(frozen=True, slots=True)

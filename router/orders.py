@@ -10,6 +10,7 @@ from engine.node import NodeId, Send
 from engine.request import Abort
 from prefill_worker.messages import Prefill
 from router.endpoint import Endpoint
+from router.keeping import SPARE, Keeper
 from router.token_log import Attempt, LoggedRequest
 
 
@@ -26,14 +27,18 @@ def orders(router: NodeId, log: LoggedRequest, attempt: Attempt, timeout_s: floa
         "sampling": log.sampling,
         "timeout_s": timeout_s,
         "scope": log.submit.scope,
-        "retention": log.submit.retention,
+        "names": bytes(log.packed_names(attempt.decode.info)),
     }
+    kept = log.submit.retention
+    here = kept if attempt.keeper in (Keeper.DECODE, Keeper.BOTH) else SPARE
+    there = kept if attempt.keeper in (Keeper.PREFILL, Keeper.BOTH) else SPARE
     if prefill is None:
-        alone = Decode(prefill_from=None, fetch_from=attempt.fetch_from, **common)
+        alone = Decode(prefill_from=None, retention=here, fetch_from=attempt.fetch_from, **common)
         return [Send(decode, alone)]
+    to_prefill = Prefill(decode_to=decode, retention=there, fetch_from=attempt.fetch_from, **common)
     return [
-        Send(decode, Decode(prefill_from=prefill.worker, **common)),
-        Send(prefill.worker, Prefill(decode_to=decode, fetch_from=attempt.fetch_from, **common)),
+        Send(decode, Decode(prefill_from=prefill.worker, retention=here, **common)),
+        Send(prefill.worker, to_prefill),
     ]
 
 

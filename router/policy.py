@@ -1,29 +1,42 @@
 """Who serves a request: decode worker first, then whether to hand its prefill over, then to whom.
 
 "prefix" takes the cheapest placement in seconds; in each, whoever computes may fetch from a third
-worker what that one holds of the prefix. "round_robin" and "least_loaded" are baselines: they know
-nothing of prefixes, fetch nothing, and hand every prefill over when there is anybody to hand it to.
+worker what that one holds of the prefix. It looks at the workers that hold most of the prefix and
+at the least busy ones: any other has neither. The rest are baselines. They fetch nothing, and hand
+every prefill over when there is anybody to hand it to:
 
-Choices repeat exactly: ties (within a millisecond) go to the worker with the fewest requests, then
-the emptiest cache, then the one that was chosen longest ago, then by name.
+  random          anybody
+  round_robin     the one that was chosen longest ago
+  least_loaded    the one with the least work
+  session_sticky  always the same one for a session, or for a beginning of a prompt
+  prefix_only     the one that holds most of the prefix, however busy it is
+
+Choices repeat exactly. Ties (within a millisecond) go to the worker with the fewest requests, then
+to the one that was chosen longest ago.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
 
 from engine.node import NodeId
 from router.cost import CostModel, Placement, Seconds, Work
 from router.endpoint import Endpoint
+from router.fleet import Fleet
 from router.prefix_index import Held
 
-MAX_EXPLAINED = 8  # candidates kept in a decision, the best ones
+NUM_HOLDERS = 4  # candidates of a role that hold most of the prefix
+NUM_IDLE = 4  # and that are least busy
+MAX_TRIED = 32  # of the least busy ones, to find those that can take the request
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to serve the request. For a prefill worker alone, only queue and prefill count."""
+    """One way to serve the request. For a prefill worker alone, only what comes before the first
+    token counts."""
 
     worker: NodeId
     prefill_from: NodeId | None
@@ -32,9 +45,50 @@ class Candidate:
     seconds: Seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Option:
+    """A candidate, with all that a choice needs."""
+
+    endpoint: Endpoint
+    prefill: Option | None
+    placement: Placement
+    key: tuple[float, ...] = ()
+
+    def candidate(self, work: Work) -> Candidate:
+        return Candidate(
+            worker=self.endpoint.worker,
+            prefill_from=None if self.prefill is None else self.prefill.endpoint.worker,
+            fetch_from=self.placement.intake.fetch_from,
+            cached=work.held_by(self.endpoint),
+            seconds=self.placement.seconds,
+        )
+
+
+@dataclass(slots=True)
+class Choice:
+    """What was chosen, and what from, best first."""
+
+    work: Work
+    decodes: list[Option]
+    prefills: list[Option]
+
+    @property
+    def decode(self) -> Endpoint:
+        return self.decodes[0].endpoint
+
+    @property
+    def prefill(self) -> Endpoint | None:
+        option = self.decodes[0].prefill
+        return None if option is None else option.endpoint
+
+    @property
+    def placement(self) -> Placement:
+        return self.decodes[0].placement
+
+
+@dataclass(slots=True)
 class Decision:
-    """A choice and what stood beside it, best first, so that it can be explained."""
+    """A choice and what stood beside it, so that it can be explained."""
 
     request_id: str
     attempt: int
@@ -45,105 +99,133 @@ class Decision:
     prefill: NodeId | None
     fetch_from: NodeId | None  # by `prefill`, or else by `decode`
     seconds: Seconds
-    decode_candidates: tuple[Candidate, ...]
-    prefill_candidates: tuple[Candidate, ...]
+    predicted_ttft_s: float
+    was_measured: bool  # False: no worker had told yet what prompts cost
+    choice: Choice
 
+    @property
+    def decode_candidates(self) -> tuple[Candidate, ...]:
+        """Best first."""
+        return tuple(option.candidate(self.choice.work) for option in self.choice.decodes)
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    decode: Endpoint
-    prefill: Endpoint | None
-    placement: Placement
-    decode_candidates: tuple[Candidate, ...]
-    prefill_candidates: tuple[Candidate, ...]
+    @property
+    def prefill_candidates(self) -> tuple[Candidate, ...]:
+        return tuple(option.candidate(self.choice.work) for option in self.choice.prefills)
 
 
 @dataclass(slots=True)
-class _Option:
-    endpoint: Endpoint
-    prefill: _Option | None
-    placement: Placement
-    cached: Held
-    key: tuple[float, ...] = ()
+class Question:
+    """What a policy is asked. `usable`: whether a worker may be chosen for this request."""
 
-    def candidate(self) -> Candidate:
-        return Candidate(
-            worker=self.endpoint.worker,
-            prefill_from=None if self.prefill is None else self.prefill.endpoint.worker,
-            fetch_from=self.placement.intake.fetch_from,
-            cached=self.cached,
-            seconds=self.placement.seconds,
-        )
+    now: float
+    work: Work
+    decodes: Fleet
+    prefills: Fleet
+    usable: Callable[[Endpoint], bool]
+    holders: Callable[[Fleet], Sequence[Endpoint]]  # of the prefix, most first
+    sticky: bytes  # equal for what should go to the same worker
 
 
 class Policy:
     """Owned by a router. Invariant: its choice depends on its arguments and on earlier choices
     only; `chosen_at` of an endpoint is the number of the last choice that took it."""
 
-    def __init__(self, name: str, cost: CostModel, num_blocks: Callable[[NodeId], int]) -> None:
-        """`num_blocks` tells how many blocks are cached on a worker."""
+    def __init__(self, name: str, cost: CostModel) -> None:
         self.name = name
         self._cost = cost
-        self._num_blocks = num_blocks
         self._num_choices = 0
 
-    def choose(
-        self, work: Work, decodes: Sequence[Endpoint], prefills: Sequence[Endpoint]
-    ) -> Choice:
-        """Pick from `decodes` (at least one) and `prefills` (perhaps none; only those with the
-        fingerprint of the decode worker are considered). Both are sorted by name."""
-        assert decodes, "nobody to choose from"
+    def choose(self, question: Question) -> Choice | None:
+        """None: nobody who decodes is usable. Only prefill workers with the fingerprint of the
+        decode worker are considered."""
         self._num_choices += 1
-        if self.name != "prefix":
-            work = replace(work, lenders=())
-        prefill_options = self._ranked(
-            [_Option(p, None, self._cost.prefill(p, work), work.held_by(p)) for p in prefills]
+        now, work, cost = question.now, question.work, self._cost
+        candidates = self._candidates(question, question.decodes)
+        if not candidates:
+            return None
+        prefills = self._ranked(
+            [
+                Option(endpoint, None, cost.prefill(now, endpoint, work))
+                for endpoint in self._candidates(question, question.prefills)
+            ]
         )
-        decode_options = self._ranked(
-            [o for d in decodes for o in self._decode_options(d, work, prefill_options)]
+        decodes = self._ranked(
+            [
+                option
+                for endpoint in candidates
+                for option in self._decode_options(now, endpoint, work, prefills)
+            ]
         )
-        best = decode_options[0]
+        best = decodes[0]
         best.endpoint.chosen_at = self._num_choices
         if best.prefill is not None:
             best.prefill.endpoint.chosen_at = self._num_choices
-        return Choice(
-            decode=best.endpoint,
-            prefill=None if best.prefill is None else best.prefill.endpoint,
-            placement=best.placement,
-            decode_candidates=tuple(o.candidate() for o in decode_options[:MAX_EXPLAINED]),
-            prefill_candidates=tuple(o.candidate() for o in prefill_options[:MAX_EXPLAINED]),
-        )
+        return Choice(work, decodes, prefills)
+
+    def _candidates(self, question: Question, fleet: Fleet) -> Sequence[Endpoint]:
+        if not len(fleet):
+            return ()
+        # A fleet whose least busy ones cannot take it is not searched to its end.
+        tried = islice(fleet.least_busy(), MAX_TRIED if self.name == "prefix" else None)
+        usable = filter(question.usable, tried)
+        match self.name:
+            case "prefix":
+                return self._holders_and_idle(question, fleet, usable)
+            case "least_loaded":
+                return list(islice(usable, 1))
+            case "round_robin":
+                return _first(usable, key=lambda endpoint: (endpoint.chosen_at, endpoint.worker))
+            case "prefix_only":
+                holders = filter(question.usable, question.holders(fleet))
+                return list(islice(holders, 1)) or list(islice(usable, 1))
+            case _:
+                name = question.sticky
+                if self.name == "random":
+                    name = self._num_choices.to_bytes(8, "big")
+                # The highest of all: whoever comes or goes moves only what is its own.
+                return _first(usable, key=lambda endpoint: _draw(endpoint.worker, name))
+
+    def _holders_and_idle(
+        self, question: Question, fleet: Fleet, usable: Iterator[Endpoint]
+    ) -> list[Endpoint]:
+        found = list(islice(filter(question.usable, question.holders(fleet)), NUM_HOLDERS))
+        for endpoint in islice(usable, NUM_IDLE):
+            if endpoint not in found:
+                found.append(endpoint)
+        return found
 
     def _decode_options(
-        self, decode: Endpoint, work: Work, prefill_options: list[_Option]
-    ) -> list[_Option]:
+        self, now: float, decode: Endpoint, work: Work, prefills: list[Option]
+    ) -> list[Option]:
         """On `decode`: all of it there, and with the best prefill worker that fits to it."""
-        cached = work.held_by(decode)
-        local = _Option(decode, None, self._cost.local(decode, work), cached)
         fingerprint = decode.info.fingerprint
-        best = next(
-            (p for p in prefill_options if p.endpoint.info.fingerprint == fingerprint), None
-        )
-        if best is None:
-            return [local]
-        remote = _Option(decode, best, self._cost.remote(decode, best.placement, work), cached)
-        return [local, remote] if self.name == "prefix" else [remote]
+        best = next((p for p in prefills if p.endpoint.info.fingerprint == fingerprint), None)
+        options = []
+        if best is not None:
+            options.append(Option(decode, best, self._cost.remote(decode, best.placement, work)))
+        if best is None or self.name == "prefix":
+            options.append(Option(decode, None, self._cost.local(now, decode, work)))
+        return options
 
-    def _ranked(self, options: list[_Option]) -> list[_Option]:
-        """Best first. The sort is stable: what is equal stays in the order of names."""
-        for option in options:
-            endpoint = option.endpoint
-            # Chosen longest ago, and among those never chosen the first by name: round robin.
-            if self.name == "round_robin":
-                option.key = (endpoint.chosen_at,)
-            elif self.name == "least_loaded":
-                load = endpoint.num_seqs + endpoint.pending_prefill_tokens
-                option.key = (load, endpoint.chosen_at)
-            else:
-                option.key = (
-                    round(option.placement.seconds.total, 3),
-                    endpoint.num_seqs,
-                    self._num_blocks(endpoint.worker),
-                    endpoint.chosen_at,
-                )
-        return sorted(options, key=lambda option: option.key)
+    def _ranked(self, options: list[Option]) -> list[Option]:
+        """Best first. A baseline has made its choice already."""
+        if self.name == "prefix":
+            for option in options:
+                endpoint = option.endpoint
+                total_s = option.placement.seconds.total
+                option.key = (round(total_s, 3), endpoint.num_seqs, endpoint.chosen_at)
+            options.sort(key=_key)
+        return options
+
+
+def _draw(worker: NodeId, name: bytes) -> bytes:
+    return blake2b(worker.encode(), digest_size=8, key=name[:64]).digest()
+
+
+def _key(option: Option) -> tuple[float, ...]:
+    return option.key
+
+
+def _first(usable: Iterator[Endpoint], key: Callable[[Endpoint], object]) -> list[Endpoint]:
+    best = min(usable, key=key, default=None)  # type: ignore[arg-type]
+    return [] if best is None else [best]

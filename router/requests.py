@@ -7,22 +7,26 @@ collected and taken by the router at the end of each message.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 
 from engine.node import Effect, NodeId, Note, Send
 from engine.request import FinishReason, Refusal, TokenDelta, TokenLogprobs
-from router.admission import AdmissionQueue, Rejection
+from router.admission import Admission, Call, Rejection
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.endpoint import Endpoint
+from router.estimates import OUTPUT_UNITS, computed_tokens, units_done
+from router.explain import Explanations
+from router.fair_queue import MAX_PASSED, Entry, FairQueue
 from router.messages import Failed, Output, Submit
 from router.orders import aborts, orders
+from router.placements import Placements
 from router.status import Totals
 from router.token_log import Attempt, LoggedRequest
 
-MAX_RETRY_AFTER_S = 60.0
-SERVICE_SMOOTHING = 0.1
+MAX_TRIED = 4  # requests that find no place, in one message: each costs a look at the workers
+NO_WORKERS_RETRY_AFTER_S = 5.0
 
 
 class Cause(StrEnum):
@@ -41,17 +45,22 @@ class Requests:
     """Owned by the router. Invariant: a live request is in the queue or has a current attempt,
     never both; one that ended is in neither, and has no booking anywhere."""
 
-    def __init__(self, router: NodeId, config: RouterConfig) -> None:
+    def __init__(self, router: NodeId, config: RouterConfig, clock: Callable[[], float]) -> None:
+        """`clock`: for how long decisions take, and for nothing else."""
         self._router = router
         self._config = config
+        self._clock = clock
         self._effects: list[Effect] = []
         self._ended: dict[str, NodeId] = {}  # id -> client; oldest first
-        self._service_s = 1.0  # of recent requests, from Submit to the end
         self._no_decode_since: float | None = None
-        self.dispatcher = Dispatcher(config)
+        self.dispatcher = Dispatcher(config, router)
+        self.placements = Placements(self.dispatcher.index)
         self.totals = Totals()
+        self.explanations = Explanations(config.max_decisions)
+        self.now = 0.0  # of the message that is being handled
         self.live: dict[str, LoggedRequest] = {}
-        self.queue = AdmissionQueue(config.max_queue)
+        self.queue = FairQueue(config.low_priority_share)
+        self.admission = Admission(config, self.queue)
         self.ended_turns: list[tuple[LoggedRequest, Attempt | None]] = []  # for `Sessions`
         self.room_changed = False  # True: somebody in the queue may find a place now
 
@@ -92,26 +101,57 @@ class Requests:
         elif (reason := log.complete()) is not None:
             self._finish(now, log, reason)
         else:
-            self._enqueue(now, log)
-            self.dispatch(now)
-            if self.queue.overflows:
-                detail = f"{self._config.max_queue} requests are waiting"
-                self.fail(log, Rejection(Refusal.QUEUE_FULL, detail))
+            self._admit(now, log)
+
+    def refuse(self, now: float, call: Call) -> Failed | None:
+        """Why `call` would plainly be refused, if it were submitted; it counts as if it was."""
+        rejection = self.admission.plainly_refused(now, call)
+        if rejection is None:
+            return None
+        self.totals.submitted += 1
+        self.totals.refused(call.tenant, rejection.reason)
+        return Failed("", rejection.reason, rejection.detail, rejection.retry_after_s)
+
+    def _admit(self, now: float, log: LoggedRequest) -> None:
+        """A place, or one in the queue; or somebody is turned away."""
+        is_expected = self.admission.expects(now, log)
+        self.queue.push(log, self.admission.units(log))
+        log.enqueue(now)
+        self.room_changed = True
+        self.dispatch(now)
+        if log not in self.queue:
+            self.admission.joined(log)
+            return
+        turned_away = self.admission.turn_away(now, log, is_expected=is_expected)
+        if turned_away is not None:
+            self.fail(*turned_away)
 
     def dispatch(self, now: float) -> None:
-        """Send out, in order, whatever of the queue finds a place."""
+        """Send out, in order, whatever of the queue finds a place. A few may be passed by others
+        that are easier to place, but none for ever."""
+        self.admission.watch(now, has_decode=self.dispatcher.has_decode)
         if not self.room_changed:
             return
         self.room_changed = False
-        for log in self.queue.in_order():
-            if not self.dispatcher.has_room(now):
+        tried: dict[str, Entry] = {}
+        while len(tried) < MAX_TRIED and self.dispatcher.has_room(now):
+            entry = self.queue.next(tried)
+            if entry is None:
                 return
-            placed = self.dispatcher.place(now, log)
+            log, began = entry.log, self._clock()
+            may_send = self.admission.may_send(log)
+            placed = self.dispatcher.place(now, log) if may_send else None
             if isinstance(placed, Rejection):
                 self.fail(log, placed)
             elif placed is not None:
-                self.queue.remove(log)
+                placed.route_s = self._clock() - began
                 self._send_attempt(now, log, placed)
+                for passed in tried.values():
+                    passed.num_passed += 1
+            elif entry.num_passed >= MAX_PASSED:
+                return
+            else:
+                tried[log.request_id] = entry
 
     def advance(
         self,
@@ -123,18 +163,20 @@ class Requests:
         num_before: int,
     ) -> None:
         """Stream what `delta` of `endpoint` has added to the log beyond `num_before` tokens."""
-        log.phases.update(delta.phases)
         if delta.num_cached_tokens is not None and log.num_cached_tokens is None:
             self._count_prefix_hit(log, endpoint, delta.num_cached_tokens, delta.cached_by_source)
         new = tuple(log.tokens[num_before:])
+        attempt.hear(now, endpoint.worker, delta, bool(new))
         logprobs = delta.logprobs[-len(new) :] if new else ()
         if new:
             endpoint.succeed()
+            self.admission.done(OUTPUT_UNITS * len(new))
             if log.first_token_at is None:
                 log.first_token_at = now
+                self.admission.done(computed_tokens(log))
             if not attempt.started:
                 attempt.started = True
-                self.dispatcher.started(attempt, log.request_id)
+                self.dispatcher.started(now, attempt, log.request_id)
                 self.room_changed = True
         reason = delta.finish or log.complete()
         if reason is not None:
@@ -162,6 +204,7 @@ class Requests:
         assert log.complete() is None, f"{log.request_id} should have ended with its last token"
         self._effects += aborts(log, attempt, keep=gone)
         self.dispatcher.release(attempt, log.request_id)
+        attempt.end(now, cause)
         log.current = None
         self.room_changed = True
         self.totals.retries[cause] += 1
@@ -177,7 +220,8 @@ class Requests:
             why = f"{log.failures} attempts failed; the last one ({cause}): {detail}"
             self.fail(log, Rejection(Refusal.ATTEMPTS, why))
         else:
-            self._enqueue(now, log)
+            self.queue.restore(log)
+            log.enqueue(now)
 
     def cancel(self, log: LoggedRequest) -> None:
         """End it without a word to the client."""
@@ -200,6 +244,8 @@ class Requests:
             rejection = self._overdue(now, log)
             if rejection is not None:
                 self.fail(log, rejection)
+        while turned_away := self.admission.shed(now):
+            self.fail(*turned_away)
 
     def _overdue(self, now: float, log: LoggedRequest) -> Rejection | None:
         waited_s = now - log.queued_at
@@ -207,26 +253,25 @@ class Requests:
             alone_s = now - max(log.queued_at, self._no_decode_since)
             if now >= log.deadline or alone_s >= self._config.no_workers_wait_s:
                 detail = f"no decode worker is up; waited {waited_s:.1f} s for one"
-                return Rejection(Refusal.NO_WORKERS, detail)
+                return Rejection(Refusal.NO_WORKERS, detail, NO_WORKERS_RETRY_AFTER_S)
         if now < log.deadline:
-            return None
+            return self.admission.hopeless(now, log)
         allowed_s = log.deadline - log.submitted_at
+        self.admission.late(now, log)
         where = f"queued for {waited_s:.1f} s" if log.current is None else "being served"
         done = f"{log.num_output_tokens} of at most {log.sampling.max_tokens} tokens were done"
         return Rejection(
             Refusal.DEADLINE, f"its {allowed_s:g} s are over; it was {where}, and {done}"
         )
 
-    def _enqueue(self, now: float, log: LoggedRequest) -> None:
-        log.enqueue(now)
-        self.queue.push(log)
-        self.room_changed = True
-
     def _send_attempt(self, now: float, log: LoggedRequest, attempt: Attempt) -> None:
+        self.queue.charge(now, log)
+        self.totals.sent(log.submit.tenant, now - log.queued_at)
         self.totals.attempts += 1
         self.totals.handoffs += attempt.prefill is not None
         self.totals.fetches += attempt.fetch_from is not None
         self._effects += orders(self._router, log, attempt, timeout_s=log.deadline - now)
+        self._effects += self.placements.tell(now, log, attempt)
 
     def _count_prefix_hit(
         self, log: LoggedRequest, endpoint: Endpoint, num_cached: int, by_source: Mapping[str, int]
@@ -244,7 +289,6 @@ class Requests:
         new: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
         finish: FinishReason | None = None,
-        phases: dict[str, float] | None = None,
     ) -> None:
         self.totals.output_tokens += len(new)
         output = Output(
@@ -255,7 +299,6 @@ class Requests:
             finish=finish,
             num_cached_tokens=log.num_cached_tokens or 0,
             cached_by_source=log.cached_by_source,
-            phases=phases or {},
         )
         self.send(log.submit.reply_to, output)
 
@@ -267,9 +310,9 @@ class Requests:
         new: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        self._output(log, new, logprobs, reason, log.final_phases(now))
+        self._output(log, new, logprobs, reason)
         self.dispatcher.observe_output(log.num_output_tokens)
-        self._service_s += SERVICE_SMOOTHING * (now - log.submitted_at - self._service_s)
+        self.admission.ended(now, log)
         self._forget(log, reason)
 
     def _stop(self, log: LoggedRequest) -> None:
@@ -277,24 +320,26 @@ class Requests:
             self._effects += aborts(log, log.current, keep=None)
 
     def _refuse(self, submit: Submit, rejection: Rejection) -> None:
-        retry_after_s = None
-        if rejection.reason in (Refusal.QUEUE_FULL, Refusal.NO_WORKERS):
-            num_served = max(1, len(self.live) - len(self.queue))
-            turns = len(self.queue) / num_served
-            retry_after_s = min(MAX_RETRY_AFTER_S, max(1.0, turns * self._service_s))
-        failed = Failed(submit.request_id, rejection.reason, rejection.detail, retry_after_s)
+        failed = Failed(
+            submit.request_id, rejection.reason, rejection.detail, rejection.retry_after_s
+        )
         self.send(submit.reply_to, failed)
 
     def _forget(self, log: LoggedRequest, outcome: FinishReason | Refusal) -> None:
+        self.explanations.add(self.now, log, outcome)
         if log.submit.session is not None:
             self.ended_turns.append((log, log.current))
         if log.current is not None:
             self.dispatcher.release(log.current, log.request_id)
             log.current = None
-        elif log in self.queue:
-            self.queue.remove(log)
+        units = units_done(log)
+        self.queue.settle(log, units)
+        self.totals.worked(log.submit.tenant, units)
         self.room_changed = True
-        self.totals.requests[outcome] += 1
+        if outcome in (Refusal.QUEUE_FULL, Refusal.OVERLOADED):
+            self.totals.refused(log.submit.tenant, outcome)
+        else:
+            self.totals.requests[outcome] += 1
         del self.live[log.request_id]
         self._ended[log.request_id] = log.submit.reply_to
         while len(self._ended) > self._config.max_ended:

@@ -16,18 +16,31 @@ from engine.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
 from engine.node import Effect, NodeId, Note, Wake, Woken
 from engine.outbox import Refused, TokenDeltas
 from engine.request import Abort, Probe, Refusal, TokenDelta
-from engine.stats import WorkerStats
+from engine.stats import RouterDown, RouterUp, WorkerStats
 from kvtransfer.messages import CacheOrderDone
-from router.admission import Rejection
+from router.admission import Call, Rejection
 from router.config import RouterConfig
 from router.endpoint import Endpoint
-from router.messages import Cancel, SessionCommand, Submit, WorkerDown, WorkerUp
+from router.explain import Explanations
+from router.messages import Cancel, Failed, SessionCommand, Submit, WorkerDown, WorkerUp
+from router.placements import Placed
 from router.policy import Decision
 from router.prefix_index import PrefixIndex
 from router.requests import Cause, Requests
+from router.session_sharing import SessionsLearned
 from router.session_table import SessionConfig, SessionRecord
 from router.sessions import TICK as SESSIONS_TICK
 from router.sessions import Sessions
+from router.state import TICK as STATE_TICK
+from router.state import (
+    IndexLoaded,
+    IndexWriter,
+    OthersLoads,
+    SharedState,
+    StateConfig,
+    StateUp,
+    TenantLoad,
+)
 from router.status import RouterStatus, worker_statuses
 from router.token_log import Attempt, LoggedRequest, Verdict
 
@@ -45,16 +58,20 @@ class Router:
         config: RouterConfig | None = None,
         session_config: SessionConfig | None = None,
         sessions: Iterable[SessionRecord] = (),
+        state: StateConfig | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`sessions`: what a store has kept of an earlier router's."""
+        """`sessions`: what a store has kept of an earlier router's. `clock`: of wall time, to tell
+        how long decisions take; nothing is decided by it."""
         self.node_id = node_id
         self._config = config or RouterConfig()
-        self._requests = Requests(node_id, self._config)
+        self._requests = Requests(node_id, self._config, clock)
         self._dispatcher = self._requests.dispatcher
         self._totals = self._requests.totals
         self.sessions = Sessions(
             node_id, session_config or SessionConfig(), self._dispatcher, sessions
         )
+        self.shared = SharedState(node_id, state or StateConfig(), self._dispatcher.index)
         self._ticking = False
         self._handlers: dict[type, Callable[[float, Any], None]] = {
             Submit: self._on_submit,
@@ -68,22 +85,32 @@ class Router:
             WorkerStats: self._on_stats,
             SessionCommand: self.sessions.command,
             CacheOrderDone: self.sessions.on_order_done,
+            StateUp: lambda now, _: self.sessions.save_all(now),
+            SessionsLearned: self.sessions.learn,
+            IndexLoaded: self.shared.load,
+            IndexWriter: lambda _, message: self.shared.become_writer(message.writes),
+            OthersLoads: self._on_others_loads,
+            RouterUp: self._requests.placements.on_router_up,
+            RouterDown: self._requests.placements.on_router_down,
+            Placed: self._requests.placements.learn,
             Woken: self._on_woken,
         }
 
     def start(self, now: float) -> list[Effect]:
         self.sessions.start(now)
-        return self.sessions.take_effects(now)
+        return self.sessions.take_effects(now) + self.shared.start()
 
     def receive(self, now: float, message: Any) -> list[Effect]:
         handler = self._handlers.get(type(message))
         if handler is None:
             return [Note("warning", "unexpected_message", type(message).__name__)]
+        self._requests.now = now
         handler(now, message)
         self._requests.dispatch(now)
         while self._requests.ended_turns:
             self.sessions.end(now, *self._requests.ended_turns.pop(0))
         effects = self._requests.take_effects() + self.sessions.take_effects(now)
+        effects += self.shared.take_effects()
         if not self._ticking and (self._requests.live or not self._dispatcher.index.in_step):
             self._ticking = True
             effects.append(Wake(self._config.tick_s, TICK))
@@ -94,9 +121,21 @@ class Router:
         """What is believed of the workers' caches; not to be changed."""
         return self._dispatcher.index
 
+    @property
+    def explanations(self) -> Explanations:
+        """Of the requests that ended last; not to be changed."""
+        return self._requests.explanations
+
+    def refuse(self, now: float, call: Call) -> Failed | None:
+        """Why `call` would plainly be refused if it were submitted; None: it has to be tried. For
+        an API in the same process, so that refusing costs next to nothing."""
+        return self._requests.refuse(now, call)
+
     def explain(self, request_id: str) -> tuple[Decision, ...]:
         """The decisions about `request_id` that are still kept, oldest first."""
-        return self._dispatcher.explain(request_id)
+        log, ended = self._requests.live.get(request_id), self.explanations.get(request_id)
+        attempts = log.attempts if log else ended.attempts if ended else []
+        return tuple(a.decision for a in attempts if a.decision is not None)
 
     def status(self, now: float) -> RouterStatus:
         return RouterStatus(
@@ -105,6 +144,7 @@ class Router:
             num_live=len(self._requests.live),
             num_queued=len(self._requests.queue),
             totals=deepcopy(self._totals),
+            prediction_error=self.explanations.prediction_error,
             workers=worker_statuses(now, self._dispatcher.endpoints),
         )
 
@@ -134,11 +174,13 @@ class Router:
         if is_new:
             self._requests.room_changed = True
             self.sessions.gain(now)
+            self.shared.up(now, up.info.worker, up.info.epoch)
             self._ask_for_snapshots(now)
 
     def _on_worker_down(self, now: float, down: WorkerDown) -> None:
         lost = self._dispatcher.down(down.worker, down.epoch)
         if lost is not None:
+            self.shared.down(down.worker)
             self._lost(now, lost, f"{down.worker} is down: {down.reason}")
 
     def _lost(self, now: float, lost: Endpoint, detail: str) -> None:
@@ -154,6 +196,7 @@ class Router:
     def _on_cache_news(self, now: float, news: KVEvents | KVSnapshot) -> None:
         if self._dispatcher.heed(now, news):
             self._requests.send(news.worker, KVSnapshotRequest(self.node_id))
+        self.shared.heed(news)
 
     def _on_stats(self, now: float, stats: WorkerStats) -> None:
         if self._dispatcher.observe(now, stats):
@@ -236,6 +279,9 @@ class Router:
         if woken.tag == SESSIONS_TICK:
             self.sessions.tick(now)
             return
+        if woken.tag == STATE_TICK:
+            self.shared.tick(now, self._loads())
+            return
         assert woken.tag == TICK, f"woken for {woken.tag!r}, which was never asked for"
         self._ticking = False
         self._requests.expire(now)
@@ -244,6 +290,15 @@ class Router:
                 self._watch(now, log, log.current)
         self._ask_for_snapshots(now)
         self._requests.room_changed = True  # a back-off may be over
+
+    def _loads(self) -> dict[str, TenantLoad]:
+        queue = self._requests.queue
+        tenants = {*queue.num_running, *queue.num_queued}
+        return {t: TenantLoad(queue.num_running[t], queue.num_queued[t]) for t in tenants}
+
+    def _on_others_loads(self, now: float, others: OthersLoads) -> None:
+        self._requests.queue.elsewhere = others.tenants
+        self._requests.room_changed = True  # a tenant may have its share back
 
     def _watch(self, now: float, log: LoggedRequest, attempt: Attempt) -> None:
         """Ask a silent decode worker; give it up when it answers none of several probes."""

@@ -22,6 +22,7 @@ from router.messages import SessionState
 
 TOKEN_BYTES = array("I").itemsize
 MAX_STALE = 64  # entries of the heap that mean nothing any more, beside one for each session
+FOREIGN_PATIENCE = 3.0  # a session that another router parks is parked here after so much longer
 Kind = tuple[bytes, int]  # fingerprint and block size: workers of one kind name blocks alike
 
 
@@ -42,6 +43,7 @@ class SessionConfig:
     max_commands: int = 1024  # that wait for workers
     retention: Retention = DEFAULT_RETENTION  # of requests that do not say
     durable: bool = False  # True: every change is an effect for a store
+    shared: bool = False  # the store is other routers' too, and forgets what has expired by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class SessionRecord:
     pinned: bool
     age_s: float
     idle_s: float  # since the end of its last turn
+    parked: bool = True
+    version: int = 0  # grows with every change; of two, the higher one counts
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +81,8 @@ class Session:
     parked: bool = False
     pinned: bool = False
     saved: bool = False  # the store may have a record of it
+    version: int = 0  # of the last record that was saved or learned
+    foreign: bool = False  # its last change was another router's
     live: set[str] = field(default_factory=set)  # requests that are turns of it
     due_at: float | None = None  # of its entry in the table's heap; None: it has none
     _names: dict[Kind, bytes] = field(default_factory=dict)
@@ -91,8 +97,9 @@ class Session:
     def num_tokens(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
 
-    def set_tokens(self, tokens: list[int]) -> None:
-        self.tokens = array("I", tokens).tobytes()
+    def set_tokens(self, tokens: bytes) -> None:
+        """As array("I") writes them."""
+        self.tokens = tokens
         self._names.clear()
 
     def set_names(self, kind: Kind, names: list[bytes]) -> None:
@@ -140,6 +147,8 @@ class Session:
             pinned=self.pinned,
             age_s=now - self.created_at,
             idle_s=now - self.used_at,
+            parked=self.parked,
+            version=self.version,
         )
 
 
@@ -160,6 +169,7 @@ def restored(now: float, record: SessionRecord) -> Session:
         parked=True,
         pinned=record.pinned,
         saved=True,
+        version=record.version,
     )
 
 
@@ -210,7 +220,7 @@ class SessionTable:
         self._tenants[session.tenant].move_to_end(session.name)
         self.schedule(session)
 
-    def set_tokens(self, session: Session, tokens: list[int]) -> None:
+    def set_tokens(self, session: Session, tokens: bytes) -> None:
         self.num_tokens -= session.num_tokens
         session.set_tokens(tokens)
         self.num_tokens += session.num_tokens
@@ -267,7 +277,9 @@ class SessionTable:
         expires_at = self.expires_at(session)
         if session.live or session.parked or not self._config.park_after_s > 0:
             return expires_at
-        return min(expires_at, session.touched_at + self._config.park_after_s)
+        # The router that saw its last turn parks it; the others only if that one does not.
+        patience = FOREIGN_PATIENCE if session.foreign else 1.0
+        return min(expires_at, session.touched_at + patience * self._config.park_after_s)
 
     def check_integrity(self) -> None:
         """Assert the class invariant. O(everything): for tests."""

@@ -9,9 +9,9 @@ to a store, change by change.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import inf
 
 from engine.node import Effect, NodeId, Send, Wake
@@ -28,6 +28,7 @@ from router.messages import (
 )
 from router.session_blocks import SessionBlocks
 from router.session_commands import PendingCommand, PendingCommands
+from router.session_sharing import DeleteSession, SaveSession, SessionsLearned, learn
 from router.session_table import (
     Session,
     SessionConfig,
@@ -43,21 +44,6 @@ MIN_WAKE_S = 0.25  # sessions that are due soon after each other share a wake-up
 EARLY_S = 0.001  # a wake-up may come this much too early
 PIN_AFTER_S = 1.0  # after a worker has started
 MAX_LISTED_BLOCKS = 16_384  # a page ends where it would have to look at more
-
-
-@dataclass(frozen=True, slots=True)
-class SaveSession:
-    """Effect: keep this record, instead of an earlier one of the session."""
-
-    record: SessionRecord
-
-
-@dataclass(frozen=True, slots=True)
-class DeleteSession:
-    """Effect: keep no record of this session."""
-
-    tenant: str
-    session: str
 
 
 class Sessions:
@@ -136,7 +122,7 @@ class Sessions:
             session.retention = submit.retention or self._config.retention
             session.used_at = now
             session.num_turns += 1
-            self.table.set_tokens(session, log.tokens)
+            self.table.set_tokens(session, array("I", log.tokens).tobytes())
             if attempt is not None:
                 info = attempt.decode.info
                 session.worker = info.worker
@@ -182,11 +168,13 @@ class Sessions:
                 session.parked = True
                 self.table.schedule(session)
                 orders = self._order(CacheAction.PARK, session)
+                self._share(now, session)
             case SessionOp.RESUME:
                 session.parked = False
                 session.touched_at = now
                 self.table.touch(session)
                 orders = self._order(CacheAction.RESUME, session, at_most=1)
+                self._share(now, session)
             case SessionOp.PIN:
                 session.pinned = True
                 orders = self._order(CacheAction.PIN, session)
@@ -270,6 +258,15 @@ class Sessions:
         if pending is not None:
             self._reply(now, pending.command, pending.session, pending)
 
+    def learn(self, now: float, learned: SessionsLearned) -> None:
+        """Take in what other routers have made of sessions since."""
+        for tenant in learn(now, self.table, learned):
+            self._make_room(tenant)
+
+    def save_all(self, now: float) -> None:
+        """The store was away: tell it all again. What it has of the same version it keeps."""
+        self._effects += [SaveSession(s.record(now)) for s in self.table if s.saved]
+
     def gain(self, now: float) -> None:
         """A worker has started. It may have KV on disk, but knows of no pins: once its index has
         come, it is told."""
@@ -290,11 +287,13 @@ class Sessions:
             self._reply(now, pending.command, pending.session, pending)
         for session in self.table.take_due(now, self._config.max_parks_at_once):
             if self.table.expires_at(session) <= now:
+                session.saved &= not self._config.shared  # the store sees itself what has expired
                 self._forget(session)
             else:
                 session.parked = True
                 self._order(CacheAction.PARK, session, only=Tier.DEVICE)
                 self.table.schedule(session)
+                self._share(now, session)
         if self._pin_at <= now:
             self._pin_at = inf
             for session in self.table:
@@ -333,10 +332,17 @@ class Sessions:
         if not session.retention.to_disk:
             self._delete(session)
         elif self._config.durable and session.tokens:
-            session.saved = True
+            session.saved, session.foreign = True, False
+            session.version += 1
             self._effects.append(SaveSession(session.record(now)))
+
+    def _share(self, now: float, session: Session) -> None:
+        """A change that only other routers have to know of."""
+        if self._config.shared:
+            self._save(now, session)
 
     def _delete(self, session: Session) -> None:
         if self._config.durable and session.saved:
             session.saved = False
-            self._effects.append(DeleteSession(session.tenant, session.name))
+            session.version += 1
+            self._effects.append(DeleteSession(session.tenant, session.name, session.version))

@@ -28,6 +28,25 @@ class Totals:
     cached_tokens: int = 0  # of those, not computed
     cached_tokens_by_source: Counter[str] = field(default_factory=Counter)  # as in `TokenDelta`
     output_tokens: int = 0
+    refused_by_tenant: Counter[str] = field(default_factory=Counter)  # for lack of room or time
+    sent_by_tenant: Counter[str] = field(default_factory=Counter)  # attempts
+    queue_seconds_by_tenant: dict[str, float] = field(default_factory=dict)  # that those waited
+    work_by_tenant: dict[str, float] = field(default_factory=dict)  # units of `router.estimates`
+
+    def refused(self, tenant: str, reason: str) -> None:
+        """For lack of room or time."""
+        self.requests[reason] += 1
+        self.refused_by_tenant[tenant] += 1
+
+    def sent(self, tenant: str, queue_s: float) -> None:
+        """A request of `tenant` goes to a worker, after so long in the queue."""
+        self.sent_by_tenant[tenant] += 1
+        self.queue_seconds_by_tenant[tenant] = (
+            self.queue_seconds_by_tenant.get(tenant, 0.0) + queue_s
+        )
+
+    def worked(self, tenant: str, units: float) -> None:
+        self.work_by_tenant[tenant] = self.work_by_tenant.get(tenant, 0.0) + units
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +85,7 @@ class RouterStatus:
     num_queued: int
     totals: Totals
     workers: tuple[WorkerStatus, ...]
+    prediction_error: float | None = None  # relative, of the time to the first token: the median
 
     @property
     def cache_hit_rate(self) -> float:

@@ -17,7 +17,9 @@ from engine.request import FinishReason, SamplingParams, TokenDelta
 from engine.stats import WorkerInfo
 from engine.tier import Tier
 from router.endpoint import Endpoint
+from router.keeping import Keeper
 from router.messages import Submit
+from router.policy import Decision
 
 CACHE_SOURCES = (*Tier, "peer")  # in the order in which a prefix is put together from them
 
@@ -37,13 +39,43 @@ class Attempt:
     number: int
     decode: Endpoint
     prefill: Endpoint | None
-    heard_at: float  # last news of this attempt, or when it was sent
+    sent_at: float
     fetch_from: NodeId | None = None  # lends its KV to whichever of the two computes
+    keeper: Keeper = Keeper.BOTH  # of its KV; a policy that knows of prefixes chooses
+    decision: Decision | None = None  # what was known when it was sent
+    route_s: float = 0.0  # that deciding took
+    heard_at: float = field(init=False)  # last news of this attempt, or when it was sent
     started: bool = False  # its first token is in the log
     handed_over: bool = False  # the decode worker has produced tokens: it needs nobody any more
     prefill_reported: bool = False  # the prefill worker has done what it was asked for
     probed_at: float | None = None  # None: no probe is out
     silent_probes: int = 0  # sent since the decode worker was last heard
+    phases: dict[NodeId, dict[str, float]] = field(default_factory=dict)  # as its workers tell
+    first_at: float | None = None  # its first new token came
+    first_from: NodeId = ""
+    second_at: float | None = None  # the first new token of the other worker came
+    last_at: float = 0.0  # its last new token came
+    ended_at: float | None = None
+    cause: str = ""  # why it was given up; "": it was not
+
+    def __post_init__(self) -> None:
+        self.heard_at = self.sent_at
+
+    def hear(self, now: float, worker: NodeId, delta: TokenDelta, has_new: bool) -> None:
+        """Keep the times of what `worker` has brought, for the explanation. Its first phases count:
+        they end with its first token."""
+        if delta.phases:
+            self.phases.setdefault(worker, delta.phases)
+        if not has_new:
+            return
+        if self.first_at is None:
+            self.first_at, self.first_from = now, worker
+        elif self.second_at is None and worker != self.first_from:
+            self.second_at = now
+        self.last_at = now
+
+    def end(self, now: float, cause: str = "") -> None:
+        self.ended_at, self.cause = now, cause
 
     def involves(self, endpoint: Endpoint) -> bool:
         return endpoint is self.decode or endpoint is self.prefill
@@ -61,16 +93,14 @@ class LoggedRequest:
     deadline: float
     queued_at: float
     tokens: list[int] = field(init=False)
-    attempt_number: int = 0
+    attempts: list[Attempt] = field(default_factory=list)  # the current one is the last
     current: Attempt | None = None  # None: queued
     failures: int = 0  # attempts that count against the limit
     avoid: list[Endpoint] = field(default_factory=list)  # failed this request; used if none is left
     clamped: bool = False
-    queue_s: float = 0.0
     first_token_at: float | None = None
     num_cached_tokens: int | None = None  # of the prompt; None: not known yet
     cached_by_source: dict[str, int] = field(default_factory=dict)  # of those, where it is known
-    phases: dict[str, float] = field(default_factory=dict)
     _chains: dict[tuple[bytes, int], BlockChain] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -123,12 +153,21 @@ class LoggedRequest:
 
     def block_names(self, info: WorkerInfo) -> list[bytes]:
         """Names of the full blocks of `tokens` on workers like `info`. Not to be changed."""
+        return self._chain(info).extend(self.tokens)
+
+    def packed_names(self, info: WorkerInfo) -> memoryview:
+        """The same, one after the other. Not to be kept."""
+        chain = self._chain(info)
+        chain.extend(self.tokens)
+        return memoryview(chain.packed)
+
+    def _chain(self, info: WorkerInfo) -> BlockChain:
         key = (info.fingerprint, info.block_size)
         chain = self._chains.get(key)
         if chain is None:
             scope = self.submit.scope
             chain = self._chains[key] = BlockChain(info.fingerprint, scope, info.block_size)
-        return chain.extend(self.tokens)
+        return chain
 
     def clamp(self, max_tokens: int) -> None:
         """Cut max_tokens, once: later attempts are not to be shortened by who happens to be up."""
@@ -149,14 +188,6 @@ class LoggedRequest:
     ) -> Attempt:
         """Begin the next attempt."""
         assert self.current is None, f"{self.request_id} is dispatched already"
-        self.queue_s += now - self.queued_at
-        self.attempt_number += 1
-        self.current = Attempt(self.attempt_number, decode, prefill, now, fetch_from)
+        self.current = Attempt(len(self.attempts) + 1, decode, prefill, now, fetch_from)
+        self.attempts.append(self.current)
         return self.current
-
-    def final_phases(self, now: float) -> dict[str, float]:
-        """Seconds by phase, for the last Output; the router's own win over a worker's."""
-        own = {"queue": self.queue_s, "e2e": now - self.submitted_at}
-        if self.first_token_at is not None:
-            own["ttft"] = self.first_token_at - self.submitted_at
-        return self.phases | own

@@ -27,7 +27,7 @@ from router.messages import (
 )
 from router.router import Router
 from router.session_table import SessionConfig, SessionRecord
-from router.sessions import DeleteSession, SaveSession
+from router.session_sharing import DeleteSession, SaveSession
 from tests.router.script import BLOCK, Outbox, worker_info
 
 M = TypeVar("M")

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 from decode_worker.messages import Decode
 from engine.kv_events import KVSnapshotRequest
 from engine.request import FinishReason, Refusal
-from router.messages import Cancel, Failed, Output
+from router.admission import Rejection
+from router.dispatch import Dispatcher
+from router.fair_queue import MAX_PASSED
+from router.messages import Cancel, Failed
+from router.requests import MAX_TRIED
+from router.token_log import Attempt, LoggedRequest
 from tests.router.script import CLIENT, Script
 
 
@@ -118,7 +125,10 @@ def test_without_workers_it_waits_and_is_served_when_one_comes() -> None:
     s.up("decode-0")
     assert s.one(Decode).request_id == "r"
     s.delta("decode-0", 10, 999, finish=FinishReason.STOP)
-    assert s.one(Output).phases["queue"] == 30.0
+    explanation = s.router.explanations.get("r")
+    assert explanation is not None
+    first = explanation.phases[0]
+    assert (first.name, first.seconds) == ("queue", 30.0)
 
 
 def test_without_workers_it_fails_when_the_wait_is_over() -> None:
@@ -195,3 +205,38 @@ def test_one_that_fits_only_the_larger_worker_waits_for_it_and_blocks_nobody() -
     s.submit("small", tokens=range(5))
     sent = [(to, m.request_id) for to, m in s.sent if isinstance(m, Decode)]
     assert sent == [("decode-1", "large"), ("decode-0", "small")]
+
+
+def test_one_that_finds_no_place_is_passed_by_some_but_not_for_ever() -> None:
+    s = Script(max_inflight_per_worker=1)
+    s.up("decode-0", num_blocks=10)
+    s.up("decode-1")
+    s.submit("large", tokens=range(100))
+    s.submit("large too", tokens=range(100))
+    s.sent.clear()
+    for number in range(MAX_PASSED + 1):
+        s.submit(f"small {number}", tokens=range(5))
+        s.tell(Cancel(f"small {number}"))
+    assert len([d for d in s.take(Decode) if d.request_id.startswith("small")]) == MAX_PASSED
+    s.tell(Cancel("large"))
+    assert s.one(Decode).request_id == "large too"
+
+
+def test_a_message_looks_at_few_of_those_that_find_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    s = Script(max_inflight_per_worker=1)
+    s.up("decode-0", num_blocks=10)
+    s.up("decode-1")
+    for number in range(50):
+        s.submit(f"large {number}", tokens=range(100))
+    tried: list[str] = []
+    place = Dispatcher.place
+
+    def counted(self: Dispatcher, now: float, log: LoggedRequest) -> Attempt | Rejection | None:
+        tried.append(log.request_id)
+        return place(self, now, log)
+
+    monkeypatch.setattr(Dispatcher, "place", counted)
+    s.submit("one more", tokens=range(100))
+    assert len(tried) <= MAX_TRIED

@@ -19,7 +19,7 @@ def test_booked_load_counts_at_once_and_statistics_replace_it() -> None:
     e.observe(1.5, replace(stats, pending_prefill_tokens=601))
     assert e.pending_prefill_tokens == 600, "200 tokens of the first one are computed"
     assert (e.num_seqs, e.num_free_blocks) == (2, 970)
-    e.start_decoding("a")
+    e.start_decoding(1.5, "a")
     assert e.pending_prefill_tokens == 300
     assert e.num_decoding == 1
     assert e.release("a")
@@ -34,9 +34,33 @@ def test_load_of_other_routers_is_what_statistics_have_beyond_the_books() -> Non
     e.book(0.0, "a", 100, 5)
     e.observe(1.0, replace(STATS, num_running=4, pending_prefill_tokens=704))
     assert (e.pending_prefill_tokens, e.num_seqs) == (700, 4)
-    e.start_decoding("a")
+    e.start_decoding(1.0, "a")
     e.release("a")
     assert (e.pending_prefill_tokens, e.num_seqs) == (600, 3)
+
+
+def test_blocks_are_free_only_where_nobody_waits_for_them() -> None:
+    e = endpoint("decode-0", num_free_blocks=100, num_wanted_blocks=130)
+    assert e.num_free_blocks == -30
+    assert e.used_fraction == 1.03
+    e.book(0.0, "a", 0, 20)
+    assert e.num_free_blocks == -50
+    e.observe(1.0, replace(STATS, num_waiting=1, num_free_blocks=100, num_wanted_blocks=150))
+    assert e.num_free_blocks == -50, "the statistics count what was booked"
+
+
+def test_a_prompt_waits_there_until_its_first_token_comes_or_it_is_given_up() -> None:
+    e = endpoint("decode-0")
+    e.book(0.0, "a", 500, 20, prefill_s=0.5)
+    e.book(0.0, "b", 0, 20)  # computed elsewhere
+    e.book(0.0, "c", 900, 20, prefill_s=0.9)
+    assert len(e.prompts) == 2
+    e.start_decoding(0.4, "a")
+    assert len(e.prompts) == 1
+    e.start_decoding(0.4, "b")
+    assert e.release("c")
+    assert len(e.prompts) == 0
+    assert e.check_integrity() == []
 
 
 def test_back_off_grows_to_its_limit_and_success_ends_its_growth() -> None:

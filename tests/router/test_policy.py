@@ -9,15 +9,16 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
+import pytest
+
 from decode_worker.messages import Decode
 from engine.block_hash import CacheScope, hash_blocks
 from engine.kv_events import KVEvents
 from engine.request import FinishReason
 from prefill_worker.messages import Prefill
-from router.cost import CostModel
-from router.policy import Policy
-from tests.router.fleet import choose, endpoint, names_of, work
-from tests.router.script import BLOCK, Script, worker_info
+from router.config import POLICIES
+from tests.router.fleet import Chooser, choose, endpoint, names_of, on, work
+from tests.router.script import BLOCK, Script, worker_info, worker_stats
 
 # -- choices ----------------------------------------------------------------------------------
 
@@ -56,37 +57,64 @@ def test_a_crowded_worker_loses_its_prefix_advantage() -> None:
     assert names_of(choose(todo, lively, endpoint("decode-1")))[0] == "decode-0"
 
 
-def test_ties_go_to_the_fewest_requests_then_round() -> None:
-    policy = Policy("prefix", CostModel(crowding=0.0), lambda worker: 0)
-    workers = [endpoint(f"decode-{n}") for n in range(3)]
-    picked = [policy.choose(work(10), workers, []).decode.worker for _ in range(6)]
-    assert picked == ["decode-0", "decode-1", "decode-2"] * 2
-    workers[0].book(0.0, "x", 0, 0)
-    workers[2].book(0.0, "x", 0, 0)
-    assert [policy.choose(work(10), workers, []).decode.worker for _ in range(2)] == [
-        "decode-1"
-    ] * 2
+def test_equally_good_workers_are_taken_in_turn() -> None:
+    chooser = Chooser(*(endpoint(f"decode-{n}") for n in range(3)))
+    picked = [chooser.choose(work(10)).decode.worker for _ in range(6)]
+    assert len(set(picked[:3])) == 3
+    assert picked[3:] == picked[:3]
 
 
-def test_ties_go_to_the_emptiest_cache() -> None:
-    cached = {"decode-0": 7, "decode-1": 3, "decode-2": 5}
-    policy = Policy("prefix", CostModel(), cached.__getitem__)
-    workers = [endpoint(name) for name in cached]
-    assert policy.choose(work(10), workers, []).decode.worker == "decode-1"
+def test_of_equally_good_workers_the_one_with_the_fewest_requests_is_taken() -> None:
+    weights = (0.01, 0.0, 0.0, 0.0)  # a step takes the same, however many are in it
+    workers = [endpoint(f"decode-{n}", decode_weights=weights) for n in range(3)]
+    chooser = Chooser(*workers)
+    for number in (0, 2):
+        workers[number].book(0.0, "x", 0, 0)
+    assert [chooser.choose(work(10)).decode.worker for _ in range(2)] == ["decode-1"] * 2
+
+
+def test_a_short_prompt_passes_long_ones_and_a_long_one_goes_where_there_are_none() -> None:
+    """Both prefill workers are as busy as the other, with one long prompt or many short ones."""
+    decode = endpoint("decode-0", num_running=20)
+    long, short = endpoint("prefill-0"), endpoint("prefill-1")
+    long.book(0.0, "long", 4000, 0, 4.0)
+    for number in range(40):
+        short.book(0.0, f"short {number}", 100, 0, 0.1)
+    assert choose(work(500), decode, long, short).prefill is long
+    assert choose(work(3900), decode, long, short).prefill is long
+    for number in range(10):
+        long.book(0.0, f"r{number}", 4000, 0, 4.0)
+    assert choose(work(3900), decode, long, short).prefill is short, "ten others would wait for it"
+
+
+def test_another_model_computes_no_prompt_for_a_decode_worker() -> None:
+    busy = endpoint("decode-0", num_running=50)
+    other = endpoint("prefill-0", info={"fingerprint": b"another"})
+    assert names_of(choose(work(2000), busy, other)) == ("decode-0", None)
+
+
+def test_workers_that_are_not_usable_are_not_chosen_though_they_hold_everything() -> None:
+    holder, other = endpoint("decode-0"), endpoint("decode-1")
+    holder.excluded_until = 5.0
+    chooser = Chooser(holder, other)
+    todo = work(2000, decode_0=1990)
+    assert chooser.choose(todo, now=4.0).decode is other
+    assert chooser.choose(todo, now=5.0).decode is holder
+
+
+# -- baselines --------------------------------------------------------------------------------
 
 
 def test_round_robin_takes_turns_and_always_hands_over() -> None:
-    policy = Policy("round_robin", CostModel(), lambda worker: 0)
     decodes = [endpoint("decode-0", num_running=50), endpoint("decode-1")]
     prefills = [endpoint(f"prefill-{n}") for n in range(3)]
-    picked = [names_of(policy.choose(work(8, decode_1=4), decodes, prefills)) for _ in range(4)]
-    assert picked == [
-        ("decode-0", "prefill-0"),
-        ("decode-1", "prefill-1"),
-        ("decode-0", "prefill-2"),
-        ("decode-1", "prefill-0"),
-    ]
-    assert names_of(policy.choose(work(8), decodes, []))[1] is None
+    chooser = Chooser(*decodes, *prefills, policy="round_robin")
+    picked = [names_of(chooser.choose(work(8, decode_1=4))) for _ in range(6)]
+    for place, count in ((0, 2), (1, 3)):
+        taken = [names[place] for names in picked]
+        assert len(set(taken[:count])) == count
+        assert taken == taken[:count] * (6 // count)
+    assert names_of(choose(work(8), *decodes, policy="round_robin"))[1] is None
 
 
 def test_least_loaded_ignores_prefixes() -> None:
@@ -100,14 +128,69 @@ def test_least_loaded_ignores_prefixes() -> None:
     assert names_of(choice) == ("decode-1", "prefill-1")
 
 
+def test_random_is_anybody_however_busy_and_the_same_every_time() -> None:
+    def picked() -> list[tuple[str, str | None]]:
+        decodes = [endpoint(f"decode-{n}", num_running=20 * n) for n in range(4)]
+        prefills = [endpoint(f"prefill-{n}", pending_prefill_tokens=900 * n) for n in range(4)]
+        chooser = Chooser(*decodes, *prefills, policy="random")
+        return [names_of(chooser.choose(work(900, decode_0=896))) for _ in range(400)]
+
+    names = picked()
+    assert names == picked()
+    for place in (0, 1):
+        counts = Counter(pair[place] for pair in names)
+        assert len(counts) == 4
+        assert all(60 < count < 140 for count in counts.values()), counts
+
+
+def test_session_sticky_always_takes_the_same_worker_for_a_session() -> None:
+    decodes = [endpoint(f"decode-{n}") for n in range(5)]
+    chooser = Chooser(*decodes, policy="session_sticky")
+    sessions = [f"session {n}".encode() for n in range(60)]
+
+    def homes() -> dict[bytes, str]:
+        return {name: chooser.choose(work(8), sticky=name).decode.worker for name in sessions}
+
+    first = homes()
+    for worker in decodes:
+        worker.book(0.0, "x", 5000, 900, 5.0)
+    assert homes() == first, "however busy it is"
+    assert len(set(first.values())) == 5
+    gone = decodes[2]
+    gone.excluded_until = 100.0
+    moved = {name for name, worker in homes().items() if worker != first[name]}
+    assert moved == {name for name, worker in first.items() if worker == gone.worker}
+
+
+def test_prefix_only_takes_the_longest_prefix_however_busy_its_holder_is() -> None:
+    busy = endpoint("decode-0", num_running=500, pending_prefill_tokens=90_000)
+    workers = (busy, endpoint("decode-1"), endpoint("decode-2"))
+    todo = work(2000, decode_0=on(disk=1000), decode_1=900)
+    assert names_of(choose(todo, *workers, policy="prefix_only"))[0] == "decode-0"
+    assert names_of(choose(work(2000), *workers, policy="prefix_only"))[0] != "decode-0"
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "prefix"])
+def test_baselines_hand_every_prompt_over_however_short(policy: str) -> None:
+    workers = (endpoint("decode-0"), endpoint("prefill-0", pending_prefill_tokens=9000))
+    todo = work(2000, decode_0=1999)
+    assert names_of(choose(todo, *workers, policy=policy)) == ("decode-0", "prefill-0")
+
+
 # -- a fleet ----------------------------------------------------------------------------------
 
 
-def play(policy: str, seed: int = 1, num_requests: int = 240) -> tuple[Script, list[str], Counter]:
+def play(
+    policy: str, read_bytes_per_s: float = 1e9, seed: int = 1, num_requests: int = 240
+) -> tuple[Script, list[str], Counter]:
     """8 groups with a prefix of 120 tokens each, in random order, on 2 + 2 workers that cache what
     they are sent. Returns the script, each choice as text, and what it counted."""
     rng = Random(seed)
     s = Script("prefill-0", "prefill-1", "decode-0", "decode-1", policy=policy)
+    s.up("decode-9")  # tells the fleet's rates, and is gone
+    s.tell(worker_stats("decode-9", read_bytes_per_s=read_bytes_per_s))
+    s.down("decode-9")
+    s.sent.clear()
     prefixes = [tuple(rng.randrange(1000, 50_000) for _ in range(120)) for _ in range(8)]
     fingerprint = worker_info("decode-0").fingerprint
     caches: dict[str, set[bytes]] = {
@@ -157,19 +240,28 @@ def play(policy: str, seed: int = 1, num_requests: int = 240) -> tuple[Script, l
     return s, log, counts
 
 
-def test_groups_stay_with_their_prefix_and_the_load_stays_balanced() -> None:
-    _, _, counts = play("prefix")
-    assert counts["cached"] >= 0.95 * counts["possible"]
+def at_home(counts: Counter) -> list[float]:
+    """Of each group, the share of its requests that one decode worker got."""
     decodes = ("decode-0", "decode-1")
-    for worker in decodes:
-        assert 0.35 <= counts["at", worker] / 240 <= 0.65
-    shares = [
-        max(counts["of", group, d] for d in decodes) / sum(counts["of", group, d] for d in decodes)
-        for group in range(8)
-    ]
-    assert sum(share > 0.95 for share in shares) >= 5, shares
-    _, _, baseline = play("round_robin")
+    of = [[counts["of", group, worker] for worker in decodes] for group in range(8)]
+    return [max(numbers) / sum(numbers) for numbers in of]
+
+
+@pytest.mark.parametrize(("read_bytes_per_s", "least"), [(2e5, 0.25), (1e9, 0.35)])
+def test_prefixes_are_found_and_the_load_stays_balanced(
+    read_bytes_per_s: float, least: float
+) -> None:
+    _, _, counts = play("prefix", read_bytes_per_s)
+    assert counts["cached"] >= 0.95 * counts["possible"]
+    for worker in ("decode-0", "decode-1"):
+        assert least <= counts["at", worker] / 240 <= 1 - least
+    _, _, baseline = play("round_robin", read_bytes_per_s)
     assert baseline["cached"] < counts["cached"]
+
+
+def test_groups_stay_with_their_prefix_where_it_is_slow_to_move() -> None:
+    _, _, counts = play("prefix", read_bytes_per_s=2e5)  # moving it takes as long as computing it
+    assert sum(share > 0.95 for share in at_home(counts)) >= 5, at_home(counts)
 
 
 def test_choices_are_the_same_under_any_hash_seed() -> None:

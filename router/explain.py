@@ -1,0 +1,268 @@
+"""What became of a request, and why: kept by the router for the last ones that have ended.
+
+Life of an explanation: made once, when its request ends in whatever way, from the times that the
+token log has kept; given up when `max_decisions` younger ones are there.
+
+Phases follow each other without gap or overlap, from the arrival of the request here to its end.
+Their borders are times of the router's clock. A worker tells only durations, so between two borders
+it explains what it can, and what is left was spent on messages:
+
+    queue   waiting for a worker that can take it
+    route   the decision; wall time, absent where time is virtual
+    messages                         what no worker explains: on the way there and back
+    worker_queue                     waiting for room on the worker
+    load, fetch                      KV from the own lower tiers, or from a peer
+    prefill                          until the first token
+    prefill_wait                     a decode worker's wait for a prefill worker
+    transfer, first_decode           after the prefill: the last KV moves, and the next token
+    decode  until the last token
+    lost    whatever came to nothing: a failed attempt, a handoff that did not complete
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from engine.node import NodeId
+from engine.request import FinishReason, Refusal
+from router.policy import Candidate, Decision
+from router.token_log import Attempt, LoggedRequest
+
+MAX_ERRORS = 512  # predictions that the median is taken over
+TINY_S = 1e-9  # what is left by rounding
+
+Part = tuple[str, float, NodeId]  # phase, seconds, worker
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of a request's life. `attempt` 0 and `worker` "": of none."""
+
+    name: str
+    seconds: float
+    attempt: int = 0
+    worker: NodeId = ""
+    to_first: bool = True  # it lies before the request's first token
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the decision expected of the time from it to the first token, and what it was."""
+
+    predicted_s: float
+    real_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative to the real time."""
+        return abs(self.predicted_s - self.real_s) / self.real_s
+
+
+@dataclass(slots=True)
+class Explanation:
+    """Of a request that has ended. Invariant: `phases` sum to `e2e_s`, and those before the first
+    token to `ttft_s`. They are put together when somebody asks."""
+
+    request_id: str
+    tenant: str
+    session: str | None
+    outcome: FinishReason | Refusal
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    cached_by_source: dict[str, int]
+    attempts: list[Attempt]
+    submitted_at: float
+    first_token_at: float | None  # None: there was no token
+    ended_at: float
+    prediction: Prediction | None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_at is None else self.first_token_at - self.submitted_at
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_at - self.submitted_at
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return tuple(_phases(self))
+
+
+class Explanations:
+    """Owned by a router. Invariant: at most `limit` explanations, in the order of their ends."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._by_id: OrderedDict[str, Explanation] = OrderedDict()
+        self._errors: deque[float] = deque(maxlen=MAX_ERRORS)
+
+    def add(self, now: float, log: LoggedRequest, outcome: FinishReason | Refusal) -> None:
+        """`log` has ended."""
+        prediction = _prediction(log)
+        if prediction is not None:
+            self._errors.append(prediction.error)
+        submit = log.submit
+        self._by_id[log.request_id] = Explanation(
+            request_id=log.request_id,
+            tenant=submit.tenant,
+            session=submit.session,
+            outcome=outcome,
+            num_prompt_tokens=log.num_prompt_tokens,
+            num_output_tokens=log.num_output_tokens,
+            num_cached_tokens=log.num_cached_tokens or 0,
+            cached_by_source=log.cached_by_source,
+            attempts=log.attempts,
+            submitted_at=log.submitted_at,
+            first_token_at=log.first_token_at,
+            ended_at=now,
+            prediction=prediction,
+        )
+        self._by_id.move_to_end(log.request_id)
+        if len(self._by_id) > self._limit:
+            self._by_id.popitem(last=False)
+
+    def get(self, request_id: str) -> Explanation | None:
+        return self._by_id.get(request_id)
+
+    def recent(self) -> Iterator[Explanation]:
+        """All that are kept, the youngest first."""
+        return reversed(self._by_id.values())
+
+    @property
+    def prediction_error(self) -> float | None:
+        """The median of the last relative errors; None before the first."""
+        return median(self._errors) if self._errors else None
+
+
+def _phases(request: Explanation) -> Iterator[Phase]:
+    first_at, free_at, end = request.first_token_at, request.submitted_at, request.ended_at
+    for attempt in request.attempts:
+        before = first_at is None or attempt.sent_at <= first_at
+        yield Phase("queue", attempt.sent_at - free_at, to_first=before)
+        free_at = end if attempt.ended_at is None else attempt.ended_at
+        yield from _attempt_phases(attempt, first_at, free_at)
+    if free_at < end or not request.attempts:
+        yield Phase("queue", end - free_at, to_first=first_at is None)
+
+
+def _attempt_phases(attempt: Attempt, first_token_at: float | None, end: float) -> Iterator[Phase]:
+    """From when it was sent to `end`. `first_token_at`: of the request."""
+    number, decode = attempt.number, attempt.decode.worker
+    if attempt.first_at is None:
+        before = first_token_at is None or end <= first_token_at
+        yield Phase("lost", end - attempt.sent_at, number, decode, before)
+        return
+    is_first = attempt.first_at == first_token_at
+    told = attempt.phases.get(attempt.first_from, {})
+    parts: list[Part] = [("route", attempt.route_s, "")] if attempt.route_s else []
+    parts += [(name, seconds, attempt.first_from) for name, seconds in told.items()]
+    yield from _explained(parts, attempt.first_at - attempt.sent_at, number, is_first)
+    at = attempt.first_at
+    if attempt.second_at is not None:
+        told = attempt.phases.get(decode, {})
+        parts = [(name, seconds, decode) for name, seconds in _after_prefill(told).items()]
+        yield from _explained(parts, attempt.second_at - at, number, to_first=False)
+        at = attempt.second_at
+    last = attempt.last_at if attempt.cause else end
+    yield Phase("decode", last - at, number, decode, to_first=False)
+    if last < end:
+        yield Phase("lost", end - last, number, decode, to_first=False)
+
+
+def _after_prefill(told: dict[str, float]) -> dict[str, float]:
+    """What a decode worker did after the prefill worker's last block. Where it never waited for
+    one, it got its own room after that; then all of it may count, from the end backwards."""
+    if not told.get("prefill_wait"):
+        return told
+    names = list(told)
+    return {name: told[name] for name in names[names.index("prefill_wait") + 1 :]}
+
+
+def _explained(
+    parts: Sequence[Part], total_s: float, attempt: int, to_first: bool
+) -> Iterator[Phase]:
+    """`total_s` of the router's clock as `parts`, and messages for the rest. What began before the
+    border is cut off."""
+    explained_s = sum(seconds for _, seconds, _ in parts)
+    rest_s, cut_s = max(0.0, total_s - explained_s), max(0.0, explained_s - total_s)
+    for name, seconds, worker in parts:
+        if rest_s > TINY_S and name != "route":
+            yield Phase("messages", rest_s, attempt, "", to_first)
+            rest_s = 0.0
+        kept_s = max(0.0, seconds - cut_s)
+        cut_s -= seconds - kept_s
+        if kept_s > TINY_S:
+            yield Phase(name, kept_s, attempt, worker, to_first)
+    if rest_s > TINY_S:
+        yield Phase("messages", rest_s, attempt, "", to_first)
+
+
+def _prediction(log: LoggedRequest) -> Prediction | None:
+    """Of the attempt that brought the first token."""
+    for attempt in log.attempts:
+        if attempt.first_at is not None:
+            real_s = attempt.first_at - attempt.sent_at
+            if attempt.decision is None or real_s <= 0:
+                return None
+            return Prediction(attempt.decision.predicted_ttft_s, real_s)
+    return None
+
+
+def reason(decision: Decision) -> str:
+    """Why the winner won, in a sentence for people."""
+    best, *others = decision.decode_candidates
+    computing = best
+    if best.prefill_from is not None:
+        computing = next(
+            (c for c in decision.prefill_candidates if c.worker == best.prefill_from), best
+        )
+    said = [_holding(computing, decision.num_tokens)]
+    if best.fetch_from is not None:
+        said.append(f"fetching from {best.fetch_from} takes {seconds_text(best.seconds.fetch)}")
+    said.append(f"computing the rest takes {seconds_text(best.seconds.prefill)}")
+    if best.prefill_from is not None:
+        said.append(f"handing over to {best.worker} {seconds_text(best.seconds.transfer)}")
+    if decision.policy != "prefix":
+        said.append(f"chosen by {decision.policy}, whatever it costs")
+    elif others:
+        mine, other = best.seconds.total, others[0]
+        next_best = f"next best {name_of(other)}: {seconds_text(other.seconds.total)}"
+        said.append(f"in all {seconds_text(mine)}; {next_best}")
+    else:
+        said.append("nobody else could take it")
+    return "; ".join(said)
+
+
+def name_of(candidate: Candidate) -> str:
+    if candidate.prefill_from is None:
+        return candidate.worker
+    return f"{candidate.worker} after {candidate.prefill_from}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Short, and never 0 for what is not."""
+    if seconds >= 0.09995:
+        return f"{seconds:.2f} s" if seconds >= 9.9995 else f"{seconds:.3f} s"
+    if seconds >= 0.00005:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.1f} µs" if seconds else "0 s"
+
+
+def _holding(candidate: Candidate, num_tokens: int) -> str:
+    held = candidate.cached
+    places = (
+        (held.device, "in device memory"),
+        (held.host, "in host memory"),
+        (held.disk, "on disk"),
+    )
+    found = [(count, where) for count, where in places if count]
+    if not found:
+        return f"{candidate.worker} holds none of {num_tokens:,} tokens"
+    (first, where), *more = found
+    text = f"{candidate.worker} holds {first:,} of {num_tokens:,} tokens {where}"
+    return ", ".join([text, *(f"{count:,} {where}" for count, where in more)])
