@@ -34,6 +34,8 @@ def phase_sums(url: str) -> dict[str, float]:
         for sample in family.samples:
             if sample.name == "kvrelay_phase_seconds_sum" and sample.labels["phase"] in sums:
                 sums[sample.labels["phase"]] = sample.value
+            elif sample.name == "kvrelay_ttft_seconds_sum":
+                sums["ttft"] = sample.value
     return sums
 
 

@@ -65,6 +65,10 @@ class WorkerSpec:
     retention_s: float = DEFAULT_RETENTION.keep_s
     disk_after_s: float = 2.0
 
+    @property
+    def node(self) -> NodeId:
+        return self.worker
+
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 LAZY_COMMANDS = {
     "audit": ("cluster.cli_audit", "audit", "Do all KV blocks add up, and is any held for nobody?"),
+    "explain": ("cluster.cli_explain", "explain", "Where a request's time went, and why."),
     "chat": ("cluster.cli_client", "chat", "Talk to a served model from the terminal."),
     "status": ("cluster.cli_client", "status", "Workers, what they do, and the cache hit rate."),
     "sessions": ("cluster.cli_sessions", "sessions", "See, park, resume, fork or close sessions."),
     "bench": ("cluster.cli_bench", "bench", "Measure an OpenAI-compatible endpoint."),
+    "profile": ("cluster.cli_profile", "profile", "Measure this machine into a timing file."),
+    "simulate": ("cluster.cli_simulate", "simulate", "What would a cluster do with this traffic?"),
     "sim": ("cluster.sim.cli", "sim_command", "Run the cluster's nodes in the simulator."),
 }
 
@@ -134,6 +137,8 @@ def _print_ready(console: Any, deployment: Deployment, port: int) -> None:
     url = f"http://{shown}:{port}"
     for line in deployment.kv_lines():
         console.print(line, markup=False, soft_wrap=True)
+    for router, its_port in deployment.router_ports().items():
+        console.print(f"{router}: http://{shown}:{its_port}/v1", markup=False, soft_wrap=True)
     console.print(
         f"\nReady: {deployment.model.served_name} at {url}/v1 (OpenAI-compatible). Try:\n",
         style="bold green",

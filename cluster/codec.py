@@ -16,6 +16,7 @@ from engine import kv_events, outbox, request, stats
 from kvtransfer import messages as kv
 from prefill_worker import messages as prefill
 from router import messages as router
+from router import placements
 
 MESSAGE_TYPES: tuple[type, ...] = (
     request.Abort,
@@ -50,6 +51,7 @@ MESSAGE_TYPES: tuple[type, ...] = (
     router.WorkerDown,
     router.SessionCommand,
     router.SessionReply,
+    placements.Placed,
 )
 """Every message that may cross a process boundary."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-from router.config import RouterConfig
+from router.config import MAX_PRIORITY, RouterConfig
 
 S = TypeVar("S")
 
@@ -96,6 +96,11 @@ class TenantEntry:
     name: str = setting("", matches=r"\S(.{0,126}\S)?", hint="a name of 1 to 128 characters")
     keys: tuple[str, ...] = setting((), secret=True)
     key_hashes: tuple[str, ...] = setting((), secret=True)  # SHA-256 of keys, in hex
+    weight: float = setting(1.0, at_least=0.01, at_most=1000.0)  # its part where tenants compete
+    max_concurrent: int = setting(0, at_least=0)  # requests that are served at once; 0: any number
+    max_queued: int = setting(0, at_least=0)  # requests that wait; 0: any number
+    # The lowest number, which is served first, that its requests may ask for.
+    min_priority: int = setting(0, at_least=-MAX_PRIORITY, at_most=MAX_PRIORITY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +118,43 @@ class ApiSection:
     host: str = setting("127.0.0.1")
     port: int = setting(8000, at_least=0, at_most=65535)  # 0: any that is free
     max_body_bytes: int = setting(8 << 20, at_least=1024)
-    max_live_requests: int = setting(512, at_least=1)  # beyond it 429
+    max_live_requests: int = setting(4096, at_least=1)  # beyond it 429
     request_timeout_s: float = setting(600.0, at_least=0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSection:
+    """Where several routers share what they know, and where it outlives them."""
+
+    url: str = setting(
+        "",
+        matches=r"|(redis|rediss)://[^\s/]+\S*|unix://\S+",
+        hint="redis://HOST:PORT, rediss://HOST:PORT or unix://PATH",
+        secret=True,
+    )  # of Redis or Valkey; "": KVRELAY_REDIS_URL, or else memory, and a file for sessions
+    key_prefix: str = setting("kvrelay", matches=r"[\w.-]{1,64}", hint="letters, digits, . _ or -")
+    index_interval_s: float = setting(5.0, at_least=0.1, at_most=3600.0)
+    timeout_s: float = setting(2.0, at_least=0.05, at_most=60.0)  # of each command
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSection:
     prefill: int = setting(1, at_least=0, at_most=10_000)  # workers; 0: one pool does both
     decode: int = setting(1, at_least=1, at_most=10_000)
+    routers: int = setting(1, at_least=1, at_most=64)  # each with an API, at ports in a row
     address: str = setting(
         "", matches=r"|auto|.+:\d{1,5}", hint="auto or HOST:PORT"
     )  # of a running Ray cluster; "": start one
     start_timeout_s: float = setting(180.0, at_least=1.0)
     max_frame_mib: int = setting(64, at_least=1, at_most=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class TracingSection:
+    endpoint: str = setting(
+        "", matches=r"|https?://[^\s/]+\S*", hint="http://HOST:PORT of an OTLP/HTTP collector"
+    )  # "": no traces
+    sample: float = setting(1.0, at_least=0.0, at_most=1.0)  # of calls without a traceparent
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +166,10 @@ class Config:
     tenants: TenantsSection = field(default_factory=TenantsSection)
     tenant: tuple[TenantEntry, ...] = ()
     api: ApiSection = field(default_factory=ApiSection)
+    state: StateSection = field(default_factory=StateSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     router: RouterConfig = field(default_factory=RouterConfig)
+    tracing: TracingSection = field(default_factory=TracingSection)
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> Config:

@@ -1,4 +1,4 @@
-"""The controller: keeps the workers that were asked for running, and everybody introduced.
+"""The controller: keeps workers and routers that were asked for running, and all introduced.
 
 Life of a worker, one epoch per round:
 
@@ -19,93 +19,27 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from cluster.control import (
+    GiveUp,
+    Introduce,
+    Introduced,
+    MachinesChanged,
+    Peer,
+    RouterFailed,
+    RouterLost,
+    RouterStarted,
+    StartFailed,
+    StartWorker,
+    StopWorker,
+    WorkerLost,
+    WorkerStarted,
+)
+from cluster.frontends import TAG as ROUTER_TAG
+from cluster.frontends import FrontendLimits, Frontends
 from cluster.placement import Machine, Placed, place
 from engine.node import Effect, NodeId, Note, Send, Wake, Woken
 from engine.stats import Role, RouterUp, WorkerInfo
 from router.messages import WorkerDown, WorkerUp
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Where a node listens. Of two peers with one name the higher epoch is the one that lives."""
-
-    node: NodeId
-    host: str
-    port: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartWorker:
-    """Effect: start this worker; answered by `WorkerStarted` or `StartFailed`."""
-
-    worker: NodeId
-    role: Role
-    epoch: int
-    machine_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class StopWorker:
-    """Effect: make sure that this epoch of the worker does not run (any more)."""
-
-    worker: NodeId
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Introduce:
-    """Effect: tell `to` where `peers` listen; answered by `Introduced`."""
-
-    to: NodeId
-    about: NodeId  # the worker whose coming up is the reason
-    epoch: int  # of `about`
-    peers: tuple[Peer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Effect: the cluster cannot come up at all; `reason` is one line for the user."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class MachinesChanged:
-    machines: tuple[Machine, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStarted:
-    info: WorkerInfo
-    host: str
-    port: int
-    pid: int = 0  # on its machine, for operators
-    notices: tuple[str, ...] = ()  # what an operator should know of it, one line each
-
-
-@dataclass(frozen=True, slots=True)
-class StartFailed:
-    """`permanent`: it would fail again in the same way (no such model, too little memory)."""
-
-    worker: NodeId
-    epoch: int
-    reason: str
-    permanent: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Introduced:
-    to: NodeId
-    about: NodeId
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
-    worker: NodeId
-    epoch: int
-    reason: str
 
 
 class WorkerState(StrEnum):
@@ -122,8 +56,9 @@ RUNNING = (WorkerState.STARTING, WorkerState.INTRODUCING, WorkerState.UP)
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
     workers: tuple[tuple[NodeId, Role], ...]
-    routers: tuple[Peer, ...]
+    routers: tuple[Peer, ...]  # that live as long as the controller
     listeners: tuple[Peer, ...] = ()  # nodes beside the routers that workers send answers to
+    frontends: tuple[NodeId, ...] = ()  # further routers, to be started and kept running
     first_epoch: int = 1
     start_timeout_s: float = 180.0
     introduce_timeout_s: float = 10.0
@@ -164,11 +99,19 @@ class Controller:
         self.workers = {
             node: Worker(node, role, config.first_epoch - 1) for node, role in config.workers
         }
+        limits = FrontendLimits(
+            config.start_timeout_s,
+            config.backoff_s,
+            config.max_backoff_s,
+            config.stable_s,
+            config.max_first_failures,
+        )
+        self.frontends = Frontends(config.frontends, config.routers, limits, node_id)
         self._ever_up = False
         self._gave_up = False
 
     def start(self, now: float) -> list[Effect]:
-        return []
+        return self.frontends.start()
 
     def receive(self, now: float, message: Any) -> list[Effect]:
         match message:
@@ -181,7 +124,12 @@ class Controller:
                 return self._introduce(worker, message) if worker else []
             case Introduced(to, about, epoch):
                 worker = self._current(about, epoch, WorkerState.INTRODUCING)
-                return self._heard(now, worker, to) if worker else []
+                effects = self._heard(now, worker, to) if worker else []
+                reached = self.workers.get(to)
+                to_epoch = None if reached is None else reached.epoch
+                return effects + self.frontends.introduced(message, to_epoch, self._up())
+            case RouterStarted() | RouterFailed() | RouterLost():
+                return self.frontends.handle(now, message, self._listening(), self._up())
             case StartFailed(node, epoch, reason, permanent):
                 worker = self._current(node, epoch, WorkerState.STARTING)
                 return self._start_failed(now, worker, reason, permanent) if worker else []
@@ -194,7 +142,16 @@ class Controller:
                 return [Note("warning", "unexpected_message", type(message).__name__)]
 
     def all_up(self) -> bool:
-        return all(w.state is WorkerState.UP for w in self.workers.values())
+        workers_up = all(w.state is WorkerState.UP for w in self.workers.values())
+        return workers_up and self.frontends.all_up()
+
+    def _up(self) -> dict[NodeId, WorkerInfo]:
+        up = (w for w in self.workers.values() if w.state is WorkerState.UP)
+        return {w.node: w.info for w in up if w.info is not None}
+
+    def _listening(self) -> dict[NodeId, Peer]:
+        running = (w for w in self.workers.values() if w.state in RUNNING)
+        return {w.node: w.peer for w in running if w.peer is not None}
 
     def _current(self, node: NodeId, epoch: int, *states: WorkerState) -> Worker | None:
         """The worker, if `epoch` is its latest and it is in one of `states`; else news is old."""
@@ -232,14 +189,17 @@ class Controller:
             for other in self.workers.values()
             if other is not worker and other.peer is not None and other.state in RUNNING
         ]
-        routers = self.config.routers
+        fronts = self.frontends.peers
+        routers = (*self.config.routers, *fronts)
         peers = [*routers, *(other.peer for other in others if other.peer is not None)]
+        self.frontends.greet(me.node, me.epoch)
         known = (*peers, *self.config.listeners)
         effects: list[Effect] = [Introduce(worker.node, me.node, me.epoch, known)]
         effects += [Introduce(peer.node, me.node, me.epoch, (me,)) for peer in peers]
         # Workers of one role only save each other work: one that hangs must not keep others down.
-        alike = {other.node for other in others if other.role is worker.role}
-        worker.waiting_for = {effect.to for effect in effects} - alike
+        spared = {other.node for other in others if other.role is worker.role}
+        spared |= {front.node for front in fronts}  # each comes together with it when it can
+        worker.waiting_for = {effect.to for effect in effects} - spared
         tag = f"introducing {worker.epoch} {worker.node}"
         notes = [Note("warning", "worker_notice", f"{worker.node}: {n}") for n in started.notices]
         return [*effects, Wake(self.config.introduce_timeout_s, tag), *notes]
@@ -259,7 +219,7 @@ class Controller:
         for router in self.config.routers:
             effects.append(Send(worker.node, RouterUp(router.node)))
             effects.append(Send(router.node, WorkerUp(worker.info)))
-        return effects
+        return effects + self.frontends.announce(self._up())
 
     def _start_failed(
         self, now: float, worker: Worker, reason: str, permanent: bool
@@ -293,12 +253,15 @@ class Controller:
         if was_up:
             down = WorkerDown(worker.node, worker.epoch, reason)
             effects += [Send(router.node, down) for router in config.routers]
+        effects += self.frontends.worker_lost(worker.node, worker.epoch, reason)
         for other in self.workers.values():
             if other.state is WorkerState.INTRODUCING and worker.node in other.waiting_for:
                 effects += self._heard(now, other, worker.node)
         return effects
 
     def _woken(self, now: float, tag: str) -> list[Effect]:
+        if tag.startswith(f"{ROUTER_TAG} "):
+            return self.frontends.woken(now, tag)
         state, epoch, node = tag.split(" ", 2)
         worker = self._current(node, int(epoch), WorkerState(state))
         if worker is None:

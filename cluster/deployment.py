@@ -9,6 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from time import perf_counter
 from types import ModuleType
 from typing import Any
 
@@ -16,25 +17,22 @@ from cluster.auditor import Auditor
 from cluster.audits import AuditDesk, audit_dict
 from cluster.build import GIB, PreparedModel, WorkerSpec, kv_lines
 from cluster.config import Config
-from cluster.controller import (
-    Controller,
-    ControllerConfig,
-    Peer,
-    StartWorker,
-    Worker,
-    WorkerLost,
-    WorkerState,
-)
+from cluster.control import Peer, RouterLost, StartRouter, StartWorker, WorkerLost
+from cluster.controller import Controller, ControllerConfig, Worker, WorkerState
+from cluster.frontends import RouterState, status_of
+from cluster.runtime.frontend import FrontendSpec
 from cluster.runtime.host import NodeHost
 from cluster.runtime.process import Listening
-from cluster.session_store import open_sessions
+from cluster.serving import ServedModel
+from cluster.state.opening import open_state
+from cluster.tenants import Access
 from cluster.wire import Wire
 from cluster.wire_link import WireLimits
 from engine.node import NodeId
 from engine.stats import Role
 from router.router import Router
 
-ROUTER, CLIENT, CONTROLLER, AUDITOR = "router-0", "api-0", "controller", "auditor-0"
+ROUTER, CONTROLLER, AUDITOR = "router-0", "controller", "auditor-0"
 ITL_TARGET_MS = 100.0  # of decode workers, where prefill workers are there for long prompts
 
 Tell = Callable[[str, str, bool], None]  # part, news, done
@@ -51,9 +49,22 @@ class Deployment:
     deployment runs anywhere.
     """
 
-    def __init__(self, config: Config, model: PreparedModel, ray: ModuleType, tell: Tell) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model: PreparedModel,
+        access: Access,
+        http_port: int,
+        ray: ModuleType,
+        tell: Tell,
+    ) -> None:
+        """`http_port`: of this process's API."""
         self.config = config
         self.model = model
+        self.served_model = ServedModel(model.path, model.served_name, model.max_model_len)
+        self._access = access
+        self._http_port = http_port
+        self._routers = tuple(f"router-{i}" for i in range(config.cluster.routers))
         self._ray = ray
         self._tell = tell
         self._loop = asyncio.get_running_loop()
@@ -70,8 +81,15 @@ class Deployment:
             WireLimits(max_frame_bytes=max_frame_bytes),
         )
         self.wire.serves.add(AUDITOR)
-        self.session_store, limits, records = open_sessions(config, model.served_name)
-        self.router = Router(ROUTER, config.router, limits, records)
+        self.opened = open_state(config, model.served_name, self.cluster, ROUTER, self._routers)
+        self.router = Router(
+            ROUTER,
+            config.router,
+            self.opened.sessions,
+            self.opened.records,
+            state=self.opened.state,
+            clock=perf_counter,
+        )
         self.audits = AuditDesk(self.host, Auditor(AUDITOR))
         self.controller = Controller(ControllerConfig((), ()))
         # On a cluster of several machines an empty host means: the machine's own address.
@@ -80,6 +98,7 @@ class Deployment:
             self.host,
             CONTROLLER,
             self._spec_of,
+            self._router_spec_of,
             Listening(host, self._token, max_frame_bytes),
             self._introduce_here,
             lambda reason: self._fail(ServeError(reason)),
@@ -98,10 +117,12 @@ class Deployment:
                 workers=wanted,
                 routers=(Peer(ROUTER, host, port, 1),),
                 listeners=(Peer(AUDITOR, host, port, 1),),
+                frontends=self._routers[1:],
                 start_timeout_s=cluster.start_timeout_s,
             )
         )
-        self.host.add(self.router, self.session_store)
+        self.host.add(self.router, self.opened.executor)
+        self.opened.start(self.host.inbox(ROUTER))
         self.host.add(self.controller, self.workers)
         self._watching = self._loop.create_task(
             self.workers.watch_machines(use_gpus=self.config.model.device != "cpu")
@@ -156,14 +177,23 @@ class Deployment:
             }
         status["wire"] = dict(self.wire.counters)
         status["sessions"] = self.router.sessions.counts()
+        status["state"] = self.opened.status()
+        own = {"router": ROUTER, "epoch": 1, "state": "up", "http_port": self._http_port}
+        frontends = self.controller.frontends.routers.values()
+        status["routers"] = [own, *(status_of(frontend) for frontend in frontends)]
         return status
+
+    def router_ports(self) -> dict[NodeId, int]:
+        """Where the APIs of the further routers are."""
+        return {r.node: r.http_port for r in self.controller.frontends.routers.values()}
 
     async def audit(self) -> dict[str, Any]:
         """Where every block of the workers is, and what is left over; see `cluster.audits`."""
         workers = self.controller.workers.values()
         report = await self.audits.ask([w.node for w in workers if w.state is WorkerState.UP])
         status = self.router.status(self._loop.time())
-        return audit_dict(report, status.num_live + status.num_queued, self.router.check_idle())
+        num_live = status.num_live + status.num_queued + await self.workers.num_live()
+        return audit_dict(report, num_live, self.router.check_idle())
 
     def _show(self) -> None:
         for worker in self.controller.workers.values():
@@ -171,6 +201,9 @@ class Deployment:
             if worker.last_error and worker.state is not WorkerState.UP:
                 news += f" ({worker.last_error})"
             self._tell(worker.node, news, worker.state is WorkerState.UP)
+        for router in self.controller.frontends.routers.values():
+            news = str(router.state) + (f" ({router.last_error})" if router.last_error else "")
+            self._tell(router.node, news, router.state is RouterState.UP)
 
     def _spec_of(self, start: StartWorker) -> WorkerSpec:
         machines = {machine.machine_id: machine for machine in self.controller.machines}
@@ -202,6 +235,19 @@ class Deployment:
             disk_after_s=config.tiers.disk_after_s,
         )
 
+    def _router_spec_of(self, start: StartRouter) -> FrontendSpec:
+        config, number = self.config, self._routers.index(start.router)
+        return FrontendSpec(
+            cluster=self.cluster,
+            router=start.router,
+            epoch=start.epoch,
+            routers=self._routers,
+            http_port=start.http_port or (config.api.port and self._http_port + number),
+            config=config,
+            model=self.served_model,
+            access=self._access,
+        )
+
     def _introduce_here(self, peers: tuple[Peer, ...]) -> None:
         for peer in peers:
             self.wire.set_address(peer.node, peer.host, peer.port, peer.epoch)
@@ -210,9 +256,10 @@ class Deployment:
         self.wire.send(to, message)
 
     def _on_peer_lost(self, node: NodeId, epoch: int) -> None:
-        """A worker keeps its connection for life: without it, it is gone or as good as gone."""
+        """Each keeps its connection for life: without it, it is gone or as good as gone."""
         self.wire.forget(node, epoch)
-        self.host.deliver(CONTROLLER, WorkerLost(node, epoch, "the connection to it was lost"))
+        lost = RouterLost if node in self._routers else WorkerLost
+        self.host.deliver(CONTROLLER, lost(node, epoch, "the connection to it was lost"))
 
     def _on_node_failed(self, node: NodeId, error: BaseException) -> None:
         self._fail(ServeError(f"{node} failed: {type(error).__name__}: {error}"))

@@ -18,6 +18,8 @@ from prometheus_client.registry import Collector
 from router.status import RouterStatus
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_PHASE_S = (0.0001, 0.0005, 0.001, 0.0025, *_LATENCY_S)
+_RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, 10.0)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 # Key of a worker's status -> (metric, help)
@@ -40,8 +42,29 @@ _WORKER_GAUGES = {
 _ROUTER_GAUGES = {
     "num_live": ("live", "Requests that the router serves."),
     "num_queued": ("queued", "Requests that wait for a worker."),
+    "prediction_error": (
+        "ttft_prediction_error",
+        "Relative error of the predicted time to the first token: median of the last requests.",
+    ),
 }
-_TOTAL_LABELS = {"cached_tokens_by_source": "source"}  # of totals that are not by reason
+# Of totals that are not by reason.
+_STATE_GAUGES = {
+    "up": "1 if the store of shared state can be reached; without it routers go on from memory.",
+    "writes_index": "1 if this router keeps the prefix index in the store.",
+    "unwritten": "Changes that wait to be written to the store.",
+}
+_STATE_COUNTERS = {
+    "outages": "How often the store was lost.",
+    "dropped": "Changes for the store that found no room; told again when it is back.",
+    "unreadable": "What was in the store and could not be read.",
+}
+_TOTAL_LABELS = {
+    "cached_tokens_by_source": "source",
+    "refused_by_tenant": "tenant",
+    "sent_by_tenant": "tenant",
+    "queue_seconds_by_tenant": "tenant",
+    "work_by_tenant": "tenant",
+}
 
 
 def status_dict(status: RouterStatus, model: str) -> dict[str, Any]:
@@ -81,9 +104,21 @@ class ApiMetrics:
         )
         self.phase_s = Histogram(
             "kvrelay_phase_seconds",
-            "Where a request's time went, by phase (queue, prefill, transfer ...).",
+            "Where a request's time went, from its arrival to its last byte, by phase.",
             ["phase"],
-            buckets=_LATENCY_S,
+            buckets=_PHASE_S,
+            registry=registry,
+        )
+        self.spans = Counter(
+            "kvrelay_spans",
+            "Spans by what became of them: sent to the collector, failed, or dropped before.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.prediction_ratio = Histogram(
+            "kvrelay_router_ttft_prediction_ratio",
+            "Predicted time from the router's decision to the first token, over the real one.",
+            buckets=_RATIOS,
             registry=registry,
         )
 
@@ -111,9 +146,18 @@ class ClusterCollector(Collector):
         yield from self._worker_gauges(workers)
         yield from self._worker_counters(workers)
         for key, (name, text) in _ROUTER_GAUGES.items():
-            if key in status:
+            if status.get(key) is not None:
                 yield GaugeMetricFamily(f"kvrelay_router_{name}", text, value=status[key])
+        yield from self._state(status.get("state", {}))
         yield from self._totals(status.get("totals", {}))
+
+    def _state(self, state: dict[str, Any]) -> Iterator[Metric]:
+        """Nothing where no store is configured."""
+        if state:
+            for key, text in _STATE_GAUGES.items():
+                yield GaugeMetricFamily(f"kvrelay_state_{key}", text, value=float(state[key]))
+            for key, text in _STATE_COUNTERS.items():
+                yield CounterMetricFamily(f"kvrelay_state_{key}", text, value=state[key])
 
     def _worker_gauges(self, workers: list[dict[str, Any]]) -> Iterator[Metric]:
         up = GaugeMetricFamily(

@@ -18,7 +18,10 @@ from typing import Any, TypeVar
 
 from cluster.build import BuildError, PreparedModel, prepare_model
 from cluster.config import Config
-from cluster.deployment import CLIENT, ROUTER, Deployment, ServeError, Tell
+from cluster.deployment import Deployment, ServeError, Tell
+from cluster.runtime.frontend import FrontendError, bind
+from cluster.serving import serve_api
+from cluster.state.opening import with_url
 from cluster.tenants import Access, load_access
 
 T = TypeVar("T")
@@ -36,7 +39,8 @@ async def serve(
 ) -> None:
     """Serve until `stop` is set. `on_ready` gets the deployment and the port. `take_signals` is
     called whenever somebody else may have taken the process's signals. Raises ServeError, and
-    ConfigError for tenants."""
+    ConfigError for tenants and the store."""
+    config = with_url(config)
     access = await asyncio.to_thread(load_access, config)
     sock = await asyncio.to_thread(_bind, config)
     stopping = asyncio.create_task(stop.wait())
@@ -55,7 +59,8 @@ async def serve(
         model, tokenizer = await _unless(stopping, preparing)
         ray = await _unless(stopping, starting)
         take_signals()
-        deployment = Deployment(config, model, ray, tell)
+        port = sock.getsockname()[1]
+        deployment = Deployment(config, model, access, port, ray, tell)
         await _unless(stopping, asyncio.create_task(deployment.start()))
         await _serve_api(deployment, tokenizer, access, sock, stop, on_ready)
     except _Stopped:
@@ -113,15 +118,10 @@ def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 
 def _bind(config: Config) -> socket.socket:
-    from cluster.api.server import PortTaken, bind_socket
-
     try:
-        return bind_socket(config.api.host, config.api.port)
-    except PortTaken as error:
+        return bind(config.api.host, config.api.port)
+    except FrontendError as error:
         raise ServeError(str(error)) from error
-    except OSError as error:
-        where = f"{config.api.host}:{config.api.port}"
-        raise ServeError(f"cannot listen at {where}: {error.strerror}") from error
 
 
 async def _start_ray(config: Config, tell: Tell, thread: ThreadPoolExecutor) -> ModuleType:
@@ -192,54 +192,19 @@ async def _serve_api(
     on_ready: Callable[[Deployment, int], None],
 ) -> None:
     """Serve HTTP until `stop`, or until the deployment has failed (raises ServeError)."""
-    from prometheus_client import CollectorRegistry
-
-    from cluster.api.app import create_app
-    from cluster.api.client import RouterClient
-    from cluster.api.context import ApiContext, ApiLimits
-    from cluster.api.public_prompts import PublicPrompts
-    from cluster.api.server import serve_app
-    from cluster.metrics import ApiMetrics, ClusterCollector
-
-    api = deployment.config.api
-    registry = CollectorRegistry()
-    ClusterCollector(registry, deployment.status)
-    client = RouterClient(CLIENT, ROUTER, deployment.host.deliver)
-    deployment.host.add(client)
-    context = ApiContext(
-        model_name=deployment.model.served_name,
-        tokenizer=tokenizer,
-        client=client,
-        max_model_len=deployment.model.max_model_len,
-        status=deployment.status,
-        healthy=deployment.healthy,
-        audit=deployment.audit,
-        metrics=ApiMetrics(registry),
-        limits=ApiLimits(
-            max_body_bytes=api.max_body_bytes,
-            max_live_requests=api.max_live_requests,
-            request_timeout_s=api.request_timeout_s,
-            session_timeout_s=deployment.config.sessions.order_timeout_s + 2.0,
-        ),
-        tenants=access.tenants,
-        public_prompts=await asyncio.to_thread(
-            PublicPrompts.of_texts, tokenizer, access.public_prompts
-        ),
-        retention_s=deployment.config.tiers.retention_s,
-    )
 
     def stop_on_failure(_failed: asyncio.Future[None]) -> None:
         stop.set()
 
     deployment.failed.add_done_callback(stop_on_failure)
-    await serve_app(
-        create_app(context),
-        api.host,
-        api.port,
-        sock=sock,
-        stop=stop,
+    await serve_api(
+        deployment,
+        tokenizer,
+        access,
+        sock,
+        stop,
         on_ready=lambda port: on_ready(deployment, port),
-        shutdown_timeout_s=5.0,
+        audit=deployment.audit,
     )
     deployment.failed.remove_done_callback(stop_on_failure)
     if deployment.failed.done():

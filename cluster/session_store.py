@@ -23,8 +23,8 @@ from cluster.config import Config
 from engine.block_hash import CacheScope
 from engine.node import Effect
 from engine.tier import Retention
+from router.session_sharing import DeleteSession, SaveSession
 from router.session_table import TOKEN_BYTES, SessionConfig, SessionRecord
-from router.sessions import DeleteSession, SaveSession
 
 log = logging.getLogger("kvrelay.sessions")
 
@@ -241,21 +241,27 @@ def open_sessions(
 ) -> tuple[SessionStore | None, SessionConfig, list[SessionRecord]]:
     """The store of a server's sessions, if they are to outlive it, and what its router needs. A
     store that cannot be opened is no reason not to serve."""
-    section, tiers = config.sessions, config.tiers
+    section = config.sessions
     store = None
     if section.durable:
         try:
             store = SessionStore(section.state_path / FILE, model)
         except SessionStoreError as error:
             log.warning("sessions will be forgotten when the server stops: %s", error)
+    limits = session_config(config, durable=store is not None)
+    return store, limits, store.records if store is not None else []
+
+
+def session_config(config: Config, durable: bool = False, shared: bool = False) -> SessionConfig:
+    section, tiers = config.sessions, config.tiers
     has_tiers = tiers.host_gib > 0 or tiers.disk_gib > 0
-    limits = SessionConfig(
+    return SessionConfig(
         max_sessions=section.max_sessions,
         max_per_tenant=section.max_per_tenant,
         max_tokens=section.max_tokens,
         park_after_s=section.park_after_s if has_tiers else 0.0,
         order_timeout_s=section.order_timeout_s,
         retention=Retention(tiers.retention_s),
-        durable=store is not None,
+        durable=durable,
+        shared=shared,
     )
-    return store, limits, store.records if store is not None else []

@@ -1,4 +1,4 @@
-"""Tenants: who may call, and what keeps their KV apart.
+"""Tenants: who may call, what keeps their KV apart, and their shares of the service.
 
 Read once, when the server starts. A caller is known by its key alone; its salt is a keyed hash of
 the tenant's name under a secret of the server, so nothing that a request says can reach another
@@ -13,11 +13,13 @@ import os
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 from pathlib import Path
 
 from cluster.config import Config, ConfigError, TenantEntry, build_tenants, read_toml
+from router.config import MAX_PRIORITY
+from router.messages import TenantShare
 
 SALT_BYTES = 16
 SECRET_FILE = "salt.secret"
@@ -28,9 +30,11 @@ MAX_PUBLIC_PROMPTS = 256
 class Tenant:
     name: str
     salt: bytes
+    share: TenantShare = field(default_factory=TenantShare)
+    min_priority: int = 0  # the first that its requests may ask for
 
 
-ANONYMOUS = Tenant("", b"")
+ANONYMOUS = Tenant("", b"", min_priority=-MAX_PRIORITY)
 """Everybody, where no tenants are configured."""
 
 
@@ -55,7 +59,8 @@ class Tenants:
                 digest_size=SALT_BYTES,
                 person=b"kvrelay-tenant",
             )
-            tenant = Tenant(entry.name, digest.digest())
+            share = TenantShare(entry.weight, entry.max_concurrent, entry.max_queued)
+            tenant = Tenant(entry.name, digest.digest(), share, entry.min_priority)
             for hashed in _hashes(entry):
                 other = self._by_hash.setdefault(hashed, tenant)
                 if other is not tenant:

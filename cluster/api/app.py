@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.api.caller import caller
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
+from cluster.api.explain import explanation_routes
 from cluster.api.formats import ChatFormat, CompletionFormat
 from cluster.api.plan import plan_chat, plan_completion, unknown_model
 from cluster.api.respond import GenerateEndpoint, error_response
@@ -87,6 +88,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
         *session_routes(ctx),
+        *explanation_routes(ctx),
     ]
     _add_models(app, ctx)
     _add_operations(app, ctx)

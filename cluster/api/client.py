@@ -25,6 +25,7 @@ from router.messages import (
     SessionOp,
     SessionReply,
     Submit,
+    TenantShare,
 )
 
 
@@ -38,6 +39,8 @@ class RequestStream:
     def __init__(self, request_id: str, max_tokens: int, signal: asyncio.Event) -> None:
         self.request_id = request_id
         self.ended = False  # nothing more will arrive
+        self.first_at: float | None = None  # loop time: its first token came
+        self.ended_at: float | None = None  # and its end
         self._max_tokens = max_tokens
         self._signal = signal
         self._next_index = 0  # of the next token to arrive
@@ -46,7 +49,6 @@ class RequestStream:
         self._num_cached_tokens = 0
         self._cached_by_source: dict[str, int] = {}
         self._finish: FinishReason | None = None
-        self._phases: dict[str, float] = {}
         self._failed: Failed | None = None
 
     @property
@@ -66,7 +68,6 @@ class RequestStream:
                 finish=self._finish if is_all else None,
                 num_cached_tokens=self._num_cached_tokens,
                 cached_by_source=self._cached_by_source,
-                phases=self._phases if is_all else {},
             )
             del self._tokens[:num], self._logprobs[:num]
             if is_all:
@@ -88,7 +89,7 @@ class RequestStream:
             self._signal.clear()
             await self._signal.wait()
 
-    def _accept(self, output: Output) -> str | None:
+    def _accept(self, now: float, output: Output) -> str | None:
         """Merge what is new in `output`. The text says what is wrong with it, None: nothing."""
         if output.index > self._next_index:
             return f"tokens {self._next_index} to {output.index - 1} were lost on the way"
@@ -96,6 +97,8 @@ class RequestStream:
         tokens = output.tokens[known:]
         if self._next_index + len(tokens) > self._max_tokens:
             return f"more than the {self._max_tokens} tokens that were asked for came"
+        if tokens and self.first_at is None:
+            self.first_at = now
         self._tokens.extend(tokens)
         self._logprobs.extend(output.logprobs[known:])
         self._next_index += len(tokens)
@@ -103,7 +106,7 @@ class RequestStream:
             self._num_cached_tokens = output.num_cached_tokens
             self._cached_by_source = output.cached_by_source or self._cached_by_source
         if output.finish is not None:
-            self._finish, self._phases, self.ended = output.finish, output.phases, True
+            self._finish, self.ended, self.ended_at = output.finish, True, now
         self._signal.set()
         return None
 
@@ -151,6 +154,8 @@ class RouterClient:
         retention: Retention | None = None,
         session: str | None = None,
         tenant: str = "",
+        share: TenantShare = TenantShare(),
+        call: bytes = b"",
         signal: asyncio.Event | None = None,
     ) -> RequestStream:
         """Send a request. `signal` is set when something arrives; several streams may share one.
@@ -171,6 +176,8 @@ class RouterClient:
             retention=retention,
             session=session,
             tenant=tenant,
+            share=share,
+            call=call,
         )
         self._deliver(self.router, submit)
         return stream
@@ -232,10 +239,11 @@ class RouterClient:
         if stream is None:
             return []
         if isinstance(message, Failed):
+            stream.ended_at = now
             stream._fail(message)
         else:
             assert isinstance(message, Output), message
-            wrong = stream._accept(message)
+            wrong = stream._accept(now, message)
             if wrong is not None:
                 self.give_up(Failed(message.request_id, Refusal.EXECUTION, wrong))
         if stream.ended:

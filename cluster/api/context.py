@@ -9,12 +9,17 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, ParamSpec, TypeVar
 
+from cluster.api.calls import Calls
 from cluster.api.client import RouterClient
 from cluster.api.public_prompts import PublicPrompts
 from cluster.api.tokenizer import Tokenizer
 from cluster.metrics import ApiMetrics
 from cluster.tenants import Tenants
+from cluster.tracing import Tracing
 from engine.tier import DEFAULT_RETENTION
+from router.admission import Call
+from router.explain import Explanations
+from router.messages import Failed
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,7 +30,7 @@ _LARGE = 128 * 1024  # characters; about 0.1 s to tokenise
 @dataclass(frozen=True, slots=True)
 class ApiLimits:
     max_body_bytes: int = 8 * 2**20
-    max_live_requests: int = 512  # HTTP requests that generate, beyond it 429
+    max_live_requests: int = 4096  # HTTP requests that generate, beyond it 429
     request_timeout_s: float = 600.0  # from the arrival of the body to the last token
     body_timeout_s: float = 30.0  # to receive a body
     tokenizer_threads: int = 2
@@ -48,18 +53,24 @@ class ApiContext:
     status: Callable[[], dict[str, Any]]
     healthy: Callable[[], tuple[bool, dict[str, Any]]]
     metrics: ApiMetrics
+    explanations: Explanations  # of the router behind `client`
     limits: ApiLimits = field(default_factory=ApiLimits)
     audit: Callable[[], Awaitable[dict[str, Any]]] | None = None  # see cluster.audits
+    # Why the router would plainly refuse a call; None: it has to be tried.
+    refuse_early: Callable[[Call], Failed | None] = lambda call: None
     tenants: Tenants = field(default_factory=Tenants)
     public_prompts: PublicPrompts = field(default_factory=PublicPrompts)
     retention_s: float = DEFAULT_RETENTION.keep_s  # of KV, where a request does not say
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
+    tracing: Tracing | None = None
+    calls: Calls = field(init=False)
     num_live: int = field(default=0, init=False)  # HTTP requests that generate
     num_commands: int = field(default=0, init=False)  # about sessions
     _pool: ThreadPoolExecutor = field(init=False, repr=False)
     _pool_of_large: ThreadPoolExecutor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.calls = Calls(self.model_name, self.explanations, self.metrics, self.tracing)
         self._pool = ThreadPoolExecutor(self.limits.tokenizer_threads, "tokenizer")
         self._pool_of_large = ThreadPoolExecutor(1, "tokenizer-large")
 

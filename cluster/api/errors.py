@@ -16,6 +16,7 @@ from router.messages import Failed, SessionRefusal, SessionReply
 # Refusal -> (HTTP status, OpenAI's error type)
 _STATUS: dict[Refusal, tuple[int, str]] = {
     Refusal.QUEUE_FULL: (429, "rate_limit_error"),
+    Refusal.OVERLOADED: (429, "rate_limit_error"),
     Refusal.CONTEXT_LENGTH: (400, "invalid_request_error"),
     Refusal.NEVER_FITS: (400, "invalid_request_error"),
     Refusal.DEADLINE: (504, "timeout_error"),

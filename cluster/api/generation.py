@@ -57,6 +57,7 @@ class Choice:
         self.cached_by_source: dict[str, int] = {}
         self.finish_reason: str | None = None
         self.last_token_at: float | None = None  # loop time
+        self.stream: RequestStream | None = None  # once it is submitted
         self._wants_logprobs = plan.sampling.logprobs is not None
         self._held: list[TokenText] = []
         self._detokenizer = Detokenizer(
@@ -110,7 +111,8 @@ class Generation:
     serves the request.
     """
 
-    def __init__(self, ctx: ApiContext, plan: Plan, request_id: str) -> None:
+    def __init__(self, ctx: ApiContext, plan: Plan, request_id: str, started_at: float) -> None:
+        """`started_at`: when the body had come, in loop time."""
         self.plan = plan
         self.choices = [Choice(ctx, choice, plan.stop) for choice in plan.choices]
         self.gone = False  # the client went away
@@ -118,7 +120,7 @@ class Generation:
         self._request_id = request_id
         self._signal = asyncio.Event()
         self._streams: dict[int, RequestStream] = {}  # choice index -> stream, until it finished
-        self._started_at = asyncio.get_running_loop().time()
+        self._started_at = started_at
 
     async def batches(self) -> AsyncIterator[list[Piece]]:
         """What is new, at most one piece per choice at a time. Raises `ApiError`."""
@@ -152,9 +154,8 @@ class Generation:
 
     def close(self) -> None:
         """Cancel what has not ended."""
-        for stream in self._streams.values():
-            self._ctx.client.cancel(stream.request_id)
-        self._streams.clear()
+        for index in list(self._streams):
+            self._cancel(index)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage: each prompt counts once, however many choices it has."""
@@ -181,7 +182,7 @@ class Generation:
     def _submit(self, timeout_s: float) -> None:
         for choice in self.choices:
             plan = choice.plan
-            self._streams[plan.index] = self._ctx.client.submit(
+            choice.stream = self._streams[plan.index] = self._ctx.client.submit(
                 f"{self._request_id}-{plan.index}",
                 plan.tokens,
                 plan.sampling,
@@ -189,9 +190,19 @@ class Generation:
                 scope=plan.scope,
                 retention=self.plan.retention,
                 session=plan.session,
+                priority=self.plan.priority,
                 tenant=self.plan.tenant.name,
+                share=self.plan.tenant.share,
+                call=self.plan.call,
                 signal=self._signal,
             )
+
+    def _cancel(self, index: int) -> None:
+        """Choice `index` needs no more tokens. Nothing happens if none would come."""
+        stream = self._streams.pop(index)
+        self._ctx.client.cancel(stream.request_id)
+        if stream.ended_at is None:
+            stream.ended_at = asyncio.get_running_loop().time()
 
     def _expire(self, timeout_s: float) -> None:
         for stream in self._streams.values():
@@ -210,18 +221,15 @@ class Generation:
             choice = self.choices[index]
             num_before = choice.num_tokens
             piece = choice.absorb(message)
-            self._observe(choice, choice.num_tokens - num_before, message.phases)
+            self._observe(choice, choice.num_tokens - num_before)
             if piece.finish_reason is not None:
-                self._ctx.client.cancel(stream.request_id)  # a stop string: the router goes on
-                del self._streams[index]
+                self._cancel(index)  # at a stop string the router would go on
             if piece.text or piece.tokens or piece.finish_reason is not None:
                 pieces.append(piece)
         return pieces
 
-    def _observe(self, choice: Choice, num_tokens: int, phases: dict[str, float]) -> None:
+    def _observe(self, choice: Choice, num_tokens: int) -> None:
         metrics = self._ctx.metrics
-        for phase, seconds in phases.items():
-            metrics.phase_s.labels(phase).observe(seconds)
         if num_tokens == 0:
             return
         now = asyncio.get_running_loop().time()

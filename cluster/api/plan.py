@@ -21,8 +21,10 @@ from cluster.tenants import Tenant
 from engine.block_hash import UNSALTED, CacheScope
 from engine.request import Refusal, SamplingParams
 from engine.tier import Retention
+from router.admission import Call
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
+CHARS_PER_TOKEN = 4  # about
 IN_MEMORY_S = 600.0  # OpenAI's: KV that may not be on disk is kept for minutes
 DAY_S = 86_400.0
 
@@ -48,7 +50,31 @@ class Plan:
     stream: bool
     include_usage: bool
     tenant: Tenant
+    priority: int  # lower goes first
     retention: Retention | None  # of the KV; None: the server's own
+    call: bytes = b""  # names the call; the same when it is repeated
+
+
+def call_of(ctx: ApiContext, request: GenerationRequest, tenant: Tenant, body: bytes) -> Call:
+    """What can be said of a call before its prompt is tokenised. Raises `ApiError`."""
+    if isinstance(request, ChatRequest):
+        num_chars = sum(len(message.content) for message in request.messages)
+        wanted = request.max_completion_tokens or request.max_tokens or ctx.max_model_len
+    else:
+        assert isinstance(request, CompletionRequest)
+        num_chars = sum(
+            len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt)
+            for prompt in request.prompt
+        )
+        wanted = request.max_tokens or DEFAULT_COMPLETION_TOKENS
+    return Call(
+        name=blake2b(body, digest_size=8).digest(),
+        tenant=tenant.name,
+        priority=_priority(request, tenant),
+        num_prompt_tokens=max(1, num_chars // CHARS_PER_TOKEN),
+        max_tokens=wanted,
+        timeout_s=ctx.limits.request_timeout_s,
+    )
 
 
 def choice_seed(seed: int, i: int) -> int:
@@ -181,6 +207,19 @@ def _retention(ctx: ApiContext, request: GenerationRequest) -> Retention | None:
     return Retention(min(IN_MEMORY_S, ctx.retention_s), to_disk=False)
 
 
+def _priority(request: GenerationRequest, tenant: Tenant) -> int:
+    """What is asked for; without that, 0 or the best that the tenant may have."""
+    if request.priority is None:
+        return max(0, tenant.min_priority)
+    if request.priority < tenant.min_priority:
+        raise invalid(
+            f"'priority': {request.priority} goes before {tenant.min_priority}, which is the first "
+            "that this API key may ask for",
+            param="priority",
+        )
+    return request.priority
+
+
 def _plan(
     ctx: ApiContext, request: GenerationRequest, tenant: Tenant, prompts: list[ChoicePlan]
 ) -> Plan:
@@ -201,5 +240,6 @@ def _plan(
         stream=request.stream,
         include_usage=request.include_usage,
         tenant=tenant,
+        priority=_priority(request, tenant),
         retention=_retention(ctx, request),
     )

@@ -12,7 +12,8 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Generic
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -21,13 +22,16 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.api.body import read_body
 from cluster.api.caller import caller
+from cluster.api.calls import Call
 from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, overloaded
+from cluster.api.errors import ApiError, overloaded, refused
 from cluster.api.formats import Format
 from cluster.api.generation import Generation, Piece
-from cluster.api.plan import Plan
-from cluster.api.schema import Request, parse
+from cluster.api.plan import Plan, call_of
+from cluster.api.schema import GenerationRequest, parse
 from cluster.tenants import Tenant
+
+Request = TypeVar("Request", bound=GenerationRequest)
 
 _SMALL_BODY_BYTES = 64 * 1024  # parsed in the event loop, larger ones in a thread
 _CANCELLED = "cancelled"
@@ -80,20 +84,23 @@ class GenerateEndpoint(Generic[Request]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self._ctx.metrics
-        started_at = asyncio.get_running_loop().time()
-        request_id: str = scope["state"]["request_id"]
-        outcome = _CANCELLED
+        clock = asyncio.get_running_loop().time
+        http = HttpRequest(scope, receive)
+        call = Call(scope["state"]["request_id"], self._name, clock(), http.headers)
+        call.outcome = _CANCELLED
         try:
             with self._admitted():
-                outcome = await self._serve(HttpRequest(scope, receive), request_id, send)
+                call.outcome = await self._serve(http, call, send)
         except ApiError as error:
-            outcome = error.outcome
+            call.outcome = error.outcome
             await error_response(error)(scope, receive, send)
         except ClientDisconnect:
             pass
         finally:
-            metrics.requests.labels(self._name, outcome).inc()
-            metrics.e2e_s.observe(asyncio.get_running_loop().time() - started_at)
+            call.ended_at = clock()
+            metrics.requests.labels(self._name, call.outcome).inc()
+            metrics.e2e_s.observe(call.ended_at - call.arrived_at)
+            self._ctx.calls.ended(call)
 
     @contextlib.contextmanager
     def _admitted(self) -> Any:
@@ -108,17 +115,24 @@ class GenerateEndpoint(Generic[Request]):
             self._ctx.num_live -= 1
             self._ctx.metrics.live_requests.set(self._ctx.num_live)
 
-    async def _serve(self, http: HttpRequest, request_id: str, send: Send) -> str:
+    async def _serve(self, http: HttpRequest, call: Call, send: Send) -> str:
         """Serve one request; return its outcome. Raises `ApiError` before the first byte only."""
         tenant = caller(self._ctx, http)
         body = await read_body(http, self._ctx.limits)
+        clock = asyncio.get_running_loop().time
+        call.received_at = clock()
         if len(body) <= _SMALL_BODY_BYTES:
             request = parse(self._schema, body)
         else:
             request = await self._ctx.in_thread(len(body), parse, self._schema, body)
-        plan = await self._plan(self._ctx, request, tenant)
-        generation = Generation(self._ctx, plan, request_id)
-        format = self._format(self._ctx, plan, request_id)
+        about = call_of(self._ctx, request, tenant, body)
+        failed = self._ctx.refuse_early(about)
+        if failed is not None:
+            raise refused(failed)
+        plan = replace(await self._plan(self._ctx, request, tenant), call=about.name)
+        generation = Generation(self._ctx, plan, call.request_id, call.received_at)
+        format = self._format(self._ctx, plan, call.request_id)
+        call.generation, call.submitted_at = generation, clock()
         try:
             async with _abandon_on_disconnect(generation, http.receive):
                 if plan.stream:

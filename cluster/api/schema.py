@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from cluster.api.errors import ApiError, invalid
+from router.config import MAX_PRIORITY
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
@@ -124,6 +125,7 @@ def _or(default: Any) -> BeforeValidator:
 _Penalty = Annotated[float, Field(ge=-2, le=2), _or(0.0)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=128), FailFast()]
 _Flag = Annotated[bool, _or(False)]
+_Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 _SessionName = Annotated[str, Field(min_length=1, max_length=MAX_SESSION_CHARS)]
 
 
@@ -187,6 +189,7 @@ class GenerationRequest(BaseModel):
     stream: _Flag = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    priority: _Priority | None = None  # lower goes first, as in vLLM
     prompt_cache_key: _SessionName | None = None  # names the session that this is a turn of
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 

@@ -49,7 +49,6 @@ class Completion:
     failed: Failed | None = None
     num_cached_tokens: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)
-    phases: dict[str, float] = field(default_factory=dict)
     submitted_at: float = 0.0  # of time.monotonic
     arrived_at: list[float] = field(default_factory=list)  # of each token
 
@@ -77,7 +76,6 @@ class _Client:
             completion.num_cached_tokens = message.num_cached_tokens
             completion.cached_by_source = message.cached_by_source
             completion.finish = message.finish
-            completion.phases = message.phases
         elif isinstance(message, Failed):
             completion.failed = message
         if completion.finish is not None or completion.failed is not None:
@@ -111,7 +109,7 @@ class LocalCluster:
         retention_s, disk_after_s. Two clusters with the same disk_path continue each other."""
         self._thread = LoopThread("local-cluster")
         self.host = NodeHost(self._thread.loop, on_failure=self._on_failure)
-        self.router = Router(ROUTER, router)
+        self.router = Router(ROUTER, router, clock=time.perf_counter)
         self._client = _Client()
         self._ids = itertools.count()
         roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.controller import Peer
+from cluster.control import Peer
 from cluster.runtime.host import Deliver, Executor, LoopThread, NodeHost
 from cluster.wire import Wire
 from cluster.wire_link import WireLimits

@@ -1,101 +1,58 @@
 """The Ray runtime: the only file that knows Ray.
 
-Ray places worker processes, tells when one dies, and carries the few calls of the control plane
-(start, introduce, stop). Requests, tokens and KV never pass through it. Actors are never restarted
-by Ray: the controller does that, under a new epoch. Import this after `ray_environment.apply`.
+Ray places the processes of workers and further routers, tells when one dies, and carries the few
+calls of the control plane (start, introduce, stop). Requests, tokens and KV never pass through it.
+Actors are never restarted by Ray: the controller does that, under a new epoch. Import this after
+`ray_environment.apply`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.build import BuildError, WorkerSpec, build_worker
-from cluster.controller import (
+from cluster.build import WorkerSpec
+from cluster.control import (
     GiveUp,
     Introduce,
     Introduced,
     MachinesChanged,
     Peer,
+    RouterFailed,
+    RouterLost,
     StartFailed,
+    StartRouter,
     StartWorker,
+    StopRouter,
     StopWorker,
     WorkerLost,
-    WorkerStarted,
 )
 from cluster.placement import Machine
+from cluster.runtime.actors import RouterActor, WorkerActor
+from cluster.runtime.frontend import FrontendSpec
 from cluster.runtime.host import NodeHost
-from cluster.runtime.process import Listening, WorkerProcess
+from cluster.runtime.process import Listening
 from engine.node import Effect, NodeId
-from engine.stats import Role
 
 log = logging.getLogger("kvrelay.ray")
 
 POLL_MACHINES_S = 1.0
 STOP_TIMEOUT_S = 5.0
 REACH_TIMEOUT_S = 5.0
-PREFILL_NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it
 
 
 class RayUnavailable(Exception):
     """Ray did not start, or the cluster to join cannot be reached; one line."""
-
-
-class WorkerActor:
-    """One worker in a process of its own. Its constructor does nothing, so that it is up at once
-    and its death is noticed from then on."""
-
-    def __init__(self, worker: NodeId) -> None:
-        self._worker = worker
-        self._process: WorkerProcess | None = None
-
-    def __repr__(self) -> str:  # also what `ps` shows
-        return f"kvrelay {self._worker}"
-
-    def start(self, spec: WorkerSpec, listening: Listening) -> WorkerStarted | StartFailed:
-        """Build the worker and serve. What would fail again is told as permanent."""
-        os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
-        if spec.role is Role.PREFILL and not spec.on_gpu:
-            os.nice(PREFILL_NICENESS)
-        try:
-            built = build_worker(spec)
-            if not listening.host:
-                host = ray.util.get_node_ip_address()
-                listening = Listening(host, listening.token, listening.max_frame_bytes)
-            self._process = WorkerProcess(built, listening)
-            host, port = self._process.start()
-        except BuildError as error:
-            return StartFailed(spec.worker, spec.epoch, str(error), permanent=True)
-        return WorkerStarted(built.info, host, port, os.getpid(), built.notices)
-
-    def introduce(self, peers: tuple[Peer, ...]) -> None:
-        assert self._process is not None
-        self._process.introduce(peers)
-
-    def wait(self) -> None:
-        """Returns never: the call fails when the process dies, and the process dies when its node
-        has failed, since the state of a node that raised is not to be trusted."""
-        assert self._process is not None
-        try:
-            self._process.wait()
-        except BaseException:
-            logging.shutdown()
-            os._exit(1)
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.stop()
 
 
 def connect(address: str) -> None:
@@ -141,6 +98,10 @@ def own_host(address: str) -> str:
     return ray.util.get_node_ip_address() if address else LOOPBACK
 
 
+def own_machine() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
 def alive_nodes() -> list[dict[str, Any]]:
     """Ray's records of the machines that it believes alive."""
     return [node for node in ray.nodes() if node["Alive"]]
@@ -171,16 +132,30 @@ def first_line(error: BaseException) -> str:
 
 @dataclass(slots=True)
 class _Running:
-    epoch: int
+    spec: WorkerSpec | FrontendSpec
     actor: Any
     task: asyncio.Task[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What differs between workers and routers: what is told of a start that failed, with whether
+    it would again, and of a loss."""
+
+    actor: Any  # class
+    failed: Callable[[NodeId, int, str, bool], Any]
+    lost: Callable[[NodeId, int, str], Any]
+
+
+_WORKER = _Kind(WorkerActor, StartFailed, WorkerLost)
+_ROUTER = _Kind(RouterActor, RouterFailed, RouterLost)
 
 
 class RayWorkers:
     """Executor of the controller's effects. Lives on the host's loop.
 
-    Invariant: at most one actor per worker is known here, that of the latest epoch; every actor
-    that was started is stopped, by `StopWorker`, by a later start, or by `close_all`.
+    Invariant: at most one actor per node is known here, that of the latest epoch; every actor that
+    was started is stopped, by `StopWorker` or `StopRouter`, by a later start, or by `close_all`.
     """
 
     def __init__(
@@ -188,6 +163,7 @@ class RayWorkers:
         host: NodeHost,
         controller: NodeId,
         spec_of: Callable[[StartWorker], WorkerSpec],
+        router_spec_of: Callable[[StartRouter], FrontendSpec],
         listening: Listening,
         introduce_here: Callable[[tuple[Peer, ...]], None],
         on_give_up: Callable[[str], None],
@@ -195,6 +171,7 @@ class RayWorkers:
         self._host = host
         self._controller = controller
         self._spec_of = spec_of
+        self._router_spec_of = router_spec_of
         self._listening = listening
         self._introduce_here = introduce_here
         self._on_give_up = on_give_up
@@ -205,11 +182,17 @@ class RayWorkers:
     def perform(self, effect: Effect) -> None:
         match effect:
             case StartWorker():
-                self._spawn(self._run(effect), effect)
-            case StopWorker(worker, epoch):
-                running = self._running.get(worker)
-                if running is not None and running.epoch <= epoch:
-                    del self._running[worker]
+                spec = self._spec_of(effect)
+                env = {"OMP_NUM_THREADS": str(spec.threads), "TOKENIZERS_PARALLELISM": "false"}
+                gpus = 1 if spec.on_gpu else 0
+                env_vars = {"env_vars": env}
+                self._launch(_WORKER, spec, effect.machine_id, num_gpus=gpus, runtime_env=env_vars)
+            case StartRouter():
+                self._launch(_ROUTER, self._router_spec_of(effect), own_machine())
+            case StopWorker(node, epoch) | StopRouter(node, epoch):
+                running = self._running.get(node)
+                if running is not None and running.spec.epoch <= epoch:
+                    del self._running[node]
                     self._kill(running)
             case Introduce(to, about, epoch, peers) if to in self._host.nodes:
                 self._introduce_here(peers)
@@ -238,8 +221,19 @@ class RayWorkers:
                 self._tell(MachinesChanged(known))
             await asyncio.sleep(POLL_MACHINES_S)
 
+    async def num_live(self) -> int:
+        """Requests at the further routers. One that does not answer counts as one: who knows."""
+        routers = [r.actor for r in self._running.values() if isinstance(r.spec, FrontendSpec)]
+        asked = [asyncio.ensure_future(_result(actor.num_live.remote())) for actor in routers]
+        if not asked:
+            return 0
+        done, silent = await asyncio.wait(asked, timeout=REACH_TIMEOUT_S)
+        for task in silent:
+            task.cancel()
+        return len(silent) + sum(1 if t.exception() else t.result() for t in done)
+
     async def close_all(self) -> None:
-        """Stop every worker, politely and then by force, within `STOP_TIMEOUT_S`."""
+        """Stop every process, politely and then by force, within `STOP_TIMEOUT_S`."""
         running = list(self._running.values())
         self._running.clear()
         stops = [asyncio.ensure_future(_result(entry.actor.stop.remote())) for entry in running]
@@ -250,12 +244,17 @@ class RayWorkers:
         for entry in running:
             self._kill(entry)
 
-    def _spawn(self, coroutine: Any, start: StartWorker | None = None) -> None:
-        task = self._host.loop.create_task(coroutine)
+    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = self._host.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        if start is not None:
-            self._running[start.worker] = _Running(start.epoch, None, task)
+        return task
+
+    def _launch(
+        self, kind: _Kind, spec: WorkerSpec | FrontendSpec, machine_id: str, **options: Any
+    ) -> None:
+        run = self._run(kind, spec, machine_id, options)
+        self._running[spec.node] = _Running(spec, None, self._spawn(run))
 
     def _tell(self, message: Any) -> None:
         self._host.loop.call_soon(self._host.deliver, self._controller, message)
@@ -268,27 +267,37 @@ class RayWorkers:
             except RayError as error:
                 log.debug("not killed: %s", first_line(error))
 
-    async def _run(self, effect: StartWorker) -> None:
+    async def _run(
+        self,
+        kind: _Kind,
+        spec: WorkerSpec | FrontendSpec,
+        machine_id: str,
+        options: dict[str, Any],
+    ) -> None:
         """The life of one actor, told to the controller."""
-        worker, epoch = effect.worker, effect.epoch
-        spec = self._spec_of(effect)
-        if not await self._has_raylet(effect.machine_id):
-            self._tell(StartFailed(worker, epoch, "its machine does not answer", permanent=False))
+        node, epoch, listening = spec.node, spec.epoch, self._listening
+        own = machine_id == own_machine()
+        if not own and not await self._has_raylet(machine_id):
+            self._tell(kind.failed(node, epoch, "its machine does not answer", False))
             return
+        if not listening.host:
+            host = ray.util.get_node_ip_address() if own else self._raylets[machine_id][0]
+            listening = replace(listening, host=host)
         try:
-            actor = _create_actor(spec, effect.machine_id)
-            self._running[worker].actor = actor
-            outcome = await _result(actor.start.remote(spec, self._listening))
+            name = f"{spec.cluster}/{node}/{epoch}"
+            actor = _create_actor(kind.actor, node, name, machine_id, options)
+            self._running[node].actor = actor
+            outcome = await _result(actor.start.remote(spec, listening))
         except RayError as error:
-            self._tell(StartFailed(worker, epoch, first_line(error), permanent=False))
+            self._tell(kind.failed(node, epoch, first_line(error), False))
             return
         self._tell(outcome)
-        if isinstance(outcome, StartFailed):
+        if isinstance(outcome, StartFailed | RouterFailed):
             return
         try:
             await _result(actor.wait.remote())
         except RayError as error:
-            self._tell(WorkerLost(worker, epoch, f"{type(error).__name__}: {first_line(error)}"))
+            self._tell(kind.lost(node, epoch, f"{type(error).__name__}: {first_line(error)}"))
 
     async def _has_raylet(self, machine_id: str) -> bool:
         """Ray takes long to notice that a machine is gone; a connection shows it at once."""
@@ -313,18 +322,17 @@ class RayWorkers:
         self._tell(Introduced(effect.to, effect.about, effect.epoch))
 
 
-def _create_actor(spec: WorkerSpec, machine_id: str) -> Any:
-    env_vars = {"OMP_NUM_THREADS": str(spec.threads), "TOKENIZERS_PARALLELISM": "false"}
-    options = {
-        "name": f"{spec.cluster}/{spec.worker}/{spec.epoch}",
+def _create_actor(
+    actor: Any, node: NodeId, name: str, machine_id: str, options: dict[str, Any]
+) -> Any:
+    common = {
+        "name": name,
         "num_cpus": 0,  # placement is the controller's
-        "num_gpus": 1 if spec.on_gpu else 0,
         "max_restarts": 0,
         "max_concurrency": 4,  # start, wait, introduce and stop may overlap
         "scheduling_strategy": NodeAffinitySchedulingStrategy(machine_id, soft=False),
-        "runtime_env": {"env_vars": env_vars},
     }
-    return ray.remote(WorkerActor).options(**options).remote(spec.worker)
+    return ray.remote(actor).options(**common, **options).remote(node)
 
 
 async def _result(reference: Any) -> Any:

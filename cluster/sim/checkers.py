@@ -43,7 +43,7 @@ def failure_judge(scenario: Scenario) -> JudgeFailure:
             return None if late else "its deadline has not passed"
         if job.after_faults:
             return "the faults are over"
-        if reason is Refusal.QUEUE_FULL:
+        if reason in (Refusal.QUEUE_FULL, Refusal.OVERLOADED):
             return None
         if reason in (Refusal.NO_WORKERS, Refusal.ATTEMPTS):
             return None if plan.breaks_attempts else "no fault explains it"

@@ -14,7 +14,14 @@ from typing import Any
 from cluster.sim.executor import OnViolation
 from cluster.sim.workload import Job
 from engine.node import Effect, NodeId, Send, Wake, Woken
-from router.messages import Cancel, Failed, Output, Submit
+from router.messages import Cancel, Failed, Output, Submit, TenantShare
+
+TENANTS = (
+    ("red", TenantShare()),
+    ("blue", TenantShare(weight=3.0)),
+    ("green", TenantShare(max_concurrent=1, max_queued=8)),
+)
+"""Whose requests they are, in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +103,18 @@ class Client:
     def _submit(self, now: float, order: Order) -> list[Effect]:
         job = order.job
         order.submitted_at = now
-        submit = Submit(job.request_id, self.node_id, job.prompt, job.sampling, job.timeout_s)
+        number = int(job.request_id[1:])
+        tenant, share = TENANTS[number % len(TENANTS)]
+        submit = Submit(
+            request_id=job.request_id,
+            reply_to=self.node_id,
+            tokens=job.prompt,
+            sampling=job.sampling,
+            timeout_s=job.timeout_s,
+            priority=number // len(TENANTS) % 2,
+            tenant=tenant,
+            share=share,
+        )
         effects: list[Effect] = [Send(self._router, submit)]
         if job.cancel_after_s is not None:
             effects.append(Wake(job.cancel_after_s, f"cancel {job.request_id}"))

@@ -84,7 +84,25 @@ class SimExecutor:
         if error is not None:
             return StepDone(step.step_id, [None] * len(sampled), [], elapsed_s, error)
         checksums = [self.pool.checksum(block) for block in step.checksum_blocks]
-        return StepDone(step.step_id, sampled, checksums, elapsed_s)
+        return StepDone(step.step_id, self._repeat(step, sampled), checksums, elapsed_s)
+
+    def _repeat(self, step: Step, sampled: list[Sampled | None]) -> list[Sampled | None]:
+        """Run the step again as often as it allows, or less often; until a stop token comes."""
+        tokens = [[first.token] for first in sampled if first is not None]
+        if len(tokens) < len(step.seqs):
+            return sampled
+        pool = self.pool
+        for repeat in range(step.step_id % step.repeats):
+            ended = zip(step.seqs, tokens, strict=True)
+            if any(new[-1] in seq.sampling.stop_token_ids for seq, new in ended):
+                break
+            for seq, table, new in zip(step.seqs, self._tables, tokens, strict=True):
+                position = seq.start + 1 + repeat
+                slots = pool.gather(table, position)
+                slots.append(slot_value(slots[-1], new[-1], position))
+                pool.write(table, position, slots[-1])
+                new.append(next_token(sum(slots), seq.sampling, position + 1))
+        return [Sampled(new[0], None, tuple(new[1:])) for new in tokens]
 
     def _run(self, seq: ScheduledSeq, table: list[int], *, failed: bool) -> Sampled | None:
         pool, end = self.pool, seq.start + len(seq.tokens)

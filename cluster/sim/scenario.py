@@ -16,7 +16,7 @@ from engine.config import WorkerConfig
 from engine.node import NodeId
 from engine.stats import Role
 from engine.tier import Retention
-from router.config import RouterConfig
+from router.config import POLICIES, RouterConfig
 
 ROUTER: NodeId = "router-0"
 BLOCK_SIZE = 4
@@ -100,7 +100,7 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
 def _draw_router(rng: random.Random) -> RouterConfig:
     """Short waits, and limits that a burst reaches."""
     return RouterConfig(
-        policy=rng.choice(("prefix", "round_robin", "least_loaded")),
+        policy=rng.choice(("prefix", "prefix", *POLICIES)),
         max_queue=rng.choice((8, 32, 128)),
         max_inflight_per_worker=rng.choice((2, 8, 32)),
         max_attempts=rng.randint(4, 8),

@@ -35,10 +35,10 @@ def test_every_message_survives_a_round_trip(message_type: type) -> None:
 
 def test_every_message_of_the_contracts_is_registered() -> None:
     nested = {"TokenDelta", "TokenLogprobs", "SamplingParams", "WorkerInfo"}
-    nested |= {"SessionInfo", "SessionHolder"}
+    nested |= {"SessionInfo", "SessionHolder", "TenantShare"}
     modules = ["engine.kv_events", "engine.outbox", "engine.request", "engine.stats"]
     modules += ["kvtransfer.messages", "prefill_worker.messages", "decode_worker.messages"]
-    modules += ["router.messages"]
+    modules += ["router.messages", "router.placements"]
     declared = {
         name
         for module in map(importlib.import_module, modules)

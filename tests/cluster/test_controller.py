@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.controller import (
-    Controller,
-    ControllerConfig,
+from cluster.control import (
     GiveUp,
     Introduce,
     Introduced,
@@ -20,8 +18,8 @@ from cluster.controller import (
     StopWorker,
     WorkerLost,
     WorkerStarted,
-    WorkerState,
 )
+from cluster.controller import Controller, ControllerConfig, WorkerState
 from cluster.placement import Machine
 from engine.node import Note, Send, Wake, Woken
 from engine.stats import Role, RouterUp, WorkerInfo

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.controller import StartWorker, Worker
+from cluster.control import StartWorker
+from cluster.controller import Worker
 from cluster.deployment import tier_share
 from engine.stats import Role
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.controller import Peer
+from cluster.control import Peer
 from cluster.runtime.host import NodeHost
 from cluster.runtime.process import BuiltWorker, Listening, WorkerProcess
 from cluster.runtime.threads import StepThread

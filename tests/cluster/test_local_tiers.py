@@ -4,6 +4,7 @@ is read instead of computed, and the answers are the same."""
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ def counted(cluster: LocalCluster, name: str) -> int:
 
 def load_all(cluster: LocalCluster) -> None:
     """Read whatever is there, though a model as small as this one computes it sooner."""
-    node: Any = cluster.workers["decode-0"].node
-    cluster.run(lambda: setattr(node.exchange.connector, "_load_s", lambda tier: 0.0))
+    for worker in cluster.workers.values():
+        node: Any = worker.node
+        cluster.run(partial(setattr, node.exchange.connector, "_load_s", lambda tier: 0.0))
 
 
 def assert_clean(cluster: LocalCluster) -> None:
@@ -78,6 +80,7 @@ def test_evicted_kv_comes_back_from_host_memory(
     with LocalCluster(
         model_dir, prefill=prefill, engine=ENGINE, router=router, nixl=nixl, host_bytes=4 * MIB
     ) as cluster:
+        load_all(cluster)
         assert ask(cluster) == expected
         before = num_cached(cluster)
         assert ask(cluster) == expected

@@ -26,8 +26,8 @@ from engine.request import FinishReason, SamplingParams, TokenDelta
 from engine.tier import Retention
 from router.messages import Submit, WorkerUp
 from router.router import Router
+from router.session_sharing import DeleteSession, SaveSession
 from router.session_table import SessionRecord
-from router.sessions import DeleteSession, SaveSession
 from tests.router.script import worker_info
 
 MODEL = "model"

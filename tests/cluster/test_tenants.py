@@ -10,6 +10,7 @@ import pytest
 
 from cluster.config import Config, ConfigError, load_config
 from cluster.tenants import ANONYMOUS, Tenants, load_public_prompts, load_tenants
+from router.messages import TenantShare
 
 HASH = sha256(b"hashed").hexdigest()
 
@@ -197,3 +198,38 @@ def test_the_state_directory_is_the_users_where_none_is_set(
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
     assert sessions.state_path == Path("/home/somebody/.local/state/kvrelay")
+
+
+def test_a_tenant_has_the_share_that_it_was_given(tmp_path: Path) -> None:
+    text = """
+[[tenant]]
+name = "red"
+keys = ["r"]
+weight = 2.5
+max_concurrent = 8
+max_queued = 50
+min_priority = -10
+[[tenant]]
+name = "blue"
+keys = ["b"]
+"""
+    tenants = load_tenants(config_of(tmp_path, text))
+    red, blue = tenants.find("r"), tenants.find("b")
+    assert red is not None
+    assert blue is not None
+    assert (red.share, red.min_priority) == (TenantShare(2.5, 8, 50), -10)
+    assert (blue.share, blue.min_priority) == (TenantShare(), 0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("weight = 0", "tenant 1.weight = 0: expected at least 0.01"),
+        ("max_queued = -1", "tenant 1.max_queued = -1: expected at least 0"),
+        ("min_priority = 101", "tenant 1.min_priority = 101: expected at most 100"),
+    ],
+)
+def test_a_share_that_is_none_is_named(tmp_path: Path, setting: str, said: str) -> None:
+    text = f'[[tenant]]\nname = "red"\nkeys = ["r"]\n{setting}\n'
+    with pytest.raises(ConfigError, match=said):
+        load_tenants(config_of(tmp_path, text))

@@ -24,6 +24,7 @@ from cluster.api.server import bind_socket, serve_app
 from cluster.api.tokenizer import Tokenizer
 from cluster.metrics import ApiMetrics, ClusterCollector
 from tests.cluster_api.fake_router import FakeRouter
+from tests.cluster_api.routed import RealRouter
 
 MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 512
@@ -132,14 +133,15 @@ def serve(
     limits: ApiLimits,
     sock: socket.socket | None = None,
     context: dict[str, Any] | None = None,
+    real_router: RealRouter | None = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """`sock`: to listen on; `context`: more of the `ApiContext`; `options`: of `serve_app`."""
-    text = " The capital of France is Paris."
-    answer = [*tokenizer.encode(text), tokenizer.eos_token_ids[0]]
-    router = FakeRouter(answer=lambda submit: answer)
-    client = RouterClient("api-0", "router-0", router.deliver)
-    router.reply = lambda message: client.receive(0.0, message)
+    """`sock`: to listen on; `context`: more of the `ApiContext`; `real_router`: instead of a fake
+    one; `options`: of `serve_app`."""
+    answer = [*tokenizer.encode(" The capital of France is Paris."), tokenizer.eos_token_ids[0]]
+    router: Any = real_router or FakeRouter(answer=lambda submit: answer)
+    client = router.client = RouterClient("api-0", "router-0", router.deliver)
+    router.reply = lambda message: client.receive(asyncio.get_running_loop().time(), message)
     registry = CollectorRegistry()
     audits: list[Any] = []
     health: list[Any] = [True, {}]
@@ -156,6 +158,7 @@ def serve(
         healthy=lambda: (health[0], health[1]),
         audit=audit,
         metrics=ApiMetrics(registry),
+        explanations=router.explanations,
         limits=limits,
         **(context or {}),
     )
@@ -184,9 +187,8 @@ def serve(
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
     assert ready.wait(20)
-    url = f"http://127.0.0.1:{port}"
-    http = httpx.Client(base_url=url, timeout=20)
-    served = Served(url, port, router, client, ctx, health, audits, http)
+    http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20)
+    served = Served(f"http://127.0.0.1:{port}", port, router, client, ctx, health, audits, http)
     try:
         yield served
     finally:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.request import FinishReason, Refusal, TokenLogprobs
+from router.explain import Explanations
 from router.messages import Cancel, Failed, Output, SessionCommand, SessionReply, Submit
+from router.token_log import LoggedRequest
 
 
 @dataclass
@@ -28,6 +30,7 @@ class FakeRouter:
     cancels: list[str] = field(default_factory=list)
     commands: list[SessionCommand] = field(default_factory=list)
     reply: Callable[[Any], Any] = lambda message: None  # set when it is connected
+    explanations: Explanations = field(default_factory=lambda: Explanations(512))
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     def deliver(self, to: str, message: Any) -> None:
@@ -53,6 +56,16 @@ class FakeRouter:
         return len(self._tasks)
 
     async def _serve(self, submit: Submit) -> None:
+        """Each ends with an explanation, as at a real router."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        log = LoggedRequest(submit, submit.sampling, 1, began, began + 60, began)
+        try:
+            await self._answer(submit)
+        finally:
+            self.explanations.add(clock(), log, FinishReason.STOP)
+
+    async def _answer(self, submit: Submit) -> None:
         if self.refuse is not None:
             failed = self.refuse
             self.reply(
@@ -80,7 +93,6 @@ class FakeRouter:
                     finish=finish if is_last else None,
                     num_cached_tokens=self.num_cached_tokens,
                     cached_by_source=self.cached_by_source,
-                    phases={"queue": 0.001, "prefill": 0.002} if is_last else {},
                 )
             )
 

@@ -54,17 +54,13 @@ def test_unread_outputs_are_merged_and_taken_in_slices(sent: Sent) -> None:
     for i in range(5):
         logprobs = (TokenLogprobs(-float(i)),)
         sent.receive(Output("a", i, (10 + i,), logprobs, num_cached_tokens=2))
-    sent.receive(Output("a", 5, (), finish=FinishReason.STOP, phases={"queue": 1.0}))
+    sent.receive(Output("a", 5, (), finish=FinishReason.STOP))
     first = stream.take(3)
-    assert (first.index, first.tokens, first.finish, first.phases) == (0, (10, 11, 12), None, {})
+    assert (first.index, first.tokens, first.finish) == (0, (10, 11, 12), None)
     rest = stream.take(3)
     assert (rest.index, rest.tokens) == (3, (13, 14))
     assert [entry.logprob for entry in rest.logprobs] == [-3.0, -4.0]
-    assert (rest.finish, rest.phases, rest.num_cached_tokens) == (
-        FinishReason.STOP,
-        {"queue": 1.0},
-        2,
-    )
+    assert (rest.finish, rest.num_cached_tokens) == (FinishReason.STOP, 2)
     assert stream.take() is None
 
 

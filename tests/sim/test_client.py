@@ -20,7 +20,7 @@ class Table:
         self.complaints: list[str] = []
         sampling = SamplingParams(max_tokens=3)
         self.job = Job(
-            "r",
+            "r0",
             (1, 2),
             sampling,
             0.5,
@@ -39,14 +39,14 @@ class Table:
         self.client.start(0.0)
 
     def submit(self) -> None:
-        self.effects = self.client.receive(0.5, Woken("submit r"))
+        self.effects = self.client.receive(0.5, Woken("submit r0"))
 
     def output(self, index: int, *tokens: int, finish: FinishReason | None = None) -> list[object]:
-        return self.client.receive(1.0, Output("r", index, tokens, finish=finish))
+        return self.client.receive(1.0, Output("r0", index, tokens, finish=finish))
 
     @property
     def outcome(self) -> Outcome:
-        return self.client.orders["r"].outcome
+        return self.client.orders["r0"].outcome
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_wrong_answer_is_a_violation(
 
 def test_a_second_end_is_a_violation(table: Table) -> None:
     table.output(0, *EXPECTED, finish=FinishReason.LENGTH)
-    table.client.receive(1.0, Failed("r", Refusal.DEADLINE, ""))
+    table.client.receive(1.0, Failed("r0", Refusal.DEADLINE, ""))
     assert table.complaints == ["answer after the end"]
     assert table.client.num_open == 0
 
@@ -95,7 +95,7 @@ def test_a_second_end_is_a_violation(table: Table) -> None:
 def test_a_failure_without_reason_is_a_violation(honest: bool) -> None:
     table = Table(honest)
     table.submit()
-    table.client.receive(1.0, Failed("r", Refusal.NEVER_FITS, "too large"))
+    table.client.receive(1.0, Failed("r0", Refusal.NEVER_FITS, "too large"))
     assert table.outcome is Outcome.FAILED
     assert table.complaints == ([] if honest else ["failed without reason"])
 
@@ -104,24 +104,24 @@ def test_a_cancelled_job_may_get_what_was_on_its_way_and_nothing_later() -> None
     table = Table(cancel_at_output=2)
     table.submit()
     effects = table.output(0, 7, 8)
-    assert effects == [Send("router-0", Cancel("r"))]
+    assert effects == [Send("router-0", Cancel("r0"))]
     table.output(2, 9)
     assert table.complaints == []
-    table.client.receive(1.1, Output("r", 2, (9,)))
+    table.client.receive(1.1, Output("r0", 2, (9,)))
     assert table.complaints == ["answer after the end"]
 
 
 def test_a_job_that_ended_is_not_cancelled() -> None:
     table = Table(cancel_after_s=1.0)
     table.submit()
-    assert table.effects[1:] == [Wake(1.0, "cancel r")]
+    assert table.effects[1:] == [Wake(1.0, "cancel r0")]
     table.output(0, *EXPECTED, finish=FinishReason.LENGTH)
-    assert table.client.receive(1.5, Woken("cancel r")) == []
+    assert table.client.receive(1.5, Woken("cancel r0")) == []
     assert table.outcome is Outcome.FINISHED
 
 
 def test_the_second_wave_waits_to_be_told() -> None:
     table = Table(after_faults=True)
     assert table.client.num_open == 0
-    assert table.client.receive(0.0, SecondWave()) == [Wake(0.5, "submit r")]
+    assert table.client.receive(0.0, SecondWave()) == [Wake(0.5, "submit r0")]
     assert table.client.num_open == 1

@@ -1,0 +1,182 @@
+"""Calls that generate, from their first byte to their last: where their time went.
+
+Life of a call: made when it arrives, told its times as it is served, and handed to `Calls.ended`
+with its outcome. There the router's explanation of each of its choices gets what only the API can
+know around it: receiving and tokenising before, messages between the two, sending the last text
+after. That goes into metrics and spans, and is kept for a while, to be asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cluster.api.client import RequestStream
+from cluster.metrics import ApiMetrics
+from router.explain import Explanation, Explanations, Phase
+
+if TYPE_CHECKING:
+    from cluster.api.generation import Generation
+    from cluster.tracing import Tracing
+
+MAX_CALLS = 512  # that are kept to be explained
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP call. Times are of the loop's clock; None: it did not get so far."""
+
+    request_id: str
+    endpoint: str
+    arrived_at: float
+    headers: Mapping[str, str]
+    received_at: float | None = None  # all of its body is there
+    submitted_at: float | None = None
+    ended_at: float = 0.0
+    outcome: str = ""
+    generation: Generation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedChoice:
+    """One choice of a call that has ended. Invariant: `phases` sum to the call's time from its
+    arrival to its last byte. `explanation` None: the router has given it up already."""
+
+    request_id: str  # the router's
+    phases: tuple[Phase, ...]
+    ttft_s: float | None  # from the arrival of the call
+    explanation: Explanation | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCall:
+    request_id: str
+    endpoint: str
+    tenant: str
+    outcome: str
+    model: str
+    usage: dict[str, Any]
+    e2e_s: float
+    choices: tuple[ServedChoice, ...]
+    sampling: dict[str, Any] = field(default_factory=dict)  # what spans say of it
+
+
+class Calls:
+    """Owned by the API of one process. Invariant: at most MAX_CALLS are kept, the last that ended.
+    Lives in one asyncio loop."""
+
+    def __init__(
+        self,
+        model: str,
+        explanations: Explanations,
+        metrics: ApiMetrics,
+        tracing: Tracing | None = None,
+    ) -> None:
+        """`explanations`: of the router that the API submits to."""
+        self._model = model
+        self._explanations = explanations
+        self._metrics = metrics
+        self._tracing = tracing
+        self._kept: OrderedDict[str, ServedCall] = OrderedDict()
+
+    def ended(self, call: Call) -> None:
+        """`call` has sent its last byte. One that has submitted nothing has no phases."""
+        if call.generation is None or call.submitted_at is None:
+            return
+        served = self._served(call, call.generation)
+        for choice in served.choices:
+            self._observe(choice)
+        if self._tracing is not None:
+            self._tracing.record(served, call.headers, time.time_ns())
+        self._kept[call.request_id] = served
+        if len(self._kept) > MAX_CALLS:
+            self._kept.popitem(last=False)
+
+    def find(self, name: str, tenant: str) -> tuple[ServedCall, ServedChoice] | None:
+        """`name`: the id of a call or of its answer; with "-2" behind it, of its choice 2. Other
+        tenants' are not there."""
+        name = name.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        call_id, _, index = name.partition("-")
+        served = self._kept.get(call_id)
+        if served is None or served.tenant != tenant:
+            return None
+        wanted = f"{call_id}-{index or 0}"
+        found = next((c for c in served.choices if c.request_id == wanted), None)
+        return None if found is None else (served, found)
+
+    def recent(self, tenant: str) -> Iterator[ServedCall]:
+        """The youngest first."""
+        return (served for served in reversed(self._kept.values()) if served.tenant == tenant)
+
+    def _served(self, call: Call, generation: Generation) -> ServedCall:
+        sampling = generation.choices[0].plan.sampling
+        choices = []
+        for choice in generation.choices:
+            if choice.stream is None:  # an earlier one could not be submitted
+                continue
+            explanation = self._explanations.get(choice.stream.request_id)
+            phases = tuple(_phases(call, choice.stream, explanation))
+            first_at = choice.stream.first_at
+            ttft_s = None if first_at is None else first_at - call.arrived_at
+            choices.append(ServedChoice(choice.stream.request_id, phases, ttft_s, explanation))
+        return ServedCall(
+            request_id=call.request_id,
+            endpoint=call.endpoint,
+            tenant=generation.plan.tenant.name,
+            outcome=call.outcome,
+            model=self._model,
+            usage=generation.usage(),
+            e2e_s=call.ended_at - call.arrived_at,
+            choices=tuple(choices),
+            sampling={"max_tokens": sampling.max_tokens, "temperature": sampling.temperature},
+        )
+
+    def _observe(self, choice: ServedChoice) -> None:
+        sums: dict[str, float] = {}
+        for phase in choice.phases:
+            sums[phase.name] = sums.get(phase.name, 0.0) + phase.seconds
+        for name, seconds in sums.items():
+            self._metrics.phase_s.labels(name).observe(seconds)
+        prediction = None if choice.explanation is None else choice.explanation.prediction
+        if prediction is not None:
+            self._metrics.prediction_ratio.observe(prediction.predicted_s / prediction.real_s)
+
+
+def _phases(call: Call, stream: RequestStream, explanation: Explanation | None) -> Iterator[Phase]:
+    """Of one choice, from the arrival of `call` to its end."""
+    assert call.received_at is not None
+    assert call.submitted_at is not None
+    has_first = stream.first_at is not None
+    ended_at = call.ended_at if stream.ended_at is None else stream.ended_at
+    yield Phase("receive", call.received_at - call.arrived_at)
+    yield Phase("tokenise", call.submitted_at - call.received_at)
+    routed_s = ended_at - call.submitted_at
+    if explanation is None:
+        yield Phase("router", routed_s, to_first=not has_first)
+    else:
+        # What the router does not know of was spent between it and here: before the first token,
+        # as far as that came late, and after it.
+        rest_s = max(0.0, routed_s - explanation.e2e_s)
+        before_s = rest_s
+        if stream.first_at is not None and explanation.ttft_s is not None:
+            late_s = stream.first_at - call.submitted_at - explanation.ttft_s
+            before_s = min(rest_s, max(0.0, late_s))
+        yield from _with_messages(explanation.phases, before_s)
+        if rest_s > before_s:
+            yield Phase("messages", rest_s - before_s, to_first=False)
+    yield Phase("stream", call.ended_at - ended_at, to_first=not has_first)
+
+
+def _with_messages(phases: tuple[Phase, ...], before_s: float) -> Iterator[Phase]:
+    """`phases`, and `before_s` more of messages on the way to the first token."""
+    for index, phase in enumerate(phases):
+        is_last = index + 1 == len(phases) or not phases[index + 1].to_first
+        yield phase
+        if before_s > 0 and phase.to_first and is_last:
+            yield Phase("messages", before_s)
+            before_s = 0.0
+    if before_s > 0:
+        yield Phase("messages", before_s)

@@ -1,0 +1,136 @@
+"""`/requests`: which calls ended last, and of each where its time went and why it went there.
+
+As `/status` it needs no key where there are none; with tenants, each sees its own calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cluster.api.caller import caller
+from cluster.api.calls import ServedCall, ServedChoice
+from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError, invalid
+from router.explain import Explanation, name_of, reason
+from router.policy import Candidate
+from router.token_log import Attempt
+
+DEFAULT_LIMIT = 20
+MAX_LIMIT = 512
+
+
+def explanation_routes(ctx: ApiContext) -> list[Route]:
+    async def show(http: Request) -> Response:
+        tenant = caller(ctx, http)
+        name: str = http.path_params["id"]
+        found = ctx.calls.find(name, tenant.name)
+        if found is None:
+            raise ApiError(
+                404,
+                f"Request '{name[:80]}' is not known: it runs still, or is not one of the last "
+                "that ended at this server",
+                param="id",
+                code="request_not_found",
+            )
+        return JSONResponse(explanation_json(*found))
+
+    async def recent(http: Request) -> Response:
+        tenant = caller(ctx, http)
+        given = http.query_params.get("limit", str(DEFAULT_LIMIT))
+        limit = int(given) if given.isascii() and given.isdigit() and len(given) < 9 else 0
+        if not 1 <= limit <= MAX_LIMIT:
+            raise invalid(
+                f"'limit': expected a whole number from 1 to {MAX_LIMIT}, got {given[:40]!r}",
+                param="limit",
+            )
+        calls = ctx.calls.recent(tenant.name)
+        data = [summary_json(call) for _, call in zip(range(limit), calls, strict=False)]
+        return JSONResponse({"object": "list", "data": data})
+
+    return [
+        Route("/requests", recent, methods=["GET"]),
+        Route("/requests/{id}/explanation", show, methods=["GET"]),
+    ]
+
+
+def summary_json(call: ServedCall) -> dict[str, Any]:
+    """A call in one line; of its choices the first."""
+    first = call.choices[0] if call.choices else None
+    return {
+        "id": call.request_id,
+        "endpoint": call.endpoint,
+        "outcome": call.outcome,
+        "num_choices": len(call.choices),
+        "usage": call.usage,
+        "ttft_s": None if first is None else first.ttft_s,
+        "e2e_s": call.e2e_s,
+        "prediction": None if first is None else _prediction_json(first.explanation),
+    }
+
+
+def explanation_json(call: ServedCall, choice: ServedChoice) -> dict[str, Any]:
+    """Seconds throughout. `phases` follow each other and sum to `e2e_s`; those before the first
+    token sum to `ttft_s`."""
+    explanation = choice.explanation
+    return summary_json(call) | {
+        "object": "explanation",
+        "request": choice.request_id,
+        "model": call.model,
+        "session": None if explanation is None else explanation.session,
+        "ttft_s": choice.ttft_s,
+        "phases": [asdict(phase) for phase in choice.phases],
+        "prediction": _prediction_json(explanation),
+        "attempts": [] if explanation is None else [_attempt(a) for a in explanation.attempts],
+    }
+
+
+def _prediction_json(explanation: Explanation | None) -> dict[str, float] | None:
+    """Of the time from the decision to the first token."""
+    prediction = None if explanation is None else explanation.prediction
+    if prediction is None:
+        return None
+    return {
+        "predicted_s": prediction.predicted_s,
+        "real_s": prediction.real_s,
+        "relative_error": prediction.error,
+    }
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    tried: dict[str, Any] = {
+        "number": attempt.number,
+        "decode": attempt.decode.worker,
+        "prefill": None if attempt.prefill is None else attempt.prefill.worker,
+        "fetch_from": attempt.fetch_from,
+        "cause": attempt.cause,
+        "decision": None,
+    }
+    decision = attempt.decision
+    if decision is not None:
+        tried["decision"] = {
+            "policy": decision.policy,
+            "num_tokens": decision.num_tokens,
+            "predicted_ttft_s": decision.predicted_ttft_s,
+            "reason": reason(decision),
+            "decode_candidates": [_candidate(c) for c in decision.decode_candidates],
+            "prefill_candidates": [_candidate(c) for c in decision.prefill_candidates],
+        }
+    return tried
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    held = candidate.cached
+    return {
+        "name": name_of(candidate),
+        "worker": candidate.worker,
+        "prefill_from": candidate.prefill_from,
+        "fetch_from": candidate.fetch_from,
+        "cached_tokens": {"device": held.device, "host": held.host, "disk": held.disk},
+        "seconds": candidate.seconds._asdict(),
+        "total_s": candidate.seconds.total,
+    }

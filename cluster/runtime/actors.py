@@ -1,0 +1,79 @@
+"""What runs in the processes that the Ray runtime starts. Nothing here knows Ray.
+
+An actor's constructor does nothing, so that it is up at once and its death is noticed from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from cluster.control import Peer, RouterFailed, RouterStarted, StartFailed, WorkerStarted
+from cluster.runtime.frontend import FrontendError, FrontendProcess, FrontendSpec
+from cluster.runtime.process import Listening, WorkerProcess
+from engine.node import NodeId
+from engine.stats import Role
+
+if TYPE_CHECKING:
+    from cluster.build import WorkerSpec
+
+PREFILL_NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
+
+
+class _Actor:
+    """A node in a process of its own."""
+
+    def __init__(self, node: NodeId) -> None:
+        self._node = node
+        self._process: Any = None  # the node's, once it has started
+
+    def __repr__(self) -> str:  # also what `ps` shows
+        return f"kvrelay {self._node}"
+
+    def introduce(self, peers: tuple[Peer, ...]) -> None:
+        assert self._process is not None
+        self._process.introduce(peers)
+
+    def wait(self) -> None:
+        """Returns never: the call fails when the process dies, and the process dies when its node
+        has failed, since the state of a node that raised is not to be trusted."""
+        assert self._process is not None
+        try:
+            self._process.wait()
+        except BaseException:
+            logging.shutdown()
+            os._exit(1)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+
+
+class WorkerActor(_Actor):
+    def start(self, spec: WorkerSpec, listening: Listening) -> WorkerStarted | StartFailed:
+        """Build the worker and serve. What would fail again is told as permanent."""
+        from cluster.build import BuildError, build_worker  # not what a router has to wait for
+
+        os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
+        if spec.role is Role.PREFILL and not spec.on_gpu:
+            os.nice(PREFILL_NICENESS)
+        try:
+            built = build_worker(spec)
+            self._process = WorkerProcess(built, listening)
+            host, port = self._process.start()
+        except BuildError as error:
+            return StartFailed(spec.worker, spec.epoch, str(error), permanent=True)
+        return WorkerStarted(built.info, host, port, os.getpid(), built.notices)
+
+
+class RouterActor(_Actor):
+    def start(self, spec: FrontendSpec, listening: Listening) -> RouterStarted | RouterFailed:
+        try:
+            self._process = process = FrontendProcess(spec, listening)
+            return process.start()
+        except FrontendError as error:
+            return RouterFailed(spec.router, spec.epoch, str(error), permanent=True)
+
+    def num_live(self) -> int:
+        return int(self._process.num_live())

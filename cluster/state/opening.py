@@ -1,0 +1,88 @@
+"""Which store a router gets, and what follows from that for what it shares."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from cluster.config import Config, ConfigError, build_section
+from cluster.session_store import SessionStore, open_sessions, session_config
+from engine.node import NodeId
+from router.session_table import SessionConfig, SessionRecord
+from router.state import StateConfig
+
+if TYPE_CHECKING:
+    from cluster.state.redis import RedisState
+
+log = logging.getLogger("kvrelay.state")
+
+URL_VARIABLE = "KVRELAY_REDIS_URL"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedState:
+    """What a router is made with; `executor` performs its effects."""
+
+    executor: SessionStore | RedisState | None
+    shared: RedisState | None
+    sessions: SessionConfig
+    records: list[SessionRecord]
+    state: StateConfig
+
+    def start(self, deliver: Callable[[Any], None]) -> None:
+        """The router is there: what the store knows goes to `deliver`."""
+        if self.shared is not None:
+            self.shared.start(deliver)
+
+    def status(self) -> dict[str, Any]:
+        """For `/status`; empty where nothing is shared."""
+        return {} if self.shared is None else self.shared.status()
+
+
+def with_url(config: Config) -> Config:
+    """The URL may come from the environment, so that no file has to hold its password. Raises
+    ConfigError, which does not show it."""
+    url = config.state.url or os.environ.get(URL_VARIABLE, "")
+    where = "configuration" if config.state.url else URL_VARIABLE
+    state = build_section(config.state, {"url": url}, where, "state")
+    try:
+        urlsplit(url).port  # noqa: B018 (it raises for what is no number)
+    except ValueError as error:
+        raise ConfigError(f"{where}: state.url = ...: expected a port of 0 to 65535") from error
+    return replace(config, state=state)
+
+
+def open_state(
+    config: Config, model: str, run: str, router: NodeId, routers: tuple[NodeId, ...]
+) -> OpenedState:
+    """The store of `router`, one of `routers`. `run` names this life of the cluster."""
+    section = config.state
+    if section.url:
+        from cluster.state.redis import RedisOptions, RedisState
+
+        options = RedisOptions(
+            url=section.url,
+            prefix=f"{section.key_prefix}:{model}",
+            run=run,
+            router=router,
+            routers=routers,
+            index=len(routers) > 1,
+            timeout_s=section.timeout_s,
+        )
+        sessions = session_config(config, durable=True, shared=True)
+        shares = len(routers) > 1
+        state = StateConfig(shares, shares, index_interval_s=section.index_interval_s)
+        store = RedisState(options)
+        return OpenedState(store, store, sessions, [], state)
+    if router == routers[0]:
+        file, sessions, records = open_sessions(config, model)
+        if len(routers) > 1:
+            log.warning(
+                "%d routers without state.url: none knows the others' sessions", len(routers)
+            )
+        return OpenedState(file, None, sessions, records, StateConfig())
+    return OpenedState(None, None, session_config(config), [], StateConfig())
