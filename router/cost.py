@@ -20,13 +20,13 @@ is the time to the first token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from engine.cost import decode_features, fitted_s, prompt_features
-from engine.node import NodeId
 from engine.stats import WorkerStats
-from router.endpoint import Endpoint
+from router.endpoint import Endpoint, Rates
+from router.placement import Intake, Placement, Seconds, Work
 from router.prefix_index import Held
 
 SMOOTHING = 0.05  # weight of one worker's statistics in the fleet's rates
@@ -37,79 +37,7 @@ _RATES = (
     "host_read_bytes_per_s",
     "disk_read_bytes_per_s",
 )
-
-
-class Seconds(NamedTuple):
-    """A cost by its parts."""
-
-    queue: float = 0.0
-    load: float = 0.0
-    fetch: float = 0.0
-    prefill: float = 0.0
-    transfer: float = 0.0
-    memory: float = 0.0
-    decode: float = 0.0
-    delay: float = 0.0
-    stall: float = 0.0
-    crowd: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(self)
-
-    @property
-    def ttft(self) -> float:
-        """From the decision to the first token."""
-        return self.queue + self.load + self.fetch + self.prefill
-
-
-class Holdings(Protocol):
-    """What a lookup of a prompt has found."""
-
-    def held(self, worker: NodeId) -> Held: ...
-
-
-@dataclass(slots=True)
-class Work:
-    """What a request asks for."""
-
-    num_tokens: int  # prompt and output so far: KV that must be there before the next token
-    holdings: Holdings  # in blocks
-    output_tokens: float  # expected from now on
-    lenders: tuple[Endpoint, ...] = ()  # whom others may fetch from
-    _held: dict[NodeId, Held] = field(default_factory=dict)
-
-    def held_by(self, endpoint: Endpoint) -> Held:
-        """In tokens."""
-        worker = endpoint.worker
-        held = self._held.get(worker)
-        if held is None:
-            held = self.holdings.held(worker).times(endpoint.info.block_size)
-            self._held[worker] = held
-        return held
-
-    def missing(self, endpoint: Endpoint) -> int:
-        """Tokens whose KV is not in device memory of `endpoint`, from wherever it is to come."""
-        return self.num_tokens - self.held_by(endpoint).device
-
-
-class Intake(NamedTuple):
-    """How the worker that computes comes to the KV of the prompt: what its device does not hold is
-    loaded, then fetched, and the rest computed."""
-
-    computed: int  # tokens, as the following
-    loaded: int = 0
-    fetched: int = 0
-    load_s: float = 0.0
-    fetch_s: float = 0.0
-    fetch_from: NodeId | None = None
-
-
-class Placement(NamedTuple):
-    """One way to serve a request, or for a prefill worker alone its part of it."""
-
-    seconds: Seconds
-    intake: Intake
+_WEIGHTS = ("prompt_weights", "decode_weights")
 
 
 @dataclass(slots=True)
@@ -129,6 +57,7 @@ class CostModel:
     free_tokens: int = 16  # of a prompt cost a decode step nothing: it waits for the weights anyway
     overhead_s: float = 0.0  # of a first token, beyond its parts: messages, the step under way
     _measured: frozenset[str] = frozenset()
+    _age: int = 0  # of the fleet's rates: grows whenever they change
 
     def observe(self, stats: WorkerStats) -> None:
         """Let one worker's rates count for the fleet; 0 is "not measured"."""
@@ -139,6 +68,7 @@ class CostModel:
                 setattr(self, name, getattr(self, name) + weight * (value - getattr(self, name)))
                 if name not in self._measured:
                     self._measured |= {name}
+        self._age += 1
         self.prompt_weights = _nearer(self.prompt_weights, stats.prompt_weights)
         self.decode_weights = _nearer(self.decode_weights, stats.decode_weights)
 
@@ -155,14 +85,13 @@ class CostModel:
         """Seconds that `endpoint` takes to compute tokens [start, start + num_new)."""
         if num_new <= 0:
             return 0.0
-        stats = endpoint.stats
-        weights = (stats.prompt_weights if stats is not None else ()) or self.prompt_weights
-        rate_s = num_new / self._rate(endpoint, "prefill_tokens_per_s")
-        if not weights:
+        rates = self._rates(endpoint)
+        rate_s = num_new / rates.prefill_tokens_per_s
+        if not rates.prompt_weights:
             return rate_s
-        budget = endpoint.info.max_num_batched_tokens
-        seconds = fitted_s(weights, prompt_features(num_new, start, budget))
-        return max(seconds, 0.05 * rate_s)  # a fit may be wrong where nothing was measured yet
+        features = prompt_features(num_new, start, endpoint.info.max_num_batched_tokens)
+        # A fit may be wrong where nothing was measured yet.
+        return max(fitted_s(rates.prompt_weights, features), 0.05 * rate_s)
 
     def lending_s(self, lender: Endpoint, held: Held) -> float:
         """Computing that the KV of `lender` saves a worker that has none of it, at most."""
@@ -177,13 +106,28 @@ class CostModel:
         if lent is None:
             return alone
         helped = self._prefill(now, endpoint, work, lent)
-        block_s = endpoint.info.block_size / self._rate(endpoint, "prefill_tokens_per_s")
+        block_s = endpoint.info.block_size / self._rates(endpoint).prefill_tokens_per_s
         return helped if alone.seconds.total - helped.seconds.total >= block_s else alone
+
+    def may_be_local(self, decode: Endpoint, first: Placement, work: Work) -> bool:
+        """Whether `local` could be cheaper than `remote` with `first`: a bound, that costs little.
+        Computing there what neither it nor any lender holds takes so long, and stalls so many."""
+        held = max([work.held_by(decode).total, *(held.said for _, held in work.lendings)])
+        computed = work.num_tokens - held
+        if computed <= self.free_tokens:
+            return True
+        rate = self._rates(decode).prefill_tokens_per_s
+        least_s = 0.5 * computed / rate * (1.0 + self._stalled(decode))
+        return least_s <= first.seconds.total + self.handoff_s
+
+    def _stalled(self, decode: Endpoint) -> float:
+        """Sequences that decode there while a prompt is computed."""
+        return max(self.stalled_at_least, decode.num_decoding, decode.typical_decoding)
 
     def local(self, now: float, decode: Endpoint, work: Work) -> Placement:
         """Everything on one decode worker."""
         part = self.prefill(now, decode, work)
-        stalled = max(self.stalled_at_least, decode.num_decoding, decode.typical_decoding)
+        stalled = self._stalled(decode)
         computed = part.intake.computed
         beyond_free = max(0, computed - self.free_tokens) / max(1, computed)
         return self._with_decode(
@@ -195,8 +139,8 @@ class CostModel:
         own = self._own_intake(decode, work)
         # Chunks are read while the next ones are computed; the last one cannot be.
         last = min(own.computed, decode.info.max_num_batched_tokens)
-        last_s = self._read_s(decode, last, "read_bytes_per_s")
-        read_s = self._read_s(decode, own.computed, "read_bytes_per_s")
+        peers = self._rates(decode).read_bytes_per_s
+        last_s, read_s = _read_s(decode, last, peers), _read_s(decode, own.computed, peers)
         rest_s = max(read_s, own.load_s) - first.seconds.prefill
         return self._with_decode(decode, work, first, transfer=self.handoff_s + max(last_s, rest_s))
 
@@ -205,7 +149,7 @@ class CostModel:
         prefill_s = self.prefill_s(endpoint, computed, work.num_tokens - computed)
         wait_s, num_behind = endpoint.prompts.ahead_of(now, prefill_s)
         if endpoint.other_prefill_tokens:
-            wait_s += endpoint.other_prefill_tokens / self._rate(endpoint, "prefill_tokens_per_s")
+            wait_s += endpoint.other_prefill_tokens / self._rates(endpoint).prefill_tokens_per_s
         seconds = Seconds(
             queue=wait_s,
             load=intake.load_s,
@@ -224,20 +168,27 @@ class CostModel:
         transfer: float = 0.0,
     ) -> Placement:
         """`part`, and then everything that is to be done on `decode`."""
+        memory_s, decode_s, crowd_s = self._decode_parts(decode, work)
+        seconds = part.seconds._replace(
+            transfer=transfer, memory=memory_s, decode=decode_s, stall=stall, crowd=crowd_s
+        )
+        return Placement(seconds, part.intake)
+
+    def _decode_parts(self, decode: Endpoint, work: Work) -> tuple[float, float, float]:
+        """Memory, decode and crowd: the same wherever the prompt is computed."""
+        known = work.decode_parts.get(decode)
+        if known is not None:
+            return known
         info, output = decode.info, work.output_tokens
         num_seqs, used = decode.num_seqs, decode.used_fraction
         growth = (work.missing(decode) + output / 2) / (info.num_blocks * info.block_size)
         before_s = self._step_s(decode, num_seqs, used)
         after_s = max(before_s, self._step_s(decode, num_seqs + 1, min(1.0, used + growth)))
-        seconds = part.seconds._replace(
-            transfer=transfer,
-            memory=self.memory_s(decode, work),
-            decode=output * after_s,
-            stall=stall,
-            # Those that are there have half of their output before them, on average.
-            crowd=num_seqs * output / 2 * (after_s - before_s),
-        )
-        return Placement(seconds, part.intake)
+        # Those that are there have half of their output before them, on average.
+        crowd_s = num_seqs * output / 2 * (after_s - before_s)
+        parts = (self.memory_s(decode, work), output * after_s, crowd_s)
+        work.decode_parts[decode] = parts
+        return parts
 
     def memory_s(self, decode: Endpoint, work: Work) -> float:
         """Without room, requests have to end first: in the time of a whole one all blocks that are
@@ -252,27 +203,28 @@ class CostModel:
 
     def _step_s(self, decode: Endpoint, num_seqs: float, used: float) -> float:
         """One decode step of so many sequences, with that fraction of the pool."""
-        rate_s = self._rate(decode, "decode_step_s")
-        stats = decode.stats
-        weights = (stats.decode_weights if stats is not None else ()) or self.decode_weights
-        if not weights:
-            return rate_s * (1.0 + 0.02 * num_seqs)
-        return max(fitted_s(weights, decode_features(num_seqs, used)), 0.2 * rate_s)
+        rates = self._rates(decode)
+        if not rates.decode_weights:
+            return rates.decode_step_s * (1.0 + 0.02 * num_seqs)
+        seconds = fitted_s(rates.decode_weights, decode_features(num_seqs, used))
+        return max(seconds, 0.2 * rates.decode_step_s)
 
     def _own_intake(self, endpoint: Endpoint, work: Work) -> Intake:
         """Load as far down the run of blocks in lower tiers as saves most: as the worker will."""
-        held, missing = work.held_by(endpoint), work.missing(endpoint)
+        held = work.held_by(endpoint)
+        missing = work.num_tokens - held.device
         best, best_gain_s = Intake(missing), 0.0
         if not held.host and not held.disk:
             return best
+        rates = self._rates(endpoint)
         loaded, load_s = 0, 0.0
         for tokens, rate in (
-            (held.host, "host_read_bytes_per_s"),
-            (held.disk, "disk_read_bytes_per_s"),
+            (held.host, rates.host_read_bytes_per_s),
+            (held.disk, rates.disk_read_bytes_per_s),
         ):
             loaded += tokens
-            load_s += self._read_s(endpoint, tokens, rate)
-            gain_s = loaded / self._rate(endpoint, "prefill_tokens_per_s") - load_s
+            load_s += _read_s(endpoint, tokens, rate)
+            gain_s = loaded / rates.prefill_tokens_per_s - load_s
             if gain_s > best_gain_s:
                 best, best_gain_s = Intake(missing - loaded, loaded, load_s=load_s), gain_s
         return best
@@ -280,43 +232,53 @@ class CostModel:
     def _lent_intake(self, endpoint: Endpoint, work: Work, own: Intake) -> Intake | None:
         """`own`, and beyond it what the best lender has. None: nobody has more."""
         start = work.num_tokens - own.computed
-        best, best_gain_s = None, float("-inf")
-        rate = self._rate(endpoint, "prefill_tokens_per_s")
-        for lender in work.lenders:
-            if lender is endpoint or lender.info.fingerprint != endpoint.info.fingerprint:
-                continue
-            held = work.held_by(lender)
+        best: tuple[float, float, int, Endpoint] | None = None
+        for lender, held in work.lendings:
             tokens = held.said - start
-            if tokens <= 0:
+            if tokens <= 0 or lender is endpoint:
                 continue
-            read_s = self._read_s(endpoint, tokens, "read_bytes_per_s")
+            if lender.info.fingerprint != endpoint.info.fingerprint:
+                continue
+            rates = self._rates(endpoint)
+            read_s = _read_s(endpoint, tokens, rates.read_bytes_per_s)
             fetch_s = self.handoff_s + read_s + self._promote_s(lender, held, start)
-            gain_s = tokens / rate - fetch_s
-            if gain_s > best_gain_s:
-                best_gain_s = gain_s
-                best = own._replace(
-                    computed=own.computed - tokens,
-                    fetched=tokens,
-                    fetch_s=fetch_s,
-                    fetch_from=lender.worker,
-                )
-        return best
+            gain_s = tokens / rates.prefill_tokens_per_s - fetch_s
+            if best is None or gain_s > best[0]:
+                best = (gain_s, fetch_s, tokens, lender)
+        if best is None:
+            return None
+        _, fetch_s, tokens, lender = best
+        return own._replace(
+            computed=own.computed - tokens,
+            fetched=tokens,
+            fetch_s=fetch_s,
+            fetch_from=lender.worker,
+        )
 
     def _promote_s(self, lender: Endpoint, held: Held, start: int) -> float:
         """What is on the lender's disk alone, from token `start` on, has to come up first."""
-        tokens = max(0, held.said - max(start, held.device + held.host))
-        return self._read_s(lender, tokens, "disk_read_bytes_per_s")
-
-    def _rate(self, endpoint: Endpoint, name: str) -> float:
-        """As the worker has measured it, or else the fleet."""
-        own: float = getattr(endpoint.stats, name, 0.0)  # a worker may not have told any
-        return own or float(getattr(self, name))
-
-    def _read_s(self, endpoint: Endpoint, num_tokens: int, rate: str) -> float:
-        if not num_tokens:
+        tokens = held.said - max(start, held.device + held.host)
+        if tokens <= 0:
             return 0.0
-        info = endpoint.info
-        return num_tokens * info.bytes_per_block / info.block_size / self._rate(endpoint, rate)
+        return _read_s(lender, tokens, self._rates(lender).disk_read_bytes_per_s)
+
+    def _rates(self, endpoint: Endpoint) -> Rates:
+        """As the worker has measured them, or else the fleet."""
+        rates, stats = endpoint.rates, endpoint.stats
+        if rates is not None and rates.of is stats and (rates.is_own or rates.age == self._age):
+            return rates
+        own = {name: getattr(stats, name, None) for name in _RATES + _WEIGHTS}
+        values: dict[str, Any] = {name: own[name] or getattr(self, name) for name in own}
+        rates = Rates(**values, of=stats, is_own=all(own.values()), age=self._age)
+        endpoint.rates = rates
+        return rates
+
+
+def _read_s(endpoint: Endpoint, num_tokens: int, bytes_per_s: float) -> float:
+    if not num_tokens:
+        return 0.0
+    info = endpoint.info
+    return num_tokens * info.bytes_per_block / info.block_size / bytes_per_s
 
 
 def _nearer(known: tuple[float, ...], told: tuple[float, ...]) -> tuple[float, ...]:

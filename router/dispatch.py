@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from engine.block_hash import HASH_BYTES
 from engine.kv_events import KVEvents, KVSnapshot
@@ -18,10 +17,11 @@ from engine.node import NodeId
 from engine.stats import Role, WorkerInfo, WorkerStats
 from router.admission import Rejection, blocks_needed, clamp_max_tokens, fits
 from router.config import RouterConfig
-from router.cost import CostModel, Intake, Work
+from router.cost import CostModel
 from router.endpoint import Endpoint
 from router.fleet import Fleet
 from router.keepers import Keepers
+from router.placement import Intake, Work
 from router.policy import Decision, Policy, Question
 from router.prefix_index import Held, Matches, PrefixIndex
 from router.token_log import Attempt, LoggedRequest
@@ -29,7 +29,7 @@ from router.token_log import Attempt, LoggedRequest
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 EXPECTED_OUTPUT = 128.0  # tokens, until requests have ended
 OUTPUT_SMOOTHING = 0.05
-MAX_LENDERS = 4  # the best ones of a kind; more would only cost the choice its time
+LENDERS_OF_A_ROLE = 4  # the best ones; more would only cost the choice its time
 GROUP = {Role.DECODE: 0, Role.PREFILL: 1}  # of workers in the index
 MAX_EXPECTED = 256  # blocks of a prompt that count as cached before the worker says so
 STICKY_BLOCKS = 4  # beginnings of prompts that agree in so many blocks belong to one session
@@ -236,7 +236,7 @@ class Dispatcher:
         ranked = []
         for match in matches:
             for group in GROUP.values():
-                for worker in islice(match.best(group), MAX_LENDERS):
+                for worker in match.best(group)[:LENDERS_OF_A_ROLE]:
                     lender = self._endpoints[worker]
                     if (
                         lender.alive
@@ -247,7 +247,7 @@ class Dispatcher:
                         if gain_s > 0:
                             ranked.append((-gain_s, lender.num_seqs, worker))
         ranked.sort()
-        return tuple(self._endpoints[worker] for *_, worker in ranked[:MAX_LENDERS])
+        return tuple(self._endpoints[worker] for *_, worker in ranked)
 
     def _usable(
         self, now: float, log: LoggedRequest, work: Work, *, trusting: bool = False
@@ -334,7 +334,8 @@ def _decode_busy(now: float, endpoint: Endpoint) -> float:
 
 def _prefill_busy(now: float, endpoint: Endpoint) -> float:
     """When it will have nothing to do."""
-    return endpoint.prompts.busy_until(now) + endpoint.other_prefill_tokens
+    rate = 1000.0 if endpoint.rates is None else endpoint.rates.prefill_tokens_per_s
+    return endpoint.prompts.busy_until(now) + endpoint.other_prefill_tokens / rate
 
 
 def _sticky(log: LoggedRequest, kinds: Iterable[WorkerInfo]) -> bytes:

@@ -22,6 +22,22 @@ TYPICAL_S = 10.0  # time constant of the typical number of decoding sequences
 
 
 @dataclass(slots=True)
+class Rates:
+    """What a cost is computed with: a worker's own measurements, the fleet's where it has none."""
+
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    read_bytes_per_s: float
+    host_read_bytes_per_s: float
+    disk_read_bytes_per_s: float
+    prompt_weights: tuple[float, ...]
+    decode_weights: tuple[float, ...]
+    of: WorkerStats | None  # the statistics that they were taken from
+    is_own: bool  # True: nothing of it is the fleet's
+    age: int  # of the fleet's rates then
+
+
+@dataclass(slots=True)
 class Booking:
     """One dispatched request: what the worker has still to do for it."""
 
@@ -48,6 +64,7 @@ class Endpoint:
     cached_tokens: int = 0
     cached_tokens_by_source: Counter[str] = field(default_factory=Counter)
     typical_decoding: float = 0.0
+    rates: Rates | None = None  # kept by the cost model
     prompts: PromptQueue = field(default_factory=PromptQueue)
     _own_tokens: int = 0
     _own_decoding: int = 0

@@ -23,13 +23,14 @@ from hashlib import blake2b
 from itertools import islice
 
 from engine.node import NodeId
-from router.cost import CostModel, Placement, Seconds, Work
+from router.cost import CostModel
 from router.endpoint import Endpoint
 from router.fleet import Fleet
+from router.placement import Placement, Seconds, Work
 from router.prefix_index import Held
 
-NUM_HOLDERS = 4  # candidates of a role that hold most of the prefix
-NUM_IDLE = 4  # and that are least busy
+NUM_HOLDERS = 3  # candidates of a role that hold most of the prefix
+NUM_IDLE = 3  # and that are least busy
 MAX_TRIED = 32  # of the least busy ones, to find those that can take the request
 
 
@@ -188,9 +189,14 @@ class Policy:
     def _holders_and_idle(
         self, question: Question, fleet: Fleet, usable: Iterator[Endpoint]
     ) -> list[Endpoint]:
-        found = list(islice(filter(question.usable, question.holders(fleet)), NUM_HOLDERS))
-        for endpoint in islice(usable, NUM_IDLE):
-            if endpoint not in found:
+        """A holder of no more than an idle worker has is only busier."""
+        found = list(islice(usable, NUM_IDLE))
+        held_by = question.work.held_by
+        most = max((held_by(endpoint).total for endpoint in found), default=-1)
+        for endpoint in islice(question.holders(fleet), NUM_HOLDERS):
+            if held_by(endpoint).total <= most:
+                break
+            if endpoint not in found and question.usable(endpoint):
                 found.append(endpoint)
         return found
 
@@ -203,7 +209,9 @@ class Policy:
         options = []
         if best is not None:
             options.append(Option(decode, best, self._cost.remote(decode, best.placement, work)))
-        if best is None or self.name == "prefix":
+        if best is None or (
+            self.name == "prefix" and self._cost.may_be_local(decode, best.placement, work)
+        ):
             options.append(Option(decode, None, self._cost.local(now, decode, work)))
         return options
 

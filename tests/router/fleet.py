@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from engine.node import NodeId
 from engine.stats import Role
-from router.cost import CostModel, Work
+from router.cost import CostModel
 from router.dispatch import _decode_busy, _prefill_busy
 from router.endpoint import Endpoint
 from router.fleet import Fleet
+from router.placement import Work
 from router.policy import Choice, Policy, Question
 from router.prefix_index import NOTHING, Held
 from tests.router.script import worker_info, worker_stats

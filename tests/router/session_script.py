@@ -26,8 +26,8 @@ from router.messages import (
     WorkerUp,
 )
 from router.router import Router
-from router.session_table import SessionConfig, SessionRecord
 from router.session_sharing import DeleteSession, SaveSession
+from router.session_table import SessionConfig, SessionRecord
 from tests.router.script import BLOCK, Outbox, worker_info
 
 M = TypeVar("M")

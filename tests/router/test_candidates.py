@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from engine.request import SamplingParams
-from router.cost import Work
 from router.endpoint import Endpoint
 from router.messages import Submit, WorkerUp
+from router.placement import Work
 from router.router import Router
 from tests.router.fleet import choose, endpoint, on, work
 from tests.router.script import worker_info

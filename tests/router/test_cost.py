@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from engine.cost import TOKENS_UNIT, blocks_worth_loading, prompt_features
-from router.cost import SMOOTHING, CostModel, Intake, Seconds
+from router.cost import SMOOTHING, CostModel
 from router.endpoint import Endpoint
+from router.placement import Intake, Seconds
 from router.prefix_index import Held
 from tests.router.fleet import STATS, endpoint, on, work
 from tests.router.script import worker_info
