@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks.routing_load import RoutingLoad
+from cluster.serving import settle_memory
 from engine.request import SamplingParams
 from engine.stats import Role, WorkerInfo, WorkerStats
 from router.dispatch import Dispatcher
@@ -54,8 +55,10 @@ def decision(dispatcher: Dispatcher, load: RoutingLoad, num_blocks: int) -> dict
     and for new ones: naming the blocks, and everything else."""
     rng = random.Random(load.seed)
     found: dict[str, Samples] = {}
+    settle_memory()  # as a server does
     for kind in ("hit", "miss"):
         times: Samples = {"names": [], "rest": []}
+        logs = []
         for n in range(NUM_DECISIONS):
             tokens = tuple(rng.randrange(1 << 17) for _ in range(num_blocks * BLOCK_SIZE + 1))
             submit = Submit(f"{kind} {num_blocks} {n}", "api", tokens, SamplingParams(), 60.0)
@@ -68,6 +71,8 @@ def decision(dispatcher: Dispatcher, load: RoutingLoad, num_blocks: int) -> dict
                 slot = dispatcher.index.views[holder.worker].slot
                 dispatcher.index.table.change(slot, names, add=1)
                 del names
+            logs.append(log)
+        for log in logs:
             began = time.perf_counter()
             attempt = dispatcher.place(0.0, log)
             times["rest"].append(time.perf_counter() - began)

@@ -31,7 +31,7 @@ EXPECTED_OUTPUT = 128.0  # tokens, until requests have ended
 OUTPUT_SMOOTHING = 0.05
 LENDERS_OF_A_ROLE = 4  # the best ones; more would only cost the choice its time
 GROUP = {Role.DECODE: 0, Role.PREFILL: 1}  # of workers in the index
-MAX_EXPECTED = 256  # blocks of a prompt that count as cached before the worker says so
+MAX_EXPECTED = 64  # blocks of a prompt that count as cached before the worker says so
 STICKY_BLOCKS = 4  # beginnings of prompts that agree in so many blocks belong to one session
 
 

@@ -16,7 +16,7 @@ from router.keeping import Keeper
 from router.reuse import Reuse
 from router.token_log import LoggedRequest
 
-REFRESH_EVERY = 64  # decisions; room and reuse change slowly
+REFRESH_S = 2.0  # room and reuse change slowly
 MIN_REQUESTS = 500  # before anything is kept nowhere
 
 
@@ -29,6 +29,7 @@ class Keepers:
         self._prefills = prefills
         self._reuse = Reuse()
         self._num_seen = 0
+        self._due_at = float("-inf")
         self._prefill_share = 0.0
         self._prefill_owed = 0.0  # requests that prefill workers should have kept, and have not
         self._shares = [1.0] * len(self._reuse.kinds)
@@ -39,7 +40,8 @@ class Keepers:
     ) -> Keeper:
         """Of a request that is dispatched now. `names`: of its full blocks."""
         kind = self._reuse.note(now, names, log.num_prompt_tokens)
-        if self._num_seen % REFRESH_EVERY == 0:
+        if now >= self._due_at:
+            self._due_at = now + REFRESH_S
             self._refresh()
         self._num_seen += 1
         if log.submit.session is not None:

@@ -173,7 +173,8 @@ class LoggedRequest:
         """Cut max_tokens, once: later attempts are not to be shortened by who happens to be up."""
         if not self.clamped:
             self.clamped = True
-            self.sampling = replace(self.sampling, max_tokens=max_tokens)
+            if max_tokens != self.sampling.max_tokens:
+                self.sampling = replace(self.sampling, max_tokens=max_tokens)
 
     def enqueue(self, now: float) -> None:
         self.current = None

@@ -13,7 +13,7 @@ from engine.request import SamplingParams
 from router.dispatch import _decode_busy, _prefill_busy
 from router.endpoint import Endpoint
 from router.fleet import Fleet
-from router.keepers import MIN_REQUESTS, REFRESH_EVERY, Keepers
+from router.keepers import MIN_REQUESTS, REFRESH_S, Keepers
 from router.keeping import SPARE, Keeper
 from router.messages import Submit
 from router.orders import orders
@@ -82,8 +82,8 @@ def test_shares_follow_the_room() -> None:
     for _ in range(100):
         copies.choose()
     copies.prefill.book(0.0, "other", 0, 3000)  # full now
-    for _ in range(REFRESH_EVERY):
-        copies.choose()
+    copies.now += REFRESH_S
+    copies.choose()
     assert {copies.choose() for _ in range(100)} == {Keeper.DECODE}
 
 
