@@ -42,6 +42,7 @@ from cluster.api.tokenizer import Tokenizer
 from cluster.bench import percentile
 from cluster.build import PreparedModel, prepare_model
 from cluster.config import Config
+from cluster.deployment import ITL_TARGET_MS
 from cluster.replay.config import ReplayConfig
 from cluster.replay.replay import replay
 from cluster.replay.results import ReplayResult
@@ -90,6 +91,7 @@ def simulate(
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
         router=config.router,
         stats_interval_s=STATS_INTERVAL_S,
+        itl_target_s=ITL_TARGET_MS / 1e3,
     )
     with console.status("simulating"):
         return replay(trace_of(recorded, "recorded"), replayed)

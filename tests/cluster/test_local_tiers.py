@@ -103,6 +103,7 @@ def test_bytes_that_went_bad_in_host_memory_are_computed_again(
     with LocalCluster(
         model_dir, prefill=0, engine=ENGINE, corrupt=corrupt, host_bytes=4 * MIB
     ) as cluster:
+        load_all(cluster)
         assert ask(cluster) == expected
         assert ask(cluster) == expected
         assert_clean(cluster)
@@ -126,6 +127,7 @@ def test_kv_on_disk_outlives_the_process(
         assert_clean(cluster)
     with LocalCluster(model_dir, prefill=0, engine=ENGINE, **tiers) as cluster:
         assert counted(cluster, "disk.used") >= num_blocks
+        load_all(cluster)
         assert ask(cluster) == expected
         assert num_cached(cluster) == NUM_PROMPTS * CACHED
         assert_clean(cluster)
