@@ -1,4 +1,4 @@
-"""A hundred and fifty seeds over the production nodes, in CI. A failing one says how to repeat it."""
+"""150 seeds over the production nodes, in CI. A failing one says how to repeat it."""
 
 from __future__ import annotations
 
