@@ -216,7 +216,7 @@ class Dispatcher:
             prefills=self._fleets[Role.PREFILL],
             usable=self._usable(now, log, work),
             holders=lambda fleet: self._holders(fleet, matches.values()),
-            sticky=_sticky(log, self._kinds.values()),
+            sticky=lambda: _sticky(log, self._kinds.values()),
         )
 
     def _lookup(self, now: float, log: LoggedRequest, info: WorkerInfo) -> Matches:

@@ -28,6 +28,7 @@ class Fleet:
         self._busy = busy
         self._order: list[_Key] = []
         self._keys: dict[NodeId, _Key] = {}
+        self._ties: dict[NodeId, int] = {}  # this router's own order of names
         self._endpoints: dict[NodeId, Endpoint] = {}
 
     def __len__(self) -> int:
@@ -41,13 +42,16 @@ class Fleet:
         return self._endpoints.get(worker)
 
     def add(self, now: float, endpoint: Endpoint) -> None:
-        self._endpoints[endpoint.worker] = endpoint
+        worker = endpoint.worker
+        self._endpoints[worker] = endpoint
+        self._ties[worker] = crc32(f"{self._salt} {worker}".encode())
         self.update(now, endpoint)
 
     def remove(self, endpoint: Endpoint) -> None:
         worker = endpoint.worker
         if self._endpoints.get(worker) is endpoint:
             del self._endpoints[worker]
+            del self._ties[worker]
             self._drop(worker)
 
     def update(self, now: float, endpoint: Endpoint) -> None:
@@ -55,7 +59,7 @@ class Fleet:
         if self._endpoints.get(worker) is not endpoint:
             return
         busy = round(self._busy(now, endpoint), 3)
-        key = (busy, endpoint.chosen_at, crc32(f"{self._salt} {worker}".encode()), worker)
+        key = (busy, endpoint.chosen_at, self._ties[worker], worker)
         if self._keys.get(worker) != key:
             self._drop(worker)
             self._keys[worker] = key

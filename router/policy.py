@@ -124,7 +124,7 @@ class Question:
     prefills: Fleet
     usable: Callable[[Endpoint], bool]
     holders: Callable[[Fleet], Sequence[Endpoint]]  # of the prefix, most first
-    sticky: bytes  # equal for what should go to the same worker
+    sticky: Callable[[], bytes]  # equal for what should go to the same worker
 
 
 class Policy:
@@ -180,9 +180,8 @@ class Policy:
                 holders = filter(question.usable, question.holders(fleet))
                 return list(islice(holders, 1)) or list(islice(usable, 1))
             case _:
-                name = question.sticky
-                if self.name == "random":
-                    name = self._num_choices.to_bytes(8, "big")
+                drawn = self.name == "random"
+                name = self._num_choices.to_bytes(8, "big") if drawn else question.sticky()
                 # The highest of all: whoever comes or goes moves only what is its own.
                 return _first(usable, key=lambda endpoint: _draw(endpoint.worker, name))
 

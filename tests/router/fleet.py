@@ -84,7 +84,7 @@ class Chooser:
             prefills=self.fleets[Role.PREFILL],
             usable=lambda worker: worker.usable(now, 1000),
             holders=lambda fleet: holders(fleet, todo),
-            sticky=sticky,
+            sticky=lambda: sticky,
         )
         choice = self.policy.choose(question)
         assert choice is not None
