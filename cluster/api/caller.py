@@ -1,11 +1,11 @@
-"""Who calls: the tenant of an API key."""
+"""What calls have in common: the tenant of their API key, and how much of a list they want."""
 
 from __future__ import annotations
 
 from starlette.requests import Request
 
 from cluster.api.context import ApiContext
-from cluster.api.errors import unauthorized
+from cluster.api.errors import invalid, unauthorized
 from cluster.tenants import Tenant
 
 
@@ -22,3 +22,15 @@ def caller(ctx: ApiContext, http: Request) -> Tenant:
     if tenant is None:
         raise unauthorized(why)
     return tenant
+
+
+def limit_of(http: Request, default: int, most: int) -> int:
+    """How many entries of a list are asked for. Raises ApiError."""
+    given = http.query_params.get("limit", str(default))
+    limit = int(given) if given.isascii() and given.isdigit() and len(given) < 9 else 0
+    if not 1 <= limit <= most:
+        raise invalid(
+            f"'limit': expected a whole number from 1 to {most}, got {given[:40]!r}",
+            param="limit",
+        )
+    return limit

@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.api.caller import caller
+from cluster.api.caller import caller, limit_of
 from cluster.api.calls import ServedCall, ServedChoice
 from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, invalid
+from cluster.api.errors import ApiError
 from router.explain import Explanation, name_of, reason
 from router.policy import Candidate
 from router.token_log import Attempt
@@ -41,13 +41,7 @@ def explanation_routes(ctx: ApiContext) -> list[Route]:
 
     async def recent(http: Request) -> Response:
         tenant = caller(ctx, http)
-        given = http.query_params.get("limit", str(DEFAULT_LIMIT))
-        limit = int(given) if given.isascii() and given.isdigit() and len(given) < 9 else 0
-        if not 1 <= limit <= MAX_LIMIT:
-            raise invalid(
-                f"'limit': expected a whole number from 1 to {MAX_LIMIT}, got {given[:40]!r}",
-                param="limit",
-            )
+        limit = limit_of(http, DEFAULT_LIMIT, MAX_LIMIT)
         calls = ctx.calls.recent(tenant.name)
         data = [summary_json(call) for _, call in zip(range(limit), calls, strict=False)]
         return JSONResponse({"object": "list", "data": data})

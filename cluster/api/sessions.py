@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cluster.api.body import read_body
-from cluster.api.caller import caller
+from cluster.api.caller import caller, limit_of
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid, overloaded, session_refused
 from cluster.api.schema import MAX_SESSION_CHARS, ForkRequest, parse
@@ -74,13 +74,7 @@ class SessionCalls:
         self._ctx = ctx
 
     async def list(self, http: Request) -> Response:
-        given = http.query_params.get("limit", str(DEFAULT_LIMIT))
-        limit = int(given) if given.isascii() and given.isdigit() and len(given) < 9 else 0
-        if not 1 <= limit <= MAX_LIMIT:
-            raise invalid(
-                f"'limit': expected a whole number from 1 to {MAX_LIMIT}, got {given[:40]!r}",
-                param="limit",
-            )
+        limit = limit_of(http, DEFAULT_LIMIT, MAX_LIMIT)
         after = http.query_params.get("after", "")
         reply = await self._ask(http, SessionOp.LIST, after, limit=limit)
         data = [session_json(info) for info in reply.sessions]

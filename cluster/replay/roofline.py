@@ -11,14 +11,13 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.replay.timing import Links, TimingError
+from cluster.replay.timing import Links, TimingError, read_json
 
 COMPUTE_EFFICIENCY = 0.55
 MEMORY_EFFICIENCY = 0.8
@@ -176,12 +175,7 @@ def _shape(text: str, model: str) -> Shape:
 
 def read_shape(path: Path) -> Shape:
     """From a Hugging Face config.json of a dense decoder. Raises TimingError."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TimingError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise TimingError(f"{path}: not JSON: {error}") from error
+    raw = read_json(path)
     if not isinstance(raw, dict):
         raise TimingError(f"{path}: not a JSON object")
     experts = [

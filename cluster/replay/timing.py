@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 
 class TimingError(Exception):
     """A timing that cannot be used; one line for the user: what, its value, what would be right."""
+
+
+def read_json(path: Path) -> Any:
+    """Raises TimingError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TimingError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise TimingError(f"{path}: not JSON: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ GPU:MODEL   a roofline, such as h100:llama-3-8b
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,7 +16,7 @@ from typing import Any
 
 from cluster.replay.profile import read_profile
 from cluster.replay.roofline import GPUS, MODELS, parse_roofline
-from cluster.replay.timing import Links, Polynomial, Timing, TimingError
+from cluster.replay.timing import Links, Polynomial, Timing, TimingError, read_json
 
 __all__ = ["TimingError", "load_timing"]
 
@@ -45,12 +44,7 @@ def _is_roofline(text: str) -> bool:
 
 
 def _read_json(path: Path) -> Polynomial:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TimingError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise TimingError(f"{path}: not JSON: {error}") from error
+    raw = read_json(path)
     if not isinstance(raw, dict) or raw.get("kind") != "polynomial":
         kind = raw.get("kind") if isinstance(raw, dict) else raw
         raise TimingError(f'{path}: kind = {kind!r}: expected "polynomial"')

@@ -21,7 +21,7 @@ from cluster.config import Config
 from cluster.control import Peer, RouterStarted
 from cluster.metrics import status_dict
 from cluster.runtime.host import LoopThread, NodeHost
-from cluster.runtime.process import Listening
+from cluster.runtime.process import Listening, introduce
 from cluster.serving import SHUTDOWN_S, ServedModel, serve_api
 from cluster.state.opening import open_state
 from cluster.tenants import Access
@@ -111,14 +111,8 @@ class FrontendProcess:
 
     def introduce(self, peers: Iterable[Peer]) -> None:
         """From now on messages to `peers` go to these addresses."""
-        peers = list(peers)
-
-        def tell() -> None:
-            assert self._wire is not None
-            for peer in peers:
-                self._wire.set_address(peer.node, peer.host, peer.port, peer.epoch)
-
-        self._thread.call(tell)
+        assert self._wire is not None
+        introduce(self._thread, self._wire, peers)
 
     def num_live(self) -> int:
         """Requests that it serves, or that wait."""

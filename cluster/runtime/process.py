@@ -20,6 +20,17 @@ from engine.node import Node, NodeId
 from engine.stats import WorkerInfo
 
 
+def introduce(thread: LoopThread, wire: Wire, peers: Iterable[Peer]) -> None:
+    """From now on messages of `wire`, which runs on `thread`, to `peers` go to these addresses."""
+    peers = list(peers)
+
+    def tell() -> None:
+        for peer in peers:
+            wire.set_address(peer.node, peer.host, peer.port, peer.epoch)
+
+    thread.call(tell)
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltWorker:
     """A worker that could run: what a build gives to whoever hosts it."""
@@ -64,14 +75,8 @@ class WorkerProcess:
 
     def introduce(self, peers: Iterable[Peer]) -> None:
         """From now on messages to `peers` go to these addresses."""
-        peers = list(peers)
-
-        def tell() -> None:
-            assert self._wire is not None
-            for peer in peers:
-                self._wire.set_address(peer.node, peer.host, peer.port, peer.epoch)
-
-        self._thread.call(tell)
+        assert self._wire is not None
+        introduce(self._thread, self._wire, peers)
 
     def wait(self) -> None:
         """Blocks while the worker serves; returns when it was stopped. Raises what its node did."""
