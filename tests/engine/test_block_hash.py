@@ -63,3 +63,13 @@ def test_a_chain_goes_on_from_names_that_another_has_found(
 def test_packed_names_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match=f"17 bytes: expected {HASH_BYTES} each"):
         chain(UNSALTED).adopt(bytes(17))
+
+
+@pytest.mark.parametrize("size", [1, 16, 31, 32, 33, 100])
+def test_names_are_the_same_without_a_compiler(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one, and of several of the hash's own blocks."""
+    tokens = [n * n for n in range(3 * size + 1)]
+    compiled = hash_blocks(b"model", UNSALTED, tokens, size)
+    monkeypatch.setattr("engine.block_hash._hasher", lambda: None)
+    assert hash_blocks(b"model", UNSALTED, tokens, size) == compiled
+    assert len(compiled) == 3
