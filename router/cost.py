@@ -83,15 +83,7 @@ class CostModel:
 
     def prefill_s(self, endpoint: Endpoint, num_new: int, start: int) -> float:
         """Seconds that `endpoint` takes to compute tokens [start, start + num_new)."""
-        if num_new <= 0:
-            return 0.0
-        rates = self._rates(endpoint)
-        rate_s = num_new / rates.prefill_tokens_per_s
-        if not rates.prompt_weights:
-            return rate_s
-        features = prompt_features(num_new, start, endpoint.info.max_num_batched_tokens)
-        # A fit may be wrong where nothing was measured yet.
-        return max(fitted_s(rates.prompt_weights, features), 0.05 * rate_s)
+        return _prefill_s(endpoint, self._rates(endpoint), num_new, start)
 
     def lending_s(self, lender: Endpoint, held: Held) -> float:
         """Computing that the KV of `lender` saves a worker that has none of it, at most."""
@@ -100,25 +92,29 @@ class CostModel:
     def prefill(self, now: float, endpoint: Endpoint, work: Work) -> Placement:
         """Queue and prefill on `endpoint`, whatever its role; with the worker's own KV alone, or
         with a peer's too, if that gains as much as a block takes to be computed."""
-        own = self._own_intake(endpoint, work)
-        alone = self._prefill(now, endpoint, work, own)
-        lent = self._lent_intake(endpoint, work, own) if work.lenders else None
+        rates = self._rates(endpoint)
+        own = self._own_intake(endpoint, rates, work)
+        alone = self._prefill(now, endpoint, rates, work, own)
+        lent = self._lent_intake(endpoint, rates, work, own) if work.lenders else None
         if lent is None:
             return alone
-        helped = self._prefill(now, endpoint, work, lent)
-        block_s = endpoint.info.block_size / self._rates(endpoint).prefill_tokens_per_s
-        return helped if alone.seconds.total - helped.seconds.total >= block_s else alone
+        helped = self._prefill(now, endpoint, rates, work, lent)
+        block_s = endpoint.info.block_size / rates.prefill_tokens_per_s
+        return helped if sum(alone.seconds) - sum(helped.seconds) >= block_s else alone
 
     def may_be_local(self, decode: Endpoint, first: Placement, work: Work) -> bool:
         """Whether `local` could be cheaper than `remote` with `first`: a bound, that costs little.
         Computing there what neither it nor any lender holds takes so long, and stalls so many."""
-        held = max([work.held_by(decode).total, *(held.said for _, held in work.lendings)])
-        computed = work.num_tokens - held
+        held = work.held_by(decode)
+        most = held.device + held.host + held.disk
+        for _, lent in work.lendings:
+            most = max(most, lent.said)
+        computed = work.num_tokens - most
         if computed <= self.free_tokens:
             return True
         rate = self._rates(decode).prefill_tokens_per_s
         least_s = 0.5 * computed / rate * (1.0 + self._stalled(decode))
-        return least_s <= first.seconds.total + self.handoff_s
+        return least_s <= sum(first.seconds) + self.handoff_s
 
     def _stalled(self, decode: Endpoint) -> float:
         """Sequences that decode there while a prompt is computed."""
@@ -126,97 +122,101 @@ class CostModel:
 
     def local(self, now: float, decode: Endpoint, work: Work) -> Placement:
         """Everything on one decode worker."""
+        rates = self._rates(decode)
         part = self.prefill(now, decode, work)
         stalled = self._stalled(decode)
         computed = part.intake.computed
         beyond_free = max(0, computed - self.free_tokens) / max(1, computed)
-        return self._with_decode(
-            decode, work, part, stall=part.seconds.prefill * beyond_free * stalled
-        )
+        stall_s = part.seconds.prefill * beyond_free * stalled
+        return self._with_decode(decode, rates, work, part, stall=stall_s)
 
     def remote(self, decode: Endpoint, first: Placement, work: Work) -> Placement:
         """Prefill elsewhere, as in `first`, and the KV that `decode` lacks read from there."""
-        own = self._own_intake(decode, work)
+        rates, info = self._rates(decode), decode.info
+        own = self._own_intake(decode, rates, work)
         # Chunks are read while the next ones are computed; the last one cannot be.
-        last = min(own.computed, decode.info.max_num_batched_tokens)
-        peers = self._rates(decode).read_bytes_per_s
-        last_s, read_s = _read_s(decode, last, peers), _read_s(decode, own.computed, peers)
-        rest_s = max(read_s, own.load_s) - first.seconds.prefill
-        return self._with_decode(decode, work, first, transfer=self.handoff_s + max(last_s, rest_s))
+        token_s = info.bytes_per_block / info.block_size / rates.read_bytes_per_s
+        last_s = min(own.computed, info.max_num_batched_tokens) * token_s
+        rest_s = max(own.computed * token_s, own.load_s) - first.seconds.prefill
+        transfer_s = self.handoff_s + max(last_s, rest_s)
+        return self._with_decode(decode, rates, work, first, transfer=transfer_s)
 
-    def _prefill(self, now: float, endpoint: Endpoint, work: Work, intake: Intake) -> Placement:
+    def _prefill(
+        self, now: float, endpoint: Endpoint, rates: Rates, work: Work, intake: Intake
+    ) -> Placement:
         computed = intake.computed
-        prefill_s = self.prefill_s(endpoint, computed, work.num_tokens - computed)
+        prefill_s = _prefill_s(endpoint, rates, computed, work.num_tokens - computed)
         wait_s, num_behind = endpoint.prompts.ahead_of(now, prefill_s)
         if endpoint.other_prefill_tokens:
-            wait_s += endpoint.other_prefill_tokens / self._rates(endpoint).prefill_tokens_per_s
+            wait_s += endpoint.other_prefill_tokens / rates.prefill_tokens_per_s
+        delay_s = num_behind * prefill_s
+        # In the order of the fields: by name it takes three times as long.
         seconds = Seconds(
-            queue=wait_s,
-            load=intake.load_s,
-            fetch=intake.fetch_s,
-            prefill=prefill_s,
-            delay=num_behind * prefill_s,
+            wait_s, intake.load_s, intake.fetch_s, prefill_s, 0.0, 0.0, 0.0, delay_s, 0.0, 0.0
         )
         return Placement(seconds, intake)
 
     def _with_decode(
         self,
         decode: Endpoint,
+        rates: Rates,
         work: Work,
         part: Placement,
         stall: float = 0.0,
         transfer: float = 0.0,
     ) -> Placement:
         """`part`, and then everything that is to be done on `decode`."""
-        memory_s, decode_s, crowd_s = self._decode_parts(decode, work)
-        seconds = part.seconds._replace(
-            transfer=transfer, memory=memory_s, decode=decode_s, stall=stall, crowd=crowd_s
+        parts = work.decode_parts.get(decode)
+        if parts is None:
+            parts = work.decode_parts[decode] = self._decode_parts(decode, rates, work)
+        memory_s, decode_s, crowd_s = parts
+        wait_s, load_s, fetch_s, prefill_s, _, _, _, delay_s, _, _ = part.seconds
+        seconds = Seconds(
+            wait_s,
+            load_s,
+            fetch_s,
+            prefill_s,
+            transfer,
+            memory_s,
+            decode_s,
+            delay_s,
+            stall,
+            crowd_s,
         )
         return Placement(seconds, part.intake)
 
-    def _decode_parts(self, decode: Endpoint, work: Work) -> tuple[float, float, float]:
+    def _decode_parts(
+        self, decode: Endpoint, rates: Rates, work: Work
+    ) -> tuple[float, float, float]:
         """Memory, decode and crowd: the same wherever the prompt is computed."""
-        known = work.decode_parts.get(decode)
-        if known is not None:
-            return known
         info, output = decode.info, work.output_tokens
-        num_seqs, used = decode.num_seqs, decode.used_fraction
+        num_seqs, num_free = decode.num_seqs, decode.num_free_blocks
+        used = 1.0 - num_free / info.num_blocks
         growth = (work.missing(decode) + output / 2) / (info.num_blocks * info.block_size)
-        before_s = self._step_s(decode, num_seqs, used)
-        after_s = max(before_s, self._step_s(decode, num_seqs + 1, min(1.0, used + growth)))
+        before_s = _step_s(rates, num_seqs, used)
+        after_s = max(before_s, _step_s(rates, num_seqs + 1, min(1.0, used + growth)))
         # Those that are there have half of their output before them, on average.
         crowd_s = num_seqs * output / 2 * (after_s - before_s)
-        parts = (self.memory_s(decode, work), output * after_s, crowd_s)
-        work.decode_parts[decode] = parts
-        return parts
+        return self.memory_s(decode, work), output * after_s, crowd_s
 
     def memory_s(self, decode: Endpoint, work: Work) -> float:
         """Without room, requests have to end first: in the time of a whole one all blocks that are
         in use come free, about evenly."""
-        info = decode.info
-        short = work.missing(decode) / info.block_size + 1 - decode.num_free_blocks
+        info, num_free = decode.info, decode.num_free_blocks
+        short = work.missing(decode) / info.block_size + 1 - num_free
         if short <= 0:
             return 0.0
-        in_use = max(1, info.num_blocks - decode.num_free_blocks)
-        step_s = self._step_s(decode, decode.num_seqs, 1.0)
+        in_use = max(1, info.num_blocks - num_free)
+        step_s = _step_s(self._rates(decode), decode.num_seqs, 1.0)
         return short / in_use * work.output_tokens * step_s
 
-    def _step_s(self, decode: Endpoint, num_seqs: float, used: float) -> float:
-        """One decode step of so many sequences, with that fraction of the pool."""
-        rates = self._rates(decode)
-        if not rates.decode_weights:
-            return rates.decode_step_s * (1.0 + 0.02 * num_seqs)
-        seconds = fitted_s(rates.decode_weights, decode_features(num_seqs, used))
-        return max(seconds, 0.2 * rates.decode_step_s)
-
-    def _own_intake(self, endpoint: Endpoint, work: Work) -> Intake:
+    def _own_intake(self, endpoint: Endpoint, rates: Rates, work: Work) -> Intake:
         """Load as far down the run of blocks in lower tiers as saves most: as the worker will."""
         held = work.held_by(endpoint)
         missing = work.num_tokens - held.device
-        best, best_gain_s = Intake(missing), 0.0
         if not held.host and not held.disk:
-            return best
-        rates = self._rates(endpoint)
+            return Intake(missing)
+        best, best_gain_s = Intake(missing), 0.0
         loaded, load_s = 0, 0.0
         for tokens, rate in (
             (held.host, rates.host_read_bytes_per_s),
@@ -229,7 +229,9 @@ class CostModel:
                 best, best_gain_s = Intake(missing - loaded, loaded, load_s=load_s), gain_s
         return best
 
-    def _lent_intake(self, endpoint: Endpoint, work: Work, own: Intake) -> Intake | None:
+    def _lent_intake(
+        self, endpoint: Endpoint, rates: Rates, work: Work, own: Intake
+    ) -> Intake | None:
         """`own`, and beyond it what the best lender has. None: nobody has more."""
         start = work.num_tokens - own.computed
         best: tuple[float, float, int, Endpoint] | None = None
@@ -239,7 +241,6 @@ class CostModel:
                 continue
             if lender.info.fingerprint != endpoint.info.fingerprint:
                 continue
-            rates = self._rates(endpoint)
             read_s = _read_s(endpoint, tokens, rates.read_bytes_per_s)
             fetch_s = self.handoff_s + read_s + self._promote_s(lender, held, start)
             gain_s = tokens / rates.prefill_tokens_per_s - fetch_s
@@ -272,6 +273,25 @@ class CostModel:
         rates = Rates(**values, of=stats, is_own=all(own.values()), age=self._age)
         endpoint.rates = rates
         return rates
+
+
+def _prefill_s(endpoint: Endpoint, rates: Rates, num_new: int, start: int) -> float:
+    if num_new <= 0:
+        return 0.0
+    rate_s = num_new / rates.prefill_tokens_per_s
+    if not rates.prompt_weights:
+        return rate_s
+    features = prompt_features(num_new, start, endpoint.info.max_num_batched_tokens)
+    # A fit may be wrong where nothing was measured yet.
+    return max(fitted_s(rates.prompt_weights, features), 0.05 * rate_s)
+
+
+def _step_s(rates: Rates, num_seqs: float, used: float) -> float:
+    """One decode step of so many sequences, with that fraction of the pool."""
+    if not rates.decode_weights:
+        return rates.decode_step_s * (1.0 + 0.02 * num_seqs)
+    seconds = fitted_s(rates.decode_weights, decode_features(num_seqs, used))
+    return max(seconds, 0.2 * rates.decode_step_s)
 
 
 def _read_s(endpoint: Endpoint, num_tokens: int, bytes_per_s: float) -> float:

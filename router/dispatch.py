@@ -154,7 +154,7 @@ class Dispatcher:
         intake = placement.intake
         attempt = log.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
         if self._config.policy == "prefix":
-            names = log.block_names(choice.decode.info)
+            names = log.packed_names(choice.decode.info)
             attempt.keeper = self._keepers.choose(now, log, names, choice.prefill)
         computing = choice.prefill or choice.decode
         for endpoint in (choice.decode, choice.prefill):
@@ -204,7 +204,7 @@ class Dispatcher:
         left = log.sampling.max_tokens - log.num_output_tokens
         work = Work(
             num_tokens=len(log.tokens),
-            holdings=_Holdings(self._endpoints, matches),
+            holdings=_Holdings(matches),
             output_tokens=min(float(left), self._expected_output),
         )
         if self._config.policy == "prefix":
@@ -254,6 +254,7 @@ class Dispatcher:
     ) -> Callable[[Endpoint], bool]:
         """Whether a worker can take `log` now, and would have room for its KV soon."""
         limit = self._config.max_inflight_per_worker
+        num_tokens = len(log.tokens)
         total = log.num_prompt_tokens + log.sampling.max_tokens
 
         def usable(endpoint: Endpoint) -> bool:
@@ -261,9 +262,10 @@ class Dispatcher:
                 return False
             if not (trusting or self._trusted(now, endpoint, log)):
                 return False
-            if endpoint.info.role is Role.PREFILL:
-                return fits(endpoint.info, len(log.tokens) + 1)
-            if not fits(endpoint.info, total):
+            info = endpoint.info
+            if info.role is Role.PREFILL:
+                return fits(info, num_tokens + 1)
+            if not fits(info, total):
                 return False
             wait_s = self.cost.memory_s(endpoint, work) if endpoint.bookings else 0.0
             return wait_s <= self._config.max_memory_wait_s
@@ -285,8 +287,7 @@ class Dispatcher:
         computed = intake.computed if prefill_s > 0 else 0
         endpoint.book(now, log.request_id, computed, num_blocks, prefill_s)
         self._update(now, endpoint)
-        size = endpoint.info.block_size
-        begin = HASH_BYTES * (work.held_by(endpoint).device // size)
+        begin = HASH_BYTES * (work.held_by(endpoint).device // endpoint.info.block_size)
         expected = log.packed_names(endpoint.info)[begin : begin + HASH_BYTES * MAX_EXPECTED]
         self.index.speculate(now, endpoint.worker, expected)
 
@@ -294,7 +295,7 @@ class Dispatcher:
         silent = endpoint.stats is not None and (
             now - endpoint.heard_at >= self._config.probe_after_s
         )
-        return not silent and all(endpoint is not avoided for avoided in log.avoid)
+        return not silent and endpoint not in log.avoid  # by identity
 
     def _update(self, now: float, endpoint: Endpoint) -> None:
         self._now = max(self._now, now)
@@ -318,13 +319,12 @@ class Dispatcher:
 class _Holdings:
     """What the lookups have found, one for each kind of worker."""
 
-    endpoints: Mapping[NodeId, Endpoint]
     matches: Mapping[tuple[bytes, int], Matches]
 
-    def held(self, worker: NodeId) -> Held:
+    def held(self, endpoint: Endpoint) -> Held:
         """In blocks."""
-        info = self.endpoints[worker].info
-        return self.matches[info.fingerprint, info.block_size].held(worker)
+        info = endpoint.info
+        return self.matches[info.fingerprint, info.block_size].held(info.worker)
 
 
 def _decode_busy(now: float, endpoint: Endpoint) -> float:

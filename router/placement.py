@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from engine.node import NodeId
 from router.endpoint import Endpoint
-from router.prefix_index import Held
+from router.prefix_index import NOTHING, Held
 
 
 class Seconds(NamedTuple):
@@ -37,7 +37,7 @@ class Seconds(NamedTuple):
 class Holdings(Protocol):
     """What a lookup of a prompt has found."""
 
-    def held(self, worker: NodeId) -> Held: ...
+    def held(self, endpoint: Endpoint) -> Held: ...
 
 
 @dataclass(slots=True)
@@ -51,16 +51,17 @@ class Work:
     decode_parts: dict[Endpoint, tuple[float, float, float]] = field(
         default_factory=dict, init=False
     )
-    _held: dict[NodeId, Held] = field(default_factory=dict, init=False)
+    _held: dict[Endpoint, Held] = field(default_factory=dict, init=False)
     _lendings: list[tuple[Endpoint, Held]] | None = field(default=None, init=False)
 
     def held_by(self, endpoint: Endpoint) -> Held:
         """In tokens."""
-        worker = endpoint.worker
-        held = self._held.get(worker)
+        held = self._held.get(endpoint)
         if held is None:
-            held = self.holdings.held(worker).times(endpoint.info.block_size)
-            self._held[worker] = held
+            held = self.holdings.held(endpoint)
+            if held is not NOTHING:
+                held = held.times(endpoint.info.block_size)
+            self._held[endpoint] = held
         return held
 
     @property

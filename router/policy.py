@@ -29,7 +29,7 @@ from router.fleet import Fleet
 from router.placement import Placement, Seconds, Work
 from router.prefix_index import Held
 
-NUM_HOLDERS = 3  # candidates of a role that hold most of the prefix
+NUM_HOLDERS = 2  # candidates of a role that hold most of the prefix
 NUM_IDLE = 3  # and that are least busy
 MAX_TRIED = 32  # of the least busy ones, to find those that can take the request
 
@@ -191,8 +191,10 @@ class Policy:
         """A holder of no more than an idle worker has is only busier."""
         found = list(islice(usable, NUM_IDLE))
         held_by = question.work.held_by
-        most = max((held_by(endpoint).total for endpoint in found), default=-1)
-        for endpoint in islice(question.holders(fleet), NUM_HOLDERS):
+        most = -1
+        for endpoint in found:
+            most = max(most, held_by(endpoint).total)
+        for endpoint in question.holders(fleet)[:NUM_HOLDERS]:
             if held_by(endpoint).total <= most:
                 break
             if endpoint not in found and question.usable(endpoint):
@@ -219,7 +221,7 @@ class Policy:
         if self.name == "prefix":
             for option in options:
                 endpoint = option.endpoint
-                total_s = option.placement.seconds.total
+                total_s = sum(option.placement.seconds)
                 option.key = (round(total_s, 3), endpoint.num_seqs, endpoint.chosen_at)
             options.sort(key=_key)
         return options

@@ -103,11 +103,10 @@ class Matches:
         view = self._index.views.get(worker)
         if view is None:
             return NOTHING
-        at = NUM_RUNS * view.slot
-        ends = self._ends[at : at + NUM_RUNS]
-        if len(ends) < NUM_RUNS or not ends[2]:
+        at, ends = NUM_RUNS * view.slot, self._ends
+        if at >= len(ends) or not ends[at + 2]:
             return NOTHING
-        device, memory, anywhere, said = ends
+        device, memory, anywhere, said = ends[at : at + NUM_RUNS]
         return Held(device, memory - device, anywhere - memory, said)
 
     def best(self, group: int, limit: int = 8) -> list[NodeId]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+
+from engine.block_hash import HASH_BYTES
+from router.index_table import Names
 
 MAX_REMEMBERED = 50_000  # requests
 NUM_TURNS = 5  # from so many on, turns are counted as one kind
@@ -61,12 +63,12 @@ class Reuse:
         self._since: float | None = None
         self._tokens_s = 0.0  # time over which tokens were counted, which fades like they do
 
-    def note(self, now: float, names: Sequence[bytes], num_tokens: int) -> int:
-        """A prompt has come, whose blocks are `names`. Returns its kind."""
+    def note(self, now: float, names: Names, num_tokens: int) -> int:
+        """A prompt has come, whose blocks have these names. Returns its kind."""
         turn, kind = 0, 0
-        last = bisect_right(POSITIONS, len(names))
+        last = bisect_right(POSITIONS, len(names) // HASH_BYTES)
         for position in reversed(POSITIONS[:last]):
-            seen = self._seen.get(names[position - 1])
+            seen = self._seen.get(_name(names, position - 1))
             if seen is not None and position > 1:
                 turn = seen.turn + 1
                 if not seen.continued:
@@ -75,7 +77,7 @@ class Reuse:
                 break
         if last:
             longest = POSITIONS[last - 1]
-            name = names[longest - 1]
+            name = _name(names, longest - 1)
             kind = self._kind(turn, longest)
             self._seen.pop(name, None)
             self._seen[name] = _Seen(now, turn)
@@ -131,3 +133,7 @@ class Reuse:
         elapsed_s = 0.0 if self._since is None else now - self._since
         self._tokens_s = self._tokens_s * FORGET + elapsed_s
         self._since = now
+
+
+def _name(names: Names, number: int) -> bytes:
+    return bytes(names[HASH_BYTES * number : HASH_BYTES * (number + 1)])

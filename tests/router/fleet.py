@@ -38,15 +38,15 @@ class Found:
     def __init__(self, held: Mapping[NodeId, Held]) -> None:
         self.by_worker = held
 
-    def held(self, worker: NodeId) -> Held:
-        return self.by_worker.get(worker, NOTHING)
+    def held(self, endpoint: Endpoint) -> Held:
+        return self.by_worker.get(endpoint.worker, NOTHING)
 
 
 class Asked(Work):
     """`Work` in which what is held is counted in tokens already."""
 
     def held_by(self, endpoint: Endpoint) -> Held:
-        return self.holdings.held(endpoint.worker)
+        return self.holdings.held(endpoint)
 
 
 def work(

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.block_hash import HASH_BYTES
 from router.reuse import GAPS_S, Kind, Reuse
 
 NUM_TOKENS = 160
 
 
-def names(conversation: object, count: int) -> list[bytes]:
-    """Of the first blocks of a conversation."""
-    return [f"{conversation}/{block}".encode() for block in range(count)]
+def names(conversation: object, count: int) -> bytes:
+    """Of the first blocks of a conversation, packed."""
+    return b"".join(f"{conversation}/{block}".encode().ljust(HASH_BYTES) for block in range(count))
 
 
 def come(reuse: Reuse, now: float, conversation: object, num_blocks: int) -> int:
@@ -47,14 +48,14 @@ def test_a_prompt_that_is_sent_again_continues_itself() -> None:
 def test_a_first_block_in_common_continues_nothing() -> None:
     reuse = Reuse()
     kind = come(reuse, 0.0, "a", 1)
-    other = reuse.note(1.0, [names("a", 1)[0], *names("b", 5)], 90)
+    other = reuse.note(1.0, names("a", 1) + names("b", 5), 90)
     assert come(reuse, 2.0, "c", 6) == other != kind
     assert reuse.kinds[kind].continued_within(1e9) == 0.0
 
 
 def test_prompts_without_a_full_block_are_counted_and_not_remembered() -> None:
     reuse = Reuse()
-    assert [reuse.note(float(n), [], 5) for n in range(3)] == [0, 0, 0]
+    assert [reuse.note(float(n), b"", 5) for n in range(3)] == [0, 0, 0]
     assert reuse.rate(reuse.kinds[0]) > 0
 
 
@@ -74,7 +75,7 @@ def test_a_request_is_continued_once_however_many_branch_off() -> None:
     reuse = Reuse()
     kind = come(reuse, 0.0, "a", 6)
     for branch in range(5):
-        reuse.note(1.0 + branch, [*names("a", 6), *names(branch, 3)], 200)
+        reuse.note(1.0 + branch, names("a", 6) + names(branch, 3), 200)
     assert reuse.kinds[kind].continued_within(1e9) == 1.0
 
 
