@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,10 @@ def measure(config: Config, grid: Grid, tell: Tell, *, with_serving: bool = True
         work.next("a served cluster")
         timing = profile_of(arrays_of(prefill, decode, extra), "measured", "this machine")
         serving = measure_served(config, timing)
-        extra |= {"request_s": serving.request_s, "step_s": serving.step_s}
-        extra["sequence_s"] = serving.sequence_s
+        found = asdict(serving)
+        if "decode_slowdown" not in extra:  # workers on GPUs have one each
+            del found["prefill_slowdown"], found["decode_slowdown"]
+        extra |= found
     return Measured(arrays_of(prefill, decode, extra), tuple(work.notices))
 
 

@@ -3,7 +3,8 @@
 `request_s` is what is left of the TTFT of a request on an idle cluster: HTTP, the template and
 tokenizing on the way in, HTTP on the way out. `step_s` and `sequence_s` are what is left of the gap
 between tokens: the worker's node and threads between two steps, and what each stream costs on cores
-that the workers want too.
+that the workers want too. The slowdowns are what prompts and streams cost each other, with router,
+API and client at work beside them: where all share the cores of one machine.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count, pairwise
+from operator import truediv
 
 import httpx
 import msgspec
@@ -33,33 +37,80 @@ PROMPT_WORDS = 40
 NUM_SINGLE = 20  # requests one after the other
 STREAMS = (1, 4, 8)  # at once
 STREAM_TOKENS = 48
+NUM_BESIDE, BESIDE_TOKENS = 4, 160  # streams, while prompts are computed one after the other
+BESIDE_WORDS = 220  # of each of these prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
+    """Named as in `Overheads`."""
+
     request_s: float
     step_s: float
     sequence_s: float
+    prefill_slowdown: float
+    decode_slowdown: float
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the client saw. `beside`: prompts, and streams that were under way meanwhile."""
+
+    singles: list[Timing]
+    streams: dict[int, list[Timing]]
+    beside_prompts: list[Timing]
+    beside_streams: list[Timing]
 
 
 def measure_served(config: Config, timing: PassTiming) -> Serving:
     """Start a cluster of `config` and time requests. `timing`: of this machine, without overheads.
     Raises ProfileError."""
     with served(config) as (url, model):
-        singles, streams = asyncio.run(_send(url, model))
+        seen = asyncio.run(_send(url, model))
     gaps: dict[int, float] = {}
-    for count, timings in streams.items():
-        context = statistics.fmean(t.num_prompt_tokens + t.num_output_tokens / 2 for t in timings)
-        pass_s = timing.pass_s(0, 0.0, 0, count, int(count * context), 1)
-        gaps[count] = max(0.0, statistics.median(gaps_together(timings)) - pass_s)
+    for num, timings in seen.streams.items():
+        pass_s = timing.pass_s(0, 0.0, 0, num, int(num * _context(timings)), 1)
+        gaps[num] = max(0.0, statistics.median(gaps_together(timings)) - pass_s)
     step_s, sequence_s = fit_gaps(gaps)
-    rests = []
-    for each in singles:
-        tokens = each.num_prompt_tokens - each.num_cached_tokens
-        pairs = tokens * (each.num_cached_tokens + tokens / 2)
-        rests.append(each.ttft_s - timing.pass_s(tokens, pairs, 1, 0, 0, 1))
-    rest_s = statistics.median(rests) - step_s - 2 * timing.links.message_s
-    return Serving(max(0.0, rest_s), step_s, sequence_s)
+    rests = [each.ttft_s - _prompt_s(timing, each) for each in seen.singles]
+    rest_s = max(0.0, statistics.median(rests) - step_s - 2 * timing.links.message_s)
+    passes = [_prompt_s(timing, each) for each in seen.beside_prompts]
+    taken = [each.ttft_s - rest_s - step_s for each in seen.beside_prompts]
+    beside = gaps_beside(seen.beside_streams, seen.beside_prompts)
+    num = len(seen.beside_streams)
+    step = timing.pass_s(0, 0.0, 0, num, int(num * _context(seen.beside_streams)), 1)
+    return Serving(
+        request_s=rest_s,
+        step_s=step_s,
+        sequence_s=sequence_s,
+        prefill_slowdown=max(1.0, statistics.median(map(truediv, taken, passes))),
+        decode_slowdown=max(1.0, statistics.fmean(beside) / (step + step_s + num * sequence_s)),
+    )
+
+
+def _context(timings: Sequence[Timing]) -> float:
+    """Tokens of KV of each of them, on average."""
+    return statistics.fmean(t.num_prompt_tokens + t.num_output_tokens / 2 for t in timings)
+
+
+def _prompt_s(timing: PassTiming, each: Timing) -> float:
+    """What its prompt takes to be computed, alone."""
+    tokens = each.num_prompt_tokens - each.num_cached_tokens
+    return timing.pass_s(tokens, tokens * (each.num_cached_tokens + tokens / 2), 1, 0, 0, 1)
+
+
+def gaps_beside(streams: Sequence[Timing], prompts: Sequence[Timing]) -> list[float]:
+    """Between tokens of the streams, that lie in the time of one of the prompts. Raises
+    ProfileError if there is none."""
+    gaps = [
+        later - earlier
+        for stream in streams
+        for earlier, later in pairwise(stream.chunk_at[1:])
+        if any(p.sent_at <= earlier and later <= p.chunk_at[0] for p in prompts)
+    ]
+    if not gaps or not prompts:
+        raise ProfileError(f"{len(streams)} streams had no token while a prompt was computed")
+    return gaps
 
 
 def gaps_together(timings: Sequence[Timing]) -> list[float]:
@@ -68,7 +119,7 @@ def gaps_together(timings: Sequence[Timing]) -> list[float]:
     gaps = [
         later - earlier
         for timing in timings
-        for earlier, later in zip(timing.chunk_at[1:], timing.chunk_at[2:], strict=False)
+        for earlier, later in pairwise(timing.chunk_at[1:])
         if began <= earlier and later <= ended
     ]
     if not gaps:
@@ -88,29 +139,42 @@ def fit_gaps(gaps: dict[int, float]) -> tuple[float, float]:
     return start, slope
 
 
-async def _send(url: str, model: str) -> tuple[list[Timing], dict[int, list[Timing]]]:
-    spec = LoadSpec(
-        url,
-        model,
-        2 + NUM_SINGLE + sum(STREAMS),
-        concurrency=1,
-        input_len=PROMPT_WORDS,
-        output_len=STREAM_TOKENS,
-    )
-    prompts = iter(make_prompts(spec))
+async def _send(url: str, model: str) -> _Seen:
+    spec = LoadSpec(url, model, 1, concurrency=1, input_len=PROMPT_WORDS, output_len=STREAM_TOKENS)
     async with httpx.AsyncClient(base_url=url, timeout=spec.timeout_s) as http:
-        long, short = (
-            Client(replace(spec, output_len=length), http, lambda _: None)
-            for length in (STREAM_TOKENS, 4)
-        )
+        numbers = count(1)
+
+        async def ask(num_words: int, num_tokens: int) -> Timing:
+            """A prompt that no other begins like."""
+            asked = replace(spec, input_len=num_words, output_len=num_tokens, seed=next(numbers))
+            return _check(await Client(asked, http, lambda _: None).request(*make_prompts(asked)))
+
+        start = time.perf_counter()
+
+        async def ask_at(num_words: int, num_tokens: int) -> Timing:
+            """On one clock with all the others."""
+            shift_s = time.perf_counter() - start
+            timing = await ask(num_words, num_tokens)
+            timing.sent_at += shift_s
+            timing.chunk_at = [at + shift_s for at in timing.chunk_at]
+            return timing
+
         for _ in range(2):  # the first requests connect peers
-            _check(await long.request(next(prompts)))
-        singles = [_check(await short.request(next(prompts))) for _ in range(NUM_SINGLE)]
+            await ask(PROMPT_WORDS, STREAM_TOKENS)
+        singles = [await ask(PROMPT_WORDS, 4) for _ in range(NUM_SINGLE)]
         streams = {}
-        for count in STREAMS:
-            asked = [long.request(next(prompts)) for _ in range(count)]
-            streams[count] = [_check(timing) for timing in await asyncio.gather(*asked)]
-    return singles, streams
+        for number in STREAMS:
+            asked = [ask_at(PROMPT_WORDS, STREAM_TOKENS) for _ in range(number)]
+            streams[number] = list(await asyncio.gather(*asked))
+        under_way = [
+            asyncio.create_task(ask_at(PROMPT_WORDS, BESIDE_TOKENS)) for _ in range(NUM_BESIDE)
+        ]
+        beside = []
+        while not any(task.done() for task in under_way):
+            beside.append(await ask_at(BESIDE_WORDS, 1))
+        return _Seen(
+            singles, streams, beside[:-1] or beside, list(await asyncio.gather(*under_way))
+        )
 
 
 def _check(timing: Timing) -> Timing:

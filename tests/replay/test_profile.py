@@ -25,7 +25,7 @@ from cluster.bench import Timing
 from cluster.cli_profile import profile, profile_tables
 from cluster.profiling.links import fit_line
 from cluster.profiling.passes import Grid, ProfileError
-from cluster.profiling.served import fit_gaps, gaps_together
+from cluster.profiling.served import fit_gaps, gaps_beside, gaps_together
 from cluster.replay.profile import arrays_of
 from cluster.replay.timing import overheads_of
 from cluster.replay.timing_file import load_timing
@@ -175,3 +175,11 @@ def test_a_recording_is_a_trace_with_what_the_client_saw(tmp_path: Path) -> None
     assert trace.block_tokens == 16
     assert [r.at_s for r in trace.requests] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert all(len(r.block_ids) == -(-r.input_length // 16) for r in trace.requests)
+
+
+def test_gaps_count_where_a_prompt_was_under_way() -> None:
+    stream = Timing(0.0, chunk_at=[0.5, 1.0, 2.0, 3.5, 4.0, 6.0])
+    prompts = [Timing(1.8, chunk_at=[3.9]), Timing(3.95, chunk_at=[6.5])]
+    assert gaps_beside([stream], prompts) == [1.5, 2.0]
+    with pytest.raises(ProfileError, match="no token"):
+        gaps_beside([stream], [Timing(1.1, chunk_at=[1.9])])
