@@ -55,7 +55,6 @@ class CostModel:
     handoff_s: float = 0.01  # messages and connection of one handoff, whatever its size
     stalled_at_least: float = 0.5  # sequences that will come to decode while a prompt is computed
     free_tokens: int = 16  # of a prompt cost a decode step nothing: it waits for the weights anyway
-    overhead_s: float = 0.0  # of a first token, beyond its parts: messages, the step under way
     _measured: frozenset[str] = frozenset()
     _age: int = 0  # of the fleet's rates: grows whenever they change
 
@@ -71,15 +70,6 @@ class CostModel:
         self._age += 1
         self.prompt_weights = _nearer(self.prompt_weights, stats.prompt_weights)
         self.decode_weights = _nearer(self.decode_weights, stats.decode_weights)
-
-    def observe_ttft(self, parts_s: float, real_s: float) -> None:
-        """Learn what the parts leave out, slowly, and from no single request much."""
-        bound_s = 0.5 * parts_s + 0.005
-        miss_s = min(bound_s, max(-bound_s, real_s - parts_s))
-        self.overhead_s += SMOOTHING * (miss_s - self.overhead_s)
-
-    def predicted_ttft_s(self, placement: Placement) -> float:
-        return max(0.0, placement.seconds.ttft + self.overhead_s)
 
     def prefill_s(self, endpoint: Endpoint, num_new: int, start: int) -> float:
         """Seconds that `endpoint` takes to compute tokens [start, start + num_new)."""

@@ -19,10 +19,11 @@ from router.admission import Rejection, blocks_needed, clamp_max_tokens, fits
 from router.config import RouterConfig
 from router.cost import CostModel
 from router.endpoint import Endpoint
-from router.fleet import Fleet
+from router.fleet import Fleet, decode_busy, prefill_busy
 from router.keepers import Keepers
 from router.placement import Intake, Work
 from router.policy import Decision, Policy, Question
+from router.prediction import TtftPredictor
 from router.prefix_index import Held, Matches, PrefixIndex
 from router.token_log import Attempt, LoggedRequest
 
@@ -44,14 +45,15 @@ class Dispatcher:
         self._config = config
         self._endpoints: dict[NodeId, Endpoint] = {}
         self._fleets = {
-            Role.DECODE: Fleet(name, _decode_busy),
-            Role.PREFILL: Fleet(name, _prefill_busy),
+            Role.DECODE: Fleet(name, decode_busy),
+            Role.PREFILL: Fleet(name, prefill_busy),
         }
         self._kinds: dict[tuple[bytes, int], WorkerInfo] = {}  # of the living
         self.index = PrefixIndex(
             config.snapshot_retry_s, config.speculative_s, config.max_speculative
         )
         self.cost = CostModel()
+        self._predictor = TtftPredictor()
         self._policy = Policy(config.policy, self.cost)
         self._keepers = Keepers(self._fleets[Role.DECODE], self._fleets[Role.PREFILL])
         self._expected_output = EXPECTED_OUTPUT
@@ -156,6 +158,7 @@ class Dispatcher:
         if self._config.policy == "prefix":
             names = log.packed_names(choice.decode.info)
             attempt.keeper = self._keepers.choose(now, log, names, choice.prefill)
+        others_decode = choice.decode.num_decoding > 0
         computing = choice.prefill or choice.decode
         for endpoint in (choice.decode, choice.prefill):
             if endpoint is not None:
@@ -171,7 +174,10 @@ class Dispatcher:
             prefill=None if choice.prefill is None else choice.prefill.worker,
             fetch_from=intake.fetch_from,
             seconds=placement.seconds,
-            predicted_ttft_s=self.cost.predicted_ttft_s(placement),
+            predicted_ttft_s=self._predictor.predict(
+                placement.seconds, others_decode=others_decode
+            ),
+            others_decode=others_decode,
             was_measured=bool(self.cost.prompt_weights),
             choice=choice,
         )
@@ -180,8 +186,10 @@ class Dispatcher:
 
     def started(self, now: float, attempt: Attempt, request_id: str) -> None:
         """The first token of the attempt has come: its prefill is over, wherever it was."""
-        if attempt.decision is not None and attempt.decision.was_measured:
-            self.cost.observe_ttft(attempt.decision.seconds.ttft, now - attempt.sent_at)
+        decision = attempt.decision
+        if decision is not None and decision.was_measured:
+            real_s, others_decode = now - attempt.sent_at, decision.others_decode
+            self._predictor.learn(decision.seconds, real_s, others_decode=others_decode)
         attempt.decode.start_decoding(now, request_id)
         self._update(now, attempt.decode)
         if attempt.prefill is not None:
@@ -325,17 +333,6 @@ class _Holdings:
         """In blocks."""
         info = endpoint.info
         return self.matches[info.fingerprint, info.block_size].held(info.worker)
-
-
-def _decode_busy(now: float, endpoint: Endpoint) -> float:
-    """Its KV, then its sequences."""
-    return endpoint.used_fraction + 0.01 * endpoint.num_seqs
-
-
-def _prefill_busy(now: float, endpoint: Endpoint) -> float:
-    """When it will have nothing to do."""
-    rate = 1000.0 if endpoint.rates is None else endpoint.rates.prefill_tokens_per_s
-    return endpoint.prompts.busy_until(now) + endpoint.other_prefill_tokens / rate
 
 
 def _sticky(log: LoggedRequest, kinds: Iterable[WorkerInfo]) -> bytes:

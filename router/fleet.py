@@ -73,3 +73,14 @@ class Fleet:
         key = self._keys.pop(worker, None)
         if key is not None:
             del self._order[bisect_left(self._order, key)]
+
+
+def decode_busy(now: float, endpoint: Endpoint) -> float:
+    """Its KV, then its sequences."""
+    return endpoint.used_fraction + 0.01 * endpoint.num_seqs
+
+
+def prefill_busy(now: float, endpoint: Endpoint) -> float:
+    """When it will have nothing to do."""
+    rate = 1000.0 if endpoint.rates is None else endpoint.rates.prefill_tokens_per_s
+    return endpoint.prompts.busy_until(now) + endpoint.other_prefill_tokens / rate

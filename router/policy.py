@@ -101,6 +101,7 @@ class Decision:
     fetch_from: NodeId | None  # by `prefill`, or else by `decode`
     seconds: Seconds
     predicted_ttft_s: float
+    others_decode: bool  # on the decode worker, when this was decided
     was_measured: bool  # False: no worker had told yet what prompts cost
     choice: Choice
 

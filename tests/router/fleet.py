@@ -8,9 +8,8 @@ from dataclasses import replace
 from engine.node import NodeId
 from engine.stats import Role
 from router.cost import CostModel
-from router.dispatch import _decode_busy, _prefill_busy
 from router.endpoint import Endpoint
-from router.fleet import Fleet
+from router.fleet import Fleet, decode_busy, prefill_busy
 from router.placement import Work
 from router.policy import Choice, Policy, Question
 from router.prefix_index import NOTHING, Held
@@ -70,8 +69,8 @@ class Chooser:
         self.cost = CostModel()
         self.policy = Policy(policy, self.cost)
         self.fleets = {
-            Role.DECODE: Fleet(name, _decode_busy),
-            Role.PREFILL: Fleet(name, _prefill_busy),
+            Role.DECODE: Fleet(name, decode_busy),
+            Role.PREFILL: Fleet(name, prefill_busy),
         }
         for worker in workers:
             self.fleets[worker.info.role].add(0.0, worker)

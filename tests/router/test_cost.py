@@ -174,27 +174,6 @@ def test_chunks_of_a_long_prompt_cost_a_pass_each() -> None:
     assert CostModel().prefill_s(worker, 640, 0) == pytest.approx(10 * 0.5 + 0.1 * 0.64)
 
 
-# -- what the parts leave out -----------------------------------------------------------------
-
-
-def test_predictions_learn_what_the_parts_leave_out() -> None:
-    cost = CostModel(prompt_weights=WEIGHTS)
-    placed = cost.prefill(0.0, endpoint("prefill-0"), work(100))
-    assert cost.predicted_ttft_s(placed) == placed.seconds.ttft
-    for _ in range(300):
-        cost.observe_ttft(placed.seconds.ttft, placed.seconds.ttft + 0.02)
-    assert cost.predicted_ttft_s(placed) == pytest.approx(placed.seconds.ttft + 0.02, rel=0.01)
-    for _ in range(1000):
-        cost.observe_ttft(0.2, 0.0)
-    assert cost.predicted_ttft_s(placed) >= 0.0
-
-
-def test_one_request_that_was_held_up_changes_predictions_little() -> None:
-    cost = CostModel(prompt_weights=WEIGHTS)
-    cost.observe_ttft(0.1, 60.0)
-    assert cost.overhead_s < 0.01
-
-
 # -- the tiers below --------------------------------------------------------------------------
 
 
