@@ -141,7 +141,7 @@ def report(
 @click.option("--first-rate", default=4.0, help="Requests/s at which the search begins.")
 @click.option("--return-share", default=0.2, help="Of the refused, who come back when told.")
 @click.option("--input-len", default=16, help="Tokens of a prompt, about.")
-@click.option("--output-len", default=16, help="Tokens of an answer.")
+@click.option("--output-len", default=64, help="Tokens of an answer.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
 def main(
     factor: float,

@@ -45,6 +45,7 @@ GIB = 1 << 30
 DEFAULT_REQUESTS = 2_000
 DEFAULT_RATE = 1.0  # requests/s
 MAX_REQUESTS = 10_000_000
+STATS_PER_S = 250.0  # of all workers, at most, and of each at most one: a router reads them all
 _SECONDS = r"(\d+(?:\.\d+)?)"
 _FAULT = re.compile(rf"kill\s+(\S+)\s+at\s+{_SECONDS}\s+for\s+{_SECONDS}")
 
@@ -141,6 +142,7 @@ def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
     try:
         timing = load_timing(options["timing_name"])
         router = load_config(options["config_path"], {}).router
+        num_workers = options["prefill"] + options["decode"]
         config = ReplayConfig(
             timing=timing,
             router=replace(router, policy=POLICIES[0]),
@@ -156,6 +158,7 @@ def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
             seed=options["seed"],
             faults=parse_faults(options["faults"]),
             timeout_s=options["timeout_s"],
+            stats_interval_s=max(1.0, num_workers / STATS_PER_S),
         )
         policies = parse_policies(options["policy"] or router.policy)
         return [
