@@ -24,7 +24,7 @@ LAZY_COMMANDS = {
     "chat": ("cluster.cli_client", "chat", "Talk to a served model from the terminal."),
     "status": ("cluster.cli_client", "status", "Workers, what they do, and the cache hit rate."),
     "sessions": ("cluster.cli_sessions", "sessions", "See, park, resume, fork or close sessions."),
-    "bench": ("cluster.cli_bench", "bench", "Measure an OpenAI-compatible endpoint."),
+    "bench": ("cluster.cli_bench", "bench", "Measure a server, or the engine alone."),
     "profile": ("cluster.cli_profile", "profile", "Measure this machine into a timing file."),
     "simulate": ("cluster.cli_simulate", "simulate", "What would a cluster do with this traffic?"),
     "sim": ("cluster.sim.cli", "sim_command", "Run the cluster's nodes in the simulator."),

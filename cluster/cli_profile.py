@@ -40,8 +40,8 @@ def profile(
     """
     import numpy as np
 
-    from cluster.build import BuildError
     from cluster.config import ConfigError, load_config
+    from cluster.kv_plan import BuildError
     from cluster.profiling.measure import measure
     from cluster.profiling.passes import SMALL, Grid, ProfileError
     from engine.model.errors import ModelError

@@ -36,6 +36,7 @@ class ModelSection:
     name: str = setting("smollm2-135m")  # directory, hub id, GGUF file, or a built-in name
     served_name: str = setting("")  # what clients call it; "": derived from `name`
     dtype: str = setting("auto", one_of=("auto", "float32", "bfloat16"))
+    quantization: str = setting("none", one_of=("none", "int8"))  # of weights
     device: str = setting("auto", one_of=("auto", "cpu", "cuda"))
     cache_dir: str = setting("")  # for converted and downloaded models; "": the user's cache
 
@@ -45,6 +46,12 @@ class EngineSection:
     block_size: int = setting(16, at_least=1, at_most=1024)  # tokens
     kv_cache_gib: float = setting(1.0, at_least=0.0, at_most=4096.0)  # per worker
     num_blocks: int = setting(0, at_least=0)  # per worker; 0: as many as kv_cache_gib holds
+    cuda_graphs: bool = setting(True)  # on a GPU: decode steps are captured at the start
+    tensor_parallel_size: int = setting(1, at_least=1, at_most=64)  # processes of a worker
+    kv_dtype: str = setting("auto", one_of=("auto", "float8_e4m3"))  # auto: as model.dtype
+    window: int = setting(0, at_least=0)  # positions that are attended to; 0: as the model says
+    sinks: int = setting(0, at_least=0)  # first positions that are attended to besides
+    guard: bool = setting(True)  # block tables are compared before each step; False: ranges only
     max_num_batched_tokens: int = setting(512, at_least=1, at_most=1 << 20)  # per step
     # Of decode workers: prompts beside decodes are fed as far as a step stays below it. 0: 100 ms
     # where prefill workers are there for the prompts, none in one pool.

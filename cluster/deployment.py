@@ -15,11 +15,12 @@ from typing import Any
 
 from cluster.auditor import Auditor
 from cluster.audits import AuditDesk, audit_dict
-from cluster.build import GIB, PreparedModel, WorkerSpec, kv_lines
+from cluster.build import PreparedModel, WorkerSpec
 from cluster.config import Config
 from cluster.control import Peer, RouterLost, StartRouter, StartWorker, WorkerLost
 from cluster.controller import Controller, ControllerConfig, Worker, WorkerState
 from cluster.frontends import RouterState, status_of
+from cluster.kv_plan import GIB, kv_lines
 from cluster.runtime.frontend import FrontendSpec
 from cluster.runtime.host import NodeHost
 from cluster.runtime.process import Listening
@@ -213,7 +214,7 @@ class Deployment:
         if engine.itl_target_ms == 0 and config.cluster.prefill > 0:
             engine = replace(engine, itl_target_ms=ITL_TARGET_MS)
         on_gpu = machine.num_gpus > 0
-        # Ray shows a worker its own GPU only, so it is the first there.
+        # Ray shows a worker its own GPUs only, so they are the first there.
         device = "cuda" if on_gpu else config.model.device.replace("auto", "cpu")
         return WorkerSpec(
             cluster=self.cluster,
@@ -224,6 +225,7 @@ class Deployment:
             model_name=config.model.name,
             cache_dir=config.model.cache_dir,
             dtype=config.model.dtype,
+            quantization=config.model.quantization,
             device=device,
             threads=config.engine.threads or max(1, int(machine.num_cpus)),
             on_gpu=on_gpu,
@@ -233,6 +235,8 @@ class Deployment:
             disk_path=config.tiers.disk_path,
             retention_s=config.tiers.retention_s,
             disk_after_s=config.tiers.disk_after_s,
+            num_peers=config.cluster.prefill + config.cluster.decode - 1,
+            num_gpus=min(engine.tensor_parallel_size, int(machine.num_gpus)),
         )
 
     def _router_spec_of(self, start: StartRouter) -> FrontendSpec:

@@ -16,9 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, TypeVar
 
-from cluster.build import BuildError, PreparedModel, prepare_model
+from cluster.build import PreparedModel, prepare_model
 from cluster.config import Config
 from cluster.deployment import Deployment, ServeError, Tell
+from cluster.kv_plan import BuildError
 from cluster.runtime.frontend import FrontendError, bind
 from cluster.serving import serve_api
 from cluster.state.opening import with_url

@@ -98,6 +98,7 @@ class DecodeWorker:
                 effects += exchange.connector.start(now, seq)
         self._take_arrived(now)
         step = self.core.next_step()
+        effects += self.core.fail_left_out()
         return effects if step is None else [*effects, Execute(step)]
 
     def _on_step_done(self, done: StepDone) -> list[Effect]:

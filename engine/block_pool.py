@@ -69,6 +69,17 @@ class BlockPool:
     def is_idle(self) -> bool:
         return self.num_free == self.num_blocks
 
+    @property
+    def num_references(self) -> int:
+        return sum(self._refs)
+
+    def is_private(self, block: int) -> bool:
+        """Whether `block` may be written: it has one user and no name."""
+        return self._refs[block] == 1 and self._names[block] is None
+
+    def has_name(self, block: int, name: bytes) -> bool:
+        return self._names[block] == name
+
     def names(self) -> tuple[bytes, ...]:
         """Names of all sealed blocks, in the order in which they were sealed."""
         return tuple(self._by_name)

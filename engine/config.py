@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.node import NodeId
 from engine.stats import Role, WorkerInfo
 from engine.tier import DEFAULT_RETENTION, Retention
+from engine.window import Window
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1}
+SCALE_BYTES = {"float8_e4m3": 1}  # of each token of each head of each plane; none for the others
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """Shape of the KV cache: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
+    """Shape of the KV cache: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size,
+    head_dim]`.
+
+    In float8_e4m3 what a head holds of a block, `[block_size, head_dim]` numbers, is followed by
+    its scales, `[block_size]` bytes: a number's value is `number * 2**(scale - 127)` (E8M0, as in
+    the OCP microscaling formats). So scales travel and sleep with their block."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int  # tokens
     dtype: str  # a key of DTYPE_BYTES
+    num_planes: int = 2  # keys and values; 1: one latent for both
 
     @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+    def bytes_per_head(self) -> int:
+        """What one head of one plane of one layer takes in a block."""
+        per_token = self.head_dim * DTYPE_BYTES[self.dtype] + SCALE_BYTES.get(self.dtype, 0)
+        return self.block_size * per_token
 
     @property
     def bytes_per_block(self) -> int:
-        return self.bytes_per_token * self.block_size
+        return self.num_layers * self.num_planes * self.num_kv_heads * self.bytes_per_head
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.bytes_per_block // self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,9 @@ class WorkerConfig:
     num_disk_blocks: int = 0
     retention: Retention = DEFAULT_RETENTION  # of requests that do not say
     disk_after_s: float = 2.0  # a block that was not used for this long is written to disk
+    window: int = 0  # positions that a query reads in any layer; 0: all
+    num_sinks: int = 0  # first positions that are read besides
+    guard: bool = True  # block tables are compared whole before each step, not in part
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     itl_target_s: float = 0.0  # prompts beside decodes are fed as far as a step stays below; 0: all
@@ -56,6 +73,15 @@ class WorkerConfig:
     handoff_timeout_s: float = 30.0  # a consumer without news of its KV computes it after this
     read_timeout_s: float = 20.0  # one transfer
     stats_interval_s: float = 0.25
+
+    @property
+    def kv_window(self) -> Window:
+        """What sequences keep. A prompt is covered a step's tokens ahead where the pool has room
+        for that, and at least a block."""
+        window = Window(self.block_size, self.window, self.num_sinks)
+        per_step = -(-self.max_num_batched_tokens // self.block_size)
+        chunk = min(per_step, self.num_blocks // 4, self.num_blocks - window.num_blocks)
+        return replace(window, chunk_blocks=max(1, chunk))
 
     def info(self) -> WorkerInfo:
         return WorkerInfo(
@@ -70,4 +96,5 @@ class WorkerConfig:
             fingerprint=self.fingerprint,
             num_host_blocks=self.num_host_blocks,
             num_disk_blocks=self.num_disk_blocks,
+            max_seq_blocks=self.kv_window.most_blocks(self.max_model_len) if self.window else 0,
         )

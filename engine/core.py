@@ -10,46 +10,22 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from engine.block_hash import HASH_BYTES, BlockChain, CacheScope
+from engine.block_hash import HASH_BYTES, BlockChain
 from engine.config import WorkerConfig
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
 from engine.node import Effect, NodeId, Note, Send
 from engine.outbox import Refused, TokenDeltas
 from engine.pace import Pace
-from engine.request import FinishReason, Refusal, SamplingParams, TokenDelta
+from engine.request import FinishReason, Refusal, TokenDelta
 from engine.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
 from engine.stats import RouterDown, RouterUp, WorkerStats
 from engine.step import Step, StepDone
 from engine.tier import Retention, Tier, TierNames
+from engine.work import WorkRequest
 
 MAX_ENDED = 4096  # ended attempts that are remembered, so that a late repeat is not served again
-
-
-class WorkRequest(Protocol):
-    """What `Prefill` and `Decode` have in common."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def attempt(self) -> int: ...
-    @property
-    def router(self) -> NodeId: ...
-    @property
-    def tokens(self) -> tuple[int, ...]: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def sampling(self) -> SamplingParams: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def scope(self) -> CacheScope: ...
-    @property
-    def retention(self) -> Retention | None: ...
-    @property
-    def names(self) -> bytes: ...
 
 
 class LowerTiers(Protocol):
@@ -69,7 +45,7 @@ class EngineCore:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
-        self.kv = KVCacheManager(config.num_blocks, config.block_size)
+        self.kv = KVCacheManager(config.num_blocks, config.block_size, config.kv_window)
         self.scheduler = Scheduler(config, self.kv)
         self.seqs: dict[tuple[str, int], Sequence] = {}
         self.routers: list[NodeId] = []
@@ -99,7 +75,7 @@ class EngineCore:
             )
         last = work.num_prompt_tokens + work.sampling.max_tokens if role_needs_growth else 0
         most_tokens = min(max(last, len(work.tokens)), config.max_model_len)
-        needed = self.kv.num_blocks_for(most_tokens)
+        needed = self.kv.window.most_blocks(most_tokens)
         if needed > config.num_blocks:
             return self.refusal(
                 work.request_id,
@@ -190,10 +166,23 @@ class EngineCore:
         """After a step that failed: its sequences are refused, the router tries them elsewhere."""
         effects: list[Effect] = [Note("error", "step_failed", error)]
         for seq, _ in survivors:
-            refused = self.refusal(seq.request_id, seq.attempt, Refusal.EXECUTION, error)
-            effects.append(Send(seq.router, refused))
-            self.remove(seq)
+            effects.append(self._refuse_execution(seq, error))
         return effects
+
+    def fail_left_out(self) -> list[Effect]:
+        """End those that were left out of a step because it would have written or read where they
+        must not; the others go on. The router tries them elsewhere."""
+        effects: list[Effect] = []
+        for seq, why in self.scheduler.take_faults():
+            self.count("sequences_left_out")
+            text = f"{seq.request_id}: {why}"
+            effects += [Note("error", "block_table_fault", text), self._refuse_execution(seq, why)]
+        return effects
+
+    def _refuse_execution(self, seq: Sequence, why: str) -> Send:
+        refused = self.refusal(seq.request_id, seq.attempt, Refusal.EXECUTION, why)
+        self.remove(seq)
+        return Send(seq.router, refused)
 
     def report(self, seq: Sequence, finish: FinishReason | None) -> None:
         """Put the tokens that the router does not know yet into the next frame to it."""
@@ -316,7 +305,9 @@ class EngineCore:
             num_disk_blocks=self.lower.num_blocks(Tier.DISK) if self.lower else 0,
             prompt_weights=self.pace.present_prompt_weights(is_busy=is_busy),
             decode_weights=self.pace.decode_cost.published(),
-            num_wanted_blocks=sum(self.kv.num_blocks_for(len(s.tokens)) for s in scheduler.waiting),
+            num_wanted_blocks=sum(
+                self.kv.window.most_blocks(len(s.tokens)) for s in scheduler.waiting
+            ),
             num_decoding=len(decoding),
             decoding_tokens=sum(decoding),
         )

@@ -36,6 +36,7 @@ class Scheduler:
         self.in_flight: Step | None = None
         self._in_flight_seqs: list[Sequence] = []
         self._next_step_id = 0
+        self.faults: list[tuple[Sequence, str]] = []  # to be ended by the worker, and why
         self.num_preemptions = 0
 
     def add(self, seq: Sequence) -> None:
@@ -93,6 +94,14 @@ class Scheduler:
         seq.state = SeqState.RUNNING
         self.running.append(seq)
 
+    def readmit(self, seq: Sequence) -> None:
+        """What came of the remote KV of `seq` cannot be gone on with: it waits for a table in which
+        it can be computed from the beginning."""
+        assert seq.state is SeqState.REMOTE
+        assert seq.num_reads == 0
+        self.remote.remove(seq)
+        self._wait_again(seq)
+
     def schedule(self, now: float, prompt_budget: int, cost: FittedCost) -> Step | None:
         """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
         these, at most `prompt_budget` tokens where there is a decode that they would delay. `cost`
@@ -105,6 +114,7 @@ class Scheduler:
         if len(decodes) < len(self.running):
             budget = min(budget - len(decodes), prompt_budget if decodes else budget)
             chosen += self._prompts(now, budget, cost)
+        chosen = self._without_faults(chosen)
         if not chosen:
             return None
         step = Step(self._next_step_id, [self._share(seq, count) for seq, count in chosen])
@@ -120,8 +130,9 @@ class Scheduler:
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
         """Apply a step that is done: KV computed, blocks sealed, sampled tokens appended.
 
-        Returns (sequence, number of tokens fed) of those that are still alive. Blocks of sequences
-        that were ended meanwhile are given back. After a failed step nothing is computed."""
+        Returns (sequence, number of tokens fed) of those that are still alive and were not left
+        out (those are in `faults`). Blocks of sequences that were ended meanwhile are given back.
+        After a failed step nothing is computed."""
         step = self.in_flight
         assert step is not None
         assert step.step_id == done.step_id
@@ -134,6 +145,9 @@ class Scheduler:
             if seq.state is SeqState.DEAD:
                 self.release_if_settled(seq)
                 continue
+            if index in done.failed:
+                self.faults.append((seq, done.failed[index]))
+                continue
             if done.error is None:
                 sampled = done.sampled[index]
                 seq.num_computed = share.start + len(share.tokens)
@@ -144,6 +158,7 @@ class Scheduler:
                         seq.tokens.extend(sampled.more)
                         seq.num_computed += len(sampled.more)
                 self.kv.seal_computed(seq)
+                self.kv.slide(seq)
             survivors.append((seq, len(share.tokens)))
         self._in_flight_seqs = []
         return survivors
@@ -188,7 +203,7 @@ class Scheduler:
             prompts.sort(key=lambda seq: seq.num_missing * token_s - AGING * (now - seq.arrived_at))
         chosen: list[tuple[Sequence, int]] = []
         for seq in prompts:
-            count = min(seq.num_missing, budget)
+            count = min(seq.num_missing, budget, self.kv.num_covered(seq) - seq.num_computed)
             if count <= 0:
                 break
             saved_s = pass_s * (len(prompts) - len(chosen))
@@ -217,15 +232,34 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         self.running.remove(victim)
-        self.kv.release(victim)
-        victim.state = SeqState.WAITING
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(victim)
+        self._wait_again(victim)
+
+    def _wait_again(self, seq: Sequence) -> None:
+        self.kv.release(seq)
+        seq.state = SeqState.WAITING
+        self.waiting.appendleft(seq)
+
+    def take_faults(self) -> list[tuple[Sequence, str]]:
+        """Those alive that were left out of a step, because it would have written or read where
+        they must not, since the last call. The caller ends them."""
+        faults, self.faults = self.faults, []
+        return [(seq, why) for seq, why in faults if seq.state is not SeqState.DEAD]
+
+    def _without_faults(self, chosen: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        sound = []
+        for seq, count in chosen:
+            why = self.kv.fault(seq, count, thorough=self.config.guard)
+            if why is None:
+                sound.append((seq, count))
+            else:
+                self.faults.append((seq, why))
+        return sound
 
     def _first_missing(self, seq: Sequence) -> bytes | None:
-        names = self.kv.usable_names(seq)
-        return next((name for name in names if not self.kv.pool.is_cached(name)), None)
+        names, count = self.kv.usable_names(seq), self.kv.num_cached(seq)
+        return names[count] if count < len(names) else None
 
     def _names_under_way(self) -> set[bytes]:
         """Of blocks that will be cache hits once a prompt is computed or a load is done."""

@@ -10,6 +10,8 @@ from engine.node import NodeId
 from engine.request import FinishReason, SamplingParams, TokenLogprobs
 from engine.tier import Retention
 
+NO_BLOCK = -1  # in a block table: given back, or never needed
+
 
 class SeqState(StrEnum):
     WAITING = "waiting"  # no blocks
@@ -23,8 +25,9 @@ class SeqState(StrEnum):
 class Sequence:
     """One attempt at one request. Owned by one worker's scheduler.
 
-    Invariant: `block_ids` covers `tokens` unless WAITING or DEAD; blocks [0, num_sealed) hold
-    full, computed blocks whose names are `names[:num_sealed]`; `num_computed <= len(tokens)`.
+    Invariant: `block_ids` covers `tokens` (with a window, what comes next of them) unless WAITING
+    or DEAD; entries [0, num_sealed) are full, computed blocks whose names are
+    `names[:num_sealed]`, or -1 where a window has left them; `num_computed <= len(tokens)`.
     """
 
     request_id: str
@@ -42,10 +45,12 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     num_hits: int = 0  # blocks that were here when it got its own
     num_sealed: int = 0
+    window_start: int = 0  # blocks before it, sinks aside, have been given back
     num_computed: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)  # tokens not computed, by source
     num_arriving: int = 0  # blocks [num_sealed, num_arriving) are being loaded from below
     is_remote: bool = False  # its KV is expected from a producer
+    compute_all: bool = False  # KV from elsewhere was not good: what is not cached is computed
     in_step: bool = False  # the step in flight writes to its blocks
     num_reads: int = 0  # transfers that may write to its blocks
     num_reported: int = 0  # tokens that the router was told of, counted from the start

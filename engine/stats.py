@@ -28,6 +28,7 @@ class WorkerInfo:
     fingerprint: bytes  # model, dtype, layout: peers with different ones never exchange KV
     num_host_blocks: int = 0  # that its host tier has room for
     num_disk_blocks: int = 0
+    max_seq_blocks: int = 0  # that a sequence holds at once; 0: as many as its tokens take
 
 
 @dataclass(frozen=True, slots=True)

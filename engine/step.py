@@ -19,7 +19,9 @@ class ScheduledSeq:
     request_id: str
     tokens: list[int]  # fed in this step
     start: int  # position of tokens[0]; KV of [0, start) is in the blocks already
-    block_ids: list[int]  # block table; covers at least start + len(tokens) positions
+    # Block table; covers at least start + len(tokens) positions. -1: of no use any more, where
+    # every layer has a window that has left it.
+    block_ids: list[int]
     sample: bool  # True: `tokens` reaches the end of the sequence, sample its next token
     sampling: SamplingParams
     context: list[int]  # prompt + output up to and with `tokens`, for penalties; not to be changed
@@ -63,3 +65,5 @@ class StepDone:
     checksums: list[int] = field(default_factory=list)  # of Step.checksum_blocks, in order
     elapsed_s: float = 0.0
     error: str | None = None  # the pass failed: none of its results hold
+    # Index of a sequence -> why it was left out of the pass; nothing of it was computed.
+    failed: dict[int, str] = field(default_factory=dict)

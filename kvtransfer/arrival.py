@@ -3,7 +3,8 @@ or from both.
 
 Which blocks: `[first, end)` of the sequence's table. Those before `first` were in the prefix cache;
 those from `end` on are computed. Blocks `[first, first + len(own))` come from the own host memory
-or disk, the rest from the producer.
+or disk, the rest from the producer. Where the table has no block, as a window has left it, none
+comes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import StrEnum
 
 from engine.node import NodeId, Note
 from engine.request import TokenLogprobs
-from engine.sequence import Sequence
+from engine.sequence import NO_BLOCK, Sequence
 from engine.tier import Tier
 from kvtransfer.handoff import ConsumerState
 from kvtransfer.tiers import Source
@@ -62,7 +63,7 @@ class Arrival:
     epoch: int | None = None  # of the producer that announced the blocks
     lease: int | None = None  # under which it holds them
     first: int = 0
-    own: list[Source] = field(default_factory=list)
+    own: list[Source | None] = field(default_factory=list)  # None: the table has no block there
     offers: dict[int, Offer] = field(default_factory=dict)
     posted: set[int] = field(default_factory=set)
     good: set[int] = field(default_factory=set)
@@ -82,12 +83,16 @@ class Arrival:
         return self.first + len(self.own)
 
     @property
+    def own_sources(self) -> list[Source]:
+        return [source for source in self.own if source is not None]
+
+    @property
     def end(self) -> int:
         """Where what is awaited ends, as far as is known."""
         if self.mode is Mode.HANDOFF:
             return len(self.seq.block_ids)
-        end = self.own_end
-        while end in self.offers:
+        end, limit = self.own_end, len(self.seq.block_ids)
+        while end in self.offers and end < limit:
             end += 1
         return end
 
@@ -95,20 +100,36 @@ class Arrival:
     def has_all(self) -> bool:
         """Nothing more will come, and nothing is in flight."""
         complete = self.final or self.mode is Mode.LOAD
-        return complete and not self.reads and self.posted.issuperset(range(self.first, self.end))
+        if not complete or self.reads:
+            return False
+        missing = set(range(self.first, self.end)) - self.posted
+        return all(self.seq.block_ids[index] == NO_BLOCK for index in missing)
 
     def good_end(self, *, trust_producer: bool) -> int:
         """The end of the blocks that may be used: in order, with the right bytes, and of those of
         the producer only if it has confirmed them."""
         end = self.first
         limit = self.end if trust_producer else self.own_end
-        while end < limit and end in self.good:
+        table = self.seq.block_ids
+        while end < limit and (end in self.good or table[end] == NO_BLOCK):
             end += 1
         return end
 
+    def takes_offer(self, index: int) -> bool:
+        """Whether what the producer has of this block is wanted, and not being read yet."""
+        table = self.seq.block_ids
+        wanted = self.own_end <= index < len(table) and table[index] != NO_BLOCK
+        return wanted and index not in self.posted
+
+    def own_source(self, index: int) -> Source:
+        """Where a block that the table has, and that the own tiers have, is loaded from."""
+        source = self.own[index - self.first]
+        assert source is not None
+        return source
+
     def checksum(self, index: int) -> int:
         if index < self.own_end:
-            return self.own[index - self.first].checksum
+            return self.own_source(index).checksum
         return self.offers[index].checksum
 
     def source_of(self, read: Read) -> str:
@@ -117,7 +138,7 @@ class Arrival:
 
     def source_tier(self, index: int) -> str:
         """Where a block came from, for metrics and `usage`."""
-        return self.own[index - self.first].tier if index < self.own_end else "peer"
+        return self.own_source(index).tier if index < self.own_end else "peer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from engine.config import WorkerConfig
-from engine.cost import Rate, blocks_worth_loading
+from engine.cost import Rate
+from engine.kv_cache_manager import KVCacheManager
 from engine.node import Effect, NodeId, Note, Send
 from engine.sequence import Sequence
 from engine.tier import Tier
 from kvtransfer.agent import PeerConnected, ReadBlocks, ReadDone
 from kvtransfer.arrival import Arrival, Key, Mode, Offer, Read, Settled, mismatch
 from kvtransfer.handoff import ConsumerEvent, ConsumerState, next_consumer
+from kvtransfer.loads import choose_loads
 from kvtransfer.messages import KVConnected, KVFetch, KVRead, KVReady, KVRefused, KVRelease
 from kvtransfer.peers import Peers, Reach
 from kvtransfer.tiers import Source, Tiers
@@ -34,9 +36,10 @@ class Connector:
     Invariant: an arrival is here until no transfer can write to its destination; the sources that
     it loads from are pinned as long."""
 
-    def __init__(self, config: WorkerConfig, tiers: Tiers) -> None:
+    def __init__(self, config: WorkerConfig, kv: KVCacheManager, tiers: Tiers) -> None:
         self.config = config
         self.tiers = tiers
+        self._kv = kv
         self.peers = Peers(config)
         self.arrivals: dict[Key, Arrival] = {}
         self.settled: list[Settled] = []
@@ -44,7 +47,7 @@ class Connector:
         self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
         self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:LANE", and seconds
         self._early: OrderedDict[Key, list[KVReady]] = OrderedDict()
-        self._planned: dict[Key, list[Source]] = {}
+        self._planned: dict[Key, list[Source | None]] = {}
         self._by_transfer: dict[int, Arrival] = {}
         self._next_transfer_id = 0
 
@@ -69,14 +72,10 @@ class Connector:
     def plan(self, seq: Sequence, prefill_tokens_per_s: float) -> bool:
         """Whether KV of `seq`, which has just got its blocks, comes from elsewhere. Decides what is
         loaded from the own tiers rather than computed, and pins it."""
-        names = seq.names[seq.num_sealed : (len(seq.tokens) - 1) // self.config.block_size]
-        sources = self.tiers.find(names)
+        compute_s = self.config.block_size / (prefill_tokens_per_s or 1e-9)
+        sources = choose_loads(seq, self._kv, self.tiers, self._load_s, compute_s)
         if sources:
-            compute_s = self.config.block_size / (prefill_tokens_per_s or 1e-9)
-            count = blocks_worth_loading((self._load_s(s.tier) for s in sources), compute_s)
-            sources = sources[:count]
-        if sources:
-            self.tiers.pin(sources)
+            self.tiers.pin(source for source in sources if source is not None)
             self._planned[seq.key] = sources
         return bool(sources) or seq.key in self.arrivals
 
@@ -160,7 +159,7 @@ class Connector:
         arrival.good.update(set(read.indices) - set(bad))
         if bad and read.tier is not None:
             for index in bad:
-                self.tiers.discard(arrival.own[index - arrival.first])
+                self.tiers.discard(arrival.own_source(index))
         why = "read_failed" if done.error is not None else "checksum_mismatch"
         # The prefix up to a bad block of the own tiers is still of use; a producer's is not.
         if bad and (read.tier is None or arrival.mode is Mode.HANDOFF):
@@ -238,7 +237,8 @@ class Connector:
     def _ask_to_lend(self, arrival: Arrival) -> list[Effect]:
         assert arrival.producer is not None
         seq = arrival.seq
-        names = tuple(seq.names[arrival.own_end : (len(seq.tokens) - 1) // self.config.block_size])
+        end = min(len(seq.block_ids), (len(seq.tokens) - 1) // self.config.block_size)
+        names = tuple(seq.names[arrival.own_end : end])
         fetch = KVFetch(*arrival.key, self.config.node_id, arrival.own_end, names)
         return [Send(arrival.producer, fetch)]
 
@@ -248,10 +248,10 @@ class Connector:
             todo = [
                 index
                 for index, source in enumerate(arrival.own, start=arrival.first)
-                if source.tier is tier and index not in arrival.posted
+                if source is not None and source.tier is tier and index not in arrival.posted
             ]
             if todo:
-                slots = tuple(arrival.own[index - arrival.first].slot for index in todo)
+                slots = tuple(arrival.own_source(index).slot for index in todo)
                 effects.append(self._post(now, arrival, todo, tier, tier, slots))
         return effects
 
@@ -261,9 +261,7 @@ class Connector:
             todo = [
                 index
                 for index in sorted(arrival.offers)
-                if arrival.offers[index].tier is tier
-                and arrival.own_end <= index < len(arrival.seq.block_ids)
-                and index not in arrival.posted
+                if arrival.offers[index].tier is tier and arrival.takes_offer(index)
             ]
             if todo:
                 blocks = tuple(arrival.offers[index].block for index in todo)
@@ -324,7 +322,7 @@ class Connector:
         assert not arrival.reads
         arrival.state = next_consumer(arrival.state, event)
         del self.arrivals[arrival.key]
-        self.tiers.unpin(arrival.own)
+        self.tiers.unpin(arrival.own_sources)
         done = arrival.state is ConsumerState.DONE
         end = arrival.good_end(trust_producer=done)
         complete = done and arrival.mode is Mode.HANDOFF

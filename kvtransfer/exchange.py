@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from engine.config import WorkerConfig
 from engine.core import EngineCore
 from engine.node import Effect, Send
-from engine.sequence import SeqState, Sequence
+from engine.sequence import NO_BLOCK, SeqState, Sequence
 from engine.stats import Audit
 from engine.tier import DiskRecord, Tier
 from kvtransfer.agent import PeerConnected, ReadDone, StoreFailed
@@ -37,7 +37,7 @@ class KVExchange:
     def __init__(self, config: WorkerConfig, core: EngineCore) -> None:
         self._core = core
         self.tiers = Tiers(config, core.kv)
-        self.connector = Connector(config, self.tiers)
+        self.connector = Connector(config, core.kv, self.tiers)
         self.lender = Lender(config, core.kv, self.tiers)
         core.lower = self.tiers
 
@@ -112,16 +112,26 @@ class KVExchange:
     def _use(self, now: float, settled: Settled) -> None:
         core, arrival, seq = self._core, settled.arrival, settled.arrival.seq
         seq.num_arriving = 0
+        seq.is_remote = False
         if seq.state is not SeqState.REMOTE:
-            seq.is_remote = False  # still waiting: it will be admitted as a local one
+            return  # still waiting: it will be admitted as a local one
+        if not settled.complete and not core.kv.can_go_on(seq, settled.end):
+            seq.compute_all = True
+            seq.end_phase("lost", now)
+            core.scheduler.readmit(seq)
             return
         size = core.config.block_size
+        num_tokens = 0  # not computed because of the next block that has come
         for index in range(arrival.first, settled.end):
+            num_tokens += size
+            if seq.block_ids[index] == NO_BLOCK:
+                continue
             core.kv.checksums[seq.block_ids[index]] = arrival.checksum(index)
             source = arrival.source_tier(index)
             core.count(f"blocks_from_{source}")
             if not settled.complete:
-                seq.cached_by_source[source] = seq.cached_by_source.get(source, 0) + size
+                seq.cached_by_source[source] = seq.cached_by_source.get(source, 0) + num_tokens
+            num_tokens = 0
         if settled.complete:
             seq.num_computed = len(seq.tokens)
         elif settled.end > arrival.first:

@@ -48,10 +48,13 @@ class StepExecutor:
         run_step: Callable[[Step], StepDone],
         pool_bytes: BlockBytes,
         *,
+        close: Callable[[], None] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`pool_bytes`: the worker's device pool, `[num_blocks, bytes_per_block]`."""
+        """`pool_bytes`: the worker's device pool, `[num_blocks, bytes_per_block]`. `close` ends
+        what steps are run by, if that has processes of its own."""
         self._run_step = run_step
+        self._close = close
         self._pool_bytes = pool_bytes
         self._clock = clock
 
@@ -66,6 +69,10 @@ class StepExecutor:
             sampled: list[Sampled | None] = [None] * len(step.seqs)
             return StepDone(step.step_id, sampled, error=_one_line(error))
         return replace(done, checksums=checksums, elapsed_s=self._clock() - started)
+
+    def close(self) -> None:
+        if self._close is not None:
+            self._close()
 
 
 @dataclass(slots=True)

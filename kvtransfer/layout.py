@@ -1,8 +1,8 @@
 """Where the bytes of a KV block lie: one block, one span, one descriptor.
 
-The pool is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, so a block is one
-contiguous run of bytes in device memory, host memory, a file and on the wire, and the heads of a
-tensor-parallel rank are one contiguous run inside each (layer, k or v) plane of the block.
+The pool is `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`, so a block
+is one contiguous run of bytes in device memory, host memory, a file and on the wire, and the heads
+of a tensor-parallel rank are one contiguous run inside each (layer, k or v) plane of the block.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from engine.config import DTYPE_BYTES, KVSpec
+from engine.config import KVSpec
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Raised whenever the same KVSpec comes to mean other bytes."""
 
 FINGERPRINT_BYTES = 16
@@ -76,8 +76,8 @@ class BlockLayout:
             rank=rank,
             size=tp_size,
             num_heads=spec.num_kv_heads,
-            num_planes=2 * spec.num_layers,
-            bytes_per_head=spec.block_size * spec.head_dim * DTYPE_BYTES[spec.dtype],
+            num_planes=spec.num_planes * spec.num_layers,
+            bytes_per_head=spec.bytes_per_head,
         )
         assert share.is_valid, share
         return share
@@ -117,7 +117,7 @@ def fingerprint(model: bytes, spec: KVSpec, version: int = LAYOUT_VERSION) -> by
     """
     shape = (
         f"{version} {spec.num_layers} {spec.num_kv_heads} {spec.head_dim} {spec.block_size}"
-        f" {spec.dtype}\n"
+        f" {spec.dtype} {spec.num_planes}\n"
     )
     data = shape.encode() + model
     return blake2b(data, digest_size=FINGERPRINT_BYTES, person=b"kvrelay-layout").digest()
@@ -125,7 +125,7 @@ def fingerprint(model: bytes, spec: KVSpec, version: int = LAYOUT_VERSION) -> by
 
 def compatibility(model: bytes, spec: KVSpec) -> tuple[tuple[str, str], ...]:
     """What `fingerprint` is made of, field by field, for people: it says how two workers differ."""
-    fields = ("dtype", "num_layers", "num_kv_heads", "head_dim", "block_size")
+    fields = ("dtype", "num_layers", "num_planes", "num_kv_heads", "head_dim", "block_size")
     return (
         ("model", model.hex()[:12]),
         ("layout", str(LAYOUT_VERSION)),

@@ -143,7 +143,8 @@ class Tiers:
         """A wish of a router, answered by `CacheOrderDone` now or within ORDER_TIMEOUT_S."""
         names = tuple(dict.fromkeys(order.names))
         self._blocks.count(f"cache_orders_{order.action}")
-        live = LiveOrder(order, now + ORDER_TIMEOUT_S, deque(names))
+        left = self._read_again(order, names)
+        live = LiveOrder(order, now + ORDER_TIMEOUT_S, deque(left), len(names) - len(left))
         if not self._pools:
             return [self._answer(live)]
         if len(self._orders) >= MAX_ORDERS:
@@ -156,6 +157,19 @@ class Tiers:
             self._limit(live)
         self._orders.append(live)
         return self._step_orders(now)
+
+    def _read_again(self, order: CacheOrder, names: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of a session's names that an order is carried out for: with a window, its next turn
+        reads no others; to park them is to let them go."""
+        window = self._kv.window
+        if not window.size or order.action in (CacheAction.UNPIN, CacheAction.DROP):
+            return names
+        sinks = window.num_sink_blocks
+        # The KV of the last token may not be computed: then the turn goes on one block earlier.
+        start = max(sinks, window.start(len(names) * window.block_size) - 1)
+        if order.action is CacheAction.PARK:
+            self._kv.pool.evict(names[sinks:start])
+        return [*names[:sinks], *names[start:]]
 
     def take_changes(self) -> tuple[TierNames, ...]:
         """Net changes since the last call, of blocks that can be read."""

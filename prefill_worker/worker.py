@@ -34,6 +34,7 @@ class Production:
     seq: Sequence
     consumer: NodeId
     lease: int
+    num_tokens: int  # that the consumer asked for
     state: ProducerState = ProducerState.COMPUTING
     num_announced: int = 0
     lease_until: float = 0.0
@@ -109,7 +110,7 @@ class PrefillWorker:
         if accepted is None:
             return []
         self._num_leases += 1
-        production = Production(accepted, message.decode_to, self._num_leases)
+        production = Production(accepted, message.decode_to, self._num_leases, len(message.tokens))
         self.productions[accepted.key] = production
         if message.fetch_from is None:
             return []
@@ -122,9 +123,14 @@ class PrefillWorker:
             self.core.used(seq)
             if seq.state is SeqState.REMOTE:
                 effects += exchange.connector.start(now, seq)
-            effects += self._announce(self.productions[seq.key], seq.num_sealed)
+            production = self.productions[seq.key]
+            self._start_again(production)
+            effects += self._announce(production, seq.num_sealed)
         effects += self._take_arrived(now)
         step = self.core.next_step()
+        for seq, _ in self.core.scheduler.faults:
+            self.productions.pop(seq.key, None)
+        effects += self.core.fail_left_out()
         if step is None:
             return effects
         size = self.config.block_size
@@ -133,6 +139,14 @@ class PrefillWorker:
             if share.sample and end % size:  # the last block is sent though it is not full
                 step.checksum_blocks.append(share.block_ids[end // size])
         return [*effects, Execute(step)]
+
+    def _start_again(self, production: Production) -> None:
+        """It has got its blocks. What was announced of others is gone: the rest is announced under
+        another lease, so that the consumer gives it up."""
+        if production.num_announced:
+            self._num_leases += 1
+            production.lease = self._num_leases
+            production.num_announced = 0
 
     def _take_arrived(self, now: float) -> list[Effect]:
         """Prompts whose cached prefix has come go on; the consumer may read what came."""
@@ -177,28 +191,38 @@ class PrefillWorker:
         return self._free(production, ProducerEvent.RELEASE)
 
     def _announce(self, production: Production, end: int, *, final: bool = False) -> list[Effect]:
-        """Tell the consumer of blocks [num_announced, end), if there are any or it is the end."""
-        seq, first = production.seq, production.num_announced
+        """Tell the consumer of blocks [num_announced, end), if there are any or it is the end; with
+        a window, of those that it will read."""
+        first = production.num_announced
         if end <= first and not final:
             return []
         production.num_announced = end
-        blocks = tuple(seq.block_ids[first:end])
+        runs = self.core.kv.window.runs(first, end, production.num_tokens)
+        if final and not runs:
+            runs = [range(end, end)]
+        return [
+            Send(production.consumer, self._ready(production, run, final=final and run is runs[-1]))
+            for run in runs
+        ]
+
+    def _ready(self, production: Production, run: range, *, final: bool) -> KVReady:
+        seq = production.seq
+        blocks = tuple(seq.block_ids[run.start : run.stop])
         sampled_at = len(seq.tokens) - 1
-        ready = KVReady(
+        return KVReady(
             request_id=seq.request_id,
             attempt=seq.attempt,
             producer=self.node_id,
             epoch=self.config.epoch,
-            first=first,
+            first=run.start,
             block_ids=blocks,
             checksums=tuple(self.core.kv.checksums[block] for block in blocks),
-            num_tokens=min(end * self.config.block_size, seq.num_computed),
+            num_tokens=min(run.stop * self.config.block_size, seq.num_computed),
             final=final,
             next_token=seq.tokens[sampled_at] if final else None,
             next_logprobs=seq.logprobs.get(sampled_at) if final else None,
             lease=production.lease,
         )
-        return [Send(production.consumer, ready)]
 
     def _on_read(self, message: KVRead) -> list[Effect] | None:
         """A lease that exists was held throughout: it ends the moment its blocks are freed.

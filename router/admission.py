@@ -51,6 +51,7 @@ def blocks_needed(num_tokens: int, block_size: int) -> int:
 def fits(info: WorkerInfo, num_tokens: int) -> bool:
     """Could an empty worker hold a sequence that ends at `num_tokens` tokens?"""
     needed = blocks_needed(num_tokens, info.block_size)
+    needed = min(needed, info.max_seq_blocks or needed)
     return num_tokens <= info.max_model_len and needed <= info.num_blocks
 
 

@@ -292,6 +292,7 @@ class Dispatcher:
         """`prefill_s` is 0 where `endpoint` computes nothing of the prompt."""
         output = work.output_tokens if endpoint.info.role is Role.DECODE else 0.0
         num_blocks = blocks_needed(work.missing(endpoint) + int(output), endpoint.info.block_size)
+        num_blocks = min(num_blocks, endpoint.info.max_seq_blocks or num_blocks)
         computed = intake.computed if prefill_s > 0 else 0
         endpoint.book(now, log.request_id, computed, num_blocks, prefill_s)
         self._update(now, endpoint)

@@ -1,8 +1,12 @@
 """What several packages' tests share."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+if not Path("/dev/nvidiactl").exists():  # before anything imports Triton, as transformers does
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from engine.model.resolve import DEFAULT_MODEL, resolve_model
 

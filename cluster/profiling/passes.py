@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.build import PreparedModel, plan_kv
+from cluster.build import PreparedModel
 from cluster.config import Config
+from cluster.kv_plan import plan_kv
 from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
 from engine.step import ScheduledSeq, Step
@@ -63,6 +64,9 @@ def make_runner(config: Config, model: PreparedModel, threads: int) -> ModelRunn
     return ModelRunner(
         model.path,
         dtype=dtype,
+        kv_dtype=engine.kv_dtype,
+        window=engine.window,
+        num_sinks=engine.sinks,
         device=section.device,
         num_blocks=plan_kv(model.config, engine, dtype).num_blocks,
         block_size=engine.block_size,
@@ -159,4 +163,6 @@ class Passes:
         done = self._executor.execute(step)
         if done.error is not None:
             raise ProfileError(f"a pass of {len(shares)} sequences failed: {done.error}")
+        if done.failed:
+            raise ProfileError(next(iter(done.failed.values())))
         return done.elapsed_s

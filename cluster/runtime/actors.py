@@ -53,7 +53,8 @@ class _Actor:
 class WorkerActor(_Actor):
     def start(self, spec: WorkerSpec, listening: Listening) -> WorkerStarted | StartFailed:
         """Build the worker and serve. What would fail again is told as permanent."""
-        from cluster.build import BuildError, build_worker  # not what a router has to wait for
+        from cluster.build import build_worker
+        from cluster.kv_plan import BuildError  # not what a router has to wait for
 
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
         if spec.role is Role.PREFILL and not spec.on_gpu:

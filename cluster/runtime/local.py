@@ -9,9 +9,10 @@ on a thread of its own; everything public here blocks or returns a future.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,14 +100,16 @@ class LocalCluster:
         dtype: str = "float32",
         device: str = "cpu",
         engine: EngineSection | None = None,
+        engines: Mapping[Role, EngineSection] | None = None,
         router: RouterConfig | None = None,
         threads: int = 0,
         nixl: bool = False,
         corrupt: Callable[..., None] | None = None,
         **tiers: Any,
     ) -> None:
-        """`tiers`: of every worker, as in WorkerSpec: host_bytes, disk_bytes, disk_path,
-        retention_s, disk_after_s. Two clusters with the same disk_path continue each other."""
+        """`engines`: of the workers of a role, in place of `engine`. `tiers`: of every worker, as
+        in WorkerSpec: host_bytes, disk_bytes, disk_path, retention_s, disk_after_s. Two clusters
+        with the same disk_path continue each other."""
         self._thread = LoopThread("local-cluster")
         self.host = NodeHost(self._thread.loop, on_failure=self._on_failure)
         self.router = Router(ROUTER, router, clock=time.perf_counter)
@@ -126,7 +129,8 @@ class LocalCluster:
                 device=device,
                 on_gpu=device.startswith("cuda"),
                 threads=threads,
-                engine=engine or EngineSection(),
+                engine=(engines or {}).get(role) or engine or EngineSection(),
+                num_peers=len(roles) - 1,
                 **tiers,
             )
             for i, role in enumerate(roles)
@@ -248,9 +252,20 @@ class LocalCluster:
         for built in self.workers.values():
             node_id = built.node.node_id
             self.host.add(built.node, built.make_executor(self.host.inbox(node_id)))
+            if built.when_lost is not None:
+                built.when_lost(functools.partial(self._on_lost, node_id))
         for built in self.workers.values():
             self.host.deliver(built.node.node_id, RouterUp(ROUTER))
             self.host.deliver(ROUTER, WorkerUp(built.info))
+
+    def _on_lost(self, node: NodeId, error: Exception) -> None:
+        """From any thread: the worker gets no further message."""
+
+        def fail() -> None:
+            self.host.failed[node] = error
+            self._on_failure(node, error)
+
+        self._thread.loop.call_soon_threadsafe(fail)
 
     def _on_failure(self, node: NodeId, error: BaseException) -> None:
         for _completion, future in self._client.waiting.values():

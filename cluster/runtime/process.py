@@ -39,6 +39,9 @@ class BuiltWorker:
     info: WorkerInfo
     make_executor: Callable[[Deliver], Executor]  # its answers go to the given function
     notices: tuple[str, ...] = ()  # what an operator should know of it, one line each
+    # Told a function to call, once and from any thread, when the worker cannot go on because of
+    # something that is not its node. None: there is nothing such.
+    when_lost: Callable[[Callable[[Exception], None]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class WorkerProcess:
         self._wire = Wire(node.node_id, listening.token, self._host.deliver, limits=limits)
         address = await self._wire.listen(listening.host)
         self._host.add(node, self._built.make_executor(self._host.inbox(node.node_id)))
+        if self._built.when_lost is not None:
+            self._built.when_lost(lambda error: self._on_failure(node.node_id, error))
         return address
 
     def introduce(self, peers: Iterable[Peer]) -> None:

@@ -184,9 +184,8 @@ class RayWorkers:
             case StartWorker():
                 spec = self._spec_of(effect)
                 env = {"OMP_NUM_THREADS": str(spec.threads), "TOKENIZERS_PARALLELISM": "false"}
-                gpus = 1 if spec.on_gpu else 0
-                env_vars = {"env_vars": env}
-                self._launch(_WORKER, spec, effect.machine_id, num_gpus=gpus, runtime_env=env_vars)
+                options = {"num_gpus": spec.num_gpus, "runtime_env": {"env_vars": env}}
+                self._launch(_WORKER, spec, effect.machine_id, **options)
             case StartRouter():
                 self._launch(_ROUTER, self._router_spec_of(effect), own_machine())
             case StopWorker(node, epoch) | StopRouter(node, epoch):

@@ -66,6 +66,7 @@ class WorkerThreads:
         """`disk`: None if the worker has no disk tier."""
         self._name = name
         self._deliver = deliver
+        self._model = steps
         self._steps = StepThread(steps.execute, deliver, f"{name}-step")
         self._memory = TransferLoop(memory, deliver, name=f"{name}-kv")
         self._disk: TransferLoop | None = None
@@ -95,6 +96,7 @@ class WorkerThreads:
         for name, part in parts.items():
             if not part.join(max(0.0, deadline - time.monotonic())):
                 log.warning("%s: the %s thread has not ended in time", self._name, name)
+        self._model.close()
 
     def _on_disk(self, effect: ReadBlocks | StoreIndex) -> None:
         if self._disk is not None:

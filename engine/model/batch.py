@@ -22,6 +22,17 @@ class Limits:
     block_size: int
     max_model_len: int
     vocab_size: int
+    window: int = 0  # the widest of the layers, if each has one; what it has left is not looked at
+    num_sinks: int = 0
+    guard: bool = True  # whole block tables are compared with each other before each step
+
+    @property
+    def num_sink_blocks(self) -> int:
+        return -(-self.num_sinks // self.block_size) if self.window else 0
+
+    def first_read(self, position: int) -> int:
+        """The first block, sinks aside, that a token at `position` reads."""
+        return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +45,8 @@ class Batch:
     query_start: torch.Tensor  # [S] int32: index of the sequence's first token in `tokens`
     query_len: torch.Tensor  # [S] int32
     context_len: torch.Tensor  # [S] int32: positions attended to by the last token
-    block_tables: torch.Tensor  # [S, widest] int32; 0 past a sequence's blocks
+    # [S, widest] int32; 0 past a sequence's blocks, -1 where a window has left them
+    block_tables: torch.Tensor
     sample_rows: torch.Tensor  # [R] int64
     spans: tuple[tuple[int, int, int], ...]  # (query_start, query_len, context_len), on the host
 
@@ -51,11 +63,11 @@ class Batch:
         spans, rows, first = [], [], 0
         for index, seq in enumerate(seqs):
             count, end = len(seq.tokens), seq.start + len(seq.tokens)
-            blocks = _checked_blocks(seq, limits)
+            blocks = checked_blocks(seq, limits)
             tables[index, : len(blocks)] = blocks
             span = slice(first, first + count)
             tokens[span] = seq.tokens
-            _check_tokens(seq, tokens[span], limits)
+            check_tokens(seq, tokens[span], limits)
             at = np.arange(seq.start, end)
             positions[span] = at
             slots[span] = blocks[at // size] * size + at % size
@@ -77,8 +89,8 @@ class Batch:
         )
 
 
-def _checked_blocks(seq: ScheduledSeq, limits: Limits) -> np.ndarray:
-    """The blocks that hold [0, start + len(tokens)), int64."""
+def checked_blocks(seq: ScheduledSeq, limits: Limits) -> np.ndarray:
+    """The blocks that hold [0, start + len(tokens)), int64; -1 where the window has left them."""
     end = seq.start + len(seq.tokens)
     if not seq.tokens or seq.start < 0 or end > limits.max_model_len:
         raise ValueError(
@@ -92,7 +104,9 @@ def _checked_blocks(seq: ScheduledSeq, limits: Limits) -> np.ndarray:
             f"request {seq.request_id}: {len(blocks)} blocks for {end} positions, "
             f"{needed} are needed"
         )
-    if blocks.min() < 0 or blocks.max() >= limits.num_blocks:
+    if blocks.min() < 0:
+        _check_missing(seq, blocks, limits)
+    if blocks.min() < -1 or blocks.max() >= limits.num_blocks:
         raise ValueError(
             f"request {seq.request_id}: block ids {blocks.min()} to {blocks.max()} are outside "
             f"the pool of {limits.num_blocks} blocks"
@@ -100,7 +114,18 @@ def _checked_blocks(seq: ScheduledSeq, limits: Limits) -> np.ndarray:
     return blocks
 
 
-def _check_tokens(seq: ScheduledSeq, tokens: np.ndarray, limits: Limits) -> None:
+def _check_missing(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> None:
+    first = limits.first_read(seq.start)
+    missing = np.flatnonzero(blocks < 0)
+    missing = missing[(missing >= first) | (missing < limits.num_sink_blocks)]
+    if len(missing):
+        raise ValueError(
+            f"request {seq.request_id}: entry {missing[0]} of its block table is "
+            f"{blocks[missing[0]]}, and position {seq.start} reads it"
+        )
+
+
+def check_tokens(seq: ScheduledSeq, tokens: np.ndarray, limits: Limits) -> None:
     if tokens.min() < 0 or tokens.max() >= limits.vocab_size:
         raise ValueError(
             f"request {seq.request_id}: token ids {tokens.min()} to {tokens.max()} are outside "

@@ -1,14 +1,13 @@
-"""What a checkpoint is: the shape of the decoder, read from a Hugging Face directory.
+"""What a checkpoint is: the shape of the decoder, whatever family it is from.
 
-`ModelConfig.from_dir` accepts exactly what the decoder can compute and names whatever it cannot.
-Neither torch nor transformers is imported here.
+`ModelConfig.from_dir` reads a Hugging Face directory: `families` accepts exactly what the decoder
+can compute and names whatever it cannot. Neither torch nor transformers is imported here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -16,41 +15,85 @@ from typing import Any
 from engine.config import DTYPE_BYTES, KVSpec
 from engine.model.cache import file_identity
 from engine.model.errors import ModelError
-
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
+from engine.model.fields import read_json
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. `linear` uses `factor` alone; the rest is Llama 3's."""
+    """How rotary frequencies are stretched. `linear` uses `factor` alone, `llama3` the two bounds,
+    `yarn` the two betas, `longrope` the two lists of factors."""
 
-    kind: str  # "linear" | "llama3"
+    kind: str  # "linear" | "llama3" | "yarn" | "longrope"
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0  # cos and sin are multiplied by it
+
+    def is_long(self, max_model_len: int) -> bool:
+        """Whether longrope uses its long factors. For every position alike: a cached key is used
+        by all that follow, so it cannot be rotated anew when one sequence grows long."""
+        return self.kind == "longrope" and max_model_len > self.original_max_position
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """One rotary embedding. Layers name theirs by its index in `ModelConfig.ropes`."""
+
+    theta: float
+    dim: int  # leading dimensions of a head that are rotated, in halves
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2/V3): what is cached of a token is one latent of
+    `rank` numbers and one rotated key of `rope_dim`, shared by all heads."""
+
+    rank: int  # kv_lora_rank
+    q_rank: int | None  # q_lora_rank; None: queries are projected at once
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool = True  # rotated rows are stored in pairs; loading puts them in halves
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the MLP, in all layers from `first_layer` on."""
+
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int  # of one expert
+    normalize: bool  # the chosen experts' weights are made to sum to one
+    scoring: str = "softmax"  # or "sigmoid"
+    scale: float = 1.0  # of the chosen weights
+    num_groups: int = 1  # experts are chosen from the best `num_chosen_groups` groups
+    num_chosen_groups: int = 1
+    has_bias: bool = False  # a correction that counts for the choice, not for the weight
+    shared_size: int = 0  # intermediate size of the experts that every token passes; 0: none
+    first_layer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything the decoder needs to know. Checked: a value of this type can be computed."""
 
-    architecture: str  # a key of ARCHITECTURES
+    architecture: str  # a key of families.FAMILIES
     num_layers: int
     hidden_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # 1 with latent attention
+    head_dim: int  # with latent attention: of what is cached, rank + rope_dim
     intermediate_size: int
     vocab_size: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    ropes: tuple[Rope, ...]
     tie_word_embeddings: bool
     attention_bias: bool  # of the query, key and value projections
     output_bias: bool  # of the attention's output projection
@@ -58,6 +101,36 @@ class ModelConfig:
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # of config.json and generation_config.json together
+    layer_ropes: tuple[int, ...] = ()  # of each layer, into `ropes`; -1: none. (): all the first
+    windows: tuple[int, ...] = ()  # of each layer: positions it attends to, itself among them; 0:
+    # all. (): all layers attend to all
+    num_sinks: int = 0  # first positions that windowed layers attend to as well
+    activation: str = "silu"  # or "gelu_tanh": of the gate
+    attention_scale: float = 0.0  # of scores; 0: head_dim**-0.5
+    attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
+    logits_softcap: float = 0.0
+    embed_scale: float = 1.0
+    sandwich_norms: bool = False  # a norm after attention and MLP too, before the residual
+    norm_offset: float = 0.0  # added to the weights of norms as they are loaded
+    latent: Latent | None = None
+    experts: Experts | None = None
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def rope(self, layer: int) -> Rope | None:
+        index = self.layer_ropes[layer] if self.layer_ropes else 0
+        return None if index < 0 else self.ropes[index]
+
+    @property
+    def score_scale(self) -> float:
+        return self.attention_scale or self.head_dim**-0.5
+
+    @property
+    def flat_window(self) -> int:
+        """The widest window, if every layer has one: KV of older positions is never read again.
+        0: some layer attends to all."""
+        return max(self.windows) if self.windows and all(self.windows) else 0
 
     @staticmethod
     def from_dir(path: Path) -> ModelConfig:
@@ -65,26 +138,36 @@ class ModelConfig:
         if not path.is_dir():
             raise ModelError(f"model directory {path} does not exist")
         raw = read_json(path / "config.json")
-        generation: Mapping[str, Any] = {}
+        generation: dict[str, Any] = {}
         if (path / "generation_config.json").is_file():
             generation = read_json(path / "generation_config.json")
+        from engine.model.families import parse  # which makes values of this type
+
         try:
-            return _parse(raw, generation)
+            return parse(raw, generation)
         except KeyError as error:
             raise ModelError(f"{path / 'config.json'} does not state {error}") from error
         except (TypeError, ValueError, AttributeError) as error:
             raise ModelError(f"{path / 'config.json'} is not understood: {error}") from error
 
     def kv_spec(self, block_size: int, dtype: str) -> KVSpec:
-        return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
+        planes = 2 if self.latent is None else 1
+        return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype, planes)
 
-    def digest(self, path: Path) -> bytes:
+    def digest(
+        self, path: Path, max_model_len: int | None = None, quantization: str = "none"
+    ) -> bytes:
         """32 bytes; differs between two checkpoints that compute different KV from the same tokens.
+        That depends on how weights are quantized, and with longrope on the length that is served.
 
         Of the weights, names, sizes and samples spread over each file are read, not all.
         """
         shape = asdict(self)
         del shape["bos_token_id"], shape["eos_token_ids"]
+        length = max_model_len or self.max_position_embeddings
+        shape["long"] = [rope.scaling.is_long(length) for rope in self.ropes if rope.scaling]
+        if quantization != "none":
+            shape["quantization"] = quantization
         digest = blake2b(digest_size=32, person=b"kvrelay-model")
         digest.update(json.dumps(shape).encode())
         for file in sorted(path.glob("*.safetensors")):
@@ -93,122 +176,49 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        heads = self.num_heads + 2 * self.num_kv_heads
-        attention = self.hidden_size * self.head_dim * (heads + self.num_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        """Of all matrices, tables and norms; biases are left out."""
+        norms = (4 if self.sandwich_norms else 2) * self.hidden_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + tables + self.hidden_size
+        layers = self.num_layers * (self._attention_parameters + norms)
+        dense, expert = 3 * self.hidden_size * self.intermediate_size, self.experts
+        if expert is None:
+            return layers + self.num_layers * dense + tables + self.hidden_size
+        width = expert.num_experts * expert.intermediate_size + expert.shared_size
+        sparse = self.hidden_size * (3 * width + expert.num_experts)
+        num_sparse = self.num_layers - expert.first_layer
+        layers += expert.first_layer * dense + num_sparse * sparse
+        return layers + tables + self.hidden_size
+
+    @property
+    def _attention_parameters(self) -> int:
+        if (latent := self.latent) is None:
+            heads = 2 * self.num_heads + 2 * self.num_kv_heads
+            norms = 2 * self.head_dim if self.qk_norm else 0
+            return self.hidden_size * self.head_dim * heads + norms
+        queries = self.num_heads * (latent.nope_dim + latent.rope_dim)
+        q_rank = latent.q_rank or 0
+        total = (self.hidden_size + 1) * q_rank + queries * (q_rank or self.hidden_size)
+        total += self.hidden_size * self.head_dim + latent.rank
+        total += self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
+        return total + self.hidden_size * self.num_heads * latent.value_dim
+
+
+def with_window(config: ModelConfig, window: int, sinks: int) -> ModelConfig:
+    """`config` with every layer attending to at most the last `window` positions, itself among
+    them, and to the first `sinks` ones (StreamingLLM). window 0: `config` as it is. Raises
+    ModelError."""
+    if window < 0 or sinks < 0 or (sinks and not window):
+        raise ModelError(
+            f"a window of {window} positions and {sinks} sinks is not possible; "
+            "both are 0 or more, and sinks need a window"
+        )
+    if window == 0:
+        return config
+    own = (config.window(layer) for layer in range(config.num_layers))
+    return replace(config, windows=tuple(min(w or window, window) for w in own), num_sinks=sinks)
 
 
 def weights_bytes(config: ModelConfig, dtype: str) -> int:
     """What the weights may take in memory, at most: a tied table is held twice, once packed."""
     tied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
     return (config.num_parameters + tied) * DTYPE_BYTES[dtype]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return value
-
-
-def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    named = raw.get("architectures") or [None]
-    if named[0] not in ARCHITECTURES:
-        raise ModelError(
-            f"architecture {named[0]} is not supported; supported: {', '.join(ARCHITECTURES)}"
-        )
-    family = ARCHITECTURES[named[0]]
-    _refuse_variants(raw)
-    hidden, heads = _count(raw, "hidden_size"), _count(raw, "num_attention_heads")
-    kv_heads = _count(raw, "num_key_value_heads", heads)
-    head_dim = _count(raw, "head_dim", hidden // heads)
-    if heads % kv_heads or head_dim % 2:
-        raise ModelError(f"{heads} heads over {kv_heads} KV heads of {head_dim} is not supported")
-    max_positions = _count(raw, "max_position_embeddings")
-    theta, scaling = _rope(raw, max_positions)
-    bias = bool(raw.get("attention_bias")) and family != "mistral"
-    return ModelConfig(
-        architecture=named[0],
-        num_layers=_count(raw, "num_hidden_layers"),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=_count(raw, "intermediate_size"),
-        vocab_size=_count(raw, "vocab_size"),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        attention_bias=bias or family == "qwen2",
-        output_bias=bias and family != "qwen2",
-        qk_norm=family == "qwen3",
-        max_position_embeddings=max_positions,
-        bos_token_id=next(iter(_ids(raw, "bos_token_id") + _ids(generation, "bos_token_id")), None),
-        eos_token_ids=tuple(
-            sorted({*_ids(raw, "eos_token_id"), *_ids(generation, "eos_token_id")})
-        ),
-    )
-
-
-def _count(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {key} is {value!r}, a positive integer is needed")
-    return value
-
-
-def _ids(raw: Mapping[str, Any], key: str) -> list[int]:
-    value = raw.get(key)
-    if value is None:
-        return []
-    return [int(v) for v in value] if isinstance(value, list) else [int(value)]
-
-
-def _refuse_variants(raw: Mapping[str, Any]) -> None:
-    """Settings that would change the computation in ways the decoder does not know."""
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act {raw['hidden_act']} is not supported; supported: silu")
-    if raw.get("mlp_bias"):
-        raise ModelError("mlp_bias is not supported")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(f"quantized weights ({method}) are not supported; use bf16, f16 or f32")
-    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
-    layers = raw.get("layer_types") or ["sliding_attention"]
-    if window and "sliding_attention" in layers and window < raw.get("max_position_embeddings", 0):
-        raise ModelError(
-            f"sliding_window {window} (below max_position_embeddings "
-            f"{raw['max_position_embeddings']}) is not supported; full attention is needed"
-        )
-
-
-def _rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling), from the older pair of keys or from `rope_parameters`."""
-    spec = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(spec.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    kind = spec.get("rope_type", spec.get("type", "default"))
-    if spec.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError("partial_rotary_factor is not supported")
-    if kind == "default":
-        return theta, None
-    if kind == "linear":
-        return theta, RopeScaling("linear", float(spec["factor"]))
-    if kind == "llama3":
-        return theta, RopeScaling(
-            "llama3",
-            factor=float(spec["factor"]),
-            low_freq_factor=float(spec["low_freq_factor"]),
-            high_freq_factor=float(spec["high_freq_factor"]),
-            original_max_position=int(spec.get("original_max_position_embeddings", max_positions)),
-        )
-    raise ModelError(f"rope scaling {kind} is not supported; supported: default, linear, llama3")

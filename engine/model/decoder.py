@@ -1,32 +1,103 @@
-"""One decoder for the Llama family. Its members differ in their config and weights only."""
+"""One decoder for all families. They differ in their config and weights only."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.experts import choose_experts
 from engine.model.ops import Ops
-from engine.model.weights import Weights
+from engine.model.weights import (
+    AttentionWeights,
+    ExpertsWeights,
+    LatentWeights,
+    LayerWeights,
+    MLPWeights,
+    Weights,
+)
 
 
 class Decoder:
     """Stateless but for the KV pool that `ops` writes. Owned by one runner."""
 
-    def __init__(self, weights: Weights, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
+        self._config = config
         self._weights = weights
         self._ops = ops
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits of the rows to be sampled, float32 [R, vocab_size], valid until the next call."""
-        ops, weights = self._ops, self._weights
+        ops, weights, cap = self._ops, self._weights, self._config.logits_softcap
         ops.begin(batch)
         hidden = ops.embed(weights.table, batch.tokens)  # [N, hidden_size]
-        for index, layer in enumerate(weights.layers):
-            x = ops.rms_norm(hidden, layer.input_norm)
-            qkv = ops.linear(x, layer.qkv)  # [N, (num_heads + 2 * num_kv_heads) * head_dim]
-            ops.rope_write(qkv, index, layer.q_norm, layer.k_norm)
-            ops.add_linear(hidden, ops.attention(qkv, index), layer.out)
-            x = ops.rms_norm(hidden, layer.post_norm)
-            ops.add_linear(hidden, ops.swiglu(ops.linear(x, layer.gate_up)), layer.down)
+        if self._config.embed_scale != 1.0:
+            # Rounded as the residual stream is: models in bfloat16 were trained with that.
+            hidden *= torch.tensor(self._config.embed_scale, dtype=hidden.dtype).item()
+        if not ops.run_layers(hidden, weights.layers):
+            for index, layer in enumerate(weights.layers):
+                self._attend(hidden, layer, index)
+                self._feed_forward(hidden, layer)
         sampled = hidden[batch.sample_rows]
-        return ops.linear(ops.rms_norm(sampled, weights.norm), weights.head).float()
+        logits = ops.linear(ops.rms_norm(sampled, weights.norm), weights.head).float()
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+    def _attend(self, hidden: torch.Tensor, layer: LayerWeights, index: int) -> None:
+        ops, attention = self._ops, layer.attention
+        x = ops.rms_norm(hidden, layer.input_norm)
+        if isinstance(attention, AttentionWeights):
+            qkv = ops.linear(x, attention.qkv)  # [N, (num_heads + 2 * num_kv_heads) * head_dim]
+            ops.rope_write(qkv, index, attention.q_norm, attention.k_norm)
+            attended = ops.attention(qkv, index)  # [N, num_heads * head_dim]
+        else:
+            attended = self._attend_latents(x, attention, index)
+        self._add(hidden, attended, attention.out, layer.attention_out_norm)
+
+    def _attend_latents(self, x: torch.Tensor, layer: LatentWeights, index: int) -> torch.Tensor:
+        """Scores are taken in the latents' space: of each head, `key_up` is applied to the query
+        and `value_up` to the result, so keys and values are never expanded."""
+        ops, latent = self._ops, self._config.latent
+        assert latent is not None
+        compressed = ops.linear(x, layer.compress)  # [N, (q_rank) + rank + rope_dim]
+        kv = compressed[:, latent.q_rank or 0 :].contiguous()
+        if layer.q_norm is not None:
+            x = ops.rms_norm(compressed[:, : latent.q_rank].contiguous(), layer.q_norm)
+        queries = ops.linear(x, layer.queries)  # [N, num_heads * (nope_dim + rope_dim)]
+        queries = queries.view(len(x), -1, latent.nope_dim + latent.rope_dim)
+        kv[:, : latent.rank] = ops.rms_norm(kv[:, : latent.rank].contiguous(), layer.kv_norm)
+        q_rope = queries[:, :, latent.nope_dim :].contiguous()
+        ops.latent_write(q_rope, kv, index)
+        absorbed = _per_head(queries[:, :, : latent.nope_dim], layer.key_up)
+        attended = ops.latent_attention(torch.cat((absorbed, q_rope), dim=-1), index)
+        return _per_head(attended, layer.value_up).flatten(1)  # [N, num_heads * value_dim]
+
+    def _feed_forward(self, hidden: torch.Tensor, layer: LayerWeights) -> None:
+        x = self._ops.rms_norm(hidden, layer.mlp_norm)
+        if layer.experts is not None:
+            self._add_experts(hidden, x, layer.experts)
+        if layer.mlp is not None:
+            gated = self._gated(x, layer.mlp)
+            self._add(hidden, gated, layer.mlp.down, layer.mlp_out_norm)
+
+    def _gated(self, x: torch.Tensor, mlp: MLPWeights) -> torch.Tensor:
+        return self._ops.swiglu(self._ops.linear(x, mlp.gate_up))
+
+    def _add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
+        assert self._config.experts is not None
+        logits = F.linear(x.float(), layer.router)
+        chosen, weights = choose_experts(logits, layer.bias, self._config.experts)
+        self._ops.add_experts(hidden, x, layer.experts, chosen, weights)
+
+    def _add(
+        self, hidden: torch.Tensor, x: torch.Tensor, matrix: object, norm: torch.Tensor | None
+    ) -> None:
+        if norm is None:
+            self._ops.add_linear(hidden, x, matrix)
+        else:
+            hidden += self._ops.rms_norm(self._ops.linear(x, matrix), norm)
+
+
+def _per_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """x [N, num_heads, in], matrices [num_heads, in, out] -> [N, num_heads, out]."""
+    return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)

@@ -1,7 +1,8 @@
 """A GGUF file becomes a Hugging Face directory: bf16 safetensors, config, tokenizer.
 
-Done once per file. llama.cpp interleaves the rows of Llama's query and key projections for its kind
-of rotary embedding; that is undone here.
+Done once per file. What llama.cpp has changed is undone: it interleaves the rows of Llama's query
+and key projections for its kind of rotary embedding, adds the one to the weights of Gemma's norms
+that Gemma adds as it computes, and stacks experts.
 """
 
 from __future__ import annotations
@@ -18,15 +19,11 @@ import torch
 from safetensors.torch import save_file
 
 from engine.model.errors import ModelError
+from engine.model.gguf_config import FACTORS, FREQS, config_of
 from engine.model.gguf_file import GGUFFile
 from engine.model.gguf_tokenizer import end_token_ids, write_tokenizer
 
 SHARD_BYTES = 4 << 30
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -37,6 +34,7 @@ _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -44,8 +42,31 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-_FREQS = "rope_freqs.weight"
+# Where a type of model calls it otherwise.
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OWN = {
+    "gemma2": _SANDWICH,
+    "gemma3_text": _SANDWICH,
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "mixtral": {
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    },
+}
+_INTERLEAVED = ("llama", "mistral", "mixtral")
+_WITHOUT_ONE = ("gemma2", "gemma3_text")
+_TABLES = (FREQS, *FACTORS.values())  # they are in config.json
 _SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 
 
@@ -55,7 +76,7 @@ def convert(
     """Write `path` as a Hugging Face directory into `target`. `sampling` holds the parameters that
     the model's makers recommend; what the file itself states wins. Raises ModelError."""
     source = GGUFFile(path)
-    config = _config(source)
+    config = config_of(source)
     ends = end_token_ids(source)
     bos = source.metadata.get("tokenizer.ggml.bos_token_id")
     identifiers = {"bos_token_id": bos, "eos_token_id": ends[0] if len(ends) == 1 else ends}
@@ -69,76 +90,6 @@ def convert(
     }
     _write_json(target / "generation_config.json", identifiers | sampling | stated)
     _write_weights(source, config, target, progress)
-
-
-def _config(source: GGUFFile) -> dict[str, Any]:
-    meta = source.metadata
-    arch = meta.get("general.architecture")
-    if arch not in ARCHITECTURES or meta.get(f"{arch}.expert_count", 0):
-        kind = f"{arch} with experts" if arch in ARCHITECTURES else arch
-        raise ModelError(
-            f"{source.path}: GGUF architecture {kind} is not supported; "
-            f"supported: {', '.join(ARCHITECTURES)}"
-        )
-
-    def need(key: str) -> Any:
-        if f"{arch}.{key}" not in meta:
-            raise ModelError(f"{source.path} does not state {arch}.{key}")
-        return meta[f"{arch}.{key}"]
-
-    if "token_embd.weight" not in source.tensors:
-        raise ModelError(f"{source.path} has no tensor token_embd.weight")
-    heads, hidden = need("attention.head_count"), need("embedding_length")
-    return {
-        "architectures": [ARCHITECTURES[arch]],
-        "model_type": arch,
-        "hidden_size": hidden,
-        "num_hidden_layers": need("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": meta.get(f"{arch}.attention.head_count_kv", heads),
-        "head_dim": meta.get(f"{arch}.attention.key_length", hidden // heads),
-        "intermediate_size": need("feed_forward_length"),
-        "vocab_size": source.tensors["token_embd.weight"].shape[0],
-        "max_position_embeddings": need("context_length"),
-        "rms_norm_eps": need("attention.layer_norm_rms_epsilon"),
-        "rope_theta": meta.get(f"{arch}.rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(source, arch),
-        "hidden_act": "silu",
-        "tie_word_embeddings": "output.weight" not in source.tensors,
-        "torch_dtype": "bfloat16",
-    }
-
-
-def _rope_scaling(source: GGUFFile, arch: str) -> dict[str, Any] | None:
-    """Stated in the metadata, or, for Llama 3, present only as a table of frequency divisors."""
-    meta = source.metadata
-    if _FREQS in source.tensors:
-        divisors = source.get(_FREQS).reshape(-1)
-        spec = {
-            "rope_type": "llama3",
-            "factor": float(divisors.max()),
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-        theta = meta.get(f"{arch}.rope.freq_base", 10000.0)
-        if not np.allclose(divisors, _llama3_divisors(spec, theta, len(divisors)), rtol=1e-3):
-            raise ModelError(f"{source.path}: {_FREQS} is not Llama 3's kind of rope scaling")
-        return spec
-    kind = meta.get(f"{arch}.rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": meta[f"{arch}.rope.scaling.factor"]}
-    raise ModelError(f"{source.path}: rope scaling {kind} is not supported")
-
-
-def _llama3_divisors(spec: dict[str, Any], theta: float, half: int) -> np.ndarray:
-    wavelength = 2 * np.pi * theta ** (np.arange(half) / half)
-    low, high = spec["low_freq_factor"], spec["high_freq_factor"]
-    blend = (spec["original_max_position_embeddings"] / wavelength - low) / (high - low)
-    blend = blend.clip(0.0, 1.0)
-    return 1.0 / ((1 - blend) / spec["factor"] + blend)
 
 
 def _write_weights(
@@ -173,18 +124,30 @@ def _write_weights(
 
 def _tensors(source: GGUFFile, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors as transformers has them; matrices in bf16, vectors in float32."""
+    kind = config["model_type"]
+    names = _LAYER | _OWN.get(kind, {})
 
-    def unpack(name: str) -> tuple[str, torch.Tensor]:
-        values = source.get(name)
-        if config["model_type"] == "llama" and (found := re.search(r"\.attn_([qk])\.", name)):
+    def unpack(part: tuple[str, int | None]) -> tuple[str, torch.Tensor]:
+        name, expert = part
+        values = source.get(name, expert)
+        if kind in _INTERLEAVED and (found := re.search(r"\.attn_([qk])\.", name)):
             which = "num_attention_heads" if found[1] == "q" else "num_key_value_heads"
             values = _halves(values, config[which])
+        if kind in _WITHOUT_ONE and name.endswith("norm.weight"):
+            values = values - 1.0
         tensor = torch.from_numpy(np.require(values, requirements=["C", "W"]))
-        return _renamed(source, name), tensor.bfloat16() if tensor.ndim > 1 else tensor
+        renamed = _renamed(source, name, names).format(expert)
+        return renamed, tensor.bfloat16() if tensor.ndim > 1 else tensor
 
+    parts: list[tuple[str, int | None]] = []
+    for name, info in source.tensors.items():
+        if name.endswith("_exps.weight"):
+            parts += [(name, expert) for expert in range(info.shape[0])]
+        elif name not in _TABLES:
+            parts.append((name, None))
     # Two at a time: unpacking is numpy, which lets go of the interpreter, and holds little memory.
     with ThreadPoolExecutor(2) as pool:
-        yield from pool.map(unpack, [name for name in source.tensors if name != _FREQS])
+        yield from pool.map(unpack, parts)
 
 
 def _halves(values: np.ndarray, num_heads: int) -> np.ndarray:
@@ -193,14 +156,15 @@ def _halves(values: np.ndarray, num_heads: int) -> np.ndarray:
     return split.swapaxes(1, 2).reshape(values.shape)
 
 
-def _renamed(source: GGUFFile, name: str) -> str:
+def _renamed(source: GGUFFile, name: str, names: dict[str, str]) -> str:
+    """With {} where the number of an expert goes."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if layer is None or layer[2] not in _LAYER:
+    if layer is None or layer[2] not in names:
         raise ModelError(f"{source.path}: tensor {name} is not part of a supported model")
-    return f"model.layers.{layer[1]}.{_LAYER[layer[2]]}.{kind}"
+    return f"model.layers.{layer[1]}.{names[layer[2]]}.{kind}"
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -50,21 +50,44 @@ class GGUFFile:
         except (struct.error, UnicodeDecodeError, KeyError, MemoryError, OverflowError) as error:
             raise ModelError(f"{path} is damaged or truncated: {error}") from error
 
-    def get(self, name: str) -> np.ndarray:
-        """The tensor, unpacked to float32. Raises ModelError."""
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    def get(self, name: str, index: int | None = None) -> np.ndarray:
+        """The tensor, or `index` of its outermost dimension, unpacked to float32. Raises
+        ModelError."""
+        from gguf import GGML_QUANT_SIZES
         from gguf.quants import dequantize
 
         info = self.tensors[name]
+        kind = self._kind(name)
+        per_block, block_bytes = GGML_QUANT_SIZES[kind]
+        row_bytes = info.shape[-1] // per_block * block_bytes
+        shape, offset = info.shape[:-1], info.offset
+        if index is not None:
+            shape = shape[1:]
+            offset += index * prod(shape) * row_bytes
         try:
-            kind = GGMLQuantizationType(info.kind)
-            per_block, block_bytes = GGML_QUANT_SIZES[kind]
-            row_bytes = info.shape[-1] // per_block * block_bytes
-            rows = prod(info.shape[:-1])
-            raw = np.frombuffer(self._bytes, np.uint8, rows * row_bytes, info.offset)
-            return dequantize(raw.reshape(*info.shape[:-1], row_bytes), kind)
-        except (ValueError, NotImplementedError) as error:
-            raise ModelError(f"{self.path}: tensor {name} cannot be unpacked: {error}") from error
+            raw = np.frombuffer(self._bytes, np.uint8, prod(shape) * row_bytes, offset)
+        except ValueError:
+            raise ModelError(
+                f"{self.path} is truncated: tensor {name} reaches to byte "
+                f"{offset + prod(shape) * row_bytes:,}, the file has {len(self._bytes):,}"
+            ) from None
+        try:
+            return dequantize(raw.reshape(*shape, row_bytes), kind)
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{self.path}: tensor {name} is quantized as {kind.name}, which is not supported"
+            ) from error
+
+    def _kind(self, name: str) -> Any:
+        from gguf import GGMLQuantizationType
+
+        info = self.tensors[name]
+        try:
+            return GGMLQuantizationType(info.kind)
+        except ValueError:
+            raise ModelError(
+                f"{self.path}: tensor {name} has the unknown quantization {info.kind}"
+            ) from None
 
     def _read_header(self) -> None:
         version, num_tensors, num_values = self._take("IQQ")

@@ -19,7 +19,12 @@ from engine.model.errors import ModelError
 from engine.model.gguf_file import GGUFFile
 
 CONTROL, USER_DEFINED = 3, 4  # token types
-ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>")  # they end an answer, whatever the file calls the end
+ENDS_OF_TURN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+)  # they end an answer, whatever the file calls the end
 
 # How text is cut before merging, as the models' own tokenizer.json files have it.
 _LLAMA3 = (
@@ -36,7 +41,8 @@ def _pre_tokenizer(name: str) -> Any:
     if name in ("smollm", "starcoder"):
         digits = split.Digits(individual_digits=True)
         return split.Sequence([digits, split.ByteLevel(add_prefix_space=False)])
-    patterns = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2}
+    patterns = dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), _LLAMA3)
+    patterns["qwen2"] = _QWEN2
     if name not in patterns:
         return None
     cut = split.Split(Regex(patterns[name]), behavior="isolated")
@@ -77,7 +83,7 @@ def end_token_ids(source: GGUFFile) -> list[int]:
     ends = {token for token in stated if token is not None}
     types = meta.get("tokenizer.ggml.token_type", ())
     for index, (token, kind) in enumerate(zip(meta["tokenizer.ggml.tokens"], types, strict=False)):
-        if kind == CONTROL and token in ENDS_OF_TURN:
+        if kind in (CONTROL, USER_DEFINED) and token in ENDS_OF_TURN:
             ends.add(index)
     return sorted(ends)
 

@@ -1,17 +1,19 @@
 """The operations a decoder is made of, and how they are prepared for one step.
 
-Two sets exist: `TorchOps` (any device) and `CpuOps` (compiled kernels). A set owns the KV pool and
-the rotary tables; `begin` tells it about the batch that the following calls belong to.
+Three sets exist: `TorchOps` (any device, the reference), `CpuOps` (compiled kernels) and
+`TritonOps` (kernels for GPUs). A set owns the KV pool and the rotary tables; `begin` tells it about
+the batch that the following calls belong to.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
 
 from engine.model.batch import Batch
-from engine.model.config import ModelConfig
+from engine.model.config import Rope, RopeScaling
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -32,10 +34,19 @@ class Ops(Protocol):
         ...
 
     def vector(self, weight: torch.Tensor) -> torch.Tensor:
-        """Prepare the weight of a norm."""
+        """Prepare the weight of a norm, or a small matrix that is used in float32."""
+        ...
+
+    def heads(self, weight: torch.Tensor) -> torch.Tensor:
+        """Prepare per-head matrices [num_heads, in, out] for `torch.bmm` with activations."""
         ...
 
     def begin(self, batch: Batch) -> None: ...
+
+    def run_layers(self, hidden: torch.Tensor, layers: Any) -> bool:
+        """All layers (a tuple of `LayerWeights`) at once, hidden [N, hidden_size] in place, if the
+        set has a faster way than the calls below; False: nothing was done."""
+        ...
 
     def embed(self, table: Any, tokens: torch.Tensor) -> torch.Tensor:
         """[num_tokens] -> a fresh [num_tokens, hidden_size]."""
@@ -67,27 +78,78 @@ class Ops(Protocol):
         ...
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[n, 2 * intermediate_size] -> [n, intermediate_size]."""
+        """[n, 2 * width] -> [n, width]: activation(gate) * up, with the model's activation."""
+        ...
+
+    def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
+        """Multi-head latent attention. q_rope [N, num_heads, rope_dim], contiguous, is rotated in
+        place; latent [N, rank + rope_dim], contiguous and normed in front, is rotated behind and
+        written to the pool."""
+        ...
+
+    def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
+        """queries [N, num_heads, rank + rope_dim], the first part absorbed into the latent's space
+        -> [N, num_heads, rank]: scores over all that is cached, values are its first `rank`."""
+        ...
+
+    def experts(self, gate_ups: Any, downs: Any) -> Any:
+        """Prepare stacked experts: gate_ups [E, 2 * width, hidden], downs [E, hidden, width]."""
+        ...
+
+    def add_experts(
+        self,
+        hidden: torch.Tensor,
+        x: torch.Tensor,
+        experts: Any,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """hidden [N, hidden_size] += sum over k of weights[N, k] * expert chosen[N, k] of x."""
         ...
 
 
 def rope_tables(
-    config: ModelConfig, max_positions: int, device: torch.device
+    rope: Rope, max_positions: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each [max_positions, head_dim / 2], float32.
-
-    Llama 3 scaling: frequencies of long wavelengths are divided by `factor`, those of short ones
-    are kept, and between the two bounds they are blended (Llama 3.1 model card).
-    """
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float()
-    freq = 1.0 / (config.rope_theta ** (half / config.head_dim))
-    scaling = config.rope_scaling
-    if scaling is not None and scaling.kind == "linear":
-        freq = freq / scaling.factor
-    elif scaling is not None:
-        wavelength = 2 * torch.pi / freq
-        blend = scaling.original_max_position / wavelength - scaling.low_freq_factor
-        blend = (blend / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
-        freq = (1 - blend) * freq / scaling.factor + blend * freq
+    """cos and sin, each [max_positions, rope.dim / 2], float32."""
+    half = torch.arange(0, rope.dim, 2, dtype=torch.int64).float()
+    freq = 1.0 / (rope.theta ** (half / rope.dim))
+    factor = 1.0
+    if rope.scaling is not None:
+        freq = _scaled(freq, rope, rope.scaling, max_positions)
+        factor = rope.scaling.attention_factor
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), freq)
-    return angles.cos().to(device), angles.sin().to(device)
+    return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+
+
+def _scaled(
+    freq: torch.Tensor, rope: Rope, scaling: RopeScaling, max_positions: int
+) -> torch.Tensor:
+    """Llama 3: frequencies of long wavelengths are divided by `factor`, those of short ones are
+    kept, and between the two bounds they are blended (Llama 3.1 model card). YaRN: the same with
+    bounds in rotations over the original length and a blend by index (Peng et al. 2023, sec. 3.2).
+    LongRoPE: each has a divisor of its own (Ding et al. 2024)."""
+    if scaling.kind == "linear":
+        return freq / scaling.factor
+    if scaling.kind == "longrope":
+        long = scaling.is_long(max_positions)
+        return freq / torch.tensor(scaling.long_factors if long else scaling.short_factors)
+    if scaling.kind == "llama3":
+        wavelength = 2 * torch.pi / freq
+        keep = scaling.original_max_position / wavelength - scaling.low_freq_factor
+        keep = (keep / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
+    else:
+        low = _index_of(scaling.beta_fast, rope, scaling)
+        high = _index_of(scaling.beta_slow, rope, scaling)
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rope.dim - 1)
+        ramp = (torch.arange(len(freq)) - low) / max(high - low, 0.001)
+        keep = 1 - ramp.clamp(0.0, 1.0)
+    return (1 - keep) * freq / scaling.factor + keep * freq
+
+
+def _index_of(rotations: float, rope: Rope, scaling: RopeScaling) -> float:
+    """Which frequency turns `rotations` times over the original length."""
+    turns = scaling.original_max_position / (rotations * 2 * math.pi)
+    return rope.dim * math.log(turns) / (2 * math.log(rope.theta))

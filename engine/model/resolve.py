@@ -20,6 +20,7 @@ DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SAMPLING = {"temperature": 0.0}  # in four bits, its distribution is too flat to draw from
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+HUB_SECOND_COPIES = ("consolidated*", "original/*")  # of the weights, for their makers' own code
 HUB_TIMEOUT_S = 10.0
 
 
@@ -90,7 +91,12 @@ def _download(name: str, progress: Callable[[str], None]) -> Path:
     progress(f"fetching {name} from the hub")
     try:
         return Path(
-            snapshot_download(name, allow_patterns=list(HUB_FILES), etag_timeout=HUB_TIMEOUT_S)
+            snapshot_download(
+                name,
+                allow_patterns=list(HUB_FILES),
+                ignore_patterns=list(HUB_SECOND_COPIES),
+                etag_timeout=HUB_TIMEOUT_S,
+            )
         )
     except Exception as error:  # offline, unknown, gated, full disk: one line says which
         reason = str(error).strip().splitlines() or [type(error).__name__]

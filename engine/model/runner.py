@@ -6,38 +6,53 @@ written), then `execute` is called once per step, from one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.model import kernels
 from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, with_window
 from engine.model.cpu_ops import CpuOps
 from engine.model.decoder import Decoder
 from engine.model.errors import ModelError
+from engine.model.gpu.options import GpuOptions
+from engine.model.guard import find_faults
 from engine.model.ops import TORCH_DTYPES, Ops
+from engine.model.quantize import QUANTIZATIONS
 from engine.model.sampler import sample
 from engine.model.torch_ops import TorchOps
 from engine.model.weights import load_weights
 from engine.step import Sampled, Step, StepDone
 
+if TYPE_CHECKING:
+    from engine.model.gpu.steps import GpuSteps
+    from engine.model.parallel_ops import Member
+
 DTYPES = ("float32", "bfloat16")
+KV_DTYPES = ("auto", "float8_e4m3")
 
 
 class ModelRunner:
     """Owns the weights and the KV pool of one worker. `kv_pool` is one contiguous tensor,
-    `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; others may read blocks that
-    no step writes."""
+    `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`, or with FP8 KV
+    bytes, `[num_blocks, num_layers, num_planes, num_kv_heads, bytes_per_head]` (as in `KVSpec`);
+    others may read blocks that no step writes."""
 
     def __init__(
         self,
         model_dir: Path,
         *,
         dtype: str = "auto",
+        kv_dtype: str = "auto",
+        quantization: str = "none",
+        window: int = 0,
+        num_sinks: int = 0,
+        guard: bool = True,
         device: str = "auto",
         num_blocks: int,
         block_size: int = 16,
@@ -45,29 +60,52 @@ class ModelRunner:
         max_model_len: int | None = None,
         kv_pool: torch.Tensor | None = None,
         progress: Callable[[str], None] | None = None,
+        member: Member | None = None,
+        gpu: GpuOptions = GpuOptions(),
     ) -> None:
         """dtype: "auto", "float32" or "bfloat16"; device: "auto", "cpu" or "cuda[:n]".
+        kv_dtype: "auto" (as `dtype`) or "float8_e4m3".
+        quantization: of weights, "none" or "int8" (see engine.model.quantize).
+        window, num_sinks: as of `with_window`; guard: as of `Limits`.
         kv_pool: memory to use instead of allocating it; zeroed, of the shape above or flat bytes.
+        member: this process's place among those that compute the model together; None: alone.
+        gpu: what counts on a GPU only.
         Raises ModelError."""
         self.notices: list[str] = []
-        self.device = _device(device)
+        self.device = find_device(device)
         self.dtype = self.default_dtype(self.device.type) if dtype == "auto" else dtype
-        if self.dtype not in DTYPES:
-            raise ModelError(
-                f"dtype {dtype} is not supported; supported: auto, {', '.join(DTYPES)}"
-            )
+        _check_one_of("dtype", self.dtype, ("auto", *DTYPES))
+        _check_one_of("kv_dtype", kv_dtype, KV_DTYPES)
+        _check_one_of("quantization", quantization, QUANTIZATIONS)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self.config = ModelConfig.from_dir(model_dir)
-        self.kv_spec = self.config.kv_spec(block_size, self.dtype)
+        self.config = with_window(ModelConfig.from_dir(model_dir), window, num_sinks)
+        self._member, self._gpu, self._quantization = member, gpu, quantization
+        self._own = self.config if member is None else member.config(self.config)  # its part
+        stored = self.dtype if kv_dtype == "auto" else kv_dtype
+        held = self._own if self.device.type == "cuda" else self.config
+        self.kv_spec = held.kv_spec(block_size, stored)
         longest = self.config.max_position_embeddings
+        if self.config.flat_window:  # no two positions that meet are further apart than it
+            longest = max(longest, max_model_len or 0)
         self.max_model_len = min(max_model_len or longest, longest)
         self.kv_pool = self._pool(num_blocks, kv_pool)
-        self._limits = Limits(num_blocks, block_size, self.max_model_len, self.config.vocab_size)
+        self._limits = Limits(
+            num_blocks,
+            block_size,
+            self.max_model_len,
+            self.config.vocab_size,
+            self.config.flat_window,
+            self.config.num_sinks,
+            guard,
+        )
         with torch.inference_mode():
             ops = self._ops(num_threads or torch.get_num_threads())
+            if member is not None:
+                ops = member.ops(ops, self.config)
             weights = load_weights(model_dir, self.config, ops, progress or (lambda _: None))
-        self._decoder = Decoder(weights, ops)
+            self._decoder = Decoder(self.config, weights, ops)
+            self._steps = self._gpu_steps(ops, progress or (lambda _: None))
 
     @staticmethod
     def default_dtype(device_type: str = "cpu") -> str:
@@ -76,27 +114,41 @@ class ModelRunner:
 
     def execute(self, step: Step) -> StepDone:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
-        left to the caller. Raises ValueError for a step outside the pool, the model's length or
-        the vocabulary."""
+        left to the caller. A sequence outside the pool, the model's length or the vocabulary is
+        left out, and its error is in `failed`."""
         began = perf_counter()
+        failed = find_faults(step, self._limits)
+        kept = [index for index in range(len(step.seqs)) if index not in failed]
+        if failed:
+            step = Step(step.step_id, [step.seqs[index] for index in kept])
         sampled: list[Sampled | None] = [None] * len(step.seqs)
         with torch.inference_mode():
-            if step.seqs:
+            if step.seqs and self._steps is not None:
+                sampled = self._steps.execute(step)
+            elif step.seqs:
                 batch = Batch.from_step(step, self._limits, self.device)
                 logits = self._decoder.forward(batch)
                 asked = [index for index, seq in enumerate(step.seqs) if seq.sample]
                 tokens = sample(logits, [step.seqs[index] for index in asked])
                 for index, token in zip(asked, tokens, strict=True):
                     sampled[index] = token
-        return StepDone(step.step_id, sampled, elapsed_s=perf_counter() - began)
+        if failed:
+            by_index = dict(zip(kept, sampled, strict=True))
+            sampled = [by_index.get(index) for index in range(len(kept) + len(failed))]
+        elapsed_s = perf_counter() - began
+        return StepDone(step.step_id, sampled, elapsed_s=elapsed_s, failed=failed)
 
     def _pool(self, num_blocks: int, given: torch.Tensor | None) -> torch.Tensor:
         spec = self.kv_spec
-        shape = (
-            *(num_blocks, spec.num_layers, 2),
-            *(spec.num_kv_heads, spec.block_size, spec.head_dim),
-        )
-        kind = TORCH_DTYPES[spec.dtype]
+        shape: tuple[int, ...] = (num_blocks, spec.num_layers, spec.num_planes, spec.num_kv_heads)
+        if spec.dtype in TORCH_DTYPES:
+            kind = TORCH_DTYPES[spec.dtype]
+            shape += (spec.block_size, spec.head_dim)
+        else:  # numbers and their scales
+            kind = torch.uint8
+            shape += (spec.bytes_per_head,)
+        if self._member is not None:
+            given = self._member.memory(num_blocks * spec.bytes_per_block)
         if given is not None:
             assert given.is_contiguous()
             assert given.device.type == self.device.type
@@ -112,24 +164,58 @@ class ModelRunner:
 
     def _ops(self, num_threads: int) -> Ops:
         kind = TORCH_DTYPES[self.dtype]
+        pool = self.kv_pool
+        if self._member is not None:
+            pool = self._member.view(pool, self.config)
         if self.device.type == "cpu":
             try:
                 library = kernels.load(default_cache_dir())
                 return CpuOps(
-                    self.config,
-                    self.kv_pool,
+                    self._own,
+                    pool,
                     kind,
                     self.max_model_len,
                     library,
                     num_threads,
                     native_bf16=_cpu_has_bf16(),
+                    quantization=self._quantization,
                 )
             except kernels.KernelsUnavailable as error:
                 self.notices.append(f"CPU kernels are not used, torch is (slower): {error}")
-        return TorchOps(self.config, self.kv_pool, kind, self.max_model_len)
+        if self.device.type == "cuda":
+            try:
+                from engine.model.gpu.ops import TritonOps
+
+                return TritonOps(self._own, pool, kind, self.max_model_len, self._quantization)
+            except (kernels.KernelsUnavailable, ImportError) as error:
+                self.notices.append(f"GPU kernels are not used, torch is (slower): {error}")
+        return TorchOps(self._own, pool, kind, self.max_model_len, self._quantization)
+
+    def _gpu_steps(self, ops: Ops, progress: Callable[[str], None]) -> GpuSteps | None:
+        """None where steps are run one by one: on a CPU, without kernels, and among several
+        processes, whose sums a graph does not hold."""
+        if self.device.type != "cuda" or self._member is not None or isinstance(ops, TorchOps):
+            return None
+        from engine.model.gpu.steps import GpuSteps
+
+        steps = GpuSteps(
+            self._decoder,
+            self._limits,
+            self.device,
+            max_num_seqs=self._gpu.max_num_seqs,
+            graphs=self._gpu.graphs,
+            progress=progress,
+        )
+        self.notices += steps.notices
+        return steps
 
 
-def _device(name: str) -> torch.device:
+def _check_one_of(name: str, value: str, supported: Sequence[str]) -> None:
+    if value not in supported:
+        raise ModelError(f"{name} {value} is not supported; supported: {', '.join(supported)}")
+
+
+def find_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -2,68 +2,98 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
+from engine.model import fp8
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.ops import rope_tables
+from engine.model.quantize import dequantize, quantize
+
+MOST_SCORES = 1 << 24  # held at once where scores are computed one by one
+
+Matrix = tuple[torch.Tensor, torch.Tensor | None]
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Queries:
+    """Queries of sequences that have equally many, `n` each, and where they are."""
+
+    at: torch.Tensor  # [S, n, num_heads, head_dim]
+    to_sinks: torch.Tensor | None  # the same, rotated for the first positions
+    positions: torch.Tensor  # [S, n]
+    tables: torch.Tensor  # [S, widest]
+    ends: tuple[int, ...]  # of each context, on the host
 
 
 class TorchOps:
-    """Owned by one runner. The residual stream has the weights' dtype; norms compute in float32."""
+    """Owned by one runner. The residual stream has the weights' dtype; norms compute in float32.
+
+    Keys and values are gathered by position, so blocks that were given back are not read."""
 
     def __init__(
-        self, config: ModelConfig, pool: torch.Tensor, dtype: torch.dtype, max_positions: int
+        self,
+        config: ModelConfig,
+        pool: torch.Tensor,
+        dtype: torch.dtype,
+        max_positions: int,
+        quantization: str = "none",
     ) -> None:
-        """pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+        """pool: [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim], or uint8
+        [num_blocks, num_layers, num_planes, num_kv_heads, bytes_per_head] in float8_e4m3."""
         self._config = config
-        self._pool = pool
+        self._numbers, self._scales = pool, pool
+        if pool.dtype == torch.uint8:
+            self._numbers, self._scales = fp8.parts(pool, config.head_dim)
         self._dtype = dtype
-        self._cos, self._sin = rope_tables(config, max_positions, pool.device)
+        self._int8 = quantization == "int8"
+        self._tables = [rope_tables(rope, max_positions, pool.device) for rope in config.ropes]
         self._batch: Batch | None = None
 
-    def table(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(self._pool.device, self._dtype, copy=True)  # not a view of the file
+    @property
+    def _size(self) -> int:
+        return self._numbers.shape[4]
 
-    def matrix(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, role: str
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def table(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self._numbers.device, self._dtype, copy=True)  # not a view of the file
+
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
+        if self._int8:  # its values; memory is not saved here
+            weight = dequantize(*quantize(weight))
         return self.table(weight), None if bias is None else self.table(bias)
 
     def vector(self, weight: torch.Tensor) -> torch.Tensor:
-        return self.table(weight)
+        return weight.to(self._numbers.device, torch.float32, copy=True)
+
+    def heads(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.table(weight).contiguous()
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
-        size = self._pool.shape[4]
-        self._block, self._offset = batch.slots // size, batch.slots % size
-        # [N, 1, head_dim / 2]
-        self._angles = (
-            self._cos[batch.positions].unsqueeze(1),
-            self._sin[batch.positions].unsqueeze(1),
-        )
+        self._block, self._offset = batch.slots // self._size, batch.slots % self._size
+        self._to_sinks: torch.Tensor | None = None
+
+    def run_layers(self, hidden: torch.Tensor, layers: Any) -> bool:
+        return False
 
     def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return table[tokens]
 
-    def linear(
-        self, x: torch.Tensor, matrix: tuple[torch.Tensor, torch.Tensor | None]
-    ) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         return F.linear(x, matrix[0], matrix[1])
 
-    def add_linear(
-        self,
-        hidden: torch.Tensor,
-        x: torch.Tensor,
-        matrix: tuple[torch.Tensor, torch.Tensor | None],
-    ) -> None:
+    def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
         hidden += F.linear(x, matrix[0], matrix[1])
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.rms_norm_eps)
-        return weight * (wide * scale).to(x.dtype)
+        return (weight * (wide * scale).to(x.dtype)).to(x.dtype)
 
     def rope_write(
         self,
@@ -78,54 +108,204 @@ class TorchOps:
         if q_norm is not None and k_norm is not None:
             queries.copy_(self.rms_norm(queries, q_norm))
             keys.copy_(self.rms_norm(keys, k_norm))
-        both = heads[:, : c.num_heads + c.num_kv_heads].float()
-        x1, x2 = both.chunk(2, dim=-1)
-        cos, sin = self._angles
-        heads[:, : c.num_heads + c.num_kv_heads] = torch.cat(
-            (x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1
-        ).to(heads.dtype)
-        kv = self._pool[:, layer]  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
-        kv[self._block, 0, :, self._offset] = keys.to(kv.dtype)
-        kv[self._block, 1, :, self._offset] = values.to(kv.dtype)
+        self._to_sinks = self._seen_from_sinks(queries, layer)
+        angles = self._angles(layer, None)
+        if angles is not None:
+            both = heads[:, : c.num_heads + c.num_kv_heads]
+            both.copy_(_rotated(both, angles))
+        self._write(layer, 0, keys)
+        self._write(layer, 1, values)
+
+    def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
+        rank = latent.shape[1] - q_rope.shape[2]
+        self._to_sinks = self._seen_from_sinks(q_rope, layer)
+        angles = self._angles(layer, None)
+        if angles is not None:
+            q_rope.copy_(_rotated(q_rope, angles))
+            key = latent[:, rank:].unsqueeze(1)
+            key.copy_(_rotated(key, angles))
+        self._write(layer, 0, latent.unsqueeze(1))
+
+    def _angles(self, layer: int, latest: int | None) -> Angles | None:
+        """cos and sin of each token's position, or of `latest` if that is less: [N, 1, dim / 2]."""
+        if self._config.rope(layer) is None:
+            return None
+        assert self._batch is not None
+        index = self._config.layer_ropes[layer] if self._config.layer_ropes else 0
+        positions = self._batch.positions
+        if latest is not None:
+            positions = positions.clamp(max=latest)
+        cos, sin = (table[positions].unsqueeze(1) for table in self._tables[index])
+        return cos, sin
+
+    def _seen_from_sinks(self, queries: torch.Tensor, layer: int) -> torch.Tensor | None:
+        """Queries [N, num_heads, dim], not rotated yet, as the sinks of a layer meet them: never
+        farther away than its window and the sinks are long (Xiao et al. 2023)."""
+        window, sinks = self._config.window(layer), self._config.num_sinks
+        if not window or not sinks:
+            return None
+        angles = self._angles(layer, window + sinks - 1)
+        return queries.clone() if angles is None else _rotated(queries, angles)
+
+    def _write(self, layer: int, plane: int, heads: torch.Tensor) -> None:
+        """heads: [N, num_kv_heads, head_dim]."""
+        numbers, scales = self._numbers[:, layer, plane], self._scales[:, layer, plane]
+        if numbers.dtype == torch.uint8:
+            heads, scale = fp8.encode(heads)
+            scales[self._block, :, self._offset] = scale
+        numbers[self._block, :, self._offset] = heads.to(numbers.dtype)
 
     def attention(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        c, batch = self._config, self._batch
-        assert batch is not None
+        c = self._config
         queries = qkv[:, : c.num_heads * c.head_dim].view(len(qkv), c.num_heads, c.head_dim)
-        kv = self._pool[:, layer]
-        if all(span[1] == 1 for span in batch.spans):
-            return self._one_token_each(queries, kv).flatten(1)
-        out = torch.empty_like(queries)
-        for index, (first, count, context) in enumerate(batch.spans):
-            keys, values = self._gather(kv, batch.block_tables[index : index + 1], context)
-            rows = torch.arange(context - count, context, device=kv.device)
-            visible = torch.arange(context, device=kv.device) <= rows.unsqueeze(1)
-            q = queries[first : first + count].transpose(0, 1).unsqueeze(0)
-            attended = F.scaled_dot_product_attention(
-                q, keys, values, attn_mask=visible, enable_gqa=True
-            )
-            out[first : first + count] = attended[0].transpose(0, 1)
-        return out.flatten(1)
+        return self._attended(queries, self._to_sinks, layer, c.head_dim).flatten(1)
 
-    def _one_token_each(self, queries: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """A pure decode batch at once, padded to the longest context: [S, num_heads, head_dim]."""
+    def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
+        assert self._config.latent is not None
+        rank, to_sinks = self._config.latent.rank, self._to_sinks
+        if to_sinks is not None:
+            to_sinks = torch.cat((queries[:, :, :rank], to_sinks), dim=-1)
+        return self._attended(queries, to_sinks, layer, rank)
+
+    def _attended(
+        self, queries: torch.Tensor, to_sinks: torch.Tensor | None, layer: int, width: int
+    ) -> torch.Tensor:
+        """queries [N, num_heads, head_dim] -> [N, num_heads, width]: a pure decode batch at once,
+        padded to the longest context; otherwise sequence by sequence."""
         batch = self._batch
         assert batch is not None
-        longest = max(span[2] for span in batch.spans)
-        keys, values = self._gather(kv, batch.block_tables, longest)
-        visible = torch.arange(longest, device=kv.device) < batch.context_len.unsqueeze(1)
-        return F.scaled_dot_product_attention(
-            queries.unsqueeze(2), keys, values, attn_mask=visible[:, None, None], enable_gqa=True
-        ).squeeze(2)
+        out = queries.new_empty(*queries.shape[:2], width)
+        if all(span[1] == 1 for span in batch.spans):
+            parts = [(slice(0, len(batch.spans)), slice(0, len(queries)))]
+        else:
+            spans = enumerate(batch.spans)
+            parts = [(slice(i, i + 1), slice(s[0], s[0] + s[1])) for i, s in spans]
+        for seqs, rows in parts:
+            count = len(batch.spans[seqs])
+            group = _Queries(
+                queries[rows].unflatten(0, (count, -1)),
+                None if to_sinks is None else to_sinks[rows].unflatten(0, (count, -1)),
+                batch.positions[rows].unflatten(0, (count, -1)),
+                batch.block_tables[seqs],
+                tuple(span[2] for span in batch.spans[seqs]),
+            )
+            out[rows] = self._attend(group, layer, width).flatten(0, 1)
+        return out
 
-    def _gather(
-        self, kv: torch.Tensor, tables: torch.Tensor, context: int
+    def _attend(self, queries: _Queries, layer: int, width: int) -> torch.Tensor:
+        """-> [S, n, num_heads, width], of the layer's values their first `width` dimensions."""
+        c, window = self._config, self._config.window(layer)
+        num_sinks = c.num_sinks if window else 0
+        count, device = queries.at.shape[1], queries.at.device
+        ends = torch.tensor(queries.ends, device=device)
+        # Columns are the last positions of each context, as far back as the first query sees.
+        reach = [min(end, window + count - 1) if window else end for end in queries.ends]
+        columns = ends.unsqueeze(1) - max(reach) + torch.arange(max(reach), device=device)  # [S, K]
+        farthest = ends - torch.tensor(reach, device=device)
+        rows = queries.positions.unsqueeze(2)  # [S, n, 1]
+        visible = (columns >= num_sinks).unsqueeze(1) & (columns.unsqueeze(1) <= rows)
+        if window:
+            visible = visible & (columns.unsqueeze(1) > rows - window)
+        columns = columns.maximum(farthest.unsqueeze(1))  # what a window has left is not there
+        if num_sinks:
+            first = torch.arange(num_sinks, device=device).expand(len(ends), -1)
+            columns = torch.cat((first.minimum(ends.unsqueeze(1) - 1), columns), dim=1)
+            visible = torch.cat((first.unsqueeze(1) <= rows, visible), dim=2)
+        keys, values = self._read(queries.tables, columns, layer)
+        if c.latent is not None:
+            values = keys[..., :width]
+        if not num_sinks and not c.attention_softcap:
+            return F.scaled_dot_product_attention(
+                queries.at.transpose(1, 2),
+                keys,
+                values,
+                attn_mask=visible.unsqueeze(1),
+                scale=c.score_scale,
+                enable_gqa=True,
+            ).transpose(1, 2)
+        at_once = max(1, MOST_SCORES // (visible.shape[0] * visible.shape[2] * c.num_heads))
+        parts = [
+            self._explicit(queries, keys, values, visible, slice(i, i + at_once), num_sinks)
+            for i in range(0, count, at_once)
+        ]
+        return torch.cat(parts, dim=1)
+
+    def _explicit(
+        self,
+        queries: _Queries,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        visible: torch.Tensor,
+        part: slice,
+        num_sinks: int,
+    ) -> torch.Tensor:
+        """Attention of `part` of the queries, score by score in float32: [S, n, num_heads, width].
+        The first `num_sinks` columns are scored with the queries that are meant for them."""
+        num_kv_heads, cap = keys.shape[1], self._config.attention_softcap
+
+        def scores(at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+            grouped = at[:, part].float().unflatten(2, (num_kv_heads, -1))
+            return torch.einsum("snhgd,shkd->shgnk", grouped, to.float()) * self._config.score_scale
+
+        found = scores(queries.at, keys[:, :, num_sinks:])
+        if queries.to_sinks is not None:
+            sinks = scores(queries.to_sinks, keys[:, :, :num_sinks])
+            found = torch.cat((sinks, found), dim=-1)
+        if cap:
+            found = (found / cap).tanh() * cap
+        found.masked_fill_(~visible[:, part][:, None, None], float("-inf"))
+        mixed = torch.einsum("shgnk,shkd->snhgd", found.softmax(-1), values.float())
+        return mixed.flatten(2, 3).to(self._dtype)
+
+    def _read(
+        self, tables: torch.Tensor, columns: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of positions [0, context): each [S, num_kv_heads, context, head_dim]."""
-        blocks = kv[tables.long()]  # [S, blocks, 2, num_kv_heads, block_size, head_dim]
-        flat = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :context].to(self._dtype)
-        return flat[0], flat[1]
+        """Keys and values at positions `columns` [S, K]: each [S, num_kv_heads, K, head_dim]. With
+        latents both are the same."""
+        blocks = tables.long().gather(1, columns // self._size)
+        offsets = columns % self._size
+        planes = []
+        for plane in range(self._numbers.shape[2]):
+            found = self._numbers[:, layer, plane][blocks, :, offsets]  # [S, K, heads, head_dim]
+            if found.dtype == torch.uint8:
+                scales = self._scales[:, layer, plane][blocks, :, offsets]
+                found = fp8.decode(found, scales, self._dtype)
+            planes.append(found.to(self._dtype).transpose(1, 2))
+        return planes[0], planes[-1]
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if self._config.activation == "gelu_tanh":
+            return F.gelu(gate, approximate="tanh") * up
         return F.silu(gate) * up
+
+    def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Stacked for this call: no copy where they are already what is needed."""
+        device = self._numbers.device
+        if self._int8:
+            gate_ups, downs = (dequantize(*quantize(each)) for each in (gate_ups, downs))
+        return gate_ups.to(device, self._dtype), downs.to(device, self._dtype)
+
+    def add_experts(
+        self,
+        hidden: torch.Tensor,
+        x: torch.Tensor,
+        experts: tuple[torch.Tensor, ...],
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        gate_ups, downs = experts
+        total = torch.zeros_like(hidden, dtype=torch.float32)
+        for index in chosen.unique().tolist():
+            rows, choice = torch.where(chosen == index)
+            gated = self.swiglu(F.linear(x[rows], gate_ups[index]))
+            part = F.linear(gated, downs[index]).float() * weights[rows, choice, None]
+            total.index_add_(0, rows, part)
+        hidden += total.to(hidden.dtype)
+
+
+def _rotated(x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """x [N, heads, dim] with its leading dimensions turned, in halves; the others as they are."""
+    cos, sin = angles
+    x1, x2, rest = x.float().tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest), dim=-1).to(x.dtype)

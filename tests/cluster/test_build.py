@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 
-from cluster.build import (
+from cluster.build import WorkerSpec, prepare_model, worker_config
+from cluster.config import Config, EngineSection, ModelSection
+from cluster.kv_plan import (
     SPARE_BYTES,
     BuildError,
-    WorkerSpec,
     check_memory,
     kv_lines,
     plan_kv,
     plan_tiers,
-    prepare_model,
     resolve_max_model_len,
-    worker_config,
 )
-from cluster.config import Config, EngineSection, ModelSection
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, Rope
 from engine.stats import Role, WorkerInfo
 
 MODEL = ModelConfig(
@@ -34,8 +32,7 @@ MODEL = ModelConfig(
     intermediate_size=1536,
     vocab_size=49152,
     rms_norm_eps=1e-5,
-    rope_theta=1e5,
-    rope_scaling=None,
+    ropes=(Rope(1e5, 64),),
     tie_word_embeddings=True,
     attention_bias=False,
     output_bias=False,
@@ -117,13 +114,13 @@ def spec_of(**changes: Any) -> WorkerSpec:
 def test_tiers_hold_as_many_blocks_as_fit() -> None:
     plan = plan_kv(MODEL, EngineSection(num_blocks=8), "float32")
     size = plan.spec.bytes_per_block
-    off = plan_tiers(plan, spec_of())
+    off = plan_tiers(plan, 0, 0)
     assert (off.num_host_blocks, off.num_disk_blocks, off.host_bytes) == (0, 0, 0)
-    both = plan_tiers(plan, spec_of(host_bytes=3 * size - 1, disk_bytes=70 * size))
+    both = plan_tiers(plan, 3 * size - 1, 70 * size)
     assert (both.num_host_blocks, both.num_disk_blocks) == (2, 70)
     assert (both.host_bytes, both.needed_bytes) == (2 * size, plan.needed_bytes)
     with pytest.raises(BuildError, match=r"tiers.disk_gib: this worker's share of 0.0006\d+ GiB"):
-        plan_tiers(plan, spec_of(disk_bytes=size - 1))
+        plan_tiers(plan, 0, size - 1)
 
 
 def test_memory_of_the_host_tier_counts() -> None:

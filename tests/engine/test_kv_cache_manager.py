@@ -92,3 +92,14 @@ def test_a_request_that_is_kept_saves_a_spare_copy_that_it_hits() -> None:
     kv.allocate(4)
     assert kv.pool.lookup(sequence(prompt).names) != []
     assert kv.pool.num_cached == 2
+
+
+def test_a_sequence_gives_back_what_it_was_given_whatever_its_table_says() -> None:
+    kv = KVCacheManager(8, block_size=4)
+    first, second = compute(kv, list(range(9))), compute(kv, [50 + i for i in range(9)])
+    first.block_ids[1] = second.block_ids[1]
+    kv.release(first)
+    assert (kv.pool.num_free, kv.pool.num_references) == (5, 3)
+    kv.release(second)
+    kv.check_integrity()
+    assert kv.pool.is_idle()

@@ -34,7 +34,7 @@ def read(path, generation=None, **changes) -> ModelConfig:
 
 def test_defaults_are_those_of_the_format(tmp_path):
     config = read(tmp_path)
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 16, 10000.0)
+    assert (config.num_kv_heads, config.head_dim, config.ropes[0].theta) == (4, 16, 10000.0)
     assert not config.tie_word_embeddings
     assert config.eos_token_ids == ()
     assert config.kv_spec(16, "float32") == KVSpec(2, 4, 16, 16, "float32")
@@ -56,8 +56,8 @@ def test_ends_of_sequence_are_those_of_both_files(tmp_path):
 )
 def test_rope_is_read_from_either_spelling(tmp_path, spelled):
     config = read(tmp_path, **spelled)
-    assert config.rope_theta == 5e5
-    assert config.rope_scaling == RopeScaling("linear", 2.0)
+    assert config.ropes[0].theta == 5e5
+    assert config.ropes[0].scaling == RopeScaling("linear", 2.0)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,12 @@ def test_rope_is_read_from_either_spelling(tmp_path, spelled):
         ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \(awq\)"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling yarn"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope scaling ntk"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor is None, a number is needed"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is None"),
         ({"sliding_window": 1024}, "sliding_window 1024"),
-        ({"rms_norm_eps": "small"}, "not understood"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', a number is needed"),
+        ({"rope_scaling": "linear"}, "not understood"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -125,12 +127,11 @@ def test_digests_differ_with_the_weights_only(tmp_path):
 
 
 def test_weights_bytes_bound_the_parameters(tmp_path):
-    for family in ("llama", "qwen2", "qwen3"):
+    for family in ("llama", "qwen2", "qwen3", "gemma2", "mixtral", "deepseek2", "deepseek3"):
         model = make_checkpoint(family, tmp_path)
         config = ModelConfig.from_dir(tmp_path)
         counted = {p.data_ptr(): p.numel() for n, p in model.named_parameters() if "bias" not in n}
-        norms = 3 * 2 * config.head_dim if config.qk_norm else 0
-        assert config.num_parameters == sum(counted.values()) - norms
+        assert config.num_parameters == sum(counted.values())
         assert weights_bytes(config, "bfloat16") >= 2 * config.num_parameters
 
 

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from engine.model.config import ModelConfig, RopeScaling
 from engine.model.errors import ModelError
-from engine.model.gguf_file import GGUFFile
 from engine.model.resolve import resolve_model
 from tests.engine_model.tiny import Driver, make_checkpoint, tokens_of
 
@@ -109,7 +108,7 @@ def test_llama3_frequencies_are_recognized_from_their_table(tmp_path):
     divisors = (1 / ((1 - blend) / 8 + blend)).astype(np.float32)
     write_gguf(tmp_path / "good.gguf", model, "llama", freqs=divisors)
     path = resolve_model(str(tmp_path / "good.gguf"), cache_dir=tmp_path, progress=quiet)
-    assert ModelConfig.from_dir(path).rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+    assert ModelConfig.from_dir(path).ropes[0].scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
     divisors[3] = 5.0
     write_gguf(tmp_path / "odd.gguf", model, "llama", freqs=divisors)
     with pytest.raises(ModelError, match=r"rope_freqs\.weight is not Llama 3's kind"):
@@ -153,7 +152,7 @@ def test_several_converters_at_once_leave_one_whole_directory(tmp_path):
     assert list((tmp_path / "cache" / "models").iterdir()) == [found[0]]
 
 
-def test_damaged_and_foreign_gguf_files_are_named_and_leave_nothing(tmp_path):
+def test_damaged_gguf_files_are_named_and_leave_nothing(tmp_path):
     model = make_checkpoint("llama", tmp_path / "original")
     file = tmp_path / "m.gguf"
     write_gguf(file, model, "llama")
@@ -163,34 +162,15 @@ def test_damaged_and_foreign_gguf_files_are_named_and_leave_nothing(tmp_path):
         b"": "cannot be read",
         whole[:10]: "is damaged or truncated",
         whole[:2000]: "is damaged or truncated",
-        whole[: len(whole) // 2]: "cannot be unpacked",
+        whole[: len(whole) // 2]: "is truncated: tensor",
     }
     for content, told in cases.items():
         file.write_bytes(content)
         with pytest.raises(ModelError, match=told) as error:
             resolve_model(str(file), cache_dir=tmp_path / "cache", progress=quiet)
         assert "\n" not in str(error.value)
-    write_gguf(file, model, "gemma3")
-    with pytest.raises(ModelError, match="GGUF architecture gemma3 is not supported"):
-        resolve_model(str(file), cache_dir=tmp_path / "cache", progress=quiet)
     models = tmp_path / "cache" / "models"
     assert list(models.iterdir()) == []
-
-
-def test_quantized_tensors_are_unpacked(tmp_path):
-    values = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
-    writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
-    for kind in (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1):
-        packed = gguf.quants.quantize(values, kind)
-        writer.add_tensor(kind.name, packed, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    source = GGUFFile(tmp_path / "q.gguf")
-    assert np.abs(source.get("Q8_0") - values).max() < 0.02
-    assert np.abs(source.get("Q4_1") - values).max() < 0.3
-    assert source.metadata["general.architecture"] == "llama"
 
 
 def test_names_that_lead_nowhere_are_explained(tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ def specs_and_tp(draw: st.DrawFn) -> tuple[KVSpec, int]:
         head_dim=draw(st.integers(1, 8)),
         block_size=draw(st.integers(1, 8)),
         dtype=draw(st.sampled_from(sorted(DTYPE_BYTES))),
+        num_planes=draw(st.integers(1, 2)),
     )
     return spec, tp_size
 
@@ -59,9 +60,8 @@ def two_shares(draw: st.DrawFn) -> tuple[KVSpec, HeadShare, HeadShare]:
 
 def blocks_of(spec: KVSpec, share: HeadShare) -> np.ndarray:
     """`[bytes]` of a rank's block: each byte says which byte of the whole model's block it is."""
-    width = DTYPE_BYTES[spec.dtype]
     whole = np.arange(spec.bytes_per_block).reshape(
-        spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim, width
+        spec.num_layers, spec.num_planes, spec.num_kv_heads, spec.bytes_per_head
     )
     return whole[:, :, share.heads.start : share.heads.stop].ravel()
 
@@ -88,7 +88,7 @@ def test_equal_shares_are_one_span_and_partial_ones_one_span_a_plane(
     if src.heads == dst.heads:
         assert spans == (CopySpan(0, 0, src.bytes_per_block),)
     elif set(src.heads) & set(dst.heads):
-        assert len(spans) == 2 * spec.num_layers
+        assert len(spans) == spec.num_planes * spec.num_layers
     else:
         assert spans == ()
 
@@ -115,11 +115,20 @@ def test_heads_that_cannot_be_shared_so_are_refused(rank: int, size: int) -> Non
         ("head_dim", 16),
         ("block_size", 8),
         ("dtype", "float16"),
+        ("dtype", "float8_e4m3"),
+        ("num_planes", 1),
     ],
 )
 def test_fingerprint_tells_shapes_apart(field: str, value: object) -> None:
     other = replace(SPEC, **{field: value})
     assert fingerprint(b"model", other) != fingerprint(b"model", SPEC)
+
+
+def test_scales_follow_the_numbers_of_each_head() -> None:
+    spec = replace(SPEC, dtype="float8_e4m3")
+    assert spec.bytes_per_head == 4 * 8 + 4
+    half, whole = BlockLayout(spec).share(1, 2), BlockLayout(spec).share(0, 1)
+    assert head_overlap(half, whole)[0] == CopySpan(src=0, dst=2 * 36, length=2 * 36)
 
 
 def test_fingerprint_tells_models_and_versions_apart_and_nothing_else() -> None:

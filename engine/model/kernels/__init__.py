@@ -14,10 +14,10 @@ import tempfile
 from hashlib import blake2b
 from pathlib import Path
 
-HEADERS = ("common.h", "attention.h", "pool.h")
+HEADERS = ("common.h", "attention.h", "linear.h", "pool.h", "product.h")
 SOURCES = (
-    *("pool.c", "linear.c", "layers.c"),
-    *("attention.c", "attention_split.c", "attention_tile.c"),
+    *("pool.c", "linear.c", "linear_pack.c", "experts.c", "layers.c"),
+    *("attention.c", "attention_split.c", "attention_tile.c", "step.c"),
 )
 # No -ffast-math: linked into a shared library it turns off denormals for the whole process.
 FLAGS = (
@@ -28,27 +28,39 @@ COMPILE_TIMEOUT_S = 120.0
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "kvr_panel_width": (_LONG, []),
     "kvr_vector_width": (_LONG, []),
     "kvr_attention_bytes": (_LONG, []),
     "kvr_attention_split": (_LONG, []),
-    "kvr_attention_tile": (_LONG, [_LONG]),
-    "kvr_attention_max_dim": (_LONG, []),
-    "kvr_attention_max_group": (_LONG, []),
+    "kvr_attention_tile": (_LONG, [_LONG, _LONG]),
     "kvr_rope_bytes": (_LONG, []),
-    "kvr_pack": (None, [_POINTER, _LONG, _LONG, _INT, _POINTER, _INT]),
+    "kvr_packed_bytes": (_LONG, [_LONG, _LONG, _INT]),
+    "kvr_pack": (None, [_POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT]),
     "kvr_linear": (
         None,
-        [_POINTER, _LONG, _LONG, _POINTER, _INT, _LONG, _POINTER, _POINTER, _INT, _INT],
+        [
+            *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT),
+            *(_LONG, _POINTER, _POINTER, _LONG, _INT, _INT),
+        ],
+    ),
+    "kvr_experts": (
+        None,
+        [_POINTER, _LONG, _POINTER, _INT, _LONG, _POINTER, _LONG, _POINTER, _INT],
     ),
     "kvr_attention_plan": (
         None,
-        [_LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
+        [_LONG, _POINTER, _POINTER, *([_LONG] * 4), _POINTER, _POINTER, _POINTER],
     ),
     "kvr_attention": (None, [_POINTER, _POINTER, _POINTER, _POINTER]),
-    "kvr_rms_norm": (None, [_POINTER, _POINTER, _POINTER, _LONG, _LONG, ctypes.c_float, _INT]),
-    "kvr_swiglu": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT]),
+    "kvr_layer_bytes": (_LONG, []),
+    "kvr_step_bytes": (_LONG, []),
+    "kvr_layers": (None, [_POINTER, _LONG, _POINTER]),
+    "kvr_rms_norm": (
+        None,
+        [_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, ctypes.c_float, _INT],
+    ),
+    "kvr_swiglu": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT, _INT]),
     "kvr_rope_write": (None, [_POINTER] * 5),
+    "kvr_latent_write": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER]),
     "kvr_embed": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER]),
 }
 

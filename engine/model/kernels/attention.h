@@ -5,49 +5,77 @@
 #include "common.h"
 
 #define SPLIT 256    /* keys per split of a one-token query; a multiple of VL */
-#define TILE_ROWS 96 /* query rows (tokens * heads of the group) per tile, about */
 #define KEYS 64      /* keys that a tile looks at between two steps of its softmax */
 #define RUN 16       /* keys of one block that are handled at a time */
 #define HIDDEN -1e30f /* score of a key that a row must not see */
-#define MAX_DIM 256
-#define MAX_GROUP 32
 
+/* Heads of a KV head that has many are shared out to several items: `group` is how many one item
+ * takes, `shares` how many items a KV head has. "Head" below is such a share.
+ *
+ * Offsets and strides of the pool count its elements; in FP8 those are bytes, and a KV head's
+ * numbers of a block, [block_size, head_dim], are followed by its scales, [block_size]. */
 typedef struct {
     const float *qkv;      /* [num_tokens, qkv_stride]: the query heads come first */
-    float *out;            /* [num_tokens, num_heads * head_dim] */
+    float *out;            /* [num_tokens, num_heads * value_dim] */
     const void *pool;      /* first element of the layer's keys in block 0 */
-    float *partial;        /* [num_partials, group, head_dim + 2] */
-    const int32_t *tables; /* [num_seqs, table_stride] */
+    float *partial;        /* [num_partials, group, value_dim + 2] */
+    const int32_t *tables; /* [num_seqs, table_stride]; blocks before the window may be -1 */
     const int32_t *query_start, *query_len, *context_len; /* [num_seqs]; context has the query in */
-    const int32_t *items;  /* [num_items, 4]: seq, KV head, first query or key, partial or -1 */
-    const int32_t *merges; /* [num_merges, 4]: seq, KV head, first partial, number of partials */
-    int64_t qkv_stride, table_stride, block_stride, value_offset;
-    int64_t num_heads, num_kv_heads, head_dim, block_size, num_items, num_merges;
-    float scale;
-    int32_t kv_bf16, threads;
+    const int32_t *items;  /* [num_items, ITEM]: seq, head, first and end of queries or keys,
+                              partial or -1 */
+    const int32_t *merges; /* [num_merges, 4]: seq, head, first partial, number of partials */
+    const float *cos, *sin; /* of the layer's rope, NULL without: [max_positions, rope_dim / 2] */
+    int64_t qkv_stride, table_stride, block_stride, head_stride, value_offset;
+    int64_t num_heads, group, shares, head_dim, value_dim, block_size, num_items, num_merges;
+    int64_t window, num_sinks; /* 0: none */
+    int64_t rope_at, rope_dim; /* which of a head's dimensions are rotated */
+    float scale, softcap;      /* softcap 0: none */
+    int32_t kv_kind, threads;
 } Attention;
 
-int64_t kvr_attention_tile(int64_t group);
+#define ITEM 5
 
-/* One query token and one KV head against the keys of one split. */
+/* One query token and one head against the keys of one split. */
 void kvr_split_item(const Attention *a, const int32_t *item);
 /* The partial results of a query's splits become one. */
 void kvr_split_merge(const Attention *a, const int32_t *item);
-/* One tile of queries of one KV head. */
+/* One tile of queries of one head. */
 void kvr_tile_item(const Attention *a, const int32_t *item);
 
 /* Element offset of position `pos` of this KV head, from the layer's keys in block 0. */
-INLINE int64_t kv_at(const Attention *a, const int32_t *table, int64_t head, int64_t pos) {
+INLINE int64_t kv_at(const Attention *a, const int32_t *table, int64_t kv_head, int64_t pos) {
     int64_t block = table[pos / a->block_size];
-    return block * a->block_stride + (head * a->block_size + pos % a->block_size) * a->head_dim;
+    return block * a->block_stride + kv_head * a->head_stride + pos % a->block_size * a->head_dim;
 }
 
-/* `count` keys or values of one KV head, at element offset `at`, as float32 [count, head_dim]:
- * in place, or widened into `wide`. All of them lie in one block. */
-INLINE const float *kv_run(const Attention *a, int64_t at, int64_t count, float *wide) {
-    if (!a->kv_bf16) return (const float *)a->pool + at;
-    for (int64_t i = 0; i < count * a->head_dim; i += VL)
-        store(wide + i, widen_kv((const uint16_t *)a->pool + at + i));
+/* FP8 numbers [count, dim] with their scales [count]. */
+static void widen_run(const uint8_t *numbers, const uint8_t *scales, int64_t count, int64_t dim,
+                      float *wide) {
+    for (int64_t i = 0; i < count; i++) {
+        int32_t bits = scales[i] < 246 ? (scales[i] + 8) << 23 : 254 << 23; /* 2^8: widen_fp8 */
+        float scale;
+        memcpy(&scale, &bits, 4);
+        _Pragma("GCC unroll 4") for (int64_t d = 0; d < dim; d += VL)
+            store(wide + i * dim + d, widen_fp8(numbers + i * dim + d) * scale);
+    }
+}
+
+/* `count` keys or values of one KV head from position `pos` on, at element offset `at`, as float32
+ * [count, head_dim]: in place, or widened into `wide`. All of them lie in one block. */
+INLINE const float *kv_run(const Attention *a, int64_t at, int64_t pos, int64_t count,
+                           float *wide) {
+    if (a->kv_kind == KV_FLOAT32) return (const float *)a->pool + at;
+    if (a->kv_kind == KV_BFLOAT16) {
+        const uint16_t *from = (const uint16_t *)a->pool + at;
+        int64_t numbers = count * a->head_dim;
+        _Pragma("GCC unroll 4") for (int64_t i = 0; i < numbers; i += VL)
+            store(wide + i, widen_kv(from + i));
+    } else {
+        const uint8_t *numbers = (const uint8_t *)a->pool + at;
+        int64_t offset = pos % a->block_size; /* the scales follow the whole block's numbers */
+        const uint8_t *scales = numbers + (a->block_size - offset) * a->head_dim + offset;
+        widen_run(numbers, scales, count, a->head_dim, wide);
+    }
     return wide;
 }
 
@@ -59,13 +87,29 @@ INLINE int64_t run_length(const Attention *a, int64_t pos, int64_t end) {
 }
 
 /* Blocks lie far apart, where the hardware does not look ahead: ask for the run at `pos` early. */
-INLINE void prefetch_run(const Attention *a, const int32_t *table, int64_t head, int64_t pos,
+INLINE void prefetch_run(const Attention *a, const int32_t *table, int64_t kv_head, int64_t pos,
                          int64_t end, int64_t offset) {
     if (pos >= end) return;
-    int64_t size = a->kv_bf16 ? 2 : 4;
-    const char *from = (const char *)a->pool + (kv_at(a, table, head, pos) + offset) * size;
+    int64_t size = a->kv_kind == KV_FLOAT32 ? 4 : a->kv_kind == KV_BFLOAT16 ? 2 : 1;
+    const char *from = (const char *)a->pool + (kv_at(a, table, kv_head, pos) + offset) * size;
     int64_t bytes = run_length(a, pos, end) * a->head_dim * size;
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
+/* Attention sinks: a query, whose numbers lie `step` apart, as if its token stood `back` positions
+ * earlier. Rotations add up, so it is turned back by as many; what the tables are scaled by is in
+ * the query already. */
+INLINE void turn_back(const Attention *a, float *query, int64_t step, int64_t back) {
+    if (!a->cos) return;
+    int64_t half = a->rope_dim / 2;
+    const float *c = a->cos + back * half, *s = a->sin + back * half;
+    float whole = 1.0f / a->cos[0];
+    float *x = query + a->rope_at * step, *y = x + half * step;
+    for (int64_t i = 0; i < half; i++, x += step, y += step) {
+        float x1 = *x, x2 = *y;
+        *x = (x1 * c[i] + x2 * s[i]) * whole;
+        *y = (x2 * c[i] - x1 * s[i]) * whole;
+    }
 }
 
 #endif

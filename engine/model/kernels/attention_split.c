@@ -1,5 +1,6 @@
 /* Attention of sequences that feed one token: bound by reading the KV cache once. */
 #include "attention.h"
+#include "pool.h"
 
 /* out[h * SPLIT + j] = q[h] . keys[j]; both counts are constants. */
 INLINE void dots(int num_keys, int num_heads, const float *q, const float *keys, int64_t dim,
@@ -35,18 +36,19 @@ static void run_scores(const float *q, int64_t group, const float *keys, int64_t
 #undef DOTS
 }
 
-/* acc[group, dim] += weights[group, count] @ values[count, dim]; a row of weights is SPLIT long. */
+/* acc[group, width] += weights[group, count] @ values[count, width], whose rows are `dim` apart; a
+ * row of weights is SPLIT long. */
 static void run_values(const float *weights, int64_t group, const float *values, int64_t count,
-                       int64_t dim, float *acc) {
+                       int64_t dim, int64_t width, float *acc) {
 #define CASE(R) \
     case R: \
-        for (; d + NR <= dim; d += NR) \
-            micro(R, 2, count, w, SPLIT, 1, values + d, dim, to + d, dim, 1, NULL); \
-        if (d < dim) micro(R, 1, count, w, SPLIT, 1, values + d, dim, to + d, dim, 1, NULL); \
+        for (; d + NR <= width; d += NR) \
+            micro(R, 2, count, w, SPLIT, 1, values + d, dim, to + d, width, 1, NULL); \
+        if (d < width) micro(R, 1, count, w, SPLIT, 1, values + d, dim, to + d, width, 1, NULL); \
         break;
     for (int64_t h = 0, rows; h < group; h += rows) {
         const float *w = weights + h * SPLIT;
-        float *to = acc + h * dim;
+        float *to = acc + h * width;
         int64_t d = 0;
         rows = even_rows(group - h);
         switch (rows) { EACH_ROWS(CASE) }
@@ -68,41 +70,60 @@ static float soften(float *scores, int64_t count, float *peak) {
     return sum_lanes(sum);
 }
 
+/* The item's queries, scaled; for sinks, which end before the window begins, turned back. */
+static void split_queries(const Attention *a, const int32_t *item, float *q) {
+    int64_t group = a->group, dim = a->head_dim, seq = item[0];
+    const float *from = a->qkv + a->query_start[seq] * a->qkv_stride + item[1] * group * dim;
+    for (int64_t i = 0; i < group * dim; i++) q[i] = from[i] * a->scale;
+    int64_t low = a->context_len[seq] - a->window, back = low - a->num_sinks;
+    if (a->window && a->num_sinks && back > 0 && item[2] < low)
+        for (int64_t g = 0; g < group; g++) turn_back(a, q + g * dim, 1, back);
+}
+
+/* Scores beyond `count`, up to a vector's end, are free to be overwritten. */
+static void cap_scores(float *scores, int64_t count, float cap) {
+    for (int64_t i = 0; i < count; i += VL)
+        store(scores + i, vtanh(load(scores + i) / cap) * cap);
+}
+
 void kvr_split_item(const Attention *a, const int32_t *item) {
-    int64_t seq = item[0], head = item[1], first = item[2];
-    int64_t group = a->num_heads / a->num_kv_heads, dim = a->head_dim;
-    int64_t end = a->context_len[seq] < first + SPLIT ? a->context_len[seq] : first + SPLIT;
+    int64_t seq = item[0], head = item[1], first = item[2], end = item[3], part = item[4];
+    int64_t group = a->group, dim = a->head_dim, width = a->value_dim, kv_head = head / a->shares;
     const int32_t *table = a->tables + seq * a->table_stride;
-    const float *from = a->qkv + a->query_start[seq] * a->qkv_stride + head * group * dim;
-    float q[MAX_GROUP * MAX_DIM], acc[MAX_GROUP * MAX_DIM], wide[RUN * MAX_DIM];
-    float weights[MAX_GROUP * SPLIT], peak[MAX_GROUP], total[MAX_GROUP];
-    for (int64_t i = 0; i < group * dim; i++) q[i] = from[i] * a->scale, acc[i] = 0;
+    float *q = kvr_scratch(sizeof(float) * (group * (dim + width + SPLIT + 2) + RUN * dim));
+    float *acc = q + group * dim, *weights = acc + group * width, *wide = weights + group * SPLIT;
+    float *peak = wide + RUN * dim, *total = peak + group;
+    split_queries(a, item, q);
+    for (int64_t i = 0; i < group * width; i++) acc[i] = 0;
     for (int64_t pos = first, n; pos < end; pos += n) {
         n = run_length(a, pos, end);
-        prefetch_run(a, table, head, pos + n, end, 0);
-        const float *keys = kv_run(a, kv_at(a, table, head, pos), n, wide);
+        prefetch_run(a, table, kv_head, pos + n, end, 0);
+        const float *keys = kv_run(a, kv_at(a, table, kv_head, pos), pos, n, wide);
         run_scores(q, group, keys, n, dim, weights + pos - first);
     }
-    prefetch_run(a, table, head, first, end, a->value_offset);
-    for (int64_t g = 0; g < group; g++)
+    prefetch_run(a, table, kv_head, first, end, a->value_offset);
+    for (int64_t g = 0; g < group; g++) {
+        if (a->softcap) cap_scores(weights + g * SPLIT, end - first, a->softcap);
         total[g] = soften(weights + g * SPLIT, end - first, peak + g);
+    }
     for (int64_t pos = first, n; pos < end; pos += n) {
         n = run_length(a, pos, end);
-        prefetch_run(a, table, head, pos + n, end, a->value_offset);
-        int64_t at = kv_at(a, table, head, pos) + a->value_offset;
-        run_values(weights + pos - first, group, kv_run(a, at, n, wide), n, dim, acc);
+        prefetch_run(a, table, kv_head, pos + n, end, a->value_offset);
+        int64_t at = kv_at(a, table, kv_head, pos) + a->value_offset;
+        const float *values = kv_run(a, at, pos, n, wide);
+        run_values(weights + pos - first, group, values, n, dim, width, acc);
     }
     for (int64_t g = 0; g < group; g++) {
-        int64_t row = (a->query_start[seq] * a->num_heads + head * group + g) * dim;
-        float *out = item[3] < 0 ? a->out + row : a->partial + (item[3] * group + g) * (dim + 2);
-        float scale = item[3] < 0 ? 1.0f / total[g] : 1.0f;
-        for (int64_t d = 0; d < dim; d++) out[d] = acc[g * dim + d] * scale;
-        if (item[3] >= 0) out[dim] = peak[g], out[dim + 1] = total[g];
+        int64_t row = (a->query_start[seq] * a->num_heads + head * group + g) * width;
+        float *out = part < 0 ? a->out + row : a->partial + (part * group + g) * (width + 2);
+        float scale = part < 0 ? 1.0f / total[g] : 1.0f;
+        for (int64_t d = 0; d < width; d++) out[d] = acc[g * width + d] * scale;
+        if (part >= 0) out[width] = peak[g], out[width + 1] = total[g];
     }
 }
 
 void kvr_split_merge(const Attention *a, const int32_t *item) {
-    int64_t group = a->num_heads / a->num_kv_heads, dim = a->head_dim;
+    int64_t group = a->group, dim = a->value_dim;
     for (int64_t g = 0; g < group; g++) {
         const float *parts = a->partial + (item[2] * group + g) * (dim + 2);
         int64_t step = group * (dim + 2);

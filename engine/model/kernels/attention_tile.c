@@ -5,26 +5,27 @@
 /* A tile of query rows. Everything is kept with the rows across, so that keys and values are used
  * as they lie in the pool and every step of the softmax is a whole vector. */
 typedef struct {
-    float *q, *acc;       /* [dim, width] */
+    float *q;             /* [head_dim, width] */
+    float *acc;           /* [value_dim, width] */
     float *scores;        /* [KEYS, width] */
     float *peak, *total;  /* [width] */
     float *shrink;        /* [width] */
-    float *wide;          /* [RUN, dim]: keys or values widened from bfloat16 */
+    float *wide;          /* [RUN, head_dim]: keys or values in float32 */
     int32_t *pos;         /* [width]: position of each row's token */
     int64_t rows, width;  /* width: rows, padded to a multiple of NR */
 } Tile;
 
-static void tile_layout(Tile *t, int64_t width, int64_t dim) {
-    float *scratch = kvr_scratch(sizeof(float) * (width * (2 * dim + KEYS + 4) + RUN * dim));
-    t->q = scratch;
-    t->acc = t->q + dim * width;
-    t->scores = t->acc + dim * width;
+static void tile_layout(const Attention *a, Tile *t, int64_t rows) {
+    int64_t width = (rows + NR - 1) / NR * NR, dims = a->head_dim + a->value_dim;
+    t->q = kvr_scratch(sizeof(float) * (width * (dims + KEYS + 4) + RUN * a->head_dim));
+    t->acc = t->q + a->head_dim * width;
+    t->scores = t->acc + a->value_dim * width;
     t->peak = t->scores + KEYS * width;
     t->total = t->peak + width;
     t->shrink = t->total + width;
     t->pos = (int32_t *)(t->shrink + width);
     t->wide = t->shrink + 2 * width;
-    t->width = width;
+    t->rows = rows, t->width = width;
 }
 
 /* scores[count, width] = keys[count, dim] @ q[dim, width] */
@@ -42,32 +43,38 @@ static void tile_scores(const Tile *t, const float *keys, int64_t count, int64_t
 #undef CASE
 }
 
-/* acc[dim, width] += values[count, dim]^T @ weights[count, width] */
-static void tile_values(const Tile *t, const float *values, int64_t count, int64_t dim,
+/* acc[value_dim, width] += values[count, value_dim]^T @ weights[count, width] */
+static void tile_values(const Attention *a, const Tile *t, const float *values, int64_t count,
                         const float *weights) {
-    int64_t w = t->width;
+    int64_t w = t->width, dim = a->head_dim;
 #define CASE(R) \
     case R: micro(R, 2, count, values + d, 1, dim, weights + r, w, to, w, 1, NULL); break;
     for (int64_t r = 0; r < w; r += NR)
-        for (int64_t d = 0, rows; d < dim; d += rows) {
+        for (int64_t d = 0, rows; d < a->value_dim; d += rows) {
             float *to = t->acc + d * w + r;
-            rows = even_rows(dim - d);
+            rows = even_rows(a->value_dim - d);
             switch (rows) { EACH_ROWS(CASE) }
         }
 #undef CASE
 }
 
-/* Scores of keys [first, first + count) become weights; peaks, totals and accumulators follow. */
-static void tile_soften(const Tile *t, int64_t first, int64_t count, int64_t dim) {
+/* Scores of keys [first, first + count) become weights; peaks, totals and accumulators follow. A
+ * row that saw no key yet takes all of them for equal: the first one that it does see, itself at
+ * the latest, shrinks that to nothing. `window` and `cap` are 0 for none. */
+INLINE void soften(const Tile *t, int64_t first, int64_t count, int64_t dim, int64_t window,
+                   float cap) {
     int64_t w = t->width;
     int moved = 0;
     for (int64_t r = 0; r < w; r += VL) {
-        vi pos = *(const viu *)(t->pos + r);
+        vi pos = *(const viu *)(t->pos + r), past = pos - (int32_t)window;
         vf old = load(t->peak + r), peak = old, sum = splat(0);
         for (int64_t j = 0; j < count; j++) {
             float *s = t->scores + j * w + r;
-            vi hidden = pos < (vi){0} + (int32_t)(first + j);
-            vf score = (vf)(((vi)load(s) & ~hidden) | ((vi)splat(HIDDEN) & hidden));
+            vi key = (vi){0} + (int32_t)(first + j), hidden = pos < key;
+            if (window) hidden |= past >= key;
+            vf score = load(s);
+            if (cap) score = vtanh(score / cap) * cap;
+            score = (vf)(((vi)score & ~hidden) | ((vi)splat(HIDDEN) & hidden));
             store(s, score);
             peak = vmax(peak, score);
         }
@@ -91,50 +98,72 @@ static void tile_soften(const Tile *t, int64_t first, int64_t count, int64_t dim
         }
 }
 
-/* Queries of the tile, scaled and transposed; the rows that pad it are zero and see one key. */
-static void tile_start(const Attention *a, Tile *t, int64_t start, int64_t first_pos, int64_t head,
-                       int64_t group) {
+static void tile_soften(const Attention *a, const Tile *t, int64_t first, int64_t count,
+                        int64_t window) {
+    if (window || a->softcap)
+        soften(t, first, count, a->value_dim, window, a->softcap);
+    else
+        soften(t, first, count, a->value_dim, 0, 0);
+}
+
+/* Queries of the tile, scaled and transposed; the rows that pad it are zero. For the sinks, rows
+ * that are further away than a query may be are turned back. */
+static void tile_queries(const Attention *a, Tile *t, const float *from, int for_sinks) {
     int64_t dim = a->head_dim, w = t->width;
     for (int64_t r = 0; r < w; r++) {
-        const float *q = a->qkv + (start + r / group) * a->qkv_stride;
-        q += (head * group + r % group) * dim;
+        const float *q = from + r / a->group * a->qkv_stride + r % a->group * dim;
         for (int64_t d = 0; d < dim; d++) t->q[d * w + r] = r < t->rows ? q[d] * a->scale : 0;
-        t->pos[r] = r < t->rows ? first_pos + r / group : 0;
-        t->peak[r] = HIDDEN;
-        t->total[r] = 0;
+        int64_t back = t->pos[r] - (a->window + a->num_sinks - 1);
+        if (for_sinks && back > 0) turn_back(a, t->q + r, w, back);
     }
-    memset(t->acc, 0, sizeof(float) * dim * w);
+}
+
+/* The tile's queries against keys [from, to). */
+static void tile_keys(const Attention *a, const Tile *t, const int32_t *table, int64_t kv_head,
+                      int64_t from, int64_t to, int64_t window) {
+    for (int64_t first = from; first < to; first += KEYS) {
+        int64_t stop = first + KEYS < to ? first + KEYS : to;
+        for (int64_t pos = first, n; pos < stop; pos += n) {
+            n = run_length(a, pos, stop);
+            const float *keys = kv_run(a, kv_at(a, table, kv_head, pos), pos, n, t->wide);
+            tile_scores(t, keys, n, a->head_dim, t->scores + (pos - first) * t->width);
+        }
+        tile_soften(a, t, first, stop - first, window);
+        for (int64_t pos = first, n; pos < stop; pos += n) {
+            n = run_length(a, pos, stop);
+            int64_t at = kv_at(a, table, kv_head, pos) + a->value_offset;
+            const float *weights = t->scores + (pos - first) * t->width;
+            tile_values(a, t, kv_run(a, at, pos, n, t->wide), n, weights);
+        }
+    }
 }
 
 void kvr_tile_item(const Attention *a, const int32_t *item) {
-    int64_t seq = item[0], head = item[1], first_query = item[2], dim = a->head_dim;
-    int64_t group = a->num_heads / a->num_kv_heads, most = kvr_attention_tile(group);
-    int64_t left = a->query_len[seq] - first_query, tokens = left < most ? left : most;
-    int64_t start = a->query_start[seq] + first_query;
-    int64_t first_pos = a->context_len[seq] - a->query_len[seq] + first_query;
+    int64_t seq = item[0], head = item[1], tokens = item[3] - item[2], kv_head = head / a->shares;
+    int64_t start = a->query_start[seq] + item[2], group = a->group, width = a->value_dim;
+    int64_t first_pos = a->context_len[seq] - a->query_len[seq] + item[2];
     int64_t end = first_pos + tokens; /* the last token sees itself */
+    int64_t low = a->window && first_pos >= a->window ? first_pos - a->window + 1 : 0;
     const int32_t *table = a->tables + seq * a->table_stride;
-    Tile t = {.rows = tokens * group};
-    tile_layout(&t, (t.rows + NR - 1) / NR * NR, dim);
-    tile_start(a, &t, start, first_pos, head, group);
-    for (int64_t first = 0; first < end; first += KEYS) {
-        int64_t stop = first + KEYS < end ? first + KEYS : end;
-        for (int64_t pos = first, n; pos < stop; pos += n) {
-            n = run_length(a, pos, stop);
-            const float *keys = kv_run(a, kv_at(a, table, head, pos), n, t.wide);
-            tile_scores(&t, keys, n, dim, t.scores + (pos - first) * t.width);
-        }
-        tile_soften(&t, first, stop - first, dim);
-        for (int64_t pos = first, n; pos < stop; pos += n) {
-            n = run_length(a, pos, stop);
-            int64_t at = kv_at(a, table, head, pos) + a->value_offset;
-            const float *weights = t.scores + (pos - first) * t.width;
-            tile_values(&t, kv_run(a, at, n, t.wide), n, dim, weights);
-        }
+    const float *from = a->qkv + start * a->qkv_stride + head * group * a->head_dim;
+    Tile t;
+    tile_layout(a, &t, tokens * group);
+    for (int64_t r = 0; r < t.width; r++) {
+        t.pos[r] = r < t.rows ? first_pos + r / group : 0;
+        t.peak[r] = HIDDEN, t.total[r] = 0;
     }
+    memset(t.acc, 0, sizeof(float) * width * t.width);
+    if (a->window && a->num_sinks && end > a->window) { /* the last row's window left position 0 */
+        int64_t sinks = a->num_sinks < end ? a->num_sinks : end;
+        tile_queries(a, &t, from, 1);
+        tile_keys(a, &t, table, kv_head, 0, sinks, 0);
+        low = low > sinks ? low : sinks;
+    }
+    tile_queries(a, &t, from, 0);
+    tile_keys(a, &t, table, kv_head, low, end, a->window);
     for (int64_t r = 0; r < t.rows; r++) {
         int64_t row = (start + r / group) * a->num_heads + head * group + r % group;
         float scale = 1.0f / t.total[r];
-        for (int64_t d = 0; d < dim; d++) a->out[row * dim + d] = t.acc[d * t.width + r] * scale;
+        for (int64_t d = 0; d < width; d++) a->out[row * width + d] = t.acc[d * t.width + r] * scale;
     }
 }

@@ -1,13 +1,19 @@
-/* Vectors, bfloat16, exp and the one matrix micro-kernel that every CPU kernel here is made of.
+/* Vectors, narrow floats, exp and the one matrix micro-kernel that every CPU kernel here is made of.
  *
- * All arithmetic is float32. bfloat16 only ever appears as storage (weights, KV cache). Vectors are
- * the compiler's own vector types, so the same source serves AVX2, AVX-512 and NEON. */
+ * All arithmetic is float32. bfloat16 and FP8 only ever appear as storage (weights, KV cache).
+ * Vectors are the compiler's own vector types, so the same source serves AVX2, AVX-512 and NEON. */
 #ifndef KVRELAY_COMMON_H
 #define KVRELAY_COMMON_H
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #if defined(__AVX512F__)
 #define VL 16 /* floats in a vector */
@@ -33,6 +39,11 @@ typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef uint32_t vuu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
 typedef uint16_t vhu __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+typedef int16_t vs __attribute__((vector_size(VL * 2)));
+typedef int8_t vb __attribute__((vector_size(VL)));
+typedef int8_t vbu __attribute__((vector_size(VL), aligned(1), may_alias));
+
+enum { KV_FLOAT32, KV_BFLOAT16, KV_FLOAT8 }; /* how the KV pool stores numbers */
 
 INLINE vf load(const float *p) { return *(const vfu *)p; }
 INLINE void store(float *p, vf v) { *(vfu *)p = v; }
@@ -67,8 +78,59 @@ INLINE uint16_t float_to_bf16(float x) {
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+INLINE vh round_bf16(vf x) {
+    vu bits = (vu)x, whole = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    vu nan = (vu)(x != x);
+    return __builtin_convertvector((whole & ~nan) | (nan & 0x7fc0), vh);
+}
+
 INLINE vf widen_kv(const uint16_t *p) {
     return (vf)(__builtin_convertvector(*(const vhu *)p, vu) << 16);
+}
+
+/* e4m3 numbers times 2^-8, widened by way of half floats: those have the same fields with one more
+ * bit of exponent, and reading them costs no more for numbers that are subnormal. */
+INLINE vf widen_fp8(const uint8_t *p) {
+#if defined(__AVX512F__)
+    vs half = (vs)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__F16C__) && VL == 8
+    vs half = (vs)_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p));
+#else
+    vs half = __builtin_convertvector(*(const vbu *)p, vs);
+#endif
+    half = (half << 7) & (int16_t)0xbf80;
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps((__m256i)half);
+#elif defined(__F16C__) && VL == 8
+    return (vf)_mm256_cvtph_ps((__m128i)half);
+#elif defined(__aarch64__)
+    return (vf)vcvt_f32_f16((float16x4_t)half);
+#else
+    vi bits = __builtin_convertvector(half, vi), mag = (bits & 0x7fff) << 13;
+    vi tiny = mag < 1 << 23; /* without a leading one: put one in front and take it off again */
+    vf value = (vf)(mag + (112 << 23) + (tiny & 1 << 23)) - (vf)(tiny & 113 << 23);
+    return (vf)((vi)value | (bits & INT32_MIN));
+#endif
+}
+
+/* The E8M0 byte of a vector whose largest magnitude is `most`: the smallest power of two that
+ * brings it to 448, the end of e4m3, or below; 1.0 for a vector of zeros. */
+INLINE int32_t fp8_scale(float most) {
+    int32_t bits, byte;
+    memcpy(&bits, &most, 4);
+    if (!bits) return 127;
+    byte = (bits >> 23) - 8 + ((bits & 0x7fffff) > 0x600000); /* 448 = 1.75 * 2^8 */
+    return byte < 1 ? 1 : byte > 253 ? 253 : byte;
+}
+
+/* e4m3 bytes of |x| <= 448: round to nearest, ties to even, as torch does. */
+INLINE vi round_fp8(vf x) {
+    vi bits = (vi)x, sign = (bits >> 24) & 0x80, mag = bits & 0x7fffffff;
+    vi tiny = mag < 121 << 23; /* below 2^-6 numbers are multiples of 2^-9 */
+    vi small = (vi)((vf)mag + 16384.0f) - (141 << 23);
+    vi large = ((mag + 0x7ffff + (mag >> 20 & 1)) >> 20) - (120 << 3);
+    vi code = (small & tiny) | (large & ~tiny), over = code > 0x7e;
+    return (code & ~over) | (over & 0x7e) | sign;
 }
 
 INLINE vf vmax(vf a, vf b) {
@@ -95,6 +157,15 @@ INLINE vf vexp(vf x) {
     p = p * r * r + r + 1.0f;
     vi scale = (__builtin_convertvector(n, vi) + 127) << 23;
     return (vf)((vi)(p * (vf)scale) & alive);
+}
+
+/* tanh with a relative error below 1e-6: from exp, and near zero, where that cancels, a series. */
+INLINE vf vtanh(vf x) {
+    vf square = x * x;
+    vf series = ((square * -0.0539682540f + 0.1333333333f) * square - 0.3333333333f) * square;
+    vf whole = 1.0f - 2.0f / (vexp(x + x) + 1.0f);
+    vi small = square < splat(0.04f);
+    return (vf)(((vi)(series * x + x) & small) | ((vi)whole & ~small));
 }
 
 /* c[rows, cols * VL] = (keep ? c : init) + a[rows, depth] @ b[depth, cols * VL]. Element (r, d) of

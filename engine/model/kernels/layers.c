@@ -14,11 +14,20 @@ INLINE float inverse_rms(const float *x, int64_t width, float eps) {
     return 1.0f / sqrtf(total / (float)width + eps);
 }
 
+/* y = x * weight / rms(x); both may be the same. */
+INLINE void normalise(const float *x, const float *weight, float *y, int64_t width, float eps) {
+    float scale = inverse_rms(x, width, eps);
+    int64_t i = 0;
+    for (; i + VL <= width; i += VL) store(y + i, load(x + i) * scale * load(weight + i));
+    for (; i < width; i++) y[i] = x[i] * scale * weight[i];
+}
+
 typedef struct {
     const float *x, *weight;
     float *y;
-    int64_t rows, width, step; /* step: rows of one task */
+    int64_t rows, width, stride, step; /* step: rows of one task */
     float eps;
+    int32_t gelu;
 } Rows;
 
 static void run_rows(Rows *t, void (*body)(void *, int64_t), int threads) {
@@ -29,77 +38,112 @@ static void run_rows(Rows *t, void (*body)(void *, int64_t), int threads) {
 static void norm_task(void *arg, int64_t task) {
     const Rows *t = arg;
     for (int64_t r = task * t->step; r < (task + 1) * t->step && r < t->rows; r++) {
-        const float *x = t->x + r * t->width;
-        float *y = t->y + r * t->width, scale = inverse_rms(x, t->width, t->eps);
-        for (int64_t i = 0; i < t->width; i++) y[i] = x[i] * scale * t->weight[i];
+        const float *x = t->x + r * t->stride;
+        float *y = t->y + r * t->width;
+        normalise(x, t->weight, y, t->width, t->eps);
     }
 }
 
-/* y[rows, width] = x * weight / rms(x), row by row. */
-void kvr_rms_norm(const float *x, const float *weight, float *y, int64_t rows, int64_t width,
-                  float eps, int threads) {
+/* y[rows, width] = x * weight / rms(x), row by row; rows of x are `stride` apart. */
+void kvr_rms_norm(const float *x, int64_t stride, const float *weight, float *y, int64_t rows,
+                  int64_t width, float eps, int threads) {
     Rows t = {.x = x, .weight = weight, .y = y, .rows = rows, .width = width, .eps = eps};
+    t.stride = stride;
     run_rows(&t, norm_task, threads);
 }
 
-static void swiglu_task(void *arg, int64_t task) {
+/* The tanh form of GELU is a sigmoid too: (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)). */
+INLINE vf gate_of(vf g, int gelu) {
+    vf u = gelu ? (g * g * 0.0713548163f + 1.5957691216f) * g : g;
+    return g / (vexp(-u) + 1.0f);
+}
+
+INLINE void gated_row(const float *gate, const float *up, float *y, int64_t width, int gelu) {
+    int64_t i = 0;
+    for (; i + VL <= width; i += VL) store(y + i, gate_of(load(gate + i), gelu) * load(up + i));
+    for (; i < width; i++) y[i] = gate_of(splat(gate[i]), gelu)[0] * up[i];
+}
+
+static void gated_task(void *arg, int64_t task) {
     const Rows *t = arg;
     for (int64_t r = task * t->step; r < (task + 1) * t->step && r < t->rows; r++) {
-        const float *gate = t->x + r * 2 * t->width, *up = gate + t->width;
-        float *y = t->y + r * t->width;
-        int64_t i = 0;
-        for (; i + VL <= t->width; i += VL) {
-            vf g = load(gate + i);
-            store(y + i, g / (vexp(-g) + 1.0f) * load(up + i));
-        }
-        for (; i < t->width; i++) y[i] = gate[i] / (expf(-gate[i]) + 1.0f) * up[i];
+        const float *gate = t->x + r * t->stride;
+        if (t->gelu)
+            gated_row(gate, gate + t->width, t->y + r * t->width, t->width, 1);
+        else
+            gated_row(gate, gate + t->width, t->y + r * t->width, t->width, 0);
     }
 }
 
-/* out[rows, width] = silu(gate) * up, where gate_up is [rows, 2 * width]. */
-void kvr_swiglu(const float *gate_up, float *out, int64_t rows, int64_t width, int threads) {
-    Rows t = {.x = gate_up, .y = out, .rows = rows, .width = width};
-    run_rows(&t, swiglu_task, threads);
+/* out[rows, width] = activation(gate) * up, where gate_up is [rows, 2 * width]. */
+void kvr_swiglu(const float *gate_up, float *out, int64_t rows, int64_t width, int gelu,
+                int threads) {
+    Rows t = {.x = gate_up, .y = out, .rows = rows, .width = width, .gelu = gelu};
+    t.stride = 2 * width;
+    run_rows(&t, gated_task, threads);
 }
 
+/* Offsets and strides of the pool are as in attention.h. */
 typedef struct {
-    const float *cos, *sin;    /* [max_positions, head_dim / 2] */
+    const float *cos, *sin;    /* [max_positions, rope_dim / 2]; NULL: nothing is rotated */
     const int64_t *positions;  /* [num_tokens] */
     const int64_t *slots;      /* [num_tokens]: block * block_size + offset in the block */
-    int64_t num_tokens, qkv_stride, block_stride, value_offset;
-    int64_t num_heads, num_kv_heads, head_dim, block_size;
+    int64_t num_tokens, qkv_stride, block_stride, head_stride, value_offset;
+    int64_t num_heads, num_kv_heads, head_dim, block_size, rope_at, rope_dim;
     float eps;
-    int32_t kv_bf16, threads;
+    int32_t kv_kind, threads;
 } Rope;
 
 int64_t kvr_rope_bytes(void) { return sizeof(Rope); }
 
-/* Optional norm over head_dim, then rotation of the halves (x1, x2) by the position's angles. */
-INLINE void rotate(const Rope *a, float *head, const float *norm, int64_t position) {
-    int64_t half = a->head_dim / 2;
-    if (norm) {
-        float scale = inverse_rms(head, a->head_dim, a->eps);
-        for (int64_t i = 0; i < a->head_dim; i++) head[i] = head[i] * scale * norm[i];
-    }
+/* Rotate the halves (x1, x2) of x [rope_dim] by the position's angles. */
+INLINE void rotate(const Rope *a, float *x, int64_t position) {
+    if (!a->cos) return;
+    int64_t half = a->rope_dim / 2, i = 0;
     const float *c = a->cos + position * half, *s = a->sin + position * half;
-    for (int64_t i = 0; i < half; i++) {
-        float x1 = head[i], x2 = head[half + i];
-        head[i] = x1 * c[i] - x2 * s[i];
-        head[half + i] = x2 * c[i] + x1 * s[i];
+    for (; i + VL <= half; i += VL) {
+        vf x1 = load(x + i), x2 = load(x + half + i);
+        store(x + i, x1 * load(c + i) - x2 * load(s + i));
+        store(x + half + i, x2 * load(c + i) + x1 * load(s + i));
+    }
+    for (; i < half; i++) {
+        float x1 = x[i], x2 = x[half + i];
+        x[i] = x1 * c[i] - x2 * s[i];
+        x[half + i] = x2 * c[i] + x1 * s[i];
     }
 }
 
-INLINE void write_kv(void *pool, int64_t at, const float *from, int64_t count, int bf16) {
-    if (bf16)
-        for (int64_t i = 0; i < count; i++) ((uint16_t *)pool)[at + i] = float_to_bf16(from[i]);
+static void write_fp8(uint8_t *head, int64_t offset, const float *from, const Rope *a) {
+    vf most = splat(0);
+    for (int64_t i = 0; i < a->head_dim; i += VL)
+        most = vmax(most, (vf)((vi)load(from + i) & INT32_MAX));
+    int32_t byte = fp8_scale(max_lanes(most)), bits = (254 - byte) << 23;
+    float inverse;
+    memcpy(&inverse, &bits, 4);
+    for (int64_t i = 0; i < a->head_dim; i += VL)
+        *(vbu *)(head + offset * a->head_dim + i) =
+            __builtin_convertvector(round_fp8(load(from + i) * inverse), vb);
+    head[a->block_size * a->head_dim + offset] = (uint8_t)byte;
+}
+
+/* One head's vector of one token to the pool: `head` is where the head's block begins. */
+INLINE void write_kv(const Rope *a, void *pool, int64_t head, int64_t offset, const float *from) {
+    int64_t dim = a->head_dim, at = head + offset * dim;
+    if (a->kv_kind == KV_FLOAT32)
+        memcpy((float *)pool + at, from, sizeof(float) * dim);
+    else if (a->kv_kind == KV_BFLOAT16)
+        for (int64_t i = 0; i < dim; i += VL)
+            *(vhu *)((uint16_t *)pool + at + i) = round_bf16(load(from + i));
     else
-        memcpy((float *)pool + at, from, sizeof(float) * count);
+        write_fp8((uint8_t *)pool + head, offset, from, a);
 }
 
 typedef struct {
     const Rope *rope;
     float *qkv;
     const float *q_norm, *k_norm;
+    float *latent; /* [num_tokens, latent_stride] */
+    int64_t token_stride, head_stride, latent_stride;
     void *pool;
     int64_t step; /* tokens of one task */
 } Write;
@@ -112,13 +156,16 @@ static void write_task(void *arg, int64_t task) {
         float *heads = w->qkv + t * a->qkv_stride;
         float *keys = heads + a->num_heads * dim, *values = keys + a->num_kv_heads * dim;
         int64_t block = a->slots[t] / a->block_size, offset = a->slots[t] % a->block_size;
-        for (int64_t h = 0; h < a->num_heads; h++)
-            rotate(a, heads + h * dim, w->q_norm, a->positions[t]);
-        for (int64_t h = 0; h < a->num_kv_heads; h++) {
-            int64_t at = block * a->block_stride + (h * a->block_size + offset) * dim;
-            rotate(a, keys + h * dim, w->k_norm, a->positions[t]);
-            write_kv(w->pool, at, keys + h * dim, dim, a->kv_bf16);
-            write_kv(w->pool, at + a->value_offset, values + h * dim, dim, a->kv_bf16);
+        for (int64_t h = 0; h < a->num_heads; h++, heads += dim) {
+            if (w->q_norm) normalise(heads, w->q_norm, heads, dim, a->eps);
+            rotate(a, heads, a->positions[t]);
+        }
+        for (int64_t h = 0; h < a->num_kv_heads; h++, keys += dim, values += dim) {
+            int64_t at = block * a->block_stride + h * a->head_stride;
+            if (w->k_norm) normalise(keys, w->k_norm, keys, dim, a->eps);
+            rotate(a, keys, a->positions[t]);
+            write_kv(a, w->pool, at, offset, keys);
+            write_kv(a, w->pool, at + a->value_offset, offset, values);
         }
     }
 }
@@ -128,8 +175,34 @@ static void write_task(void *arg, int64_t task) {
 void kvr_rope_write(const Rope *a, float *qkv, const float *q_norm, const float *k_norm,
                     void *pool) {
     int64_t step = a->qkv_stride < ELEMENTS ? ELEMENTS / a->qkv_stride : 1;
-    Write w = {a, qkv, q_norm, k_norm, pool, step};
+    Write w = {.rope = a, .qkv = qkv, .q_norm = q_norm, .k_norm = k_norm, .pool = pool};
+    w.step = step;
     kvr_parallel(a->threads, (a->num_tokens + step - 1) / step, write_task, &w);
+}
+
+static void latent_task(void *arg, int64_t task) {
+    const Write *w = arg;
+    const Rope *a = w->rope;
+    int64_t end = (task + 1) * w->step;
+    for (int64_t t = task * w->step; t < end && t < a->num_tokens; t++) {
+        float *latent = w->latent + t * w->latent_stride;
+        int64_t block = a->slots[t] / a->block_size, offset = a->slots[t] % a->block_size;
+        for (int64_t h = 0; h < a->num_heads; h++)
+            rotate(a, w->qkv + t * w->token_stride + h * w->head_stride, a->positions[t]);
+        rotate(a, latent + a->rope_at, a->positions[t]);
+        write_kv(a, w->pool, block * a->block_stride, offset, latent);
+    }
+}
+
+/* Latent attention: q_rope [num_tokens, num_heads, rope_dim], of the given strides, and the end of
+ * each latent [head_dim] are rotated in place; latents go to the pool. */
+void kvr_latent_write(const Rope *a, float *q_rope, int64_t token_stride, int64_t head_stride,
+                      float *latent, int64_t latent_stride, void *pool) {
+    int64_t width = a->num_heads * a->rope_dim + a->head_dim;
+    int64_t step = width < ELEMENTS ? ELEMENTS / width : 1;
+    Write w = {.rope = a, .qkv = q_rope, .latent = latent, .pool = pool, .step = step};
+    w.token_stride = token_stride, w.head_stride = head_stride, w.latent_stride = latent_stride;
+    kvr_parallel(a->threads, (a->num_tokens + step - 1) / step, latent_task, &w);
 }
 
 /* hidden[tokens, width] = rows of a bfloat16 or float32 table. */

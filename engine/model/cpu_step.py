@@ -1,0 +1,119 @@
+"""All layers of a step in one call of the CPU kernels.
+
+Life: the layers are described once, when the first step comes; each step then only says where its
+rows are. Layers that are more than attention and an MLP in packed matrices are left to the decoder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.model.config import ModelConfig
+from engine.model.cpu_attention import CpuAttention
+from engine.model.cpu_linear import Matrix
+from engine.model.weights import AttentionWeights, LayerWeights
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Matrix(ctypes.Structure):
+    """`Matrix` of step.c, field by field."""
+
+    _fields_ = (
+        *(("packed", _POINTER), ("bias", _POINTER)),
+        *(("rows", _LONG), ("depth", _LONG), ("kind", _LONG)),
+    )
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of step.c, field by field."""
+
+    _fields_ = (
+        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _POINTER) for name in ("input_norm", "q_norm", "k_norm", "attention_out_norm")),
+        *((name, _POINTER) for name in ("mlp_norm", "mlp_out_norm", "rope", "attention", "pool")),
+    )
+
+
+class _Step(ctypes.Structure):
+    """`Step` of step.c, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("hidden", "norm", "qkv", "attended")),
+        *((name, _POINTER) for name in ("gate_up", "gated", "added")),
+        *(("rows", _LONG), ("width", _LONG), ("eps", ctypes.c_float)),
+        *(("gelu", ctypes.c_int32), ("threads", ctypes.c_int32)),
+    )
+
+
+class CpuStep:
+    """The layers of `CpuOps` at once, owned by it. The weights that it describes are kept alive."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        library: ctypes.CDLL,
+        num_threads: int,
+        attention: CpuAttention,
+        buffer: Callable[[str, int, int], torch.Tensor],
+    ) -> None:
+        assert library.kvr_layer_bytes() == ctypes.sizeof(_Layer)
+        assert library.kvr_step_bytes() == ctypes.sizeof(_Step)
+        self._lib, self._attention, self._buffer = library, attention, buffer
+        self._step = _Step(
+            width=config.hidden_size,
+            eps=config.rms_norm_eps,
+            gelu=config.activation == "gelu_tanh",
+            threads=num_threads,
+        )
+        self._widths: dict[str, int] = {}  # of the buffers
+        self._described: Sequence[LayerWeights] | None = None
+        self._layers: ctypes.Array[_Layer] | None = None
+
+    def run(self, hidden: torch.Tensor, layers: Sequence[LayerWeights]) -> bool:
+        """hidden [N, hidden_size] passes all layers, in place. False: it did not, as some layer is
+        of another kind."""
+        if self._described is not layers:
+            self._described, self._layers = layers, self._describe(layers)
+        if self._layers is None:
+            return False
+        assert hidden.is_contiguous()
+        step, rows = self._step, len(hidden)
+        step.hidden, step.rows = hidden.data_ptr(), rows
+        for name, width in self._widths.items():
+            setattr(step, name, self._buffer("step_" + name, rows, width).data_ptr())
+        self._lib.kvr_layers(self._layers, len(layers), ctypes.addressof(step))
+        return True
+
+    def _describe(self, layers: Sequence[LayerWeights]) -> ctypes.Array[_Layer] | None:
+        told = (_Layer * len(layers))()
+        for index, (layer, to) in enumerate(zip(layers, told, strict=True)):
+            attention, mlp = layer.attention, layer.mlp
+            if layer.experts or mlp is None or not isinstance(attention, AttentionWeights):
+                return None
+            matrices = {"qkv": attention.qkv, "out": attention.out}
+            matrices |= {"gate_up": mlp.gate_up, "down": mlp.down}
+            if any(matrix.kind is None for matrix in matrices.values()):
+                return None
+            for name, matrix in matrices.items():
+                setattr(to, name, _told(matrix))
+            norms = {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
+            names = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+            norms |= {name: getattr(layer, name) for name in names}
+            for name, norm in norms.items():
+                setattr(to, name, None if norm is None else norm.data_ptr())
+            to.rope, to.attention, to.pool = self._attention.described(index)
+            widths = {"qkv": to.qkv.rows, "attended": to.out.depth}
+            widths |= {"gate_up": to.gate_up.rows, "gated": to.down.depth}
+            widths |= dict.fromkeys(("norm", "added"), self._step.width)
+            assert self._widths in ({}, widths), "layers differ in shape"
+            self._widths = widths
+        return told
+
+
+def _told(matrix: Matrix) -> _Matrix:
+    bias = None if matrix.bias is None else matrix.bias.data_ptr()
+    return _Matrix(matrix.data.data_ptr(), bias, matrix.rows, matrix.depth, matrix.kind)

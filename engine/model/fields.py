@@ -1,0 +1,64 @@
+"""Fields of a checkpoint's JSON files, each read with a check that names the key and its value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.model.errors import ModelError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ModelError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+def count(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer; null counts as absent."""
+    value = raw.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.json: {key} is {value!r}, a positive integer is needed")
+    return value
+
+
+def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A finite number; null counts as absent."""
+    value = raw.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300:
+        raise ModelError(f"config.json: {key} is {value!r}, a number is needed")
+    return float(value)
+
+
+def numbers(raw: Mapping[str, Any], key: str, length: int) -> tuple[float, ...]:
+    value = raw.get(key)
+    if not isinstance(value, list) or len(value) != length:
+        told = f"{len(value)} numbers" if isinstance(value, list) else repr(value)
+        raise ModelError(f"config.json: {key} is {told}, a list of {length} numbers is needed")
+    return tuple(float(each) for each in value)
+
+
+def ids(raw: Mapping[str, Any], key: str) -> list[int]:
+    """One token id or several."""
+    value = raw.get(key)
+    if value is None:
+        return []
+    return [int(v) for v in value] if isinstance(value, list) else [int(value)]
+
+
+def refuse(raw: Mapping[str, Any], *keys: str) -> None:
+    """Raises ModelError if one of `keys` is set: it would change what is computed."""
+    for key in keys:
+        if raw.get(key):
+            raise ModelError(f"config.json: {key} {raw[key]!r} is not supported")

@@ -1,0 +1,42 @@
+"""KV in float8_e4m3 with one power of two per token and head: the reference in plain torch.
+
+A value is `number * 2**(scale - 127)`: the number is OCP's e4m3 without infinities, the scale its
+E8M0. A scale follows from that head's vector of that token alone, so KV does not depend on how a
+prompt was cut into chunks. Kernels encode and decode to the same bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+E4M3_MAX = 448.0
+
+
+def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., head_dim], any float -> numbers uint8 [..., head_dim], scales uint8 [...].
+
+    The scale is the smallest power of two with max|x| / 2**e <= 448, and 2**-126 at least, so that
+    it and its inverse are normal in float32; 1.0 (byte 127) if all of x is zero."""
+    wide = x.float()
+    largest = wide.abs().amax(-1)
+    mantissa, exponent = torch.frexp(largest)  # mantissa in [0.5, 1); 448 is 0.875 * 2**9
+    byte = exponent - torch.where(mantissa <= 0.875, 9, 8) + 127
+    byte = torch.where(largest == 0, 127, byte.clamp(1, 253)).int()
+    scaled = wide * ((254 - byte) << 23).view(torch.float32).unsqueeze(-1)
+    numbers = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return numbers.view(torch.uint8), byte.to(torch.uint8)
+
+
+def decode(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `encode` kept: numbers uint8 [..., head_dim], scales uint8 [...] -> [..., head_dim]."""
+    # Byte 0 stands for 2**-127, which no encoder writes; it reads as zero.
+    factors = (scales.int() << 23).view(torch.float32)
+    return (numbers.view(torch.float8_e4m3fn).float() * factors.unsqueeze(-1)).to(dtype)
+
+
+def parts(pool: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of an FP8 pool uint8 [..., bytes_per_head]: its numbers [..., block_size, head_dim] and
+    its scales [..., block_size]."""
+    block_size = pool.shape[-1] // (head_dim + 1)
+    numbers, scales = pool.split([block_size * head_dim, block_size], dim=-1)
+    return numbers.unflatten(-1, (block_size, head_dim)), scales

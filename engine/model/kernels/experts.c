@@ -1,0 +1,44 @@
+/* Products of a mixture of experts: rows of x that are sorted by expert, each expert's rows times its
+ * own matrix. All experts' tasks are one job, so that threads wait for each other once. */
+#include "linear.h"
+#include "pool.h"
+#include "product.h"
+
+typedef struct {
+    const Product *products;
+    const int64_t *first; /* task of each product; then the number of all */
+    int64_t num_products;
+} Job;
+
+static void expert_task(void *arg, int64_t task) {
+    const Job *job = arg;
+    int64_t low = 0, high = job->num_products;
+    while (high - low > 1) { /* first[low] <= task < first[high] */
+        int64_t middle = (low + high) / 2;
+        if (job->first[middle] <= task)
+            low = middle;
+        else
+            high = middle;
+    }
+    product_task(job->products + low, task - job->first[low]);
+}
+
+/* x: [rows, k], y: [rows, m], contiguous. Expert e has rows [starts[e], starts[e + 1]) and the e-th
+ * of the packed matrices [m, k]. */
+void kvr_experts(const float *x, int64_t k, const char *packed, int kind, int64_t m,
+                 const int64_t *starts, int64_t num_experts, float *y, int threads) {
+    int64_t bytes = (m + NR - 1) / NR * bytes_of_panel(k, kind), count = 0, tasks = 0;
+    Product products[num_experts];
+    int64_t first[num_experts + 1];
+    for (int64_t e = 0; e < num_experts; e++) {
+        int64_t row = starts[e], n = starts[e + 1] - row;
+        if (n == 0) continue;
+        products[count] = (Product){
+            x + row * k, y + row * m, NULL, packed + e * bytes, n, m, k, k, m, 0, 0, kind, 0};
+        first[count] = tasks;
+        tasks += product_plan(products + count++, threads);
+    }
+    first[count] = tasks;
+    Job job = {products, first, count};
+    if (tasks) kvr_parallel(threads, tasks, expert_task, &job);
+}

@@ -1,0 +1,57 @@
+/* How weights lie in memory: shared by packing and by the products with them.
+ *
+ * A matrix [m, k] is packed into panels of NR outputs: reading one is a sequential stream, which is
+ * what decoding is bound by. Weights that were bfloat16 in the checkpoint stay so in memory: half
+ * the bytes, and the very same products as in float32. Of each depth (input) a panel holds NR
+ * numbers:
+ * - FLOAT32: as they are;
+ * - BF16: the word j holds output j (low half) and output j + VL (high half), so that a shift and a
+ *   mask widen it;
+ * - INT8: two depths share the word j, from its low byte on: outputs j and j + VL of the first, then
+ *   of the second. INT8_GROUP depths are followed by their NR scales, which lie as a depth of BF16
+ *   does. */
+#ifndef KVRELAY_LINEAR_H
+#define KVRELAY_LINEAR_H
+
+#include "common.h"
+
+enum { FLOAT32, BF16, INT8 };
+#define INT8_GROUP 64
+#define INT8_UNIT 0x1p-24f /* a byte is converted where it is the high one of a word */
+
+INLINE int64_t even(int64_t count) { return count + (count & 1); }
+
+INLINE int64_t bytes_of_panel(int64_t k, int kind) {
+    int64_t groups = (k + INT8_GROUP - 1) / INT8_GROUP;
+    return kind == INT8 ? (even(k) + 2 * groups) * NR : NR * k * (kind == BF16 ? 2 : 4);
+}
+
+/* Where depth d of a panel begins; of INT8, d is even. */
+INLINE int64_t depth_at(int64_t d, int kind) {
+    if (kind == INT8) return d * NR + d / INT8_GROUP * 2 * NR;
+    return d * NR * (kind == BF16 ? 2 : 4);
+}
+
+INLINE void widen_bf16(const char *from, vf *low, vf *high) {
+    vu words = *(const vuu *)from;
+    *low = (vf)(words << 16);
+    *high = (vf)(words & 0xffff0000u);
+}
+
+/* A depth of a panel: the one at `from`, or if `odd` the one after it. INT8 numbers are in units of
+ * INT8_UNIT times their scale. */
+INLINE void widen(const char *from, int kind, int odd, vf *low, vf *high) {
+    if (kind == INT8) {
+        const uint32_t top = 0xff000000u;
+        vu words = *(const vuu *)from;
+        *low = __builtin_convertvector((vi)(odd ? (words << 8) & top : words << 24), vf);
+        *high = __builtin_convertvector((vi)(odd ? words & top : (words << 16) & top), vf);
+    } else if (kind == BF16) {
+        widen_bf16(from + odd * 2 * NR, low, high);
+    } else {
+        *low = load((const float *)from + odd * NR);
+        *high = load((const float *)from + odd * NR + VL);
+    }
+}
+
+#endif

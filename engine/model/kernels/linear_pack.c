@@ -1,0 +1,57 @@
+/* Weights into panels (linear.h): once, while a checkpoint is loaded. */
+#include "linear.h"
+#include "pool.h"
+
+typedef struct {
+    const void *w;
+    int64_t m, k;
+    int kind;
+    const uint16_t *scales;
+    char *packed;
+} Pack;
+
+int64_t kvr_packed_bytes(int64_t m, int64_t k, int kind) {
+    return (m + NR - 1) / NR * bytes_of_panel(k, kind);
+}
+
+/* The place of output j among the NR bfloat16 numbers of a depth. */
+INLINE int64_t bf16_place(int64_t j) { return j < VL ? 2 * j : 2 * (j - VL) + 1; }
+
+static void pack_int8(const Pack *t, int64_t row, int64_t j, char *panel) {
+    int64_t groups = (t->k + INT8_GROUP - 1) / INT8_GROUP;
+    const int8_t *w = (const int8_t *)t->w + row * t->k;
+    for (int64_t d = 0; d < t->k; d++)
+        panel[depth_at(d & ~1, INT8) + j % VL * 4 + j / VL + 2 * (d & 1)] = w[d];
+    for (int64_t g = 0; g < groups; g++) {
+        int64_t first = g * INT8_GROUP, left = t->k - first;
+        int64_t size = even(left < INT8_GROUP ? left : INT8_GROUP);
+        uint16_t *scales = (uint16_t *)(panel + depth_at(first, INT8) + size * NR);
+        scales[bf16_place(j)] = t->scales[row * groups + g];
+    }
+}
+
+static void pack_panel(void *arg, int64_t p) {
+    const Pack *t = arg;
+    int64_t bytes = bytes_of_panel(t->k, t->kind), rows = t->m - p * NR;
+    char *panel = t->packed + p * bytes;
+    if (rows < NR) memset(panel, 0, bytes);
+    for (int64_t j = 0; j < NR && j < rows; j++) {
+        int64_t row = p * NR + j, at = row * t->k;
+        if (t->kind == INT8)
+            pack_int8(t, row, j, panel);
+        else if (t->kind == BF16)
+            for (int64_t d = 0; d < t->k; d++)
+                ((uint16_t *)panel)[d * NR + bf16_place(j)] = ((const uint16_t *)t->w)[at + d];
+        else
+            for (int64_t d = 0; d < t->k; d++)
+                ((float *)panel)[d * NR + j] = ((const float *)t->w)[at + d];
+    }
+}
+
+/* w: [m, k] row-major float, bfloat16 or int8; scales: bfloat16 [m, ceil(k / INT8_GROUP)] of INT8.
+ * packed: kvr_packed_bytes. */
+void kvr_pack(const void *w, int64_t m, int64_t k, int kind, const uint16_t *scales, void *packed,
+              int threads) {
+    Pack t = {w, m, k, kind, scales, packed};
+    kvr_parallel(threads, (m + NR - 1) / NR, pack_panel, &t);
+}

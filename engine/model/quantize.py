@@ -1,0 +1,38 @@
+"""Int8 weights: symmetric, one scale for every GROUP inputs of an output.
+
+Life: a matrix is quantized while a checkpoint is loaded; kernels read what results. Activations
+stay floating point, so the rounding of weights is all the error there is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+GROUP = 64  # inputs; INT8_GROUP of linear.h
+QUANTIZATIONS = ("none", "int8")
+_MOST = 127.0
+_PART = 1 << 17  # weights
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [..., out, in] -> int8 of the same shape and scales [..., out, ceil(in / GROUP)],
+    bfloat16."""
+    depth, groups = weight.shape[-1], -(-weight.shape[-1] // GROUP)
+    numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty((*weight.shape[:-1], groups), dtype=torch.bfloat16, device=weight.device)
+    flat = (weight.reshape(-1, depth), numbers.view(-1, depth), scales.view(-1, groups))
+    rows = max(1, _PART // depth)  # at a time: what is worked on stays in the cache
+    for part, number, scale in zip(*(each.split(rows) for each in flat), strict=True):
+        wide = F.pad(part.float(), (0, -depth % GROUP)).unflatten(-1, (-1, GROUP))
+        scale.copy_(wide.abs().amax(-1) / _MOST)
+        scale.masked_fill_(scale == 0, 1.0)
+        wide = (wide / scale.float().unsqueeze(-1)).round_().clamp_(-_MOST, _MOST)
+        number.copy_(wide.flatten(-2)[..., :depth])
+    return numbers, scales
+
+
+def dequantize(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What `quantize` kept, as float32."""
+    depth = numbers.shape[-1]
+    return numbers * scales.float().repeat_interleave(GROUP, -1)[..., :depth]

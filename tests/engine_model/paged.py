@@ -1,0 +1,112 @@
+"""Ragged batches over a paged pool for the Triton kernels, with the answer in float64.
+
+Kernels are interpreted where there is no GPU: import this module before any of engine.model.gpu.
+What no kernel may read is NaN: other sequences' blocks, slots past a context, blocks given back.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from engine.model import fp8
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from engine.model.gpu.cache_pool import Pool  # noqa: E402
+
+
+@dataclass
+class Paged:
+    """S sequences, N query tokens. `kv` [S][planes, kv_heads, context, head_dim]: what the pool
+    holds of each, float64."""
+
+    pool: Pool
+    kv: list
+    spans: list
+    query_start: torch.Tensor
+    query_len: torch.Tensor
+    context_len: torch.Tensor
+    block_tables: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(span[1] for span in self.spans)
+
+    @property
+    def tensors(self) -> tuple:
+        return self.query_start, self.query_len, self.context_len, self.block_tables
+
+
+def paged(
+    lengths, kv_heads, head_dim, *, dtype, kv_fp8=False, block_size=16, planes=2, layers=2, layer=1,
+    given_back=0, sinks=0,
+) -> Paged:  # fmt: skip
+    """lengths: (query_len, context_len) of each sequence. given_back: a window; blocks that no
+    query reads any more are -1."""
+    counts = [-(-context // block_size) for _, context in lengths]
+    order = iter((torch.randperm(sum(counts)) + 1).tolist())
+    shape = (sum(counts) + 1, layers, planes, kv_heads)
+    if kv_fp8:
+        data = torch.full((*shape, block_size * (head_dim + 1)), 0x7F, dtype=torch.uint8)
+        numbers, scales = fp8.parts(data, head_dim)
+    else:
+        data = torch.full((*shape, block_size, head_dim), float("nan"), dtype=dtype)
+    tables = torch.full((len(lengths), max(counts) + 1), -1, dtype=torch.int32)
+    kv, spans, first = [], [], 0
+    for seq, (count, context) in enumerate(lengths):
+        values = (
+            torch.randn(planes, kv_heads, context, head_dim)
+            * torch.logspace(-1, 0.5, context)[:, None]
+        )
+        blocks = [next(order) for _ in range(counts[seq])]
+        at = torch.arange(context)
+        block, offset = torch.tensor(blocks)[at // block_size], at % block_size
+        # Advanced indices around a slice come first: [context, planes, kv_heads, ...].
+        if kv_fp8:
+            number, scale = fp8.encode(values)
+            numbers[block, layer, :, :, offset] = number.permute(2, 0, 1, 3)
+            scales[block, layer, :, :, offset] = scale.permute(2, 0, 1)
+            kv.append(fp8.decode(number, scale, torch.float32).double())
+        else:
+            data[block, layer, :, :, offset] = values.permute(2, 0, 1, 3).to(dtype)
+            kv.append(values.to(dtype).double())
+        tables[seq, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        if given_back:
+            oldest = (context - count - given_back + 1) // block_size
+            tables[seq, -(-sinks // block_size) : max(oldest, 0)] = -1
+        spans.append((first, count, context))
+        first += count
+    starts = torch.tensor(spans, dtype=torch.int32).T.contiguous().to(DEVICE)
+    return Paged(Pool(data.to(DEVICE), head_dim), kv, spans, *starts, tables.to(DEVICE))
+
+
+def expected(
+    case: Paged, queries, num_heads, scale, *, window=0, sinks=0, sink_queries=None, softcap=0.0,
+    value_dim=None,
+):  # fmt: skip
+    """queries [N, num_heads, head_dim] -> [N, num_heads, value_dim], float64."""
+    q, late = queries.double().cpu(), sink_queries
+    out = []
+    for (first, count, context), kv in zip(case.spans, case.kv, strict=True):
+        group = num_heads // kv.shape[1]
+        keys = kv[0].repeat_interleave(group, 0)  # [num_heads, context, head_dim]
+        values = kv[-1].repeat_interleave(group, 0)[..., :value_dim]
+        rows = q[first : first + count].transpose(0, 1)
+        scores = rows @ keys.mT * scale
+        p, n = torch.arange(context - count, context)[:, None], torch.arange(context)[None]
+        visible = n <= p
+        if window:
+            visible = visible & (n > p - window)
+            before = (n <= p - window) & (n < sinks)
+            if late is not None:
+                rows = late.double().cpu()[first : first + count].transpose(0, 1)
+                scores = torch.where(before, rows @ keys.mT * scale, scores)
+            visible = visible | before
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        out.append((weights @ values).transpose(0, 1))
+    return torch.cat(out)

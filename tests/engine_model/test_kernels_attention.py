@@ -1,0 +1,307 @@
+"""Attention, rotary positions and the KV write on a CPU against a plain reading of what they mean:
+windows, sinks, softcap, several ropes, FP8 and latent KV, over ragged batches."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.model import fp8, kernels
+from engine.model.batch import Batch, Limits
+from engine.model.cache import default_cache_dir
+from engine.model.config import Latent, ModelConfig, Rope, RopeScaling
+from engine.model.cpu_ops import CpuOps
+from engine.model.cpu_step import CpuStep
+from engine.model.ops import rope_tables
+from engine.step import Step
+from tests.engine_model.test_kernels import config_of
+from tests.engine_model.tiny import Driver, make_checkpoint, scheduled, tokens_of
+
+LENGTH = 1024
+SEQUENCES = [(1, 0), (1, 600), (37, 0), (64, 5), (1, 255), (1, 256), (130, 70), (2, 63), (9, 700)]
+KV_DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread_of_torch():
+    """The references are small: its helpers would only take the cores from the kernels."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Bench:
+    """One batch, a pool of random KV, and the kernels over them."""
+
+    def __init__(self, config: ModelConfig, kv_dtype: torch.dtype, block_size: int) -> None:
+        torch.manual_seed(0)
+        self.config, self.block_size = config, block_size
+        counts = [-(-(length + start) // block_size) for length, start in SEQUENCES]
+        order = iter(torch.randperm(sum(counts)).tolist())
+        seqs = [
+            scheduled([1] * length, start, [next(order) for _ in range(count)])
+            for (length, start), count in zip(SEQUENCES, counts, strict=True)
+        ]
+        limits = Limits(sum(counts), block_size, LENGTH, 50)
+        self.batch = Batch.from_step(Step(0, seqs), limits, torch.device("cpu"))
+        planes = 1 if config.latent else 2
+        heads = (sum(counts), config.num_layers, planes, config.num_kv_heads)
+        kv = torch.randn(*heads, block_size, config.head_dim)
+        self.pool = kv.to(kv_dtype)
+        if kv_dtype == torch.uint8:
+            numbers, scales = fp8.encode(kv * torch.logspace(-2, 2, config.head_dim))
+            self.pool = torch.cat((numbers.flatten(4), scales), dim=-1)
+        self.ops = CpuOps(
+            config,
+            self.pool,
+            torch.float32,
+            LENGTH,
+            kernels.load(default_cache_dir()),
+            2,
+            native_bf16=False,
+        )
+        self.ops.begin(self.batch)
+
+    def give_back(self, window: int, sinks: int) -> None:
+        """Blocks that no query reads any more leave the tables, and hold what must not be met."""
+        for row, (_, count, context) in enumerate(self.batch.spans):
+            first, size = context - count - window + 1, self.block_size
+            for block in range(-(-sinks // size), max(first, 0) // size):
+                self.pool[self.batch.block_tables[row, block]] = 0xFF if self.is_fp8 else torch.nan
+                self.batch.block_tables[row, block] = -1
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.pool.dtype == torch.uint8
+
+    def kv(self, row: int, layer: int) -> torch.Tensor:
+        """[num_planes, num_kv_heads, context, head_dim] of a sequence; zeros where given back."""
+        table = self.batch.block_tables[row].long()
+        blocks = self.pool[table.clamp(min=0), layer]
+        if self.is_fp8:
+            wide = fp8.decode(*fp8.parts(blocks, self.config.head_dim), torch.float32)
+        else:
+            wide = blocks.float()
+        wide[table < 0] = 0
+        return wide.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.batch.spans[row][2]]
+
+    def rotated(self, x: torch.Tensor, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """x [N, heads, n]: leading dimensions, or with latents trailing ones, are rotated."""
+        rope = self.config.rope(layer)
+        if rope is None:
+            return x
+        cos, sin = (t[positions].unsqueeze(1) for t in rope_tables(rope, LENGTH, x.device))
+        at = x.shape[-1] - rope.dim if self.config.latent else 0
+        x1, x2 = x[..., at : at + rope.dim].chunk(2, dim=-1)
+        turned = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
+        return torch.cat((x[..., :at], *turned, x[..., at + rope.dim :]), dim=-1)
+
+    def attended(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
+        """queries [N, num_heads, head_dim], not rotated -> [N, num_heads * value_dim]."""
+        c, out = self.config, []
+        window, sinks = c.window(layer), c.num_sinks if c.window(layer) else 0
+        width = c.latent.rank if c.latent else c.head_dim
+        for row, (first, count, context) in enumerate(self.batch.spans):
+            kv = self.kv(row, layer).repeat_interleave(c.num_heads // c.num_kv_heads, dim=1)
+            mine, pos = queries[first : first + count], torch.arange(context - count, context)
+            key = torch.arange(context)
+            near = self.rotated(mine, layer, pos)
+            scores = torch.einsum("nhd,hkd->hnk", near, kv[0])
+            visible = key <= pos[:, None]
+            if window:
+                far = self.rotated(mine, layer, pos.clamp(max=window + sinks - 1))
+                scores[..., :sinks] = torch.einsum("nhd,hkd->hnk", far, kv[0, :, :sinks])
+                visible &= (key > pos[:, None] - window) | (key < sinks)
+            scores *= c.score_scale
+            if c.attention_softcap:
+                scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
+            weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+            out.append(torch.einsum("hnk,hkd->nhd", weights, kv[-1][..., :width]).flatten(1))
+        return torch.cat(out)
+
+
+def layered(config: ModelConfig, **changes) -> ModelConfig:
+    return replace(config, max_position_embeddings=LENGTH, **changes)
+
+
+CASES = {
+    "plain": (config_of(9, 3, 64), 16),
+    "one window": (layered(config_of(9, 3, 64), windows=(40, 40)), 16),
+    "long window, odd blocks": (layered(config_of(4, 4, 16), windows=(0, 300)), 7),
+    "full and windowed": (layered(config_of(14, 2, 64), windows=(20, 0)), 24),
+    "sinks": (layered(config_of(9, 3, 64), windows=(70, 50), num_sinks=4), 16),
+    "many sinks": (layered(config_of(4, 2, 32), windows=(300, 65), num_sinks=270), 13),
+    "softcap and scale": (
+        layered(
+            config_of(8, 4, 16),
+            windows=(33, 0),
+            attention_softcap=5.0,
+            attention_scale=0.4,
+        ),
+        16,
+    ),
+    "ropes": (
+        layered(
+            config_of(6, 2, 64),
+            ropes=(Rope(1e4, 24), Rope(1e6, 64, RopeScaling("linear", 4.0))),
+            layer_ropes=(1, 0),
+            windows=(0, 90),
+            num_sinks=2,
+        ),
+        16,
+    ),
+    "no rope": (
+        layered(config_of(6, 2, 32), layer_ropes=(0, -1), windows=(64, 64), num_sinks=3),
+        16,
+    ),
+    "a large group": (config_of(40, 1, 16), 16),
+}
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_attention_reads_what_its_layer_may_see(case, kv_dtype):
+    config, block_size = CASES[case]
+    bench = Bench(config, kv_dtype, block_size)
+    heads = config.num_heads + 2 * config.num_kv_heads
+    fed = torch.randn(len(bench.batch.tokens), heads, config.head_dim)
+    if config.flat_window:
+        bench.give_back(config.flat_window, config.num_sinks)
+    for layer in range(config.num_layers):
+        qkv = fed.flatten(1).clone()
+        bench.ops.rope_write(qkv, layer, None, None)
+        rotated = bench.rotated(fed, layer, bench.batch.positions)
+        queries = config.num_heads * config.head_dim
+        close = {"rtol": 0, "atol": 1e-5}
+        torch.testing.assert_close(qkv[:, :queries], rotated.flatten(1)[:, :queries], **close)
+        got = bench.ops.attention(qkv, layer)
+        expected = bench.attended(fed[:, : config.num_heads], layer)
+        tolerance = max(2e-5, 2e-5 * expected.abs().max().item())
+        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+def test_written_kv_is_what_torch_would_store(kv_dtype):
+    config = layered(config_of(4, 2, 32), layer_ropes=(-1, 0))
+    bench = Bench(config, kv_dtype, 13)
+    tokens = len(bench.batch.tokens)
+    kv = torch.randn(tokens, 4, 32) * torch.logspace(-30, 30, 32)[torch.randperm(32)]
+    kv[::3] *= torch.logspace(-8, 0, tokens)[::3, None, None]
+    kv[1::3] = torch.randn(kv[1::3].shape)
+    kv[5], kv[6, :, 0], kv[7], kv[8] = 0, 448.0, 1e-42, 449.0
+    qkv = torch.cat((torch.randn(tokens, 4, 32), kv), dim=1).flatten(1)
+    bench.ops.rope_write(qkv, 0, None, None)
+    size = bench.block_size
+    block, offset = bench.batch.slots // size, bench.batch.slots % size
+    for plane, vectors in enumerate((kv[:, :2], kv[:, 2:])):
+        stored = bench.pool[:, 0, plane]
+        if kv_dtype == torch.uint8:
+            numbers, scales = fp8.parts(stored, 32)
+            expected, expected_scales = fp8.encode(vectors)
+            assert torch.equal(scales[block, :, offset], expected_scales)
+            assert torch.equal(numbers[block, :, offset], expected)
+        else:
+            assert torch.equal(stored[block, :, offset], vectors.to(kv_dtype))
+
+
+def test_every_fp8_number_is_read_as_torch_reads_it():
+    """One query that weighs all values alike, over keys of zeros: the values' mean."""
+    config = config_of(2, 1, 256)
+    bench = Bench(config, torch.uint8, 8)
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    every[every & 0x7F == 0x7F] = 0  # not a number
+    numbers, scales = fp8.parts(bench.pool, 256)
+    numbers[:, :, 0], numbers[:, :, 1] = 0, every
+    scales[:, :, 1] = torch.arange(8, dtype=torch.int32).to(torch.uint8) * 5 + 100
+    context = bench.batch.spans[1][2]
+    got = bench.ops.attention(torch.zeros(len(bench.batch.tokens), 4 * 256), 0)[1, :256]
+    expected = bench.kv(1, 0)[1, 0].double().mean(0)
+    assert bench.kv(1, 0).shape[2] == context
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "rank", "rope_dim"), [(48, 64, 16), (6, 512, 64), (5, 32, 8)])
+def test_latent_attention_is_one_kv_head_for_all(heads, rank, rope_dim, kv_dtype):
+    dim = rank + rope_dim
+    config = layered(
+        config_of(heads, 1, dim),
+        latent=Latent(rank, None, 24, rope_dim, 24),
+        ropes=(Rope(1e4, rope_dim, RopeScaling("linear", 2.0)),),
+        attention_scale=dim**-0.5,
+        windows=(0, 80),
+        num_sinks=2,
+    )
+    bench = Bench(config, kv_dtype, 9)
+    tokens = len(bench.batch.tokens)
+    fed, latent = torch.randn(tokens, heads, dim), torch.randn(tokens, 3 + dim)
+    for layer in range(2):
+        queries, wide = fed.clone(), latent.clone()
+        bench.ops.latent_write(queries[..., rank:], wide[:, 3:], layer)
+        positions = bench.batch.positions
+        expected = bench.rotated(fed, layer, positions)
+        torch.testing.assert_close(queries, expected, rtol=0, atol=1e-5)
+        kept = bench.rotated(latent[:, None, 3:], layer, positions)[:, 0]
+        torch.testing.assert_close(wide[:, 3:], kept, rtol=0, atol=1e-5)
+        first, _, context = bench.batch.spans[2]
+        written = bench.kv(2, layer)[0, 0]
+        exact = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.uint8: 0.2}[kv_dtype]
+        torch.testing.assert_close(written, kept[first : first + context], rtol=exact, atol=exact)
+        got = bench.ops.latent_attention(queries, layer).flatten(1)
+        expected = bench.attended(fed, layer)
+        tolerance = max(2e-5, 2e-5 * expected.abs().max().item())
+        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+
+
+def test_a_result_does_not_depend_on_who_else_is_in_the_batch():
+    """Bit for bit, and for any number of threads."""
+    config = layered(config_of(9, 3, 64), windows=(0, 260), num_sinks=4)
+    bench = Bench(config, torch.bfloat16, 16)
+    qkv = torch.randn(len(bench.batch.tokens), 15 * 64)
+    together = [bench.ops.attention(qkv, layer).clone() for layer in range(2)]
+    for row, (first, count, _) in enumerate(bench.batch.spans):
+        span = slice(first, first + count)
+        alone = replace(
+            bench.batch,
+            tokens=bench.batch.tokens[span],
+            positions=bench.batch.positions[span],
+            slots=bench.batch.slots[span],
+            query_start=torch.zeros(1, dtype=torch.int32),
+            query_len=bench.batch.query_len[row : row + 1],
+            context_len=bench.batch.context_len[row : row + 1],
+            block_tables=bench.batch.block_tables[row : row + 1],
+            spans=((0, *bench.batch.spans[row][1:]),),
+        )
+        bench.ops.begin(alone)
+        for layer in range(2):
+            assert torch.equal(bench.ops.attention(qkv[span], layer), together[layer][span])
+
+
+def test_tanh_gelu_equals_torch_over_its_whole_range():
+    ops = Bench(layered(config_of(), activation="gelu_tanh"), torch.float32, 16).ops
+    gate = torch.cat((torch.linspace(-30, 30, 999), torch.logspace(-6, -1, 26)))
+    up = torch.randn(7, 1025)
+    got = ops.swiglu(torch.cat((gate.expand(7, 1025), up), dim=1))
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "linear", "gemma2"])
+def test_all_layers_at_once_give_what_they_give_one_by_one(family, tmp_path, monkeypatch):
+    """Bit for bit; with and without biases, norms of heads, and norms behind attention and MLP."""
+    make_checkpoint(family, tmp_path)
+    together, alone = Driver(tmp_path, "cpu"), Driver(tmp_path, "cpu")
+    ran = []
+    at_once = CpuStep.run
+
+    def run(self, hidden, layers):
+        ran.append(at_once(self, hidden, layers))
+        return ran[-1]
+
+    for fed in ((("a", tokens_of(37, 1)), ("b", [5])), (("a", [7]), ("b", [9]))):
+        monkeypatch.setattr(CpuStep, "run", run)
+        got = together.feed(*fed)
+        monkeypatch.setattr(CpuStep, "run", lambda *_: False)
+        assert torch.equal(got, alone.feed(*fed))
+    assert ran == [True, True]

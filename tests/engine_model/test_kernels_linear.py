@@ -1,0 +1,152 @@
+"""Products of the CPU kernels against torch: every kind of weight, every kind of edge."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.model import kernels
+from engine.model.cache import default_cache_dir
+from engine.model.cpu_linear import CpuLinear
+from engine.model.errors import ModelError
+from engine.model.quantize import GROUP, dequantize, quantize
+from engine.model.runner import ModelRunner
+from tests.engine_model.test_kernels import config_of
+from tests.engine_model.tiny import Driver, make_checkpoint, make_ops, tokens_of
+
+SHAPES = ((50, 24), (96, 64), (130, 2100), (33, 77))  # outputs, depth
+KINDS = ("float32", "bfloat16", "int8")
+
+
+def make_linear(kind: str = "float32", threads: int = 2) -> CpuLinear:
+    library = kernels.load(default_cache_dir())
+    quantization = "int8" if kind == "int8" else "none"
+    return CpuLinear(
+        library,
+        threads,
+        torch.float32,
+        False,
+        lambda role, rows, width: torch.full((rows, width), torch.nan),
+        quantization,
+    )
+
+
+def weight_of(kind: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random weight as the checkpoint has it, and the values that are computed with."""
+    weight = torch.randn(shape)
+    if kind == "int8":
+        return weight, dequantize(*quantize(weight))
+    weight = weight.to(getattr(torch, kind))
+    return weight, weight.float()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 35, 36, 40, 200])
+def test_a_product_equals_torch(rows, kind):
+    torch.manual_seed(rows)
+    ops = make_linear(kind)
+    for outputs, depth in SHAPES:
+        weight, values = weight_of(kind, outputs, depth)
+        wide = torch.randn(rows, depth + 5)
+        x = wide[:, :depth]  # rows may be apart
+        bias, hidden = torch.randn(outputs), torch.randn(rows, outputs)
+        expected = x.double() @ values.double().t()
+        close = {"rtol": 0, "atol": 3e-5 * depth**0.5}
+        biased = ops.linear(x, ops.matrix(weight, bias, "test")).double()
+        torch.testing.assert_close(biased, expected + bias, **close)
+        before = hidden.double()
+        ops.add_linear(hidden, x, ops.matrix(weight, None, "test"))
+        torch.testing.assert_close(hidden.double(), expected + before, **close)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_result_depends_neither_on_threads_nor_on_other_outputs(kind):
+    torch.manual_seed(0)
+    weight, x = torch.randn(1700, 300), torch.randn(90, 300)
+    for rows in (1, 2, 9, 90):
+        results = []
+        for threads in (1, 2, 5):
+            ops = make_linear(kind, threads)
+            results.append(ops.linear(x[:rows], ops.matrix(weight, None, "test")))
+        some = ops.linear(x[:rows], ops.matrix(weight[:40], None, "test"))
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+        assert torch.equal(results[0][:, :40], some)
+
+
+def test_int8_is_off_by_half_a_step_of_its_group_at_most():
+    torch.manual_seed(0)
+    weight = torch.randn(30, 3 * GROUP - 5) * torch.logspace(-6, 2, 30).unsqueeze(1)
+    weight[3] = 0
+    weight[:, 7] *= 50  # an outlier costs its own group only
+    numbers, scales = quantize(weight)
+    assert numbers.dtype == torch.int8
+    assert scales.shape == (30, 3)
+    steps = F.pad(weight, (0, 5)).view(30, 3, GROUP).abs().amax(-1) / 127
+    error = F.pad(dequantize(numbers, scales) - weight, (0, 5)).view(30, 3, GROUP).abs().amax(-1)
+    assert (error <= 0.76 * steps).all()  # a half, and what rounding the scale clips
+    assert torch.equal(dequantize(numbers, scales)[3], torch.zeros(weight.shape[1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_equal_torch_with_any_number_of_tokens_each(kind):
+    torch.manual_seed(1)
+    num_experts, width, hidden_size = 6, 40, 72
+    config = config_of(hidden=hidden_size)
+    quantization = "int8" if kind == "int8" else "none"
+    ours = make_ops("cpu", config, quantization=quantization)
+    theirs = make_ops("torch", config, quantization=quantization)
+    gate_ups, _ = weight_of(kind, num_experts, 2 * width, hidden_size)
+    downs, _ = weight_of(kind, num_experts, hidden_size, width)
+    prepared = (ours.experts(gate_ups, downs), theirs.experts(gate_ups, downs))
+    for num_tokens in (1, 5, 120):
+        x = torch.randn(num_tokens, hidden_size) / hidden_size**0.5
+        # Expert 0 gets every token, expert 5 none.
+        others = 1 + torch.rand(num_tokens, 4).topk(2).indices
+        chosen = torch.cat((others, torch.zeros(num_tokens, 1, dtype=torch.int64)), dim=1)
+        weights = torch.rand(num_tokens, 3)
+        hidden = torch.randn(num_tokens, hidden_size)
+        expected = hidden.clone()
+        ours.add_experts(hidden, x, prepared[0], chosen, weights)
+        theirs.add_experts(expected, x, prepared[1], chosen, weights)
+        torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=2e-3)
+
+
+def test_a_token_passes_its_experts_the_same_way_whatever_the_batch():
+    torch.manual_seed(2)
+    ops = make_ops("cpu", config_of(hidden=64))
+    experts = ops.experts(torch.randn(4, 64, 64), torch.randn(4, 64, 32))
+    x, chosen = torch.randn(6, 64), torch.rand(6, 4).topk(2).indices
+    weights, hidden = torch.rand(6, 2), torch.zeros(6, 64)
+    ops.add_experts(hidden, x, experts, chosen, weights)
+    alone = torch.zeros(1, 64)
+    ops.add_experts(alone, x[3:4], experts, chosen[3:4], weights[3:4])
+    torch.testing.assert_close(alone[0], hidden[3], rtol=1e-5, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    make_checkpoint("llama", path)
+    return path
+
+
+def test_an_int8_model_is_close_to_the_model_and_the_same_on_either_set_of_ops(checkpoint):
+    tokens = tokens_of(40, seed=1)
+    exact = Driver(checkpoint, "cpu").feed(("a", tokens))
+    ours = Driver(checkpoint, "cpu", quantization="int8").feed(("a", tokens))
+    theirs = Driver(checkpoint, "torch", quantization="int8").feed(("a", tokens))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    assert not torch.equal(ours, exact)
+    assert (ours - exact).norm() < 0.1 * exact.norm()
+
+
+def test_the_kv_of_int8_weights_has_another_name(checkpoint):
+    runner = ModelRunner(checkpoint, num_blocks=4, num_threads=1, quantization="int8")
+    digests = {runner.config.digest(checkpoint, quantization=q) for q in ("none", "int8")}
+    assert len(digests) == 2
+    assert runner.config.digest(checkpoint) in digests
+
+
+def test_an_unknown_quantization_is_refused(checkpoint):
+    with pytest.raises(ModelError, match="quantization int3 is not supported; supported: none, in"):
+        ModelRunner(checkpoint, num_blocks=4, quantization="int3")
