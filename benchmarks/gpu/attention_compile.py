@@ -1,0 +1,187 @@
+"""Compile the attention kernels for sm_90 as they would be launched, without a GPU.
+
+    python -m benchmarks.gpu.attention_compile ["latent decode"]
+
+Finds what the interpreter cannot: types of the bfloat16 and FP8 paths, shared memory beyond the
+device's, registers that spill, matrix products that miss the tensor cores.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from engine.model.gpu.attention_decode import decode_attention
+from engine.model.gpu.attention_prefill import prefill_attention
+from engine.model.gpu.cache_pool import Pool
+from engine.model.gpu.cache_write import latent_write, rope_write
+from engine.model.gpu.latent import latent_decode, latent_prefill
+
+TARGET = GPUTarget("cuda", 90, 32)
+MAX_SHARED = 232_448  # bytes that a program may have on Hopper
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def compiled(launch: Callable[[], None]) -> Iterator[tuple[str, Any]]:
+    """(name, compiled kernel) of every kernel that `launch` would start."""
+    launched: list[tuple[JITFunction, tuple, dict[str, Any]]] = []
+
+    def record(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
+        launched.append((kernel, args, kwargs))
+
+    run, JITFunction.run = JITFunction.run, record
+    try:
+        launch()
+    finally:
+        JITFunction.run = run
+    for kernel, args, kwargs in launched:
+        yield kernel.__name__, _compile(kernel, args, kwargs)
+
+
+def _compile(kernel: JITFunction, args: tuple, kwargs: dict[str, Any]) -> Any:
+    signature, constants, attributes = {}, {}, {}
+    values = dict(zip([p.name for p in kernel.params], args, strict=False)) | kwargs
+    for index, param in enumerate(kernel.params):
+        value = values[param.name]
+        if param.is_constexpr or value is None:
+            signature[param.name], constants[param.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name] = TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[param.name] = "i32"
+            if value % 16 == 0 and not param.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=TARGET, options=options)
+
+
+def attention(
+    kernel: str, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, **options: Any
+) -> Callable[[], None]:
+    """The launch of a model with 32 heads over 8 KV heads. dtype: of the pool."""
+    width = 16 * (head_dim + 1) if dtype == torch.uint8 else head_dim
+    shape = (2, 32, 2, 8, width) if dtype == torch.uint8 else (2, 32, 2, 8, 16, width)
+    pool = Pool(torch.empty(shape, dtype=dtype), head_dim)
+    kind = torch.bfloat16 if dtype == torch.uint8 else dtype
+    qkv, out = (torch.empty(4, heads * head_dim, dtype=kind) for heads in (48, 32))
+    ints, table = torch.empty(4, dtype=torch.int32), torch.empty(4, 32, dtype=torch.int32)
+    late = torch.empty_like(out) if options.get("num_sinks") else None
+    common = {"num_heads": 32, "scale": 0.1, "sink_queries": late} | options
+    if kernel == "decode":
+        splits = common.pop("num_splits", 8)
+        return lambda: decode_attention(
+            out, qkv, pool, 1, ints, ints, ints, table, num_splits=splits, **common
+        )
+    tiles = torch.zeros(4, 2, dtype=torch.int32)
+    return lambda: prefill_attention(out, qkv, pool, 1, tiles, ints, ints, ints, table, **common)
+
+
+def latent(kernel: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[], None]:
+    """The launch of DeepSeek-V3: 128 heads, rank 512, 64 rotated."""
+    shape = (2, 4, 1, 1, 16 * 577) if dtype == torch.uint8 else (2, 4, 1, 1, 16, 576)
+    pool = Pool(torch.empty(shape, dtype=dtype), 576)
+    kind = torch.bfloat16 if dtype == torch.uint8 else dtype
+    queries, out = (torch.empty(4, 128, width, dtype=kind) for width in (576, 512))
+    ints, table = torch.empty(4, dtype=torch.int32), torch.empty(4, 32, dtype=torch.int32)
+    tail = (ints, ints, ints, table)
+    common = {"rank": 512, "scale": 0.1} | options
+    if kernel == "decode":
+        return lambda: latent_decode(out, queries, pool, 1, *tail, num_splits=8, **common)
+    tiles = torch.zeros(4, 2, dtype=torch.int32)
+    return lambda: latent_prefill(out, queries, pool, 1, tiles, *tail, **common)
+
+
+def write(dtype: torch.dtype = torch.bfloat16, norm: bool = False) -> Callable[[], None]:
+    shape = (2, 32, 2, 8, 16 * 129) if dtype == torch.uint8 else (2, 32, 2, 8, 16, 128)
+    pool = Pool(torch.empty(shape, dtype=dtype), 128)
+    qkv = torch.empty(4, 48 * 128, dtype=torch.bfloat16)
+    longs, angles = torch.empty(4, dtype=torch.int64), torch.empty(9, 64)
+    norms = (torch.empty(128, dtype=torch.bfloat16),) * 2 if norm else None
+    late = torch.empty(4, 32 * 128, dtype=torch.bfloat16) if norm else None
+    return lambda: rope_write(
+        qkv, pool, 1, longs, longs, (angles, angles), num_heads=32, norms=norms, eps=1e-6,
+        sink_queries=late, sink_position=100,
+    )  # fmt: skip
+
+
+def write_latent(dtype: torch.dtype) -> Callable[[], None]:
+    shape = (2, 4, 1, 1, 16 * 577) if dtype == torch.uint8 else (2, 4, 1, 1, 16, 576)
+    pool = Pool(torch.empty(shape, dtype=dtype), 576)
+    q, c = torch.empty(4, 128, 64).bfloat16(), torch.empty(4, 576).bfloat16()
+    longs, angles = torch.empty(4, dtype=torch.int64), torch.empty(9, 32)
+    return lambda: latent_write(q, c, pool, 1, longs, longs, (angles, angles))
+
+
+FP8 = torch.uint8
+CASES = {
+    "decode bf16": attention("decode"),
+    "decode fp8": attention("decode", FP8),
+    "decode bf16, window, sinks": attention("decode", window=4096, num_sinks=4),
+    "decode bf16, 256 wide, softcap": attention("decode", head_dim=256, softcap=50.0),
+    "prefill bf16": attention("prefill"),
+    "prefill fp8": attention("prefill", FP8),
+    "prefill bf16, 64 wide": attention("prefill", head_dim=64),
+    "prefill bf16, window, sinks": attention("prefill", window=4096, num_sinks=4),
+    "prefill bf16, 256 wide, softcap": attention("prefill", head_dim=256, softcap=50.0),
+    "latent decode bf16": latent("decode"),
+    "latent decode fp8": latent("decode", FP8),
+    "latent prefill bf16": latent("prefill"),
+    "write bf16": write(),
+    "write fp8, norm, sinks": write(FP8, norm=True),
+    "write latent fp8": write_latent(FP8),
+}
+
+
+def facts(kernel: Any) -> dict[str, int]:
+    """Shared memory in bytes, registers, bytes spilled, and instructions that multiply tiles:
+    `wgmma` from shared memory, `mma` from registers."""
+    ptx, tools = kernel.asm["ptx"], Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        run = [str(tools / "cuobjdump"), "--dump-resource-usage", file.name]
+        usage = subprocess.run(run, capture_output=True, text=True, timeout=60).stdout
+    found = {
+        name: int(match.group(1)) if (match := re.search(rf"{name}:(\d+)", usage)) else -1
+        for name in ("REG", "STACK")
+    }
+    return {
+        "shared": kernel.metadata.shared,
+        "registers": found["REG"],
+        "spilled": found["STACK"],
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "mma": ptx.count("mma.sync"),
+        "async loads": ptx.count("cp.async.c"),
+    }
+
+
+def main(wanted: str = "") -> None:
+    for case, launch in CASES.items():
+        if case.startswith(wanted):
+            for name, kernel in compiled(launch):
+                about = ", ".join(f"{key} {value}" for key, value in facts(kernel).items())
+                print(f"{case:32} {name:14} {about}", flush=True)
+                assert kernel.metadata.shared <= MAX_SHARED, f"{case}: too much shared memory"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,136 @@
+"""KV from one process's GPU memory to another's through NIXL, beside a copy on the device.
+
+    python -m benchmarks.gpu.kv_transfer
+
+Blocks are those of an 8B model, moved by shuffled lists of indices, and compared byte by byte. Both
+processes use the one GPU. Left out where NIXL is not installed. Writes
+benchmarks/results/gpu_kv_transfer.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.measure import copy_bandwidth, print_table, write_json
+
+BLOCK_BYTES = 16 * 2 * 32 * 8 * 128 * 2  # tokens, planes, layers, KV heads, head_dim, bytes
+NUM_BLOCKS, ROUNDS, DEADLINE_S = 1024, 7, 60.0
+COUNTS = (16, 128, 1024)  # blocks of a transfer
+PEER = "--peer"
+
+
+def make_pool(seed: int) -> torch.Tensor:
+    """Every block its own bytes."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    shape = (NUM_BLOCKS, BLOCK_BYTES)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda", generator=generator)
+
+
+def serve_as_peer() -> None:
+    """The second process: its metadata on standard output, then it waits."""
+    from kvtransfer.agents.nixl import NixlAgent
+
+    agent = NixlAgent("peer", make_pool(seed=1))
+    sys.stdout.write(agent.metadata().hex() + "\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+    agent.close()
+
+
+@contextmanager
+def second_process() -> Iterator[bytes]:
+    """Yields the metadata of the peer's agent."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu.kv_transfer", PEER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield bytes.fromhex(process.stdout.readline())
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(DEADLINE_S)
+
+
+def move(agent: Any, src: list[int], dst: list[int]) -> float:
+    """Seconds of one read."""
+    torch.cuda.synchronize()
+    began = perf_counter()
+    handle = agent.read("peer", src, dst)
+    while not agent.poll(handle):
+        if perf_counter() - began > DEADLINE_S:
+            raise SystemExit(f"a read of {len(src)} blocks has not ended in {DEADLINE_S:g} s")
+        sleep(20e-6)
+    elapsed = perf_counter() - began
+    agent.release(handle)
+    return elapsed
+
+
+def rows(bandwidth: float) -> Iterator[dict[str, Any]]:
+    from kvtransfer.agents.nixl import NixlAgent
+
+    source, pool = make_pool(seed=1), torch.zeros_like(make_pool(seed=2))
+    with second_process() as metadata:
+        agent = NixlAgent("reader", pool)
+        try:
+            lane = agent.connect("peer", 1, NUM_BLOCKS, metadata)
+            generator = torch.Generator().manual_seed(0)
+            for count in COUNTS:
+                times = []
+                for _ in range(ROUNDS + 1):
+                    src, dst = (
+                        torch.randperm(NUM_BLOCKS, generator=generator)[:count].tolist()
+                        for _ in range(2)
+                    )
+                    pool.zero_()
+                    times.append(move(agent, src, dst))
+                    if not torch.equal(pool[dst], source[src]):
+                        raise SystemExit(f"a read of {count} blocks brought other bytes")
+                rate = count * BLOCK_BYTES / median(times[1:])
+                yield {
+                    "blocks": count,
+                    "MiB": count * BLOCK_BYTES / 2**20,
+                    "ms": median(times[1:]) * 1e3,
+                    "GB/s": rate / 1e9,
+                    "share of a copy": 2 * rate / bandwidth,  # a byte is read and written
+                    "lane": lane,
+                }
+        finally:
+            agent.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(PEER, action="store_true", help=argparse.SUPPRESS)
+    if parser.parse_args().peer:
+        serve_as_peer()
+        return
+    if not any(importlib.util.find_spec(name) for name in ("nixl_cu13", "nixl_cu12")):
+        print("NIXL is not installed: kv_transfer is left out")
+        return
+    bandwidth = copy_bandwidth()
+    measured = list(rows(bandwidth))
+    print_table(measured)
+    results = {"copy_bytes_per_s": bandwidth, "block_bytes": BLOCK_BYTES, "rows": measured}
+    write_json("gpu_kv_transfer.json", results)
+
+
+if __name__ == "__main__":
+    main()

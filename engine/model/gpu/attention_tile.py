@@ -1,0 +1,157 @@
+"""The inner loop of attention: some query rows against a run of paged keys and values.
+
+Rows are (token, head of the group) pairs, so that all heads that share a KV head share its tiles.
+Softmax is online (FlashAttention): the loop carries the weighted sum of values, the sum of weights
+and the highest score so far, in powers of two. An FP8 tile is widened to float16, which holds every
+e4m3 exactly; its scales are applied to scores and weights, one per key, instead of to elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1e30)  # finite, so that a row that sees no key of a tile stays finite
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a kernel is cut: rows and keys of a tile, and what the compiler is told."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def multiprocessors(device: torch.device) -> int:
+    """A CPU, where kernels are interpreted, counts as few."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have for its tiles: 227 KiB on Hopper, 99 on smaller cards."""
+    if device.type != "cuda":
+        return 227 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
+
+
+@triton.jit
+def load_rows(at, rows, dims, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """[N, BLOCK] from `at` [N, BLOCK]; masked ones are zero."""
+    if MASKED:
+        if BLOCK == DIM:
+            tile = tl.load(at, mask=rows[:, None], other=0)
+        else:
+            tile = tl.load(at, mask=rows[:, None] & (dims < DIM)[None, :], other=0)
+    elif BLOCK == DIM:
+        tile = tl.load(at)
+    else:
+        tile = tl.load(at, mask=(dims < DIM)[None, :], other=0)
+    return tile
+
+
+@triton.jit
+def widened(tile, like, FP8: tl.constexpr):
+    if FP8:
+        tile = tile.to(tl.float8e4nv, bitcast=True)
+    return tile.to(like.dtype)
+
+
+@triton.jit
+def factor(byte):
+    """E8M0: 2**(byte - 127)."""
+    return (byte << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled_scores(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Products of queries and keys -> scores as exponents of two."""
+    if SOFTCAP > 0.0:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x))
+        doubled = tl.exp2(scores * (2.0 * SCALE / SOFTCAP * LOG2E))
+        return (1.0 - 2.0 / (1.0 + doubled)) * (SOFTCAP * LOG2E)
+    return scores * (SCALE * LOG2E)
+
+
+@triton.jit
+def accumulate(acc, total, highest, unit, scores, values, value_bytes, FP8: tl.constexpr):
+    """Online softmax over scores [M, N] and values [N, D]; value_bytes [N]: their scales, in FP8.
+
+    There `acc` is in units of the largest scale so far, so that weights stay within float16."""
+    top = tl.maximum(highest, tl.max(scores, 1))
+    kept = tl.exp2(highest - top)
+    weights = tl.exp2(scores - top[:, None])
+    total = total * kept + tl.sum(weights, 1)
+    if FP8:
+        largest = tl.maximum(unit, tl.max(value_bytes, 0))
+        kept = kept * factor(tl.maximum(unit - largest + 127, 0))
+        weights = weights * factor(tl.maximum(value_bytes - largest + 127, 0))[None, :]
+        unit = largest
+    weights = weights.to(values.dtype)
+    acc = tl.dot(weights, values, acc * kept[:, None], input_precision="ieee")
+    return acc, total, top, unit
+
+
+@triton.jit
+def attended(acc, total, unit, FP8: tl.constexpr):
+    """What the loop carried -> the rows of the result."""
+    if FP8:
+        acc = acc * factor(unit)
+    return acc / total[:, None]
+
+
+@triton.jit
+def attend(
+    acc, total, highest, unit, queries, keys, table, positions, first, last, low,
+    SINKS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, PLANE_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """Rows `queries` [M, BLOCK_D] at `positions` [M] against keys [first, last), tile by tile.
+
+    keys: where block 0 holds this layer's and head's keys; table: the sequence's blocks. MASKED:
+    rows see keys up to themselves and within the window, and keys below `low` or from `last` on are
+    not read; else all rows see all keys. SINKS: rows see what lies before their window instead.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    for start in range(first, last, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        readable = (n >= low) & (n < last)
+        if MASKED:
+            block = tl.load(table + n // BLOCK_SIZE, mask=readable, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + n // BLOCK_SIZE).to(tl.int64)
+        head = keys + block * BLOCK_STRIDE
+        value_bytes = n
+        if FP8:  # single bytes are not loaded ahead, so they are asked for first
+            scale_at = head + (BLOCK_SIZE * HEAD_DIM + n % BLOCK_SIZE)
+            key_bytes = tl.load(scale_at, mask=readable, other=0).to(tl.int32)
+            value_bytes = tl.load(scale_at + PLANE_STRIDE, mask=readable, other=0).to(tl.int32)
+        at = (head + n % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
+        key = load_rows(at, readable, dims, HEAD_DIM, BLOCK_D, MASKED)
+        value = load_rows(at + PLANE_STRIDE, readable, dims, HEAD_DIM, BLOCK_D, MASKED)
+        scores = tl.dot(queries, tl.trans(widened(key, queries, FP8)), input_precision="ieee")
+        if FP8:
+            scores = scores * factor(key_bytes)[None, :]
+        scores = scaled_scores(scores, SCALE, SOFTCAP)
+        if MASKED:
+            visible = n[None, :] <= positions[:, None]
+            if SINKS:
+                visible = n[None, :] <= positions[:, None] - WINDOW
+            elif WINDOW > 0:
+                visible = visible & (n[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(visible & readable[None, :], scores, float("-inf"))
+        value = widened(value, queries, FP8)
+        acc, total, highest, unit = accumulate(
+            acc, total, highest, unit, scores, value, value_bytes, FP8
+        )
+    return acc, total, highest, unit

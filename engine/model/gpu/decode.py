@@ -1,0 +1,195 @@
+"""Decode passes on the device: fixed inputs, one pass after another without the host in between.
+
+Life of a step: rows of the inputs are filled and sent; a pass computes logits, draws a token per
+row, and feeds it to the next pass by itself; the host sees tokens as they come. A pass is a replay
+of a captured graph where there is one for its number of rows, and the same calls where not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from engine.model.batch import Batch, Limits, check_tokens, checked_blocks
+from engine.model.decoder import Decoder
+from engine.model.gpu.sampling import Draws, draw, draw_values
+from engine.model.gpu.staging import StaticInputs
+from engine.step import ScheduledSeq
+
+NO_SLOT = -1  # of a row that only fills up a captured size: nothing is written for it
+ROWS = 1024  # of the kernel that advances them
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of rows that passes are captured for, ascending: a step is filled up to the next."""
+    sizes = {1, 2, 4, max_num_seqs, *range(8, max_num_seqs, 8)}
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+class DecodePasses:
+    """Owned by `GpuSteps`. Up to `max_num_seqs` sequences of one token each.
+
+    Invariant: a row past the step's sequences has no slot, and reads position 0 of block 0."""
+
+    def __init__(
+        self, decoder: Decoder, limits: Limits, device: torch.device, max_num_seqs: int
+    ) -> None:
+        self._decoder, self._limits, self._device = decoder, limits, device
+        self.sizes = graph_sizes(max_num_seqs)
+        rows, width = (max_num_seqs,), -(-limits.max_model_len // limits.block_size)
+        self._inputs = StaticInputs(
+            {
+                "tokens": (rows, np.int64),
+                "positions": (rows, np.int64),
+                "slots": (rows, np.int64),
+                "seed": (rows, np.int64),
+                "top_p": (rows, np.float64),
+                "query_start": (rows, np.int32),
+                "query_len": (rows, np.int32),
+                "context_len": (rows, np.int32),
+                "top_k": (rows, np.int32),
+                "temperature": (rows, np.float32),
+                "min_p": (rows, np.float32),
+                "block_tables": ((max_num_seqs, width), np.int32),
+            },
+            device,
+        )
+        self._inputs.host["query_start"][:] = np.arange(max_num_seqs)
+        self._inputs.host["query_len"][:] = 1
+        self._held: list[list[int]] = [[] for _ in range(max_num_seqs)]  # as in block_tables
+        self._rows = torch.arange(max_num_seqs, device=device)
+        self._drawn = torch.zeros(rows, dtype=torch.int64, device=device)
+        shape = (max_num_seqs, limits.vocab_size)
+        self.logits = torch.empty(shape, dtype=torch.float32, device=device)  # of the last pass
+        on_gpu = device.type == "cuda"
+        results = (limits.block_size, max_num_seqs)  # of a step's passes
+        self._results = torch.zeros(results, dtype=torch.int64, pin_memory=on_gpu)
+        self._events = [torch.cuda.Event() for _ in range(limits.block_size if on_gpu else 0)]
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def max_passes(self) -> int:
+        return len(self._results)
+
+    def size_for(self, num_seqs: int) -> int:
+        """Rows of a pass over so many sequences; 0 if they are too many."""
+        return next((size for size in self.sizes if size >= num_seqs), 0)
+
+    def load(self, seqs: list[ScheduledSeq]) -> None:
+        """Send a step's inputs. Raises ValueError for a sequence that is not within the limits;
+        nothing is sent then."""
+        size, host = self.size_for(len(seqs)), self._inputs.host
+        block_size = self._limits.block_size
+        for row, seq in enumerate(seqs):
+            self._load_blocks(row, seq)
+        starts = np.fromiter((seq.start for seq in seqs), np.int64, len(seqs))
+        tokens = np.fromiter((seq.tokens[0] for seq in seqs), np.int64, len(seqs))
+        for seq, index in zip(seqs, range(len(seqs)), strict=True):
+            check_tokens(seq, tokens[index : index + 1], self._limits)
+        rows, rest = slice(0, len(seqs)), slice(len(seqs), size)
+        blocks = host["block_tables"][np.arange(len(seqs)), starts // block_size].astype(np.int64)
+        host["tokens"][rows], host["tokens"][rest] = tokens, 0
+        host["positions"][rows], host["positions"][rest] = starts, 0
+        host["slots"][rows] = blocks * block_size + starts % block_size
+        host["slots"][rest] = NO_SLOT
+        host["context_len"][rows], host["context_len"][rest] = starts + 1, 1
+        for name, values in draw_values([seq.sampling for seq in seqs]).items():
+            host[name][rows], host[name][rest] = values, 0
+        for row in range(len(seqs), size):
+            host["block_tables"][row, 0] = 0
+            self._held[row] = []
+        self._inputs.send(size)
+
+    def launch(self, size: int, index: int) -> None:
+        """Begin pass `index` of the step over `size` rows; the host does not wait."""
+        graph = self._graphs.get(size)
+        if graph is None:
+            self._pass(size)
+        else:
+            graph.replay()
+        self._results[index, :size].copy_(self._drawn[:size], non_blocking=True)
+        if self._events:
+            self._events[index].record()
+
+    def result(self, index: int, num_seqs: int) -> list[int]:
+        """Tokens that pass `index` drew; waits for them."""
+        if self._events:
+            self._events[index].synchronize()
+        return self._results[index, :num_seqs].tolist()
+
+    def capture(self, progress: Callable[[str], None]) -> None:
+        """Make a graph for every size, largest first, in memory that they share. Raises
+        RuntimeError if a pass cannot be captured."""
+        self._inputs.host["slots"][:] = NO_SLOT
+        self._inputs.host["context_len"][:] = 1
+        self._inputs.send(self.sizes[-1])
+        pool = torch.cuda.graph_pool_handle()
+        for done, size in enumerate(reversed(self.sizes)):
+            self._pass(size)  # compiles, and lets libraries allocate what they keep
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self._pass(size)
+            self._graphs[size] = graph
+            progress(f"capturing decode steps: {done + 1} of {len(self.sizes)}")
+
+    def forget_graphs(self) -> None:
+        self._graphs.clear()
+
+    def _pass(self, size: int) -> None:
+        """Logits, a token per row, and the inputs of the pass after it."""
+        there = {name: each[:size] for name, each in self._inputs.device.items()}
+        longest = self._limits.max_model_len  # a bound: contexts are known on the device only
+        batch = Batch(
+            tokens=there["tokens"],
+            positions=there["positions"],
+            slots=there["slots"],
+            query_start=there["query_start"],
+            query_len=there["query_len"],
+            context_len=there["context_len"],
+            block_tables=there["block_tables"],
+            sample_rows=self._rows[:size],
+            spans=tuple((row, 1, longest) for row in range(size)),
+        )
+        self.logits[:size].copy_(self._decoder.forward(batch))
+        drawn = self._drawn[:size]
+        draws = Draws(
+            there["temperature"], there["top_p"], there["min_p"], there["top_k"], there["seed"],
+            there["positions"],
+        )  # fmt: skip
+        draw(self.logits[:size], draws, drawn)
+        _advance[(triton.cdiv(size, ROWS),)](
+            drawn, batch.tokens, batch.positions, batch.slots, batch.context_len, size, ROWS=ROWS
+        )
+
+    def _load_blocks(self, row: int, seq: ScheduledSeq) -> None:
+        """Most steps change no table, and lists of the same numbers are compared quickly."""
+        end = seq.start + 1
+        needed = -(-end // self._limits.block_size)
+        held = self._held[row]
+        known = len(held) >= needed and held == seq.block_ids
+        if known and 0 < end <= self._limits.max_model_len:
+            return
+        self._held[row] = []
+        blocks = checked_blocks(seq, self._limits)
+        self._inputs.host["block_tables"][row, : len(blocks)] = blocks
+        if len(blocks) == len(seq.block_ids):  # else more of them are checked later
+            self._held[row] = list(seq.block_ids)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _advance(drawn, tokens, positions, slots, context_len, num_rows, ROWS: tl.constexpr):
+    """What was drawn is fed next, one position further, in the same block."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots + row, mask=row < num_rows, other=-1)
+    live = slot >= 0
+    tl.store(slots + row, slot + 1, mask=live)
+    tl.store(tokens + row, tl.load(drawn + row, mask=live, other=0), mask=live)
+    position = tl.load(positions + row, mask=live, other=0)
+    tl.store(positions + row, position + 1, mask=live)
+    context = tl.load(context_len + row, mask=live, other=0)
+    tl.store(context_len + row, context + 1, mask=live)

@@ -1,0 +1,148 @@
+"""A mixture of experts on a GPU: grouped matrix products over tokens sorted by expert.
+
+Every (token, chosen expert) is a pair. Pairs are sorted by expert and cut into tiles of `BLOCK_M`
+pairs of one expert; tile by tile, rows of `x` are gathered and multiplied with that expert's
+matrix. How many tiles an expert has is known on the device only, so the grid is an upper bound and
+tiles beyond the last end at once: no host synchronization, and shapes that a graph can keep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.model.gpu.activation import gated
+from engine.model.quantize import GROUP
+
+BLOCK_M, BLOCK_N = 16, 64
+MANY = 64  # pairs per expert on average, from which larger tiles pay
+BLOCK_M_MANY, BLOCK_N_MANY = 64, 128
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Matrices are floats, or int8 with scales as of engine.model.quantize."""
+
+    gate_ups: torch.Tensor  # [num_experts, 2 * width, hidden_size]
+    downs: torch.Tensor  # [num_experts, hidden_size, width]
+    gate_up_scales: torch.Tensor | None = None
+    down_scales: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Where the grouped products find their rows. All on the device."""
+
+    pairs: torch.Tensor  # [P] int64: sorted by expert; pair = token * num_per_token + choice
+    expert: torch.Tensor  # [T] int64 of each tile; num_experts past the last tile
+    first: torch.Tensor  # [T] int64: its first place in `pairs`
+    end: torch.Tensor  # [T] int64: where its expert's pairs end
+    block_m: int
+
+
+def add_experts(
+    hidden: torch.Tensor,
+    x: torch.Tensor,
+    experts: ExpertWeights,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    activation: str,
+) -> None:
+    """hidden [N, hidden_size] += sum over k of weights[N, k] * expert chosen[N, k] of x."""
+    num_tokens, num_chosen = chosen.shape
+    if not num_tokens:
+        return
+    tiles = _tiles(chosen, len(experts.downs))
+    gate_up = _grouped(x, experts.gate_ups, experts.gate_up_scales, tiles, num_chosen, None)
+    active = gated(gate_up, activation)  # a row per place in `pairs`
+    out = _grouped(active, experts.downs, experts.down_scales, tiles, 0, weights)
+    # Of one token the parts are added in the order of its choices, the same for any batch.
+    hidden += out.view(num_tokens, num_chosen, -1).sum(dim=1).to(hidden.dtype)
+
+
+def _tiles(chosen: torch.Tensor, num_experts: int) -> _Tiles:
+    num_pairs = chosen.numel()
+    block = BLOCK_M_MANY if num_pairs >= MANY * num_experts else BLOCK_M
+    most = min(num_pairs, triton.cdiv(num_pairs, block) + num_experts)
+    sorted_experts, pairs = chosen.flatten().long().sort(stable=True)
+    ids = torch.arange(num_experts + 1, device=chosen.device)
+    starts = torch.searchsorted(sorted_experts, ids)  # [num_experts + 1]: where each one begins
+    count = (starts[1:] - starts[:-1] + block - 1) // block  # tiles of each expert
+    ends = count.cumsum(0)
+    tile = torch.arange(most, device=chosen.device)
+    expert = torch.searchsorted(ends, tile, right=True)  # num_experts past the last tile
+    known = expert.clamp(max=num_experts - 1)
+    first = starts[known] + (tile - (ends - count)[known]) * block
+    return _Tiles(pairs, expert, first, starts[known + 1], block)
+
+
+def _grouped(
+    x: torch.Tensor,
+    matrices: torch.Tensor,
+    scales: torch.Tensor | None,
+    tiles: _Tiles,
+    num_chosen: int,
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """x times each pair's expert [P, width]. With `num_chosen` > 0, `x` has a row per token and the
+    result a row per place in `tiles.pairs`. Else `x` has a row per place, and the result, float32
+    and multiplied with `weights`, a row per pair."""
+    num_experts, width, depth = matrices.shape
+    num_pairs = len(tiles.pairs)
+    kind = x.dtype if weights is None else torch.float32
+    out = torch.empty((num_pairs, width), dtype=kind, device=x.device)
+    many = tiles.block_m == BLOCK_M_MANY
+    block_n = BLOCK_N_MANY if many else BLOCK_N
+    _product[(len(tiles.expert), triton.cdiv(width, block_n))](
+        x, matrices, scales, out, tiles.pairs, tiles.expert, tiles.first, tiles.end,
+        None if weights is None else weights.contiguous(), x.stride(0), width, depth, num_experts,
+        GATHER=num_chosen, BLOCK_M=tiles.block_m, BLOCK_N=block_n, BLOCK_K=GROUP,
+        num_warps=8 if many else 4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _product(
+    x, matrices, scales, out, pairs, tile_expert, tile_first, tile_end, weights, x_stride, width,
+    depth, num_experts, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile: BLOCK_M pairs of one expert, BLOCK_N outputs. GATHER: choices per token, or 0.
+    BLOCK_K inputs have one scale, where there are scales."""
+    tile = tl.program_id(0)
+    expert = tl.load(tile_expert + tile)
+    if expert < num_experts:
+        m = tl.load(tile_first + tile) + tl.arange(0, BLOCK_M)
+        is_row = m < tl.load(tile_end + tile)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_out = n < width
+        k = tl.arange(0, BLOCK_K)
+        pair = tl.load(pairs + m, mask=is_row, other=0)
+        if GATHER > 0:
+            source = pair // GATHER
+            target = m
+        else:
+            source = m
+            target = pair
+        x_at = x + source[:, None] * x_stride + k[None, :]
+        w_at = matrices + (expert * width + n)[None, :] * depth + k[:, None]
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for at in range(0, depth, BLOCK_K):
+            is_in = k < depth - at
+            left = tl.load(x_at + at, mask=is_row[:, None] & is_in[None, :], other=0.0)
+            right = tl.load(w_at + at, mask=is_in[:, None] & is_out[None, :], other=0)
+            if scales is not None:
+                part = tl.dot(left, right.to(left.dtype), input_precision="ieee")
+                groups = tl.cdiv(depth, BLOCK_K)
+                s_at = scales + (expert * width + n) * groups + at // BLOCK_K
+                total += part * tl.load(s_at, mask=is_out, other=0.0).to(tl.float32)[None, :]
+            else:
+                total = tl.dot(left, right, total, input_precision="ieee")
+        if GATHER == 0:
+            total *= tl.load(weights + pair, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        place = out + target[:, None] * width + n[None, :]
+        tl.store(place, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_out[None, :])

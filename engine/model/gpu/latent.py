@@ -1,0 +1,249 @@
+"""Multi-head latent attention over paged latents.
+
+What is cached of a token is one vector [rank + rope_dim] for all heads; keys are all of it, values
+its first `rank` numbers, so that a tile is read once and multiplied twice. Rows are (token, head)
+pairs. Decode is split along the context as in `attention_decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from engine.model.gpu.attention_decode import MIN_KEYS, merge, part_keys, partials
+from engine.model.gpu.attention_prefill import list_tiles
+from engine.model.gpu.attention_tile import (
+    LOWEST,
+    Tiling,
+    accumulate,
+    attended,
+    factor,
+    load_rows,
+    scaled_scores,
+    shared_memory,
+    widened,
+)
+from engine.model.gpu.cache_pool import Pool
+
+
+def latent_tiling(pool: Pool, num_heads: int) -> Tiling:
+    """Of decode and prefill alike. A tile of 64 rows, multiplied from shared memory, reads latents
+    once for 64 heads."""
+    room = shared_memory(pool.data.device)
+    if pool.data.element_size() > 2:
+        return Tiling(16, 16, num_warps=4, num_stages=2)
+    if num_heads > 16 and room > 160 * 1024:
+        return Tiling(64, 32, num_warps=8, num_stages=2)
+    return Tiling(16, 32, num_warps=8 if pool.is_fp8 else 4, num_stages=3)
+
+
+def latent_tiles(
+    spans: Sequence[tuple[int, int, int]], num_heads: int, pool: Pool, tiling: Tiling | None = None
+) -> np.ndarray:
+    """As `prefill_tiles`, for `latent_prefill`."""
+    return list_tiles(spans, num_heads, (tiling or latent_tiling(pool, num_heads)).block_m)
+
+
+def latent_decode(
+    out: torch.Tensor,
+    queries: torch.Tensor,
+    pool: Pool,
+    layer: int,
+    query_start: torch.Tensor,
+    query_len: torch.Tensor,
+    context_len: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    rank: int,
+    scale: float,
+    num_splits: int,
+    softcap: float = 0.0,
+    tiling: Tiling | None = None,
+) -> None:
+    """queries [N, num_heads, rank + rope_dim] -> out [N, num_heads, rank], both contiguous; the
+    rest as in `decode_attention`. num_splits: of `decode_splits`, with `latent_row_tiles` in place
+    of the KV heads."""
+    num_seqs, num_heads = len(query_start), queries.shape[1]
+    if not num_seqs:
+        return
+    tiling = tiling or latent_tiling(pool, num_heads)
+    partial, logs = partials(out, num_seqs, num_heads, num_splits, rank)
+    _latent[(triton.cdiv(num_heads, tiling.block_m), num_seqs, num_splits)](
+        out, partial, logs, queries, pool.data, None, query_start, query_len, context_len,
+        block_tables, pool.layer_offset(layer), block_tables.stride(0), num_splits,
+        DECODE=True, DIRECT=num_splits == 1, **_constants(queries, pool, rank, scale, softcap),
+        **_launch(tiling),
+    )  # fmt: skip
+    if num_splits > 1:
+        rows = out.view(len(out), -1)
+        merge(rows, partial, logs, query_start, query_len, context_len, 0, tiling.block_n)
+
+
+def latent_row_tiles(pool: Pool, num_heads: int) -> int:
+    """Programs that share a part of a context."""
+    return triton.cdiv(num_heads, latent_tiling(pool, num_heads).block_m)
+
+
+def latent_prefill(
+    out: torch.Tensor,
+    queries: torch.Tensor,
+    pool: Pool,
+    layer: int,
+    tiles: torch.Tensor,
+    query_start: torch.Tensor,
+    query_len: torch.Tensor,
+    context_len: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    rank: int,
+    scale: float,
+    softcap: float = 0.0,
+    tiling: Tiling | None = None,
+) -> None:
+    """As `latent_decode`, of the sequences that `tiles` names (from `latent_tiles`)."""
+    if not len(tiles):
+        return
+    tiling = tiling or latent_tiling(pool, queries.shape[1])
+    _latent[(len(tiles),)](
+        out, None, None, queries, pool.data, tiles, query_start, query_len, context_len,
+        block_tables, pool.layer_offset(layer), block_tables.stride(0), 1,
+        DECODE=False, DIRECT=True, **_constants(queries, pool, rank, scale, softcap),
+        **_launch(tiling),
+    )  # fmt: skip
+
+
+def _constants(
+    queries: torch.Tensor, pool: Pool, rank: int, scale: float, softcap: float
+) -> dict[str, float]:
+    assert queries.is_contiguous()
+    rope_dim = pool.head_dim - rank
+    return {
+        "NUM_HEADS": queries.shape[1],
+        "RANK": rank,
+        "ROPE_DIM": rope_dim,
+        "BLOCK_RANK": triton.next_power_of_2(rank),
+        "BLOCK_ROPE": max(16, triton.next_power_of_2(rope_dim)),
+        "SCALE": scale,
+        "SOFTCAP": softcap,
+        "MIN_KEYS": MIN_KEYS,
+        **pool.constants,
+    }
+
+
+def _launch(tiling: Tiling) -> dict[str, int]:
+    return {
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "num_warps": tiling.num_warps,
+        "num_stages": tiling.num_stages,
+    }
+
+
+@triton.jit
+def _attend(
+    acc, total, highest, unit, query, turned, latents, table, positions, first, last,
+    MASKED: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """As `attention_tile.attend`; `query` [M, BLOCK_RANK] and `turned` [M, BLOCK_ROPE] are the two
+    parts of the rows."""
+    dims, behind = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
+    for start in range(first, last, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        readable = n < last
+        if MASKED:
+            block = tl.load(table + n // BLOCK_SIZE, mask=readable, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + n // BLOCK_SIZE).to(tl.int64)
+        head = latents + block * BLOCK_STRIDE
+        scale_bytes = n
+        if FP8:
+            scale_at = head + (BLOCK_SIZE * (RANK + ROPE_DIM) + n % BLOCK_SIZE)
+            scale_bytes = tl.load(scale_at, mask=readable, other=0).to(tl.int32)
+        at = (head + n % BLOCK_SIZE * (RANK + ROPE_DIM))[:, None]
+        latent = load_rows(at + dims[None, :], readable, dims, RANK, BLOCK_RANK, MASKED)
+        key = load_rows(at + RANK + behind[None, :], readable, behind, ROPE_DIM, BLOCK_ROPE, MASKED)
+        latent, key = widened(latent, query, FP8), widened(key, query, FP8)
+        scores = tl.dot(turned, tl.trans(key), input_precision="ieee")
+        scores = tl.dot(query, tl.trans(latent), scores, input_precision="ieee")
+        if FP8:
+            scores = scores * factor(scale_bytes)[None, :]
+        scores = scaled_scores(scores, SCALE, SOFTCAP)
+        if MASKED:
+            visible = (n[None, :] <= positions[:, None]) & readable[None, :]
+            scores = tl.where(visible, scores, float("-inf"))
+        acc, total, highest, unit = accumulate(
+            acc, total, highest, unit, scores, latent, scale_bytes, FP8
+        )
+    return acc, total, highest, unit
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+def _latent(
+    out, partial, logs, queries, pool, tiles, query_start, query_len, context_len, tables,
+    layer_offset, table_stride, num_splits,
+    DECODE: tl.constexpr, DIRECT: tl.constexpr, NUM_HEADS: tl.constexpr, RANK: tl.constexpr,
+    ROPE_DIM: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MIN_KEYS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_STRIDE: tl.constexpr, PLANE_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of rows, of a work list or, in decode, of a sequence and one part of its
+    context."""
+    if DECODE:
+        seq, first_row, split = tl.program_id(1), tl.program_id(0) * BLOCK_M, tl.program_id(2)
+    else:
+        seq = tl.load(tiles + 2 * tl.program_id(0))
+        first_row, split = tl.load(tiles + 2 * tl.program_id(0) + 1), 0
+    count, context = tl.load(query_len + seq), tl.load(context_len + seq)
+    keys_each = part_keys(context, num_splits, BLOCK_N, MIN_KEYS)
+    first = split * keys_each
+    if DECODE:  # noqa: SIM102 - known at compile time
+        if (count != 1) | (first >= context):
+            return
+    row = first_row + tl.arange(0, BLOCK_M)
+    positions = context - count + row // NUM_HEADS
+    token = (tl.load(query_start + seq) + row // NUM_HEADS).to(tl.int64)
+    vector = (token * NUM_HEADS + row % NUM_HEADS)[:, None]
+    dims, behind = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
+    is_row = row < count * NUM_HEADS
+    inside = is_row[:, None] & (dims < RANK)[None, :]
+    kind: tl.constexpr = tl.float16 if FP8 else queries.dtype.element_ty
+    at = queries + vector * (RANK + ROPE_DIM)
+    query = tl.load(at + dims[None, :], mask=inside, other=0.0).to(kind)
+    turned_inside = is_row[:, None] & (behind < ROPE_DIM)[None, :]
+    turned = tl.load(at + RANK + behind[None, :], mask=turned_inside, other=0.0).to(kind)
+    farthest = context - count + (first_row + BLOCK_M - 1) // NUM_HEADS
+    last = tl.minimum(farthest + 1, context)
+    diagonal = (context - count + first_row // NUM_HEADS + 1) // BLOCK_N * BLOCK_N
+    if DECODE:
+        last = tl.minimum(first + keys_each, context)
+        diagonal = last // BLOCK_N * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_RANK), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    highest = tl.zeros((BLOCK_M,), dtype=tl.float32) + LOWEST
+    unit = context * 0
+    table, latents = tables + seq.to(tl.int64) * table_stride, pool + layer_offset
+    acc, total, highest, unit = _attend(
+        acc, total, highest, unit, query, turned, latents, table, positions, first, diagonal,
+        False, RANK, ROPE_DIM, BLOCK_RANK, BLOCK_ROPE, SCALE, SOFTCAP, BLOCK_N, BLOCK_STRIDE,
+        BLOCK_SIZE, FP8,
+    )  # fmt: skip
+    acc, total, highest, unit = _attend(
+        acc, total, highest, unit, query, turned, latents, table, positions, diagonal, last,
+        True, RANK, ROPE_DIM, BLOCK_RANK, BLOCK_ROPE, SCALE, SOFTCAP, BLOCK_N, BLOCK_STRIDE,
+        BLOCK_SIZE, FP8,
+    )  # fmt: skip
+    acc = attended(acc, total, unit, FP8)
+    if DIRECT:
+        acc = acc.to(out.dtype.element_ty)
+        tl.store(out + vector * RANK + dims[None, :], acc, mask=inside)
+    else:
+        part = (seq.to(tl.int64) * NUM_HEADS + row) * num_splits + split
+        tl.store(partial + part[:, None] * RANK + dims[None, :], acc, mask=inside)
+        tl.store(logs + part, highest + tl.log2(total), mask=is_row)

@@ -1,0 +1,263 @@
+"""The decoder's operations on a GPU: Triton kernels, and cuBLAS for matrix products.
+
+The residual stream has the weights' dtype. Products are added to it where they are made (beta = 1),
+so no pass over it is spent on the addition. Nothing here waits for the device, and within a decode
+step nothing depends on values that the device alone knows: a graph can hold the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from triton import knobs
+
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.gpu import experts as mixture
+from engine.model.gpu import int8
+from engine.model.gpu.activation import KINDS, gated
+from engine.model.gpu.attention_decode import decode_attention, decode_splits
+from engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
+from engine.model.gpu.cache_pool import Pool
+from engine.model.gpu.cache_write import latent_write, rope_write
+from engine.model.gpu.latent import latent_decode, latent_prefill, latent_row_tiles, latent_tiles
+from engine.model.gpu.norm import MAX_WIDTH, rms_norm
+from engine.model.gpu.staging import to_device
+from engine.model.kernels import KernelsUnavailable
+from engine.model.ops import rope_tables
+from engine.model.quantize import quantize
+
+MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
+FULL_ROLES = {"logits"}  # of matrices that are not quantized
+
+Dense = tuple[torch.Tensor, torch.Tensor | None]  # a weight [out, in] and a bias [out]
+
+
+class TritonOps:
+    """Owned by one runner, used from one thread at a time. Results are fresh tensors, except in a
+    captured step, where they live as long as the next replay."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: torch.Tensor,
+        dtype: torch.dtype,
+        max_positions: int,
+        quantization: str = "none",
+    ) -> None:
+        """pool: as ModelRunner.kv_pool. quantization: of the layers' matrices, "none" or
+        "int8". Raises KernelsUnavailable for what the kernels do not handle."""
+        _check(config, pool.device)
+        self._config, self._dtype, self._device = config, dtype, pool.device
+        self._pool = Pool(pool, config.head_dim)
+        self._int8 = quantization == "int8"
+        self._ropes = [rope_tables(rope, max_positions, pool.device) for rope in config.ropes]
+        self._batch: Batch | None = None
+        self._tiles: torch.Tensor | None = None  # of sequences with more than one token
+        self._num_splits = 0  # of sequences with one token; 0: there is none
+        self._sink_queries: torch.Tensor | None = None
+
+    def table(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self._device, self._dtype, copy=True)  # not a view of the file
+
+    def matrix(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, role: str
+    ) -> Dense | int8.Int8Matrix:
+        own = None if bias is None else self.table(bias)
+        if self._int8 and role not in FULL_ROLES:
+            return int8.int8_matrix(weight.to(self._device), own)
+        return self.table(weight).contiguous(), own
+
+    def vector(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self._device, torch.float32, copy=True)
+
+    def heads(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.table(weight).contiguous()
+
+    def begin(self, batch: Batch) -> None:
+        c, spans = self._config, batch.spans
+        self._batch = batch
+        self._tiles, self._num_splits = None, 0
+        longest = max((context for _, count, context in spans if count == 1), default=0)
+        if longest:
+            each = c.num_kv_heads  # programs of a sequence, for each of its parts
+            if c.latent is not None:
+                each = latent_row_tiles(self._pool, c.num_heads)
+            self._num_splits = decode_splits(len(spans), each, longest, self._device)
+        if any(count > 1 for _, count, _ in spans):
+            work: np.ndarray
+            if c.latent is None:
+                work = prefill_tiles(spans, c.num_heads, self._pool)
+            else:
+                work = latent_tiles(spans, c.num_heads, self._pool)
+            self._tiles = to_device(work, self._device)
+        if any(self._has_sinks(layer) for layer in range(c.num_layers)):
+            shape = (len(batch.tokens), c.num_heads * c.head_dim)
+            self._sink_queries = torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def run_layers(self, hidden: torch.Tensor, layers: Any) -> bool:
+        return False
+
+    def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, table)
+
+    def linear(self, x: torch.Tensor, matrix: Dense | int8.Int8Matrix) -> torch.Tensor:
+        if isinstance(matrix, int8.Int8Matrix):
+            return int8.linear(x, matrix)
+        return F.linear(x, *matrix)
+
+    def add_linear(
+        self, hidden: torch.Tensor, x: torch.Tensor, matrix: Dense | int8.Int8Matrix
+    ) -> None:
+        if isinstance(matrix, int8.Int8Matrix):
+            hidden += int8.linear(x, matrix)
+            return
+        weight, bias = matrix
+        hidden.addmm_(x, weight.t())
+        if bias is not None:
+            hidden += bias
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, self._config.rms_norm_eps)
+
+    def rope_write(
+        self,
+        qkv: torch.Tensor,
+        layer: int,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+    ) -> None:
+        c, batch, tables = self._config, self._batch, self._tables(layer)
+        assert batch is not None
+        sinks = self._sink_queries if self._has_sinks(layer) and tables is not None else None
+        rope_write(
+            qkv,
+            self._pool,
+            layer,
+            batch.positions,
+            batch.slots,
+            tables,
+            num_heads=c.num_heads,
+            norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
+            eps=c.rms_norm_eps,
+            sink_queries=sinks,
+            sink_position=c.window(layer) + c.num_sinks - 1,
+        )
+
+    def attention(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+        c = self._config
+        width = c.num_heads * c.head_dim
+        out = torch.empty((len(qkv), width), dtype=qkv.dtype, device=qkv.device)
+        sinks = self._sink_queries if self._has_sinks(layer) else None
+        if sinks is not None and self._tables(layer) is None:
+            sinks = qkv[:, :width].contiguous()  # where nothing rotates, all queries are alike
+        self._attend(
+            decode_attention,
+            prefill_attention,
+            out,
+            qkv,
+            layer,
+            num_heads=c.num_heads,
+            scale=c.score_scale,
+            window=c.window(layer),
+            num_sinks=c.num_sinks if c.window(layer) else 0,
+            sink_queries=sinks,
+            softcap=c.attention_softcap,
+        )
+        return out
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gated(gate_up, self._config.activation)
+
+    def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
+        batch, tables = self._batch, self._tables(layer)
+        assert batch is not None
+        assert tables is not None
+        latent_write(q_rope, latent, self._pool, layer, batch.positions, batch.slots, tables)
+
+    def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
+        c = self._config
+        assert c.latent is not None
+        shape = (len(queries), c.num_heads, c.latent.rank)
+        out = torch.empty(shape, dtype=queries.dtype, device=queries.device)
+        self._attend(
+            latent_decode,
+            latent_prefill,
+            out,
+            queries.contiguous(),
+            layer,
+            rank=c.latent.rank,
+            scale=c.score_scale,
+            softcap=c.attention_softcap,
+        )
+        return out
+
+    def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> mixture.ExpertWeights:
+        if self._int8:
+            pairs = [quantize(each.to(self._device)) for each in (gate_ups, downs)]
+            return mixture.ExpertWeights(pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1])
+        return mixture.ExpertWeights(
+            self.table(gate_ups).contiguous(), self.table(downs).contiguous()
+        )
+
+    def add_experts(
+        self,
+        hidden: torch.Tensor,
+        x: torch.Tensor,
+        experts: mixture.ExpertWeights,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        mixture.add_experts(hidden, x, experts, chosen, weights, self._config.activation)
+
+    def _attend(
+        self,
+        decode: Callable[..., None],
+        prefill: Callable[..., None],
+        out: torch.Tensor,
+        queries: torch.Tensor,
+        layer: int,
+        **settings: Any,
+    ) -> None:
+        """Sequences of one token and those of more, each by their kernel, into rows of `out`."""
+        batch = self._batch
+        assert batch is not None
+        where = (batch.query_start, batch.query_len, batch.context_len, batch.block_tables)
+        if self._num_splits:
+            splits = self._num_splits
+            decode(out, queries, self._pool, layer, *where, num_splits=splits, **settings)
+        if self._tiles is not None:
+            prefill(out, queries, self._pool, layer, self._tiles, *where, **settings)
+
+    def _tables(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """cos and sin of the layer; None where it does not rotate."""
+        if self._config.rope(layer) is None:
+            return None
+        index = self._config.layer_ropes[layer] if self._config.layer_ropes else 0
+        return self._ropes[index]
+
+    def _has_sinks(self, layer: int) -> bool:
+        return self._config.num_sinks > 0 and self._config.window(layer) > 0
+
+
+def _check(config: ModelConfig, device: torch.device) -> None:
+    """Raises KernelsUnavailable."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < MIN_CAPABILITY:
+            raise KernelsUnavailable(
+                f"{torch.cuda.get_device_name(device)} has compute capability"
+                f" {capability[0]}.{capability[1]}; 8.0 is needed"
+            )
+    elif not knobs.runtime.interpret:
+        raise KernelsUnavailable("Triton's kernels need a GPU")
+    if config.activation not in KINDS:
+        raise KernelsUnavailable(f"activation {config.activation} is not handled")
+    if config.latent is not None and any(config.windows):
+        raise KernelsUnavailable("windows with latent attention are not handled")
+    if config.hidden_size > MAX_WIDTH:
+        raise KernelsUnavailable(f"hidden_size {config.hidden_size} is above {MAX_WIDTH}")

@@ -1,0 +1,94 @@
+"""How a step's inputs reach the device: side by side in page-locked memory, in one copy.
+
+Life of an array: written into a host buffer; the buffer is copied behind what the stream does
+already, without waiting; kernels read views of the device's copy. Each array starts at a multiple
+of 16 bytes, as vectorized loads want it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+import numpy as np
+import torch
+
+from engine.model.batch import Batch
+
+ALIGN = 16
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy that the host does not wait for; page-locked memory is torch's to reuse after it."""
+    host = torch.from_numpy(array)
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def stage(batch: Batch, device: torch.device) -> Batch:
+    """`batch`, made on the host, on `device`."""
+    arrays: dict[str, np.ndarray] = {
+        field.name: getattr(batch, field.name).numpy()
+        for field in fields(batch)
+        if field.name != "spans"
+    }
+    return Batch(spans=batch.spans, **stage_arrays(arrays, device))
+
+
+def stage_arrays(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    """The same names, shapes and dtypes on the device, in one piece of memory."""
+    starts, size = _places(list(arrays.values()))
+    host = np.empty(size, np.uint8)
+    for start, array in zip(starts, arrays.values(), strict=True):
+        host[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    there = to_device(host, device)
+    return {
+        name: _view(there, start, array)
+        for start, (name, array) in zip(starts, arrays.items(), strict=True)
+    }
+
+
+class StaticInputs:
+    """Arrays of fixed places: the same addresses on the device for every step, so that a graph may
+    read them. Owned by the decode steps. `host` is written only while no copy is under way, which
+    holds between steps."""
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[tuple[int, ...], type]], device: torch.device
+    ) -> None:
+        """shapes: by name, shape and numpy dtype. The last is sent as far as it is used."""
+        models: list[np.ndarray] = [np.empty(shape, kind) for shape, kind in shapes.values()]
+        starts, size = _places(models)
+        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        named = list(zip(starts, shapes, models, strict=True))
+        raw = self._host.numpy()
+        self.host: dict[str, np.ndarray] = {
+            name: raw[start : start + model.nbytes].view(model.dtype).reshape(model.shape)
+            for start, name, model in named
+        }
+        self.device: dict[str, torch.Tensor] = {
+            name: _view(self._device, start, model) for start, name, model in named
+        }
+        last = models[-1]
+        self._last_start, self._row_bytes = starts[-1], last.nbytes // len(last)
+
+    def send(self, num_rows: int) -> None:
+        """Copy everything, and `num_rows` rows of the last array."""
+        size = self._last_start + num_rows * self._row_bytes
+        self._device[:size].copy_(self._host[:size], non_blocking=True)
+
+
+def _places(arrays: list[np.ndarray]) -> tuple[list[int], int]:
+    """Where each starts, and the size of all."""
+    starts, size = [], 0
+    for array in arrays:
+        starts.append(size)
+        size += -(-array.nbytes // ALIGN) * ALIGN
+    return starts, size
+
+
+def _view(memory: torch.Tensor, start: int, like: np.ndarray) -> torch.Tensor:
+    kind = torch.from_numpy(np.empty(0, like.dtype)).dtype
+    return memory[start : start + like.nbytes].view(kind).view(like.shape)

@@ -1,0 +1,175 @@
+"""Steps on a GPU: what a runner hands over to where the device can be kept busy.
+
+Life: every kernel is compiled and decode passes are captured when this is made; then `execute` is
+called once per step. A step of prompts or of both kinds is one ragged batch: one copy in, one out.
+Decodes go through `DecodePasses`, as many in a row as the step allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from engine.model.batch import Batch, Limits
+from engine.model.decoder import Decoder
+from engine.model.gpu.decode import NO_SLOT, DecodePasses
+from engine.model.gpu.sampling import Draws, draw, draw_values, is_plain
+from engine.model.gpu.staging import stage, stage_arrays
+from engine.model.sampler import sample
+from engine.request import SamplingParams
+from engine.step import Sampled, ScheduledSeq, Step
+
+BURST_S = 0.025  # of passes in a row: what has arrived meanwhile waits for them
+AHEAD_S = 0.01
+"""The next pass is launched before the tokens of the last are seen while (sequences that may stop)
+* (seconds of a pass) stays below this. A sequence stops once in hundreds of tokens, and then the
+pass ahead is lost; waiting costs tens of microseconds in every pass."""
+WARM_UP = ((1,), (17,), (1, 33), (512,))  # query lengths of the steps that compile kernels
+
+
+class GpuSteps:
+    """Owned by a ModelRunner that is alone on its device, used from one thread at a time. When
+    `execute` returns, nothing that it launched runs any more."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        limits: Limits,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        graphs: bool,
+        progress: Callable[[str], None],
+    ) -> None:
+        """graphs: capture decode passes. Without a device to capture on, they are only run."""
+        self.notices: list[str] = []
+        self._decoder, self._limits, self._device = decoder, limits, device
+        self._pass_s = 0.0  # of the last decode
+        with self._on_device():
+            self._passes = DecodePasses(decoder, limits, device, max_num_seqs)
+            if device.type == "cuda":
+                self._warm_up(progress)
+                if graphs:
+                    self._capture(progress)
+
+    def execute(self, step: Step) -> list[Sampled | None]:
+        """Raises ValueError for a step that is not within the limits; nothing was written then."""
+        decodes = all(len(seq.tokens) == 1 and seq.sample for seq in step.seqs)
+        with self._on_device():
+            if decodes and self._passes.size_for(len(step.seqs)):
+                return list(self._decode(step))
+            return self._ragged(step)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels are launched on the thread's device, and each thread has its own."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _decode(self, step: Step) -> list[Sampled]:
+        """Up to `step.repeats` passes; what follows a stop token is thrown away."""
+        passes, seqs = self._passes, step.seqs
+        size, count = passes.size_for(len(seqs)), len(seqs)
+        plain = [is_plain(seq) for seq in seqs]
+        most = min(step.repeats, passes.max_passes) if all(plain) else 1
+        stops = [frozenset(seq.sampling.stop_token_ids) for seq in seqs]
+        ahead = sum(map(bool, stops)) * self._pass_s < AHEAD_S
+        passes.load(seqs)
+        began = perf_counter()
+        rows: list[list[int]] = []
+        launched = 0
+        while True:
+            while launched < min(most, len(rows) + 1 + ahead):
+                passes.launch(size, launched)
+                launched += 1
+            rows.append(passes.result(len(rows), count))
+            elapsed = perf_counter() - began
+            self._pass_s = elapsed / len(rows)
+            if elapsed + 2 * self._pass_s > BURST_S:
+                most = launched
+            stopped = any(token in stop for token, stop in zip(rows[-1], stops, strict=True))
+            if stopped or len(rows) == most:
+                break
+        if launched > len(rows):
+            passes.result(launched - 1, count)  # it writes to blocks: not before it has ended
+        if not all(plain):
+            return self._edited(rows[0], passes.logits[:count], seqs, plain)
+        columns = zip(*rows, strict=True)  # one per sequence
+        return [Sampled(first, more=tuple(more)) for first, *more in columns]
+
+    def _ragged(self, step: Step) -> list[Sampled | None]:
+        batch = stage(Batch.from_step(step, self._limits, torch.device("cpu")), self._device)
+        logits = self._decoder.forward(batch)
+        asked = [index for index, seq in enumerate(step.seqs) if seq.sample]
+        sampled: list[Sampled | None] = [None] * len(step.seqs)
+        if asked:
+            seqs = [step.seqs[index] for index in asked]
+            tokens = self._draw(logits, seqs)
+            plain = [is_plain(seq) for seq in seqs]
+            for index, each in zip(asked, self._edited(tokens, logits, seqs, plain), strict=True):
+                sampled[index] = each
+        elif self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return sampled
+
+    def _draw(self, logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
+        """A token per row as if all were plain; waits for them."""
+        last = np.array([seq.start + len(seq.tokens) - 1 for seq in seqs], np.int64)
+        values = draw_values([seq.sampling for seq in seqs])
+        draws = Draws(**stage_arrays({**values, "position": last}, self._device))
+        out = torch.empty(len(seqs), dtype=torch.int64, device=self._device)
+        draw(logits.contiguous(), draws, out)
+        return out.tolist()
+
+    def _edited(
+        self,
+        tokens: list[int],
+        logits: torch.Tensor,
+        seqs: list[ScheduledSeq],
+        plain: list[bool],
+    ) -> list[Sampled]:
+        """`tokens`, and by the host's sampler those of rows that are not plain."""
+        sampled = [Sampled(token) for token in tokens]
+        rows = [row for row, is_so in enumerate(plain) if not is_so]
+        if rows:
+            others = sample(logits[rows], [seqs[row] for row in rows])
+            for row, other in zip(rows, others, strict=True):
+                sampled[row] = other
+        return sampled
+
+    def _warm_up(self, progress: Callable[[str], None]) -> None:
+        """Ragged steps of which no slot keeps anything, and a draw: they compile kernels."""
+        progress("compiling kernels")
+        logits = [self._ragged_of_nothing(lengths) for lengths in WARM_UP]
+        self._draw(logits[0], [ScheduledSeq("", [0], 0, [0], True, SamplingParams(), [0], 1)])
+
+    def _ragged_of_nothing(self, lengths: tuple[int, ...]) -> torch.Tensor:
+        lengths = tuple(min(length, self._limits.max_model_len) for length in lengths)
+        starts = np.cumsum([0, *lengths[:-1]]).astype(np.int32)
+        counts = np.array(lengths, np.int32)
+        widest = -(-max(lengths) // self._limits.block_size)
+        batch = Batch(
+            tokens=torch.zeros(sum(lengths), dtype=torch.int64),
+            positions=torch.cat([torch.arange(length) for length in lengths]),
+            slots=torch.full((sum(lengths),), NO_SLOT, dtype=torch.int64),
+            query_start=torch.from_numpy(starts),
+            query_len=torch.from_numpy(counts),
+            context_len=torch.from_numpy(counts.copy()),
+            block_tables=torch.zeros((len(lengths), widest), dtype=torch.int32),
+            sample_rows=torch.from_numpy((starts + counts - 1).astype(np.int64)),
+            spans=tuple(
+                (int(start), length, length) for start, length in zip(starts, lengths, strict=True)
+            ),
+        )
+        return self._decoder.forward(stage(batch, self._device))
+
+    def _capture(self, progress: Callable[[str], None]) -> None:
+        try:
+            self._passes.capture(progress)
+        except RuntimeError as error:
+            self._passes.forget_graphs()
+            torch.cuda.synchronize(self._device)
+            reason = str(error).splitlines()[0]
+            self.notices.append(f"decode steps are not captured as graphs (slower): {reason}")
