@@ -1,4 +1,4 @@
-"""`kvrelay bench`: put load on a server and show what it did."""
+"""`kvrelay bench`: put load on a server, or on the engine alone, and show what it did."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cluster.bench import PERCENTILES, LoadSpec, Timing, run_load, summarize
+from cluster.cli_bench_engine import engine
 from cluster.cli_client import plain_errors, url_option
 
 
 @click.group()
 def bench() -> None:
-    """Measure a server."""
+    """Measure a server, or the engine alone."""
+
+
+bench.add_command(engine)
 
 
 @bench.command()

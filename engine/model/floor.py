@@ -1,0 +1,149 @@
+"""What the engine cannot be faster than: reading the weights, or multiplying them.
+
+Two rates are measured where the engine runs, how fast memory is read and how fast large matrices
+are multiplied; what a pass has to read and to multiply is counted from the checkpoint. A pass takes
+at least as long as the slower of the two (the roofline model).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from engine.config import DTYPE_BYTES
+from engine.model.config import ModelConfig
+from engine.model.ops import TORCH_DTYPES
+from engine.model.quantize import GROUP
+
+PROBE_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # far beyond any cache
+PROBE_SIZE = {"cpu": 1024, "cuda": 8192}  # of the square matrices
+PROBES = 9  # the best counts: whatever else runs only makes it slower
+INT8_SCALES = 2 / GROUP  # bytes for each number
+STORED = {"F32": "float32", "F16": "float32", "BF16": "bfloat16"}  # on a CPU, by the checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of one device, with as many threads as the engine has."""
+
+    read_bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Numbers in the matrices of a model, and what they take in memory. The embedding table is not
+    among them: a row of it is read, no more."""
+
+    every: int  # that every token passes
+    head: int  # of them, those of the logits, which only sampled tokens pass
+    experts: int  # all experts together
+    share: float  # of the experts that one token passes
+    bytes_per_number: float
+
+    def num_bytes(self, batch: int) -> float:
+        """What a pass of `batch` tokens reads, if each chooses its experts without the others."""
+        met = 1.0 - (1.0 - self.share) ** batch
+        return (self.every + met * self.experts) * self.bytes_per_number
+
+    def flops(self, num_tokens: int, num_sampled: int) -> float:
+        body = self.every - self.head + self.share * self.experts
+        return 2.0 * (body * num_tokens + self.head * num_sampled)
+
+
+def measure_rates(device: str, dtype: str, num_threads: int) -> Rates:
+    """`dtype`: of the products. Takes about a second."""
+    torch.set_num_threads(num_threads)
+    size, num_bytes = PROBE_SIZE[device], PROBE_BYTES[device]
+    numbers = torch.ones(num_bytes // 8, dtype=torch.int64, device=device)
+    wide = numbers.view(torch.float32)
+    read_s = min(_best_s(kind.sum, device) for kind in (numbers, wide))
+    left = torch.randn(size, size, device=device).to(TORCH_DTYPES[dtype])
+    product = torch.empty_like(left)
+    multiply_s = _best_s(lambda: torch.mm(left, left, out=product), device)
+    return Rates(num_bytes / read_s, 2.0 * size**3 / multiply_s)
+
+
+def _best_s(call: Callable[[], object], device: str) -> float:
+    found = []
+    for _ in range(PROBES + 1):  # the first touches its memory
+        began = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+    return min(found[1:])
+
+
+def count_weights(
+    path: Path, config: ModelConfig, device: str, dtype: str, quantization: str
+) -> Weights:
+    """From the headers of the checkpoint in `path`; `dtype` and `quantization` as the engine was
+    told."""
+    every = experts = head = table = 0
+    num_bytes = table_bytes = 0.0
+    for name, count, kept in _matrices(path, device, dtype):
+        each = 1 + INT8_SCALES if quantization == "int8" else DTYPE_BYTES[kept]
+        if device == "cuda" and ("embed_tokens" in name or "lm_head" in name):
+            each = DTYPE_BYTES[kept]  # the layers' matrices alone are quantized there
+        if "embed_tokens" in name:
+            table, table_bytes = count, count * each
+            continue
+        num_bytes += count * each
+        if "lm_head" in name:
+            head = count
+        elif ".experts." in name:
+            experts += count
+        else:
+            every += count
+    if config.tie_word_embeddings or not head:  # the table is the head
+        head = table
+        num_bytes += table_bytes
+    every += head
+    routed = config.experts
+    share = routed.num_per_token / routed.num_experts if routed is not None else 0.0
+    return Weights(every, head, experts, share, num_bytes / (every + experts))
+
+
+def _matrices(path: Path, device: str, dtype: str) -> Iterator[tuple[str, int, str]]:
+    """(name, numbers, the type that they are kept in) of each."""
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                shape = part.get_shape()
+                kept = STORED.get(part.get_dtype(), "float32")
+                if device == "cuda" or dtype == "bfloat16":
+                    kept = dtype
+                if len(shape) > 1:
+                    yield name, prod(shape), kept
+
+
+def decode_floor_s(
+    rates: Rates, weights: Weights, batch: int, context: float, kv_bytes_per_token: float
+) -> float:
+    """Of one step of `batch` decodes, each after `context` tokens."""
+    read = weights.num_bytes(batch) + batch * context * kv_bytes_per_token
+    return max(read / rates.read_bytes_per_s, weights.flops(batch, batch) / rates.flops_per_s)
+
+
+def prefill_floor_s(rates: Rates, weights: Weights, config: ModelConfig, num_tokens: int) -> float:
+    """Of a prompt of `num_tokens` up to its first token."""
+    pairs = sum(
+        _pairs(num_tokens, config.window(layer)) for layer in range(config.num_layers)
+    )  # query and key, over all layers
+    attention = 4.0 * config.num_heads * config.head_dim * pairs
+    flops = weights.flops(num_tokens, 1) + attention
+    return max(weights.num_bytes(num_tokens) / rates.read_bytes_per_s, flops / rates.flops_per_s)
+
+
+def _pairs(num_tokens: int, window: int) -> float:
+    if window and window < num_tokens:
+        return window * (window + 1) / 2 + window * (num_tokens - window)
+    return num_tokens * (num_tokens + 1) / 2
