@@ -21,8 +21,6 @@ from router.config import RouterConfig
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import greedy
 
-pytestmark = pytest.mark.e2e
-
 MAX_TOKENS = 16
 HAND_OVER = RouterConfig(policy="round_robin")  # every prompt goes through the prefill worker
 

@@ -1,4 +1,4 @@
-"""150 seeds over the production nodes, in CI. A failing one says how to repeat it."""
+"""100 seeds over the production nodes, in CI. A failing one says how to repeat it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.sim.breakage import Break
 from cluster.sim.cli import repeat_command
 from cluster.sim.run import Report, run_seed
 
-NUM_SEEDS = 150
+NUM_SEEDS = 100
 GROUP = 25
 
 
