@@ -60,7 +60,7 @@ def measure(config: Config, grid: Grid, tell: Tell, *, with_serving: bool = True
         serving = measure_served(config, timing)
         found = asdict(serving)
         if "decode_slowdown" not in extra:  # workers on GPUs have one each
-            del found["prefill_slowdown"], found["decode_slowdown"]
+            del found["prefill_slowdown"], found["prefill_wait_s"], found["decode_slowdown"]
         extra |= found
     return Measured(arrays_of(prefill, decode, extra), tuple(work.notices))
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count, pairwise
+from itertools import count, cycle, pairwise
 from operator import truediv
 
 import httpx
@@ -36,9 +36,10 @@ STOP_TIMEOUT_S = 30.0
 PROMPT_WORDS = 40
 NUM_SINGLE = 20  # requests one after the other
 STREAMS = (1, 4, 8)  # at once
-STREAM_TOKENS = 48
-NUM_BESIDE, BESIDE_TOKENS = 4, 160  # streams, while prompts are computed one after the other
-BESIDE_WORDS = 220  # of each of these prompts
+STREAM_TOKENS, STREAM_ROUNDS = 48, 3
+BESIDE_ROUNDS, BESIDE_TOKENS = 4, 300  # a stream, while prompts are computed one after the other
+BESIDE_WORDS = (PROMPT_WORDS, 220)  # of these prompts, by turns
+BESIDE_START_S = 0.5  # for the stream's own prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,17 @@ class Serving:
     step_s: float
     sequence_s: float
     prefill_slowdown: float
+    prefill_wait_s: float
     decode_slowdown: float
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What the client saw. `beside`: prompts, and streams that were under way meanwhile."""
+    """What the client saw. `beside`: prompts, and the streams that were under way meanwhile, one at
+    a time."""
 
     singles: list[Timing]
-    streams: dict[int, list[Timing]]
+    streams: dict[int, list[list[Timing]]]  # so many at once, several times
     beside_prompts: list[Timing]
     beside_streams: list[Timing]
 
@@ -68,23 +71,27 @@ def measure_served(config: Config, timing: PassTiming) -> Serving:
     with served(config) as (url, model):
         seen = asyncio.run(_send(url, model))
     gaps: dict[int, float] = {}
-    for num, timings in seen.streams.items():
-        pass_s = timing.pass_s(0, 0.0, 0, num, int(num * _context(timings)), 1)
-        gaps[num] = max(0.0, statistics.median(gaps_together(timings)) - pass_s)
+    for num, rounds in seen.streams.items():
+        pass_s = timing.pass_s(0, 0.0, 0, num, int(num * _context(rounds[0])), 1)
+        # What else goes on here only ever adds to a gap.
+        gap_s = least_gap_s(rounds)
+        gaps[num] = max(0.0, gap_s - pass_s)
     step_s, sequence_s = fit_gaps(gaps)
     rests = [each.ttft_s - _prompt_s(timing, each) for each in seen.singles]
     rest_s = max(0.0, statistics.median(rests) - step_s - 2 * timing.links.message_s)
-    passes = [_prompt_s(timing, each) for each in seen.beside_prompts]
-    taken = [each.ttft_s - rest_s - step_s for each in seen.beside_prompts]
-    beside = gaps_beside(seen.beside_streams, seen.beside_prompts)
-    num = len(seen.beside_streams)
-    step = timing.pass_s(0, 0.0, 0, num, int(num * _context(seen.beside_streams)), 1)
+    wait_s, slowdown = fit_slowdown(
+        [_prompt_s(timing, each) for each in seen.beside_prompts],
+        [each.ttft_s - rest_s - step_s for each in seen.beside_prompts],
+    )
+    beside_s = statistics.fmean(gaps_beside(seen.beside_streams, seen.beside_prompts))
+    alone_s = timing.pass_s(0, 0.0, 0, 1, int(_context(seen.beside_streams)), 1)
     return Serving(
         request_s=rest_s,
         step_s=step_s,
         sequence_s=sequence_s,
-        prefill_slowdown=max(1.0, statistics.median(map(truediv, taken, passes))),
-        decode_slowdown=max(1.0, statistics.fmean(beside) / (step + step_s + num * sequence_s)),
+        prefill_slowdown=slowdown,
+        prefill_wait_s=wait_s,
+        decode_slowdown=max(1.0, beside_s / (alone_s + step_s + sequence_s)),
     )
 
 
@@ -97,6 +104,22 @@ def _prompt_s(timing: PassTiming, each: Timing) -> float:
     """What its prompt takes to be computed, alone."""
     tokens = each.num_prompt_tokens - each.num_cached_tokens
     return timing.pass_s(tokens, tokens * (each.num_cached_tokens + tokens / 2), 1, 0, 0, 1)
+
+
+def fit_slowdown(passes_s: Sequence[float], taken_s: Sequence[float]) -> tuple[float, float]:
+    """(seconds to wait, times as long) of prompts that took `taken_s` instead of `passes_s`: a line
+    through the medians of the short ones and of the long ones."""
+    middle = (min(passes_s) + max(passes_s)) / 2
+    pairs = list(zip(passes_s, taken_s, strict=True))
+    short, long = ([pair for pair in pairs if (pair[0] > middle) is side] for side in (False, True))
+    if not short or not long:
+        return 0.0, max(1.0, statistics.median(map(truediv, taken_s, passes_s)))
+    (short_s, short_taken_s), (long_s, long_taken_s) = (
+        [statistics.median(column) for column in zip(*side, strict=True)] for side in (short, long)
+    )
+    slowdown = max(1.0, (long_taken_s - short_taken_s) / (long_s - short_s))
+    wait_s = short_taken_s - slowdown * short_s
+    return (wait_s, slowdown) if wait_s >= 0 else (0.0, max(1.0, long_taken_s / long_s))
 
 
 def gaps_beside(streams: Sequence[Timing], prompts: Sequence[Timing]) -> list[float]:
@@ -113,18 +136,24 @@ def gaps_beside(streams: Sequence[Timing], prompts: Sequence[Timing]) -> list[fl
     return gaps
 
 
+def least_gap_s(rounds: Sequence[Sequence[Timing]]) -> float:
+    """The median gap of the quickest round. Raises ProfileError if in none all streamed at once:
+    short ones may be over before the last prompt is computed."""
+    gaps = [found for timings in rounds if (found := gaps_together(timings))]
+    if not gaps:
+        raise ProfileError(f"{len(rounds[0])} streams were never under way at once")
+    return min(map(statistics.median, gaps))
+
+
 def gaps_together(timings: Sequence[Timing]) -> list[float]:
-    """Between tokens, while all of them stream. Raises ProfileError if they never do."""
+    """Between tokens, while all of them stream; none if they never do."""
     began, ended = max(t.chunk_at[0] for t in timings), min(t.chunk_at[-1] for t in timings)
-    gaps = [
+    return [
         later - earlier
         for timing in timings
         for earlier, later in pairwise(timing.chunk_at[1:])
         if began <= earlier and later <= ended
     ]
-    if not gaps:
-        raise ProfileError(f"{len(timings)} streams were never under way at once")
-    return gaps
 
 
 def fit_gaps(gaps: dict[int, float]) -> tuple[float, float]:
@@ -162,19 +191,20 @@ async def _send(url: str, model: str) -> _Seen:
         for _ in range(2):  # the first requests connect peers
             await ask(PROMPT_WORDS, STREAM_TOKENS)
         singles = [await ask(PROMPT_WORDS, 4) for _ in range(NUM_SINGLE)]
-        streams = {}
-        for number in STREAMS:
+        streams: dict[int, list[list[Timing]]] = {number: [] for number in STREAMS}
+        for number in STREAM_ROUNDS * STREAMS:
             asked = [ask_at(PROMPT_WORDS, STREAM_TOKENS) for _ in range(number)]
-            streams[number] = list(await asyncio.gather(*asked))
-        under_way = [
-            asyncio.create_task(ask_at(PROMPT_WORDS, BESIDE_TOKENS)) for _ in range(NUM_BESIDE)
-        ]
-        beside = []
-        while not any(task.done() for task in under_way):
-            beside.append(await ask_at(BESIDE_WORDS, 1))
-        return _Seen(
-            singles, streams, beside[:-1] or beside, list(await asyncio.gather(*under_way))
-        )
+            streams[number].append(list(await asyncio.gather(*asked)))
+        seen = _Seen(singles, streams, [], [])
+        words = cycle(BESIDE_WORDS)
+        for _ in range(BESIDE_ROUNDS):
+            stream = asyncio.create_task(ask_at(PROMPT_WORDS, BESIDE_TOKENS))
+            await asyncio.sleep(BESIDE_START_S)
+            while not stream.done():
+                seen.beside_prompts.append(await ask_at(next(words), 1))
+            seen.beside_prompts.pop()  # part of it was alone
+            seen.beside_streams.append(await stream)
+        return seen
 
 
 def _check(timing: Timing) -> Timing:

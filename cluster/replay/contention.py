@@ -33,6 +33,8 @@ class Contention:
     def begin(self, now: float, worker: NodeId, role: Role, seconds: float) -> None:
         assert worker not in self._passes, f"{worker} has a pass already"
         self._advance(now)
+        if role is Role.PREFILL and any(each.role is not role for each in self._passes.values()):
+            seconds += self.overheads.prefill_wait_s / self.overheads.prefill_slowdown
         self._passes[worker] = _Pass(role, seconds)
 
     def end(self, now: float, worker: NodeId) -> None:

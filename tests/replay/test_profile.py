@@ -25,7 +25,13 @@ from cluster.bench import Timing
 from cluster.cli_profile import profile, profile_tables
 from cluster.profiling.links import fit_line
 from cluster.profiling.passes import Grid, ProfileError
-from cluster.profiling.served import fit_gaps, gaps_beside, gaps_together
+from cluster.profiling.served import (
+    fit_gaps,
+    fit_slowdown,
+    gaps_beside,
+    gaps_together,
+    least_gap_s,
+)
 from cluster.replay.profile import arrays_of
 from cluster.replay.timing import overheads_of
 from cluster.replay.timing_file import load_timing
@@ -107,8 +113,11 @@ def test_gaps_count_while_all_stream() -> None:
     early = Timing(0.0, chunk_at=[0.0, 1.0, 2.0, 3.0, 4.0])
     late = Timing(0.0, chunk_at=[1.5, 2.6, 3.8, 9.0])
     assert gaps_together([early, late]) == [1.0, 1.0, pytest.approx(1.2)]
-    with pytest.raises(ProfileError, match="never under way at once"):
-        gaps_together([early, Timing(0.0, chunk_at=[5.0, 6.0])])
+    apart = [early, Timing(0.0, chunk_at=[5.0, 6.0])]
+    assert gaps_together(apart) == []
+    assert least_gap_s([apart, [early, late]]) == 1.0
+    with pytest.raises(ProfileError, match="2 streams were never under way at once"):
+        least_gap_s([apart])
 
 
 def test_the_tables_show_what_was_measured_and_nothing_else() -> None:
@@ -183,3 +192,13 @@ def test_gaps_count_where_a_prompt_was_under_way() -> None:
     assert gaps_beside([stream], prompts) == [1.5, 2.0]
     with pytest.raises(ProfileError, match="no token"):
         gaps_beside([stream], [Timing(1.1, chunk_at=[1.9])])
+
+
+def test_a_slowdown_is_a_wait_and_a_factor() -> None:
+    passes = [0.1, 0.11, 0.4, 0.41]
+    assert fit_slowdown(passes, [0.02 + 3 * each for each in passes]) == (
+        pytest.approx(0.02),
+        pytest.approx(3.0),
+    )
+    assert fit_slowdown(passes, [0.2, 0.2, 1.2, 1.2]) == (0.0, pytest.approx(1.2 / 0.405))
+    assert fit_slowdown([0.1, 0.1], [0.05, 0.05]) == (0.0, 1.0)
