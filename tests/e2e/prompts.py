@@ -43,7 +43,7 @@ TURNS: list[Message] = [
     {"role": "user", "content": "How many animals do I have?"},
 ]
 
-LONG_PROMPT_TOKENS = 3000
+LONG_PROMPT_TOKENS = 1500
 
 
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
