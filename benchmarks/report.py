@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.revision import commit
 from cluster.bench import percentile
 
 
@@ -24,7 +24,7 @@ def about() -> dict[str, Any]:
         "machine": machine,
         "python": platform.python_version(),
         "versions": versions,
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -43,15 +43,3 @@ def ms(values_s: Sequence[float], percent: float) -> str:
     """A percentile of seconds, as ms, for a table."""
     found = percentile(values_s, percent)
     return "-" if found is None else f"{found * 1e3:,.0f}"
-
-
-def _commit() -> str:
-    def git(*args: str) -> str:
-        folder = Path(__file__).parent
-        run = subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, timeout=10)
-        return run.stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--short") else "")
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

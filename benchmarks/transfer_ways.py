@@ -7,17 +7,17 @@ is filled with i % 251.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import numpy as np
 
+from benchmarks.second_process import second_process
 from engine.tier import Tier
 from kvtransfer.agent import Agent
 from kvtransfer.agents.disk import DiskAgent
@@ -93,7 +93,9 @@ class Ways:
         fill(source)
         host = make_host_arena(*shape, pinned=False)
         fill(host)
-        metadata = self._stack.enter_context(second_process(*shape))
+        metadata = self._stack.enter_context(
+            second_process("benchmarks.transfer", "--peer", *map(str, shape), deadline_s=DEADLINE_S)
+        )
         nixl = NixlAgent("reader", device, host=host)
         self._stack.callback(nixl.close)
         nixl.connect("peer", 1, self._num_blocks, metadata)
@@ -186,29 +188,6 @@ def mover(
         agent.release(handle)
 
     return move
-
-
-@contextmanager
-def second_process(num_blocks: int, block_bytes: int) -> Iterator[bytes]:
-    """Runs `serve_as_peer`; yields the agent's metadata."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.transfer", "--peer", str(num_blocks), str(block_bytes)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield bytes.fromhex(process.stdout.readline())
-    finally:
-        process.stdin.close()
-        process.stdout.close()
-        try:
-            process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(DEADLINE_S)
 
 
 def serve_as_peer(num_blocks: int, block_bytes: int) -> None:

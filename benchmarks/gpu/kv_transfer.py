@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
 from time import perf_counter, sleep
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.measure import copy_bandwidth, print_table, write_json
+from benchmarks.second_process import second_process
 
 BLOCK_BYTES = 16 * 2 * 32 * 8 * 128 * 2  # tokens, planes, layers, KV heads, head_dim, bytes
 NUM_BLOCKS, ROUNDS, DEADLINE_S = 1024, 7, 60.0
@@ -47,28 +46,6 @@ def serve_as_peer() -> None:
     agent.close()
 
 
-@contextmanager
-def second_process() -> Iterator[bytes]:
-    """Yields the metadata of the peer's agent."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gpu.kv_transfer", PEER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield bytes.fromhex(process.stdout.readline())
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(DEADLINE_S)
-
-
 def move(agent: Any, src: list[int], dst: list[int]) -> float:
     """Seconds of one read."""
     torch.cuda.synchronize()
@@ -87,7 +64,7 @@ def rows(bandwidth: float) -> Iterator[dict[str, Any]]:
     from kvtransfer.agents.nixl import NixlAgent
 
     source, pool = make_pool(seed=1), torch.zeros_like(make_pool(seed=2))
-    with second_process() as metadata:
+    with second_process("benchmarks.gpu.kv_transfer", PEER, deadline_s=DEADLINE_S) as metadata:
         agent = NixlAgent("reader", pool)
         try:
             lane = agent.connect("peer", 1, NUM_BLOCKS, metadata)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 import triton
+
+from benchmarks.revision import commit
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -24,7 +25,7 @@ def about() -> dict[str, Any]:
         "multiprocessors": device.multi_processor_count,
         "python": platform.python_version(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -78,15 +79,3 @@ def write_json(name: str, results: Mapping[str, Any]) -> None:
 
 def _text(value: Any) -> str:
     return f"{value:,.3g}" if isinstance(value, float) else str(value)
-
-
-def _commit() -> str:
-    def git(*args: str) -> str:
-        folder = Path(__file__).parent
-        run = subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, timeout=10)
-        return run.stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--short") else "")
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
