@@ -8,30 +8,29 @@ it may still lend its KV to one that can.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 from engine.block_hash import HASH_BYTES
 from engine.kv_events import KVEvents, KVSnapshot
 from engine.node import NodeId
 from engine.stats import Role, WorkerInfo, WorkerStats
-from router.admission import Rejection, blocks_needed, clamp_max_tokens, fits
+from router.admission import Rejection, blocks_needed, clamp_max_tokens
+from router.choice import Option
 from router.config import RouterConfig
 from router.cost import CostModel
-from router.endpoint import Endpoint
-from router.fleet import Fleet, decode_busy, prefill_busy
+from router.endpoint import Endpoint, model_number
+from router.fleet import Fleet
 from router.keepers import Keepers
-from router.placement import Intake, Work
+from router.placement import Found, Work
 from router.policy import Decision, Policy, Question
 from router.prediction import TtftPredictor
-from router.prefix_index import Held, Matches, PrefixIndex
+from router.prefix_index import Matches, PrefixIndex
 from router.token_log import Attempt, LoggedRequest
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 EXPECTED_OUTPUT = 128.0  # tokens, until requests have ended
 OUTPUT_SMOOTHING = 0.05
-LENDERS_OF_A_ROLE = 4  # the best ones; more would only cost the choice its time
-GROUP = {Role.DECODE: 0, Role.PREFILL: 1}  # of workers in the index
+GROUP = {Role.DECODE: 0, Role.PREFILL: 1}  # of workers in the index; native/router.c knows them
 MAX_EXPECTED = 64  # blocks of a prompt that count as cached before the worker says so
 STICKY_BLOCKS = 4  # beginnings of prompts that agree in so many blocks belong to one session
 
@@ -44,17 +43,22 @@ class Dispatcher:
         """`name` of the router: what it does with ties is its own."""
         self._config = config
         self._endpoints: dict[NodeId, Endpoint] = {}
-        self._fleets = {
-            Role.DECODE: Fleet(name, decode_busy),
-            Role.PREFILL: Fleet(name, prefill_busy),
-        }
+        self.cost = CostModel()
+        self._fleets = {role: Fleet(name, self.cost) for role in Role}
         self._kinds: dict[tuple[bytes, int], WorkerInfo] = {}  # of the living
         self.index = PrefixIndex(
             config.snapshot_retry_s, config.speculative_s, config.max_speculative
         )
-        self.cost = CostModel()
+        self.index.on_slot = self._move
         self._predictor = TtftPredictor()
-        self._policy = Policy(config.policy, self.cost)
+        self._policy = Policy(
+            config.policy,
+            self.cost,
+            self.index.table,
+            max_inflight=config.max_inflight_per_worker,
+            max_memory_wait_s=config.max_memory_wait_s,
+            probe_after_s=config.probe_after_s,
+        )
         self._keepers = Keepers(self._fleets[Role.DECODE], self._fleets[Role.PREFILL])
         self._expected_output = EXPECTED_OUTPUT
         self._shapes: list[WorkerInfo] = []  # of the decode workers, one of each
@@ -126,8 +130,7 @@ class Dispatcher:
         endpoint.fail(now, self._config.backoff_s, self._config.max_backoff_s)
 
     def has_room(self, now: float) -> bool:
-        limit = self._config.max_inflight_per_worker
-        return any(d.usable(now, limit) for d in self._fleets[Role.DECODE].least_busy())
+        return self._fleets[Role.DECODE].has_room(now, self._config.max_inflight_per_worker)
 
     def check(self, log: LoggedRequest) -> Rejection | None:
         """Why none of the decode workers could ever serve `log`. Cuts max_tokens the first time."""
@@ -147,23 +150,19 @@ class Dispatcher:
         question = self._question(now, log)
         choice = self._policy.choose(question)
         if choice is None and log.avoid:
-            # A worker that failed this request, or is silent, is better than none.
-            question.usable = self._usable(now, log, question.work, trusting=True)
-            choice = self._policy.choose(question)
+            choice = self._policy.choose(question._replace(trusting=True))
         if choice is None:
             return None
-        placement, work = choice.placement, question.work
-        intake = placement.intake
+        best, first, work = choice.best, choice.prefill_option, question.work
+        seconds, intake = best.seconds, best.intake
         attempt = log.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
         if self._config.policy == "prefix":
             names = log.packed_names(choice.decode.info)
             attempt.keeper = self._keepers.choose(now, log, names, choice.prefill)
         others_decode = choice.decode.num_decoding > 0
-        computing = choice.prefill or choice.decode
-        for endpoint in (choice.decode, choice.prefill):
-            if endpoint is not None:
-                prefill_s = placement.seconds.prefill if endpoint is computing else 0.0
-                self._book(now, log, endpoint, work, intake, prefill_s)
+        self._book(now, log, best, work, computes=first is None)
+        if first is not None:
+            self._book(now, log, first, work, computes=True)
         decision = Decision(
             request_id=log.request_id,
             attempt=attempt.number,
@@ -173,13 +172,11 @@ class Dispatcher:
             decode=choice.decode.worker,
             prefill=None if choice.prefill is None else choice.prefill.worker,
             fetch_from=intake.fetch_from,
-            seconds=placement.seconds,
-            predicted_ttft_s=self._predictor.predict(
-                placement.seconds, others_decode=others_decode
-            ),
+            seconds=seconds,
+            predicted_ttft_s=self._predictor.predict(seconds, others_decode=others_decode),
             others_decode=others_decode,
-            was_measured=bool(self.cost.prompt_weights),
-            choice=choice,
+            was_measured=self.cost.has_prompt_weights,
+            options=choice.options,
         )
         attempt.decision = decision
         return attempt
@@ -212,17 +209,20 @@ class Dispatcher:
         left = log.sampling.max_tokens - log.num_output_tokens
         work = Work(
             num_tokens=len(log.tokens),
-            holdings=_Holdings(matches),
+            total_tokens=log.num_prompt_tokens + log.sampling.max_tokens,
             output_tokens=min(float(left), self._expected_output),
+            found=[
+                Found(model_number(fingerprint), block_size, block_size, match.ends)
+                for (fingerprint, block_size), match in matches.items()
+            ],
+            avoid=log.avoid,
         )
-        if self._config.policy == "prefix":
-            work.lenders = self._lenders(now, log, work, matches.values())
         return Question(
             now=now,
             work=work,
             decodes=self._fleets[Role.DECODE],
             prefills=self._fleets[Role.PREFILL],
-            usable=self._usable(now, log, work),
+            trusting=False,
             holders=lambda fleet: self._holders(fleet, matches.values()),
             sticky=lambda: _sticky(log, self._kinds.values()),
         )
@@ -237,74 +237,26 @@ class Dispatcher:
         found = (fleet.get(worker) for match in matches for worker in match.best(group))
         return [endpoint for endpoint in found if endpoint is not None]
 
-    def _lenders(
-        self, now: float, log: LoggedRequest, work: Work, matches: Iterable[Matches]
-    ) -> tuple[Endpoint, ...]:
-        """Workers that may lend what they hold, best first, among equals the least busy."""
-        ranked = []
-        for match in matches:
-            for group in GROUP.values():
-                for worker in match.best(group)[:LENDERS_OF_A_ROLE]:
-                    lender = self._endpoints[worker]
-                    if (
-                        lender.alive
-                        and now >= lender.excluded_until
-                        and self._trusted(now, lender, log)
-                    ):
-                        gain_s = self.cost.lending_s(lender, work.held_by(lender))
-                        if gain_s > 0:
-                            ranked.append((-gain_s, lender.num_seqs, worker))
-        ranked.sort()
-        return tuple(self._endpoints[worker] for *_, worker in ranked)
-
-    def _usable(
-        self, now: float, log: LoggedRequest, work: Work, *, trusting: bool = False
-    ) -> Callable[[Endpoint], bool]:
-        """Whether a worker can take `log` now, and would have room for its KV soon."""
-        limit = self._config.max_inflight_per_worker
-        num_tokens = len(log.tokens)
-        total = log.num_prompt_tokens + log.sampling.max_tokens
-
-        def usable(endpoint: Endpoint) -> bool:
-            if not endpoint.usable(now, limit):
-                return False
-            if not (trusting or self._trusted(now, endpoint, log)):
-                return False
-            info = endpoint.info
-            if info.role is Role.PREFILL:
-                return fits(info, num_tokens + 1)
-            if not fits(info, total):
-                return False
-            wait_s = self.cost.memory_s(endpoint, work) if endpoint.bookings else 0.0
-            return wait_s <= self._config.max_memory_wait_s
-
-        return usable
-
     def _book(
-        self,
-        now: float,
-        log: LoggedRequest,
-        endpoint: Endpoint,
-        work: Work,
-        intake: Intake,
-        prefill_s: float,
+        self, now: float, log: LoggedRequest, option: Option, work: Work, *, computes: bool
     ) -> None:
-        """`prefill_s` is 0 where `endpoint` computes nothing of the prompt."""
+        """`computes`: the prompt is computed there."""
+        endpoint, device = option.endpoint, option.held.device
         output = work.output_tokens if endpoint.info.role is Role.DECODE else 0.0
-        num_blocks = blocks_needed(work.missing(endpoint) + int(output), endpoint.info.block_size)
+        num_blocks = blocks_needed(work.num_tokens - device + int(output), endpoint.info.block_size)
         num_blocks = min(num_blocks, endpoint.info.max_seq_blocks or num_blocks)
-        computed = intake.computed if prefill_s > 0 else 0
+        if computes and option.seconds.prefill > 0:
+            computed, prefill_s = option.intake.computed, option.seconds.prefill
+        else:
+            computed, prefill_s = 0, 0.0
         endpoint.book(now, log.request_id, computed, num_blocks, prefill_s)
         self._update(now, endpoint)
-        begin = HASH_BYTES * (work.held_by(endpoint).device // endpoint.info.block_size)
+        begin = HASH_BYTES * (device // endpoint.info.block_size)
         expected = log.packed_names(endpoint.info)[begin : begin + HASH_BYTES * MAX_EXPECTED]
         self.index.speculate(now, endpoint.worker, expected)
 
-    def _trusted(self, now: float, endpoint: Endpoint, log: LoggedRequest) -> bool:
-        silent = endpoint.stats is not None and (
-            now - endpoint.heard_at >= self._config.probe_after_s
-        )
-        return not silent and endpoint not in log.avoid  # by identity
+    def _move(self, worker: NodeId, slot: int | None) -> None:
+        self._policy.chooser.put(self._endpoints[worker], slot)
 
     def _update(self, now: float, endpoint: Endpoint) -> None:
         self._now = max(self._now, now)
@@ -322,18 +274,6 @@ class Dispatcher:
         decodes = [e.info for e in self._fleets[Role.DECODE]]
         shapes = {(i.max_model_len, i.num_blocks, i.block_size): i for i in decodes}
         self._shapes = list(shapes.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Holdings:
-    """What the lookups have found, one for each kind of worker."""
-
-    matches: Mapping[tuple[bytes, int], Matches]
-
-    def held(self, endpoint: Endpoint) -> Held:
-        """In blocks."""
-        info = endpoint.info
-        return self.matches[info.fingerprint, info.block_size].held(info.worker)
 
 
 def _sticky(log: LoggedRequest, kinds: Iterable[WorkerInfo]) -> bytes:

@@ -9,32 +9,56 @@ come, booked work that they must know of is taken off them: the rest is other ro
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
-from dataclasses import dataclass, field
+from ctypes import c_bool, c_double, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
 from math import exp
 
-from engine.node import NodeId
-from engine.stats import WorkerInfo, WorkerStats
+from engine.stats import Role, WorkerInfo, WorkerStats
 from router.prompt_queue import PromptQueue
 
 SETTLE_S = 0.1  # statistics that come this long after a dispatch count it
 TYPICAL_S = 10.0  # time constant of the typical number of decoding sequences
+NUM_WEIGHTS = 4  # of a fit, as `engine.cost` has it
+RATES = (
+    "prefill_tokens_per_s",
+    "decode_step_s",
+    "read_bytes_per_s",
+    "host_read_bytes_per_s",
+    "disk_read_bytes_per_s",
+)
 
 
-@dataclass(slots=True)
-class Rates:
-    """What a cost is computed with: a worker's own measurements, the fleet's where it has none."""
+@cache
+def model_number(fingerprint: bytes) -> int:
+    """Equal for equal fingerprints."""
+    return int.from_bytes(blake2b(fingerprint, digest_size=8).digest())
+
+
+class Rates(ctypes.Structure):
+    """What a cost is computed with, in SI units; 0 or no weights: not measured. `rates` of
+    native/worker.h."""
 
     prefill_tokens_per_s: float
     decode_step_s: float
     read_bytes_per_s: float
     host_read_bytes_per_s: float
     disk_read_bytes_per_s: float
-    prompt_weights: tuple[float, ...]
-    decode_weights: tuple[float, ...]
-    of: WorkerStats | None  # the statistics that they were taken from
-    is_own: bool  # True: nothing of it is the fleet's
-    age: int  # of the fleet's rates then
+
+    _fields_ = (
+        ("prefill_tokens_per_s", c_double),
+        ("decode_step_s", c_double),
+        ("read_bytes_per_s", c_double),
+        ("host_read_bytes_per_s", c_double),
+        ("disk_read_bytes_per_s", c_double),
+        ("prompt_weights", c_double * NUM_WEIGHTS),
+        ("decode_weights", c_double * NUM_WEIGHTS),
+        ("has_prompt_weights", c_bool),
+        ("has_decode_weights", c_bool),
+    )
 
 
 @dataclass(slots=True)
@@ -48,48 +72,91 @@ class Booking:
     decoding: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Endpoint:
-    """Owned by the router's pool. Invariant: the `_own_*` sums are those over `bookings`."""
+class Endpoint(ctypes.Structure):
+    """Owned by the router's pool. Invariant: the `own_*` sums are those over `bookings`.
 
-    info: WorkerInfo
+    Its numbers lie in memory that native code reads: `worker` of native/worker.h."""
+
+    slot: int  # its blocks in the prefix index
+    tie: int  # its place among equally busy ones
     heard_at: float
-    alive: bool = True
-    stats: WorkerStats | None = None
-    bookings: dict[str, Booking] = field(default_factory=dict)
-    failures: int = 0  # in a row
-    excluded_until: float = 0.0
-    chosen_at: int = 0  # number of the decision that last took this worker
-    prompt_tokens: int = 0  # of requests whose prefix hit this worker has reported
-    cached_tokens: int = 0
-    cached_tokens_by_source: Counter[str] = field(default_factory=Counter)
-    typical_decoding: float = 0.0
-    rates: Rates | None = None  # kept by the cost model
-    prompts: PromptQueue = field(default_factory=PromptQueue)
-    _own_tokens: int = 0
-    _own_decoding: int = 0
-    _uncounted_blocks: int = 0
-    _other_tokens: int = 0
-    _other_seqs: int = 0
+    excluded_until: float
+    typical_decoding: float
+    chosen_at: int  # number of the decision that last took this worker
+    alive: bool
+    is_placed: bool  # in its fleet
+    _num_booked: int
+    _told_free_blocks: int
+    _own_tokens: int
+    _own_decoding: int
+    _uncounted_blocks: int
+    _other_tokens: int
+    _other_seqs: int
 
-    @property
-    def worker(self) -> NodeId:
-        return self.info.worker
+    _anonymous_ = ("rates",)
+    _fields_ = (
+        ("model", c_uint64),
+        ("block_size", c_int64),
+        ("num_blocks", c_int64),
+        ("max_model_len", c_int64),
+        ("max_seq_blocks", c_int64),
+        ("max_num_batched_tokens", c_int64),
+        ("bytes_per_token", c_double),
+        ("slot", c_int64),
+        ("tie", c_int64),
+        ("heard_at", c_double),
+        ("excluded_until", c_double),
+        ("typical_decoding", c_double),
+        ("chosen_at", c_int64),
+        ("_num_booked", c_int64),
+        ("_told_free_blocks", c_int64),
+        ("_own_tokens", c_int64),
+        ("_own_decoding", c_int64),
+        ("_uncounted_blocks", c_int64),
+        ("_other_tokens", c_int64),
+        ("_other_seqs", c_int64),
+        ("rates", Rates),
+        ("_waiting", c_void_p),
+        ("_placed_busy", c_int64),
+        ("_placed_chosen_at", c_int64),
+        ("_is_prefill", c_bool),
+        ("alive", c_bool),
+        ("_has_stats", c_bool),
+        ("is_placed", c_bool),
+    )
+    __hash__ = object.__hash__
+
+    def __init__(self, info: WorkerInfo, heard_at: float) -> None:
+        super().__init__(
+            model=model_number(info.fingerprint),
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            max_seq_blocks=info.max_seq_blocks,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            bytes_per_token=info.bytes_per_block / info.block_size,
+            slot=-1,
+            heard_at=heard_at,
+            _told_free_blocks=info.num_blocks,
+            _is_prefill=info.role is Role.PREFILL,
+            alive=True,
+        )
+        self.info = info
+        self.worker = info.worker
+        self.address = ctypes.addressof(self)
+        self.stats: WorkerStats | None = None
+        self.bookings: dict[str, Booking] = {}
+        self.failures = 0  # in a row
+        self.prompt_tokens = 0  # of requests whose prefix hit this worker has reported
+        self.cached_tokens = 0
+        self.cached_tokens_by_source: Counter[str] = Counter()
+        self.prompts = PromptQueue()
+        self._waiting = self.prompts.address
 
     @property
     def pending_prefill_tokens(self) -> int:
         """Prompt tokens known to wait for computation there, of all routers."""
         return self._own_tokens + self._other_tokens
-
-    @property
-    def other_prefill_tokens(self) -> int:
-        """Of these, what other routers have sent there."""
-        return self._other_tokens
-
-    @property
-    def used_fraction(self) -> float:
-        """Of its KV pool, what requests hold or are about to."""
-        return 1.0 - self.num_free_blocks / self.info.num_blocks
 
     @property
     def num_seqs(self) -> int:
@@ -103,10 +170,7 @@ class Endpoint:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds or waits for; negative where more is wanted than there is."""
-        free = self.info.num_blocks
-        if self.stats is not None:
-            free = self.stats.num_free_blocks - self.stats.num_wanted_blocks
-        return free - self._uncounted_blocks
+        return self._told_free_blocks - self._uncounted_blocks
 
     def book(
         self,
@@ -119,6 +183,7 @@ class Endpoint:
         """`prefill_s`: how long the `prefill_tokens` should take to be computed."""
         assert request_id not in self.bookings, f"{request_id} is booked twice on {self.worker}"
         self.bookings[request_id] = Booking(now, prefill_tokens, num_blocks)
+        self._num_booked += 1
         if prefill_tokens:
             self.prompts.add(now, request_id, prefill_s)
         self._own_tokens += prefill_tokens
@@ -140,6 +205,7 @@ class Endpoint:
         booking = self.bookings.pop(request_id, None)
         if booking is None:
             return False
+        self._num_booked -= 1
         self._own_tokens -= booking.prefill_tokens
         self._own_decoding -= booking.decoding
         if not booking.counted:
@@ -152,7 +218,10 @@ class Endpoint:
         weight = 1.0 - exp(-max(0.0, elapsed_s) / TYPICAL_S)
         self.typical_decoding += weight * (stats.num_running - self.typical_decoding)
         self.stats = stats
+        self._has_stats = True
+        self._told_free_blocks = stats.num_free_blocks - stats.num_wanted_blocks
         self.heard_at = now
+        note_rates(self, stats)
         known = [b for b in self.bookings.values() if b.booked_at + SETTLE_S <= now]
         for booking in known:
             if not booking.counted:
@@ -181,6 +250,7 @@ class Endpoint:
         """A line for each sum that is not that over `bookings`."""
         bookings = self.bookings.values()
         sums = {
+            "requests": (self._num_booked, len(bookings)),
             "prefill tokens": (self._own_tokens, sum(b.prefill_tokens for b in bookings)),
             "decoding": (self._own_decoding, sum(b.decoding for b in bookings)),
             "blocks": (
@@ -196,3 +266,20 @@ class Endpoint:
 
     def usable(self, now: float, max_inflight: int) -> bool:
         return self.alive and now >= self.excluded_until and len(self.bookings) < max_inflight
+
+
+def note_rates(endpoint: Endpoint, stats: WorkerStats) -> None:
+    """What the worker has measured itself."""
+    rates = endpoint.rates
+    for name in RATES:
+        setattr(rates, name, getattr(stats, name))
+    set_weights(rates, stats.prompt_weights, stats.decode_weights)
+
+
+def set_weights(rates: Rates, prompt: tuple[float, ...], decode: tuple[float, ...]) -> None:
+    """Empty: there is no fit yet."""
+    rates.has_prompt_weights, rates.has_decode_weights = bool(prompt), bool(decode)
+    if prompt:
+        rates.prompt_weights = prompt
+    if decode:
+        rates.decode_weights = decode

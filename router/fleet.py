@@ -1,35 +1,37 @@
 """The living workers of one role, the least busy first, so that a choice need not look at all.
 
 An endpoint's place is that of its last `update`; the dispatcher updates it whenever what it knows
-of the worker changes.
+of the worker changes. A decode worker is as busy as its KV pool is full, and then as it has
+sequences; a prefill worker by when it will have nothing to do. The order is kept in
+`router/native/worker.h`, where choices read it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from ctypes import c_void_p
+from weakref import finalize
 from zlib import crc32
 
 from engine.node import NodeId
+from router.cost import CostModel
 from router.endpoint import Endpoint
-
-Busy = Callable[[float, Endpoint], float]
-"""How busy a worker is: any number that orders them."""
-_Key = tuple[float, int, int, NodeId]
+from router.library import library
 
 
 class Fleet:
-    """Owned by a dispatcher. Invariant: `_order` is sorted and has every endpoint once, under the
-    key in `_keys`. Equally busy ones come in the order in which they were last chosen; among those
-    never chosen the order is one of this router's own, so that several routers do not herd."""
+    """Owned by a dispatcher. Invariant: the native order has the `_endpoints`, each once. Equally
+    busy ones come in the order in which they were last chosen; among those never chosen the order
+    is one of this router's own, so that several routers do not herd."""
 
-    def __init__(self, salt: str, busy: Busy) -> None:
+    def __init__(self, salt: str, cost: CostModel) -> None:
         self._salt = salt
-        self._busy = busy
-        self._order: list[_Key] = []
-        self._keys: dict[NodeId, _Key] = {}
-        self._ties: dict[NodeId, int] = {}  # this router's own order of names
+        self._cost = cost
+        self._lib = library()
+        self.address: int = self._lib.fleet_new()
+        finalize(self, self._lib.fleet_free, self.address)
         self._endpoints: dict[NodeId, Endpoint] = {}
+        self._by_address: dict[int, Endpoint] = {}
 
     def __len__(self) -> int:
         return len(self._endpoints)
@@ -41,46 +43,34 @@ class Fleet:
     def get(self, worker: NodeId) -> Endpoint | None:
         return self._endpoints.get(worker)
 
+    def at(self, address: int) -> Endpoint | None:
+        """The endpoint whose memory is there."""
+        return self._by_address.get(address)
+
     def add(self, now: float, endpoint: Endpoint) -> None:
-        worker = endpoint.worker
-        self._endpoints[worker] = endpoint
-        self._ties[worker] = crc32(f"{self._salt} {worker}".encode())
+        self._endpoints[endpoint.worker] = endpoint
+        self._by_address[endpoint.address] = endpoint
+        endpoint.is_placed = False
+        endpoint.tie = crc32(f"{self._salt} {endpoint.worker}".encode())
         self.update(now, endpoint)
 
     def remove(self, endpoint: Endpoint) -> None:
-        worker = endpoint.worker
-        if self._endpoints.get(worker) is endpoint:
-            del self._endpoints[worker]
-            del self._ties[worker]
-            self._drop(worker)
+        if self._endpoints.get(endpoint.worker) is endpoint:
+            self._lib.fleet_drop(self.address, endpoint.address)
+            del self._endpoints[endpoint.worker]
+            del self._by_address[endpoint.address]
 
     def update(self, now: float, endpoint: Endpoint) -> None:
-        worker = endpoint.worker
-        if self._endpoints.get(worker) is not endpoint:
-            return
-        busy = round(self._busy(now, endpoint), 3)
-        key = (busy, endpoint.chosen_at, self._ties[worker], worker)
-        if self._keys.get(worker) != key:
-            self._drop(worker)
-            self._keys[worker] = key
-            insort(self._order, key)
+        if endpoint.address in self._by_address:
+            rate = self._cost.prefill_tokens_per_s
+            self._lib.fleet_update(self.address, endpoint.address, now, rate)
 
-    def least_busy(self) -> Iterator[Endpoint]:
-        """Not to be used across an update."""
-        return (self._endpoints[key[3]] for key in self._order)
+    def has_room(self, now: float, max_inflight: int) -> bool:
+        """Whether anybody could take one more request."""
+        has: bool = self._lib.fleet_has_room(self.address, now, max_inflight)
+        return has
 
-    def _drop(self, worker: NodeId) -> None:
-        key = self._keys.pop(worker, None)
-        if key is not None:
-            del self._order[bisect_left(self._order, key)]
-
-
-def decode_busy(now: float, endpoint: Endpoint) -> float:
-    """Its KV, then its sequences."""
-    return endpoint.used_fraction + 0.01 * endpoint.num_seqs
-
-
-def prefill_busy(now: float, endpoint: Endpoint) -> float:
-    """When it will have nothing to do."""
-    rate = 1000.0 if endpoint.rates is None else endpoint.rates.prefill_tokens_per_s
-    return endpoint.prompts.busy_until(now) + endpoint.other_prefill_tokens / rate
+    def least_busy(self) -> list[Endpoint]:
+        addresses = (c_void_p * len(self))()
+        self._lib.fleet_list(self.address, addresses)
+        return [self._by_address[address] for address in addresses]  # type: ignore[index]

@@ -1,23 +1,19 @@
-"""The native table behind the prefix index: `router/native/*.c`, called through ctypes.
+"""The native table behind the prefix index: `router/native/prefix_index.h`.
 
 A worker is a slot here, a small number; what is known of a block at a slot are facts, one bit each.
-Names are packed, 16 bytes each. Calls hold Python's lock: a lookup takes microseconds, and would
-wait longer to get the lock back.
+Names are packed, 16 bytes each.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_double, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
-from pathlib import Path
+from ctypes import c_uint8, c_uint16, c_uint32
 from typing import Any
 from weakref import finalize
 
 from engine.block_hash import HASH_BYTES
-from engine.native import load
 from engine.tier import Tier
-
-SOURCE = Path(__file__).parent / "native" / "prefix_index.c"
+from router.library import library
 
 Names = bytes | bytearray | memoryview  # packed
 
@@ -27,34 +23,6 @@ EXPECTED = 8
 SAID = 1 | 2 | 4
 
 NUM_RUNS = 4  # what a lookup asks: in device memory, in any memory, in any tier, said by the worker
-
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "index_new": (c_void_p, [c_uint32, c_uint32]),
-    "index_free": (None, [c_void_p]),
-    "index_tidy": (None, [c_void_p, c_double, c_uint64]),
-    "index_open": (c_int64, [c_void_p, c_uint32]),
-    "index_close": (None, [c_void_p, c_uint32]),
-    "index_regroup": (None, [c_void_p, c_uint32, c_uint32]),
-    "index_change": (None, [c_void_p, c_uint32, c_void_p, c_uint64, c_uint32, c_uint32]),
-    "index_drop_all": (None, [c_void_p, c_uint32, c_uint32]),
-    "index_expect": (None, [c_void_p, c_uint32, c_void_p, c_uint64, c_double, c_double]),
-    "index_lookup": (None, [c_void_p, c_double, c_void_p, c_uint32, c_void_p]),
-    "index_best": (c_uint32, [c_void_p, c_void_p, c_uint32, c_uint32, c_uint32, c_void_p]),
-    "index_count": (None, [c_void_p, c_void_p, c_uint64, c_void_p]),
-    "index_export": (None, [c_void_p, c_uint32, c_void_p, c_void_p, c_void_p]),
-    "index_held": (c_uint64, [c_void_p, c_uint32, c_uint32]),
-    "index_num_blocks": (c_uint64, [c_void_p]),
-    "index_num_bytes": (c_uint64, [c_void_p]),
-    "index_check": (ctypes.c_char_p, [c_void_p]),
-}
-
-
-def _library() -> ctypes.CDLL:
-    library = load(SOURCE, hold_gil=True)
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
 
 
 def count_names(names: Names) -> int:
@@ -77,14 +45,14 @@ class IndexTable:
     it is closed, and is not named again before it is opened again."""
 
     def __init__(self, stride: int, max_expected: int) -> None:
-        self._lib = _library()
-        self._at: int = self._lib.index_new(stride, max_expected)
-        finalize(self, self._lib.index_free, self._at)
+        self._lib = library()
+        self.address: int = self._lib.index_new(stride, max_expected)
+        finalize(self, self._lib.index_free, self.address)
         self._num_slots = 0  # more than the highest that was ever opened
 
     def open(self, group: int) -> int:
         """A slot without blocks. `group` tells kinds of workers apart in `best`."""
-        slot: int = self._lib.index_open(self._at, group)
+        slot: int = self._lib.index_open(self.address, group)
         if slot < 0:
             raise ValueError("a prefix index can follow 65,535 workers, and has as many")
         self._num_slots = max(self._num_slots, slot + 1)
@@ -92,29 +60,29 @@ class IndexTable:
 
     def close(self, slot: int) -> None:
         """Its blocks are taken out bit by bit, by later calls."""
-        self._lib.index_close(self._at, slot)
+        self._lib.index_close(self.address, slot)
 
     def regroup(self, slot: int, group: int) -> None:
-        self._lib.index_regroup(self._at, slot, group)
+        self._lib.index_regroup(self.address, slot, group)
 
     def change(self, slot: int, names: Names, add: int = 0, drop: int = 0) -> None:
         """Facts `add` come to be true of the blocks, or facts `drop` are true no more."""
         count = count_names(names)
         if count:
-            self._lib.index_change(self._at, slot, _address(names), count, add, drop)
+            self._lib.index_change(self.address, slot, _address(names), count, add, drop)
 
     def drop_all(self, slot: int, facts: int) -> None:
-        self._lib.index_drop_all(self._at, slot, facts)
+        self._lib.index_drop_all(self.address, slot, facts)
 
     def expect(self, slot: int, names: Names, now: float, until: float) -> None:
         """The blocks count as in device memory until `until`, where they are not yet."""
         count = count_names(names)
         if count:
-            self._lib.index_expect(self._at, slot, _address(names), count, now, until)
+            self._lib.index_expect(self.address, slot, _address(names), count, now, until)
 
     def tidy(self, now: float, budget: int) -> None:
         """Take out what is over, at most `budget` blocks of each kind."""
-        self._lib.index_tidy(self._at, now, budget)
+        self._lib.index_tidy(self.address, now, budget)
 
     def lookup(self, now: float, names: Names, limit: int | None) -> ctypes.Array[c_uint32]:
         """NUM_RUNS lengths for each slot, of the first `limit` blocks."""
@@ -123,7 +91,7 @@ class IndexTable:
         if limit is not None and limit < count:
             count = max(0, limit)
         if count and self._num_slots:
-            self._lib.index_lookup(self._at, now, _address(names), count, ends)
+            self._lib.index_lookup(self.address, now, _address(names), count, ends)
         return ends
 
     def best(self, ends: ctypes.Array[c_uint32], group: int, limit: int) -> list[int]:
@@ -131,7 +99,7 @@ class IndexTable:
         returned longest ago."""
         found = (c_uint16 * limit)()
         num_slots = len(ends) // NUM_RUNS
-        count = self._lib.index_best(self._at, ends, num_slots, group, limit, found)
+        count = self._lib.index_best(self.address, ends, num_slots, group, limit, found)
         return found[:count]
 
     def count(self, names: Names) -> dict[int, dict[Tier, int]]:
@@ -139,7 +107,7 @@ class IndexTable:
         counts = (c_uint32 * (len(FACT) * self._num_slots))()
         count = count_names(names)
         if count:
-            self._lib.index_count(self._at, _address(names), count, counts)
+            self._lib.index_count(self.address, _address(names), count, counts)
         found: dict[int, dict[Tier, int]] = {}
         for at, number in enumerate(counts):
             if number:
@@ -151,24 +119,24 @@ class IndexTable:
         """All that is said of the slot, by tier, in no order."""
         sizes = [self.held(slot, fact) * HASH_BYTES for fact in FACT.values()]
         buffers = [(c_uint8 * size)() for size in sizes]
-        self._lib.index_export(self._at, slot, *buffers)
+        self._lib.index_export(self.address, slot, *buffers)
         return {tier: bytes(names) for tier, names in zip(FACT, buffers, strict=True)}
 
     def held(self, slot: int, facts: int) -> int:
         """Number of blocks of which one of `facts`, that exclude each other, is true."""
-        number: int = self._lib.index_held(self._at, slot, facts)
+        number: int = self._lib.index_held(self.address, slot, facts)
         return number
 
     @property
     def num_blocks(self) -> int:
-        number: int = self._lib.index_num_blocks(self._at)
+        number: int = self._lib.index_num_blocks(self.address)
         return number
 
     @property
     def num_bytes(self) -> int:
-        number: int = self._lib.index_num_bytes(self._at)
+        number: int = self._lib.index_num_bytes(self.address)
         return number
 
     def check_integrity(self) -> None:
-        wrong: bytes | None = self._lib.index_check(self._at)
+        wrong: bytes | None = self._lib.index_check(self.address)
         assert wrong is None, (wrong or b"").decode()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_uint32
+from typing import NamedTuple
 
 from engine.node import NodeId
 from router.endpoint import Endpoint
-from router.prefix_index import NOTHING, Held
 
 
 class Seconds(NamedTuple):
@@ -34,48 +35,6 @@ class Seconds(NamedTuple):
         return self.queue + self.load + self.fetch + self.prefill
 
 
-class Holdings(Protocol):
-    """What a lookup of a prompt has found."""
-
-    def held(self, endpoint: Endpoint) -> Held: ...
-
-
-@dataclass(slots=True)
-class Work:
-    """What a request asks for."""
-
-    num_tokens: int  # prompt and output so far: KV that must be there before the next token
-    holdings: Holdings  # in blocks
-    output_tokens: float  # expected from now on
-    lenders: tuple[Endpoint, ...] = ()  # whom others may fetch from
-    decode_parts: dict[Endpoint, tuple[float, float, float]] = field(
-        default_factory=dict, init=False
-    )
-    _held: dict[Endpoint, Held] = field(default_factory=dict, init=False)
-    _lendings: list[tuple[Endpoint, Held]] | None = field(default=None, init=False)
-
-    def held_by(self, endpoint: Endpoint) -> Held:
-        """In tokens."""
-        held = self._held.get(endpoint)
-        if held is None:
-            held = self.holdings.held(endpoint)
-            if held is not NOTHING:
-                held = held.times(endpoint.info.block_size)
-            self._held[endpoint] = held
-        return held
-
-    @property
-    def lendings(self) -> list[tuple[Endpoint, Held]]:
-        """The lenders, and what each holds in tokens."""
-        if self._lendings is None:
-            self._lendings = [(lender, self.held_by(lender)) for lender in self.lenders]
-        return self._lendings
-
-    def missing(self, endpoint: Endpoint) -> int:
-        """Tokens whose KV is not in device memory of `endpoint`, from wherever it is to come."""
-        return self.num_tokens - self.held_by(endpoint).device
-
-
 class Intake(NamedTuple):
     """How the worker that computes comes to the KV of the prompt: what its device does not hold is
     loaded, then fetched, and the rest computed."""
@@ -88,8 +47,20 @@ class Intake(NamedTuple):
     fetch_from: NodeId | None = None
 
 
-class Placement(NamedTuple):
-    """One way to serve a request, or for a prefill worker alone its part of it."""
+class Found(NamedTuple):
+    """What a lookup has found, at workers of one kind."""
 
-    seconds: Seconds
-    intake: Intake
+    model: int  # as `Endpoint.model`
+    block_size: int
+    unit: int  # tokens that one of `ends` counts
+    ends: ctypes.Array[c_uint32]  # as `IndexTable.lookup` returns them
+
+
+class Work(NamedTuple):
+    """What a request asks for."""
+
+    num_tokens: int  # prompt and output so far: KV that must be there before the next token
+    total_tokens: int  # that it may come to have
+    output_tokens: float  # expected from now on
+    found: Sequence[Found]
+    avoid: Sequence[Endpoint] = ()  # these have failed it

@@ -22,7 +22,7 @@ blocks already replaces them in one call.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,11 +91,11 @@ class Matches:
     """What a lookup found. Ask it before the index changes: a worker that has started anew since
     has no answer here."""
 
-    __slots__ = ("_best", "_ends", "_index")
+    __slots__ = ("_best", "_index", "ends")
 
     def __init__(self, index: PrefixIndex, ends: ctypes.Array[ctypes.c_uint32]) -> None:
         self._index = index
-        self._ends = ends
+        self.ends = ends  # NUM_RUNS lengths for each slot
         self._best: dict[tuple[int, int], list[NodeId]] = {}
 
     def held(self, worker: NodeId) -> Held:
@@ -103,7 +103,7 @@ class Matches:
         view = self._index.views.get(worker)
         if view is None:
             return NOTHING
-        at, ends = NUM_RUNS * view.slot, self._ends
+        at, ends = NUM_RUNS * view.slot, self.ends
         if at >= len(ends) or not ends[at + 2]:
             return NOTHING
         device, memory, anywhere, said = ends[at : at + NUM_RUNS]
@@ -116,14 +116,14 @@ class Matches:
         found = self._best.get((group, limit))
         if found is None:
             slots = self._index.slots
-            best = self._index.table.best(self._ends, group, limit)
+            best = self._index.table.best(self.ends, group, limit)
             found = self._best[group, limit] = [slots[slot].worker for slot in best]
         return found
 
     def workers(self) -> list[NodeId]:
         """All that hold some of it, in no order."""
         slots = self._index.slots
-        found = enumerate(self._ends[2::NUM_RUNS])
+        found = enumerate(self.ends[2::NUM_RUNS])
         return [slots[slot].worker for slot, length in found if length and slot in slots]
 
 
@@ -146,6 +146,8 @@ class PrefixIndex:
         self.views: dict[NodeId, _View] = {}
         self.slots: dict[int, _View] = {}
         self._lagging: dict[NodeId, _View] = {}
+        self.on_slot: Callable[[NodeId, int | None], None] = lambda worker, slot: None
+        """Told which slot of the table a worker has from now on; None: none any more."""
 
     def add(self, worker: NodeId, epoch: int, group: int = 0) -> None:
         """Begin to follow `worker`; it is due to be asked for a snapshot. `group` is the kind of
@@ -154,6 +156,7 @@ class PrefixIndex:
         if view is None:
             slot = self.table.open(group)
             view = self.views[worker] = self.slots[slot] = _View(worker, slot, group, epoch)
+            self.on_slot(worker, slot)
         elif epoch > view.epoch:
             self._restart(view, epoch)
         if view.group != group:
@@ -164,6 +167,7 @@ class PrefixIndex:
     def remove(self, worker: NodeId) -> None:
         view = self.views.pop(worker, None)
         if view is not None:
+            self.on_slot(worker, None)
             del self.slots[view.slot]
             self.table.close(view.slot)
             self._lagging.pop(worker, None)
@@ -303,4 +307,5 @@ class PrefixIndex:
             self.table.close(view.slot)
             view.slot = self.table.open(view.group)
             self.slots[view.slot] = view
+            self.on_slot(view.worker, view.slot)
         view.epoch, view.seq, view.seen, view.asked_at = epoch, None, -1, None

@@ -67,9 +67,11 @@ class Reuse:
         """A prompt has come, whose blocks have these names. Returns its kind."""
         turn, kind = 0, 0
         last = bisect_right(POSITIONS, len(names) // HASH_BYTES)
-        for position in reversed(POSITIONS[:last]):
-            seen = self._seen.get(_name(names, position - 1))
-            if seen is not None and position > 1:
+        seen_at = self._seen.get
+        for position in POSITIONS[last - 1 : 0 : -1] if last else ():
+            end = HASH_BYTES * position  # as `_name`; a call would take longer than the rest
+            seen = seen_at(bytes(names[end - HASH_BYTES : end]))
+            if seen is not None:
                 turn = seen.turn + 1
                 if not seen.continued:
                     seen.continued = True

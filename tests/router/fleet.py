@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from ctypes import c_uint32
+from dataclasses import dataclass, replace
+from math import inf
 
 from engine.node import NodeId
 from engine.stats import Role
+from router.choice import Option
 from router.cost import CostModel
 from router.endpoint import Endpoint
-from router.fleet import Fleet, decode_busy, prefill_busy
-from router.placement import Work
+from router.fleet import Fleet
+from router.index_table import NUM_RUNS, IndexTable
+from router.placement import Found, Work
 from router.policy import Choice, Policy, Question
 from router.prefix_index import NOTHING, Held
 from tests.router.script import worker_info, worker_stats
 
 STATS = worker_stats("", prefill_tokens_per_s=1000.0, decode_step_s=0.01)
+ROOMY = {"num_blocks": 1000, "max_model_len": 1_000_000}
 
 
 def endpoint(name: str, *, info: dict[str, object] | None = None, **stats: object) -> Endpoint:
     """A worker that has told its rates, and `stats`."""
-    made = Endpoint(worker_info(name, **{"num_blocks": 1000, **(info or {})}), heard_at=0.0)
+    made = Endpoint(worker_info(name, **{**ROOMY, **(info or {})}), heard_at=0.0)
     told = {"worker": name, "num_free_blocks": made.info.num_blocks, **stats}
     made.observe(0.0, replace(STATS, **told))  # type: ignore[arg-type]
     return made
@@ -31,21 +36,14 @@ def on(device: int = 0, host: int = 0, disk: int = 0) -> Held:
     return Held(device, host, disk, said=device + host + disk)
 
 
-class Found:
-    """What a lookup has found, in tokens: the test's workers have blocks of one size."""
+@dataclass(frozen=True)
+class Todo:
+    """A request, and who holds how much of its prefix, in tokens."""
 
-    def __init__(self, held: Mapping[NodeId, Held]) -> None:
-        self.by_worker = held
-
-    def held(self, endpoint: Endpoint) -> Held:
-        return self.by_worker.get(endpoint.worker, NOTHING)
-
-
-class Asked(Work):
-    """`Work` in which what is held is counted in tokens already."""
-
-    def held_by(self, endpoint: Endpoint) -> Held:
-        return self.holdings.held(endpoint)
+    num_tokens: int
+    output_tokens: float
+    held: Mapping[NodeId, Held]
+    lenders: tuple[Endpoint, ...] = ()
 
 
 def work(
@@ -53,55 +51,111 @@ def work(
     output_tokens: float = 100.0,
     lenders: tuple[Endpoint, ...] = (),
     **cached: int | Held,
-) -> Work:
-    """`cached`: tokens by worker, of its device where it is a number."""
+) -> Todo:
+    """`cached`: tokens by worker, of its device where it is a number. `lenders` count where a test
+    says who serves; a choice finds its own."""
     held = {
         name.replace("_", "-"): on(tokens) if isinstance(tokens, int) else tokens
         for name, tokens in cached.items()
     }
-    return Asked(num_tokens, Found(held), output_tokens, lenders)
+    return Todo(num_tokens, output_tokens, held, lenders)
 
 
 class Chooser:
-    """A policy over fleets of these workers, whose order follows each choice."""
+    """A policy over fleets of these workers, whose order follows each choice. Nobody lends."""
 
-    def __init__(self, *workers: Endpoint, policy: str = "prefix", name: str = "") -> None:
-        self.cost = CostModel()
-        self.policy = Policy(policy, self.cost)
-        self.fleets = {
-            Role.DECODE: Fleet(name, decode_busy),
-            Role.PREFILL: Fleet(name, prefill_busy),
-        }
-        for worker in workers:
+    def __init__(
+        self, *workers: Endpoint, policy: str = "prefix", cost: CostModel | None = None
+    ) -> None:
+        self.workers = workers
+        self.cost = cost or CostModel()
+        self.index = IndexTable(stride=32, max_expected=1)
+        self.policy = Policy(
+            policy, self.cost, self.index,
+            max_inflight=1000, max_memory_wait_s=inf, probe_after_s=inf,
+            lenders_of_a_role=0,
+        )  # fmt: skip
+        self.fleets = {role: Fleet("", self.cost) for role in Role}
+        for worker in self.workers:
+            is_prefill = worker.info.role is Role.PREFILL
+            self.policy.chooser.put(worker, self.index.open(int(is_prefill)))
             self.fleets[worker.info.role].add(0.0, worker)
 
-    def choose(self, todo: Work, *, now: float = 0.0, sticky: bytes = b"r") -> Choice:
+    def choose(self, todo: Todo, *, now: float = 0.0, sticky: bytes = b"r") -> Choice:
+        self.update(now)
         question = Question(
             now=now,
-            work=todo,
+            work=self.asked(todo),
             decodes=self.fleets[Role.DECODE],
             prefills=self.fleets[Role.PREFILL],
-            usable=lambda worker: worker.usable(now, 1000),
+            trusting=False,
             holders=lambda fleet: holders(fleet, todo),
             sticky=lambda: sticky,
         )
         choice = self.policy.choose(question)
         assert choice is not None
-        for worker in (choice.decode, choice.prefill):
-            if worker is not None:
-                self.fleets[worker.info.role].update(now, worker)
+        self.update(now)
         return choice
 
+    def update(self, now: float) -> None:
+        for worker in self.workers:
+            self.fleets[worker.info.role].update(now, worker)
 
-def holders(fleet: Fleet, todo: Work) -> Sequence[Endpoint]:
+    def asked(self, todo: Todo) -> Work:
+        """What a lookup has found, in tokens: the test's workers have blocks of one size."""
+        ends = (c_uint32 * (NUM_RUNS * len(self.workers)))()
+        for worker in self.workers:
+            held, begin = todo.held.get(worker.worker, NOTHING), NUM_RUNS * worker.slot
+            memory = held.device + held.host
+            ends[begin : begin + NUM_RUNS] = [held.device, memory, held.total, held.said]
+        models = {worker.model: worker.block_size for worker in self.workers}
+        found = [Found(model, size, 1, ends) for model, size in models.items()]
+        return Work(todo.num_tokens, todo.num_tokens, todo.output_tokens, found)
+
+    def weigh(self, now: float, todo: Todo, *workers: Endpoint) -> tuple[Option, Option | None]:
+        """What it costs if just these serve, and the prefill worker's part of it."""
+        self.policy.chooser.ask(now, self.asked(todo), trusting=False)
+        roles = [
+            [w for w in workers if w.info.role is role] for role in (Role.DECODE, Role.PREFILL)
+        ]
+        decodes, prefills = self.fleets[Role.DECODE], self.fleets[Role.PREFILL]
+        options = self.policy.chooser.weigh(decodes, prefills, (roles[0], roles[1]), todo.lenders)
+        assert options is not None
+        return options.best, options.best_prefill
+
+
+def holders(fleet: Fleet, todo: Todo) -> Sequence[Endpoint]:
     """Of the prefix, most first."""
-    found = [worker for worker in fleet if todo.held_by(worker).total]
-    return sorted(found, key=lambda worker: -todo.held_by(worker).total)
+    found = [worker for worker in fleet if todo.held.get(worker.worker, NOTHING).total]
+    return sorted(found, key=lambda worker: -todo.held[worker.worker].total)
 
 
-def choose(todo: Work, *workers: Endpoint, policy: str = "prefix") -> Choice:
+def choose(todo: Todo, *workers: Endpoint, policy: str = "prefix") -> Choice:
     return Chooser(*workers, policy=policy).choose(todo)
 
 
 def names_of(choice: Choice) -> tuple[str, str | None]:
     return choice.decode.worker, choice.prefill.worker if choice.prefill else None
+
+
+# -- the cost of one placement ----------------------------------------------------------------
+
+
+def local_cost(cost: CostModel, now: float, decode: Endpoint, todo: Todo) -> Option:
+    """Everything on one decode worker."""
+    return Chooser(decode, *todo.lenders, cost=cost).weigh(now, todo, decode)[0]
+
+
+def remote_cost(cost: CostModel, decode: Endpoint, prefill: Endpoint, todo: Todo) -> Option:
+    """Its prompt computed elsewhere."""
+    others = [lender for lender in todo.lenders if lender is not decode]
+    return Chooser(decode, prefill, *others, cost=cost).weigh(0.0, todo, decode, prefill)[0]
+
+
+def prefill_cost(cost: CostModel, now: float, worker: Endpoint, todo: Todo) -> Option:
+    """A prefill worker's part alone."""
+    decode = endpoint("decode-99")
+    chooser = Chooser(decode, worker, *todo.lenders, cost=cost)
+    found = chooser.weigh(now, todo, decode, worker)[1]
+    assert found is not None
+    return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from router.cost import CostModel
 from router.endpoint import Endpoint
 from router.fleet import Fleet
 from tests.router.script import worker_info
@@ -14,27 +16,25 @@ NAMES = [f"decode-{n}" for n in range(6)]
 
 
 class FleetMachine(RuleBasedStateMachine):
-    """`told` has how busy each worker was at its last update, `busy` how busy it is by now."""
+    """`told` has how busy each worker was at its last update: by the requests that it has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.busy: dict[str, float] = {}
-        self.told: dict[str, tuple[float, int]] = {}
+        self.told: dict[str, tuple[int, int]] = {}
         self.living: dict[str, Endpoint] = {}
         self.dead: list[Endpoint] = []
-        self.fleet = Fleet("router-0", lambda now, endpoint: self.busy[endpoint.worker])
+        self.fleet = Fleet("router-0", CostModel())
 
     def note(self, endpoint: Endpoint) -> None:
-        self.told[endpoint.worker] = (self.busy[endpoint.worker], endpoint.chosen_at)
+        self.told[endpoint.worker] = (len(endpoint.bookings), endpoint.chosen_at)
 
-    @rule(name=st.sampled_from(NAMES), busy=st.integers(0, 3))
-    def come(self, name: str, busy: int) -> None:
+    @rule(name=st.sampled_from(NAMES))
+    def come(self, name: str) -> None:
         """The first time, or in a new life."""
         old = self.living.get(name)
         if old is not None:
             self.fleet.remove(old)
             self.dead.append(old)
-        self.busy[name] = float(busy)
         made = self.living[name] = Endpoint(worker_info(name), heard_at=0.0)
         self.fleet.add(0.0, made)
         self.note(made)
@@ -42,8 +42,12 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), busy=st.integers(0, 3), chosen_at=st.integers(0, 3))
     def change(self, name: str, busy: int, chosen_at: int) -> None:
         if name in self.living:
-            self.busy[name] = float(busy)
-            self.living[name].chosen_at = chosen_at
+            endpoint = self.living[name]
+            for request_id in list(endpoint.bookings):
+                endpoint.release(request_id)
+            for number in range(busy):
+                endpoint.book(0.0, f"r{number}", 0, 0)
+            endpoint.chosen_at = chosen_at
 
     @rule(name=st.sampled_from(NAMES))
     def update(self, name: str) -> None:
@@ -68,7 +72,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @invariant()
     def in_order(self) -> None:
-        order = list(self.fleet.least_busy())
+        order = self.fleet.least_busy()
         assert len(order) == len(self.fleet) == len(self.living)
         assert {id(endpoint) for endpoint in order} == {id(e) for e in self.living.values()}
         keys = [self.told[endpoint.worker] for endpoint in order]
@@ -76,13 +80,18 @@ class FleetMachine(RuleBasedStateMachine):
         assert [endpoint.worker for endpoint in self.fleet] == sorted(self.living)
         assert all(self.fleet.get(name) is self.living.get(name) for name in NAMES)
 
+    @invariant()
+    def room(self) -> None:
+        has_room = any(len(e.bookings) < 3 and e.alive for e in self.living.values())
+        assert self.fleet.has_room(0.0, 3) == has_room
+
 
 TestFleetMachine = FleetMachine.TestCase
 TestFleetMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 
 
 def order_of(salt: str, num_workers: int) -> list[str]:
-    fleet = Fleet(salt, lambda now, endpoint: 0.0)
+    fleet = Fleet(salt, CostModel())
     for number in range(num_workers):
         fleet.add(0.0, Endpoint(worker_info(f"decode-{number}"), heard_at=0.0))
     return [endpoint.worker for endpoint in fleet.least_busy()]
@@ -92,3 +101,17 @@ def test_equally_busy_workers_come_in_an_order_of_the_routers_own() -> None:
     orders = {tuple(order_of(f"router-{number}", 16)) for number in range(4)}
     assert len(orders) == 4
     assert order_of("router-0", 16) == order_of("router-0", 16)
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_worker_is_as_busy_as_its_pool_is_full_or_its_prompts_are_late(role: str) -> None:
+    fleet, workers = Fleet("", CostModel()), []
+    for number in range(3):
+        workers.append(Endpoint(worker_info(f"{role}-{number}"), heard_at=0.0))
+        fleet.add(0.0, workers[-1])
+    workers[0].book(0.0, "long", 900, 40, 9.0)
+    for number in range(2):
+        workers[1].book(0.0, f"short {number}", 300, 10, 3.0)
+    for worker in workers:
+        fleet.update(0.0, worker)
+    assert fleet.least_busy() == [workers[2], workers[1], workers[0]]

@@ -10,8 +10,9 @@ from random import Random
 import pytest
 
 from engine.request import SamplingParams
+from router.cost import CostModel
 from router.endpoint import Endpoint
-from router.fleet import Fleet, decode_busy, prefill_busy
+from router.fleet import Fleet
 from router.keepers import MIN_REQUESTS, REFRESH_S, Keepers
 from router.keeping import SPARE, Keeper
 from router.messages import Submit
@@ -31,7 +32,7 @@ class Copies:
     def __init__(self, decode_blocks: int, prefill_blocks: int, **info: int) -> None:
         self.decode = endpoint("decode-0", info={"num_blocks": decode_blocks})
         self.prefill = endpoint("prefill-0", info={"num_blocks": prefill_blocks, **info})
-        decodes, prefills = Fleet("", decode_busy), Fleet("", prefill_busy)
+        decodes, prefills = Fleet("", CostModel()), Fleet("", CostModel())
         decodes.add(0.0, self.decode)
         prefills.add(0.0, self.prefill)
         self.keepers = Keepers(decodes, prefills)

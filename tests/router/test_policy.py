@@ -45,16 +45,17 @@ def test_the_prefill_worker_with_the_prefix_is_worth_some_queue() -> None:
     todo = work(2000, prefill_1=1900)
     some = endpoint("prefill-1", pending_prefill_tokens=1000)
     much = endpoint("prefill-1", pending_prefill_tokens=9000)
-    assert names_of(choose(todo, busy, endpoint("prefill-0"), some))[1] == "prefill-1"
-    assert names_of(choose(todo, busy, endpoint("prefill-0"), much))[1] == "prefill-0"
+    other = endpoint("prefill-0")
+    assert names_of(choose(todo, busy, other, some))[1] == "prefill-1"
+    assert names_of(choose(todo, busy, other, much))[1] == "prefill-0"
 
 
 def test_a_crowded_worker_loses_its_prefix_advantage() -> None:
     todo = work(200, output_tokens=200.0, decode_0=190)
-    crowded = endpoint("decode-0", num_running=60)
-    assert names_of(choose(todo, crowded, endpoint("decode-1")))[0] == "decode-1"
-    lively = endpoint("decode-0", num_running=1)
-    assert names_of(choose(todo, lively, endpoint("decode-1")))[0] == "decode-0"
+    crowded, lively = (endpoint("decode-0", num_running=running) for running in (60, 1))
+    other = endpoint("decode-1")
+    assert names_of(choose(todo, crowded, other))[0] == "decode-1"
+    assert names_of(choose(todo, lively, other))[0] == "decode-0"
 
 
 def test_equally_good_workers_are_taken_in_turn() -> None:

@@ -4,6 +4,9 @@
  * something also takes out a few blocks of closed slots and of expectations that are over, about as
  * many as it was given, so that no call has to take out many.
  */
+#ifndef KVRELAY_PREFIX_INDEX_H
+#define KVRELAY_PREFIX_INDEX_H
+
 #include "check.h"
 #include "lookup.h"
 
@@ -203,3 +206,5 @@ uint64_t index_num_bytes(const prefix_index *x) {
 
 /* What is wrong; NULL: nothing. */
 const char *index_check(prefix_index *x) { return check_all(&x->all, &x->coming); }
+
+#endif
