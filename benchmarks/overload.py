@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def report(
     refused = [a for a in answers if a.status == 429]
     latencies = [a.ended_at - a.sent_at for a in refused]
     in_time = sum(latency <= REFUSAL_GOAL_S for latency in latencies)
+    slow = Counter(a.caller.tenant for a in refused if a.ended_at - a.sent_at > REFUSAL_GOAL_S)
     admitted = [a for a in answers if a.status == 200]
     late = [a for a in admitted if not a.is_good(DEADLINE_S)]
     other = [a for a in answers if a.status not in (200, 429)]
@@ -102,6 +104,7 @@ def report(
             f"p50 {ms(latencies, 50)}, p99 {ms(latencies, 99)}, max {ms(latencies, 100)} ms; "
             f"{in_time / max(1, len(refused)):.2%} of {len(refused)} within 100 ms",
         ),
+        ("later, having waited", ", ".join(f"{n} of {name}" for name, n in slow.items()) or "none"),
         (
             "Retry-After kept",
             f"{kept} of {len(back)} = {kept / max(1, len(back)):.1%} (wanted: at least 90 %)",
@@ -125,6 +128,7 @@ def report(
         "admitted": len(admitted),
         "other_errors": sorted({str(a.error or a.status) for a in other}),
         "refused": len(refused),
+        "slow_refusals_by_tenant": dict(slow),
         "refusals_in_time": in_time / max(1, len(refused)),
         "refusal_s": {p: percentile(latencies, p) for p in (50, 99, 100)},
         "returns": len(back),

@@ -45,7 +45,7 @@ GIB = 1 << 30
 DEFAULT_REQUESTS = 2_000
 DEFAULT_RATE = 1.0  # requests/s
 MAX_REQUESTS = 10_000_000
-STATS_PER_S = 250.0  # of all workers, at most, and of each at most one: a router reads them all
+STATS_PER_S = 100.0  # of all workers, at most, and of each at most one: a router reads them all
 _SECONDS = r"(\d+(?:\.\d+)?)"
 _FAULT = re.compile(rf"kill\s+(\S+)\s+at\s+{_SECONDS}\s+for\s+{_SECONDS}")
 
@@ -142,10 +142,13 @@ def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
     try:
         timing = load_timing(options["timing_name"])
         router = load_config(options["config_path"], {}).router
-        num_workers = options["prefill"] + options["decode"]
+        default = router.policy
+        stats_interval_s = max(1.0, (options["prefill"] + options["decode"]) / STATS_PER_S)
+        patience_s = max(router.probe_after_s, 2.5 * stats_interval_s)
+        router = replace(router, policy=POLICIES[0], probe_after_s=patience_s)
         config = ReplayConfig(
             timing=timing,
-            router=replace(router, policy=POLICIES[0]),
+            router=router,
             num_prefill=options["prefill"],
             num_decode=options["decode"],
             num_blocks=options["blocks"],
@@ -158,9 +161,9 @@ def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
             seed=options["seed"],
             faults=parse_faults(options["faults"]),
             timeout_s=options["timeout_s"],
-            stats_interval_s=max(1.0, num_workers / STATS_PER_S),
+            stats_interval_s=stats_interval_s,
         )
-        policies = parse_policies(options["policy"] or router.policy)
+        policies = parse_policies(options["policy"] or default)
         return [
             replace(config, oracle=True)
             if name == ORACLE

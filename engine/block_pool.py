@@ -29,6 +29,8 @@ class NetChanges:
 
     def take(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Net (stored, removed) names since the last call."""
+        if not self._is_stored:
+            return (), ()
         stored = tuple(name for name, is_stored in self._is_stored.items() if is_stored)
         removed = tuple(name for name, is_stored in self._is_stored.items() if not is_stored)
         self._is_stored.clear()

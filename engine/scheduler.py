@@ -107,6 +107,8 @@ class Scheduler:
         these, at most `prompt_budget` tokens where there is a decode that they would delay. `cost`
         is what prompts have cost so far."""
         assert self.in_flight is None
+        if not self.running:  # as after most messages
+            return None
         self._make_room_for_growth()
         budget = self.config.max_num_batched_tokens
         decodes = [seq for seq in self.running if seq.is_decoding][:budget]

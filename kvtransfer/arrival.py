@@ -116,10 +116,9 @@ class Arrival:
         return end
 
     def takes_offer(self, index: int) -> bool:
-        """Whether what the producer has of this block is wanted, and not being read yet."""
+        """Whether what the producer has of this block is wanted."""
         table = self.seq.block_ids
-        wanted = self.own_end <= index < len(table) and table[index] != NO_BLOCK
-        return wanted and index not in self.posted
+        return self.own_end <= index < len(table) and table[index] != NO_BLOCK
 
     def own_source(self, index: int) -> Source:
         """Where a block that the table has, and that the own tiers have, is loaded from."""

@@ -257,12 +257,9 @@ class Connector:
 
     def _post_offers(self, now: float, arrival: Arrival) -> list[Effect]:
         effects: list[Effect] = []
+        new = sorted(filter(arrival.takes_offer, arrival.offers.keys() - arrival.posted))
         for tier in (Tier.DEVICE, Tier.HOST):
-            todo = [
-                index
-                for index in sorted(arrival.offers)
-                if arrival.offers[index].tier is tier and arrival.takes_offer(index)
-            ]
+            todo = [index for index in new if arrival.offers[index].tier is tier]
             if todo:
                 blocks = tuple(arrival.offers[index].block for index in todo)
                 effects.append(self._post(now, arrival, todo, None, tier, blocks))

@@ -4,7 +4,9 @@ moves between its own tiers. Both kinds of worker have one, and add what their r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from engine.config import WorkerConfig
 from engine.core import EngineCore
@@ -40,6 +42,21 @@ class KVExchange:
         self.connector = Connector(config, core.kv, self.tiers)
         self.lender = Lender(config, core.kv, self.tiers)
         core.lower = self.tiers
+        connector, lender = self.connector, self.lender
+        self._handlers: dict[type, Callable[[float, Any], list[Effect] | None]] = {
+            ReadDone: self._on_read_done,
+            KVReady: connector.on_ready,
+            KVConfirmed: self._on_confirmed,
+            KVRefused: lambda now, message: connector.on_refused(message),
+            KVConnect: lambda now, message: connector.peers.on_connect(message),
+            KVConnected: lambda now, message: connector.on_connected(message),
+            PeerConnected: connector.on_peer_connected,
+            KVFetch: lender.on_fetch,
+            KVRead: lambda now, message: lender.on_read(message) or [self._refuse(message)],
+            KVRelease: self._on_release,
+            CacheOrder: self.tiers.order,
+            StoreFailed: self.tiers.on_store_failed,
+        }
 
     def start(self, now: float, records: Seq[DiskRecord]) -> None:
         """`records`: what the disk store held when it was opened."""
@@ -47,36 +64,8 @@ class KVExchange:
 
     def handle(self, now: float, message: object) -> list[Effect] | None:
         """Effects; None if `message` is something else."""
-        connector, lender = self.connector, self.lender
-        match message:
-            case ReadDone():
-                return self._on_read_done(now, message)
-            case KVReady():
-                return connector.on_ready(now, message)
-            case KVConfirmed(request_id, attempt):
-                connector.on_confirmed((request_id, attempt))
-                return []
-            case KVRefused():
-                return connector.on_refused(message)
-            case KVConnect():
-                return connector.peers.on_connect(message)
-            case KVConnected():
-                return connector.on_connected(message)
-            case PeerConnected():
-                return connector.on_peer_connected(now, message)
-            case KVFetch():
-                return lender.on_fetch(now, message)
-            case KVRead():
-                return lender.on_read(message) or [self._refuse(message)]
-            case KVRelease(request_id, attempt):
-                lender.release((request_id, attempt))
-                return []
-            case CacheOrder():
-                return self.tiers.order(now, message)
-            case StoreFailed():
-                return self.tiers.on_store_failed(now, message)
-            case _:
-                return None
+        handler = self._handlers.get(type(message))
+        return None if handler is None else handler(now, message)
 
     def comes_from_elsewhere(self, seq: Sequence) -> bool:
         """Of a sequence that has just got its blocks: whether some of them are not computed."""
@@ -99,7 +88,9 @@ class KVExchange:
     def take_arrived(self, now: float) -> list[Settled]:
         """Arrivals that have ended: what is good of them is sealed, and their sequences are
         scheduled to compute the rest. Those of ended sequences give their blocks back."""
-        alive = []
+        alive: list[Settled] = []
+        if not self.connector.settled:  # as after most messages
+            return alive
         for settled in self.connector.take_settled():
             seq = settled.arrival.seq
             if seq.state is SeqState.DEAD:
@@ -151,6 +142,14 @@ class KVExchange:
             seq.end_phase("transfer", now)
         else:
             seq.end_phase("lost", now)
+
+    def _on_confirmed(self, now: float, message: KVConfirmed) -> list[Effect]:
+        self.connector.on_confirmed((message.request_id, message.attempt))
+        return []
+
+    def _on_release(self, now: float, message: KVRelease) -> list[Effect]:
+        self.lender.release((message.request_id, message.attempt))
+        return []
 
     def _on_read_done(self, now: float, done: ReadDone) -> list[Effect]:
         effects = self.tiers.on_read_done(now, done)

@@ -83,6 +83,7 @@ class Endpoint(ctypes.Structure):
     excluded_until: float
     typical_decoding: float
     chosen_at: int  # number of the decision that last took this worker
+    num_blocks: int
     alive: bool
     is_placed: bool  # in its fleet
     _num_booked: int
@@ -208,7 +209,11 @@ class Endpoint(ctypes.Structure):
         self._num_booked -= 1
         self._own_tokens -= booking.prefill_tokens
         self._own_decoding -= booking.decoding
-        if not booking.counted:
+        if booking.counted:  # until statistics say so, it is as good as known that they are free
+            self._told_free_blocks = min(
+                self.num_blocks, self._told_free_blocks + booking.num_blocks
+            )
+        else:
             self._uncounted_blocks -= booking.num_blocks
         return True
 
