@@ -63,7 +63,10 @@ def measure_profile(path: Path) -> None:
     subprocess.run(command, check=True)
 
 
-def run_real(console: Console, spec: WorkloadSpec, model: PreparedModel) -> list[Recorded]:
+def run_real(
+    console: Console, spec: WorkloadSpec, model: PreparedModel
+) -> tuple[list[Recorded], float]:
+    """The recording, and the median relative error of the router's predictions of TTFT."""
     planned = plan(spec)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (
@@ -73,7 +76,8 @@ def run_real(console: Console, spec: WorkloadSpec, model: PreparedModel) -> list
         name = httpx.get(f"{server.url}/v1/models", timeout=10).json()["data"][0]["id"]
         task = progress.add_task("requests to the real cluster", total=len(planned))
         timings = asyncio.run(send(server.url, name, planned, lambda: progress.advance(task)))
-    return record(Tokenizer(model.path), planned, timings)
+        status = httpx.get(f"{server.url}/status", timeout=10).json()
+    return record(Tokenizer(model.path), planned, timings), status["prediction_error"]
 
 
 def simulate(
@@ -186,9 +190,11 @@ def main(
         model = prepare_model(Config(), 0, lambda news: console.print(news, markup=False))
         if not profile_path.is_file():
             measure_profile(profile_path)
+        prediction_error: float | None = None
         if not record_path.is_file():
             try:
-                write_recording(record_path, run_real(console, spec, model))
+                recorded, prediction_error = run_real(console, spec, model)
+                write_recording(record_path, recorded)
             except* LoadFailed as errors:
                 raise click.ClickException(str(errors.exceptions[0])) from errors
         recorded = read_recording(record_path)
@@ -196,6 +202,8 @@ def main(
     result = simulate(console, recorded, timing, model)
     real, simulated = real_figures(recorded), simulated_figures(result)
     facts = breakdown(recorded, result)
+    if prediction_error is not None:
+        facts["real_prediction_error"] = prediction_error
     good = show(console, real, simulated, facts)
     results: dict[str, Any] = {
         "workload": workload,  # None: the recording was there already
