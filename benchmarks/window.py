@@ -46,7 +46,7 @@ class Spec:
     every: int = 1_000
     window: int = 1_024
     num_sinks: int = 4
-    temperature: float = 0.8
+    temperature: float = 1.0  # at 0.8 a small model ends in a loop
     top_p: float = 0.95
     seed: int = 0
 
@@ -194,6 +194,7 @@ def show_text(console: Console, spec: Spec, results: dict[str, dict[str, Any]]) 
 @click.option("--every", type=click.IntRange(GRAM), default=1_000, show_default=True)
 @click.option("--window", type=click.IntRange(1), default=1_024, show_default=True)
 @click.option("--sinks", "num_sinks", type=click.IntRange(0), default=4, show_default=True)
+@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "--only", type=click.IntRange(1, 3), default=3, help="The first so many of the three."

@@ -156,13 +156,15 @@ class Dispatcher:
         best, first, work = choice.best, choice.prefill_option, question.work
         seconds, intake = best.seconds, best.intake
         attempt = log.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
+        names = log.packed_names(choice.decode.info)
         if self._config.policy == "prefix":
-            names = log.packed_names(choice.decode.info)
             attempt.keeper = self._keepers.choose(now, log, names, choice.prefill)
         others_decode = choice.decode.num_decoding > 0
-        self._book(now, log, best, work, computes=first is None)
+        self._book(now, log, best, work, names, computes=first is None)
         if first is not None:
-            self._book(now, log, first, work, computes=True)
+            if first.endpoint.block_size != best.endpoint.block_size:
+                names = log.packed_names(first.endpoint.info)
+            self._book(now, log, first, work, names, computes=True)
         decision = Decision(
             request_id=log.request_id,
             attempt=attempt.number,
@@ -238,21 +240,28 @@ class Dispatcher:
         return [endpoint for endpoint in found if endpoint is not None]
 
     def _book(
-        self, now: float, log: LoggedRequest, option: Option, work: Work, *, computes: bool
+        self,
+        now: float,
+        log: LoggedRequest,
+        option: Option,
+        work: Work,
+        names: memoryview,
+        *,
+        computes: bool,
     ) -> None:
-        """`computes`: the prompt is computed there."""
-        endpoint, device = option.endpoint, option.held.device
-        output = work.output_tokens if endpoint.info.role is Role.DECODE else 0.0
-        num_blocks = blocks_needed(work.num_tokens - device + int(output), endpoint.info.block_size)
-        num_blocks = min(num_blocks, endpoint.info.max_seq_blocks or num_blocks)
+        """`names`: of its blocks there. `computes`: the prompt is computed there."""
+        endpoint, info, device = option.endpoint, option.endpoint.info, option.held.device
+        output = work.output_tokens if info.role is Role.DECODE else 0.0
+        num_blocks = blocks_needed(work.num_tokens - device + int(output), info.block_size)
+        num_blocks = min(num_blocks, info.max_seq_blocks or num_blocks)
         if computes and option.seconds.prefill > 0:
             computed, prefill_s = option.intake.computed, option.seconds.prefill
         else:
             computed, prefill_s = 0, 0.0
         endpoint.book(now, log.request_id, computed, num_blocks, prefill_s)
         self._update(now, endpoint)
-        begin = HASH_BYTES * (device // endpoint.info.block_size)
-        expected = log.packed_names(endpoint.info)[begin : begin + HASH_BYTES * MAX_EXPECTED]
+        begin = HASH_BYTES * (device // info.block_size)
+        expected = names[begin : begin + HASH_BYTES * MAX_EXPECTED]
         self.index.speculate(now, endpoint.worker, expected)
 
     def _move(self, worker: NodeId, slot: int | None) -> None:
