@@ -42,20 +42,19 @@ class KVExchange:
         self.connector = Connector(config, core.kv, self.tiers)
         self.lender = Lender(config, core.kv, self.tiers)
         core.lower = self.tiers
-        connector, lender = self.connector, self.lender
         self._handlers: dict[type, Callable[[float, Any], list[Effect] | None]] = {
             ReadDone: self._on_read_done,
-            KVReady: connector.on_ready,
+            KVReady: lambda now, message: self.connector.on_ready(now, message),
             KVConfirmed: self._on_confirmed,
-            KVRefused: lambda now, message: connector.on_refused(message),
-            KVConnect: lambda now, message: connector.peers.on_connect(message),
-            KVConnected: lambda now, message: connector.on_connected(message),
-            PeerConnected: connector.on_peer_connected,
-            KVFetch: lender.on_fetch,
-            KVRead: lambda now, message: lender.on_read(message) or [self._refuse(message)],
+            KVRefused: lambda now, message: self.connector.on_refused(message),
+            KVConnect: lambda now, message: self.connector.peers.on_connect(message),
+            KVConnected: lambda now, message: self.connector.on_connected(message),
+            PeerConnected: lambda now, message: self.connector.on_peer_connected(now, message),
+            KVFetch: lambda now, message: self.lender.on_fetch(now, message),
+            KVRead: self._on_read,
             KVRelease: self._on_release,
-            CacheOrder: self.tiers.order,
-            StoreFailed: self.tiers.on_store_failed,
+            CacheOrder: lambda now, message: self.tiers.order(now, message),
+            StoreFailed: lambda now, message: self.tiers.on_store_failed(now, message),
         }
 
     def start(self, now: float, records: Seq[DiskRecord]) -> None:
@@ -146,6 +145,9 @@ class KVExchange:
     def _on_confirmed(self, now: float, message: KVConfirmed) -> list[Effect]:
         self.connector.on_confirmed((message.request_id, message.attempt))
         return []
+
+    def _on_read(self, now: float, message: KVRead) -> list[Effect]:
+        return self.lender.on_read(message) or [self._refuse(message)]
 
     def _on_release(self, now: float, message: KVRelease) -> list[Effect]:
         self.lender.release((message.request_id, message.attempt))
