@@ -106,7 +106,8 @@ def prepare_model(config: Config, num_workers_here: int, progress: Progress) -> 
     except ModelError as error:
         raise BuildError(str(error)) from error
     # The workers choose what "auto" is; float32 is the most that it can cost.
-    plan = plan_kv(model, config.engine, "float32" if section.dtype == "auto" else section.dtype)
+    dtype = "float32" if section.dtype == "auto" else section.dtype
+    plan = plan_kv(model, config.engine, dtype, section.quantization)
     host_bytes = int(config.tiers.host_gib * GIB) if num_workers_here else 0
     check_memory(plan, num_workers_here, psutil.virtual_memory().available, host_bytes)
     return PreparedModel(
@@ -120,6 +121,7 @@ def prepare_model(config: Config, num_workers_here: int, progress: Progress) -> 
 
 def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> BuiltWorker:
     """Load the model and make the worker; takes seconds. Raises BuildError."""
+    from engine.model.quantize import scheme
     from engine.model.runner import ModelRunner
     from kvtransfer.agent import AgentError
     from kvtransfer.agents.pool import block_bytes
@@ -129,10 +131,11 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     try:
         path = _model_dir(spec)
         model = model_config(path, spec.engine)
-        dtype = spec.dtype
+        dtype, device_type = spec.dtype, "cuda" if spec.on_gpu else "cpu"
         if dtype == "auto":
-            dtype = ModelRunner.default_dtype("cuda" if spec.on_gpu else "cpu")
-        plan = plan_tiers(plan_kv(model, spec.engine, dtype), spec.host_bytes, spec.disk_bytes)
+            dtype = ModelRunner.default_dtype(device_type)
+        plan = plan_kv(model, spec.engine, dtype, spec.quantization)
+        plan = plan_tiers(plan, spec.host_bytes, spec.disk_bytes)
         available_bytes = psutil.virtual_memory().available
         check_memory(plan, 0 if spec.on_gpu else 1, available_bytes, plan.host_bytes)
         max_model_len = resolve_max_model_len(model, spec.engine, plan)
@@ -142,7 +145,8 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
             memory[Tier.HOST] = make_arena(plan, on_gpu=spec.on_gpu)
         make_agent = options.make_agent or _nixl_agent
         agent = make_agent(spec.worker, runner.kv_pool, memory.get(Tier.HOST))
-        digest = model.digest(path, max_model_len, spec.quantization)
+        quantization = scheme(spec.quantization, device_type)
+        digest = model.digest(path, max_model_len, quantization)
     except (ModelError, AgentError) as error:
         raise BuildError(str(error)) from error
     config = worker_config(spec, plan, max_model_len, digest, agent.metadata())

@@ -57,8 +57,11 @@ def model_config(path: Path, engine: EngineSection) -> ModelConfig:
     return with_window(ModelConfig.from_dir(path), engine.window, engine.sinks)
 
 
-def plan_kv(model: ModelConfig, engine: EngineSection, dtype: str) -> KVPlan:
-    """`dtype`: of the weights. Raises BuildError if the memory for KV does not hold a block."""
+def plan_kv(
+    model: ModelConfig, engine: EngineSection, dtype: str, quantization: str = "none"
+) -> KVPlan:
+    """`dtype`, `quantization`: of the weights. Raises BuildError if the memory for KV does not hold
+    a block."""
     kv_dtype = dtype if engine.kv_dtype == "auto" else engine.kv_dtype
     spec = model.kv_spec(engine.block_size, kv_dtype)
     num_blocks = engine.num_blocks or int(engine.kv_cache_gib * GIB) // spec.bytes_per_block
@@ -68,7 +71,8 @@ def plan_kv(model: ModelConfig, engine: EngineSection, dtype: str) -> KVPlan:
             f" of {spec.bytes_per_block / GIB:.3f} GiB"
         )
     ranks = engine.tensor_parallel_size
-    weights = weights_bytes(model, dtype) + extra_weights_bytes(model, dtype, ranks)
+    weights = weights_bytes(model, dtype, quantization)
+    weights += extra_weights_bytes(model, dtype, ranks)
     window = Window(engine.block_size, model.flat_window, model.num_sinks)
     return KVPlan(spec, num_blocks, weights, window, num_ranks=ranks)
 

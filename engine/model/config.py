@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from engine.config import DTYPE_BYTES, KVSpec
 from engine.model.cache import file_identity
 from engine.model.errors import ModelError
 from engine.model.fields import read_json
+
+INT8_GROUP = 64  # as quantize.GROUP, which needs torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,8 @@ class ModelConfig:
         self, path: Path, max_model_len: int | None = None, quantization: str = "none"
     ) -> bytes:
         """32 bytes; differs between two checkpoints that compute different KV from the same tokens.
-        That depends on how weights are quantized, and with longrope on the length that is served.
+        That depends on how weights are quantized (named by `quantize.scheme`), and with longrope on
+        the length that is served.
 
         Of the weights, names, sizes and samples spread over each file are read, not all.
         """
@@ -190,6 +194,20 @@ class ModelConfig:
         return layers + tables + self.hidden_size
 
     @property
+    def num_float32(self) -> int:
+        """Of `num_parameters`, those that are kept in float32 whatever the dtype: norms, choices of
+        experts, and the second projection of a latent."""
+        norms = (4 if self.sandwich_norms else 2) * self.hidden_size
+        total = self.num_layers * norms + self.hidden_size
+        if self.experts is not None:
+            num_sparse = self.num_layers - self.experts.first_layer
+            total += num_sparse * self.hidden_size * self.experts.num_experts
+        if (latent := self.latent) is not None:
+            up = self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
+            total += self.num_layers * up
+        return total
+
+    @property
     def _attention_parameters(self) -> int:
         if (latent := self.latent) is None:
             heads = 2 * self.num_heads + 2 * self.num_kv_heads
@@ -218,7 +236,25 @@ def with_window(config: ModelConfig, window: int, sinks: int) -> ModelConfig:
     return replace(config, windows=tuple(min(w or window, window) for w in own), num_sinks=sinks)
 
 
-def weights_bytes(config: ModelConfig, dtype: str) -> int:
-    """What the weights may take in memory, at most: a tied table is held twice, once packed."""
-    tied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
-    return (config.num_parameters + tied) * DTYPE_BYTES[dtype]
+def _depths(config: ModelConfig) -> list[int]:
+    """Inputs of the matrices."""
+    depths = [config.hidden_size, config.intermediate_size]
+    if config.experts is not None:
+        depths += [config.experts.intermediate_size, config.experts.shared_size]
+    if (latent := config.latent) is not None:
+        depths += [latent.q_rank or 0, config.num_heads * latent.value_dim]
+    else:
+        depths.append(config.num_heads * config.head_dim)
+    return [depth for depth in depths if depth]
+
+
+def weights_bytes(config: ModelConfig, dtype: str, quantization: str = "none") -> int:
+    """What the weights take in the memory of a CPU, biases and padding aside: a tied table is held
+    twice, once packed; with "int8" every matrix is one byte a number and the scales of its groups,
+    but not the table whose rows are read."""
+    table, wide = config.vocab_size * config.hidden_size, config.num_float32
+    total = config.num_parameters + (table if config.tie_word_embeddings else 0)
+    each: float = DTYPE_BYTES[dtype]
+    if quantization == "int8":
+        each = 1 + max(2 * -(-depth // INT8_GROUP) / depth for depth in _depths(config))
+    return ceil(table * DTYPE_BYTES[dtype] + wide * 4 + (total - table - wide) * each)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.model.huge_pages import HugePages
 from engine.model.quantize import quantize
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as in linear.h
@@ -59,6 +60,7 @@ class CpuLinear:
         self._int8 = quantization == "int8"
         self._pack = self._int8 or not (self._bf16 and native_bf16)
         self._buffer = buffer
+        self._memory = HugePages()
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
         rows, depth = weight.shape
@@ -66,7 +68,7 @@ class CpuLinear:
         if not self._pack:
             return Matrix(role, rows, depth, owned(weight, torch.bfloat16), None, wide)
         kind = self._kind(weight)
-        packed = torch.empty(self._lib.kvr_packed_bytes(rows, depth, kind), dtype=torch.int8)
+        packed = self._memory.take(self._lib.kvr_packed_bytes(rows, depth, kind))
         self._pack_into(packed, weight, kind)
         return Matrix(role, rows, depth, packed, kind, wide)
 
@@ -146,7 +148,7 @@ class CpuLinear:
     def _stack(self, weights: torch.Tensor, kind: int) -> torch.Tensor:
         count, rows, depth = weights.shape
         size = self._lib.kvr_packed_bytes(rows, depth, kind)
-        packed = torch.empty((count, size), dtype=torch.int8)
+        packed = self._memory.take(count * size).view(count, size)
         for index in range(count):
             self._pack_into(packed[index], weights[index], kind)
         return packed

@@ -1,7 +1,8 @@
 """Int8 weights: symmetric, one scale for every GROUP inputs of an output.
 
-Life: a matrix is quantized while a checkpoint is loaded; kernels read what results. Activations
-stay floating point, so the rounding of weights is all the error there is.
+Life: a matrix is quantized while a checkpoint is loaded; kernels read what results. Its inputs stay
+floating point on a GPU. On a CPU those of each token and group are rounded to 11 bits, so that
+products are of integers; that is an eighth of the error that rounding the weights makes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 GROUP = 64  # inputs; INT8_GROUP of linear.h
 QUANTIZATIONS = ("none", "int8")
 _MOST = 127.0
+_MOST_INPUT, _LEAST_INPUT = 1023.0, 1e-30  # of a group's largest; as in linear_int8.c
 _PART = 1 << 17  # weights
 
 
@@ -30,6 +32,24 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         wide = (wide / scale.float().unsqueeze(-1)).round_().clamp_(-_MOST, _MOST)
         number.copy_(wide.flatten(-2)[..., :depth])
     return numbers, scales
+
+
+def scheme(quantization: str, device_type: str) -> str:
+    """What is computed, for the name of the KV that comes of it. `device_type`: "cpu" or "cuda"."""
+    if quantization == "none":
+        return quantization
+    return f"{quantization} weights" + (", 11-bit inputs" if device_type == "cpu" else "")
+
+
+def round_inputs(x: torch.Tensor) -> torch.Tensor:
+    """x [..., in], any float -> what a CPU multiplies int8 weights with, float32."""
+    depth = x.shape[-1]
+    wide = F.pad(x.float(), (0, -depth % GROUP)).unflatten(-1, (-1, GROUP))
+    most = wide.abs().amax(-1, keepdim=True)
+    most = most.masked_fill(most < _LEAST_INPUT, 0.0)
+    factor = torch.full_like(most, _MOST_INPUT) / most  # a plain number is divided less exactly
+    numbers = torch.where(most == 0, 0.0, wide * factor).round_()
+    return (numbers * (most / _MOST_INPUT)).flatten(-2)[..., :depth]
 
 
 def dequantize(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def sample(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[Sampled]:
     }
     for row, seq in enumerate(seqs):
         _edit(logits[row], seq)
-    tokens = logits.argmax(dim=-1).tolist() if seqs else []
+    tokens = _best(logits) if seqs else []
     random = [row for row, seq in enumerate(seqs) if not _is_greedy(seq.sampling)]
     if random:
         chosen = logits if len(random) == len(seqs) else logits[random]
@@ -54,6 +54,15 @@ def sample(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[Sampled]:
         Sampled(token, _logprobs(raw[row], token, seqs[row].sampling) if row in raw else None)
         for row, token in enumerate(tokens)
     ]
+
+
+def _best(logits: torch.Tensor) -> list[int]:
+    """The first of the largest, per row."""
+    if logits.device.type == "cpu":
+        # numpy's starts no threads. torch's spin for a while after, where the kernels' should run.
+        best: list[int] = logits.numpy().argmax(axis=-1).tolist()
+        return best
+    return logits.argmax(dim=-1).tolist()
 
 
 def _is_greedy(sampling: SamplingParams) -> bool:

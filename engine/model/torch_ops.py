@@ -12,7 +12,7 @@ from engine.model import fp8
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.ops import rope_tables
-from engine.model.quantize import dequantize, quantize
+from engine.model.quantize import dequantize, quantize, round_inputs
 
 MOST_SCORES = 1 << 24  # held at once where scores are computed one by one
 
@@ -52,6 +52,7 @@ class TorchOps:
             self._numbers, self._scales = fp8.parts(pool, config.head_dim)
         self._dtype = dtype
         self._int8 = quantization == "int8"
+        self._rounds = self._int8 and pool.device.type == "cpu"  # inputs of products
         self._tables = [rope_tables(rope, max_positions, pool.device) for rope in config.ropes]
         self._batch: Batch | None = None
 
@@ -85,10 +86,13 @@ class TorchOps:
         return table[tokens]
 
     def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return F.linear(x, matrix[0], matrix[1])
+        return F.linear(self._inputs(x), matrix[0], matrix[1])
 
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
-        hidden += F.linear(x, matrix[0], matrix[1])
+        hidden += F.linear(self._inputs(x), matrix[0], matrix[1])
+
+    def _inputs(self, x: torch.Tensor) -> torch.Tensor:
+        return round_inputs(x).to(x.dtype) if self._rounds else x
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -295,11 +299,12 @@ class TorchOps:
         weights: torch.Tensor,
     ) -> None:
         gate_ups, downs = experts
+        x = self._inputs(x)
         total = torch.zeros_like(hidden, dtype=torch.float32)
         for index in chosen.unique().tolist():
             rows, choice = torch.where(chosen == index)
             gated = self.swiglu(F.linear(x[rows], gate_ups[index]))
-            part = F.linear(gated, downs[index]).float() * weights[rows, choice, None]
+            part = F.linear(self._inputs(gated), downs[index]).float() * weights[rows, choice, None]
             total.index_add_(0, rows, part)
         hidden += total.to(hidden.dtype)
 

@@ -65,6 +65,18 @@ def test_too_little_memory_is_said_with_what_is_needed() -> None:
         check_memory(plan, 2, 2 * needed - 1)
 
 
+def test_weights_in_eight_bits_leave_room_for_what_they_save() -> None:
+    engine = EngineSection(num_blocks=8)
+    wide, int8 = plan_kv(MODEL, engine, "float32"), plan_kv(MODEL, engine, "float32", "int8")
+    table = MODEL.vocab_size * MODEL.hidden_size  # rows of it are read: it stays as it is
+    assert wide.weights_bytes == 4 * (MODEL.num_parameters + table)
+    matrices = MODEL.num_parameters - MODEL.num_float32
+    assert int8.weights_bytes == 4 * (table + MODEL.num_float32) + matrices * (1 + 2 / 64)
+    check_memory(int8, 1, int8.needed_bytes)
+    with pytest.raises(BuildError, match=r"each 0.23 weights \+"):
+        check_memory(int8, 1, int8.needed_bytes - 1)
+
+
 def test_the_context_is_the_models_as_far_as_kv_holds_it() -> None:
     def resolve(**settings: int) -> int:
         engine = EngineSection(**settings)  # type: ignore[arg-type]

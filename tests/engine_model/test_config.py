@@ -3,14 +3,17 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import KVSpec
-from engine.model.config import ModelConfig, RopeScaling, weights_bytes
+from engine.model.config import INT8_GROUP, ModelConfig, RopeScaling, weights_bytes
 from engine.model.errors import ModelError
+from engine.model.quantize import GROUP
+from engine.model.runner import ModelRunner
 from tests.engine_model.tiny import make_checkpoint
 
 LLAMA = {
@@ -133,6 +136,28 @@ def test_weights_bytes_bound_the_parameters(tmp_path):
         counted = {p.data_ptr(): p.numel() for n, p in model.named_parameters() if "bias" not in n}
         assert config.num_parameters == sum(counted.values())
         assert weights_bytes(config, "bfloat16") >= 2 * config.num_parameters
+
+
+def held_bytes(value):
+    """Of all tensors in weights."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if is_dataclass(value):
+        value = tuple(getattr(value, field.name) for field in fields(value))
+    return sum(map(held_bytes, value)) if isinstance(value, tuple) else 0
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek3"])
+def test_weights_bytes_are_what_a_cpu_holds(tmp_path, family, quantization):
+    make_checkpoint(family, tmp_path)
+    runner = ModelRunner(
+        tmp_path, num_blocks=1, num_threads=1, dtype="float32", quantization=quantization
+    )
+    held = held_bytes(runner._decoder._weights)
+    planned = weights_bytes(runner.config, "float32", quantization)
+    assert planned == pytest.approx(held, rel=0.02)
+    assert INT8_GROUP == GROUP
 
 
 def test_config_and_resolve_do_not_import_torch():

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 
 from engine.model import kernels
 from engine.model.cache import default_cache_dir
+from engine.model.config import ModelConfig
 from engine.model.cpu_linear import CpuLinear
 from engine.model.errors import ModelError
-from engine.model.quantize import GROUP, dequantize, quantize
+from engine.model.quantize import GROUP, dequantize, quantize, round_inputs, scheme
 from engine.model.runner import ModelRunner
 from tests.engine_model.test_kernels import config_of
 from tests.engine_model.tiny import Driver, make_checkpoint, make_ops, tokens_of
@@ -49,7 +50,8 @@ def test_a_product_equals_torch(rows, kind):
         wide = torch.randn(rows, depth + 5)
         x = wide[:, :depth]  # rows may be apart
         bias, hidden = torch.randn(outputs), torch.randn(rows, outputs)
-        expected = x.double() @ values.double().t()
+        inputs = round_inputs(x) if kind == "int8" else x
+        expected = inputs.double() @ values.double().t()
         close = {"rtol": 0, "atol": 3e-5 * depth**0.5}
         biased = ops.linear(x, ops.matrix(weight, bias, "test")).double()
         torch.testing.assert_close(biased, expected + bias, **close)
@@ -73,6 +75,22 @@ def test_a_result_depends_neither_on_threads_nor_on_other_outputs(kind):
         assert torch.equal(results[0][:, :40], some)
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_a_row_is_multiplied_alone_as_among_any_number_of_others(kind):
+    torch.manual_seed(5)
+    ops = make_linear(kind)
+    for outputs, depth in (*SHAPES, (70, 900)):
+        matrix = ops.matrix(weight_of(kind, outputs, depth)[0], None, "test")
+        x, hidden = torch.randn(260, depth), torch.randn(260, outputs)
+        alone = hidden.clone()
+        for row in range(len(x)):
+            ops.add_linear(alone[row : row + 1], x[row : row + 1], matrix)
+        for rows in (2, 5, 8, 13, 32, 36, 37, 97, 260):
+            found = hidden[:rows].clone()
+            ops.add_linear(found, x[:rows], matrix)
+            assert torch.equal(found, alone[:rows])
+
+
 def test_int8_is_off_by_half_a_step_of_its_group_at_most():
     torch.manual_seed(0)
     weight = torch.randn(30, 3 * GROUP - 5) * torch.logspace(-6, 2, 30).unsqueeze(1)
@@ -85,6 +103,53 @@ def test_int8_is_off_by_half_a_step_of_its_group_at_most():
     error = F.pad(dequantize(numbers, scales) - weight, (0, 5)).view(30, 3, GROUP).abs().amax(-1)
     assert (error <= 0.76 * steps).all()  # a half, and what rounding the scale clips
     assert torch.equal(dequantize(numbers, scales)[3], torch.zeros(weight.shape[1]))
+
+
+def test_int8_products_are_of_rounded_inputs():
+    torch.manual_seed(3)
+    for outputs, depth in SHAPES:
+        weight, values = weight_of("int8", outputs, depth)
+        x = torch.randn(9, depth)
+        x[:, ::GROUP] = 3e3  # what such an input makes the others of its group lose shows
+        x[1:, :GROUP] = 0
+        ops = make_linear("int8")
+        found = ops.linear(x, ops.matrix(weight, None, "test")).double()
+        expected = round_inputs(x).double() @ values.double().t()
+        exact = x.double() @ values.double().t()
+        assert (found - expected).norm() < 1e-2 * (found - exact).norm()
+
+
+def test_int8_rows_are_multiplied_alone_as_among_any_others():
+    torch.manual_seed(4)
+    for outputs, depth in (*SHAPES, (70, 4000)):
+        ops = make_linear("int8")
+        matrix = ops.matrix(torch.randn(outputs, depth), torch.randn(outputs), "test")
+        x = torch.randn(260, depth)
+        alone = torch.cat([ops.linear(row, matrix) for row in x.split(1)])
+        for rows in (2, 3, 4, 5, 6, 7, 8, 13, 32, 97, 260):
+            assert torch.equal(ops.linear(x[:rows], matrix), alone[:rows])
+        assert torch.equal(ops.linear(x[100:], matrix), alone[100:])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_an_input_that_is_not_finite_is_seen_in_its_own_row_only(value):
+    ops = make_linear("int8")
+    matrix = ops.matrix(torch.randn(20, 200), None, "test")
+    x = torch.randn(8, 200)
+    expected = ops.linear(x, matrix).clone()
+    x[3, 130] = value
+    found = ops.linear(x, matrix)
+    assert not found[3].isfinite().any()
+    assert torch.equal(found[[0, 1, 2, 4, 5, 6, 7]], expected[[0, 1, 2, 4, 5, 6, 7]])
+
+
+def test_inputs_of_zero_and_of_next_to_nothing_leave_the_bias():
+    ops = make_linear("int8")
+    bias = torch.randn(20)
+    matrix = ops.matrix(torch.randn(20, 100), bias, "test")
+    x = torch.stack([torch.zeros(100), torch.full((100,), 1e-35)])
+    assert torch.equal(ops.linear(x, matrix), bias.expand(2, 20))
+    assert torch.equal(round_inputs(x), torch.zeros(2, 100))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,16 +200,18 @@ def test_an_int8_model_is_close_to_the_model_and_the_same_on_either_set_of_ops(c
     exact = Driver(checkpoint, "cpu").feed(("a", tokens))
     ours = Driver(checkpoint, "cpu", quantization="int8").feed(("a", tokens))
     theirs = Driver(checkpoint, "torch", quantization="int8").feed(("a", tokens))
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-    assert not torch.equal(ours, exact)
-    assert (ours - exact).norm() < 0.1 * exact.norm()
+    error = (ours - exact).norm()
+    assert 0 < error < 0.1 * exact.norm()
+    assert (ours - theirs).norm() < 0.2 * error  # a last bit decides which way an input is rounded
 
 
-def test_the_kv_of_int8_weights_has_another_name(checkpoint):
-    runner = ModelRunner(checkpoint, num_blocks=4, num_threads=1, quantization="int8")
-    digests = {runner.config.digest(checkpoint, quantization=q) for q in ("none", "int8")}
-    assert len(digests) == 2
-    assert runner.config.digest(checkpoint) in digests
+def test_the_kv_of_int8_weights_has_another_name_on_each_kind_of_device(checkpoint):
+    config = ModelConfig.from_dir(checkpoint)
+    schemes = [scheme("none", "cpu"), scheme("none", "cuda")]
+    schemes += [scheme("int8", "cpu"), scheme("int8", "cuda")]
+    digests = [config.digest(checkpoint, quantization=each) for each in schemes]
+    assert digests[0] == digests[1] == config.digest(checkpoint)
+    assert len(set(digests)) == 3
 
 
 def test_an_unknown_quantization_is_refused(checkpoint):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HEADERS = ("common.h", "attention.h", "linear.h", "pool.h", "product.h")
 SOURCES = (
-    *("pool.c", "linear.c", "linear_pack.c", "experts.c", "layers.c"),
+    *("pool.c", "linear.c", "linear_int8.c", "linear_pack.c", "experts.c", "layers.c"),
     *("attention.c", "attention_split.c", "attention_tile.c", "step.c"),
 )
 # No -ffast-math: linked into a shared library it turns off denormals for the whole process.

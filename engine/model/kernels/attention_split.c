@@ -2,19 +2,36 @@
 #include "attention.h"
 #include "pool.h"
 
+/* The sums of four vectors' lanes. */
+INLINE v4 sum_lanes_of_four(const vf *v) {
+#if defined(__AVX__) && VL == 8
+    __m256 left = _mm256_hadd_ps((__m256)v[0], (__m256)v[1]);
+    __m256 all = _mm256_hadd_ps(left, _mm256_hadd_ps((__m256)v[2], (__m256)v[3]));
+    return (v4)(_mm256_castps256_ps128(all) + _mm256_extractf128_ps(all, 1));
+#else
+    return (v4){sum_lanes(v[0]), sum_lanes(v[1]), sum_lanes(v[2]), sum_lanes(v[3])};
+#endif
+}
+
 /* out[h * SPLIT + j] = q[h] . keys[j]; both counts are constants. */
 INLINE void dots(int num_keys, int num_heads, const float *q, const float *keys, int64_t dim,
                  float *out) {
-    vf acc[4][3];
+    vf acc[3][4];
     UNROLL for (int j = 0; j < num_keys; j++)
-        UNROLL for (int h = 0; h < num_heads; h++) acc[j][h] = splat(0);
+        UNROLL for (int h = 0; h < num_heads; h++) acc[h][j] = splat(0);
     for (int64_t d = 0; d < dim; d += VL)
         UNROLL for (int j = 0; j < num_keys; j++) {
             vf key = load(keys + j * dim + d);
-            UNROLL for (int h = 0; h < num_heads; h++) acc[j][h] += load(q + h * dim + d) * key;
+            UNROLL for (int h = 0; h < num_heads; h++) acc[h][j] += load(q + h * dim + d) * key;
         }
-    UNROLL for (int j = 0; j < num_keys; j++)
-        UNROLL for (int h = 0; h < num_heads; h++) out[h * SPLIT + j] = sum_lanes(acc[j][h]);
+    UNROLL for (int h = 0; h < num_heads; h++) {
+        if (num_keys == 4) {
+            v4 sums = sum_lanes_of_four(acc[h]);
+            memcpy(out + h * SPLIT, &sums, sizeof sums);
+        } else {
+            UNROLL for (int j = 0; j < num_keys; j++) out[h * SPLIT + j] = sum_lanes(acc[h][j]);
+        }
+    }
 }
 
 static void run_scores(const float *q, int64_t group, const float *keys, int64_t count,

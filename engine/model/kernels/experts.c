@@ -39,6 +39,7 @@ void kvr_experts(const float *x, int64_t k, const char *packed, int kind, int64_
         tasks += product_plan(products + count++, threads);
     }
     first[count] = tasks;
+    if (kind == INT8 && tasks) int8_inputs(products, count, threads);
     Job job = {products, first, count};
     if (tasks) kvr_parallel(threads, tasks, expert_task, &job);
 }

@@ -17,7 +17,6 @@
 
 enum { FLOAT32, BF16, INT8 };
 #define INT8_GROUP 64
-#define INT8_UNIT 0x1p-24f /* a byte is converted where it is the high one of a word */
 
 INLINE int64_t even(int64_t count) { return count + (count & 1); }
 
@@ -38,15 +37,9 @@ INLINE void widen_bf16(const char *from, vf *low, vf *high) {
     *high = (vf)(words & 0xffff0000u);
 }
 
-/* A depth of a panel: the one at `from`, or if `odd` the one after it. INT8 numbers are in units of
- * INT8_UNIT times their scale. */
+/* A depth of a panel of floats: the one at `from`, or if `odd` the one after it. */
 INLINE void widen(const char *from, int kind, int odd, vf *low, vf *high) {
-    if (kind == INT8) {
-        const uint32_t top = 0xff000000u;
-        vu words = *(const vuu *)from;
-        *low = __builtin_convertvector((vi)(odd ? (words << 8) & top : words << 24), vf);
-        *high = __builtin_convertvector((vi)(odd ? words & top : (words << 16) & top), vf);
-    } else if (kind == BF16) {
+    if (kind == BF16) {
         widen_bf16(from + odd * 2 * NR, low, high);
     } else {
         *low = load((const float *)from + odd * NR);

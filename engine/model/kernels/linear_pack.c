@@ -34,7 +34,7 @@ static void pack_panel(void *arg, int64_t p) {
     const Pack *t = arg;
     int64_t bytes = bytes_of_panel(t->k, t->kind), rows = t->m - p * NR;
     char *panel = t->packed + p * bytes;
-    if (rows < NR) memset(panel, 0, bytes);
+    if (rows < NR || t->kind == INT8) memset(panel, 0, bytes); /* INT8: depths may be odd */
     for (int64_t j = 0; j < NR && j < rows; j++) {
         int64_t row = p * NR + j, at = row * t->k;
         if (t->kind == INT8)

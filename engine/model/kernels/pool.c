@@ -138,7 +138,7 @@ void *kvr_scratch(size_t bytes) {
         free(held);
         size_t whole = (bytes + SCRATCH_HEADER + 63) / 64 * 64;
         held = aligned_alloc(64, whole);
-        if (!held) abort(); /* a few hundred kilobytes: nothing works without them */
+        if (!held) abort(); /* less than a step's activations: nothing works without it */
         *held = whole - SCRATCH_HEADER;
         pthread_setspecific(scratch_key, held);
     }

@@ -1,0 +1,44 @@
+"""Memory of what a step reads most of: weights and KV, in huge pages where the system has them.
+
+With small ones the hardware looks no further ahead than 4 KiB, and looks up where each of them is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+
+HUGE = 2 << 20
+CHUNK = 64 << 20  # of virtual memory: a page of it becomes real when it is first written
+LINE = 64  # bytes of a cache line
+
+
+class HugePages:
+    """Hands out pieces of chunks, which live as long as any piece of them. Owned by whoever fills
+    the pieces."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.int8)
+
+    def take(self, size: int) -> torch.Tensor:
+        """int8 [size], zeroed, at the start of a cache line. Raises OSError, OverflowError for more
+        than there can be."""
+        whole = -(-size // LINE) * LINE
+        if whole > len(self._left):
+            self._left = _chunk(max(whole, CHUNK))
+        piece, self._left = self._left[:size], self._left[whole:]
+        return piece
+
+
+def _chunk(size: int) -> torch.Tensor:
+    whole = -(-size // HUGE) * HUGE
+    memory = mmap.mmap(-1, whole + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(advice)
+    chunk = torch.frombuffer(memory, dtype=torch.int8)
+    skipped = -chunk.data_ptr() % HUGE
+    return chunk[skipped : skipped + whole]
