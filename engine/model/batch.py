@@ -1,12 +1,14 @@
 """A step as tensors: every sequence's tokens in one row, and where each of them lives.
 
-Built once per step and read by every layer. Whatever a faulty scheduler could get wrong and a
-kernel would turn into a wild write is checked here, with the request's name in the error.
+Built once per step and read by every layer. What a single sequence may ask for is checked by the
+functions here, with the request's name in the error; `engine.model.guard` calls them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -51,46 +53,55 @@ class Batch:
     spans: tuple[tuple[int, int, int], ...]  # (query_start, query_len, context_len), on the host
 
     @staticmethod
-    def from_step(step: Step, limits: Limits, device: torch.device) -> Batch:
-        """Raises ValueError if a sequence is not within `limits`."""
+    def from_step(
+        step: Step,
+        limits: Limits,
+        device: torch.device,
+        checked: Sequence[np.ndarray] | None = None,
+    ) -> Batch:
+        """`checked`: the sequences' block tables as `Guard.check` gives them; without, they and the
+        tokens are checked here. Raises ValueError if a sequence is not within `limits`."""
         seqs, size = step.seqs, limits.block_size
-        num_tokens = step.num_tokens
-        widest = max((-(-(s.start + len(s.tokens)) // size) for s in seqs), default=0)
-        tokens = np.empty(num_tokens, np.int64)
-        positions = np.empty(num_tokens, np.int64)
-        slots = np.empty(num_tokens, np.int64)
-        tables = np.zeros((len(seqs), widest), np.int32)
-        spans, rows, first = [], [], 0
-        for index, seq in enumerate(seqs):
-            count, end = len(seq.tokens), seq.start + len(seq.tokens)
-            blocks = checked_blocks(seq, limits)
-            tables[index, : len(blocks)] = blocks
-            span = slice(first, first + count)
-            tokens[span] = seq.tokens
-            check_tokens(seq, tokens[span], limits)
-            at = np.arange(seq.start, end)
-            positions[span] = at
-            slots[span] = blocks[at // size] * size + at % size
-            spans.append((first, count, end))
-            first += count
-            if seq.sample:
-                rows.append(first - 1)
-        starts = np.array(spans, np.int32).reshape(-1, 3).T.copy()
+        if checked is None:
+            checked = [checked_blocks(seq, limits) for seq in seqs]
+            for seq in seqs:
+                check_tokens(seq, limits)
+        tables = np.zeros((len(seqs), max(map(len, checked), default=0)), np.int32)
+        for row, blocks in zip(tables, checked, strict=True):
+            row[: len(blocks)] = blocks
+        counts = np.array([len(seq.tokens) for seq in seqs], np.int64)
+        starts = np.array([seq.start for seq in seqs], np.int64)
+        firsts, ends = counts.cumsum() - counts, starts + counts
+        rows = np.arange(len(seqs)).repeat(counts)  # of each token
+        positions = np.arange(len(rows)) + (starts - firsts)[rows]
+        slots = tables[rows, positions // size].astype(np.int64) * size + positions % size
+        tokens = np.fromiter(chain.from_iterable(seq.tokens for seq in seqs), np.int64, len(rows))
+        asked = np.array([seq.sample for seq in seqs], np.bool_)
+        spans = zip(firsts.tolist(), counts.tolist(), ends.tolist(), strict=True)
         return Batch(
             tokens=torch.from_numpy(tokens).to(device),
             positions=torch.from_numpy(positions).to(device),
             slots=torch.from_numpy(slots).to(device),
-            query_start=torch.from_numpy(starts[0]).to(device),
-            query_len=torch.from_numpy(starts[1]).to(device),
-            context_len=torch.from_numpy(starts[2]).to(device),
+            query_start=torch.from_numpy(firsts.astype(np.int32)).to(device),
+            query_len=torch.from_numpy(counts.astype(np.int32)).to(device),
+            context_len=torch.from_numpy(ends.astype(np.int32)).to(device),
             block_tables=torch.from_numpy(tables).to(device),
-            sample_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            sample_rows=torch.from_numpy((firsts + counts - 1)[asked]).to(device),
             spans=tuple(spans),
         )
 
 
 def checked_blocks(seq: ScheduledSeq, limits: Limits) -> np.ndarray:
-    """The blocks that hold [0, start + len(tokens)), int64; -1 where the window has left them."""
+    """The blocks that hold [0, start + len(tokens)), int64; -1 where the window has left them.
+    Raises ValueError."""
+    blocks = np.array(seq.block_ids[: check_size(seq, limits)], np.int64)
+    check_blocks(seq, blocks, limits)
+    return blocks
+
+
+def check_size(seq: ScheduledSeq, limits: Limits) -> int:
+    """Entries of the block table that are used. Raises ValueError if there are fewer, and for
+    positions that the model does not have."""
     end = seq.start + len(seq.tokens)
     if not seq.tokens or seq.start < 0 or end > limits.max_model_len:
         raise ValueError(
@@ -98,12 +109,16 @@ def checked_blocks(seq: ScheduledSeq, limits: Limits) -> np.ndarray:
             f"the model's length of {limits.max_model_len}"
         )
     needed = -(-end // limits.block_size)
-    blocks = np.array(seq.block_ids[:needed], np.int64)
-    if len(blocks) < needed:
+    if len(seq.block_ids) < needed:
         raise ValueError(
-            f"request {seq.request_id}: {len(blocks)} blocks for {end} positions, "
+            f"request {seq.request_id}: {len(seq.block_ids)} blocks for {end} positions, "
             f"{needed} are needed"
         )
+    return needed
+
+
+def check_blocks(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> None:
+    """Raises ValueError for a block outside the pool, and for one that is read and missing."""
     if blocks.min() < 0:
         _check_missing(seq, blocks, limits)
     if blocks.min() < -1 or blocks.max() >= limits.num_blocks:
@@ -111,7 +126,6 @@ def checked_blocks(seq: ScheduledSeq, limits: Limits) -> np.ndarray:
             f"request {seq.request_id}: block ids {blocks.min()} to {blocks.max()} are outside "
             f"the pool of {limits.num_blocks} blocks"
         )
-    return blocks
 
 
 def _check_missing(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> None:
@@ -125,9 +139,11 @@ def _check_missing(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> Non
         )
 
 
-def check_tokens(seq: ScheduledSeq, tokens: np.ndarray, limits: Limits) -> None:
-    if tokens.min() < 0 or tokens.max() >= limits.vocab_size:
+def check_tokens(seq: ScheduledSeq, limits: Limits) -> None:
+    """Raises ValueError for a token outside the vocabulary."""
+    lowest, highest = min(seq.tokens), max(seq.tokens)
+    if lowest < 0 or highest >= limits.vocab_size:
         raise ValueError(
-            f"request {seq.request_id}: token ids {tokens.min()} to {tokens.max()} are outside "
+            f"request {seq.request_id}: token ids {lowest} to {highest} are outside "
             f"the vocabulary of {limits.vocab_size}"
         )

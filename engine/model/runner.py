@@ -21,7 +21,8 @@ from engine.model.cpu_ops import CpuOps
 from engine.model.decoder import Decoder
 from engine.model.errors import ModelError
 from engine.model.gpu.options import GpuOptions
-from engine.model.guard import find_faults
+from engine.model.guard import Guard
+from engine.model.huge_pages import HugePages
 from engine.model.ops import TORCH_DTYPES, Ops
 from engine.model.quantize import QUANTIZATIONS
 from engine.model.sampler import sample
@@ -99,6 +100,7 @@ class ModelRunner:
             self.config.num_sinks,
             guard,
         )
+        self._guard = Guard(self._limits)
         with torch.inference_mode():
             ops = self._ops(num_threads or torch.get_num_threads())
             if member is not None:
@@ -117,16 +119,16 @@ class ModelRunner:
         left to the caller. A sequence outside the pool, the model's length or the vocabulary is
         left out, and its error is in `failed`."""
         began = perf_counter()
-        failed = find_faults(step, self._limits)
+        failed, tables = self._guard.check(step)
         kept = [index for index in range(len(step.seqs)) if index not in failed]
         if failed:
             step = Step(step.step_id, [step.seqs[index] for index in kept])
         sampled: list[Sampled | None] = [None] * len(step.seqs)
         with torch.inference_mode():
             if step.seqs and self._steps is not None:
-                sampled = self._steps.execute(step)
+                sampled = self._steps.execute(step, tables)
             elif step.seqs:
-                batch = Batch.from_step(step, self._limits, self.device)
+                batch = Batch.from_step(step, self._limits, self.device, tables)
                 logits = self._decoder.forward(batch)
                 asked = [index for index, seq in enumerate(step.seqs) if seq.sample]
                 tokens = sample(logits, [step.seqs[index] for index in asked])
@@ -155,8 +157,10 @@ class ModelRunner:
             assert given.nbytes == num_blocks * spec.bytes_per_block, "kv_pool has another size"
             return given.view(-1).view(kind).view(shape)
         try:
+            if self.device.type == "cpu":
+                return HugePages().take(num_blocks * spec.bytes_per_block).view(kind).view(shape)
             return torch.zeros(shape, dtype=kind, device=self.device)
-        except RuntimeError as error:
+        except (RuntimeError, OSError, OverflowError) as error:
             raise ModelError(
                 f"no memory for a KV cache of {num_blocks} blocks of "
                 f"{spec.bytes_per_block} bytes: {str(error).splitlines()[0]}"

@@ -27,12 +27,16 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class RoundedOps(TorchOps):
-    """The reference for int8 weights: the head is as it was."""
+    """The reference for int8 weights on a GPU: the head and the inputs of products are as they
+    were."""
 
     def matrix(self, weight, bias, role):
         if role in FULL_ROLES:
             return self.table(weight), bias
         return super().matrix(weight, bias, role)
+
+    def _inputs(self, x):
+        return x
 
 
 class World:

@@ -19,7 +19,10 @@ from engine.model.gpu.latent import (
     latent_tiles,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 CONTEXTS = [1, 8192, 16, 17, 5000, 255, 4096, 4099]
 CHUNKS = [(700, 700), (300, 4300), (2, 130), (129, 129), (64, 1000)]

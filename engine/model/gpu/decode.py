@@ -88,8 +88,8 @@ class DecodePasses:
             self._load_blocks(row, seq)
         starts = np.fromiter((seq.start for seq in seqs), np.int64, len(seqs))
         tokens = np.fromiter((seq.tokens[0] for seq in seqs), np.int64, len(seqs))
-        for seq, index in zip(seqs, range(len(seqs)), strict=True):
-            check_tokens(seq, tokens[index : index + 1], self._limits)
+        for seq in seqs:
+            check_tokens(seq, self._limits)
         rows, rest = slice(0, len(seqs)), slice(len(seqs), size)
         blocks = host["block_tables"][np.arange(len(seqs)), starts // block_size].astype(np.int64)
         host["tokens"][rows], host["tokens"][rest] = tokens, 0

@@ -7,7 +7,7 @@ Decodes go through `DecodePasses`, as many in a row as the step allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 
@@ -56,13 +56,16 @@ class GpuSteps:
                 if graphs:
                     self._capture(progress)
 
-    def execute(self, step: Step) -> list[Sampled | None]:
-        """Raises ValueError for a step that is not within the limits; nothing was written then."""
+    def execute(
+        self, step: Step, tables: Sequence[np.ndarray] | None = None
+    ) -> list[Sampled | None]:
+        """`tables`: the sequences' block tables, if they are checked. Raises ValueError for a step
+        that is not within the limits; nothing was written then."""
         decodes = all(len(seq.tokens) == 1 and seq.sample for seq in step.seqs)
         with self._on_device():
             if decodes and self._passes.size_for(len(step.seqs)):
                 return list(self._decode(step))
-            return self._ragged(step)
+            return self._ragged(step, tables)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched on the thread's device, and each thread has its own."""
@@ -99,8 +102,9 @@ class GpuSteps:
         columns = zip(*rows, strict=True)  # one per sequence
         return [Sampled(first, more=tuple(more)) for first, *more in columns]
 
-    def _ragged(self, step: Step) -> list[Sampled | None]:
-        batch = stage(Batch.from_step(step, self._limits, torch.device("cpu")), self._device)
+    def _ragged(self, step: Step, tables: Sequence[np.ndarray] | None) -> list[Sampled | None]:
+        host = Batch.from_step(step, self._limits, torch.device("cpu"), tables)
+        batch = stage(host, self._device)
         logits = self._decoder.forward(batch)
         asked = [index for index, seq in enumerate(step.seqs) if seq.sample]
         sampled: list[Sampled | None] = [None] * len(step.seqs)
