@@ -132,13 +132,14 @@ def _exit_now() -> None:
 
 
 def _print_ready(console: Any, deployment: Deployment, port: int) -> None:
+    from cluster.frontends import api_url
+
     host = deployment.config.api.host
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{port}"
+    url = api_url(host, port)
     for line in deployment.kv_lines():
         console.print(line, markup=False, soft_wrap=True)
     for router, its_port in deployment.router_ports().items():
-        console.print(f"{router}: http://{shown}:{its_port}/v1", markup=False, soft_wrap=True)
+        console.print(f"{router}: {api_url(host, its_port)}/v1", markup=False, soft_wrap=True)
     console.print(
         f"\nReady: {deployment.model.served_name} at {url}/v1 (OpenAI-compatible). Try:\n",
         style="bold green",

@@ -198,7 +198,7 @@ def _ask_safely(conversation: _Chat, console: Console, text: str) -> None:
 @click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True)
 def status(url: str, as_json: bool, watch: bool, interval_s: float) -> None:
-    """Show workers, their load and their cache."""
+    """Show workers, their load and their cache, and routers."""
     console = Console()
     with plain_errors(url), httpx.Client(base_url=url, timeout=_TIMEOUT) as client:
         if as_json:
@@ -216,12 +216,13 @@ def status(url: str, as_json: bool, watch: bool, interval_s: float) -> None:
 
 
 _TIER_COLUMNS = {"num_host_blocks": "in host", "num_disk_blocks": "on disk"}
-_STATE_COLOURS = {"up": "green", "backoff": "yellow", "down": "red"}
+_ROUTER_KEYS = ("num_live", "num_queued")
+_STATE_COLOURS = {"up": "green", "backoff": "yellow", "silent": "yellow", "down": "red"}
 
 
 def status_table(status: dict[str, Any]) -> Group:
-    """One row per worker, a row that sums them up, and what the router has served. Blocks are KV
-    blocks."""
+    """One row per worker, a row that sums them up, one per router, and what the router that was
+    asked has served. Blocks are KV blocks."""
     table = Table(title=status.get("model"))
     table.add_column("worker")
     table.add_column("role")
@@ -233,18 +234,46 @@ def status_table(status: dict[str, Any]) -> Group:
     for name in (*names, "running", "waiting", "hit rate"):
         table.add_column(name, justify="right")
     for worker in workers:
-        state = str(worker["state"])
-        colour = _STATE_COLOURS.get(state, "default")
         table.add_row(
             worker["worker"],
             worker["role"],
-            f"[{colour}]{state}[/]",
+            _coloured(str(worker["state"])),
             *_load([worker], worker, tiers),
         )
     if len(workers) > 1:
         table.add_section()
         table.add_row("all", "", "", *_load(workers, status, tiers))
-    return Group(table, *_router_lines(status))
+    routers = status.get("routers")
+    return Group(table, *([_routers_table(routers)] if routers else []), *_router_lines(status))
+
+
+def _routers_table(routers: list[dict[str, Any]]) -> Table:
+    """One row per router: where its API is, and what it serves; "?" of one that does not say."""
+    table = Table()
+    has_store = any(router.get("store_up") is not None for router in routers)
+    for name in ("router", "state", "API"):
+        table.add_column(name)
+    table.add_column("live", justify="right")
+    table.add_column("queued", justify="right")
+    if has_store:
+        table.add_column("Redis")
+    for router in routers:
+        is_silent = router["state"] == "up" and router.get("num_live") is None
+        cells = [
+            str(router["router"]),
+            _coloured("silent" if is_silent else router["state"]),
+            router.get("url") or "",
+            *("?" if router.get(key) is None else str(router[key]) for key in _ROUTER_KEYS),
+        ]
+        if has_store:
+            store_up = router.get("store_up")
+            cells.append("?" if store_up is None else _coloured("up" if store_up else "down"))
+        table.add_row(*cells)
+    return table
+
+
+def _coloured(state: str) -> str:
+    return f"[{_STATE_COLOURS.get(state, 'default')}]{state}[/]"
 
 
 def _load(workers: list[dict[str, Any]], rated: dict[str, Any], tiers: Sequence[str]) -> list[str]:

@@ -19,12 +19,13 @@ from cluster.build import PreparedModel, WorkerSpec
 from cluster.config import Config
 from cluster.control import Peer, RouterLost, StartRouter, StartWorker, WorkerLost
 from cluster.controller import Controller, ControllerConfig, Worker, WorkerState
-from cluster.frontends import RouterState, status_of
+from cluster.frontends import RouterState, router_entry, status_of
 from cluster.kv_plan import GIB, kv_lines
+from cluster.router_loads import RouterLoads
 from cluster.runtime.frontend import FrontendSpec
 from cluster.runtime.host import NodeHost
 from cluster.runtime.process import Listening
-from cluster.serving import ServedModel
+from cluster.serving import ServedModel, load_of
 from cluster.state.opening import open_state
 from cluster.tenants import Access
 from cluster.wire import Wire
@@ -104,7 +105,8 @@ class Deployment:
             self._introduce_here,
             lambda reason: self._fail(ServeError(reason)),
         )
-        self._watching: asyncio.Task[None] | None = None
+        self._loads = RouterLoads(self.workers.ask_routers)
+        self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Start the workers and wait until all have been up. Raises ServeError."""
@@ -125,9 +127,9 @@ class Deployment:
         self.host.add(self.router, self.opened.executor)
         self.opened.start(self.host.inbox(ROUTER))
         self.host.add(self.controller, self.workers)
-        self._watching = self._loop.create_task(
-            self.workers.watch_machines(use_gpus=self.config.model.device != "cpu")
-        )
+        use_gpus = self.config.model.device != "cpu"
+        watches = (self.workers.watch_machines(use_gpus), self._loads.watch())
+        self._watching = [self._loop.create_task(watch) for watch in watches]
         while not self.controller.all_up():
             self._show()
             await asyncio.wait([self.failed], timeout=0.1)
@@ -136,8 +138,8 @@ class Deployment:
         self._show()
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        for watching in self._watching:
+            watching.cancel()
         self.host.close()
         await self.workers.close_all()
         await self.wire.close()
@@ -179,10 +181,18 @@ class Deployment:
         status["wire"] = dict(self.wire.counters)
         status["sessions"] = self.router.sessions.counts()
         status["state"] = self.opened.status()
-        own = {"router": ROUTER, "epoch": 1, "state": "up", "http_port": self._http_port}
-        frontends = self.controller.frontends.routers.values()
-        status["routers"] = [own, *(status_of(frontend) for frontend in frontends)]
+        status["routers"] = self._router_entries()
         return status
+
+    def _router_entries(self) -> list[dict[str, Any]]:
+        host, port = self.config.api.host, self._http_port
+        load = load_of(self.router, self._loop.time(), self.opened.status())
+        entries = [router_entry(ROUTER, 1, RouterState.UP, host, port, load)]
+        for router in self.controller.frontends.routers.values():
+            is_up = router.state is RouterState.UP
+            said = self._loads.known.get((router.node, router.epoch)) if is_up else None
+            entries.append(status_of(router, host, said))
+        return entries
 
     def router_ports(self) -> dict[NodeId, int]:
         """Where the APIs of the further routers are."""
@@ -193,7 +203,8 @@ class Deployment:
         workers = self.controller.workers.values()
         report = await self.audits.ask([w.node for w in workers if w.state is WorkerState.UP])
         status = self.router.status(self._loop.time())
-        num_live = status.num_live + status.num_queued + await self.workers.num_live()
+        num_live = status.num_live + status.num_queued
+        num_live += await self._loads.num_live(self._ray.REACH_TIMEOUT_S)
         return audit_dict(report, num_live, self.router.check_idle())
 
     def _show(self) -> None:

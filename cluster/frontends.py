@@ -53,6 +53,15 @@ class FrontendLimits:
     max_first_failures: int = 3  # before it ever was up
 
 
+@dataclass(frozen=True, slots=True)
+class RouterLoad:
+    """What a router says of itself when it is asked."""
+
+    num_live: int  # requests that it serves, or that wait
+    num_queued: int  # of them, those that wait
+    store_up: bool | None  # whether it reaches the store of shared state; None: there is none
+
+
 @dataclass(slots=True)
 class Frontend:
     """One wanted router. `peer` is set exactly while it is up."""
@@ -263,13 +272,37 @@ class Frontends:
         return [*self._fixed, *(peer for peer in self.peers if peer.node != router.node)]
 
 
-def status_of(router: Frontend) -> dict[str, Any]:
-    """For `/status`."""
+def api_url(host: str, port: int) -> str:
+    """Where an API that listens at `host` is found from its own machine; "" without a port."""
+    shown = "127.0.0.1" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}" if port else ""
+
+
+def router_entry(
+    router: NodeId,
+    epoch: int,
+    state: RouterState,
+    host: str,
+    http_port: int,
+    load: RouterLoad | None,
+) -> dict[str, Any]:
+    """For `/status`. `host`, `http_port`: of its API; `load`: None if it does not say."""
     return {
-        "router": router.node,
-        "epoch": router.epoch,
-        "state": str(router.state),
-        "http_port": router.http_port,
+        "router": router,
+        "epoch": epoch,
+        "state": str(state),
+        "http_port": http_port,
+        "url": api_url(host, http_port),
+        "num_live": None if load is None else load.num_live,
+        "num_queued": None if load is None else load.num_queued,
+        "store_up": None if load is None else load.store_up,
+    }
+
+
+def status_of(router: Frontend, host: str, load: RouterLoad | None) -> dict[str, Any]:
+    """As `router_entry`, with what the controller knows of it besides."""
+    entry = router_entry(router.node, router.epoch, router.state, host, router.http_port, load)
+    return entry | {
         "pid": router.pid,
         "restarts": router.restarts,
         "last_error": router.last_error,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.config import Config
+from cluster.frontends import RouterLoad
 from cluster.runtime.host import NodeHost
 from cluster.tenants import Access
 from router.router import Router
@@ -37,6 +38,12 @@ class RouterHost(Protocol):
 
     def status(self) -> dict[str, Any]: ...
     def healthy(self) -> tuple[bool, dict[str, Any]]: ...
+
+
+def load_of(router: Router, now: float, state: dict[str, Any]) -> RouterLoad:
+    """`state`: as of `OpenedState.status`."""
+    status = router.status(now)
+    return RouterLoad(status.num_live, status.num_queued, state["up"] if state else None)
 
 
 def settle_memory() -> None:

@@ -25,7 +25,7 @@ class RouterConfig:
 
     policy: str = "prefix"  # one of POLICIES; the others are baselines to compare with
     max_queue: int = 1024  # new requests that wait for a slot; requests that go on are not counted
-    max_queue_wait_s: float = 30.0  # who would wait longer is refused when it comes
+    max_queue_wait_s: float = 10.0  # who would wait longer is refused when it comes
     low_priority_share: float = 0.05  # of the service, for lower priorities while higher ones wait
     max_inflight_per_worker: int = 128  # of this router; the rest waits here, where it can choose
     max_memory_wait_s: float = 3.0  # a request goes to no worker where it would wait longer for KV

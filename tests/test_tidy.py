@@ -102,5 +102,12 @@ def test_modules_say_what_they_are_and_do_not_print(path: Path) -> None:
         assert not [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tests/gpu").glob("test_*.py")), ids=name_of)
+def test_tests_that_need_a_gpu_are_skipped_without_one(path: Path) -> None:
+    marks = path.read_text().partition("pytestmark = [")[2].partition("]")[0]
+    assert "pytest.mark.gpu," in marks
+    assert "pytest.mark.skipif(not torch.cuda.is_available()" in marks
+
+
 def test_there_is_no_utils_module() -> None:
     assert not [path for path in ALL if path.stem in {"utils", "util", "helpers", "common", "misc"}]

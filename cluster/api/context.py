@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cluster.api.calls import Calls
 from cluster.api.client import RouterClient
+from cluster.api.places import Places
 from cluster.api.public_prompts import PublicPrompts
 from cluster.api.tokenizer import Tokenizer
 from cluster.metrics import ApiMetrics
@@ -64,13 +65,15 @@ class ApiContext:
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     tracing: Tracing | None = None
     calls: Calls = field(init=False)
-    num_live: int = field(default=0, init=False)  # HTTP requests that generate
-    num_commands: int = field(default=0, init=False)  # about sessions
+    live: Places = field(init=False)  # HTTP requests that generate
+    commands: Places = field(init=False)  # about sessions
     _pool: ThreadPoolExecutor = field(init=False, repr=False)
     _pool_of_large: ThreadPoolExecutor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.calls = Calls(self.model_name, self.explanations, self.metrics, self.tracing)
+        self.live = Places(self.limits.max_live_requests)
+        self.commands = Places(self.limits.max_session_commands)
         self._pool = ThreadPoolExecutor(self.limits.tokenizer_threads, "tokenizer")
         self._pool_of_large = ThreadPoolExecutor(1, "tokenizer-large")
 

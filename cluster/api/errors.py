@@ -89,7 +89,7 @@ def unauthorized(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key")
 
 
-def overloaded(message: str, retry_after_s: float = 1.0) -> ApiError:
+def overloaded(message: str, retry_after_s: float) -> ApiError:
     """429: the request is fine, but not now."""
     status, type = _STATUS[Refusal.QUEUE_FULL]
     code = Refusal.QUEUE_FULL.value

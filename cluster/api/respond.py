@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +27,7 @@ from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, overloaded, refused
 from cluster.api.formats import Format
 from cluster.api.generation import Generation, Piece
+from cluster.api.places import PlacesTaken
 from cluster.api.plan import Plan, call_of
 from cluster.api.schema import GenerationRequest, parse
 from cluster.tenants import Tenant
@@ -103,17 +104,17 @@ class GenerateEndpoint(Generic[Request]):
             self._ctx.calls.ended(call)
 
     @contextlib.contextmanager
-    def _admitted(self) -> Any:
-        limit = self._ctx.limits.max_live_requests
-        if self._ctx.num_live >= limit:
-            raise overloaded(f"{limit} requests are being served, which is the limit")
-        self._ctx.num_live += 1
-        self._ctx.metrics.live_requests.set(self._ctx.num_live)
+    def _admitted(self) -> Iterator[None]:
+        live, gauge = self._ctx.live, self._ctx.metrics.live_requests
         try:
-            yield
+            with live.take():
+                gauge.set(live.num_taken)
+                yield
+        except PlacesTaken as taken:
+            message = f"{live.limit} requests are being served, which is the limit"
+            raise overloaded(message, taken.retry_after_s) from None
         finally:
-            self._ctx.num_live -= 1
-            self._ctx.metrics.live_requests.set(self._ctx.num_live)
+            gauge.set(live.num_taken)
 
     async def _serve(self, http: HttpRequest, call: Call, send: Send) -> str:
         """Serve one request; return its outcome. Raises `ApiError` before the first byte only."""

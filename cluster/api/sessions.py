@@ -16,6 +16,7 @@ from cluster.api.body import read_body
 from cluster.api.caller import caller, limit_of
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid, overloaded, session_refused
+from cluster.api.places import PlacesTaken
 from cluster.api.schema import MAX_SESSION_CHARS, ForkRequest, parse
 from engine.tier import Tier
 from router.messages import SessionInfo, SessionOp, SessionReply
@@ -67,8 +68,8 @@ def _counted(
 
 
 class SessionCalls:
-    """Owned by the application. Invariant: `ctx.num_commands` is how many of its calls wait for the
-    router, and is bounded."""
+    """Owned by the application. Its calls that wait for the router have a place of
+    `ctx.commands` each."""
 
     def __init__(self, ctx: ApiContext) -> None:
         self._ctx = ctx
@@ -114,14 +115,15 @@ class SessionCalls:
         """Raises `ApiError`."""
         ctx = self._ctx
         tenant = caller(ctx, http)
-        if ctx.num_commands >= ctx.limits.max_session_commands:
-            raise overloaded(f"{ctx.num_commands} session commands are waiting, which is the limit")
         timeout_s = ctx.limits.session_timeout_s
-        ctx.num_commands += 1
         try:
-            reply = await ctx.client.command(
-                op, tenant.name, session, argument, limit=limit, timeout_s=timeout_s
-            )
+            with ctx.commands.take():
+                reply = await ctx.client.command(
+                    op, tenant.name, session, argument, limit=limit, timeout_s=timeout_s
+                )
+        except PlacesTaken as taken:
+            message = f"{ctx.commands.limit} session commands are waiting, which is the limit"
+            raise overloaded(message, taken.retry_after_s) from None
         except TimeoutError:
             raise ApiError(
                 504,
@@ -129,8 +131,6 @@ class SessionCalls:
                 type="timeout_error",
                 code="deadline_exceeded",
             ) from None
-        finally:
-            ctx.num_commands -= 1
         if reply.refusal is not None:
             raise session_refused(reply)
         return reply

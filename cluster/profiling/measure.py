@@ -21,7 +21,7 @@ from cluster.config import Config
 from cluster.profiling.links import disk_link, memory_links
 from cluster.profiling.neighbour import NAME
 from cluster.profiling.pair import Neighbour
-from cluster.profiling.passes import Grid, Passes, make_runner
+from cluster.profiling.passes import Grid, Passes, running
 from cluster.profiling.served import measure_served
 from cluster.replay.profile import arrays_of, profile_of
 from engine.model.runner import ModelRunner
@@ -47,12 +47,12 @@ def measure(config: Config, grid: Grid, tell: Tell, *, with_serving: bool = True
     model = prepare_model(config, 2, lambda _: None)
     engine = config.engine
     threads = engine.threads or os.cpu_count() or 1
-    runner = make_runner(config, model, threads)
-    passes = Passes(runner, grid.point_s, engine.max_num_batched_tokens)
-    passes.fill_pool()
-    grid = grid.within(model.max_model_len, passes.num_blocks, engine.block_size)
-    work = _Work(config, model, runner, passes, grid, tell, int(with_serving))
-    prefill, decode, extra = work.run(threads)
+    with running(config, model, threads) as runner:
+        passes = Passes(runner, grid.point_s, engine.max_num_batched_tokens)
+        passes.fill_pool()
+        grid = grid.within(model.max_model_len, passes.num_blocks, engine.block_size)
+        work = _Work(config, model, runner, passes, grid, tell, int(with_serving))
+        prefill, decode, extra = work.run(threads)
     if with_serving:
         del runner, passes, work.runner, work.passes  # its memory is wanted by the workers
         work.next("a served cluster")

@@ -17,10 +17,11 @@ import msgspec
 
 from cluster.build import prepare_model
 from cluster.config import Config
-from cluster.profiling.passes import Passes, make_runner
+from cluster.profiling.passes import Passes, running
 from cluster.runtime.actors import PREFILL_NICENESS
 from cluster.runtime.host import LoopThread
 from cluster.wire import Wire
+from engine.model.runner import ModelRunner
 from kvtransfer.agents.nixl import NixlAgent
 
 NAME, ASKER = "profile-neighbour", "profile"
@@ -52,7 +53,11 @@ def main() -> None:
     if setup.on_cpu:
         os.nice(PREFILL_NICENESS)
     model = prepare_model(setup.config, 0, lambda _: None)
-    runner = make_runner(setup.config, model, setup.threads)
+    with running(setup.config, model, setup.threads) as runner:
+        _serve(setup, runner)
+
+
+def _serve(setup: Setup, runner: ModelRunner) -> None:
     passes = Passes(runner, 0.0, setup.config.engine.max_num_batched_tokens)
     passes.fill_pool()
     agent = NixlAgent(NAME, runner.kv_pool)

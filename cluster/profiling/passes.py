@@ -8,15 +8,18 @@ taken `point_s`, and counts with its median.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.build import PreparedModel
+from cluster.build import PreparedModel, WorkerSpec
 from cluster.config import Config
 from cluster.kv_plan import plan_kv
-from engine.model.runner import ModelRunner
+from cluster.runners import open_runner
+from engine.model.runner import ModelRunner, find_device
 from engine.request import SamplingParams
+from engine.stats import Role
 from engine.step import ScheduledSeq, Step
 from kvtransfer.agents.pool import block_bytes
 from kvtransfer.executor import StepExecutor
@@ -55,24 +58,40 @@ class Grid:
 SMALL = Grid((1, 32, 128, 256), (1, 4), (32, 128), 0.02)
 
 
-def make_runner(config: Config, model: PreparedModel, threads: int) -> ModelRunner:
-    """As a worker has it. Raises ModelError, BuildError."""
-    section, engine = config.model, config.engine
-    dtype = section.dtype
-    if dtype == "auto":
-        dtype = ModelRunner.default_dtype(section.device)
-    return ModelRunner(
-        model.path,
+@contextmanager
+def running(config: Config, model: PreparedModel, threads: int) -> Iterator[ModelRunner]:
+    """As a worker has it: a ModelRunner, or where a worker has several processes what looks like
+    one; they end with the context. Raises ModelError, BuildError, ProfileError."""
+    section, size = config.model, config.engine.tensor_parallel_size
+    kind = find_device(section.device).type
+    if size > 1 and kind == "cuda":
+        raise ProfileError(
+            f"engine.tensor_parallel_size = {size} on GPUs cannot be measured: such a worker moves"
+            " no KV, and links between workers are a part of a profile; set it to 1"
+        )
+    dtype = ModelRunner.default_dtype(kind) if section.dtype == "auto" else section.dtype
+    spec = WorkerSpec(
+        cluster="profile",
+        worker="profile",
+        role=Role.PREFILL,
+        epoch=1,
+        model_dir=str(model.path),
+        model_name=section.name,
+        cache_dir=section.cache_dir,
         dtype=dtype,
-        kv_dtype=engine.kv_dtype,
-        window=engine.window,
-        num_sinks=engine.sinks,
+        quantization=section.quantization,
         device=section.device,
-        num_blocks=plan_kv(model.config, engine, dtype).num_blocks,
-        block_size=engine.block_size,
-        num_threads=threads,
-        max_model_len=model.max_model_len,
+        on_gpu=kind == "cuda",
+        threads=threads,
+        engine=config.engine,
     )
+    plan = plan_kv(model.config, config.engine, dtype, section.quantization)
+    runner, ranks = open_runner(spec, model.path, plan, dtype, model.max_model_len)
+    try:
+        yield runner
+    finally:
+        if ranks is not None:
+            ranks.close()
 
 
 class Passes:

@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from cluster.control import Peer, RouterFailed, RouterStarted, StartFailed, WorkerStarted
+from cluster.frontends import RouterLoad
 from cluster.runtime.frontend import FrontendError, FrontendProcess, FrontendSpec
 from cluster.runtime.process import Listening, WorkerProcess
 from engine.node import NodeId
@@ -76,5 +77,8 @@ class RouterActor(_Actor):
         except FrontendError as error:
             return RouterFailed(spec.router, spec.epoch, str(error), permanent=True)
 
-    def num_live(self) -> int:
-        return int(self._process.num_live())
+    def load(self) -> RouterLoad:
+        if self._process is None:
+            return RouterLoad(0, 0, None)
+        load: RouterLoad = self._process.load()
+        return load

@@ -19,10 +19,11 @@ from typing import Any
 
 from cluster.config import Config
 from cluster.control import Peer, RouterStarted
+from cluster.frontends import RouterLoad, RouterState, router_entry
 from cluster.metrics import status_dict
 from cluster.runtime.host import LoopThread, NodeHost
 from cluster.runtime.process import Listening, introduce
-from cluster.serving import SHUTDOWN_S, ServedModel, serve_api
+from cluster.serving import SHUTDOWN_S, ServedModel, load_of, serve_api
 from cluster.state.opening import open_state
 from cluster.tenants import Access
 from cluster.wire import Wire
@@ -77,6 +78,7 @@ class FrontendProcess:
             state=self._opened.state,
             clock=perf_counter,
         )
+        self._http_port = 0
         self._wire: Wire | None = None
         self._serving: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
@@ -90,6 +92,7 @@ class FrontendProcess:
     async def _start(self) -> RouterStarted:
         spec, listening = self._spec, self._listening
         sock = bind(spec.config.api.host, spec.http_port)
+        self._http_port = sock.getsockname()[1]
         limits = WireLimits(max_frame_bytes=listening.max_frame_bytes)
         self._wire = Wire(spec.router, listening.token, self.host.deliver, limits=limits)
         host, port = await self._wire.listen(listening.host)
@@ -97,8 +100,8 @@ class FrontendProcess:
         self._opened.start(self.host.inbox(spec.router))
         self._serving = self._thread.loop.create_task(self._serve(sock))
         self._serving.add_done_callback(self._on_served)
-        http_port = sock.getsockname()[1]
-        return RouterStarted(Peer(spec.router, host, port, spec.epoch), http_port, os.getpid())
+        peer = Peer(spec.router, host, port, spec.epoch)
+        return RouterStarted(peer, self._http_port, os.getpid())
 
     async def _serve(self, sock: socket.socket) -> None:
         """The API. Its libraries take a while; the router gets to know its workers meanwhile, and
@@ -114,9 +117,9 @@ class FrontendProcess:
         assert self._wire is not None
         introduce(self._thread, self._wire, peers)
 
-    def num_live(self) -> int:
-        """Requests that it serves, or that wait."""
-        return self._thread.call(lambda: self.router.status(self._thread.loop.time()).num_live)
+    def load(self) -> RouterLoad:
+        """As it is now."""
+        return self._thread.call(self._load)
 
     def wait(self) -> None:
         """Blocks while it serves; returns when it was stopped. Raises what its node, or its API,
@@ -147,7 +150,15 @@ class FrontendProcess:
         status["wire"] = dict(self._wire.counters)
         status["sessions"] = self.router.sessions.counts()
         status["state"] = self._opened.status()
+        spec = self._spec
+        host, port = spec.config.api.host, self._http_port
+        status["routers"] = [
+            router_entry(spec.router, spec.epoch, RouterState.UP, host, port, self._load())
+        ]
         return status
+
+    def _load(self) -> RouterLoad:
+        return load_of(self.router, self._thread.loop.time(), self._opened.status())
 
     async def _close(self) -> None:
         self._stop.set()

@@ -13,6 +13,7 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -35,7 +36,9 @@ from cluster.control import (
     StopWorker,
     WorkerLost,
 )
+from cluster.frontends import RouterLoad
 from cluster.placement import Machine
+from cluster.router_loads import Questions
 from cluster.runtime.actors import RouterActor, WorkerActor
 from cluster.runtime.frontend import FrontendSpec
 from cluster.runtime.host import NodeHost
@@ -220,16 +223,14 @@ class RayWorkers:
                 self._tell(MachinesChanged(known))
             await asyncio.sleep(POLL_MACHINES_S)
 
-    async def num_live(self) -> int:
-        """Requests at the further routers. One that does not answer counts as one: who knows."""
-        routers = [r.actor for r in self._running.values() if isinstance(r.spec, FrontendSpec)]
-        asked = [asyncio.ensure_future(_result(actor.num_live.remote())) for actor in routers]
-        if not asked:
-            return 0
-        done, silent = await asyncio.wait(asked, timeout=REACH_TIMEOUT_S)
-        for task in silent:
-            task.cancel()
-        return len(silent) + sum(1 if t.exception() else t.result() for t in done)
+    def ask_routers(self) -> Questions:
+        """Each of the further routers that have a process, and how to ask it for its load."""
+        running = ((r.spec, r.actor) for r in self._running.values() if r.actor is not None)
+        return {
+            (spec.node, spec.epoch): partial(_load, actor)
+            for spec, actor in running
+            if isinstance(spec, FrontendSpec)
+        }
 
     async def close_all(self) -> None:
         """Stop every process, politely and then by force, within `STOP_TIMEOUT_S`."""
@@ -336,3 +337,8 @@ def _create_actor(
 
 async def _result(reference: Any) -> Any:
     return await reference
+
+
+async def _load(actor: Any) -> RouterLoad:
+    load: RouterLoad = await actor.load.remote()
+    return load

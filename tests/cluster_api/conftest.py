@@ -117,7 +117,7 @@ class Served:
     def wait_idle(self) -> None:
         """Nothing is live, neither here nor at the router; fails after a bounded time."""
         wait_until(lambda: self.client.num_live == 0 and self.router.num_live == 0)
-        wait_until(lambda: self.ctx.num_live == 0)
+        wait_until(lambda: self.ctx.live.num_taken == 0)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import socket
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from cluster.api.tokenizer import Tokenizer
 from cluster.bench import LoadSpec, Timing, make_arrivals, make_prompts, percentile, summarize
 from cluster.cli_bench import bench
-from cluster.cli_client import chat, status
+from cluster.cli_client import chat, status, status_table
+from cluster.frontends import RouterLoad, RouterState, router_entry
 from engine.request import Refusal
 from router.messages import Failed
 from tests.cluster_api.conftest import MODEL, STATUS, Served
@@ -93,6 +96,27 @@ def test_status_is_a_table(served: Served, run: Any) -> None:
     for text in ("decode-0", "decode", "up", "40 / 100", "25.0 %", "7 stop", "1 live"):
         assert text in result.output
     assert json.loads(run(status, "--url", served.url, "--json").output) == STATUS
+
+
+def test_status_shows_each_router_and_that_one_does_not_answer() -> None:
+    def shown(*routers: dict[str, Any]) -> list[list[str]]:
+        console = Console(width=120, record=True, file=StringIO())
+        console.print(status_table(STATUS | {"routers": list(routers)}))
+        lines = [line.replace("│", " ").split() for line in console.export_text().splitlines()]
+        return [line for line in lines if line and line[0].startswith("router")]
+
+    first = router_entry("router-0", 1, RouterState.UP, "0.0.0.0", 8000, RouterLoad(3, 1, True))
+    second = router_entry("router-1", 4, RouterState.UP, "", 8001, None)
+    third = router_entry("router-2", 2, RouterState.BACKOFF, "::1", 8002, None)
+    assert shown(first, second, third) == [
+        ["router-0", "up", "http://127.0.0.1:8000", "3", "1", "up"],
+        ["router-1", "silent", "http://127.0.0.1:8001", "?", "?", "?"],
+        ["router-2", "backoff", "http://[::1]:8002", "?", "?", "?"],
+    ]
+    alone = router_entry("router-0", 1, RouterState.UP, "localhost", 8000, RouterLoad(0, 0, None))
+    assert shown(alone) == [["router-0", "up", "http://localhost:8000", "0", "0"]]
+    away = router_entry("router-0", 1, RouterState.UP, "h", 1, RouterLoad(0, 0, False))
+    assert shown(away)[0][-1] == "down"
 
 
 def load(served: Served, *arguments: str) -> list[str]:

@@ -83,7 +83,7 @@ def served_sessions(served: Served) -> Iterator[Served]:
 
     served.router.answer_command = answer
     yield served
-    assert served.ctx.num_commands == 0
+    assert served.ctx.commands.num_taken == 0
     assert served.client._replies == {}
 
 

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from cluster.api.context import ApiLimits
+from cluster.api.places import Places
 from cluster.api.server import bind_socket
 from cluster.api.tokenizer import Tokenizer
 from tests.cluster_api.conftest import MAX_MODEL_LEN, MODEL, Served, serve, wait_until
@@ -156,12 +157,17 @@ def test_a_body_that_does_not_come_is_a_408(impatient: Served) -> None:
 
 def test_more_requests_than_the_limit_are_a_429(impatient: Served) -> None:
     impatient.router.delay_s = 60
+    clock = [100.0]
+    impatient.ctx.live = Places(2, lambda: clock[0])
     waiting = [raw_post(impatient, body()) for _ in range(2)]
     wait_until(lambda: len(impatient.router.submits) == 2)
-    response = impatient.post({"model": MODEL, "messages": ASK})
-    assert response.status_code == 429
-    assert response.json()["error"]["code"] == "queue_full"
-    assert int(response.headers["retry-after"]) >= 1
+    told = []
+    for clock[0] in (100.0, 134.0, 134.0):
+        response = impatient.post({"model": MODEL, "messages": ASK})
+        assert response.status_code == 429
+        assert response.json()["error"]["code"] == "queue_full"
+        told.append(response.headers["retry-after"])
+    assert told == ["1", "17", "34"]  # two that have been there for 34 s
     for sock in waiting:
         sock.close()
 
@@ -181,7 +187,7 @@ def test_tokenising_a_long_prompt_does_not_hold_up_others(tokenizer: Tokenizer) 
         thread = threading.Thread(target=post)
         thread.start()
         with httpx.Client(base_url=served.url, timeout=20) as other:
-            wait_until(lambda: served.ctx.num_live == 1 or done.is_set())
+            wait_until(lambda: served.ctx.live.num_taken == 1 or done.is_set())
             while not done.is_set():
                 other.get("/health")
                 answered_during += not done.is_set()

@@ -86,6 +86,20 @@ def test_both_answer_alike_and_find_what_the_other_has_computed(served: Served) 
     assert httpx.get(f"{second}/health").json()["status"] == "ok"
 
 
+def test_each_router_is_shown_with_its_api_its_load_and_its_store(served: Served) -> None:
+    first, second = served.url, second_url(served)
+
+    def says(_: Any) -> bool:
+        found = router_entry(first)
+        return (found["num_live"], found["num_queued"], found["store_up"]) == (0, 0, True)
+
+    wait_for(first, says, 10, "the second router's load is not shown")
+    shown = [(r["router"], r["state"], r["url"]) for r in status(first)["routers"]]
+    assert shown == [("router-0", "up", first), ("router-1", "up", second)]
+    (own,) = status(second)["routers"]
+    assert (own["router"], own["url"], own["store_up"]) == ("router-1", second, True)
+
+
 def test_a_router_that_is_killed_takes_nothing_of_the_other_with_it_and_comes_back(
     served: Served,
 ) -> None:

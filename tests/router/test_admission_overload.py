@@ -40,6 +40,18 @@ def test_what_would_wait_too_long_is_refused_in_the_message_that_brings_it() -> 
     s.drain()
 
 
+def test_by_default_waits_are_short_and_in_bursts_who_comes_back_is_served() -> None:
+    s = Overload(slots=8)
+    s.returns = lambda client: len(client.refused) <= 2  # as OpenAI's clients do
+    for from_s in (0.0, 40.0, 80.0):
+        s.offer(40.0, from_s, from_s + 6.0)  # five times what can be served
+    s.run(130.0)
+    assert s.served() == len(s.clients) == 3 * 240
+    assert 200 < sum(bool(client.refused) for client in s.clients) < 600
+    assert max(waits(s.clients)) <= 10.0 * 1.3
+    s.drain()
+
+
 def test_what_is_admitted_meets_its_deadline() -> None:
     s = Overload(max_queue_wait_s=30.0)
     s.offer(10.0, 0.0, 40.0, timeout_s=4.0)

@@ -1,0 +1,65 @@
+"""How many calls may be under way at once, and when one that finds no place should come back.
+
+What is known is how long calls have kept their places. By Little's law places become free `limit`
+times in that time, and each caller that is refused is told the next time that is not yet another's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+UNKNOWN_RETRY_AFTER_S = 1.0  # before any call has taken any time
+SMOOTHING = 0.05
+
+
+class PlacesTaken(Exception):
+    """No place is free; `retry_after_s`: until one should be."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(f"no place is free; one should be in {retry_after_s:g} s")
+        self.retry_after_s = retry_after_s
+
+
+class Places:
+    """Owned by the API's context; used in its loop. Invariant: `num_taken <= limit`."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """limit: at least 1."""
+        self.limit = limit
+        self.num_taken = 0
+        self._clock = clock
+        self._since = 0.0  # sum of the times at which those that are taken were
+        self._stay_s = 0.0  # mean of those that were left
+        self._num_left = 0
+        self._told = 0.0  # the latest time that somebody was told to come back at
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """Keep a place. Raises PlacesTaken."""
+        if self.num_taken >= self.limit:
+            raise PlacesTaken(self._retry_after_s())
+        began = self._clock()
+        self.num_taken += 1
+        self._since += began
+        try:
+            yield
+        finally:
+            self.num_taken -= 1
+            self._since -= began
+            self._num_left += 1
+            weight = max(SMOOTHING, 1.0 / self._num_left)
+            self._stay_s += weight * (self._clock() - began - self._stay_s)
+
+    def _retry_after_s(self) -> float:
+        """In a line of those who were told, but no later than when all places will have changed
+        hands: not all who were told come back."""
+        now = self._clock()
+        age_s = now - self._since / self.num_taken
+        # Calls that hang, or the first ones, have been there for longer than those that have ended.
+        stay_s = max(self._stay_s, age_s)
+        if stay_s <= 0.0:
+            return UNKNOWN_RETRY_AFTER_S
+        self._told = min(max(now, self._told) + stay_s / self.limit, now + stay_s)
+        return self._told - now
