@@ -46,7 +46,7 @@ class Spec:
     every: int = 1_000
     window: int = 1_024
     num_sinks: int = 4
-    temperature: float = 1.0  # at 0.8 a small model ends in a loop
+    temperature: float = 1.0  # the default model repeats itself at less, and writes noise at more
     top_p: float = 0.95
     seed: int = 0
 
