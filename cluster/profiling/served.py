@@ -19,7 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count, pairwise
+from itertools import count, cycle, pairwise
+from operator import truediv
 
 import httpx
 import msgspec
@@ -36,10 +37,9 @@ PROMPT_WORDS = 40
 NUM_SINGLE = 20  # requests one after the other
 STREAMS = (1, 4, 8)  # at once
 STREAM_TOKENS, STREAM_ROUNDS = 48, 3
-BESIDE_ROUNDS, BESIDE_TOKENS = 6, 300  # a stream, and prompts now and then
+BESIDE_ROUNDS, BESIDE_TOKENS = 8, 300  # a stream, while prompts are computed one after the other
 BESIDE_WORDS = (PROMPT_WORDS, 220)  # of these prompts, by turns
 BESIDE_START_S = 0.5  # for the stream's own prompt
-ALONE_S = 0.3  # of the stream, before each of the prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +55,14 @@ class Serving:
 
 
 @dataclass(slots=True)
-class Beside:
-    """A stream, prompts that were computed meanwhile, and others like these after it."""
-
-    stream: Timing
-    prompts: list[Timing]
-    alone: list[Timing]
-
-
-@dataclass(slots=True)
 class _Seen:
-    """What the client saw."""
+    """What the client saw. `beside`: prompts, and the streams that were under way meanwhile, one at
+    a time."""
 
     singles: list[Timing]
     streams: dict[int, list[list[Timing]]]  # so many at once, several times
-    beside: list[Beside]
+    beside_prompts: list[Timing]
+    beside_streams: list[Timing]
 
 
 def measure_served(config: Config, timing: PassTiming) -> Serving:
@@ -87,16 +80,18 @@ def measure_served(config: Config, timing: PassTiming) -> Serving:
     rests = [each.ttft_s - _prompt_s(timing, each) for each in seen.singles]
     rest_s = max(0.0, statistics.median(rests) - step_s - 2 * timing.links.message_s)
     wait_s, slowdown = fit_slowdown(
-        [each.ttft_s - rest_s - step_s for beside in seen.beside for each in beside.alone],
-        [each.ttft_s - rest_s - step_s for beside in seen.beside for each in beside.prompts],
+        [_prompt_s(timing, each) for each in seen.beside_prompts],
+        [each.ttft_s - rest_s - step_s for each in seen.beside_prompts],
     )
+    beside_s = statistics.fmean(gaps_beside(seen.beside_streams, seen.beside_prompts))
+    alone_s = timing.pass_s(0, 0.0, 0, 1, int(_context(seen.beside_streams)), 1)
     return Serving(
         request_s=rest_s,
         step_s=step_s,
         sequence_s=sequence_s,
         prefill_slowdown=slowdown,
         prefill_wait_s=wait_s,
-        decode_slowdown=max(1.0, statistics.median(map(stream_slowdown, seen.beside))),
+        decode_slowdown=max(1.0, beside_s / (alone_s + step_s + sequence_s)),
     )
 
 
@@ -111,40 +106,34 @@ def _prompt_s(timing: PassTiming, each: Timing) -> float:
     return timing.pass_s(tokens, tokens * (each.num_cached_tokens + tokens / 2), 1, 0, 0, 1)
 
 
-def fit_slowdown(alone_s: Sequence[float], beside_s: Sequence[float]) -> tuple[float, float]:
-    """(seconds to wait, times as long) of prompts, some short and some long, that took `alone_s` or
-    `beside_s`: a line through the medians of the short ones and of the long ones."""
-    (short_s, long_s), (short_beside_s, long_beside_s) = map(_short_and_long, (alone_s, beside_s))
-    if long_s <= short_s:
-        return 0.0, max(1.0, long_beside_s / long_s)
-    slowdown = max(1.0, (long_beside_s - short_beside_s) / (long_s - short_s))
-    wait_s = short_beside_s - slowdown * short_s
-    return (wait_s, slowdown) if wait_s >= 0 else (0.0, max(1.0, long_beside_s / long_s))
+def fit_slowdown(passes_s: Sequence[float], taken_s: Sequence[float]) -> tuple[float, float]:
+    """(seconds to wait, times as long) of prompts that took `taken_s` instead of `passes_s`: a line
+    through the medians of the short ones and of the long ones."""
+    middle = (min(passes_s) + max(passes_s)) / 2
+    pairs = list(zip(passes_s, taken_s, strict=True))
+    short, long = ([pair for pair in pairs if (pair[0] > middle) is side] for side in (False, True))
+    if not short or not long:
+        return 0.0, max(1.0, statistics.median(map(truediv, taken_s, passes_s)))
+    (short_s, short_taken_s), (long_s, long_taken_s) = (
+        [statistics.median(column) for column in zip(*side, strict=True)] for side in (short, long)
+    )
+    slowdown = max(1.0, (long_taken_s - short_taken_s) / (long_s - short_s))
+    wait_s = short_taken_s - slowdown * short_s
+    return (wait_s, slowdown) if wait_s >= 0 else (0.0, max(1.0, long_taken_s / long_s))
 
 
-def _short_and_long(seconds: Sequence[float]) -> tuple[float, float]:
-    """Medians. Half of them are short."""
-    ordered = sorted(seconds)
-    middle = len(ordered) // 2
-    return statistics.median(ordered[:middle]), statistics.median(ordered[middle:])
-
-
-def stream_slowdown(beside: Beside) -> float:
-    """How many times as long the gaps between tokens were while a prompt was computed as otherwise:
-    medians of the same seconds, so that how fast the machine is then does not count. Raises
-    ProfileError if it cannot be told."""
-    slow, alone = [], []
-    for earlier, later in pairwise(beside.stream.chunk_at[1:]):
-        if any(p.sent_at <= earlier and later <= p.chunk_at[0] for p in beside.prompts):
-            slow.append(later - earlier)
-        elif all(later <= p.sent_at or p.chunk_at[0] <= earlier for p in beside.prompts):
-            alone.append(later - earlier)
-    if not slow or not alone:
-        raise ProfileError(
-            f"{len(slow)} tokens came while {len(beside.prompts)} prompts were computed, and "
-            f"{len(alone)} otherwise; both are needed"
-        )
-    return statistics.median(slow) / statistics.median(alone)
+def gaps_beside(streams: Sequence[Timing], prompts: Sequence[Timing]) -> list[float]:
+    """Between tokens of the streams, that lie in the time of one of the prompts. Raises
+    ProfileError if there is none."""
+    gaps = [
+        later - earlier
+        for stream in streams
+        for earlier, later in pairwise(stream.chunk_at[1:])
+        if any(p.sent_at <= earlier and later <= p.chunk_at[0] for p in prompts)
+    ]
+    if not gaps or not prompts:
+        raise ProfileError(f"{len(streams)} streams had no token while a prompt was computed")
+    return gaps
 
 
 def least_gap_s(rounds: Sequence[Sequence[Timing]]) -> float:
@@ -206,17 +195,15 @@ async def _send(url: str, model: str) -> _Seen:
         for number in STREAM_ROUNDS * STREAMS:
             asked = [ask_at(PROMPT_WORDS, STREAM_TOKENS) for _ in range(number)]
             streams[number].append(list(await asyncio.gather(*asked)))
-        seen = _Seen(singles, streams, [])
+        seen = _Seen(singles, streams, [], [])
+        words = cycle(BESIDE_WORDS)
         for _ in range(BESIDE_ROUNDS):
             stream = asyncio.create_task(ask_at(PROMPT_WORDS, BESIDE_TOKENS))
             await asyncio.sleep(BESIDE_START_S)
-            prompts: list[Timing] = []
             while not stream.done():
-                await asyncio.sleep(ALONE_S)
-                prompts += [await ask_at(words, 1) for words in BESIDE_WORDS]
-            whole = 2 * ((len(prompts) - 1) // 2)  # of the last ones, a part was alone
-            alone = [await ask_at(words, 1) for words in 2 * BESIDE_WORDS]
-            seen.beside.append(Beside(await stream, prompts[:whole], alone))
+                seen.beside_prompts.append(await ask_at(next(words), 1))
+            seen.beside_prompts.pop()  # part of it was alone
+            seen.beside_streams.append(await stream)
         return seen
 
 

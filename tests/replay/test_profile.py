@@ -26,12 +26,11 @@ from cluster.cli_profile import profile, profile_tables
 from cluster.profiling.links import fit_line
 from cluster.profiling.passes import Grid, ProfileError
 from cluster.profiling.served import (
-    Beside,
     fit_gaps,
     fit_slowdown,
+    gaps_beside,
     gaps_together,
     least_gap_s,
-    stream_slowdown,
 )
 from cluster.replay.profile import arrays_of
 from cluster.replay.timing import overheads_of
@@ -187,13 +186,12 @@ def test_a_recording_is_a_trace_with_what_the_client_saw(tmp_path: Path) -> None
     assert all(len(r.block_ids) == -(-r.input_length // 16) for r in trace.requests)
 
 
-def test_a_stream_beside_prompts_is_compared_with_itself_between_them() -> None:
-    at = [0.5, 1.0, 2.0, 3.5, 5.0, 6.0, 7.0, 9.0]  # a token a second, or every 1.5 s
-    stream = Timing(0.0, chunk_at=at)
-    prompts = [Timing(1.9, chunk_at=[5.1]), Timing(7.2, chunk_at=[9.9])]
-    assert stream_slowdown(Beside(stream, prompts, [])) == 1.5
-    with pytest.raises(ProfileError, match="0 tokens came while 1 prompts"):
-        stream_slowdown(Beside(stream, prompts[1:], []))
+def test_gaps_count_where_a_prompt_was_under_way() -> None:
+    stream = Timing(0.0, chunk_at=[0.5, 1.0, 2.0, 3.5, 4.0, 6.0])
+    prompts = [Timing(1.8, chunk_at=[3.9]), Timing(3.95, chunk_at=[6.5])]
+    assert gaps_beside([stream], prompts) == [1.5, 2.0]
+    with pytest.raises(ProfileError, match="no token"):
+        gaps_beside([stream], [Timing(1.1, chunk_at=[1.9])])
 
 
 def test_a_slowdown_is_a_wait_and_a_factor() -> None:
