@@ -247,7 +247,7 @@ def _addresses(endpoints: Sequence[Endpoint]) -> ctypes.Array[c_void_p]:
 @cache
 def _check_sizes() -> None:
     """What Python and C share has to look the same to both."""
-    ours = [Endpoint, WaitingMemory, CostModel, Question, _Answer]
+    ours = [Endpoint, WaitingMemory, CostModel, Question, _Found, _Answer]
     sizes = (c_uint64 * (len(ours) + 1))()
     library().choice_sizes(sizes)
     expected = [*map(ctypes.sizeof, ours), _OPTION.size]  # type: ignore[arg-type]

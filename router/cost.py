@@ -27,7 +27,7 @@ import ctypes
 from ctypes import c_double, c_int64
 
 from engine.stats import WorkerStats
-from router.endpoint import RATES, Rates, set_weights
+from router.endpoint import RATES, Rates
 
 SMOOTHING = 0.05  # weight of one worker's statistics in the fleet's rates
 
@@ -86,7 +86,7 @@ class CostModel(ctypes.Structure):
                 self._measured.add(name)
         self._prompt_weights = _nearer(self._prompt_weights, stats.prompt_weights)
         self._decode_weights = _nearer(self._decode_weights, stats.decode_weights)
-        set_weights(fleet, self._prompt_weights, self._decode_weights)
+        fleet.set_weights(self._prompt_weights, self._decode_weights)
 
 
 def _nearer(known: tuple[float, ...], told: tuple[float, ...]) -> tuple[float, ...]:

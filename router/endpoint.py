@@ -60,6 +60,14 @@ class Rates(ctypes.Structure):
         ("has_decode_weights", c_bool),
     )
 
+    def set_weights(self, prompt: tuple[float, ...], decode: tuple[float, ...]) -> None:
+        """Empty: there is no fit yet."""
+        self.has_prompt_weights, self.has_decode_weights = bool(prompt), bool(decode)
+        if prompt:
+            self.prompt_weights = prompt
+        if decode:
+            self.decode_weights = decode
+
 
 @dataclass(slots=True)
 class Booking:
@@ -226,7 +234,10 @@ class Endpoint(ctypes.Structure):
         self._has_stats = True
         self._told_free_blocks = stats.num_free_blocks - stats.num_wanted_blocks
         self.heard_at = now
-        note_rates(self, stats)
+        rates = self.rates
+        for name in RATES:
+            setattr(rates, name, getattr(stats, name))
+        rates.set_weights(stats.prompt_weights, stats.decode_weights)
         known = [b for b in self.bookings.values() if b.booked_at + SETTLE_S <= now]
         for booking in known:
             if not booking.counted:
@@ -268,23 +279,3 @@ class Endpoint(ctypes.Structure):
             for name, (kept, real) in sums.items()
             if kept != real
         ]
-
-    def usable(self, now: float, max_inflight: int) -> bool:
-        return self.alive and now >= self.excluded_until and len(self.bookings) < max_inflight
-
-
-def note_rates(endpoint: Endpoint, stats: WorkerStats) -> None:
-    """What the worker has measured itself."""
-    rates = endpoint.rates
-    for name in RATES:
-        setattr(rates, name, getattr(stats, name))
-    set_weights(rates, stats.prompt_weights, stats.decode_weights)
-
-
-def set_weights(rates: Rates, prompt: tuple[float, ...], decode: tuple[float, ...]) -> None:
-    """Empty: there is no fit yet."""
-    rates.has_prompt_weights, rates.has_decode_weights = bool(prompt), bool(decode)
-    if prompt:
-        rates.prompt_weights = prompt
-    if decode:
-        rates.decode_weights = decode

@@ -18,7 +18,7 @@ from engine.model.cache import file_identity
 from engine.model.errors import ModelError
 from engine.model.fields import read_json
 
-INT8_GROUP = 64  # as quantize.GROUP, which needs torch
+INT8_GROUP = 64  # inputs that share a scale
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-GROUP = 64  # inputs; INT8_GROUP of linear.h
+from engine.model.config import INT8_GROUP
+
+GROUP = INT8_GROUP  # inputs; also in linear.h
 QUANTIZATIONS = ("none", "int8")
 _MOST = 127.0
 _MOST_INPUT, _LEAST_INPUT = 1023.0, 1e-30  # of a group's largest; as in linear_int8.c

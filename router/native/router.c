@@ -82,7 +82,8 @@ void choose(chooser *x, const cost_model *c, const fleet *decodes, const fleet *
 
 /* Sizes of what Python and C share, so that a difference is noticed. */
 void choice_sizes(uint64_t *sizes) {
-    const uint64_t known[] = {sizeof(worker),   sizeof(waiting), sizeof(cost_model),
-                              sizeof(question), sizeof(answer),  sizeof(option)};
+    const uint64_t known[] = {sizeof(worker),   sizeof(waiting),    sizeof(cost_model),
+                              sizeof(question), sizeof(found_kind), sizeof(answer),
+                              sizeof(option)};
     memcpy(sizes, known, sizeof known);
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from router.cost import CostModel
+from router.fleet import Fleet
 from tests.router.fleet import STATS, endpoint
 
 
@@ -63,14 +65,15 @@ def test_a_prompt_waits_there_until_its_first_token_comes_or_it_is_given_up() ->
 
 
 def test_back_off_grows_to_its_limit_and_success_ends_its_growth() -> None:
-    e = endpoint("decode-0")
+    e, fleet = endpoint("decode-0"), Fleet("", CostModel())
+    fleet.add(0.0, e)
     waits = []
     for _ in range(5):
         e.fail(10.0, 0.5, 3.0)
         waits.append(e.excluded_until - 10.0)
     assert waits == [0.5, 1.0, 2.0, 3.0, 3.0]
-    assert not e.usable(12.9, 10)
-    assert e.usable(13.0, 10)
+    assert not fleet.has_room(12.9, 10)
+    assert fleet.has_room(13.0, 10)
     e.succeed()
     e.fail(20.0, 0.5, 3.0)
-    assert e.usable(20.5, 10)
+    assert fleet.has_room(20.5, 10)
