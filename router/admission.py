@@ -60,7 +60,7 @@ def clamp_max_tokens(
 ) -> int | Rejection:
     """`max_tokens`, cut to the longest context among `decodes` (at least one); or why the request
     can be served by none of them."""
-    limit = max(info.max_model_len for info in decodes)
+    limit = max([info.max_model_len for info in decodes])
     if num_prompt == 0:
         return Rejection(Refusal.CONTEXT_LENGTH, "the prompt has 0 tokens; it needs at least 1")
     if num_prompt + 1 > limit:
@@ -70,8 +70,9 @@ def clamp_max_tokens(
             f"{limit - 1} fit into the context of {limit}",
         )
     max_tokens = min(max_tokens, limit - num_prompt)
-    if any(fits(info, num_prompt + max_tokens) for info in decodes):
-        return max_tokens
+    for info in decodes:
+        if fits(info, num_prompt + max_tokens):
+            return max_tokens
     largest = max(decodes, key=lambda info: info.num_blocks * info.block_size)
     needed = blocks_needed(num_prompt + max_tokens, largest.block_size)
     return Rejection(

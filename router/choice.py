@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import c_bool, c_char, c_double, c_int64, c_uint64, c_void_p
-from dataclasses import dataclass
 from functools import cache
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import finalize
 
 from router.cost import CostModel
@@ -21,6 +20,7 @@ from router.prefix_index import Held
 from router.prompt_queue import WaitingMemory
 
 _OPTION = Struct("=Qq4q10d3q2dQq")
+_ADDRESS = Struct("=Q")
 _HELD, _SECONDS, _INTAKE = slice(2, 6), slice(6, 16), slice(16, 22)
 
 
@@ -81,8 +81,7 @@ class _Answer(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One way to serve the request. For a prefill worker alone, only what comes before the first
     token counts."""
 
@@ -134,7 +133,7 @@ class Options:
         fetch_from = self._endpoints[lender].worker if lender else None
         prefill = None
         if values[1] >= 0:
-            address = _OPTION.unpack_from(self._prefills, _OPTION.size * values[1])[0]
+            (address,) = _ADDRESS.unpack_from(self._prefills, _OPTION.size * values[1])
             prefill = self._endpoints[address]
         return Option(
             self._endpoints[values[0]],

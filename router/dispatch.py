@@ -61,7 +61,7 @@ class Dispatcher:
         )
         self._keepers = Keepers(self._fleets[Role.DECODE], self._fleets[Role.PREFILL])
         self._expected_output = EXPECTED_OUTPUT
-        self._shapes: list[WorkerInfo] = []  # of the decode workers, one of each
+        self._shapes: list[WorkerInfo] = []  # of the decode workers, one of each; always a new list
         self._now = 0.0  # of the last message that was about a worker
 
     @property
@@ -134,12 +134,13 @@ class Dispatcher:
 
     def check(self, log: LoggedRequest) -> Rejection | None:
         """Why none of the decode workers could ever serve `log`. Cuts max_tokens the first time."""
-        if not self.has_decode:
+        if not self._shapes or log.fits is self._shapes:
             return None
         cut = clamp_max_tokens(log.num_prompt_tokens, log.sampling.max_tokens, self._shapes)
         if isinstance(cut, Rejection):
             return cut
         log.clamp(cut)
+        log.fits = self._shapes
         return None
 
     def place(self, now: float, log: LoggedRequest) -> Attempt | Rejection | None:
@@ -158,7 +159,8 @@ class Dispatcher:
         attempt = log.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
         names = log.packed_names(choice.decode.info)
         if self._config.policy == "prefix":
-            attempt.keeper = self._keepers.choose(now, log, names, choice.prefill)
+            named = log.block_names(choice.decode.info)
+            attempt.keeper = self._keepers.choose(now, log, named, choice.prefill)
         others_decode = choice.decode.num_decoding > 0
         self._book(now, log, best, work, names, computes=first is None)
         if first is not None:

@@ -10,9 +10,10 @@ go.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from router.endpoint import Endpoint
 from router.fleet import Fleet
-from router.index_table import Names
 from router.keeping import Keeper
 from router.reuse import Reuse
 from router.token_log import LoggedRequest
@@ -37,9 +38,9 @@ class Keepers:
         self._owed = [0.0] * len(self._reuse.kinds)
 
     def choose(
-        self, now: float, log: LoggedRequest, names: Names, prefill: Endpoint | None
+        self, now: float, log: LoggedRequest, names: Sequence[bytes], prefill: Endpoint | None
     ) -> Keeper:
-        """Of a request that is dispatched now. `names`: of its full blocks, packed."""
+        """Of a request that is dispatched now. `names`: of its full blocks."""
         kind = self._reuse.note(now, names, log.num_prompt_tokens)
         if now >= self._due_at:
             self._due_at = now + REFRESH_S

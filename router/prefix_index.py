@@ -203,7 +203,7 @@ class PrefixIndex:
         if view is None:
             return False
         if view.seq is None or seq > view.seq:
-            if self._has_blocks(view):
+            if self.table.held(view.slot, SAID):
                 self.table.drop_all(view.slot, SAID)
             for tier, names in tiers.items():
                 self.table.change(view.slot, names, add=FACT[tier])
@@ -239,7 +239,8 @@ class PrefixIndex:
 
     def speculate(self, now: float, worker: NodeId, names: Names) -> None:
         """Count the blocks as in device memory of `worker` until it says so itself, or the time is
-        over. O(blocks): leave out those that it is known to hold."""
+        over; those that count already do so no longer. O(blocks): leave out those that it is known
+        to hold."""
         view = self.views.get(worker)
         if view is not None:
             self.table.expect(view.slot, names, now, now + self._speculative_s)
@@ -298,14 +299,10 @@ class PrefixIndex:
         view.asked_at = now
         return True
 
-    def _has_blocks(self, view: _View) -> bool:
-        return self.table.held(view.slot, SAID | EXPECTED) > 0
-
     def _restart(self, view: _View, epoch: int) -> None:
-        if self._has_blocks(view):
-            del self.slots[view.slot]
-            self.table.close(view.slot)
-            view.slot = self.table.open(view.group)
-            self.slots[view.slot] = view
-            self.on_slot(view.worker, view.slot)
+        del self.slots[view.slot]
+        self.table.close(view.slot)
+        view.slot = self.table.open(view.group)
+        self.slots[view.slot] = view
+        self.on_slot(view.worker, view.slot)
         view.epoch, view.seq, view.seen, view.asked_at = epoch, None, -1, None

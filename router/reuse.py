@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-
-from engine.block_hash import HASH_BYTES
-from router.index_table import Names
 
 MAX_REMEMBERED = 50_000  # requests
 NUM_TURNS = 5  # from so many on, turns are counted as one kind
 FORGET = 0.999  # weight of what was learned, with each request of the kind
+HEAVY = 1e100  # of what is new beside what was learned, when the weights begin anew
 
 POSITIONS = tuple(sorted({*(1 << i for i in range(21)), *(3 << i for i in range(20))}))
 """Lengths in blocks at which beginnings of prompts are remembered."""
@@ -27,16 +26,30 @@ GAPS_S = tuple(0.5 * 2 ** (i / 2) for i in range(28))
 
 @dataclass(slots=True)
 class Kind:
-    """Requests that are alike. `gaps[i]` of them were continued after a gap in bin i; all numbers
-    are weights, which fade."""
+    """Requests that are alike. `gaps[i]` of them were continued after a gap in bin i. What was
+    learned fades: what is new weighs more, each time."""
 
     num_requests: float = 0.0
-    num_tokens: float = 0.0  # of KV, per second of the recent past: see `Reuse.rate`
+    num_tokens: float = 0.0  # of KV, as `Reuse` weighs them: see `Reuse.rate`
     gaps: list[float] = field(default_factory=lambda: [0.0] * (len(GAPS_S) + 1))
+    weight: float = 1.0  # of the latest request, in `num_requests` and `gaps`
+
+    def count(self) -> None:
+        """One request more."""
+        self.weight /= FORGET
+        if self.weight > HEAVY:
+            self.num_requests /= self.weight
+            self.gaps = [gap / self.weight for gap in self.gaps]
+            self.weight = 1.0
+        self.num_requests += self.weight
+
+    def learn_gap(self, gap_s: float) -> None:
+        """One of them was continued after `gap_s`."""
+        self.gaps[bisect_right(GAPS_S, gap_s)] += self.weight
 
     def continued_within(self, seconds: float) -> float:
         """Share of the requests that are continued so soon."""
-        if self.num_requests < 1.0:
+        if self.num_requests < self.weight:
             return 0.0
         whole = bisect_right(GAPS_S, seconds)
         total = sum(self.gaps[:whole])
@@ -61,28 +74,28 @@ class Reuse:
         self.kinds = [Kind() for _ in range(NUM_TURNS + 1)]
         self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
         self._since: float | None = None
-        self._tokens_s = 0.0  # time over which tokens were counted, which fades like they do
+        self._tokens_s = 0.0  # time over which tokens were counted, with the same weights
+        self._weight = 1.0  # of what comes now
 
-    def note(self, now: float, names: Names, num_tokens: int) -> int:
+    def note(self, now: float, names: Sequence[bytes], num_tokens: int) -> int:
         """A prompt has come, whose blocks have these names. Returns its kind."""
         turn, kind = 0, 0
-        last = bisect_right(POSITIONS, len(names) // HASH_BYTES)
+        last = bisect_right(POSITIONS, len(names))
         seen_at = self._seen.get
         for position in POSITIONS[last - 1 : 0 : -1] if last else ():
-            end = HASH_BYTES * position  # as `_name`; a call would take longer than the rest
-            seen = seen_at(bytes(names[end - HASH_BYTES : end]))
+            seen = seen_at(names[position - 1])
             if seen is not None:
                 turn = seen.turn + 1
                 if not seen.continued:
                     seen.continued = True
-                    self._learn_gap(self._kind(seen.turn, position), now - seen.at_s)
+                    self._kind(seen.turn, position).learn_gap(now - seen.at_s)
                 break
         if last:
             longest = POSITIONS[last - 1]
-            name = _name(names, longest - 1)
-            kind = self._kind(turn, longest)
-            self._seen.pop(name, None)
+            name = names[longest - 1]
+            kind = _kind_number(turn, longest)
             self._seen[name] = _Seen(now, turn)
+            self._seen.move_to_end(name)
             if len(self._seen) > MAX_REMEMBERED:
                 self._seen.popitem(last=False)
         self._count(now, self.kinds[kind], num_tokens)
@@ -120,22 +133,22 @@ class Reuse:
                     best, best_found = shares, found
         return best
 
-    def _kind(self, turn: int, num_blocks: int) -> int:
-        return min(turn, NUM_TURNS - 1) + 1 if num_blocks >= 2 else 0
-
-    def _learn_gap(self, kind: int, gap_s: float) -> None:
-        self.kinds[kind].gaps[bisect_right(GAPS_S, gap_s)] += 1.0
+    def _kind(self, turn: int, num_blocks: int) -> Kind:
+        return self.kinds[_kind_number(turn, num_blocks)]
 
     def _count(self, now: float, kind: Kind, num_tokens: int) -> None:
-        kind.num_requests = kind.num_requests * FORGET + 1.0
-        kind.gaps = [gap * FORGET for gap in kind.gaps]
-        for other in self.kinds:
-            other.num_tokens *= FORGET
-        kind.num_tokens += num_tokens
-        elapsed_s = 0.0 if self._since is None else now - self._since
-        self._tokens_s = self._tokens_s * FORGET + elapsed_s
+        kind.count()
+        self._weight /= FORGET
+        if self._weight > HEAVY:
+            for other in self.kinds:
+                other.num_tokens /= self._weight
+            self._tokens_s /= self._weight
+            self._weight = 1.0
+        kind.num_tokens += num_tokens * self._weight
+        if self._since is not None:
+            self._tokens_s += (now - self._since) * self._weight
         self._since = now
 
 
-def _name(names: Names, number: int) -> bytes:
-    return bytes(names[HASH_BYTES * number : HASH_BYTES * (number + 1)])
+def _kind_number(turn: int, num_blocks: int) -> int:
+    return min(turn, NUM_TURNS - 1) + 1 if num_blocks >= 2 else 0

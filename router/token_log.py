@@ -7,7 +7,7 @@ far, and goes on from there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -98,6 +98,7 @@ class LoggedRequest:
     failures: int = 0  # attempts that count against the limit
     avoid: list[Endpoint] = field(default_factory=list)  # failed this request; used if none is left
     clamped: bool = False
+    fits: Sequence[WorkerInfo] | None = None  # to one of these, as is known already
     first_token_at: float | None = None
     num_cached_tokens: int | None = None  # of the prompt; None: not known yet
     cached_by_source: dict[str, int] = field(default_factory=dict)  # of those, where it is known

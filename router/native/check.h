@@ -23,17 +23,13 @@ static int has_tag(const slot *own, uint32_t tag) {
     return 0;
 }
 
-static const char *check_holder(store *all, const expected *e, name which, holder each,
-                                slot *counted) {
+static const char *check_holder(store *all, name which, holder each, slot *counted) {
     EXPECT(each.slot < all->num_slots, "a block has a holder without a slot");
     EXPECT(all->slots[each.slot].state != FREE, "a block has a holder whose slot is free");
     EXPECT(each.facts != 0, "a block has a holder with nothing known of it");
     EXPECT(has_tag(&all->slots[each.slot], tag_of(which)), "a block is not in its holder's list");
     EXPECT((each.facts & (DEVICE | EXPECTED)) != (DEVICE | EXPECTED),
            "a block is expected where it is in device memory");
-    if (each.facts & EXPECTED)
-        EXPECT(e->ring != NULL && e->table[find_latest(e, which, each.slot)].place,
-               "a block is expected without an end");
     count_facts(&counted[each.slot], 0, each.facts);
     return NULL;
 }
@@ -59,8 +55,7 @@ static const char *check_set(sets *all, set *s) {
     return NULL;
 }
 
-static const char *check_blocks(store *all, const expected *e, slot *counted, holder *list,
-                                uint64_t *num_refs) {
+static const char *check_blocks(store *all, slot *counted, holder *list, uint64_t *num_refs) {
     for (uint32_t number = 0; number < NUM_SHARDS; number++) {
         const shard *s = &all->blocks.shards[number];
         uint32_t used = 0;
@@ -70,7 +65,7 @@ static const char *check_blocks(store *all, const expected *e, slot *counted, ho
                 continue;
             uint32_t tag = tag_of(each.name);
             EXPECT(shard_of(&all->blocks, tag) == s, "a block is in another's table");
-            EXPECT(place_in(s, each.name, tag) == i, "a block is not found where it is");
+            EXPECT(place_for(s, each.name, tag) == i, "a block is not found where it is");
             used++;
             if (num_inline(each.who) == 0) {
                 ++*num_refs;
@@ -79,7 +74,7 @@ static const char *check_blocks(store *all, const expected *e, slot *counted, ho
             }
             uint32_t count = list_holders(each.who, list, MAX_SLOTS);
             for (uint32_t j = 0; j < count; j++) {
-                const char *wrong = check_holder(all, e, each.name, list[j], counted);
+                const char *wrong = check_holder(all, each.name, list[j], counted);
                 EXPECT(wrong == NULL, wrong);
             }
         }
@@ -99,10 +94,11 @@ static const char *check_slots(const store *all, const expected *e, const slot *
     }
     EXPECT(num_closed == all->num_closed, "the number of closed slots is wrong");
     EXPECT(e->count <= e->max, "more is expected than may be");
-    uint32_t num_latest = 0;
-    for (uint32_t i = 0; e->table && i <= e->mask; i++)
-        num_latest += e->table[i].place != 0;
-    EXPECT(num_latest <= e->count, "an end is known of what is not in the ring");
+    uint64_t num_expected = 0;
+    for (uint32_t i = 0; i < all->num_slots; i++)
+        if (all->slots[i].state == OPEN)
+            num_expected += all->slots[i].counts[3];
+    EXPECT(num_expected <= e->count, "a block is expected without an end");
     return NULL;
 }
 
@@ -112,7 +108,7 @@ static const char *check_all(store *all, const expected *e) {
     uint64_t num_refs = 0, refs = 0;
     for (uint32_t i = 0; i < all->num_slots; i++)
         order_tags(all, i);
-    const char *wrong = check_blocks(all, e, counted, list, &num_refs);
+    const char *wrong = check_blocks(all, counted, list, &num_refs);
     if (wrong == NULL)
         wrong = check_slots(all, e, counted);
     free(counted);

@@ -28,6 +28,7 @@ typedef struct {
     table *blocks;
     const uint8_t *names;
     uint32_t *ends; /* [num_slots][NUM_RUNS] */
+    uint32_t longest;
     runs scratch[MAX_DEPTH + 2];
 } search;
 
@@ -39,7 +40,9 @@ static uint64_t answers(uint64_t facts) {
     return in_device | in_memory << 1 | (in_memory | disk) << 2 | (device | host | disk) << 3;
 }
 
-static void note_end(const search *s, uint32_t place, uint64_t lost, uint32_t length) {
+static void note_end(search *s, uint32_t place, uint64_t lost, uint32_t length) {
+    if (lost && length > s->longest)
+        s->longest = length;
     while (lost) {
         uint32_t nibble = __builtin_ctzll(lost) / 4;
         uint32_t bits = lost >> (4 * nibble) & 15;
@@ -52,7 +55,7 @@ static void note_end(const search *s, uint32_t place, uint64_t lost, uint32_t le
 }
 
 /* What `now` lost of `before` (it has nothing that `before` has not) ended with `length`. */
-static void note_ends(const search *s, const runs *before, const runs *now, uint32_t length) {
+static void note_ends(search *s, const runs *before, const runs *now, uint32_t length) {
     uint32_t j = 0;
     for (uint32_t i = 0; i < before->num_words; i++) {
         int there = j < now->num_words && now->places[j] == before->places[i];
@@ -167,8 +170,9 @@ static void halve(search *s, uint32_t depth, uint32_t from, const runs *low, uin
         halve(s, depth + 1, middle, mid, to, high);
 }
 
-/* Fill `ends` for the first `count` blocks of a prompt. */
+/* Fill `ends`, and `longest`, for the first `count` blocks of a prompt. */
 static void find_runs(search *s, uint32_t count, uint32_t stride) {
+    s->longest = 0;
     runs *left = &s->scratch[0], *next = &s->scratch[1];
     uint32_t last = 0, ahead = 0;
     holders who = holders_at(s, 0), before = who;

@@ -13,6 +13,7 @@
 #define BATCH 16
 #define TIDY_MIN 1024
 #define TIDY_LOOKUP 512
+#define SOON 64 /* blocks that whoever asked is likely to expect next */
 
 typedef struct {
     store all;
@@ -41,7 +42,6 @@ void index_free(prefix_index *x) {
     sets_free(&x->all.sets);
     free(x->all.slots);
     free(x->coming.ring);
-    free(x->coming.table);
     free(x);
 }
 
@@ -91,9 +91,11 @@ void index_drop_all(prefix_index *x, uint32_t number, uint32_t facts) {
 void index_expect(prefix_index *x, uint32_t number, const uint8_t *names, uint64_t count,
                   double now, double until) {
     index_tidy(x, now, TIDY_MIN + 2 * count);
+    for (uint64_t i = 0; i < count && i < BATCH; i++)
+        prefetch_tag(&x->all.blocks, tag_of(name_at(names, i)));
     for (uint64_t i = 0; i < count; i++) {
         if (i + BATCH < count)
-            prefetch_expected(&x->all, &x->coming, name_at(names, i + BATCH), number);
+            prefetch_tag(&x->all.blocks, tag_of(name_at(names, i + BATCH)));
         expect_block(&x->all, &x->coming, number, name_at(names, i), until);
     }
 }
@@ -115,8 +117,11 @@ void index_lookup(prefix_index *x, double now, const uint8_t *names, uint32_t co
     x->search.blocks = &x->all.blocks;
     x->search.names = names;
     x->search.ends = ends;
-    if (count)
-        find_runs(&x->search, count, stride_for(count, x->stride));
+    if (count == 0)
+        return;
+    find_runs(&x->search, count, stride_for(count, x->stride));
+    for (uint32_t i = x->search.longest; i < count && i < x->search.longest + SOON; i++)
+        prefetch_tag(&x->all.blocks, tag_of(name_at(names, i)));
 }
 
 /* Slots of `group` by how much of the prefix they hold in any tier, most first; among equals, those
@@ -200,8 +205,7 @@ uint64_t index_num_blocks(const prefix_index *x) { return x->all.blocks.num_bloc
 
 uint64_t index_num_bytes(const prefix_index *x) {
     return x->all.blocks.num_bytes + x->all.sets.num_bytes + x->all.tags_bytes +
-           x->all.slots_room * sizeof(slot) + x->coming.count * sizeof(expectation) +
-           (x->coming.ring ? (x->coming.mask + 1ul) * sizeof(latest) : 0) + sizeof *x;
+           x->all.slots_room * sizeof(slot) + (x->coming.ring ? x->coming.max * sizeof(expectation) : 0) + sizeof *x;
 }
 
 /* What is wrong; NULL: nothing. */

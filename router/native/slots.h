@@ -20,6 +20,7 @@ typedef struct {
     uint32_t live;      /* blocks of which something is known */
     uint32_t counts[4]; /* of them, by fact */
     uint32_t state, group;
+    uint32_t opened; /* how often */
     uint64_t returned_at; /* number of the last answer that named it among the best */
 } slot;
 
@@ -100,30 +101,47 @@ static void count_facts(slot *own, uint32_t before, uint32_t after) {
     own->live += (after != 0) - (before != 0);
 }
 
-/* The one place where facts change: `add` comes, then `drop` goes. What is in device memory is not
- * expected there any more. */
-static void change_block(store *all, uint32_t number, name which, uint32_t add, uint32_t drop) {
-    table *t = &all->blocks;
-    uint32_t tag = tag_of(which);
-    shard *s = shard_of(t, tag);
-    uint32_t at = place_in(s, which, tag);
-    uint32_t before = at == NOWHERE ? 0 : facts_of(s->entries[at].who, number);
-    uint32_t after = (before | add) & ~drop;
-    if (after & DEVICE)
-        after &= ~EXPECTED;
-    if (after == before)
-        return;
+/* The one place where facts change: those of the block at place `at` of its shard (`place_for`) go
+ * from `before` to `after`. */
+static void set_facts(store *all, uint32_t number, name which, uint32_t tag, uint32_t at,
+                      uint32_t before, uint32_t after) {
+    shard *s = shard_of(&all->blocks, tag);
     if (before == 0)
         add_tag(all, number, tag);
     count_facts(&all->slots[number], before, after);
-    holders old = at == NOWHERE ? 0 : s->entries[at].who;
+    holders old = s->capacity ? s->entries[at].who : 0;
     holders new = holders_with(&all->sets, old, number, before, after);
     if (old == 0)
-        insert_block(t, which, tag, new);
+        insert_block(&all->blocks, s, (entry){which, new}, at);
     else if (new == 0)
-        delete_at(t, s, at);
+        delete_at(&all->blocks, s, at);
     else
         s->entries[at].who = new;
+}
+
+/* `add` comes, then `drop` goes. What is in device memory is not expected there any more. */
+static void change_block(store *all, uint32_t number, name which, uint32_t add, uint32_t drop) {
+    uint32_t tag = tag_of(which);
+    const shard *s = shard_of(&all->blocks, tag);
+    uint32_t at = place_for(s, which, tag);
+    uint32_t before = s->capacity ? facts_of(s->entries[at].who, number) : 0;
+    uint32_t after = (before | add) & ~drop;
+    if (after & DEVICE)
+        after &= ~EXPECTED;
+    if (after != before)
+        set_facts(all, number, which, tag, at, before, after);
+}
+
+/* Expect the block at `number`. 0: it is there, or is expected already. */
+static int expect_in(store *all, uint32_t number, name which) {
+    uint32_t tag = tag_of(which);
+    const shard *s = shard_of(&all->blocks, tag);
+    uint32_t at = place_for(s, which, tag);
+    uint32_t before = s->capacity ? facts_of(s->entries[at].who, number) : 0;
+    if (before & (DEVICE | EXPECTED))
+        return 0;
+    set_facts(all, number, which, tag, at, before, before | EXPECTED);
+    return 1;
 }
 
 /* Drop `facts` from every block of `number` that has this tag. */
@@ -153,7 +171,8 @@ static int64_t open_slot(store *all, uint32_t group) {
     }
     if (number == all->num_slots)
         all->num_slots++;
-    all->slots[number] = (slot){.state = OPEN, .group = group};
+    uint32_t opened = all->slots[number].opened + 1;
+    all->slots[number] = (slot){.state = OPEN, .group = group, .opened = opened};
     return number;
 }
 
@@ -176,7 +195,7 @@ static void drain(store *all, uint64_t budget) {
         if (own->num_tags == 0) {
             free(own->tags);
             all->tags_bytes -= own->room * sizeof(uint32_t);
-            *own = (slot){.state = FREE};
+            *own = (slot){.state = FREE, .opened = own->opened};
             if (number < all->none_free)
                 all->none_free = number;
             all->num_closed--;

@@ -63,21 +63,18 @@ static void prefetch_tag(table *t, uint32_t tag) {
     }
 }
 
-/* Where the block is in its shard, or NOWHERE. */
-static uint32_t place_in(const shard *s, name wanted, uint32_t tag) {
-    if (s->capacity == 0)
-        return NOWHERE;
-    for (uint32_t i = home_of(s, tag); s->entries[i].who; i = next_place(s, i))
-        if (same_name(s->entries[i].name, wanted))
-            return i;
-    return NOWHERE;
+/* Where the block is in its shard, or would be put. Nothing where the shard has no capacity. */
+static uint32_t place_for(const shard *s, name wanted, uint32_t tag) {
+    uint32_t i = home_of(s, tag);
+    while (s->capacity && s->entries[i].who && !same_name(s->entries[i].name, wanted))
+        i = next_place(s, i);
+    return i;
 }
 
 static holders find_holders(table *t, name wanted) {
     uint32_t tag = tag_of(wanted);
     const shard *s = shard_of(t, tag);
-    uint32_t i = place_in(s, wanted, tag);
-    return i == NOWHERE ? 0 : s->entries[i].who;
+    return s->capacity ? s->entries[place_for(s, wanted, tag)].who : 0;
 }
 
 static void shard_place(shard *s, entry new) {
@@ -104,12 +101,14 @@ static uint32_t more_room(uint32_t capacity, uint32_t number) {
     return capacity ? NUM_SHARDS + number : 16; /* no two tables go on with the same size */
 }
 
-/* The block is not there yet. At most 3/4 of a table are used. */
-static void insert_block(table *t, name new, uint32_t tag, holders who) {
-    shard *s = shard_of(t, tag);
-    if (4ull * (s->used + 1) > 3ull * s->capacity)
+/* The block is not there yet, and `at` is where it would be put. At most 3/4 of a table are used. */
+static void insert_block(table *t, shard *s, entry new, uint32_t at) {
+    if (4ull * (s->used + 1) > 3ull * s->capacity) {
         shard_resize(t, s, more_room(s->capacity, s - t->shards));
-    shard_place(s, (entry){new, who});
+        shard_place(s, new);
+    } else {
+        s->entries[at] = new;
+    }
     s->used++;
     t->num_blocks++;
 }

@@ -141,12 +141,26 @@ def test_speculation_counts_until_it_expires() -> None:
     index.check_integrity()
 
 
-def test_speculation_again_counts_for_longer() -> None:
+def test_what_is_expected_already_is_not_expected_for_longer() -> None:
     index = index_of("a")
-    index.speculate(0.0, "a", b"".join(CHAIN[:3]))
-    index.speculate(5.0, "a", b"".join(CHAIN[:2]))
-    assert lengths(index, SPECULATIVE_S + 1, CHAIN) == {"a": 2}
-    assert lengths(index, SPECULATIVE_S + 5, CHAIN) == {}
+    index.speculate(0.0, "a", b"".join(CHAIN[:2]))
+    index.speculate(5.0, "a", b"".join(CHAIN[:3]))
+    assert lengths(index, SPECULATIVE_S - 1, CHAIN) == {"a": 3}
+    assert lengths(index, SPECULATIVE_S, CHAIN) == {}
+    index.speculate(SPECULATIVE_S, "a", b"".join(CHAIN[:3]))
+    assert lengths(index, SPECULATIVE_S + 1, CHAIN) == {"a": 3}
+    assert lengths(index, 2 * SPECULATIVE_S, CHAIN) == {}
+    index.check_integrity()
+
+
+def test_the_end_of_an_expectation_is_not_that_of_a_worker_in_the_same_place() -> None:
+    index = index_of("a")
+    index.speculate(0.0, "a", b"".join(CHAIN[:2]))
+    index.remove("a")
+    index.due(1.0)
+    index.add("b", 1)
+    index.speculate(5.0, "b", b"".join(CHAIN[:2]))
+    assert lengths(index, SPECULATIVE_S + 1, CHAIN) == {"b": 2}
 
 
 def test_a_real_block_replaces_a_speculative_one() -> None:

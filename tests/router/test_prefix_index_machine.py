@@ -64,7 +64,8 @@ class IndexMachine(RuleBasedStateMachine):
         # The naive model of the index.
         self.known: dict[str, Cache] = {}
         self.at: dict[str, tuple[int, int | None, int]] = {}  # epoch, applied, seen
-        self.guessed: dict[str, dict[bytes, float]] = {}
+        self.guessed: dict[str, set[bytes]] = {}
+        self.told: list[tuple[float, str, bytes]] = []  # ends of guesses
         self.asked: dict[str, float] = {}
         for worker in self.WORKERS:
             self.follow(worker)
@@ -79,7 +80,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.restart(worker, self.epoch[worker])
 
     def restart(self, worker: str, epoch: int) -> None:
-        self.known[worker], self.guessed[worker] = empty(), {}
+        self.known[worker], self.guessed[worker] = empty(), set()
+        self.told = [each for each in self.told if each[1] != worker]
         self.at[worker] = (epoch, None, -1)
         self.asked.pop(worker, None)
 
@@ -148,20 +150,24 @@ class IndexMachine(RuleBasedStateMachine):
                 self.known[worker][tier.tier] -= set(tier.removed)
             applied = news.seq
         self.at[worker] = (epoch, applied, seen)
-        for name in self.known[worker][Tier.DEVICE]:
-            self.guessed[worker].pop(name, None)
+        self.guessed[worker] -= self.known[worker][Tier.DEVICE]
         assert asked == self.may_ask(worker)
 
     @rule(worker=worker, blocks=st.lists(block))
     def speculate(self, worker: str, blocks: list[bytes]) -> None:
         self.index.speculate(self.now, worker, b"".join(blocks))
         if worker in self.known:
-            fresh = [b for b in blocks if b not in self.known[worker][Tier.DEVICE]]
-            self.guessed[worker].update(dict.fromkeys(fresh, self.now + SPECULATIVE_S))
+            for block in dict.fromkeys(blocks):
+                if block not in self.known[worker][Tier.DEVICE] | self.guessed[worker]:
+                    self.guessed[worker].add(block)
+                    self.told.append((self.now + SPECULATIVE_S, worker, block))
 
     @rule(seconds=st.sampled_from([0.4, 1.0, 6.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
+        while self.told and self.told[0][0] <= self.now:
+            _, worker, block = self.told.pop(0)
+            self.guessed[worker].discard(block)
         assert sorted(self.index.due(self.now)) == sorted(w for w in self.at if self.may_ask(w))
 
     @rule(worker=worker)
@@ -169,6 +175,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.remove(worker)
         for kept in (self.known, self.at, self.guessed, self.asked):
             kept.pop(worker, None)
+        self.told = [each for each in self.told if each[1] != worker]
 
     @rule(worker=worker)
     def start_again(self, worker: str) -> None:
@@ -209,8 +216,7 @@ class IndexMachine(RuleBasedStateMachine):
         matches = self.index.lookup(self.now, PACKED)
         holders = set()
         for worker, known in self.known.items():
-            expected = {b for b, until in self.guessed[worker].items() if until > self.now}
-            device = known[Tier.DEVICE] | expected
+            device = known[Tier.DEVICE] | self.guessed[worker]
             memory = device | known[Tier.HOST]
             held = matches.held(worker)
             check_run(held.device, device, self.STRIDE)

@@ -14,9 +14,9 @@ from router.reuse import GAPS_S, Kind, Reuse
 NUM_TOKENS = 160
 
 
-def names(conversation: object, count: int) -> bytes:
-    """Of the first blocks of a conversation, packed."""
-    return b"".join(f"{conversation}/{block}".encode().ljust(HASH_BYTES) for block in range(count))
+def names(conversation: object, count: int) -> list[bytes]:
+    """Of the first blocks of a conversation."""
+    return [f"{conversation}/{block}".encode().ljust(HASH_BYTES) for block in range(count)]
 
 
 def come(reuse: Reuse, now: float, conversation: object, num_blocks: int) -> int:
@@ -55,7 +55,7 @@ def test_a_first_block_in_common_continues_nothing() -> None:
 
 def test_prompts_without_a_full_block_are_counted_and_not_remembered() -> None:
     reuse = Reuse()
-    assert [reuse.note(float(n), b"", 5) for n in range(3)] == [0, 0, 0]
+    assert [reuse.note(float(n), [], 5) for n in range(3)] == [0, 0, 0]
     assert reuse.rate(reuse.kinds[0]) > 0
 
 
