@@ -26,7 +26,6 @@ from rich.table import Table
 
 from benchmarks.conversations import LoadFailed
 from benchmarks.fidelity_load import (
-    BLOCK_TOKENS,
     Recorded,
     WorkloadSpec,
     plan,
@@ -42,8 +41,7 @@ from cluster.api.tokenizer import Tokenizer
 from cluster.bench import percentile
 from cluster.build import PreparedModel, prepare_model
 from cluster.config import Config
-from cluster.deployment import ITL_TARGET_MS
-from cluster.replay.config import ReplayConfig
+from cluster.profiling.mixture import as_served
 from cluster.replay.replay import replay
 from cluster.replay.results import ReplayResult
 from cluster.replay.timing import Timing
@@ -52,7 +50,6 @@ from cluster.replay.timing_file import load_timing
 PERCENTS = (50, 90)
 GOAL = 0.15  # simulated and real differ by no more
 SETTINGS = {"cluster.prefill": 1, "cluster.decode": 1}
-STATS_INTERVAL_S = 0.25  # as a WorkerConfig has it
 
 Figures = dict[str, dict[str, float]]  # "ttft" and "itl" -> "p50", ... -> seconds
 
@@ -84,19 +81,7 @@ def simulate(
     console: Console, recorded: Sequence[Recorded], timing: Timing, model: PreparedModel
 ) -> ReplayResult:
     """A cluster as `run_real` had it."""
-    config = Config()
-    replayed = ReplayConfig(
-        timing=timing,
-        num_prefill=1,
-        num_decode=1,
-        num_blocks=model.plan.num_blocks,
-        block_size=BLOCK_TOKENS,
-        max_num_seqs=config.engine.max_num_seqs,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens,
-        router=config.router,
-        stats_interval_s=STATS_INTERVAL_S,
-        itl_target_s=ITL_TARGET_MS / 1e3,
-    )
+    replayed = as_served(Config(), timing, model.plan.num_blocks)
     with console.status("simulating"):
         return replay(trace_of(recorded, "recorded"), replayed)
 
@@ -162,7 +147,7 @@ def show(console: Console, real: Figures, simulated: Figures, facts: dict[str, f
 @click.option("--record", "record_path", type=click.Path(path_type=Path), help="A recording.")
 @click.option("--simulate-only", is_flag=True, help="Both files have to be there.")
 @click.option("--requests", type=click.IntRange(1), default=240, show_default=True)
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), default=0.8, show_default=True)
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), default=0.5, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
 def main(

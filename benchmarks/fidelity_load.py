@@ -30,7 +30,7 @@ class WorkloadSpec:
     """Words are about tokens."""
 
     num_requests: int = 240
-    rate: float = 0.8  # requests/s, a Poisson process
+    rate: float = 0.5  # requests/s, a Poisson process
     num_systems: int = 3
     system_words: int = 160
     first_words: tuple[int, int] = (40, 120)  # at least and at most

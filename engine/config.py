@@ -10,6 +10,7 @@ from engine.tier import DEFAULT_RETENTION, Retention
 from engine.window import Window
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1}
+STATS_INTERVAL_S = 0.25  # a worker tells its statistics so often
 SCALE_BYTES = {"float8_e4m3": 1}  # of each token of each head of each plane; none for the others
 
 
@@ -72,7 +73,7 @@ class WorkerConfig:
     lease_s: float = 30.0  # a producer holds blocks this long after it announced the last ones
     handoff_timeout_s: float = 30.0  # a consumer without news of its KV computes it after this
     read_timeout_s: float = 20.0  # one transfer
-    stats_interval_s: float = 0.25
+    stats_interval_s: float = STATS_INTERVAL_S
 
     @property
     def kv_window(self) -> Window:

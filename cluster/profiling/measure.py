@@ -57,11 +57,10 @@ def measure(config: Config, grid: Grid, tell: Tell, *, with_serving: bool = True
         del runner, passes, work.runner, work.passes  # its memory is wanted by the workers
         work.next("a served cluster")
         timing = profile_of(arrays_of(prefill, decode, extra), "measured", "this machine")
-        serving = measure_served(config, timing)
-        found = asdict(serving)
-        if "decode_slowdown" not in extra:  # workers on GPUs have one each
-            del found["prefill_slowdown"], found["prefill_wait_s"], found["decode_slowdown"]
-        extra |= found
+        # Workers on GPUs have one each, and one pool has nobody to share with.
+        shares_cores = "decode_slowdown" in extra and config.cluster.prefill > 0
+        overheads = measure_served(config, timing, model.plan.num_blocks, shares_cores=shares_cores)
+        extra |= asdict(overheads)
     return Measured(arrays_of(prefill, decode, extra), tuple(work.notices))
 
 

@@ -3,8 +3,8 @@
 `request_s` is what is left of the TTFT of a request on an idle cluster: HTTP, the template and
 tokenizing on the way in, HTTP on the way out. `step_s` and `sequence_s` are what is left of the gap
 between tokens: the worker's node and threads between two steps, and what each stream costs on cores
-that the workers want too. The slowdowns are what prompts and streams cost each other, with router,
-API and client at work beside them: where all share the cores of one machine.
+that the workers want too. Where all share the cores of one machine, what prompts and streams cost
+each other comes last, with router, API and client at work beside them (`mixture`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count, cycle, pairwise
-from operator import truediv
+from itertools import count, pairwise
 
 import httpx
 import msgspec
@@ -28,48 +27,60 @@ import numpy as np
 
 from cluster.bench import Client, LoadSpec, Timing, make_prompts
 from cluster.config import Config, TenantsSection
+from cluster.profiling.mixture import Mixed, as_served, fit_slowdowns, plan_mixture, slowed
 from cluster.profiling.passes import ProfileError
-from cluster.replay.timing import Timing as PassTiming
+from cluster.replay.profile import Profile
+from cluster.replay.timing import Overheads
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 30.0
 PROMPT_WORDS = 40
-NUM_SINGLE = 20  # requests one after the other
+NUM_SINGLE, SINGLE_WORDS = 20, 4  # requests one after the other
 STREAMS = (1, 4, 8)  # at once
 STREAM_TOKENS, STREAM_ROUNDS = 48, 3
-BESIDE_ROUNDS, BESIDE_TOKENS = 8, 300  # a stream, while prompts are computed one after the other
-BESIDE_WORDS = (PROMPT_WORDS, 220)  # of these prompts, by turns
-BESIDE_START_S = 0.5  # for the stream's own prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """Named as in `Overheads`."""
-
-    request_s: float
-    step_s: float
-    sequence_s: float
-    prefill_slowdown: float
-    prefill_wait_s: float
-    decode_slowdown: float
+TIMEOUT_S = 120.0  # of a request
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What the client saw. `beside`: prompts, and the streams that were under way meanwhile, one at
-    a time."""
+    """What the client saw of a cluster that had nothing else to do."""
 
     singles: list[Timing]
     streams: dict[int, list[list[Timing]]]  # so many at once, several times
-    beside_prompts: list[Timing]
-    beside_streams: list[Timing]
 
 
-def measure_served(config: Config, timing: PassTiming) -> Serving:
-    """Start a cluster of `config` and time requests. `timing`: of this machine, without overheads.
-    Raises ProfileError."""
+def measure_served(
+    config: Config, timing: Profile, num_blocks: int, *, shares_cores: bool
+) -> Overheads:
+    """Start a cluster of `config` and time requests. `timing`: of this machine, without overheads;
+    `num_blocks`: of each worker. The slowdowns are found where the workers share cores. Raises
+    ProfileError."""
     with served(config) as (url, model):
-        seen = asyncio.run(_send(url, model))
+        return asyncio.run(_measure(url, model, config, timing, num_blocks, shares_cores))
+
+
+async def _measure(
+    url: str, model: str, config: Config, timing: Profile, num_blocks: int, shares_cores: bool
+) -> Overheads:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+        asker = _Asker(url, model, http)
+        overheads, gap_s = _alone(timing, await _send(asker))
+        if not shares_cores:
+            return overheads
+        timing = replace(timing, overheads=overheads)
+        tokens_per_word = asker.num_tokens / asker.num_words
+
+        def service_s(words: int, tokens: int) -> float:
+            prompt_tokens = int(words * tokens_per_word)
+            prompt_s = timing.pass_s(prompt_tokens, prompt_tokens**2 / 2, 1, 0, 0, 1)
+            return overheads.request_s + prompt_s + tokens * gap_s
+
+        seen = await _send_mixture(asker, plan_mixture(service_s))
+    return slowed(overheads, fit_slowdowns(as_served(config, timing, num_blocks), seen))
+
+
+def _alone(timing: Profile, seen: _Seen) -> tuple[Overheads, float]:
+    """What requests take beside their passes; the gap between tokens of one stream."""
     gaps: dict[int, float] = {}
     for num, rounds in seen.streams.items():
         pass_s = timing.pass_s(0, 0.0, 0, num, int(num * _context(rounds[0])), 1)
@@ -79,20 +90,8 @@ def measure_served(config: Config, timing: PassTiming) -> Serving:
     step_s, sequence_s = fit_gaps(gaps)
     rests = [each.ttft_s - _prompt_s(timing, each) for each in seen.singles]
     rest_s = max(0.0, statistics.median(rests) - step_s - 2 * timing.links.message_s)
-    wait_s, slowdown = fit_slowdown(
-        [_prompt_s(timing, each) for each in seen.beside_prompts],
-        [each.ttft_s - rest_s - step_s for each in seen.beside_prompts],
-    )
-    beside_s = statistics.fmean(gaps_beside(seen.beside_streams, seen.beside_prompts))
-    alone_s = timing.pass_s(0, 0.0, 0, 1, int(_context(seen.beside_streams)), 1)
-    return Serving(
-        request_s=rest_s,
-        step_s=step_s,
-        sequence_s=sequence_s,
-        prefill_slowdown=slowdown,
-        prefill_wait_s=wait_s,
-        decode_slowdown=max(1.0, beside_s / (alone_s + step_s + sequence_s)),
-    )
+    overheads = Overheads(request_s=rest_s, step_s=step_s, sequence_s=sequence_s)
+    return overheads, least_gap_s(seen.streams[1])
 
 
 def _context(timings: Sequence[Timing]) -> float:
@@ -100,40 +99,10 @@ def _context(timings: Sequence[Timing]) -> float:
     return statistics.fmean(t.num_prompt_tokens + t.num_output_tokens / 2 for t in timings)
 
 
-def _prompt_s(timing: PassTiming, each: Timing) -> float:
+def _prompt_s(timing: Profile, each: Timing) -> float:
     """What its prompt takes to be computed, alone."""
     tokens = each.num_prompt_tokens - each.num_cached_tokens
     return timing.pass_s(tokens, tokens * (each.num_cached_tokens + tokens / 2), 1, 0, 0, 1)
-
-
-def fit_slowdown(passes_s: Sequence[float], taken_s: Sequence[float]) -> tuple[float, float]:
-    """(seconds to wait, times as long) of prompts that took `taken_s` instead of `passes_s`: a line
-    through the medians of the short ones and of the long ones."""
-    middle = (min(passes_s) + max(passes_s)) / 2
-    pairs = list(zip(passes_s, taken_s, strict=True))
-    short, long = ([pair for pair in pairs if (pair[0] > middle) is side] for side in (False, True))
-    if not short or not long:
-        return 0.0, max(1.0, statistics.median(map(truediv, taken_s, passes_s)))
-    (short_s, short_taken_s), (long_s, long_taken_s) = (
-        [statistics.median(column) for column in zip(*side, strict=True)] for side in (short, long)
-    )
-    slowdown = max(1.0, (long_taken_s - short_taken_s) / (long_s - short_s))
-    wait_s = short_taken_s - slowdown * short_s
-    return (wait_s, slowdown) if wait_s >= 0 else (0.0, max(1.0, long_taken_s / long_s))
-
-
-def gaps_beside(streams: Sequence[Timing], prompts: Sequence[Timing]) -> list[float]:
-    """Between tokens of the streams, that lie in the time of one of the prompts. Raises
-    ProfileError if there is none."""
-    gaps = [
-        later - earlier
-        for stream in streams
-        for earlier, later in pairwise(stream.chunk_at[1:])
-        if any(p.sent_at <= earlier and later <= p.chunk_at[0] for p in prompts)
-    ]
-    if not gaps or not prompts:
-        raise ProfileError(f"{len(streams)} streams had no token while a prompt was computed")
-    return gaps
 
 
 def least_gap_s(rounds: Sequence[Sequence[Timing]]) -> float:
@@ -168,49 +137,50 @@ def fit_gaps(gaps: dict[int, float]) -> tuple[float, float]:
     return start, slope
 
 
-async def _send(url: str, model: str) -> _Seen:
-    spec = LoadSpec(url, model, 1, concurrency=1, input_len=PROMPT_WORDS, output_len=STREAM_TOKENS)
-    async with httpx.AsyncClient(base_url=url, timeout=spec.timeout_s) as http:
-        numbers = count(1)
+class _Asker:
+    """Sends prompts that no other begins like. All its times are of one clock."""
 
-        async def ask(num_words: int, num_tokens: int) -> Timing:
-            """A prompt that no other begins like."""
-            asked = replace(spec, input_len=num_words, output_len=num_tokens, seed=next(numbers))
-            return _check(await Client(asked, http, lambda _: None).request(*make_prompts(asked)))
+    def __init__(self, url: str, model: str, http: httpx.AsyncClient) -> None:
+        self._spec = LoadSpec(url, model, 1, concurrency=1)
+        self._http = http
+        self._numbers = count(1)
+        self._start = time.perf_counter()
+        self.num_words = self.num_tokens = 0  # of all prompts so far
 
-        start = time.perf_counter()
-
-        async def ask_at(num_words: int, num_tokens: int) -> Timing:
-            """On one clock with all the others."""
-            shift_s = time.perf_counter() - start
-            timing = await ask(num_words, num_tokens)
-            timing.sent_at += shift_s
-            timing.chunk_at = [at + shift_s for at in timing.chunk_at]
-            return timing
-
-        for _ in range(2):  # the first requests connect peers
-            await ask(PROMPT_WORDS, STREAM_TOKENS)
-        singles = [await ask(PROMPT_WORDS, 4) for _ in range(NUM_SINGLE)]
-        streams: dict[int, list[list[Timing]]] = {number: [] for number in STREAMS}
-        for number in STREAM_ROUNDS * STREAMS:
-            asked = [ask_at(PROMPT_WORDS, STREAM_TOKENS) for _ in range(number)]
-            streams[number].append(list(await asyncio.gather(*asked)))
-        seen = _Seen(singles, streams, [], [])
-        words = cycle(BESIDE_WORDS)
-        for _ in range(BESIDE_ROUNDS):
-            stream = asyncio.create_task(ask_at(PROMPT_WORDS, BESIDE_TOKENS))
-            await asyncio.sleep(BESIDE_START_S)
-            while not stream.done():
-                seen.beside_prompts.append(await ask_at(next(words), 1))
-            seen.beside_prompts.pop()  # part of it was alone
-            seen.beside_streams.append(await stream)
-        return seen
+    async def ask(self, num_words: int, num_tokens: int) -> Timing:
+        """Raises ProfileError."""
+        seed = next(self._numbers)
+        asked = replace(self._spec, input_len=num_words, output_len=num_tokens, seed=seed)
+        shift_s = time.perf_counter() - self._start
+        timing = await Client(asked, self._http, lambda _: None).request(*make_prompts(asked))
+        if timing.error is not None:
+            raise ProfileError(f"a request to the served model failed: {timing.error}")
+        timing.sent_at += shift_s
+        timing.chunk_at = [at + shift_s for at in timing.chunk_at]
+        self.num_words += num_words
+        self.num_tokens += timing.num_prompt_tokens
+        return timing
 
 
-def _check(timing: Timing) -> Timing:
-    if timing.error is not None:
-        raise ProfileError(f"a request to the served model failed: {timing.error}")
-    return timing
+async def _send(asker: _Asker) -> _Seen:
+    for _ in range(2):  # the first requests connect peers
+        await asker.ask(PROMPT_WORDS, STREAM_TOKENS)
+    singles = [await asker.ask(SINGLE_WORDS, 4) for _ in range(NUM_SINGLE)]
+    streams: dict[int, list[list[Timing]]] = {number: [] for number in STREAMS}
+    for number in STREAM_ROUNDS * STREAMS:
+        asked = [asker.ask(PROMPT_WORDS, STREAM_TOKENS) for _ in range(number)]
+        streams[number].append(list(await asyncio.gather(*asked)))
+    return _Seen(singles, streams)
+
+
+async def _send_mixture(asker: _Asker, planned: Sequence[Mixed]) -> list[Timing]:
+    """Each at its time, whatever the others do."""
+
+    async def ask(each: Mixed) -> Timing:
+        await asyncio.sleep(each.at_s)
+        return await asker.ask(each.num_words, each.num_tokens)
+
+    return list(await asyncio.gather(*map(ask, planned)))
 
 
 @contextmanager

@@ -33,8 +33,6 @@ class Contention:
     def begin(self, now: float, worker: NodeId, role: Role, seconds: float) -> None:
         assert worker not in self._passes, f"{worker} has a pass already"
         self._advance(now)
-        if role is Role.PREFILL and any(each.role is not role for each in self._passes.values()):
-            seconds += self.overheads.prefill_wait_s / self.overheads.prefill_slowdown
         self._passes[worker] = _Pass(role, seconds)
 
     def end(self, now: float, worker: NodeId) -> None:
@@ -56,7 +54,7 @@ class Contention:
 
     def _slowdown(self, role: Role) -> float:
         """Of a pass of `role` beside those that are under way."""
-        if all(each.role is role for each in self._passes.values()):
-            return 1.0
         overheads = self.overheads
+        if all(each.role is role for each in self._passes.values()):
+            return overheads.alone_slowdown
         return overheads.prefill_slowdown if role is Role.PREFILL else overheads.decode_slowdown

@@ -46,8 +46,8 @@ class Overheads:
     step_s: float = 0.0  # between two passes of a worker
     sequence_s: float = 0.0  # more of that for each decoding sequence: its token is streamed
     prefill_slowdown: float = 1.0
-    prefill_wait_s: float = 0.0  # more of it before each pass that begins beside the other role's
     decode_slowdown: float = 1.0
+    alone_slowdown: float = 1.0  # of a pass while no worker of the other role computes
 
 
 class Timing(Protocol):

@@ -23,18 +23,16 @@ from benchmarks.fidelity_load import (
 from cluster.api.tokenizer import Tokenizer
 from cluster.bench import Timing
 from cluster.cli_profile import profile, profile_tables
+from cluster.config import Config
 from cluster.profiling.links import fit_line
+from cluster.profiling.mixture import LOAD, as_served, fit_slowdowns, plan_mixture
 from cluster.profiling.passes import Grid, ProfileError
-from cluster.profiling.served import (
-    fit_gaps,
-    fit_slowdown,
-    gaps_beside,
-    gaps_together,
-    least_gap_s,
-)
-from cluster.replay.profile import arrays_of
+from cluster.profiling.served import fit_gaps, gaps_together, least_gap_s
+from cluster.replay.profile import arrays_of, profile_of
+from cluster.replay.replay import replay
 from cluster.replay.timing import overheads_of
 from cluster.replay.timing_file import load_timing
+from cluster.replay.trace import Trace, TraceRequest
 from tests.engine_model.tiny import make_checkpoint
 
 
@@ -186,19 +184,33 @@ def test_a_recording_is_a_trace_with_what_the_client_saw(tmp_path: Path) -> None
     assert all(len(r.block_ids) == -(-r.input_length // 16) for r in trace.requests)
 
 
-def test_gaps_count_where_a_prompt_was_under_way() -> None:
-    stream = Timing(0.0, chunk_at=[0.5, 1.0, 2.0, 3.5, 4.0, 6.0])
-    prompts = [Timing(1.8, chunk_at=[3.9]), Timing(3.95, chunk_at=[6.5])]
-    assert gaps_beside([stream], prompts) == [1.5, 2.0]
-    with pytest.raises(ProfileError, match="no token"):
-        gaps_beside([stream], [Timing(1.1, chunk_at=[1.9])])
+def test_slowdowns_are_found_again_from_what_clients_saw() -> None:
+    """A cluster whose prompts and streams slow each other, by known factors."""
+    slowed = {"prefill_slowdown": 3.0, "decode_slowdown": 1.7, "alone_slowdown": 1.2}
+    arrays = arrays_of({16: 40.0, 256: 400.0}, {(1, 64): 12.0, (8, 64): 30.0}, slowed)
+    config = Config()
+    planned = plan_mixture(lambda words, tokens: 0.002 * words + 0.015 * tokens)
+    requests = [TraceRequest(each.at_s, each.num_words, each.num_tokens) for each in planned]
+    cluster = as_served(config, profile_of(arrays, "slowed", "a test"), 500)
+    result = replay(Trace("mixture", tuple(requests)), cluster)
+    gaps = list(np.repeat(result.itl_s, result.itl_counts))
+    seen = []
+    for sample in result.samples:
+        assert sample.ttft_s is not None
+        timing = Timing(sample.at_s, chunk_at=[sample.at_s + sample.ttft_s])
+        for _ in range(sample.num_output - 1):
+            timing.chunk_at.append(timing.chunk_at[-1] + gaps.pop())
+        timing.num_prompt_tokens, timing.num_output_tokens = sample.input_length, sample.num_output
+        seen.append(timing)
+    alone = profile_of({**arrays, **dict.fromkeys(slowed, np.array(1.0))}, "alone", "a test")
+    found = fit_slowdowns(as_served(config, alone, 500), seen)
+    assert found.prefill == pytest.approx(3.0, rel=0.05)
+    assert found.decode == pytest.approx(1.7, rel=0.05)
+    assert found.alone == pytest.approx(1.2, rel=0.05)
 
 
-def test_a_slowdown_is_a_wait_and_a_factor() -> None:
-    passes = [0.1, 0.11, 0.4, 0.41]
-    assert fit_slowdown(passes, [0.02 + 3 * each for each in passes]) == (
-        pytest.approx(0.02),
-        pytest.approx(3.0),
-    )
-    assert fit_slowdown(passes, [0.2, 0.2, 1.2, 1.2]) == (0.0, pytest.approx(1.2 / 0.405))
-    assert fit_slowdown([0.1, 0.1], [0.05, 0.05]) == (0.0, 1.0)
+def test_a_mixture_keeps_a_cluster_as_busy_as_it_is_meant_to() -> None:
+    planned = plan_mixture(lambda words, tokens: 2.0)
+    assert [each.at_s for each in planned] == sorted(each.at_s for each in planned)
+    mean_gap_s = planned[-1].at_s / (len(planned) - 1)
+    assert mean_gap_s == pytest.approx(2.0 / LOAD, rel=0.3)

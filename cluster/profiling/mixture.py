@@ -1,0 +1,160 @@
+"""What prompts and streams cost each other where all workers share the cores of one machine.
+
+A served cluster gets prompts and streams mixed, as users send them, and the same load is replayed:
+the slowdowns are those with which the replay takes as long. Prompts and streams slow each other in
+turn, so none can be read off alone: streams that take longer meet more prompts. What a worker is
+slowed by when no other computes (router, API, client, the system) is found with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.bench import Timing
+from cluster.config import Config
+from cluster.deployment import ITL_TARGET_MS
+from cluster.replay.config import ReplayConfig
+from cluster.replay.profile import Profile
+from cluster.replay.replay import replay
+from cluster.replay.timing import Overheads
+from cluster.replay.timing import Timing as PassTiming
+from cluster.replay.trace import Trace, TraceRequest
+from engine.config import STATS_INTERVAL_S
+
+NUM_REQUESTS = 100
+WORDS, TOKENS = (16, 256), (16, 64)  # of a prompt and of its answer, at least and at most
+LOAD = 0.9  # requests under way on average, if they did not slow each other
+SEED = 11
+FIRST = (2.0, 1.3, 1.1)  # slowdowns, in the order of `Slowdowns`
+LEAST, MOST = (1.0, 1.0, 0.5), 16.0
+FIRST_SLOPES = (0.6, 0.8, 0.8)  # of how much longer what is compared takes, in logarithms
+LONGEST = 0.7  # step of a logarithm
+NEAR = 0.005  # real and replayed differ by no more: good enough
+MAX_REPLAYS = 20
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """One request of the load."""
+
+    at_s: float
+    num_words: int
+    num_tokens: int  # of its answer
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdowns:
+    """How many times as long a pass of one role takes while one of the other is computed, and any
+    pass while none is."""
+
+    prefill: float
+    decode: float
+    alone: float
+
+
+def plan_mixture(service_s: Callable[[int, int], float]) -> list[Mixed]:
+    """`service_s(words, tokens)`: what a request takes alone."""
+    rng = Random(SEED)
+    least, most = map(math.log, WORDS)  # most of what is not cached is short
+    drawn = [
+        (round(math.exp(rng.uniform(least, most))), rng.randint(*TOKENS))
+        for _ in range(NUM_REQUESTS)
+    ]
+    rate = LOAD / (sum(service_s(*each) for each in drawn) / NUM_REQUESTS)
+    planned, at_s = [], 0.0
+    for each in drawn:
+        planned.append(Mixed(at_s, *each))
+        at_s += rng.expovariate(rate)
+    return planned
+
+
+def as_served(config: Config, timing: PassTiming, num_blocks: int) -> ReplayConfig:
+    """A cluster of `config`, each worker with so many blocks."""
+    return ReplayConfig(
+        timing=timing,
+        num_prefill=config.cluster.prefill,
+        num_decode=config.cluster.decode,
+        num_blocks=num_blocks,
+        block_size=config.engine.block_size,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        router=config.router,
+        stats_interval_s=STATS_INTERVAL_S,
+        itl_target_s=(config.engine.itl_target_ms or ITL_TARGET_MS) / 1e3,
+    )
+
+
+def fit_slowdowns(cluster: ReplayConfig, seen: Sequence[Timing]) -> Slowdowns:
+    """Of the `cluster` whose clients have `seen` this; its timing is a Profile, that knows all but
+    the slowdowns. Broyden's method, on the logarithms of the slowdowns and of the times."""
+    gaps = [later - earlier for each in seen for earlier, later in pairwise(each.chunk_at)]
+    real = _compared([each.ttft_s for each in seen], gaps)
+    trace = _trace_of(seen)
+
+    def missing(at: Times) -> Times:
+        return real - _replayed(cluster, trace, Slowdowns(*map(float, np.exp(at))))
+
+    slopes = np.diag(FIRST_SLOPES)
+    at = best = np.log(FIRST)
+    miss = least = missing(at)
+    for _ in range(MAX_REPLAYS):
+        if np.abs(miss).max() < NEAR:
+            break
+        step = np.clip(np.linalg.solve(slopes, miss), -LONGEST, LONGEST)
+        step = np.clip(at + step, np.log(LEAST), math.log(MOST)) - at
+        if not step.any():
+            break  # no slowdown that there can be is nearer
+        at = at + step
+        before, miss = miss, missing(at)
+        slopes += np.outer(before - miss - slopes @ step, step) / (step @ step)
+        if np.abs(miss).max() < np.abs(least).max():
+            best, least = at, miss
+    return Slowdowns(*map(float, np.exp(best)))
+
+
+def _trace_of(seen: Sequence[Timing]) -> Trace:
+    began_s = min(each.sent_at for each in seen)
+    requests = (
+        TraceRequest(
+            at_s=each.sent_at - began_s,
+            input_length=each.num_prompt_tokens,
+            output_length=each.num_output_tokens,
+        )
+        for each in seen
+    )
+    return Trace("mixture", tuple(sorted(requests, key=lambda each: each.at_s)))
+
+
+def _replayed(cluster: ReplayConfig, trace: Trace, slowdowns: Slowdowns) -> Times:
+    timing = cluster.timing
+    assert isinstance(timing, Profile)
+    timing = replace(timing, overheads=slowed(timing.overheads, slowdowns))
+    result = replay(trace, replace(cluster, timing=timing))
+    ttfts = [sample.ttft_s for sample in result.samples if sample.ttft_s is not None]
+    return _compared(ttfts, np.repeat(result.itl_s, result.itl_counts))
+
+
+def slowed(overheads: Overheads, slowdowns: Slowdowns) -> Overheads:
+    """`overheads` with these slowdowns."""
+    return replace(
+        overheads,
+        prefill_slowdown=slowdowns.prefill,
+        decode_slowdown=slowdowns.decode,
+        alone_slowdown=slowdowns.alone,
+    )
+
+
+def _compared(ttfts: Sequence[float], gaps: Sequence[float] | Times) -> Times:
+    """Logarithms of what each of the slowdowns does most to: TTFT on average, the gaps between
+    tokens beside prompts, and the other gaps."""
+    quiet, beside = np.percentile(gaps, (50, 90))
+    return np.array([np.log(ttfts).mean(), np.log(beside), np.log(quiet)])
