@@ -57,7 +57,8 @@ Figures = dict[str, dict[str, float]]  # "ttft" and "itl" -> "p50", ... -> secon
 def measure_profile(path: Path) -> None:
     """As a user does it."""
     command = [sys.executable, "-m", "cluster.cli", "profile", "--out", str(path)]
-    subprocess.run(command, check=True)
+    if subprocess.run(command, check=False).returncode:
+        raise click.ClickException("this machine could not be measured; what went wrong is above")
 
 
 def run_real(

@@ -37,7 +37,7 @@ STOP_TIMEOUT_S = 30.0
 PROMPT_WORDS = 40
 NUM_SINGLE, SINGLE_WORDS = 20, 4  # requests one after the other
 STREAMS = (1, 4, 8)  # at once
-STREAM_TOKENS, STREAM_ROUNDS = 48, 3
+STREAM_TOKENS, STREAM_ROUNDS = 96, 3
 TIMEOUT_S = 120.0  # of a request
 
 
@@ -81,17 +81,21 @@ async def _measure(
 
 def _alone(timing: Profile, seen: _Seen) -> tuple[Overheads, float]:
     """What requests take beside their passes; the gap between tokens of one stream."""
-    gaps: dict[int, float] = {}
+    found_s: dict[int, float] = {}
+    rests_s: dict[int, float] = {}
     for num, rounds in seen.streams.items():
-        pass_s = timing.pass_s(0, 0.0, 0, num, int(num * _context(rounds[0])), 1)
         # What else goes on here only ever adds to a gap.
         gap_s = least_gap_s(rounds)
-        gaps[num] = max(0.0, gap_s - pass_s)
-    step_s, sequence_s = fit_gaps(gaps)
+        if gap_s is not None:
+            pass_s = timing.pass_s(0, 0.0, 0, num, int(num * _context(rounds[0])), 1)
+            found_s[num], rests_s[num] = gap_s, max(0.0, gap_s - pass_s)
+    if not found_s:
+        raise ProfileError("no stream had two tokens: is the model's context long enough?")
+    step_s, sequence_s = fit_gaps(rests_s)
     rests = [each.ttft_s - _prompt_s(timing, each) for each in seen.singles]
     rest_s = max(0.0, statistics.median(rests) - step_s - 2 * timing.links.message_s)
     overheads = Overheads(request_s=rest_s, step_s=step_s, sequence_s=sequence_s)
-    return overheads, least_gap_s(seen.streams[1])
+    return overheads, found_s[min(found_s)]
 
 
 def _context(timings: Sequence[Timing]) -> float:
@@ -105,13 +109,11 @@ def _prompt_s(timing: Profile, each: Timing) -> float:
     return timing.pass_s(tokens, tokens * (each.num_cached_tokens + tokens / 2), 1, 0, 0, 1)
 
 
-def least_gap_s(rounds: Sequence[Sequence[Timing]]) -> float:
-    """The median gap of the quickest round. Raises ProfileError if in none all streamed at once:
-    short ones may be over before the last prompt is computed."""
+def least_gap_s(rounds: Sequence[Sequence[Timing]]) -> float | None:
+    """The median gap of the quickest round. None if in none all streamed at once: short ones may be
+    over before the last prompt is computed."""
     gaps = [found for timings in rounds if (found := gaps_together(timings))]
-    if not gaps:
-        raise ProfileError(f"{len(rounds[0])} streams were never under way at once")
-    return min(map(statistics.median, gaps))
+    return min(map(statistics.median, gaps)) if gaps else None
 
 
 def gaps_together(timings: Sequence[Timing]) -> list[float]:
@@ -129,6 +131,8 @@ def fit_gaps(gaps: dict[int, float]) -> tuple[float, float]:
     """(seconds a step, more seconds a sequence) of what steps of so many sequences take beside
     their passes; neither below 0."""
     counts, rests = list(gaps), list(gaps.values())
+    if len(counts) == 1:
+        return rests[0], 0.0
     slope, start = (float(each) for each in np.polyfit(counts, rests, 1))
     if slope < 0:
         return max(0.0, statistics.fmean(rests)), 0.0
