@@ -28,16 +28,15 @@ from cluster.replay.timing import Timing as PassTiming
 from cluster.replay.trace import Trace, TraceRequest
 from engine.config import STATS_INTERVAL_S
 
-NUM_REQUESTS = 100
+NUM_REQUESTS = 80
 WORDS, TOKENS = (16, 256), (16, 64)  # of a prompt and of its answer, at least and at most
-LOAD = 0.9  # requests under way on average, if they did not slow each other
+LOAD = 0.4  # requests under way on average, if they did not slow each other
 SEED = 11
 FIRST = (2.0, 1.3, 1.1)  # slowdowns, in the order of `Slowdowns`
 LEAST, MOST = (1.0, 1.0, 0.5), 16.0
-FIRST_SLOPES = (0.6, 0.8, 0.8)  # of how much longer what is compared takes, in logarithms
-LONGEST = 0.7  # step of a logarithm
+GAINS = (*4 * (1.0,), *6 * (0.6,), *8 * (0.4,))  # steps, as shares of what is missing
+NUM_LAST = 8
 NEAR = 0.005  # real and replayed differ by no more: good enough
-MAX_REPLAYS = 20
 
 Times = NDArray[np.float64]
 
@@ -95,7 +94,8 @@ def as_served(config: Config, timing: PassTiming, num_blocks: int) -> ReplayConf
 
 def fit_slowdowns(cluster: ReplayConfig, seen: Sequence[Timing]) -> Slowdowns:
     """Of the `cluster` whose clients have `seen` this; its timing is a Profile, that knows all but
-    the slowdowns. Broyden's method, on the logarithms of the slowdowns and of the times."""
+    the slowdowns. Each follows what it does most to, in logarithms, by ever smaller steps: a replay
+    is as sensitive to small changes as a cluster is, so the last ones are averaged."""
     gaps = [later - earlier for each in seen for earlier, later in pairwise(each.chunk_at)]
     real = _compared([each.ttft_s for each in seen], gaps)
     trace = _trace_of(seen)
@@ -103,22 +103,14 @@ def fit_slowdowns(cluster: ReplayConfig, seen: Sequence[Timing]) -> Slowdowns:
     def missing(at: Times) -> Times:
         return real - _replayed(cluster, trace, Slowdowns(*map(float, np.exp(at))))
 
-    slopes = np.diag(FIRST_SLOPES)
-    at = best = np.log(FIRST)
-    miss = least = missing(at)
-    for _ in range(MAX_REPLAYS):
+    at, tried = np.log(FIRST), []
+    for gain in GAINS:
+        miss = missing(at)
         if np.abs(miss).max() < NEAR:
-            break
-        step = np.clip(np.linalg.solve(slopes, miss), -LONGEST, LONGEST)
-        step = np.clip(at + step, np.log(LEAST), math.log(MOST)) - at
-        if not step.any():
-            break  # no slowdown that there can be is nearer
-        at = at + step
-        before, miss = miss, missing(at)
-        slopes += np.outer(before - miss - slopes @ step, step) / (step @ step)
-        if np.abs(miss).max() < np.abs(least).max():
-            best, least = at, miss
-    return Slowdowns(*map(float, np.exp(best)))
+            return Slowdowns(*map(float, np.exp(at)))
+        at = np.clip(at + gain * miss, np.log(LEAST), math.log(MOST))
+        tried.append(at)
+    return Slowdowns(*map(float, np.exp(np.mean(tried[-NUM_LAST:], axis=0))))
 
 
 def _trace_of(seen: Sequence[Timing]) -> Trace:
