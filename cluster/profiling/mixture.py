@@ -23,7 +23,7 @@ from cluster.deployment import ITL_TARGET_MS
 from cluster.replay.config import ReplayConfig
 from cluster.replay.profile import Profile
 from cluster.replay.replay import replay
-from cluster.replay.timing import Overheads
+from cluster.replay.timing import Overheads, overheads_of
 from cluster.replay.timing import Timing as PassTiming
 from cluster.replay.trace import Trace, TraceRequest
 from engine.config import STATS_INTERVAL_S
@@ -97,8 +97,9 @@ def fit_slowdowns(cluster: ReplayConfig, seen: Sequence[Timing]) -> Slowdowns:
     the slowdowns. Each follows what it does most to, in logarithms, by ever smaller steps: a replay
     is as sensitive to small changes as a cluster is, so the last ones are averaged."""
     gaps = [later - earlier for each in seen for earlier, later in pairwise(each.chunk_at)]
-    real = _compared([each.ttft_s for each in seen], gaps)
     trace = _trace_of(seen)
+    by_time = sorted(seen, key=lambda each: each.sent_at)
+    real = _compared(cluster, trace, [each.ttft_s for each in by_time], gaps)
 
     def missing(at: Times) -> Times:
         return real - _replayed(cluster, trace, Slowdowns(*map(float, np.exp(at))))
@@ -131,8 +132,8 @@ def _replayed(cluster: ReplayConfig, trace: Trace, slowdowns: Slowdowns) -> Time
     assert isinstance(timing, Profile)
     timing = replace(timing, overheads=slowed(timing.overheads, slowdowns))
     result = replay(trace, replace(cluster, timing=timing))
-    ttfts = [sample.ttft_s for sample in result.samples if sample.ttft_s is not None]
-    return _compared(ttfts, np.repeat(result.itl_s, result.itl_counts))
+    ttfts = [math.nan if each.ttft_s is None else each.ttft_s for each in result.samples]
+    return _compared(cluster, trace, ttfts, np.repeat(result.itl_s, result.itl_counts))
 
 
 def slowed(overheads: Overheads, slowdowns: Slowdowns) -> Overheads:
@@ -145,8 +146,18 @@ def slowed(overheads: Overheads, slowdowns: Slowdowns) -> Overheads:
     )
 
 
-def _compared(ttfts: Sequence[float], gaps: Sequence[float] | Times) -> Times:
-    """Logarithms of what each of the slowdowns does most to: TTFT on average, the gaps between
-    tokens beside prompts, and the other gaps."""
+def _compared(
+    cluster: ReplayConfig, trace: Trace, ttfts: Sequence[float], gaps: Sequence[float] | Times
+) -> Times:
+    """Logarithms of what each of the slowdowns does most to: how many times as long as alone the
+    slower first tokens take, the gaps between tokens beside prompts, and the other gaps."""
+    alone = [_alone_s(cluster.timing, each.input_length) for each in trace.requests]
+    slowed = np.nanpercentile(np.divide(ttfts, alone), 85)
     quiet, beside = np.percentile(gaps, (50, 90))
-    return np.array([np.log(ttfts).mean(), np.log(beside), np.log(quiet)])
+    return np.log([slowed, beside, quiet])
+
+
+def _alone_s(timing: PassTiming, tokens: int) -> float:
+    """What a first token takes on an idle cluster."""
+    pass_s = timing.pass_s(tokens, tokens**2 / 2, 1, 0, 0, 1)
+    return overheads_of(timing).request_s + pass_s
