@@ -42,7 +42,7 @@ class Measured:
 
 
 def measure(config: Config, grid: Grid, tell: Tell, *, with_serving: bool = True) -> Measured:
-    """Takes about a minute, in which nothing else should run here. Raises ProfileError, BuildError,
+    """Takes some minutes, in which nothing else should run here. Raises ProfileError, BuildError,
     ModelError, AgentError."""
     model = prepare_model(config, 2, lambda _: None)
     engine = config.engine

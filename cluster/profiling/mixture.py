@@ -152,9 +152,9 @@ def _compared(
     """Logarithms of what each of the slowdowns does most to: how many times as long as alone the
     slower first tokens take, the gaps between tokens beside prompts, and the other gaps."""
     alone = [_alone_s(cluster.timing, each.input_length) for each in trace.requests]
-    slowed = np.nanpercentile(np.divide(ttfts, alone), 85)
+    slower = np.nanpercentile(np.divide(ttfts, alone), 85)
     quiet, beside = np.percentile(gaps, (50, 90))
-    return np.log([slowed, beside, quiet])
+    return np.log([slower, beside, quiet])
 
 
 def _alone_s(timing: PassTiming, tokens: int) -> float:
