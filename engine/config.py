@@ -10,8 +10,8 @@ from engine.tier import DEFAULT_RETENTION, Retention
 from engine.window import Window
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1}
-STATS_INTERVAL_S = 0.25  # a worker tells its statistics so often
 SCALE_BYTES = {"float8_e4m3": 1}  # of each token of each head of each plane; none for the others
+STATS_INTERVAL_S = 0.25  # a worker tells its statistics so often
 
 
 @dataclass(frozen=True, slots=True)

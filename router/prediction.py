@@ -13,9 +13,7 @@ from math import exp, log
 from router.placement import Seconds
 
 RATE = 0.15  # share of a miss that is corrected at once
-BOUND = (
-    0.25  # of a miss, as a logarithm: so the middle of many counts, not the few that are far off
-)
+BOUND = 0.25  # of a miss, as a logarithm: the many near ones count, not the few far off
 UNIT_S = 0.02  # of the part that is the same for all: it learns from requests that are as short
 MOST, LEAST = 8.0, 0.125  # factors of what is computed
 LEAST_S = 1e-4

@@ -17,7 +17,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.bench import Timing
+from cluster.bench import LoadSpec, Timing, make_arrivals
 from cluster.config import Config
 from cluster.deployment import ITL_TARGET_MS
 from cluster.replay.config import ReplayConfig
@@ -32,7 +32,8 @@ NUM_REQUESTS = 80
 WORDS, TOKENS = (16, 256), (16, 64)  # of a prompt and of its answer, at least and at most
 LOAD = 0.4  # requests under way on average, if they did not slow each other
 SEED = 11
-FIRST = (2.0, 1.3, 1.1)  # slowdowns, in the order of `Slowdowns`
+SLOWDOWNS = ("prefill_slowdown", "decode_slowdown", "alone_slowdown")  # fields of Overheads
+FIRST = (2.0, 1.3, 1.1)  # in this order
 LEAST, MOST = (1.0, 1.0, 0.5), 16.0
 GAINS = (*4 * (1.0,), *6 * (0.6,), *8 * (0.4,))  # steps, as shares of what is missing
 NUM_LAST = 8
@@ -50,16 +51,6 @@ class Mixed:
     num_tokens: int  # of its answer
 
 
-@dataclass(frozen=True, slots=True)
-class Slowdowns:
-    """How many times as long a pass of one role takes while one of the other is computed, and any
-    pass while none is."""
-
-    prefill: float
-    decode: float
-    alone: float
-
-
 def plan_mixture(service_s: Callable[[int, int], float]) -> list[Mixed]:
     """`service_s(words, tokens)`: what a request takes alone."""
     rng = Random(SEED)
@@ -69,11 +60,8 @@ def plan_mixture(service_s: Callable[[int, int], float]) -> list[Mixed]:
         for _ in range(NUM_REQUESTS)
     ]
     rate = LOAD / (sum(service_s(*each) for each in drawn) / NUM_REQUESTS)
-    planned, at_s = [], 0.0
-    for each in drawn:
-        planned.append(Mixed(at_s, *each))
-        at_s += rng.expovariate(rate)
-    return planned
+    arrivals = make_arrivals(LoadSpec("", "", NUM_REQUESTS, rate=rate, seed=SEED))
+    return [Mixed(at_s, *each) for at_s, each in zip(arrivals, drawn, strict=True)]
 
 
 def as_served(config: Config, timing: PassTiming, num_blocks: int) -> ReplayConfig:
@@ -92,26 +80,27 @@ def as_served(config: Config, timing: PassTiming, num_blocks: int) -> ReplayConf
     )
 
 
-def fit_slowdowns(cluster: ReplayConfig, seen: Sequence[Timing]) -> Slowdowns:
+def fit_slowdowns(cluster: ReplayConfig, seen: Sequence[Timing]) -> Overheads:
     """Of the `cluster` whose clients have `seen` this; its timing is a Profile, that knows all but
-    the slowdowns. Each follows what it does most to, in logarithms, by ever smaller steps: a replay
-    is as sensitive to small changes as a cluster is, so the last ones are averaged."""
+    the slowdowns. Each of them follows what it does most to, in logarithms, by ever smaller steps:
+    a replay is as sensitive to small changes as a cluster is, so the last ones are averaged."""
     gaps = [later - earlier for each in seen for earlier, later in pairwise(each.chunk_at)]
     trace = _trace_of(seen)
     by_time = sorted(seen, key=lambda each: each.sent_at)
     real = _compared(cluster, trace, [each.ttft_s for each in by_time], gaps)
 
-    def missing(at: Times) -> Times:
-        return real - _replayed(cluster, trace, Slowdowns(*map(float, np.exp(at))))
+    def slowed(at: Times) -> Overheads:
+        found = dict(zip(SLOWDOWNS, map(float, np.exp(at)), strict=True))
+        return replace(overheads_of(cluster.timing), **found)
 
     at, tried = np.log(FIRST), []
     for gain in GAINS:
-        miss = missing(at)
+        miss = real - _replayed(cluster, trace, slowed(at))
         if np.abs(miss).max() < NEAR:
-            return Slowdowns(*map(float, np.exp(at)))
+            return slowed(at)
         at = np.clip(at + gain * miss, np.log(LEAST), math.log(MOST))
         tried.append(at)
-    return Slowdowns(*map(float, np.exp(np.mean(tried[-NUM_LAST:], axis=0))))
+    return slowed(np.mean(tried[-NUM_LAST:], axis=0))
 
 
 def _trace_of(seen: Sequence[Timing]) -> Trace:
@@ -127,23 +116,12 @@ def _trace_of(seen: Sequence[Timing]) -> Trace:
     return Trace("mixture", tuple(sorted(requests, key=lambda each: each.at_s)))
 
 
-def _replayed(cluster: ReplayConfig, trace: Trace, slowdowns: Slowdowns) -> Times:
-    timing = cluster.timing
-    assert isinstance(timing, Profile)
-    timing = replace(timing, overheads=slowed(timing.overheads, slowdowns))
+def _replayed(cluster: ReplayConfig, trace: Trace, overheads: Overheads) -> Times:
+    assert isinstance(cluster.timing, Profile)
+    timing = replace(cluster.timing, overheads=overheads)
     result = replay(trace, replace(cluster, timing=timing))
     ttfts = [math.nan if each.ttft_s is None else each.ttft_s for each in result.samples]
     return _compared(cluster, trace, ttfts, np.repeat(result.itl_s, result.itl_counts))
-
-
-def slowed(overheads: Overheads, slowdowns: Slowdowns) -> Overheads:
-    """`overheads` with these slowdowns."""
-    return replace(
-        overheads,
-        prefill_slowdown=slowdowns.prefill,
-        decode_slowdown=slowdowns.decode,
-        alone_slowdown=slowdowns.alone,
-    )
 
 
 def _compared(
@@ -151,13 +129,13 @@ def _compared(
 ) -> Times:
     """Logarithms of what each of the slowdowns does most to: how many times as long as alone the
     slower first tokens take, the gaps between tokens beside prompts, and the other gaps."""
-    alone = [_alone_s(cluster.timing, each.input_length) for each in trace.requests]
+    alone = [alone_s(cluster.timing, each.input_length) for each in trace.requests]
     slower = np.nanpercentile(np.divide(ttfts, alone), 85)
     quiet, beside = np.percentile(gaps, (50, 90))
     return np.log([slower, beside, quiet])
 
 
-def _alone_s(timing: PassTiming, tokens: int) -> float:
+def alone_s(timing: PassTiming, tokens: int) -> float:
     """What a first token takes on an idle cluster."""
     pass_s = timing.pass_s(tokens, tokens**2 / 2, 1, 0, 0, 1)
     return overheads_of(timing).request_s + pass_s

@@ -27,7 +27,7 @@ import numpy as np
 
 from cluster.bench import Client, LoadSpec, Timing, make_prompts
 from cluster.config import Config, TenantsSection
-from cluster.profiling.mixture import Mixed, as_served, fit_slowdowns, plan_mixture, slowed
+from cluster.profiling.mixture import Mixed, alone_s, as_served, fit_slowdowns, plan_mixture
 from cluster.profiling.passes import ProfileError
 from cluster.replay.profile import Profile
 from cluster.replay.timing import Overheads
@@ -71,12 +71,10 @@ async def _measure(
         tokens_per_word = asker.num_tokens / asker.num_words
 
         def service_s(words: int, tokens: int) -> float:
-            prompt_tokens = int(words * tokens_per_word)
-            prompt_s = timing.pass_s(prompt_tokens, prompt_tokens**2 / 2, 1, 0, 0, 1)
-            return overheads.request_s + prompt_s + tokens * gap_s
+            return alone_s(timing, int(words * tokens_per_word)) + tokens * gap_s
 
         seen = await _send_mixture(asker, plan_mixture(service_s))
-    return slowed(overheads, fit_slowdowns(as_served(config, timing, num_blocks), seen))
+    return fit_slowdowns(as_served(config, timing, num_blocks), seen)
 
 
 def _alone(timing: Profile, seen: _Seen) -> tuple[Overheads, float]:

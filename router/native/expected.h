@@ -22,7 +22,7 @@ typedef struct {
     uint32_t max, first, count;
 } expected;
 
-static const expectation *nth_expected(const expected *e, uint32_t n) {
+static expectation *nth_expected(const expected *e, uint32_t n) {
     uint64_t at = (uint64_t)e->first + n;
     return &e->ring[at < e->max ? at : at - e->max];
 }
@@ -47,12 +47,11 @@ static void expect_block(store *all, expected *e, uint32_t number, name which, d
         return;
     if (e->ring == NULL)
         e->ring = checked(malloc(e->max * sizeof(expectation)));
+    if (!change_block(all, number, which, EXPECTED, 0))
+        return;
     if (e->count == e->max)
         drop_oldest(all, e);
-    if (!expect_in(all, number, which))
-        return;
-    e->ring[nth_expected(e, e->count++) - e->ring] =
-        (expectation){until, which, number, all->slots[number].opened};
+    *nth_expected(e, e->count++) = (expectation){until, which, number, all->slots[number].opened};
 }
 
 #endif

@@ -13,7 +13,7 @@
 #define BATCH 16
 #define TIDY_MIN 1024
 #define TIDY_LOOKUP 512
-#define SOON 64 /* blocks that whoever asked is likely to expect next */
+#define SOON 64 /* blocks that whoever asked is likely to expect next: MAX_EXPECTED in dispatch.py */
 
 typedef struct {
     store all;
@@ -204,8 +204,9 @@ uint64_t index_held(const prefix_index *x, uint32_t number, uint32_t facts) {
 uint64_t index_num_blocks(const prefix_index *x) { return x->all.blocks.num_blocks; }
 
 uint64_t index_num_bytes(const prefix_index *x) {
+    uint64_t ring_bytes = x->coming.ring ? x->coming.max * sizeof(expectation) : 0;
     return x->all.blocks.num_bytes + x->all.sets.num_bytes + x->all.tags_bytes +
-           x->all.slots_room * sizeof(slot) + (x->coming.ring ? x->coming.max * sizeof(expectation) : 0) + sizeof *x;
+           x->all.slots_room * sizeof(slot) + ring_bytes + sizeof *x;
 }
 
 /* What is wrong; NULL: nothing. */

@@ -101,15 +101,22 @@ static void count_facts(slot *own, uint32_t before, uint32_t after) {
     own->live += (after != 0) - (before != 0);
 }
 
-/* The one place where facts change: those of the block at place `at` of its shard (`place_for`) go
- * from `before` to `after`. */
-static void set_facts(store *all, uint32_t number, name which, uint32_t tag, uint32_t at,
-                      uint32_t before, uint32_t after) {
+/* The one place where facts change: `add` comes, then `drop` goes. What is in device memory is not
+ * expected there any more. Returns whether anything changed. */
+static int change_block(store *all, uint32_t number, name which, uint32_t add, uint32_t drop) {
+    uint32_t tag = tag_of(which);
     shard *s = shard_of(&all->blocks, tag);
+    uint32_t at = place_for(s, which, tag);
+    holders old = s->capacity ? s->entries[at].who : 0;
+    uint32_t before = facts_of(old, number);
+    uint32_t after = (before | add) & ~drop;
+    if (after & DEVICE)
+        after &= ~EXPECTED;
+    if (after == before)
+        return 0;
     if (before == 0)
         add_tag(all, number, tag);
     count_facts(&all->slots[number], before, after);
-    holders old = s->capacity ? s->entries[at].who : 0;
     holders new = holders_with(&all->sets, old, number, before, after);
     if (old == 0)
         insert_block(&all->blocks, s, (entry){which, new}, at);
@@ -117,30 +124,6 @@ static void set_facts(store *all, uint32_t number, name which, uint32_t tag, uin
         delete_at(&all->blocks, s, at);
     else
         s->entries[at].who = new;
-}
-
-/* `add` comes, then `drop` goes. What is in device memory is not expected there any more. */
-static void change_block(store *all, uint32_t number, name which, uint32_t add, uint32_t drop) {
-    uint32_t tag = tag_of(which);
-    const shard *s = shard_of(&all->blocks, tag);
-    uint32_t at = place_for(s, which, tag);
-    uint32_t before = s->capacity ? facts_of(s->entries[at].who, number) : 0;
-    uint32_t after = (before | add) & ~drop;
-    if (after & DEVICE)
-        after &= ~EXPECTED;
-    if (after != before)
-        set_facts(all, number, which, tag, at, before, after);
-}
-
-/* Expect the block at `number`. 0: it is there, or is expected already. */
-static int expect_in(store *all, uint32_t number, name which) {
-    uint32_t tag = tag_of(which);
-    const shard *s = shard_of(&all->blocks, tag);
-    uint32_t at = place_for(s, which, tag);
-    uint32_t before = s->capacity ? facts_of(s->entries[at].who, number) : 0;
-    if (before & (DEVICE | EXPECTED))
-        return 0;
-    set_facts(all, number, which, tag, at, before, before | EXPECTED);
     return 1;
 }
 

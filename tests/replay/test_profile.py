@@ -204,9 +204,11 @@ def test_slowdowns_are_found_again_from_what_clients_saw() -> None:
         seen.append(timing)
     alone = profile_of({**arrays, **dict.fromkeys(slowed, np.array(1.0))}, "alone", "a test")
     found = fit_slowdowns(as_served(config, alone, 500), seen)
-    assert found.prefill == pytest.approx(3.0, rel=0.1)  # one percentile of 80 first tokens
-    assert found.decode == pytest.approx(1.7, rel=0.05)
-    assert found.alone == pytest.approx(1.2, rel=0.05)
+    assert found.prefill_slowdown == pytest.approx(
+        3.0, rel=0.1
+    )  # one percentile of 80 first tokens
+    assert found.decode_slowdown == pytest.approx(1.7, rel=0.05)
+    assert found.alone_slowdown == pytest.approx(1.2, rel=0.05)
 
 
 def test_a_mixture_keeps_a_cluster_as_busy_as_it_is_meant_to() -> None:
