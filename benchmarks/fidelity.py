@@ -2,18 +2,22 @@
 
 `python -m benchmarks.fidelity`: measures this machine (`kvrelay profile`), starts a cluster of one
 prefill and one decode worker, sends conversations for some minutes, replays what was sent with the
-profile, and compares TTFT and ITL at p50 and p90. Each part can be had alone: `--profile FILE` and
-`--record FILE` take what is there already and write what is not; `--simulate-only` starts nothing.
+profile, and compares TTFT and ITL at p50 and p90. A machine that is shared with others does not
+stay as fast as it was: what is sent goes in parts, with a profile before, between and after them,
+and each part is replayed with the mean of the two beside it. `--folder DIR` keeps profiles and
+recordings, and takes those that are there already.
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.conversations import LoadFailed
 from benchmarks.fidelity_load import (
+    Planned,
     Recorded,
     WorkloadSpec,
     plan,
@@ -41,11 +46,13 @@ from cluster.api.tokenizer import Tokenizer
 from cluster.bench import percentile
 from cluster.build import PreparedModel, prepare_model
 from cluster.config import Config
-from cluster.profiling.mixture import as_served
+from cluster.deployment import ITL_TARGET_MS
+from cluster.replay.config import ReplayConfig
+from cluster.replay.profile import profile_of
 from cluster.replay.replay import replay
 from cluster.replay.results import ReplayResult
 from cluster.replay.timing import Timing
-from cluster.replay.timing_file import load_timing
+from engine.config import STATS_INTERVAL_S
 
 PERCENTS = (50, 90)
 GOAL = 0.15  # simulated and real differ by no more
@@ -61,11 +68,20 @@ def measure_profile(path: Path) -> None:
         raise click.ClickException("this machine could not be measured; what went wrong is above")
 
 
+def mean_profile(*paths: Path) -> Timing:
+    """Of a machine measured several times over the same grid."""
+    read = []
+    for path in paths:
+        with np.load(path, allow_pickle=False) as file:
+            read.append(dict(file))
+    mean = {name: np.mean([each[name] for each in read], axis=0) for name in read[0]}
+    return profile_of(mean, "mean", " and ".join(map(str, paths)))
+
+
 def run_real(
-    console: Console, spec: WorkloadSpec, model: PreparedModel
-) -> tuple[list[Recorded], float]:
-    """The recording, and the median relative error of the router's predictions of TTFT."""
-    planned = plan(spec)
+    console: Console, planned: Sequence[Planned], model: PreparedModel
+) -> tuple[list[Recorded], dict[str, Any]]:
+    """The recording of a new cluster, and the status of its router afterwards."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (
         Served(SETTINGS) as server,
@@ -75,7 +91,23 @@ def run_real(
         task = progress.add_task("requests to the real cluster", total=len(planned))
         timings = asyncio.run(send(server.url, name, planned, lambda: progress.advance(task)))
         status = httpx.get(f"{server.url}/status", timeout=10).json()
-    return record(Tokenizer(model.path), planned, timings), status["prediction_error"]
+    return record(Tokenizer(model.path), planned, timings), status
+
+
+def as_served(config: Config, timing: Timing, num_blocks: int) -> ReplayConfig:
+    """A cluster of `config`, each worker with so many blocks."""
+    return ReplayConfig(
+        timing=timing,
+        num_prefill=config.cluster.prefill,
+        num_decode=config.cluster.decode,
+        num_blocks=num_blocks,
+        block_size=config.engine.block_size,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        router=config.router,
+        stats_interval_s=STATS_INTERVAL_S,
+        itl_target_s=(config.engine.itl_target_ms or ITL_TARGET_MS) / 1e3,
+    )
 
 
 def simulate(
@@ -92,10 +124,11 @@ def real_figures(recorded: Sequence[Recorded]) -> Figures:
     return {"ttft": _percentiles([each.ttft_s for each in recorded]), "itl": _percentiles(gaps)}
 
 
-def simulated_figures(result: ReplayResult) -> Figures:
-    ttfts = [sample.ttft_s for sample in result.samples if sample.ttft_s is not None]
-    gaps = np.repeat(result.itl_s, result.itl_counts)
-    return {"ttft": _percentiles(ttfts), "itl": _percentiles([float(gap) for gap in gaps])}
+def simulated_figures(results: Sequence[ReplayResult]) -> Figures:
+    samples = [each for result in results for each in result.samples]
+    ttfts = [sample.ttft_s for sample in samples if sample.ttft_s is not None]
+    gaps = [gap for each in results for gap in np.repeat(each.itl_s, each.itl_counts).tolist()]
+    return {"ttft": _percentiles(ttfts), "itl": _percentiles(gaps)}
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -110,13 +143,14 @@ def ratios(real: Figures, simulated: Figures) -> Figures:
     }
 
 
-def breakdown(recorded: Sequence[Recorded], result: ReplayResult) -> dict[str, float]:
+def breakdown(parts: Sequence[list[Recorded]], results: Sequence[ReplayResult]) -> dict[str, float]:
     """What explains a difference, if there is one."""
+    recorded = [each for part in parts for each in part]
+    samples = [each for result in results for each in result.samples]
     prompt = sum(each.input_length for each in recorded)
-    samples = result.samples
     return {
         "requests": len(recorded),
-        "duration_s": recorded[-1].timestamp / 1e3,
+        "duration_s": sum(part[-1].timestamp for part in parts) / 1e3,
         "prompt_tokens": prompt,
         "output_tokens": sum(each.output_length for each in recorded),
         "real_cached_share": sum(each.cached_tokens for each in recorded) / prompt,
@@ -144,20 +178,18 @@ def show(console: Console, real: Figures, simulated: Figures, facts: dict[str, f
 
 
 @click.command()
-@click.option("--profile", "profile_path", type=click.Path(path_type=Path), help="Of this machine.")
-@click.option("--record", "record_path", type=click.Path(path_type=Path), help="A recording.")
-@click.option("--simulate-only", is_flag=True, help="Both files have to be there.")
 @click.option("--requests", type=click.IntRange(1), default=240, show_default=True)
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), default=0.5, show_default=True)
+@click.option("--parts", "num_parts", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Keep files here.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
 def main(
-    profile_path: Path | None,
-    record_path: Path | None,
-    simulate_only: bool,
     requests: int,
     rate: float,
+    num_parts: int,
     seed: int,
+    folder: Path | None,
     json_path: Path | None,
 ) -> None:
     """Compare the simulation with a real cluster: TTFT and ITL at p50 and p90.
@@ -165,40 +197,49 @@ def main(
     Exit code 1: some figure is off by more than 15 %.
     """
     console = make_console()
-    spec = replace(WorkloadSpec(), num_requests=requests, rate=rate, seed=seed)
-    with tempfile.TemporaryDirectory() as folder:
-        profile_path = profile_path or Path(folder) / "profile.npz"
-        record_path = record_path or Path(folder) / "recorded.jsonl"
-        missing = [str(path) for path in (profile_path, record_path) if not path.is_file()]
-        if simulate_only and missing:
-            raise click.UsageError(f"--simulate-only: {' and '.join(missing)}: no such file")
-        workload = None if record_path.is_file() else asdict(spec)
-        model = prepare_model(Config(), 0, lambda news: console.print(news, markup=False))
-        if not profile_path.is_file():
-            measure_profile(profile_path)
-        prediction_error: float | None = None
-        if not record_path.is_file():
-            try:
-                recorded, prediction_error = run_real(console, spec, model)
-                write_recording(record_path, recorded)
-            except* LoadFailed as errors:
-                raise click.ClickException(str(errors.exceptions[0])) from errors
-        recorded = read_recording(record_path)
-        timing = load_timing(str(profile_path))
-    result = simulate(console, recorded, timing, model)
-    real, simulated = real_figures(recorded), simulated_figures(result)
-    facts = breakdown(recorded, result)
-    if prediction_error is not None:
-        facts["real_prediction_error"] = prediction_error
+    spec = replace(WorkloadSpec(), num_requests=-(-requests // num_parts), rate=rate)
+    model = prepare_model(Config(), 0, lambda news: console.print(news, markup=False))
+    told: list[dict[str, Any]] = []  # by the routers
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiles = [folder / f"profile-{i}.npz" for i in range(num_parts + 1)]
+        recordings = [folder / f"recorded-{i}.jsonl" for i in range(num_parts)]
+        for i, profile in enumerate(profiles):
+            if not profile.is_file():
+                measure_profile(profile)
+            if i < num_parts and not recordings[i].is_file():
+                try:
+                    planned = plan(replace(spec, seed=seed + i))
+                    recorded, status = run_real(console, planned, model)
+                except* LoadFailed as failed:
+                    raise click.ClickException(str(failed.exceptions[0])) from failed
+                write_recording(recordings[i], recorded)
+                told.append(status)
+        parts = [read_recording(recording) for recording in recordings]
+        timings = [mean_profile(*both) for both in pairwise(profiles)]
+    results = [simulate(console, *both, model) for both in zip(parts, timings, strict=True)]
+    real, simulated = real_figures([*chain(*parts)]), simulated_figures(results)
+    facts = breakdown(parts, results)
+    if len(told) == num_parts:
+        handed_over = sum(status["totals"]["handoffs"] for status in told)
+        facts["real_handed_over"] = handed_over / facts["requests"]
+        # Of each part the median.
+        facts["real_prediction_error"] = statistics.fmean(s["prediction_error"] for s in told)
     good = show(console, real, simulated, facts)
-    results: dict[str, Any] = {
-        "workload": workload,  # None: the recording was there already
+    each_part = [
+        ratios(real_figures(part), simulated_figures([result]))
+        for part, result in zip(parts, results, strict=True)
+    ]
+    found: dict[str, Any] = {
+        "workload": {**asdict(spec), "num_parts": num_parts, "seed": seed},
         "real_s": real,
         "simulated_s": simulated,
         "simulated_to_real": ratios(real, simulated),
+        "simulated_to_real_of_parts": each_part,
         **facts,
     }
-    write_json(json_path, results)
+    write_json(json_path, found)
     sys.exit(0 if good else 1)
 
 

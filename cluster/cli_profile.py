@@ -112,7 +112,9 @@ def _rest(arrays: dict[str, Any]) -> list[tuple[str, str]]:
         ("saved by prompts and decodes in one pass", "mixed_saved_ms", 1.0, "{:.2f} ms"),
         ("prefill while decode computes", "prefill_slowdown", 1.0, "{:.2f} times as long"),
         ("decode while prefill computes", "decode_slowdown", 1.0, "{:.2f} times as long"),
-        ("either while the other does not", "alone_slowdown", 1.0, "{:.2f} times as long"),
+        ("prefill while decode does not", "prefill_alone_slowdown", 1.0, "{:.2f} times as long"),
+        ("decode while prefill does not", "decode_alone_slowdown", 1.0, "{:.2f} times as long"),
+        ("spread of equal passes", "spread", 100.0, "{:.0f} %"),
     )
     return [
         (name, text.format(float(arrays[key]) * scale))

@@ -59,7 +59,7 @@ def measure(config: Config, grid: Grid, tell: Tell, *, with_serving: bool = True
         timing = profile_of(arrays_of(prefill, decode, extra), "measured", "this machine")
         # Workers on GPUs have one each, and one pool has nobody to share with.
         shares_cores = "decode_slowdown" in extra and config.cluster.prefill > 0
-        overheads = measure_served(config, timing, model.plan.num_blocks, shares_cores=shares_cores)
+        overheads = measure_served(config, timing, shares_cores=shares_cores)
         extra |= asdict(overheads)
     return Measured(arrays_of(prefill, decode, extra), tuple(work.notices))
 
@@ -134,8 +134,10 @@ class _Work:
         for tokens, batch, context in MIXED:
             self.next(f"a prompt of {tokens} tokens with {batch} decodes")
             if passes.fits(batch, context, tokens) and tokens <= self.grid.prompts[-1]:
-                apart = passes.chunk_ms(0, tokens) + passes.decodes_ms(batch, context)
-                found.append(apart - passes.mixed_ms(tokens, batch, context))
+                decodes_ms = passes.decodes_ms(batch, context)
+                apart_ms = passes.chunk_ms(0, tokens) + decodes_ms
+                saved_ms = apart_ms - passes.mixed_ms(tokens, batch, context)
+                found.append(min(saved_ms, decodes_ms))  # weights are read once less, at most
         return max(0.0, statistics.median(found)) if found else 0.0
 
     def _contention(self, neighbour: Neighbour) -> dict[str, float]:

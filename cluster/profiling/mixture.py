@@ -1,45 +1,38 @@
 """What prompts and streams cost each other where all workers share the cores of one machine.
 
-A served cluster gets prompts and streams mixed, as users send them, and the same load is replayed:
-the slowdowns are those with which the replay takes as long. Prompts and streams slow each other in
-turn, so none can be read off alone: streams that take longer meet more prompts. What a worker is
-slowed by when no other computes (router, API, client, the system) is found with them.
+A served cluster gets prompts and streams mixed, as users send them. From what its clients saw: how
+much longer than alone prompts took while tokens were streamed and while none were, and the gaps
+between tokens while a prompt was computed and while none was. What a worker is slowed by when no
+other computes (router, API, client, the system) is found with that, and how far the times of equal
+steps are spread.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cluster.bench import LoadSpec, Timing, make_arrivals
-from cluster.config import Config
-from cluster.deployment import ITL_TARGET_MS
-from cluster.replay.config import ReplayConfig
-from cluster.replay.profile import Profile
-from cluster.replay.replay import replay
+from cluster.profiling.passes import ProfileError
+from cluster.replay.contention import SPREAD_S
 from cluster.replay.timing import Overheads, overheads_of
 from cluster.replay.timing import Timing as PassTiming
-from cluster.replay.trace import Trace, TraceRequest
-from engine.config import STATS_INTERVAL_S
 
 NUM_REQUESTS = 80
 WORDS, TOKENS = (16, 256), (16, 64)  # of a prompt and of its answer, at least and at most
 LOAD = 0.4  # requests under way on average, if they did not slow each other
 SEED = 11
-SLOWDOWNS = ("prefill_slowdown", "decode_slowdown", "alone_slowdown")  # fields of Overheads
-FIRST = (2.0, 1.3, 1.1)  # in this order
-LEAST, MOST = (1.0, 1.0, 0.5), 16.0
-GAINS = (*4 * (1.0,), *6 * (0.6,), *8 * (0.4,))  # steps, as shares of what is missing
-NUM_LAST = 8
-NEAR = 0.005  # real and replayed differ by no more: good enough
+LEAST, MOST = 0.5, 16.0  # of slowdowns
+NORMAL_P90 = 1.2816  # 90th percentile of a normal distribution, in standard deviations
+CLEAR = 0.02  # share of a time that may differ from the rest of it
 
-Times = NDArray[np.float64]
+Span = tuple[float, float]  # of one clock, in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,75 +57,103 @@ def plan_mixture(service_s: Callable[[int, int], float]) -> list[Mixed]:
     return [Mixed(at_s, *each) for at_s, each in zip(arrivals, drawn, strict=True)]
 
 
-def as_served(config: Config, timing: PassTiming, num_blocks: int) -> ReplayConfig:
-    """A cluster of `config`, each worker with so many blocks."""
-    return ReplayConfig(
-        timing=timing,
-        num_prefill=config.cluster.prefill,
-        num_decode=config.cluster.decode,
-        num_blocks=num_blocks,
-        block_size=config.engine.block_size,
-        max_num_seqs=config.engine.max_num_seqs,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens,
-        router=config.router,
-        stats_interval_s=STATS_INTERVAL_S,
-        itl_target_s=(config.engine.itl_target_ms or ITL_TARGET_MS) / 1e3,
-    )
-
-
-def fit_slowdowns(cluster: ReplayConfig, seen: Sequence[Timing]) -> Overheads:
-    """Of the `cluster` whose clients have `seen` this; its timing is a Profile, that knows all but
-    the slowdowns. Each of them follows what it does most to, in logarithms, by ever smaller steps:
-    a replay is as sensitive to small changes as a cluster is, so the last ones are averaged."""
-    gaps = [later - earlier for each in seen for earlier, later in pairwise(each.chunk_at)]
-    trace = _trace_of(seen)
-    by_time = sorted(seen, key=lambda each: each.sent_at)
-    real = _compared(cluster, trace, [each.ttft_s for each in by_time], gaps)
-
-    def slowed(at: Times) -> Overheads:
-        found = dict(zip(SLOWDOWNS, map(float, np.exp(at)), strict=True))
-        return replace(overheads_of(cluster.timing), **found)
-
-    at, tried = np.log(FIRST), []
-    for gain in GAINS:
-        miss = real - _replayed(cluster, trace, slowed(at))
-        if np.abs(miss).max() < NEAR:
-            return slowed(at)
-        at = np.clip(at + gain * miss, np.log(LEAST), math.log(MOST))
-        tried.append(at)
-    return slowed(np.mean(tried[-NUM_LAST:], axis=0))
-
-
-def _trace_of(seen: Sequence[Timing]) -> Trace:
-    began_s = min(each.sent_at for each in seen)
-    requests = (
-        TraceRequest(
-            at_s=each.sent_at - began_s,
-            input_length=each.num_prompt_tokens,
-            output_length=each.num_output_tokens,
-        )
+def contention_of(timing: PassTiming, seen: Sequence[Timing]) -> Overheads:
+    """`timing` knows all but the slowdowns and the spread. Raises ProfileError."""
+    overheads = overheads_of(timing)
+    prompts = [
+        (min(each.sent_at + overheads.request_s, each.chunk_at[0]), each.chunk_at[0])
         for each in seen
+    ]
+    streams = [(each.chunk_at[0], each.chunk_at[-1]) for each in seen]
+    works_s = [alone_s(timing, _computed(each)) - overheads.request_s for each in seen]
+    alone, beside = prompts_slowed(prompts, works_s, streams)
+    context = statistics.fmean(t.num_prompt_tokens + t.num_output_tokens / 2 for t in seen)
+
+    def step_s(num: int) -> float:
+        return timing.pass_s(0, 0.0, 0, num, int(num * context), 1)
+
+    quiet, slowed = steps_slowed(prompts, [each.chunk_at for each in seen], step_s)
+    median = statistics.median(quiet)
+    spread = math.log(np.percentile(quiet, 90) / median) / NORMAL_P90
+    return replace(
+        overheads,
+        prefill_slowdown=_within(beside),
+        prefill_alone_slowdown=_within(alone),
+        decode_slowdown=_within(statistics.median(slowed)),
+        decode_alone_slowdown=_within(median),
+        spread=spread * math.sqrt(max(1.0, step_s(1) / SPREAD_S)),
     )
-    return Trace("mixture", tuple(sorted(requests, key=lambda each: each.at_s)))
 
 
-def _replayed(cluster: ReplayConfig, trace: Trace, overheads: Overheads) -> Times:
-    assert isinstance(cluster.timing, Profile)
-    timing = replace(cluster.timing, overheads=overheads)
-    result = replay(trace, replace(cluster, timing=timing))
-    ttfts = [math.nan if each.ttft_s is None else each.ttft_s for each in result.samples]
-    return _compared(cluster, trace, ttfts, np.repeat(result.itl_s, result.itl_counts))
+def prompts_slowed(
+    prompts: Sequence[Span], works_s: Sequence[float], streams: Sequence[Span]
+) -> tuple[float, float]:
+    """How many times as long as alone (`works_s`) prompts take while nothing is streamed, and while
+    something is. Those that overlap are taken together. Raises ProfileError."""
+    streamed = merged(streams)
+    lonely, others = [], []
+    for begin, end in merged(prompts):
+        work_s = sum(
+            work
+            for work, (sent, done) in zip(works_s, prompts, strict=True)
+            if begin <= sent and done <= end
+        )
+        shared_s = _overlap((begin, end), streamed)
+        if shared_s <= CLEAR * (end - begin):
+            lonely.append((end - begin) / work_s)
+        else:
+            others.append((end - begin - shared_s, shared_s, work_s))
+    if not lonely or not others:
+        raise ProfileError("prompts and streams never met, or always: is something else running?")
+    alone = statistics.median(lonely)
+    shared_s = sum(shared for _, shared, _ in others)
+    done_s = sum(work_s - apart_s / alone for apart_s, _, work_s in others)
+    return alone, shared_s / done_s if done_s > 0 else MOST
 
 
-def _compared(
-    cluster: ReplayConfig, trace: Trace, ttfts: Sequence[float], gaps: Sequence[float] | Times
-) -> Times:
-    """Logarithms of what each of the slowdowns does most to: how many times as long as alone the
-    slower first tokens take, the gaps between tokens beside prompts, and the other gaps."""
-    alone = [alone_s(cluster.timing, each.input_length) for each in trace.requests]
-    slower = np.nanpercentile(np.divide(ttfts, alone), 85)
-    quiet, beside = np.percentile(gaps, (50, 90))
-    return np.log([slower, beside, quiet])
+def steps_slowed(
+    prompts: Sequence[Span], arrivals: Sequence[Sequence[float]], step_s: Callable[[int], float]
+) -> tuple[list[float], list[float]]:
+    """How many times as long as `step_s` of so many streams gaps between tokens are while no prompt
+    is computed, and while one is. Raises ProfileError."""
+    computing = merged(prompts)
+    quiet, slowed = [], []
+    for at in arrivals:
+        for earlier, later in pairwise(at):
+            num = sum(each[0] <= earlier and later <= each[-1] for each in arrivals)
+            share = _overlap((earlier, later), computing) / max(1e-9, later - earlier)
+            if share <= CLEAR:
+                quiet.append((later - earlier) / step_s(num))
+            elif share >= 1 - CLEAR:
+                slowed.append((later - earlier) / step_s(num))
+    if not quiet or not slowed:
+        raise ProfileError("prompts and streams never met, or always: is something else running?")
+    return quiet, slowed
+
+
+def merged(spans: Sequence[Span]) -> list[Span]:
+    """The times in which there is any of `spans`."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _overlap(span: Span, others: Sequence[Span]) -> float:
+    """Seconds of `span` in which there is one of `others`, which are apart."""
+    return sum(max(0.0, min(span[1], end) - max(span[0], begin)) for begin, end in others)
+
+
+def _within(slowdown: float) -> float:
+    return min(MOST, max(LEAST, slowdown))
+
+
+def _computed(one: Timing) -> int:
+    """Tokens of its prompt; all begin with the few of a template, which are in the cache."""
+    return one.num_prompt_tokens - one.num_cached_tokens
 
 
 def alone_s(timing: PassTiming, tokens: int) -> float:

@@ -27,7 +27,7 @@ import numpy as np
 
 from cluster.bench import Client, LoadSpec, Timing, make_prompts
 from cluster.config import Config, TenantsSection
-from cluster.profiling.mixture import Mixed, alone_s, as_served, fit_slowdowns, plan_mixture
+from cluster.profiling.mixture import Mixed, alone_s, contention_of, plan_mixture
 from cluster.profiling.passes import ProfileError
 from cluster.replay.profile import Profile
 from cluster.replay.timing import Overheads
@@ -49,19 +49,14 @@ class _Seen:
     streams: dict[int, list[list[Timing]]]  # so many at once, several times
 
 
-def measure_served(
-    config: Config, timing: Profile, num_blocks: int, *, shares_cores: bool
-) -> Overheads:
-    """Start a cluster of `config` and time requests. `timing`: of this machine, without overheads;
-    `num_blocks`: of each worker. The slowdowns are found where the workers share cores. Raises
-    ProfileError."""
+def measure_served(config: Config, timing: Profile, *, shares_cores: bool) -> Overheads:
+    """Start a cluster of `config` and time requests. `timing`: of this machine, without overheads.
+    The slowdowns are found where the workers share cores. Raises ProfileError."""
     with served(config) as (url, model):
-        return asyncio.run(_measure(url, model, config, timing, num_blocks, shares_cores))
+        return asyncio.run(_measure(url, model, timing, shares_cores))
 
 
-async def _measure(
-    url: str, model: str, config: Config, timing: Profile, num_blocks: int, shares_cores: bool
-) -> Overheads:
+async def _measure(url: str, model: str, timing: Profile, shares_cores: bool) -> Overheads:
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
         asker = _Asker(url, model, http)
         overheads, gap_s = _alone(timing, await _send(asker))
@@ -74,7 +69,7 @@ async def _measure(
             return alone_s(timing, int(words * tokens_per_word)) + tokens * gap_s
 
         seen = await _send_mixture(asker, plan_mixture(service_s))
-    return fit_slowdowns(as_served(config, timing, num_blocks), seen)
+    return contention_of(timing, seen)
 
 
 def _alone(timing: Profile, seen: _Seen) -> tuple[Overheads, float]:

@@ -3,15 +3,22 @@
 Life of a pass: begun with the seconds that it takes alone; while a worker of the other role has a
 pass too, it gets on at 1 / slowdown of its speed; ended by its worker. Whoever replays asks after
 each change when the passes will end now.
+
+Equal passes do not take equally long there: what comes in between comes at random, so the spread of
+a pass is the less the longer it takes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import exp, sqrt
+from random import Random
 
 from cluster.replay.timing import Overheads
 from engine.node import NodeId
 from engine.stats import Role
+
+SPREAD_S = 0.01  # a pass of this length is spread by Overheads.spread
 
 
 @dataclass(slots=True)
@@ -29,11 +36,12 @@ class Contention:
     overheads: Overheads
     _now: float = 0.0
     _passes: dict[NodeId, _Pass] = field(default_factory=dict)
+    _random: Random = field(default_factory=lambda: Random(0))
 
     def begin(self, now: float, worker: NodeId, role: Role, seconds: float) -> None:
         assert worker not in self._passes, f"{worker} has a pass already"
         self._advance(now)
-        self._passes[worker] = _Pass(role, seconds)
+        self._passes[worker] = _Pass(role, seconds * self._luck(seconds))
 
     def end(self, now: float, worker: NodeId) -> None:
         """The pass of `worker` is over, or its worker is gone."""
@@ -52,9 +60,18 @@ class Contention:
         for each in self._passes.values():
             each.left_s = max(0.0, each.left_s - elapsed_s / self._slowdown(each.role))
 
+    def _luck(self, seconds: float) -> float:
+        """1 in the median."""
+        spread = self.overheads.spread
+        if not spread:
+            return 1.0
+        return exp(spread * sqrt(min(1.0, SPREAD_S / seconds)) * self._random.gauss())
+
     def _slowdown(self, role: Role) -> float:
         """Of a pass of `role` beside those that are under way."""
-        overheads = self.overheads
+        costs = self.overheads
         if all(each.role is role for each in self._passes.values()):
-            return overheads.alone_slowdown
-        return overheads.prefill_slowdown if role is Role.PREFILL else overheads.decode_slowdown
+            prefill, decode = costs.prefill_alone_slowdown, costs.decode_alone_slowdown
+        else:
+            prefill, decode = costs.prefill_slowdown, costs.decode_slowdown
+        return prefill if role is Role.PREFILL else decode

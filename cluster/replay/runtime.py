@@ -95,8 +95,7 @@ class ReplayRuntime:
     def __post_init__(self) -> None:
         self._passes = Passes(self.timing, self.log)
         overheads = overheads_of(self.timing)
-        slowdowns = overheads.prefill_slowdown, overheads.decode_slowdown, overheads.alone_slowdown
-        if slowdowns != (1.0, 1.0, 1.0):
+        if overheads.shares_cores:
             self._contention = Contention(overheads)
 
     def begin(self, node: Node, epoch: int = 0, pool_tokens: int = 0) -> Life:

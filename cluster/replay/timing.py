@@ -46,8 +46,17 @@ class Overheads:
     step_s: float = 0.0  # between two passes of a worker
     sequence_s: float = 0.0  # more of that for each decoding sequence: its token is streamed
     prefill_slowdown: float = 1.0
+    prefill_alone_slowdown: float = 1.0  # while no worker of the other role computes
     decode_slowdown: float = 1.0
-    alone_slowdown: float = 1.0  # of a pass while no worker of the other role computes
+    decode_alone_slowdown: float = 1.0
+    spread: float = 0.0  # of the times of equal passes of 10 ms: standard deviation of logarithms
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether what others do changes what a pass takes."""
+        slowdowns = {self.prefill_slowdown, self.prefill_alone_slowdown}
+        slowdowns |= {self.decode_slowdown, self.decode_alone_slowdown}
+        return slowdowns != {1.0} or self.spread > 0
 
 
 class Timing(Protocol):

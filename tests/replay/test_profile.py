@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from benchmarks.fidelity import as_served
 from benchmarks.fidelity_load import (
     BlockIds,
     WorkloadSpec,
@@ -25,14 +26,22 @@ from cluster.bench import Timing
 from cluster.cli_profile import profile, profile_tables
 from cluster.config import Config
 from cluster.profiling.links import fit_line
-from cluster.profiling.mixture import LOAD, as_served, fit_slowdowns, plan_mixture
+from cluster.profiling.mixture import (
+    LOAD,
+    contention_of,
+    merged,
+    plan_mixture,
+    prompts_slowed,
+    steps_slowed,
+)
 from cluster.profiling.passes import Grid, ProfileError
 from cluster.profiling.served import fit_gaps, gaps_together, least_gap_s
 from cluster.replay.profile import arrays_of, profile_of
-from cluster.replay.replay import replay
+from cluster.replay.replay import Replay, replay
 from cluster.replay.timing import overheads_of
 from cluster.replay.timing_file import load_timing
 from cluster.replay.trace import Trace, TraceRequest
+from router.messages import Output
 from tests.engine_model.tiny import make_checkpoint
 
 
@@ -184,31 +193,50 @@ def test_a_recording_is_a_trace_with_what_the_client_saw(tmp_path: Path) -> None
     assert all(len(r.block_ids) == -(-r.input_length // 16) for r in trace.requests)
 
 
-def test_slowdowns_are_found_again_from_what_clients_saw() -> None:
+def test_slowdowns_are_found_again_from_what_clients_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster whose prompts and streams slow each other, by known factors."""
-    slowed = {"prefill_slowdown": 3.0, "decode_slowdown": 1.7, "alone_slowdown": 1.2}
-    arrays = arrays_of({16: 40.0, 256: 400.0}, {(1, 64): 12.0, (8, 64): 30.0}, slowed)
-    config = Config()
+    slowed = {"prefill_slowdown": 3.0, "prefill_alone_slowdown": 1.1, "decode_slowdown": 1.7}
+    slowed |= {"decode_alone_slowdown": 1.2, "spread": 0.2}
+    arrays = arrays_of({16: 40.0, 256: 400.0}, {(1, 64): 12.0, (8, 64): 20.0}, slowed)
     planned = plan_mixture(lambda words, tokens: 0.002 * words + 0.015 * tokens)
+    seen = [Timing(each.at_s) for each in planned]
+    on_answer = Replay._on_answer
+
+    def note(self: Replay, now: float, answer: Output) -> None:
+        timing = seen[int(answer.request_id[1:])]
+        timing.chunk_at += [now] * bool(answer.tokens)
+        on_answer(self, now, answer)
+
+    monkeypatch.setattr(Replay, "_on_answer", note)
+    cluster = as_served(Config(), profile_of(arrays, "slowed", "a test"), 500)
     requests = [TraceRequest(each.at_s, each.num_words, each.num_tokens) for each in planned]
-    cluster = as_served(config, profile_of(arrays, "slowed", "a test"), 500)
-    result = replay(Trace("mixture", tuple(requests)), cluster)
-    gaps = list(np.repeat(result.itl_s, result.itl_counts))
-    seen = []
-    for sample in result.samples:
-        assert sample.ttft_s is not None
-        timing = Timing(sample.at_s, chunk_at=[sample.at_s + sample.ttft_s])
-        for _ in range(sample.num_output - 1):
-            timing.chunk_at.append(timing.chunk_at[-1] + gaps.pop())
-        timing.num_prompt_tokens, timing.num_output_tokens = sample.input_length, sample.num_output
-        seen.append(timing)
-    alone = profile_of({**arrays, **dict.fromkeys(slowed, np.array(1.0))}, "alone", "a test")
-    found = fit_slowdowns(as_served(config, alone, 500), seen)
-    assert found.prefill_slowdown == pytest.approx(
-        3.0, rel=0.1
-    )  # one percentile of 80 first tokens
-    assert found.decode_slowdown == pytest.approx(1.7, rel=0.05)
-    assert found.alone_slowdown == pytest.approx(1.2, rel=0.05)
+    replay(Trace("mixture", tuple(requests)), cluster)
+    for timing, each in zip(seen, planned, strict=True):
+        timing.num_prompt_tokens, timing.num_output_tokens = each.num_words, each.num_tokens
+    alone = profile_of(arrays | dict.fromkeys(slowed, np.array(1.0)), "alone", "a test")
+    found = contention_of(alone, seen)
+    for name, real in slowed.items():
+        assert getattr(found, name) == pytest.approx(real, rel=0.15), name
+
+
+def test_spans_that_overlap_are_one() -> None:
+    assert merged([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (2.0, 2.5)]) == [(0.0, 2.5), (3.0, 4.0)]
+
+
+def test_prompts_are_slowed_by_what_they_met() -> None:
+    """Alone 1.5 times as long; 3 times while there is a stream: half of the second, and all of the
+    third and the fourth, which overlap."""
+    prompts = [(0.0, 1.5), (10.0, 14.5), (20.0, 26.0), (23.0, 29.0)]
+    works_s = [1.0, 2.0, 1.0, 2.0]
+    streams = [(11.5, 16.0), (18.0, 30.0)]
+    assert prompts_slowed(prompts, works_s, streams) == pytest.approx((1.5, 3.0))
+
+
+def test_a_load_in_which_nothing_met_says_nothing() -> None:
+    with pytest.raises(ProfileError, match="never met"):
+        prompts_slowed([(0.0, 1.0)], [1.0], [(2.0, 3.0)])
+    with pytest.raises(ProfileError, match="never met"):
+        steps_slowed([(0.0, 1.0)], [[2.0, 3.0]], lambda _: 0.5)
 
 
 def test_a_mixture_keeps_a_cluster_as_busy_as_it_is_meant_to() -> None:

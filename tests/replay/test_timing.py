@@ -4,6 +4,8 @@ measured profile, and what workers that share cores cost each other."""
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -283,3 +285,17 @@ def test_passes_of_both_roles_slow_each_other_down_while_they_overlap() -> None:
     shared.end(0.6, "decode-0")
     # 0.2 s of overlap were worth 0.2 / 3 of the prefill's own time.
     assert shared.ends() == {"prefill-0": pytest.approx(0.6 + 0.6 - 0.2 / 3)}
+
+
+def test_equal_passes_are_spread_the_less_the_longer_they_take() -> None:
+    spread = {}
+    for seconds in (0.01, 1.0):
+        shared = Contention(Overheads(spread=0.2))
+        logs = []
+        for _ in range(2000):
+            shared.begin(0.0, "a", Role.DECODE, seconds)
+            logs.append(math.log(shared.ends()["a"] / seconds))
+            shared.end(0.0, "a")
+        assert statistics.median(logs) == pytest.approx(0.0, abs=0.02)
+        spread[seconds] = statistics.stdev(logs)
+    assert spread == {0.01: pytest.approx(0.2, rel=0.1), 1.0: pytest.approx(0.02, rel=0.1)}
