@@ -43,8 +43,9 @@ from benchmarks.routing_load import KINDS, PROMPT_BLOCKS, RoutingLoad, Session
 from cluster.bench import percentile
 from engine.kv_events import KVEvents
 from engine.tier import Tier
+from router.choice import GROUP
 from router.config import RouterConfig
-from router.dispatch import GROUP, Dispatcher
+from router.dispatch import Dispatcher
 from router.prefix_index import PrefixIndex
 
 EVENT_BLOCKS = 64

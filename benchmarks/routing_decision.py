@@ -67,10 +67,8 @@ def decision(dispatcher: Dispatcher, load: RoutingLoad, num_blocks: int) -> dict
             assert holder is not None
             times["names"].append(timed(lambda: log.packed_names(holder.info)))  # noqa: B023
             if kind == "hit":
-                names = log.packed_names(holder.info)
                 slot = dispatcher.index.views[holder.worker].slot
-                dispatcher.index.table.change(slot, names, add=1)
-                del names
+                dispatcher.index.table.change(slot, log.packed_names(holder.info), add=1)
             logs.append(log)
         for log in logs:
             began = time.perf_counter()

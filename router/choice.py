@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import c_bool, c_char, c_double, c_int64, c_uint64, c_void_p
+from ctypes import c_bool, c_char, c_double, c_int64, c_uint8, c_uint64, c_void_p
 from functools import cache
 from struct import Struct
 from typing import Any, NamedTuple
 from weakref import finalize
 
+from engine.block_hash import HASH_BYTES
+from engine.stats import Role
 from router.cost import CostModel
 from router.endpoint import Endpoint
 from router.fleet import Fleet
-from router.index_table import NUM_RUNS, IndexTable
+from router.index_table import IndexTable
 from router.library import library
 from router.placement import Intake, Seconds, Work
 from router.prefix_index import Held
 from router.prompt_queue import WaitingMemory
 
+_NAMED = Struct("=Q2qQqQq")  # `named_prompt` of native/cost.h
+_WORK = Struct("=2dqQqQ2q")  # how a question begins, up to `total_tokens`
 _OPTION = Struct("=Qq4q10d3q2dQq")
+GROUP = {Role.DECODE: 0, Role.PREFILL: 1}  # of workers in the index; native code knows them
 _ADDRESS = Struct("=Q")
+_COUNTS = Struct("=2q")
+MAX_CANDIDATES = 256  # of a role, as in native/choice.h
 _HELD, _SECONDS, _INTAKE = slice(2, 6), slice(6, 16), slice(16, 22)
-
-
-class _Found(ctypes.Structure):
-    """`found_kind` of native/cost.h."""
-
-    _fields_ = (
-        ("model", c_uint64),
-        ("block_size", c_int64),
-        ("unit", c_int64),
-        ("ends", c_void_p),
-        ("num_slots", c_int64),
-    )
 
 
 class Question(ctypes.Structure):
@@ -43,8 +38,8 @@ class Question(ctypes.Structure):
         ("now", c_double),
         ("output_tokens", c_double),
         ("num_tokens", c_int64),
-        ("found", c_void_p),
-        ("num_found", c_int64),
+        ("prompts", c_void_p),
+        ("num_prompts", c_int64),
         ("lendings", c_void_p),
         ("num_lendings", c_int64),
         ("total_tokens", c_int64),
@@ -65,19 +60,7 @@ class Question(ctypes.Structure):
         ("num_holders", c_int64),
         ("max_tried", c_int64),
         ("lenders_of_a_role", c_int64),
-    )
-
-
-class _Answer(ctypes.Structure):
-    """`answer` of native/choice.h."""
-
-    _fields_ = (
-        ("decodes", c_void_p),
-        ("prefills", c_void_p),
-        ("workers", c_void_p),
-        ("num_decodes", c_int64),
-        ("num_prefills", c_int64),
-        ("num_workers", c_int64),
+        ("num_candidates", c_int64),
     )
 
 
@@ -93,59 +76,66 @@ class Option(NamedTuple):
 
 
 class Options:
-    """All ways that a choice has looked at: the records that native code has written, read when
+    """All ways that a choice has looked at: the `answer` that native code has written, read when
     somebody asks. At least one has a decode worker."""
 
-    __slots__ = ("_decodes", "_endpoints", "_num_decodes", "_num_prefills", "_prefills")
+    __slots__ = ("_answer", "_endpoints", "_first", "_num_decodes", "_num_prefills")
 
-    def __init__(
-        self, answer: _Answer, decodes: Any, prefills: Any, endpoints: Mapping[int, Endpoint]
-    ) -> None:
-        self._decodes, self._prefills = decodes, prefills
-        self._num_decodes: int = answer.num_decodes
-        self._num_prefills: int = answer.num_prefills
-        self._endpoints = endpoints
+    def __init__(self, answer: Any, num_candidates: int, endpoints: Mapping[int, Endpoint]) -> None:
+        """`endpoints`: by address; all that the answer names, for as long as it is read."""
+        self._answer, self._endpoints = answer, endpoints
+        self._num_decodes: int
+        self._num_prefills: int
+        self._num_decodes, self._num_prefills = _COUNTS.unpack_from(answer)
+        self._first = num_candidates  # number of the first one with a decode worker
+
+    def __bool__(self) -> bool:
+        return self._num_decodes > 0
 
     @property
     def best(self) -> Option:
         """Decode worker and all."""
-        return self._read(self._decodes, 0)
+        return self._read(self._first)
 
     @property
     def best_prefill(self) -> Option | None:
         """The prefill worker's part of `best`."""
-        number: int = _OPTION.unpack_from(self._decodes)[1]
-        return None if number < 0 else self._read(self._prefills, number)
+        number: int = _OPTION.unpack_from(self._answer, _at(self._first))[1]
+        return None if number < 0 else self._read(number)
 
     @property
     def decodes(self) -> list[Option]:
         """Best first, as the following."""
-        return [self._read(self._decodes, number) for number in range(self._num_decodes)]
+        return [self._read(self._first + number) for number in range(self._num_decodes)]
 
     @property
     def prefills(self) -> list[Option]:
-        return [self._read(self._prefills, number) for number in range(self._num_prefills)]
+        return [self._read(number) for number in range(self._num_prefills)]
 
-    def _read(self, records: Any, number: int) -> Option:
-        values = _OPTION.unpack_from(records, _OPTION.size * number)
-        device, host, disk, said = values[_HELD]
+    def _read(self, number: int) -> Option:
+        values = _OPTION.unpack_from(self._answer, _at(number))
         computed, loaded, fetched, load_s, fetch_s, lender = values[_INTAKE]
         fetch_from = self._endpoints[lender].worker if lender else None
         prefill = None
         if values[1] >= 0:
-            (address,) = _ADDRESS.unpack_from(self._prefills, _OPTION.size * values[1])
+            (address,) = _ADDRESS.unpack_from(self._answer, _at(values[1]))
             prefill = self._endpoints[address]
         return Option(
             self._endpoints[values[0]],
             prefill,
-            Held(device, host, disk, said),
+            Held(*values[_HELD]),
             Seconds(*values[_SECONDS]),
             Intake(computed, loaded, fetched, load_s, fetch_s, fetch_from),
         )
 
 
+def _at(number: int) -> int:
+    return _COUNTS.size + _OPTION.size * number
+
+
 class Chooser:
-    """Owned by a policy. Invariant: native code has the endpoints in `_by_slot`, by their slots."""
+    """Owned by a policy. Invariant: native code has the endpoints in `_by_slot`, by their slots.
+    What is asked of it is about the last `ask`, whose work native code reads until the next."""
 
     def __init__(self, cost: CostModel, index: IndexTable, **limits: float) -> None:
         """`limits`: fields of a question that are always the same."""
@@ -155,35 +145,47 @@ class Chooser:
         self._address: int = self._lib.chooser_new(index.address)
         finalize(self, self._lib.chooser_free, self._address)
         self._by_slot: dict[int, Endpoint] = {}
+        self._by_address: dict[int, Endpoint] = {}  # replaced when one goes: answers keep theirs
         self._question = Question(**limits)
         self._at = ctypes.addressof(self._question)
-        self._answer = _Answer()
-        self._answer_at = ctypes.addressof(self._answer)
 
     def put(self, endpoint: Endpoint, slot: int | None) -> None:
         """`endpoint` has this slot of the index from now on; None: none any more, it may go."""
         if self._by_slot.get(endpoint.slot) is endpoint:
             del self._by_slot[endpoint.slot]
             self._lib.chooser_put(self._address, endpoint.slot, None)
+            self._by_address = {each.address: each for each in self._by_slot.values()}
         endpoint.slot = -1 if slot is None else slot
         if slot is not None:
-            self._by_slot[slot] = endpoint
+            self._by_slot[slot] = self._by_address[endpoint.address] = endpoint
             self._lib.chooser_put(self._address, slot, endpoint.address)
 
     def ask(self, now: float, work: Work, *, trusting: bool) -> None:
         """What the following calls are about. `trusting`: silent workers, and those that have
         failed this request, are better than none."""
-        question = self._question
-        question.now, question.trusting = now, trusting
-        question.num_tokens, question.total_tokens, question.output_tokens, found, avoid = work
-        kinds = (_Found * len(found))()
-        for kind, each in zip(kinds, found, strict=True):
-            kind.model, kind.block_size, kind.unit, ends = each
-            kind.ends, kind.num_slots = ctypes.addressof(ends), len(ends) // NUM_RUNS
-        question.found, question.num_found = ctypes.addressof(kinds), len(found)
-        addresses = _addresses(avoid)
-        question.avoid, question.num_avoid = ctypes.addressof(addresses), len(avoid)
-        self._asked = work, kinds, addresses  # native code reads them until the next question
+        num_tokens, total_tokens, output_tokens, prompts, avoid = work
+        named = bytearray(_NAMED.size * len(prompts))
+        for number, (model, block_size, unit, names) in enumerate(prompts):
+            count = len(names) // HASH_BYTES
+            told = model, block_size, unit, _address(names), count, 0, 0
+            _NAMED.pack_into(named, _NAMED.size * number, *told)
+        question, count = self._question, len(prompts)
+        _WORK.pack_into(
+            question, 0, now, output_tokens, num_tokens, _address(named), count, 0, 0, total_tokens
+        )
+        question.trusting, question.num_avoid = trusting, len(avoid)
+        addresses = None
+        if avoid:
+            addresses = _addresses(avoid)
+            question.avoid = ctypes.addressof(addresses)
+        self._asked = work, named, addresses
+        self._lib.choice_look(self._address, self._at)
+
+    def holders(self, role: Role) -> list[Endpoint]:
+        """Those of the role that hold some of the prompt, most first."""
+        found = (c_void_p * MAX_CANDIDATES)()
+        count = self._lib.choice_holders(self._address, self._at, GROUP[role], found)
+        return [self._by_address[address] for address in found[:count]]  # type: ignore[index]
 
     def is_usable(self, endpoint: Endpoint) -> bool:
         """Whether it can take the request now, and would have room for its KV soon."""
@@ -212,31 +214,32 @@ class Chooser:
         question.num_decodes, question.num_prefills, question.num_lenders = map(len, arrays)
         return self._choose(decodes, prefills, max(map(len, given)))
 
+    def expect(self, fleet: Fleet, endpoint: Endpoint, first_new: int, until: float) -> None:
+        """`endpoint` has been booked for what was asked: its place in its fleet changes, and blocks
+        from number `first_new` on are expected there `until`."""
+        self._lib.choice_expect(
+            self._address, self._at, self._cost.address, fleet.address, endpoint.address,
+            first_new, until,
+        )  # fmt: skip
+
     def _choose(self, decodes: Fleet, prefills: Fleet, num_candidates: int) -> Options | None:
-        answer = self._answer
-        decode_type, prefill_type, workers_type = _buffers(num_candidates)
-        decode_records, prefill_records, workers = decode_type(), prefill_type(), workers_type()
-        answer.decodes = ctypes.addressof(decode_records)
-        answer.prefills = ctypes.addressof(prefill_records)
-        answer.workers = ctypes.addressof(workers)
+        self._question.num_candidates = num_candidates
+        answer = _answer_type(num_candidates)()
         self._lib.choose(
             self._address, self._cost.address, decodes.address, prefills.address, self._at,
-            self._answer_at,
+            ctypes.addressof(answer),
         )  # fmt: skip
-        if not answer.num_decodes:
-            return None
-        endpoints = {
-            address: decodes.at(address) or prefills.at(address)
-            for address in workers[: answer.num_workers]
-        }
-        return Options(answer, decode_records, prefill_records, endpoints)  # type: ignore[arg-type]
+        return Options(answer, num_candidates, self._by_address) or None
 
 
 @cache
-def _buffers(num_candidates: int) -> tuple[type[ctypes.Array[Any]], ...]:
-    """Types of arrays with room for what so many of each role can do, and for whom they name."""
-    record = c_char * _OPTION.size
-    return record * (2 * num_candidates), record * num_candidates, c_void_p * (5 * num_candidates)
+def _answer_type(num_candidates: int) -> type[ctypes.Array[Any]]:
+    """Room for all that so many of each role can do."""
+    return c_char * _at(3 * num_candidates)
+
+
+def _address(buffer: bytearray) -> int:
+    return ctypes.addressof(c_uint8.from_buffer(buffer)) if buffer else 0
 
 
 def _addresses(endpoints: Sequence[Endpoint]) -> ctypes.Array[c_void_p]:
@@ -246,8 +249,10 @@ def _addresses(endpoints: Sequence[Endpoint]) -> ctypes.Array[c_void_p]:
 @cache
 def _check_sizes() -> None:
     """What Python and C share has to look the same to both."""
-    ours = [Endpoint, WaitingMemory, CostModel, Question, _Found, _Answer]
-    sizes = (c_uint64 * (len(ours) + 1))()
+    ours = [Endpoint, WaitingMemory, CostModel, Question]
+    packed = [_NAMED, _COUNTS, _OPTION]
+    sizes = (c_uint64 * (len(ours) + len(packed)))()
     library().choice_sizes(sizes)
-    expected = [*map(ctypes.sizeof, ours), _OPTION.size]  # type: ignore[arg-type]
+    expected = [*map(ctypes.sizeof, ours), *(each.size for each in packed)]  # type: ignore[arg-type]
     assert list(sizes) == expected, (list(sizes), expected)
+    assert Question.max_inflight.offset == _WORK.size

@@ -8,30 +8,27 @@ it may still lend its KV to one that can.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-from engine.block_hash import HASH_BYTES
 from engine.kv_events import KVEvents, KVSnapshot
 from engine.node import NodeId
 from engine.stats import Role, WorkerInfo, WorkerStats
 from router.admission import Rejection, blocks_needed, clamp_max_tokens
-from router.choice import Option
+from router.choice import GROUP, Option
 from router.config import RouterConfig
 from router.cost import CostModel
 from router.endpoint import Endpoint, model_number
 from router.fleet import Fleet
 from router.keepers import Keepers
-from router.placement import Found, Work
+from router.placement import NamedPrompt, Work
 from router.policy import Decision, Policy, Question
 from router.prediction import TtftPredictor
-from router.prefix_index import Matches, PrefixIndex
+from router.prefix_index import PrefixIndex
 from router.token_log import Attempt, LoggedRequest
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 EXPECTED_OUTPUT = 128.0  # tokens, until requests have ended
 OUTPUT_SMOOTHING = 0.05
-GROUP = {Role.DECODE: 0, Role.PREFILL: 1}  # of workers in the index; native/router.c knows them
-MAX_EXPECTED = 64  # blocks of a prompt that count as cached before the worker says so
 STICKY_BLOCKS = 4  # beginnings of prompts that agree in so many blocks belong to one session
 
 
@@ -157,16 +154,13 @@ class Dispatcher:
         best, first, work = choice.best, choice.prefill_option, question.work
         seconds, intake = best.seconds, best.intake
         attempt = log.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
-        names = log.packed_names(choice.decode.info)
         if self._config.policy == "prefix":
             named = log.block_names(choice.decode.info)
             attempt.keeper = self._keepers.choose(now, log, named, choice.prefill)
         others_decode = choice.decode.num_decoding > 0
-        self._book(now, log, best, work, names, computes=first is None)
+        self._book(now, log, best, work, computes=first is None)
         if first is not None:
-            if first.endpoint.block_size != best.endpoint.block_size:
-                names = log.packed_names(first.endpoint.info)
-            self._book(now, log, first, work, names, computes=True)
+            self._book(now, log, first, work, computes=True)
         decision = Decision(
             request_id=log.request_id,
             attempt=attempt.number,
@@ -209,15 +203,14 @@ class Dispatcher:
         self._expected_output += OUTPUT_SMOOTHING * (num_tokens - self._expected_output)
 
     def _question(self, now: float, log: LoggedRequest) -> Question:
-        matches = {key: self._lookup(now, log, info) for key, info in self._kinds.items()}
         left = log.sampling.max_tokens - log.num_output_tokens
         work = Work(
             num_tokens=len(log.tokens),
             total_tokens=log.num_prompt_tokens + log.sampling.max_tokens,
             output_tokens=min(float(left), self._expected_output),
-            found=[
-                Found(model_number(fingerprint), block_size, block_size, match.ends)
-                for (fingerprint, block_size), match in matches.items()
+            prompts=[
+                NamedPrompt(model_number(fingerprint), size, size, log.packed_names(info))
+                for (fingerprint, size), info in self._kinds.items()
             ],
             avoid=log.avoid,
         )
@@ -227,31 +220,13 @@ class Dispatcher:
             decodes=self._fleets[Role.DECODE],
             prefills=self._fleets[Role.PREFILL],
             trusting=False,
-            holders=lambda fleet: self._holders(fleet, matches.values()),
             sticky=lambda: _sticky(log, self._kinds.values()),
         )
 
-    def _lookup(self, now: float, log: LoggedRequest, info: WorkerInfo) -> Matches:
-        # The last token is always computed: its logits are what the next one is drawn from.
-        num_full = (len(log.tokens) - 1) // info.block_size
-        return self.index.lookup(now, log.packed_names(info)[: HASH_BYTES * num_full])
-
-    def _holders(self, fleet: Fleet, matches: Iterable[Matches]) -> Sequence[Endpoint]:
-        group = GROUP[Role.DECODE if fleet is self._fleets[Role.DECODE] else Role.PREFILL]
-        found = (fleet.get(worker) for match in matches for worker in match.best(group))
-        return [endpoint for endpoint in found if endpoint is not None]
-
     def _book(
-        self,
-        now: float,
-        log: LoggedRequest,
-        option: Option,
-        work: Work,
-        names: memoryview,
-        *,
-        computes: bool,
+        self, now: float, log: LoggedRequest, option: Option, work: Work, *, computes: bool
     ) -> None:
-        """`names`: of its blocks there. `computes`: the prompt is computed there."""
+        """`computes`: the prompt is computed there."""
         endpoint, info, device = option.endpoint, option.endpoint.info, option.held.device
         output = work.output_tokens if info.role is Role.DECODE else 0.0
         num_blocks = blocks_needed(work.num_tokens - device + int(output), info.block_size)
@@ -261,10 +236,9 @@ class Dispatcher:
         else:
             computed, prefill_s = 0, 0.0
         endpoint.book(now, log.request_id, computed, num_blocks, prefill_s)
-        self._update(now, endpoint)
-        begin = HASH_BYTES * (device // info.block_size)
-        expected = names[begin : begin + HASH_BYTES * MAX_EXPECTED]
-        self.index.speculate(now, endpoint.worker, expected)
+        fleet, until = self._fleets[info.role], now + self.index.speculative_s
+        self._policy.chooser.expect(fleet, endpoint, device // info.block_size, until)
+        self._now = max(self._now, now)
 
     def _move(self, worker: NodeId, slot: int | None) -> None:
         self._policy.chooser.put(self._endpoints[worker], slot)

@@ -43,10 +43,6 @@ class Fleet:
     def get(self, worker: NodeId) -> Endpoint | None:
         return self._endpoints.get(worker)
 
-    def at(self, address: int) -> Endpoint | None:
-        """The endpoint whose memory is there."""
-        return self._by_address.get(address)
-
     def add(self, now: float, endpoint: Endpoint) -> None:
         self._endpoints[endpoint.worker] = endpoint
         self._by_address[endpoint.address] = endpoint

@@ -48,6 +48,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "chooser_new": (c_void_p, [c_void_p]),
     "chooser_free": (None, [c_void_p]),
     "chooser_put": (None, [c_void_p, c_uint32, c_void_p]),
+    "choice_look": (None, [c_void_p, c_void_p]),
+    "choice_holders": (c_uint32, [c_void_p, c_void_p, c_uint32, c_void_p]),
+    "choice_expect": (
+        None,
+        [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_double],
+    ),
     "choice_is_usable": (c_bool, [c_void_p, c_void_p, c_void_p]),
     "choose": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "choice_sizes": (None, [c_void_p]),

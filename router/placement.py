@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from ctypes import c_uint32
 from typing import NamedTuple
 
 from engine.node import NodeId
@@ -47,13 +45,13 @@ class Intake(NamedTuple):
     fetch_from: NodeId | None = None
 
 
-class Found(NamedTuple):
-    """What a lookup has found, at workers of one kind."""
+class NamedPrompt(NamedTuple):
+    """A prompt as workers of one kind name it."""
 
     model: int  # as `Endpoint.model`
     block_size: int
-    unit: int  # tokens that one of `ends` counts
-    ends: ctypes.Array[c_uint32]  # as `IndexTable.lookup` returns them
+    unit: int  # tokens that a name stands for
+    names: bytearray  # of its full blocks, packed
 
 
 class Work(NamedTuple):
@@ -62,5 +60,5 @@ class Work(NamedTuple):
     num_tokens: int  # prompt and output so far: KV that must be there before the next token
     total_tokens: int  # that it may come to have
     output_tokens: float  # expected from now on
-    found: Sequence[Found]
+    prompts: Sequence[NamedPrompt]  # one for each kind of workers
     avoid: Sequence[Endpoint] = ()  # these have failed it

@@ -25,6 +25,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from engine.node import NodeId
+from engine.stats import Role
 from router.choice import Chooser, Option, Options
 from router.cost import CostModel
 from router.endpoint import Endpoint
@@ -96,15 +97,14 @@ class Decision:
 
 
 class Question(NamedTuple):
-    """What a policy is asked. The last two are for baselines."""
+    """What a policy is asked."""
 
     now: float
     work: Work
     decodes: Fleet
     prefills: Fleet
     trusting: bool  # silent workers, and those that have failed this request, are better than none
-    holders: Callable[[Fleet], Sequence[Endpoint]]  # of the prefix, most first
-    sticky: Callable[[], bytes]  # equal for what should go to the same worker
+    sticky: Callable[[], bytes]  # for a baseline: equal for what should go to the same worker
 
 
 class Policy:
@@ -124,12 +124,12 @@ class Policy:
         """None: nobody who decodes is usable. Only prefill workers with the fingerprint of the
         decode worker are considered."""
         self._num_choices += 1
-        now, work, decodes, prefills, trusting, _, _ = question
+        now, work, decodes, prefills, trusting, _ = question
         self.chooser.ask(now, work, trusting=trusting)
         if self.name == "prefix":
             options = self.chooser.find(decodes, prefills, NUM_HOLDERS + NUM_IDLE)
         else:
-            given = self._pick(question, decodes), self._pick(question, prefills)
+            given = self._pick(question, Role.DECODE), self._pick(question, Role.PREFILL)
             options = self.chooser.weigh(decodes, prefills, given)
         if options is None:
             return None
@@ -139,8 +139,9 @@ class Policy:
             best.prefill.chosen_at = self._num_choices
         return Choice(best, first, options)
 
-    def _pick(self, question: Question, fleet: Fleet) -> Sequence[Endpoint]:
+    def _pick(self, question: Question, role: Role) -> Sequence[Endpoint]:
         """Whom a baseline takes; nobody, if nobody is usable."""
+        fleet = question.decodes if role is Role.DECODE else question.prefills
         is_usable = self.chooser.is_usable
         usable = filter(is_usable, fleet.least_busy())
         match self.name:
@@ -149,7 +150,7 @@ class Policy:
             case "round_robin":
                 return _first(sorted(usable, key=lambda each: (each.chosen_at, each.worker)))
             case "prefix_only":
-                holders = filter(is_usable, question.holders(fleet))
+                holders = filter(is_usable, self.chooser.holders(role))
                 return _first(holders) or _first(usable)
             case _:
                 drawn = self.name == "random"

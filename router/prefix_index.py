@@ -141,7 +141,7 @@ class PrefixIndex:
         if not 1 <= stride <= 1 << 16:
             raise ValueError(f"stride {stride}: expected 1 to 65536 blocks")
         self._snapshot_retry_s = snapshot_retry_s
-        self._speculative_s = speculative_s
+        self.speculative_s = speculative_s
         self.table = IndexTable(stride, max_speculative)
         self.views: dict[NodeId, _View] = {}
         self.slots: dict[int, _View] = {}
@@ -243,7 +243,7 @@ class PrefixIndex:
         to hold."""
         view = self.views.get(worker)
         if view is not None:
-            self.table.expect(view.slot, names, now, now + self._speculative_s)
+            self.table.expect(view.slot, names, now, now + self.speculative_s)
 
     def lookup(self, now: float, names: Names, limit: int | None = None) -> Matches:
         """How much each worker holds of the prompt whose blocks have these names; with `limit`, of

@@ -156,11 +156,11 @@ class LoggedRequest:
         """Names of the full blocks of `tokens` on workers like `info`. Not to be changed."""
         return self._chain(info).extend(self.tokens)
 
-    def packed_names(self, info: WorkerInfo) -> memoryview:
-        """The same, one after the other. Not to be kept."""
+    def packed_names(self, info: WorkerInfo) -> bytearray:
+        """The same, one after the other. Not to be changed either, nor kept."""
         chain = self._chain(info)
         chain.extend(self.tokens)
-        return memoryview(chain.packed)
+        return chain.packed
 
     def _chain(self, info: WorkerInfo) -> BlockChain:
         key = (info.fingerprint, info.block_size)

@@ -20,6 +20,7 @@ typedef struct {
     worker **decodes, **prefills, **lenders;
     int64_t num_decodes, num_prefills, num_lenders;
     int64_t num_idle, num_holders, max_tried, lenders_of_a_role;
+    int64_t num_candidates; /* of a role, at most */
 } question;
 
 /* `prefill`: place among the prefill options; -1: the prompt is computed here. */
@@ -31,12 +32,11 @@ typedef struct {
     int64_t cost_ms;
 } option;
 
-/* Written by `choose`: options of each role, best first, and all workers that they name. There is
- * room for what the question allows. */
+/* Written by `choose`: options of each role, best first. There is room for what the question
+ * allows. */
 typedef struct {
-    option *decodes, *prefills;
-    worker **workers;
-    int64_t num_decodes, num_prefills, num_workers;
+    int64_t num_decodes, num_prefills;
+    option options[]; /* of prefill workers first: [num_candidates], then of decode workers */
 } answer;
 
 typedef struct {
@@ -166,18 +166,7 @@ static void rank(option *options, int64_t count) {
     }
 }
 
-static void name_worker(answer *a, worker *w) {
-    for (int64_t i = 0; i < a->num_workers; i++)
-        if (a->workers[i] == w)
-            return;
-    a->workers[a->num_workers++] = w;
-}
-
-static option make_option(answer *a, const work *asked, worker *at, int64_t prefill,
-                          placement placed) {
-    name_worker(a, at);
-    if (placed.in.fetch_from)
-        name_worker(a, placed.in.fetch_from);
+static option make_option(const work *asked, worker *at, int64_t prefill, placement placed) {
     int64_t cost_ms = llround(1000.0 * total_of(&placed.s));
     return (option){at, prefill, held_by(asked, at), placed, cost_ms};
 }
@@ -186,28 +175,28 @@ static option make_option(answer *a, const work *asked, worker *at, int64_t pref
 static void find_options(const cost_model *c, const question *q, const candidates *decodes,
                          const candidates *prefills, answer *a) {
     const work *asked = &q->asked;
+    option *firsts = a->options, *all = a->options + q->num_candidates;
     for (uint32_t i = 0; i < prefills->count; i++) {
         worker *w = prefills->workers[i];
-        a->prefills[a->num_prefills++] = make_option(a, asked, w, -1, prefill_at(c, w, asked));
+        firsts[a->num_prefills++] = make_option(asked, w, -1, prefill_at(c, w, asked));
     }
     if (!q->given)
-        rank(a->prefills, a->num_prefills);
+        rank(firsts, a->num_prefills);
     for (uint32_t i = 0; i < decodes->count; i++) {
         worker *w = decodes->workers[i];
         const placement *first = NULL;
         int64_t best = 0;
-        while (best < a->num_prefills && a->prefills[best].at->model != w->model)
+        while (best < a->num_prefills && firsts[best].at->model != w->model)
             best++;
         if (best < a->num_prefills) {
-            first = &a->prefills[best].placed;
-            a->decodes[a->num_decodes++] =
-                make_option(a, asked, w, best, remote_at(c, w, first, asked));
+            first = &firsts[best].placed;
+            all[a->num_decodes++] = make_option(asked, w, best, remote_at(c, w, first, asked));
         }
         if (first == NULL || (!q->given && may_be_local(c, w, first, asked)))
-            a->decodes[a->num_decodes++] = make_option(a, asked, w, -1, local_at(c, w, asked));
+            all[a->num_decodes++] = make_option(asked, w, -1, local_at(c, w, asked));
     }
     if (!q->given)
-        rank(a->decodes, a->num_decodes);
+        rank(all, a->num_decodes);
 }
 
 #endif

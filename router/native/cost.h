@@ -15,13 +15,15 @@ typedef struct {
     int64_t free_tokens;
 } cost_model;
 
-/* What one lookup has found for workers of one kind. */
+/* The prompt as workers of one kind name its full blocks, and what a lookup has found. */
 typedef struct {
     uint64_t model;
-    int64_t block_size, unit; /* tokens that one of `ends` counts */
-    const uint32_t *ends;
+    int64_t block_size, unit; /* tokens that a name stands for */
+    const uint8_t *names;
+    int64_t num_names;
+    const uint32_t *ends; /* [num_slots][NUM_RUNS] */
     int64_t num_slots;
-} found_kind;
+} named_prompt;
 
 typedef struct {
     int64_t device, host, disk, said; /* tokens; said: by itself, in whatever tier */
@@ -36,8 +38,8 @@ typedef struct {
 typedef struct {
     double now, output_tokens;
     int64_t num_tokens;
-    const found_kind *kinds;
-    int64_t num_kinds;
+    named_prompt *prompts; /* one for each kind */
+    int64_t num_prompts;
     lending *lendings;
     int64_t num_lendings;
 } work;
@@ -62,20 +64,21 @@ static double total_of(const seconds *s) {
            s->delay + s->stall + s->crowd;
 }
 
+/* As workers like this one name it; NULL: it was not named for them. */
+static const named_prompt *prompt_for(const work *asked, const worker *w) {
+    for (int64_t i = 0; i < asked->num_prompts; i++)
+        if (asked->prompts[i].model == w->model && asked->prompts[i].block_size == w->block_size)
+            return &asked->prompts[i];
+    return NULL;
+}
+
 static held held_by(const work *asked, const worker *w) {
-    for (int64_t i = 0; i < asked->num_kinds; i++) {
-        const found_kind *k = &asked->kinds[i];
-        if (k->model != w->model || k->block_size != w->block_size)
-            continue;
-        if (w->slot < 0 || w->slot >= k->num_slots)
-            break;
-        const uint32_t *ends = k->ends + NUM_RUNS * w->slot;
-        if (ends[2] == 0)
-            break;
-        return (held){k->unit * ends[0], k->unit * ((int64_t)ends[1] - ends[0]),
-                      k->unit * ((int64_t)ends[2] - ends[1]), k->unit * ends[3]};
-    }
-    return (held){0};
+    const named_prompt *p = prompt_for(asked, w);
+    if (p == NULL || w->slot < 0 || w->slot >= p->num_slots)
+        return (held){0};
+    const uint32_t *ends = p->ends + NUM_RUNS * w->slot;
+    return (held){p->unit * ends[0], p->unit * ((int64_t)ends[1] - ends[0]),
+                  p->unit * ((int64_t)ends[2] - ends[1]), p->unit * ends[3]};
 }
 
 /* -- rates: as the worker has measured them, or else the fleet ------------------------------------ */

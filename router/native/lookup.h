@@ -132,6 +132,15 @@ static uint32_t step_after(uint32_t position, uint32_t count, uint32_t stride) {
     return next < count ? next : count - 1;
 }
 
+/* The first block from `position` on that a lookup asks about where nothing is lost; `count`: none. */
+static uint32_t next_asked(uint32_t position, uint32_t count, uint32_t stride) {
+    uint32_t walked = NUM_WALKED < stride ? NUM_WALKED : stride;
+    if (position < walked || position + 1 >= count)
+        return position < count ? position : count;
+    uint64_t next = walked - 1 + (uint64_t)(position - walked + stride) / stride * stride;
+    return next < count ? next : count - 1;
+}
+
 static holders holders_at(const search *s, uint32_t position) {
     return find_holders(s->blocks, name_at(s->names, position));
 }

@@ -13,7 +13,7 @@
 #define BATCH 16
 #define TIDY_MIN 1024
 #define TIDY_LOOKUP 512
-#define SOON 64 /* blocks that whoever asked is likely to expect next: MAX_EXPECTED in dispatch.py */
+#define MOST_EXPECTED 64 /* blocks of a prompt that may count as cached before the worker says so */
 
 typedef struct {
     store all;
@@ -100,6 +100,17 @@ void index_expect(prefix_index *x, uint32_t number, const uint8_t *names, uint64
     }
 }
 
+/* The same, of a prompt's blocks from number `from` on: the first of those that a lookup asks about,
+ * which is all that anybody sees of them. */
+void index_expect_asked(prefix_index *x, uint32_t number, const uint8_t *names, uint32_t count,
+                        uint32_t from, double now, double until) {
+    uint32_t stride = stride_for(count, x->stride);
+    index_tidy(x, now, TIDY_MIN + 2 * MOST_EXPECTED);
+    for (uint32_t i = next_asked(from, count, stride); i < count && i < from + MOST_EXPECTED;
+         i = next_asked(i + 1, count, stride))
+        expect_block(&x->all, &x->coming, number, name_at(names, i), until);
+}
+
 /* `ends`: [num_slots][4], zeros. Afterwards how far each slot holds the blocks: in device memory, in
  * any memory, in any tier, and as far as it said so itself. */
 void index_lookup(prefix_index *x, double now, const uint8_t *names, uint32_t count,
@@ -119,8 +130,11 @@ void index_lookup(prefix_index *x, double now, const uint8_t *names, uint32_t co
     x->search.ends = ends;
     if (count == 0)
         return;
-    find_runs(&x->search, count, stride_for(count, x->stride));
-    for (uint32_t i = x->search.longest; i < count && i < x->search.longest + SOON; i++)
+    uint32_t stride = stride_for(count, x->stride);
+    find_runs(&x->search, count, stride);
+    uint32_t longest = x->search.longest; /* what follows is likely to be expected soon */
+    for (uint32_t i = next_asked(longest, count, stride); i < count && i < longest + MOST_EXPECTED;
+         i = next_asked(i + 1, count, stride))
         prefetch_tag(&x->all.blocks, tag_of(name_at(names, i)));
 }
 

@@ -1,8 +1,8 @@
-/* Blocks by name: 24 bytes each, a name of 16 and its holders, in 256 tables of open addressing.
+/* Blocks by name: 24 bytes each, a name of 16 and its holders, in 1,024 tables of open addressing.
  *
  * A table grows by a quarter, alone, and the tables begin with different sizes, so that they do not
- * grow all at once: what waits for one to grow waits for 1/256 of the blocks to be copied. The place
- * of a block follows from 32 bits, its tag: 8 choose the table, 24 the place there, in proportion to
+ * grow all at once: what waits for one to grow waits for 1/1024 of the blocks to be copied. The place
+ * of a block follows from 32 bits, its tag: 10 choose the table, 22 the place there, in proportion to
  * the table's size. So a tag finds its block again (among a few others) whatever has grown since.
  */
 #ifndef KVRELAY_TABLE_H
@@ -11,7 +11,10 @@
 #include "holders.h"
 
 #define NAME_BYTES 16
-#define NUM_SHARDS 256
+#define SHARD_BITS 10
+#define NUM_SHARDS (1 << SHARD_BITS)
+#define PLACE_BITS (32 - SHARD_BITS)
+#define FIRST_ROOM 64 /* of a table that has outgrown its first 16 places, and up to twice that */
 #define NOWHERE UINT32_MAX
 
 typedef struct {
@@ -46,10 +49,10 @@ static uint32_t tag_of(name n) {
     return (x ^ x >> 32) * 0x9e3779b97f4a7c15u >> 32;
 }
 
-static shard *shard_of(table *t, uint32_t tag) { return &t->shards[tag >> 24]; }
+static shard *shard_of(table *t, uint32_t tag) { return &t->shards[tag >> PLACE_BITS]; }
 
 static uint32_t home_of(const shard *s, uint32_t tag) {
-    return (uint64_t)(tag & 0xffffff) * s->capacity >> 24;
+    return (uint64_t)(tag & ((1u << PLACE_BITS) - 1)) * s->capacity >> PLACE_BITS;
 }
 
 static uint32_t next_place(const shard *s, uint32_t i) { return i + 1 == s->capacity ? 0 : i + 1; }
@@ -96,9 +99,9 @@ static void shard_resize(table *t, shard *s, uint32_t capacity) {
 }
 
 static uint32_t more_room(uint32_t capacity, uint32_t number) {
-    if (capacity >= NUM_SHARDS)
+    if (capacity >= FIRST_ROOM)
         return capacity + capacity / 4;
-    return capacity ? NUM_SHARDS + number : 16; /* no two tables go on with the same size */
+    return capacity ? FIRST_ROOM + number * FIRST_ROOM / NUM_SHARDS : 16;
 }
 
 /* The block is not there yet, and `at` is where it would be put. At most 3/4 of a table are used. */
@@ -126,7 +129,7 @@ static void delete_at(table *t, shard *s, uint32_t hole) {
     s->entries[hole].who = 0;
     s->used--;
     t->num_blocks--;
-    if (s->capacity > 2 * NUM_SHARDS && 5ull * s->used < 2ull * s->capacity)
+    if (s->capacity > 2 * FIRST_ROOM && 5ull * s->used < 2ull * s->capacity)
         shard_resize(t, s, s->capacity - s->capacity / 3);
 }
 

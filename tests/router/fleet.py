@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from ctypes import c_uint32
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
+from random import Random
 
+from engine.block_hash import HASH_BYTES
 from engine.node import NodeId
 from engine.stats import Role
+from engine.tier import Tier
 from router.choice import Option
 from router.cost import CostModel
 from router.endpoint import Endpoint
 from router.fleet import Fleet
-from router.index_table import NUM_RUNS, IndexTable
-from router.placement import Found, Work
+from router.index_table import EXPECTED, FACT, IndexTable
+from router.placement import NamedPrompt, Work
 from router.policy import Choice, Policy, Question
 from router.prefix_index import NOTHING, Held
 from tests.router.script import worker_info, worker_stats
@@ -70,6 +72,7 @@ class Chooser:
         self.workers = workers
         self.cost = cost or CostModel()
         self.index = IndexTable(stride=32, max_expected=1)
+        self.random = Random(1)
         self.policy = Policy(
             policy, self.cost, self.index,
             max_inflight=1000, max_memory_wait_s=inf, probe_after_s=inf,
@@ -89,7 +92,6 @@ class Chooser:
             decodes=self.fleets[Role.DECODE],
             prefills=self.fleets[Role.PREFILL],
             trusting=False,
-            holders=lambda fleet: holders(fleet, todo),
             sticky=lambda: sticky,
         )
         choice = self.policy.choose(question)
@@ -102,15 +104,25 @@ class Chooser:
             self.fleets[worker.info.role].update(now, worker)
 
     def asked(self, todo: Todo) -> Work:
-        """What a lookup has found, in tokens: the test's workers have blocks of one size."""
-        ends = (c_uint32 * (NUM_RUNS * len(self.workers)))()
+        """A new prompt, of which the index knows who holds what. Each of its tokens has a name: the
+        test's workers have blocks of one size."""
+        names = bytearray(self.random.randbytes(HASH_BYTES * todo.num_tokens))
         for worker in self.workers:
-            held, begin = todo.held.get(worker.worker, NOTHING), NUM_RUNS * worker.slot
-            memory = held.device + held.host
-            ends[begin : begin + NUM_RUNS] = [held.device, memory, held.total, held.said]
+            self.hold(worker, names, todo.held.get(worker.worker, NOTHING))
         models = {worker.model: worker.block_size for worker in self.workers}
-        found = [Found(model, size, 1, ends) for model, size in models.items()]
-        return Work(todo.num_tokens, todo.num_tokens, todo.output_tokens, found)
+        prompts = [NamedPrompt(model, size, 1, names) for model, size in models.items()]
+        return Work(todo.num_tokens, todo.num_tokens, todo.output_tokens, prompts)
+
+    def hold(self, worker: Endpoint, names: bytearray, held: Held) -> None:
+        """What it has not said is expected in its device memory."""
+        said = min(held.device, held.said)
+        lengths = {FACT[Tier.DEVICE]: said, EXPECTED: held.device - said}
+        lengths |= {FACT[Tier.HOST]: held.host, FACT[Tier.DISK]: held.disk}
+        begin = 0
+        for fact, length in lengths.items():
+            end = begin + HASH_BYTES * length
+            self.index.change(worker.slot, names[begin:end], add=fact)
+            begin = end
 
     def weigh(self, now: float, todo: Todo, *workers: Endpoint) -> tuple[Option, Option | None]:
         """What it costs if just these serve, and the prefill worker's part of it."""
@@ -122,12 +134,6 @@ class Chooser:
         options = self.policy.chooser.weigh(decodes, prefills, (roles[0], roles[1]), todo.lenders)
         assert options is not None
         return options.best, options.best_prefill
-
-
-def holders(fleet: Fleet, todo: Todo) -> Sequence[Endpoint]:
-    """Of the prefix, most first."""
-    found = [worker for worker in fleet if todo.held.get(worker.worker, NOTHING).total]
-    return sorted(found, key=lambda worker: -todo.held[worker.worker].total)
 
 
 def choose(todo: Todo, *workers: Endpoint, policy: str = "prefix") -> Choice:
