@@ -24,6 +24,7 @@ SPREAD_S = 0.01  # a pass of this length is spread by Overheads.spread
 @dataclass(slots=True)
 class _Pass:
     role: Role
+    has_prompts: bool
     left_s: float  # of it, if it were alone from now on
 
 
@@ -38,10 +39,12 @@ class Contention:
     _passes: dict[NodeId, _Pass] = field(default_factory=dict)
     _random: Random = field(default_factory=lambda: Random(0))
 
-    def begin(self, now: float, worker: NodeId, role: Role, seconds: float) -> None:
+    def begin(
+        self, now: float, worker: NodeId, role: Role, has_prompts: bool, seconds: float
+    ) -> None:
         assert worker not in self._passes, f"{worker} has a pass already"
         self._advance(now)
-        self._passes[worker] = _Pass(role, seconds * self._luck(seconds))
+        self._passes[worker] = _Pass(role, has_prompts, seconds * self._luck(seconds))
 
     def end(self, now: float, worker: NodeId) -> None:
         """The pass of `worker` is over, or its worker is gone."""
@@ -51,14 +54,14 @@ class Contention:
     def ends(self) -> dict[NodeId, float]:
         """When each pass will end if no other begins or ends before."""
         return {
-            worker: self._now + each.left_s * self._slowdown(each.role)
+            worker: self._now + each.left_s * self._slowdown(each)
             for worker, each in self._passes.items()
         }
 
     def _advance(self, now: float) -> None:
         elapsed_s, self._now = now - self._now, now
         for each in self._passes.values():
-            each.left_s = max(0.0, each.left_s - elapsed_s / self._slowdown(each.role))
+            each.left_s = max(0.0, each.left_s - elapsed_s / self._slowdown(each))
 
     def _luck(self, seconds: float) -> float:
         """1 in the median."""
@@ -67,11 +70,10 @@ class Contention:
             return 1.0
         return exp(spread * sqrt(min(1.0, SPREAD_S / seconds)) * self._random.gauss())
 
-    def _slowdown(self, role: Role) -> float:
-        """Of a pass of `role` beside those that are under way."""
+    def _slowdown(self, one: _Pass) -> float:
+        """Of a pass beside those that are under way. Alone, what it computes is what counts: a
+        prompt takes as long on a decode worker."""
         costs = self.overheads
-        if all(each.role is role for each in self._passes.values()):
-            prefill, decode = costs.prefill_alone_slowdown, costs.decode_alone_slowdown
-        else:
-            prefill, decode = costs.prefill_slowdown, costs.decode_slowdown
-        return prefill if role is Role.PREFILL else decode
+        if all(each.role is one.role for each in self._passes.values()):
+            return costs.prefill_alone_slowdown if one.has_prompts else costs.decode_alone_slowdown
+        return costs.prefill_slowdown if one.role is Role.PREFILL else costs.decode_slowdown

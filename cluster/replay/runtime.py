@@ -192,7 +192,8 @@ class ReplayRuntime:
         if self._contention is not None:
             life.burst = Burst(step, self.now, first_s, 0.0, 1, running)
             role = life.node.config.role  # type: ignore[attr-defined]
-            self._contention.begin(self.now, life.node.node_id, role, first_s)
+            has_prompts = any(len(share.tokens) > 1 for share in step.seqs)
+            self._contention.begin(self.now, life.node.node_id, role, has_prompts, first_s)
             self._retime(self._contention)
             return
         burst = Burst(step, self.now, first_s, growth_s, repeats, running)

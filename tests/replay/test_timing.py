@@ -272,15 +272,15 @@ def test_a_file_that_only_has_the_name_of_a_profile_is_refused(tmp_path: Path) -
 
 def test_a_pass_alone_takes_its_time() -> None:
     shared = Contention(Overheads(prefill_slowdown=3.0, decode_slowdown=2.0))
-    shared.begin(1.0, "decode-0", Role.DECODE, 0.5)
-    shared.begin(1.1, "decode-1", Role.DECODE, 0.5)
+    shared.begin(1.0, "decode-0", Role.DECODE, False, 0.5)
+    shared.begin(1.1, "decode-1", Role.DECODE, False, 0.5)
     assert shared.ends() == {"decode-0": pytest.approx(1.5), "decode-1": pytest.approx(1.6)}
 
 
 def test_passes_of_both_roles_slow_each_other_down_while_they_overlap() -> None:
     shared = Contention(Overheads(prefill_slowdown=3.0, decode_slowdown=2.0))
-    shared.begin(0.0, "prefill-0", Role.PREFILL, 1.0)
-    shared.begin(0.4, "decode-0", Role.DECODE, 0.1)
+    shared.begin(0.0, "prefill-0", Role.PREFILL, True, 1.0)
+    shared.begin(0.4, "decode-0", Role.DECODE, False, 0.1)
     assert shared.ends() == {"prefill-0": pytest.approx(2.2), "decode-0": pytest.approx(0.6)}
     shared.end(0.6, "decode-0")
     # 0.2 s of overlap were worth 0.2 / 3 of the prefill's own time.
@@ -293,7 +293,7 @@ def test_equal_passes_are_spread_the_less_the_longer_they_take() -> None:
         shared = Contention(Overheads(spread=0.2))
         logs = []
         for _ in range(2000):
-            shared.begin(0.0, "a", Role.DECODE, seconds)
+            shared.begin(0.0, "a", Role.DECODE, False, seconds)
             logs.append(math.log(shared.ends()["a"] / seconds))
             shared.end(0.0, "a")
         assert statistics.median(logs) == pytest.approx(0.0, abs=0.02)
