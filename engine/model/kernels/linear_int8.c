@@ -16,6 +16,7 @@
 #define NUMBERS 8192       /* quantized by one task, about */
 #define SHARES 3 /* a task takes a part of the panels left: one in SHARES of a thread's */
 #define MOST 64  /* panels of a task */
+#define MANY 4   /* panels at once, of one row */
 #define CHUNK_BYTES (192 << 10) /* of quantized rows of a task: they stay in the L2 cache */
 
 typedef int16_t vp __attribute__((vector_size(VL * 4))); /* of each output two depths */
@@ -53,13 +54,16 @@ INLINE vp splat_pair(const int16_t *x) {
     return (vp)(pair - (vi){0});
 }
 
-/* Two depths of a panel at `w` into `acc`. */
-INLINE void sum_pairs(int rows, const int16_t *x, int64_t ldx, const char *w, vi acc[MR][2]) {
-    vp words = *(const vpu *)w, low = words << 8, high = words >> 8;
-    UNROLL for (int r = 0; r < rows; r++) {
-        vp pair = splat_pair(x + r * ldx);
-        acc[r][0] = add_pairs(acc[r][0], low, pair);
-        acc[r][1] = add_pairs(acc[r][1], high, pair);
+/* Two depths of panels at `w`, `apart` bytes from each other, into `acc`. */
+INLINE void sum_pairs(int rows, int panels, const int16_t *x, int64_t ldx, const char *w,
+                      int64_t apart, vi acc[MR][MANY][2]) {
+    UNROLL for (int p = 0; p < panels; p++) {
+        vp words = *(const vpu *)(w + p * apart), low = words << 8, high = words >> 8;
+        UNROLL for (int r = 0; r < rows; r++) {
+            vp pair = splat_pair(x + r * ldx);
+            acc[r][p][0] = add_pairs(acc[r][p][0], low, pair);
+            acc[r][p][1] = add_pairs(acc[r][p][1], high, pair);
+        }
     }
 }
 
@@ -79,37 +83,44 @@ INLINE void put(const Product *t, int64_t row, int64_t panel, const vf sum[2]) {
     }
 }
 
-/* `rows` rows from `row` on, a constant, times a panel. Meanwhile `ahead` is prefetched, `pace`
- * bytes for every four depths. */
-INLINE void tile(const Product *t, int rows, int64_t row, int64_t panel, const char *ahead,
-                 int64_t pace) {
+/* `rows` rows from `row` on times `panels` panels from `panel` on, both constants. Meanwhile `ahead`
+ * is prefetched, `pace` bytes for every four depths. */
+INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t panel,
+                 const char *ahead, int64_t pace) {
     int64_t ldx = even(t->k), groups = (t->k + INT8_GROUP - 1) / INT8_GROUP;
     const int16_t *x = t->numbers + row * ldx;
     const float *units = t->units + row * groups;
-    const char *w = t->w + panel * t->panel_bytes;
-    vf total[MR][2];
-    UNROLL for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = splat(0);
+    int64_t apart = t->panel_bytes;
+    const char *w = t->w + panel * apart;
+    vf total[MR][MANY][2];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int p = 0; p < panels; p++) total[r][p][0] = total[r][p][1] = splat(0);
     for (int64_t left = ldx; left > 0; left -= INT8_GROUP, units++) {
         int64_t depth = left < INT8_GROUP ? left : INT8_GROUP, d = 0;
-        vi acc[MR][2];
-        UNROLL for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = (vi){0};
+        vi acc[MR][MANY][2];
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int p = 0; p < panels; p++) acc[r][p][0] = acc[r][p][1] = (vi){0};
         for (; d + 4 <= depth; d += 4, x += 4, w += 4 * NR, ahead += pace) {
-            UNROLL for (int line = 0; line < 4 * NR; line += 64) __builtin_prefetch(ahead + line);
-            sum_pairs(rows, x, ldx, w, acc);
-            sum_pairs(rows, x + 2, ldx, w + 2 * NR, acc);
+            UNROLL for (int line = 0; line < 4 * NR * panels; line += 64)
+                __builtin_prefetch(ahead + line);
+            sum_pairs(rows, panels, x, ldx, w, apart, acc);
+            sum_pairs(rows, panels, x + 2, ldx, w + 2 * NR, apart, acc);
         }
-        if (d < depth) sum_pairs(rows, x, ldx, w, acc), x += 2, w += 2 * NR;
-        vf low, high;
-        widen_bf16(w, &low, &high);
-        low /= 256;
+        if (d < depth) sum_pairs(rows, panels, x, ldx, w, apart, acc), x += 2, w += 2 * NR;
+        UNROLL for (int p = 0; p < panels; p++) {
+            vf low, high;
+            widen_bf16(w + p * apart, &low, &high);
+            low /= 256;
+            UNROLL for (int r = 0; r < rows; r++) {
+                vf unit = splat(units[r * groups]);
+                total[r][p][0] += __builtin_convertvector(acc[r][p][0], vf) * (low * unit);
+                total[r][p][1] += __builtin_convertvector(acc[r][p][1], vf) * (high * unit);
+            }
+        }
         w += 2 * NR;
-        UNROLL for (int r = 0; r < rows; r++) {
-            vf unit = splat(units[r * groups]);
-            total[r][0] += __builtin_convertvector(acc[r][0], vf) * (low * unit);
-            total[r][1] += __builtin_convertvector(acc[r][1], vf) * (high * unit);
-        }
     }
-    UNROLL for (int r = 0; r < rows; r++) put(t, row + r, panel, total[r]);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int p = 0; p < panels; p++) put(t, row + r, panel + p, total[r][p]);
 }
 
 /* Rows [start, end) of a panel, and meanwhile the next one is fetched. */
@@ -120,16 +131,22 @@ static void panel_rows(const Product *t, int64_t start, int64_t end, int64_t pan
     for (int64_t row = start, rows; row < end; row += rows, next += share) {
         rows = even_rows(end - row);
 #define TILE(R) \
-    case R: tile(t, R, row, panel, next, pace); break;
+    case R: tile(t, R, 1, row, panel, next, pace); break;
         switch (rows) { EACH_ROWS(TILE) }
 #undef TILE
     }
 }
 
+/* One row times MANY panels: several streams of memory at once. */
+static void many_panels(const Product *t, int64_t row, int64_t panel, const char *next) {
+    tile(t, 1, MANY, row, panel, next, 4 * MANY * t->panel_bytes / t->k);
+}
+
 /* How many of the `left` panels the next task takes: ever fewer, so that threads end together. */
 static int64_t next_panels(const Product *t, int64_t left) {
-    int64_t size = left / t->group;
-    return size < 1 ? 1 : size > MOST ? MOST : size;
+    int64_t unit = t->n == 1 ? MANY : 1, size = left / t->group / unit * unit;
+    size = size < unit ? unit : size > MOST ? MOST : size;
+    return size < left ? size : left;
 }
 
 int64_t int8_plan(Product *t, int threads) {
@@ -147,7 +164,11 @@ void int8_task(const Product *t, int64_t task) {
     int64_t panels = (t->m + NR - 1) / NR, first = 0;
     for (task /= chunks; task > 0; task--) first += next_panels(t, panels - first);
     int64_t last = first + next_panels(t, panels - first);
-    for (int64_t p = first; p < last; p++)
+    int64_t p = first;
+    if (end - start == 1)
+        for (; p + MANY <= last; p += MANY)
+            many_panels(t, start, p, t->w + (p + MANY < last ? p + MANY : p) * t->panel_bytes);
+    for (; p < last; p++)
         panel_rows(t, start, end, p, t->w + (p + 1 < last ? p + 1 : p) * t->panel_bytes);
 }
 
