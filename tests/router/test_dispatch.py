@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.block_hash import HASH_BYTES
 from engine.request import FinishReason, SamplingParams
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -197,6 +198,23 @@ def test_load_that_is_booked_counts_for_the_next_choice() -> None:
     attempts = [place(fleet, log) for log in logs]
     taken = [attempt.decode.worker for attempt in attempts]
     assert all(taken.count(f"decode-{n}") == 2 for n in range(4)), taken
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "held"),
+    [(3, 3), (16, 16), (40, 40), (64, 64), (65, 48), (100, 48), (3000, 62), (8000, 16)],
+)
+def test_the_beginning_of_what_was_placed_counts_as_cached(num_blocks: int, held: int) -> None:
+    """As far as the last of the first 64 blocks that a lookup of the same prompt asks about: the
+    first 16, one at every stride, and the last."""
+    fleet = Dispatcher(RouterConfig())
+    fleet.up(0.0, worker_info("decode-0", num_blocks=9000, max_model_len=10**6))
+    log = logged("a", range(num_blocks * BLOCK + 1), 1.0)
+    place(fleet, log)
+    names = log.packed_names(worker_info("decode-0"))
+    assert fleet.index.lookup(0.0, names).held("decode-0").device == held
+    other = names[: 2 * HASH_BYTES] + bytes(20 * HASH_BYTES)
+    assert fleet.index.lookup(0.0, other).held("decode-0").device == min(2, num_blocks)
 
 
 def test_of_a_run_of_handoffs_one_copy_each_is_kept() -> None:
