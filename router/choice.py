@@ -166,13 +166,11 @@ class Chooser:
         num_tokens, total_tokens, output_tokens, prompts, avoid = work
         named = bytearray(_NAMED.size * len(prompts))
         for number, (model, block_size, unit, names) in enumerate(prompts):
-            count = len(names) // HASH_BYTES
-            told = model, block_size, unit, _address(names), count, 0, 0
+            told = model, block_size, unit, _address(names), len(names) // HASH_BYTES, 0, 0
             _NAMED.pack_into(named, _NAMED.size * number, *told)
-        question, count = self._question, len(prompts)
-        _WORK.pack_into(
-            question, 0, now, output_tokens, num_tokens, _address(named), count, 0, 0, total_tokens
-        )
+        question = self._question
+        told_work = now, output_tokens, num_tokens, _address(named), len(prompts), 0, 0
+        _WORK.pack_into(question, 0, *told_work, total_tokens)
         question.trusting, question.num_avoid = trusting, len(avoid)
         addresses = None
         if avoid:

@@ -30,6 +30,7 @@ LOAD = 0.4  # requests under way on average, if they did not slow each other
 SEED = 11
 LEAST, MOST = 0.5, 16.0  # of slowdowns
 NORMAL_P90 = 1.2816  # 90th percentile of a normal distribution, in standard deviations
+NEVER_MET = "prompts and streams never met, or always: is something else running?"
 CLEAR = 0.02  # share of a time that may differ from the rest of it
 
 Span = tuple[float, float]  # of one clock, in seconds
@@ -65,9 +66,9 @@ def contention_of(timing: PassTiming, seen: Sequence[Timing]) -> Overheads:
         for each in seen
     ]
     streams = [(each.chunk_at[0], each.chunk_at[-1]) for each in seen]
-    works_s = [alone_s(timing, _computed(each)) - overheads.request_s for each in seen]
+    works_s = [prompt_s(timing, each) for each in seen]
     alone, beside = prompts_slowed(prompts, works_s, streams)
-    context = statistics.fmean(t.num_prompt_tokens + t.num_output_tokens / 2 for t in seen)
+    context = mean_context(seen)
 
     def step_s(num: int) -> float:
         return timing.pass_s(0, 0.0, 0, num, int(num * context), 1)
@@ -104,7 +105,7 @@ def prompts_slowed(
         else:
             others.append((end - begin - shared_s, shared_s, work_s))
     if not lonely or not others:
-        raise ProfileError("prompts and streams never met, or always: is something else running?")
+        raise ProfileError(NEVER_MET)
     alone = statistics.median(lonely)
     shared_s = sum(shared for _, shared, _ in others)
     done_s = sum(work_s - apart_s / alone for apart_s, _, work_s in others)
@@ -127,7 +128,7 @@ def steps_slowed(
             elif share >= 1 - CLEAR:
                 slowed.append((later - earlier) / step_s(num))
     if not quiet or not slowed:
-        raise ProfileError("prompts and streams never met, or always: is something else running?")
+        raise ProfileError(NEVER_MET)
     return quiet, slowed
 
 
@@ -151,9 +152,16 @@ def _within(slowdown: float) -> float:
     return min(MOST, max(LEAST, slowdown))
 
 
-def _computed(one: Timing) -> int:
-    """Tokens of its prompt; all begin with the few of a template, which are in the cache."""
-    return one.num_prompt_tokens - one.num_cached_tokens
+def prompt_s(timing: PassTiming, each: Timing) -> float:
+    """What its prompt takes to be computed, alone. All begin with the few tokens of a template,
+    which are in the cache."""
+    tokens = each.num_prompt_tokens - each.num_cached_tokens
+    return timing.pass_s(tokens, tokens * (each.num_cached_tokens + tokens / 2), 1, 0, 0, 1)
+
+
+def mean_context(timings: Sequence[Timing]) -> float:
+    """Tokens of KV of each of them, on average."""
+    return statistics.fmean(t.num_prompt_tokens + t.num_output_tokens / 2 for t in timings)
 
 
 def alone_s(timing: PassTiming, tokens: int) -> float:

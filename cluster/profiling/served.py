@@ -27,7 +27,14 @@ import numpy as np
 
 from cluster.bench import Client, LoadSpec, Timing, make_prompts
 from cluster.config import Config, TenantsSection
-from cluster.profiling.mixture import Mixed, alone_s, contention_of, plan_mixture
+from cluster.profiling.mixture import (
+    Mixed,
+    alone_s,
+    contention_of,
+    mean_context,
+    plan_mixture,
+    prompt_s,
+)
 from cluster.profiling.passes import ProfileError
 from cluster.replay.profile import Profile
 from cluster.replay.timing import Overheads
@@ -80,26 +87,15 @@ def _alone(timing: Profile, seen: _Seen) -> tuple[Overheads, float]:
         # What else goes on here only ever adds to a gap.
         gap_s = least_gap_s(rounds)
         if gap_s is not None:
-            pass_s = timing.pass_s(0, 0.0, 0, num, int(num * _context(rounds[0])), 1)
+            pass_s = timing.pass_s(0, 0.0, 0, num, int(num * mean_context(rounds[0])), 1)
             found_s[num], rests_s[num] = gap_s, max(0.0, gap_s - pass_s)
     if not found_s:
         raise ProfileError("no stream had two tokens: is the model's context long enough?")
     step_s, sequence_s = fit_gaps(rests_s)
-    rests = [each.ttft_s - _prompt_s(timing, each) for each in seen.singles]
+    rests = [each.ttft_s - prompt_s(timing, each) for each in seen.singles]
     rest_s = max(0.0, statistics.median(rests) - step_s - 2 * timing.links.message_s)
     overheads = Overheads(request_s=rest_s, step_s=step_s, sequence_s=sequence_s)
     return overheads, found_s[min(found_s)]
-
-
-def _context(timings: Sequence[Timing]) -> float:
-    """Tokens of KV of each of them, on average."""
-    return statistics.fmean(t.num_prompt_tokens + t.num_output_tokens / 2 for t in timings)
-
-
-def _prompt_s(timing: Profile, each: Timing) -> float:
-    """What its prompt takes to be computed, alone."""
-    tokens = each.num_prompt_tokens - each.num_cached_tokens
-    return timing.pass_s(tokens, tokens * (each.num_cached_tokens + tokens / 2), 1, 0, 0, 1)
 
 
 def least_gap_s(rounds: Sequence[Sequence[Timing]]) -> float | None:
