@@ -16,7 +16,7 @@ them as were dispatched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -24,10 +24,11 @@ from engine.request import Refusal
 from engine.stats import WorkerInfo
 from router.config import RouterConfig
 from router.estimates import Drain, Estimates
-from router.fair_queue import FairQueue, Flow, Level
+from router.fair_queue import FairQueue
 from router.messages import Submit
-from router.promises import MAX_AHEAD_S, ClientKey, FlowKey, Promises
+from router.promises import MAX_AHEAD_S, ClientKey, Promises
 from router.token_log import LoggedRequest
+from router.wait_forecast import Newcomer, WaitForecast
 
 MIN_RETRY_AFTER_S = 0.1
 UNKNOWN_RETRY_AFTER_S = 1.0  # while nobody knows how fast the queue drains
@@ -35,6 +36,7 @@ MAX_STAY = 0.35  # of a timeout, for all that is at the workers; more is kept in
 FEW = 4  # requests may always be at the workers
 MARGIN = 0.1  # of a timeout, since predictions are not exact
 PROMISED_WAIT = 1.25  # times max_queue_wait_s: for those that were told when to come
+NEW_WAIT = 0.5  # of what may be waited, while others hold promises: rates change until they come
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +96,6 @@ class Call:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Newcomer:
-    """Somebody who may have to wait: behind all of its tenant's requests that do."""
-
-    client: ClientKey
-    level: Level
-    flow: Flow
-    units: float  # that it takes
-    own_units: float  # of its tenant's that wait before it
-    num_own: int
-    service_s: float
-    timeout_s: float
-    left_s: float  # of its timeout
-
-    @property
-    def key(self) -> FlowKey:
-        return self.client[:2]
-
-
 class Admission:
     """Owned by the router. It decides who may wait; the queue says in which order."""
 
@@ -122,15 +105,18 @@ class Admission:
         self._drain = Drain()
         self._promises = Promises()
         self._estimates = Estimates()
+        share = config.low_priority_share
+        self._forecast = WaitForecast(queue, self._drain, self._promises, share)
 
     def watch(self, now: float, *, has_decode: bool) -> None:
         """To be told whenever the queue has changed."""
         waits, serves = len(self._queue) > 0, len(self._queue.num_running) > 0
         self._drain.watch(now, waits=waits and has_decode, serves=serves)
 
-    def done(self, units: float) -> None:
-        """Workers have done so much work."""
+    def done(self, log: LoggedRequest, units: float) -> None:
+        """Workers have done so much work for `log`."""
         self._drain.done(units)
+        self._queue.work_on(log, units)
 
     def units(self, log: LoggedRequest) -> float:
         """Work that `log` will take."""
@@ -149,20 +135,23 @@ class Admission:
         self._estimates.time(now, log, self._queue.sent_at(log))
 
     def may_send(self, log: LoggedRequest) -> bool:
-        """Whether `log` can be expected to end in time beside all that is at the workers."""
-        if self._queue.num_running.total() < FEW:
+        """Whether `log` can be expected to end in time beside all that is at the workers.
+
+        Of each request, in the mean, half is left. Reckoned from what is left, room comes with
+        every token, and not when requests end: those that began together would end together, and
+        so would those that follow them.
+        """
+        rate = self._drain.can_serve_per_s
+        if rate is None or self._queue.num_running.total() < FEW:
             return True
-        stay_s = self._stay_s(self._queue.entry(log).units)
+        stay_s = (2 * self._queue.units_left + self._queue.entry(log).units) / rate
         return stay_s <= (log.deadline - log.submitted_at) * MAX_STAY
 
-    def _stay_s(self, units: float = 0.0) -> float:
-        """How long requests are at the workers, with so much more work (Little's law)."""
-        rate = self._drain.can_serve_per_s
-        return 0.0 if rate is None else (self._queue.units_running + units) / rate
-
     def _service_s(self, num_prompt: int, max_tokens: int) -> float:
-        """From dispatch to end: as it was for others, or as it will be by what is there now."""
-        return max(self._estimates.service_s(num_prompt, max_tokens), self._stay_s())
+        """From dispatch to end: as it was for others, or by what is there now (Little's law)."""
+        rate = self._drain.can_serve_per_s
+        stay_s = self._queue.units_running / rate if rate else 0.0
+        return max(self._estimates.service_s(num_prompt, max_tokens), stay_s)
 
     def expects(self, now: float, log: LoggedRequest) -> bool:
         """Whether `log`, which has just come, is somebody who was told to come back now."""
@@ -216,7 +205,7 @@ class Admission:
                 if not flow.waiting:
                     continue
                 who = self._newcomer(now, flow.newest)
-                wait_s = self._wait_s(who, {})
+                wait_s = self._forecast.wait_s(who)
                 if wait_s is None or wait_s <= self._allowed_s(who, PROMISED_WAIT, margin=0.0):
                     continue
                 waited_s = now - flow.newest.queued_at
@@ -252,27 +241,6 @@ class Admission:
             left_s=log.deadline - now,
         )
 
-    def _wait_s(self, who: Newcomer, promised: Mapping[FlowKey, float]) -> float | None:
-        """Until it would be sent to a worker, if those who hold a promise came before it; None:
-        nobody knows."""
-        rate = self._drain.units_per_s
-        if rate is None:
-            return None
-        levels, (priority, tenant) = self._queue.levels, who.key
-        above = sum(level.units for level in levels if level.priority < priority)
-        above += sum(units for (number, _), units in promised.items() if number < priority)
-        beside = _ahead(who, promised)
-        # What those above leave once their queue is empty, or at least the guaranteed share.
-        least = self._config.low_priority_share * rate / max(1, len(levels) - 1)
-        left = max(rate - self._drain.joining_above(priority), least)
-        wait_s = (above + beside) / left if left else inf
-        if above and least:
-            wait_s = min(wait_s, beside / least)
-        if self._queue.is_limited(who.flow):
-            running = max(1, self._queue.num_running[tenant])
-            wait_s = max(wait_s, (who.num_own + 1) / running * who.service_s)
-        return wait_s
-
     def _too_many(self, now: float, who: Newcomer) -> Rejection | None:
         limit, tenant = who.flow.share.max_queued, who.flow.tenant
         itself = len(who.flow.waiting) - who.num_own  # 0 if it is not submitted yet
@@ -281,22 +249,28 @@ class Admission:
         if not limit or num_queued - itself < limit:
             return None
         detail = f"{limit} requests of {tenant!r} are waiting, which is its limit"
-        place_s = (self._wait_s(who, {}) or 0.0) / limit
+        place_s = (self._forecast.wait_s(who) or 0.0) / limit
         return self._refusal(now, who, Refusal.QUEUE_FULL, detail, place_s)
 
     def _too_late(self, now: float, who: Newcomer, is_expected: bool) -> Rejection | None:
-        wait_s = self._wait_s(who, {})
+        wait_s = self._forecast.wait_s(who)
         if wait_s is None:
             return None
-        allowed_s = self._allowed_s(who, PROMISED_WAIT if is_expected else 1.0)
-        if not is_expected and allowed_s / 2 < wait_s <= allowed_s:
+        is_new = not is_expected and len(self._promises) > 0
+        if is_new:
+            allowed_s = self._allowed_new_s(who)
+        else:
+            allowed_s = self._allowed_s(who, PROMISED_WAIT if is_expected else 1.0)
+        if is_new and allowed_s / 2 < wait_s <= allowed_s:
             # There is room, but part of it is for those who were told to come now.
-            wait_s = self._wait_s(who, self._promises.ripe_units()) or 0.0
+            wait_s = self._forecast.wait_s(who, self._promises.ripe_units()) or 0.0
         if wait_s <= allowed_s:
             return None
         detail = f"it would wait for about {wait_s:.1f} s, and "
-        if allowed_s < self._config.max_queue_wait_s:
+        if self._allowed_s(who) < self._config.max_queue_wait_s:
             detail += f"of its timeout of {who.timeout_s:g} s serving takes {who.service_s:.1f} s"
+        elif is_new:
+            detail += f"{allowed_s:g} s is the limit while others are expected back"
         else:
             detail += f"{self._config.max_queue_wait_s:g} s is the limit"
         return self._refusal(now, who, Refusal.OVERLOADED, detail)
@@ -305,15 +279,19 @@ class Admission:
         in_time_s = who.left_s * (1.0 - margin) - who.service_s
         return min(self._config.max_queue_wait_s * patience, in_time_s)
 
+    def _allowed_new_s(self, who: Newcomer) -> float:
+        """While others were told to come back."""
+        return NEW_WAIT * max(0.0, self._allowed_s(who))
+
     def _refusal(
         self, now: float, who: Newcomer, reason: Refusal, detail: str, place_s: float = 0.0
     ) -> Rejection:
         """`place_s`: until a place is free at the earliest, where places are what is short."""
-        wait_s = self._wait_s(who, {})
+        wait_s = self._forecast.wait_s(who)
         if wait_s is None:
             after_s, units_per_s = UNKNOWN_RETRY_AFTER_S, who.units / UNKNOWN_RETRY_AFTER_S
         else:
-            after_s = max(MIN_RETRY_AFTER_S, wait_s - max(0.0, self._allowed_s(who)), place_s)
+            after_s = max(MIN_RETRY_AFTER_S, wait_s - self._allowed_new_s(who), place_s)
             units_per_s = self._drain.units_per_s or 1.0
             if who.own_units > 0 and wait_s > 0:  # as fast as its line moves
                 units_per_s = who.own_units / wait_s
@@ -324,23 +302,3 @@ class Admission:
 def _client(submit: Submit) -> ClientKey:
     asked = submit.call or hash(submit.tokens).to_bytes(8, "little", signed=True)
     return submit.priority, submit.tenant, asked
-
-
-def _ahead(who: Newcomer, promised: Mapping[FlowKey, float]) -> float:
-    """Work of its priority that is served before it: all of its tenant's, and of others what they
-    start earlier in virtual time."""
-    level, flow = who.level, who.flow
-    own = who.own_units + promised.get(who.key, 0.0)
-    start = flow.start + own / flow.share.weight
-    others = {tenant: each.units for tenant, each in level.flows.items() if each.waiting}
-    for (priority, tenant), units in promised.items():
-        if priority == level.priority:
-            others[tenant] = others.get(tenant, 0.0) + units
-    others.pop(flow.tenant, None)
-    ahead = own + sum(each.units for _, each in level.returned)
-    for tenant, units in others.items():
-        other = level.flows.get(tenant)
-        weight = 1.0 if other is None else other.share.weight
-        begins = level.virtual if other is None else max(other.start, level.virtual)
-        ahead += min(units, max(0.0, start - begins) * weight)
-    return ahead

@@ -27,6 +27,7 @@ from router.state import TenantLoad
 from router.token_log import LoggedRequest
 
 MAX_PASSED = 32  # so many later requests may be served before one that found no place
+LEAST_LEFT = 0.25  # of a request, until it ends: estimates are means, and some take far more
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +41,7 @@ class Entry:
     sent_at: float | None = None  # of its first attempt; None: it was never sent, or came back
     is_charged: bool = False
     is_served: bool = False  # it has an attempt
+    units_left: float = 0.0  # while it is served
     num_passed: int = 0  # later requests served before it, since it found no place
 
 
@@ -89,7 +91,7 @@ class FairQueue:
         self._levels: list[Level] = []  # by priority, those where something waits
         self._entries: dict[str, Entry] = {}
         self._num_waiting = 0
-        self.units_running = 0.0
+        self.units_running = self.units_left = 0.0  # of all that are served
         self.num_running: Counter[str] = Counter()
         self.num_queued: Counter[str] = Counter()
         self.elsewhere: Mapping[str, TenantLoad] = {}  # at other routers, by tenant
@@ -191,7 +193,9 @@ class FairQueue:
         self._take_out(entry)
         entry.is_served = True
         self.num_running[log.submit.tenant] += 1
+        entry.units_left = entry.units
         self.units_running += entry.units
+        self.units_left += entry.units
         if entry.is_charged:
             return
         entry.is_charged, entry.sent_at = True, now
@@ -207,6 +211,14 @@ class FairQueue:
         for each in behind:
             earned = self._low_share * entry.units / len(behind)
             each.credit = min(each.credit + earned, each.units)
+
+    def work_on(self, log: LoggedRequest, units: float) -> None:
+        """So much more of its service is done."""
+        entry = self._entries.get(log.request_id)
+        if entry is not None and entry.is_served:
+            left = max(entry.units_left - units, LEAST_LEFT * entry.units)
+            self.units_left += left - entry.units_left
+            entry.units_left = left
 
     def settle(self, log: LoggedRequest, units: float) -> None:
         """It has ended, wherever it was, after `units` of service: its tenant's account is set
@@ -248,6 +260,8 @@ class FairQueue:
         for entry in self._entries.values():
             counted[entry.log.submit.tenant] += entry.is_served
         assert +self.num_running == +counted, (self.num_running, counted)
+        left = sum(entry.units_left for entry in self._entries.values() if entry.is_served)
+        assert abs(self.units_left - left) < 1e-6 * max(1.0, left), (self.units_left, left)
         assert self._num_waiting == sum(1 for _ in self.in_order())
         for level in self._levels:
             assert level, f"nothing of priority {level.priority} waits"
@@ -309,6 +323,7 @@ class FairQueue:
         entry.is_served = False
         _decrement(self.num_running, entry.log.submit.tenant)
         self.units_running = self.units_running - entry.units if self.num_running else 0.0
+        self.units_left = self.units_left - entry.units_left if self.num_running else 0.0
 
 
 def _decrement(counts: Counter[str], name: str) -> None:

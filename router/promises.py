@@ -10,7 +10,7 @@ share that did come back, of late, is reckoned with.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -83,7 +83,7 @@ class Calendar:
 
 class Promises:
     """Owned by the router's admission. Invariant: `ripe_units` are the sums over the ripe promises
-    that are not over."""
+    that are not over, `num_by_flow` counts all that are not."""
 
     def __init__(self) -> None:
         self._by_client: dict[ClientKey, deque[Promise]] = {}  # each by the time it was made
@@ -91,6 +91,7 @@ class Promises:
         self._ripe: deque[Promise] = deque()  # by when they are due
         self._numbers = count()
         self._num_open = self._num_ripe = 0
+        self.num_by_flow: Counter[FlowKey] = Counter()  # of those that are open
         self._calendars: dict[FlowKey, Calendar] = {}
         self._tidied_at = 0.0
         self._last_kept: ClientKey | None = None
@@ -129,6 +130,7 @@ class Promises:
         self._by_client.setdefault(promise.client, deque()).append(promise)
         heappush(self._unripe, (due, next(self._numbers), promise))
         self._num_open += 1
+        self.num_by_flow[promise.flow] += 1
         return due
 
     def is_due(self, now: float, client: ClientKey) -> bool:
@@ -174,6 +176,9 @@ class Promises:
         if not of_client:
             del self._by_client[promise.client]
         self._num_open -= 1
+        self.num_by_flow[promise.flow] -= 1
+        if not self.num_by_flow[promise.flow]:
+            del self.num_by_flow[promise.flow]
         self._num_ripe -= 1
         _add(self._ripe_units, promise.flow, -promise.units)
         self._num_kept += was_kept - self._num_kept / REMEMBERED

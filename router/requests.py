@@ -62,6 +62,7 @@ class Requests:
         self.queue = FairQueue(config.low_priority_share)
         self.admission = Admission(config, self.queue)
         self.ended_turns: list[tuple[LoggedRequest, Attempt | None]] = []  # for `Sessions`
+        self._is_held_back = False  # somebody would wait too long at the workers
         self.room_changed = False  # True: somebody in the queue may find a place now
 
     def send(self, to: NodeId, message: object) -> None:
@@ -132,7 +133,7 @@ class Requests:
         self.admission.watch(now, has_decode=self.dispatcher.has_decode)
         if not self.room_changed:
             return
-        self.room_changed = False
+        self.room_changed = self._is_held_back = False
         tried: dict[str, Entry] = {}
         while len(tried) < MAX_TRIED and self.dispatcher.has_room(now):
             entry = self.queue.next(tried)
@@ -140,6 +141,7 @@ class Requests:
                 return
             log, began = entry.log, self._clock()
             may_send = self.admission.may_send(log)
+            self._is_held_back |= not may_send
             placed = self.dispatcher.place(now, log) if may_send else None
             if isinstance(placed, Rejection):
                 self.fail(log, placed)
@@ -170,10 +172,11 @@ class Requests:
         logprobs = delta.logprobs[-len(new) :] if new else ()
         if new:
             endpoint.succeed()
-            self.admission.done(OUTPUT_UNITS * len(new))
+            self.admission.done(log, OUTPUT_UNITS * len(new))
+            self.room_changed |= self._is_held_back
             if log.first_token_at is None:
                 log.first_token_at = now
-                self.admission.done(computed_tokens(log))
+                self.admission.done(log, computed_tokens(log))
             if not attempt.started:
                 attempt.started = True
                 self.dispatcher.started(now, attempt, log.request_id)

@@ -55,7 +55,7 @@ class Overload:
         self.running: dict[str, Decode] = {}
         self.returns: Callable[[Client], bool] = lambda client: False
         self._token_s = TOKEN_S
-        self._tokens_per_s = tokens_per_s
+        self.tokens_per_s = tokens_per_s
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._tell(WorkerUp(worker_info(WORKER, num_blocks=10_000, max_model_len=4096)))
@@ -155,8 +155,8 @@ class Overload:
 
     def _work_on(self, decode: Decode, number: int) -> None:
         step_s = self._token_s
-        if self._tokens_per_s is not None:
-            step_s = max(step_s, len(self.running) / self._tokens_per_s)
+        if self.tokens_per_s is not None:
+            step_s = max(step_s, len(self.running) / self.tokens_per_s)
         self.at(self.now + step_s, lambda: self._work(decode, number))
 
     def _work(self, decode: Decode, number: int) -> None:

@@ -3,6 +3,9 @@ that time is right."""
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -96,10 +99,11 @@ def test_what_cannot_meet_its_deadline_any_more_is_refused_while_it_waits() -> N
 
 def test_who_came_before_the_workers_grew_slow_is_told_soon() -> None:
     s = Overload(slots=4, max_queue_wait_s=8.0)
-    s.offer(10.0, 0.0, 20.0)
-    s.run(20.0)
+    s.offer(6.8, 0.0, 10.0)
+    s.run(10.0)
+    assert not any(c.refused for c in s.clients)
     s.slow_down(10.0)
-    s.run(40.0)
+    s.run(30.0)
     shed = [c for c in s.clients if c.refused and c.refused[0].detail.startswith("queued for")]
     assert len(shed) > 5
     assert {c.refused[0].reason for c in shed} == {Refusal.OVERLOADED}
@@ -138,6 +142,55 @@ def test_promises_are_kept_and_capacity_too_when_only_few_come_back() -> None:
     kept, came = returns(s)
     assert kept >= 0.9 * came > 25
     assert s.served() >= 0.97 * 2 * 89
+    s.drain()
+
+
+def overload_of_three_tenants(seed: int, slowest: float) -> Overload:
+    """Ten times what can be served, for a minute, at workers whose speed jumps every 4 to 20 s: to
+    anything from `slowest` to 1 of what it was. One client in five comes back."""
+    rng, seconds, rate = Random(seed), 60.0, 40.0
+    s = Overload(slots=64, tokens_per_s=rate, max_queue_wait_s=8.0, low_priority_share=0.05)
+    s.returns = lambda client: client.submit.tokens[0] % 5 == 0 and s.now < seconds
+
+    def jump() -> None:
+        s.tokens_per_s = rate * rng.uniform(slowest, 1.0)
+        s.at(s.now + rng.uniform(4.0, 20.0), jump)
+
+    s.at(rng.uniform(4.0, 20.0), jump)
+    for tenant, weight, priority in (("gold", 3.0, 0), ("silver", 1.0, 0), ("batch", 1.0, 10)):
+        share = TenantShare(weight=weight)
+        at = rng.expovariate(rate / 3)
+        while at < seconds:
+            send = partial(s.submit, tenant, share, timeout_s=20.0, priority=priority)
+            s.at(at, send)
+            at += rng.expovariate(rate / 3)
+    s.run(seconds)
+    s.drain()
+    return s
+
+
+def test_promises_are_kept_though_workers_become_slower_and_faster() -> None:
+    kept = came = refused = after_all = 0
+    for seed in range(4):
+        s = overload_of_three_tenants(seed, slowest=0.55)
+        kept, came = (a + b for a, b in zip((kept, came), returns(s), strict=True))
+        details = [failed.detail for client in s.clients for failed in client.refused]
+        refused += len(details)
+        after_all += sum(detail.startswith("queued for") for detail in details)
+        reasons = {failed.reason for client in s.clients for failed in client.refused}
+        assert Refusal.DEADLINE not in reasons  # what was admitted meets it
+    assert kept >= 0.9 * came > 500
+    assert after_all <= 0.02 * refused
+
+
+def test_what_began_together_does_not_end_together() -> None:
+    s = Overload(slots=64, tokens_per_s=40.0, max_queue_wait_s=8.0)
+    s.offer(20.0, 0.0, 90.0, timeout_s=20.0)
+    s.run(90.0)
+    ended = Counter(int(c.ended_at) for c in s.clients if c.ended_at is not None)
+    per_second = [ended[second] for second in range(40, 90)]
+    assert min(per_second) >= 2
+    assert max(per_second) <= 6  # 4 in the mean
     s.drain()
 
 
