@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from engine.config import KVSpec
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Raised whenever the same KVSpec comes to mean other bytes."""
 
 FINGERPRINT_BYTES = 16

@@ -125,6 +125,11 @@ class ModelConfig:
         index = self.layer_ropes[layer] if self.layer_ropes else 0
         return None if index < 0 else self.ropes[index]
 
+    def rotated_half(self, layer: int) -> int:
+        """Half of the dimensions of a head that are rotated, or of all where none is."""
+        rope = self.rope(layer)
+        return (self.head_dim if rope is None else rope.dim) // 2
+
     @property
     def score_scale(self) -> float:
         return self.attention_scale or self.head_dim**-0.5

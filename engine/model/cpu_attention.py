@@ -33,7 +33,7 @@ class _Attention(ctypes.Structure):
         *((name, _LONG) for name in ("qkv_stride", "table_stride", "block_stride", "head_stride")),
         *((name, _LONG) for name in ("value_offset", "num_heads", "group", "shares", "head_dim")),
         *((name, _LONG) for name in ("value_dim", "block_size", "num_items", "num_merges")),
-        *((name, _LONG) for name in ("window", "num_sinks", "rope_at", "rope_dim")),
+        *((name, _LONG) for name in ("window", "num_sinks", "rope_at", "rope_dim", "mixed_half")),
         *(("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
         *(("kv_kind", ctypes.c_int32), ("threads", ctypes.c_int32)),
     )
@@ -46,7 +46,7 @@ class _Rope(ctypes.Structure):
         *((name, _POINTER) for name in ("cos", "sin", "positions", "slots")),
         *((name, _LONG) for name in ("num_tokens", "qkv_stride", "block_stride", "head_stride")),
         *((name, _LONG) for name in ("value_offset", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, _LONG) for name in ("block_size", "rope_at", "rope_dim")),
+        *((name, _LONG) for name in ("block_size", "rope_at", "rope_dim", "mixed_half")),
         *(("eps", ctypes.c_float), ("kv_kind", ctypes.c_int32), ("threads", ctypes.c_int32)),
     )
 
@@ -105,6 +105,8 @@ class CpuAttention:
         for layer in range(c.num_layers):
             index, window = c.layer_ropes[layer] if c.layer_ropes else 0, c.window(layer)
             turn = self._rotation(c, index)
+            if pool.dtype == torch.uint8 and latent is None:
+                turn["mixed_half"] = c.rotated_half(layer)
             rope = self._ropes.setdefault(
                 index,
                 _Rope(num_kv_heads=c.num_kv_heads, eps=c.rms_norm_eps, **turn, **shared),

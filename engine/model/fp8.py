@@ -3,6 +3,11 @@
 A value is `number * 2**(scale - 127)`: the number is OCP's e4m3 without infinities, the scale its
 E8M0. A scale follows from that head's vector of that token alone, so KV does not depend on how a
 prompt was cut into chunks. Kernels encode and decode to the same bytes.
+
+A number is off by up to a sixteenth of itself, and where keys are large queries are too: a few
+dimensions make most of the error of a score. So queries and keys, once rotated, are both multiplied
+by a Hadamard matrix, which changes no score and spreads those dimensions over all (as QuaRot does,
+Ashkboos et al. 2024). Latents stay as they are: they are values too.
 """
 
 from __future__ import annotations
@@ -32,6 +37,40 @@ def decode(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
     # Byte 0 stands for 2**-127, which no encoder writes; it reads as zero.
     factors = (scales.int() << 23).view(torch.float32)
     return (numbers.view(torch.float8_e4m3fn).float() * factors.unsqueeze(-1)).to(dtype)
+
+
+def mix_queries(x: torch.Tensor, half: int) -> torch.Tensor:
+    """x [..., head_dim], its two halves [half] multiplied by a Hadamard matrix; what follows them
+    stays. -> float32.
+
+    Each half is cut into blocks of the largest power of two that divides it; those of the one are
+    mixed with those of the other at last. Applied twice it is `mixed_size` times x. Sums are of two
+    numbers, from the lowest bit of a dimension's index to the highest: the same in all kernels.
+    """
+    mixed, rest = x.float().tensor_split((2 * half,), dim=-1)
+    width = 1
+    while half % (2 * width) == 0:
+        mixed = _sums_and_differences(mixed.unflatten(-1, (-1, 2, width)))
+        width *= 2
+    return torch.cat((_sums_and_differences(mixed.unflatten(-1, (1, 2, half))), rest), dim=-1)
+
+
+def mix_keys(x: torch.Tensor, half: int) -> torch.Tensor:
+    """The inverse of `mix_queries`: products of the two are what they were."""
+    mixed = mix_queries(x, half)
+    mixed[..., : 2 * half] /= mixed_size(half)
+    return mixed
+
+
+def _sums_and_differences(x: torch.Tensor) -> torch.Tensor:
+    """x [..., count, 2, width] -> [..., count * 2 * width]."""
+    first, second = x.unbind(-2)
+    return torch.stack((first + second, first - second), -2).flatten(-3)
+
+
+def mixed_size(half: int) -> int:
+    """How many dimensions are mixed with each other: a power of two."""
+    return 2 * (half & -half)
 
 
 def parts(pool: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,7 +48,8 @@ class TorchOps:
         [num_blocks, num_layers, num_planes, num_kv_heads, bytes_per_head] in float8_e4m3."""
         self._config = config
         self._numbers, self._scales = pool, pool
-        if pool.dtype == torch.uint8:
+        self._is_fp8 = pool.dtype == torch.uint8
+        if self._is_fp8:
             self._numbers, self._scales = fp8.parts(pool, config.head_dim)
         self._dtype = dtype
         self._int8 = quantization == "int8"
@@ -117,6 +118,12 @@ class TorchOps:
         if angles is not None:
             both = heads[:, : c.num_heads + c.num_kv_heads]
             both.copy_(_rotated(both, angles))
+        if self._is_fp8:
+            half = c.rotated_half(layer)
+            queries.copy_(fp8.mix_queries(queries, half))
+            keys.copy_(fp8.mix_keys(keys, half))
+            if self._to_sinks is not None:
+                self._to_sinks = fp8.mix_queries(self._to_sinks, half).to(self._dtype)
         self._write(layer, 0, keys)
         self._write(layer, 1, values)
 

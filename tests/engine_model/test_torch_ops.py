@@ -118,10 +118,15 @@ def test_an_fp8_pool_computes_with_rounded_keys_and_values_however_it_was_filled
     for first, end in ((0, 7), (7, 33), (33, 59)):
         parts.feed(("a", LONG[first:end]))
     torch.testing.assert_close(parts.feed(("a", LONG[59:60])), got, rtol=0, atol=1e-3)
-    write = TorchOps._write
+    write, config = TorchOps._write, ModelConfig.from_dir(path)
 
     def rounded(ops: TorchOps, layer: int, plane: int, heads: torch.Tensor) -> None:
-        write(ops, layer, plane, fp8.decode(*fp8.encode(heads), torch.float32))
+        half = config.rotated_half(layer)
+        is_key = plane == 0 and config.latent is None
+        if is_key:
+            heads = fp8.mix_keys(heads, half)
+        heads = fp8.decode(*fp8.encode(heads), torch.float32)
+        write(ops, layer, plane, fp8.mix_queries(heads, half) if is_key else heads)
 
     monkeypatch.setattr(TorchOps, "_write", rounded)
     expected = Driver(path, "torch").feed(("a", LONG[:60]))

@@ -69,6 +69,9 @@ def check_pool(pool, layer, written, block_size, kv_fp8):
         (2, 24, 8, True, True, True),
         (2, 32, 0, False, False, False),
         (9, 48, 24, False, True, True),
+        (4, 64, 32, False, False, True),
+        (2, 32, 0, False, False, True),
+        (2, 40, 15, True, False, True),
     ],
 )
 def test_queries_are_turned_and_keys_and_values_written(
@@ -86,6 +89,10 @@ def test_queries_are_turned_and_keys_and_values_written(
     if angles:
         late = rotated(q, *angles, POSITIONS.clamp(max=20))
         q, k = rotated(q, *angles, POSITIONS), rotated(k, *angles, POSITIONS)
+    if kv_fp8:
+        mixed = half or head_dim // 2
+        q, k = fp8.mix_queries(q, mixed), fp8.mix_keys(k, mixed)
+        late = None if late is None else fp8.mix_queries(late, mixed)
     pool = empty_pool((3, 2, 2, kv_heads), head_dim, block_size, kv_fp8)
     given = qkv.flatten(1).to(DEVICE)
     sink_queries = torch.empty(5, heads * head_dim, device=DEVICE) if sinks else None
@@ -129,7 +136,8 @@ def test_fp8_bytes_are_the_reference_s_bit_for_bit(monkeypatch):
     monkeypatch.setattr(cache_write, "HEADS", 128)
     torch.manual_seed(0)
     kv_heads, head_dim = 32, 64
-    rows = torch.randn(96, head_dim) * torch.logspace(-44, 37, 96)[:, None]
+    sizes = torch.logspace(-44, 36, 96)  # dimensions of a key are summed
+    rows = torch.randn(96, head_dim) * sizes[:, None]
     rows[0] = 0.0
     rows[1] = torch.arange(-32.0, 32.0) / 512 * 0.5  # steps and ties of subnormals
     rows[1, 0] = 448.0
@@ -143,7 +151,7 @@ def test_fp8_bytes_are_the_reference_s_bit_for_bit(monkeypatch):
     every = torch.arange(3, device=DEVICE)
     rope_write(qkv, pool, 0, every, every, None, num_heads=1)
     found, found_scales = fp8.parts(pool.data.cpu()[0, 0], head_dim)
-    numbers, scales = fp8.encode(heads)
-    for plane, expected in ((0, numbers), (1, numbers.flip(2))):
+    for plane, kept in ((0, fp8.mix_keys(heads, head_dim // 2)), (1, heads.flip(2))):
+        expected, expected_scales = fp8.encode(kept)
         assert (found[plane, :, :3].transpose(0, 1) == expected).all()
-        assert (scales == found_scales[plane, :, :3].T).all()
+        assert (expected_scales == found_scales[plane, :, :3].T).all()

@@ -38,6 +38,8 @@ def rope_write(
     Dimensions of a head past rope.dim are left as they are. norms: of queries and keys, each
     [head_dim]. sink_queries [N, num_heads * head_dim], for layers with a window and sinks: the
     queries rotated as if at min(position, sink_position); sink_position is window + num_sinks - 1.
+    For an FP8 pool queries and keys are mixed at last (`fp8.mix_queries`): the dimensions that are
+    rotated, or all where none is.
     """
     half = pool.head_dim // 2 if tables is None else tables[0].shape[1]
     rest = pool.head_dim - 2 * half
@@ -53,7 +55,7 @@ def rope_write(
         HEAD_DIM=pool.head_dim, HALF=half, HEADS=HEADS, EPS=eps, NORM=norms is not None,
         ROTATE=tables is not None, SINK_POSITION=-1 if sink_queries is None else sink_position,
         BLOCK_HALF=triton.next_power_of_2(half), BLOCK_REST=triton.next_power_of_2(max(rest, 1)),
-        **pool.constants, num_warps=4,
+        MIXED=half & -half, **pool.constants, num_warps=4,
     )  # fmt: skip
 
 
@@ -127,6 +129,25 @@ def _rotated(first, second, cos, sin, at, inside):
 
 
 @triton.jit
+def _mixed(x, HEADS: tl.constexpr, WIDTH: tl.constexpr, MIXED: tl.constexpr):
+    """x [HEADS, WIDTH], every MIXED numbers (a power of two) times a Hadamard matrix: pairs of
+    neighbours become sums, which move to the front, and differences, once for each bit."""
+    bits: tl.constexpr = MIXED.bit_length() - 1
+    for _ in tl.static_range(bits):
+        first, second = tl.split(x.reshape(HEADS, WIDTH // MIXED, MIXED // 2, 2))
+        x = tl.join(first + second, first - second).permute(0, 1, 3, 2).reshape(HEADS, WIDTH)
+    return x
+
+
+@triton.jit
+def _mixed_halves(x, y, HEADS: tl.constexpr, WIDTH: tl.constexpr, MIXED: tl.constexpr):
+    """As `fp8.mix_queries`, both halves of some heads, [HEADS, WIDTH] each."""
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    x, y = _mixed(x, HEADS, WIDTH, MIXED), _mixed(y, HEADS, WIDTH, MIXED)
+    return x + y, x - y
+
+
+@triton.jit
 def _put(
     head, offset, x, y, z, x_at, y_at, z_at, halves, rests,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
@@ -157,7 +178,7 @@ def _rope_write(
     NORM: tl.constexpr, ROTATE: tl.constexpr, SINK_POSITION: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     PLANE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """One program: HEADS heads of a token. A head is three parts: both rotated halves, the rest."""
     token = tl.program_id(0).to(tl.int64)
@@ -185,6 +206,8 @@ def _rope_write(
     if SINK_POSITION >= 0:
         seen = tl.minimum(position, SINK_POSITION)
         sx, sy = _rotated(x, y, cos, sin, seen * HALF + half, half < HALF)
+        if FP8:
+            sx, sy = _mixed_halves(sx.to(kind), sy.to(kind), HEADS, BLOCK_HALF, MIXED)
         to = sink_queries + (token * NUM_HEADS + heads) * HEAD_DIM
         tl.store(to + x_at, sx.to(kind), mask=halves & is_query)
         tl.store(to + y_at, sy.to(kind), mask=halves & is_query)
@@ -193,6 +216,11 @@ def _rope_write(
         rx, ry = _rotated(x, y, cos, sin, position * HALF + half, half < HALF)
         x, y = tl.where(is_value, x, rx), tl.where(is_value, y, ry)
     x, y, z = x.to(kind), y.to(kind), z.to(kind)
+    if FP8:
+        mx, my = _mixed_halves(x, y, HEADS, BLOCK_HALF, MIXED)
+        part = tl.where(is_key, 0.5 / MIXED, 1.0)
+        x = tl.where(is_value, x, (mx * part).to(kind))
+        y = tl.where(is_value, y, (my * part).to(kind))
     tl.store(at + x_at, x, mask=halves & is_query)
     tl.store(at + y_at, y, mask=halves & is_query)
     slot = tl.load(slots + token + tl.zeros((1, 1), dtype=tl.int32)).to(tl.int64)  # [1, 1]

@@ -29,6 +29,7 @@ typedef struct {
     int64_t num_heads, group, shares, head_dim, value_dim, block_size, num_items, num_merges;
     int64_t window, num_sinks; /* 0: none */
     int64_t rope_at, rope_dim; /* which of a head's dimensions are rotated */
+    int64_t mixed_half;        /* of a head, of which queries are mixed (fp8.py); 0: they are not */
     float scale, softcap;      /* softcap 0: none */
     int32_t kv_kind, threads;
 } Attention;
@@ -101,15 +102,17 @@ INLINE void prefetch_run(const Attention *a, const int32_t *table, int64_t kv_he
  * the query already. */
 INLINE void turn_back(const Attention *a, float *query, int64_t step, int64_t back) {
     if (!a->cos) return;
-    int64_t half = a->rope_dim / 2;
+    int64_t half = a->rope_dim / 2, mixed = a->mixed_half;
+    if (mixed) hadamard(query, step, mixed);
     const float *c = a->cos + back * half, *s = a->sin + back * half;
-    float whole = 1.0f / a->cos[0];
+    float whole = 1.0f / a->cos[0] / (mixed ? mixed_size(mixed) : 1);
     float *x = query + a->rope_at * step, *y = x + half * step;
     for (int64_t i = 0; i < half; i++, x += step, y += step) {
         float x1 = *x, x2 = *y;
         *x = (x1 * c[i] + x2 * s[i]) * whole;
         *y = (x2 * c[i] - x1 * s[i]) * whole;
     }
+    if (mixed) hadamard(query, step, mixed);
 }
 
 #endif

@@ -168,6 +168,62 @@ INLINE vf vtanh(vf x) {
     return (vf)(((vi)(series * x + x) & small) | ((vi)whole & ~small));
 }
 
+INLINE void sum_and_difference(float *first, float *second) {
+    float a = *first, b = *second;
+    *first = a + b, *second = a - b;
+}
+
+/* Two halves of a vector, whose numbers lie `step` apart, times a Hadamard matrix (fp8.py). */
+static inline void hadamard(float *x, int64_t step, int64_t half) {
+    for (int64_t width = 1; half % (2 * width) == 0; width *= 2)
+        for (int64_t i = 0; i < 2 * half; i += 2 * width)
+            for (int64_t j = i; j < i + width; j++)
+                sum_and_difference(x + j * step, x + (j + width) * step);
+    for (int64_t j = 0; j < half; j++) sum_and_difference(x + j * step, x + (j + half) * step);
+}
+
+INLINE void sums_and_differences(float *first, float *second) {
+    vf a = load(first), b = load(second);
+    store(first, a + b);
+    store(second, a - b);
+}
+
+/* Each lane's number to the lane whose number differs by the bit `width`; lanes: 0, 1, 2... */
+INLINE vf swap_lanes(vf v, vi lanes, int width) {
+#if defined(__clang__) /* it has no shuffle by a vector, and needs none */
+    vf swapped;
+    UNROLL for (int i = 0; i < VL; i++) swapped[i] = v[i ^ width];
+    return swapped;
+#else
+    return __builtin_shuffle(v, lanes ^ width);
+#endif
+}
+
+/* The same of numbers that lie side by side, a vector at a time. */
+static inline void hadamard_row(float *x, int64_t half) {
+    if (half % VL) {
+        hadamard(x, 1, half);
+        return;
+    }
+    vi lanes;
+    for (int i = 0; i < VL; i++) lanes[i] = i;
+    for (int64_t i = 0; i < 2 * half; i += VL) {
+        vf v = load(x + i);
+        UNROLL for (int width = 1; width < VL; width *= 2) {
+            vi minus = ((lanes & width) != 0) & INT32_MIN; /* in the upper lane of each pair */
+            v = swap_lanes(v, lanes, width) + (vf)((vi)v ^ minus);
+        }
+        store(x + i, v);
+    }
+    for (int64_t width = VL; half % (2 * width) == 0; width *= 2)
+        for (int64_t i = 0; i < 2 * half; i += 2 * width)
+            for (int64_t j = i; j < i + width; j += VL) sums_and_differences(x + j, x + j + width);
+    for (int64_t j = 0; j < half; j += VL) sums_and_differences(x + j, x + j + half);
+}
+
+/* How many of its numbers are mixed with each other. */
+INLINE int64_t mixed_size(int64_t half) { return 2 * (half & -half); }
+
 /* c[rows, cols * VL] = (keep ? c : init) + a[rows, depth] @ b[depth, cols * VL]. Element (r, d) of
  * a is a[r * row + d * step]. `rows` and `cols` are constants at every call, so that accumulators
  * live in registers. */

@@ -89,7 +89,7 @@ typedef struct {
     const int64_t *positions;  /* [num_tokens] */
     const int64_t *slots;      /* [num_tokens]: block * block_size + offset in the block */
     int64_t num_tokens, qkv_stride, block_stride, head_stride, value_offset;
-    int64_t num_heads, num_kv_heads, head_dim, block_size, rope_at, rope_dim;
+    int64_t num_heads, num_kv_heads, head_dim, block_size, rope_at, rope_dim, mixed_half;
     float eps;
     int32_t kv_kind, threads;
 } Rope;
@@ -138,6 +138,12 @@ INLINE void write_kv(const Rope *a, void *pool, int64_t head, int64_t offset, co
         write_fp8((uint8_t *)pool + head, offset, from, a);
 }
 
+INLINE void mix_key(const Rope *a, float *key) {
+    hadamard_row(key, a->mixed_half);
+    float inverse = 1.0f / mixed_size(a->mixed_half);
+    for (int64_t i = 0; i < 2 * a->mixed_half; i++) key[i] *= inverse;
+}
+
 typedef struct {
     const Rope *rope;
     float *qkv;
@@ -159,11 +165,13 @@ static void write_task(void *arg, int64_t task) {
         for (int64_t h = 0; h < a->num_heads; h++, heads += dim) {
             if (w->q_norm) normalise(heads, w->q_norm, heads, dim, a->eps);
             rotate(a, heads, a->positions[t]);
+            if (a->mixed_half) hadamard_row(heads, a->mixed_half);
         }
         for (int64_t h = 0; h < a->num_kv_heads; h++, keys += dim, values += dim) {
             int64_t at = block * a->block_stride + h * a->head_stride;
             if (w->k_norm) normalise(keys, w->k_norm, keys, dim, a->eps);
             rotate(a, keys, a->positions[t]);
+            if (a->mixed_half) mix_key(a, keys);
             write_kv(a, w->pool, at, offset, keys);
             write_kv(a, w->pool, at + a->value_offset, offset, values);
         }
