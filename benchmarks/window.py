@@ -48,6 +48,7 @@ class Spec:
     num_sinks: int = 4
     temperature: float = 1.0  # the default model repeats itself at less, and writes noise at more
     top_p: float = 0.95
+    frequency_penalty: float = 0.0
     seed: int = 0
 
 
@@ -126,6 +127,7 @@ def write(
         max_tokens=length - len(prompt) - 1,
         temperature=spec.temperature,
         top_p=spec.top_p,
+        frequency_penalty=spec.frequency_penalty,
         seed=spec.seed,
         logprobs=0,
         logit_bias=dict.fromkeys(tokenizer.eos_token_ids, -100.0),  # the text has no end
@@ -161,7 +163,7 @@ def results_table(spec: Spec, results: dict[str, dict[str, Any]]) -> Table:
     table = Table(
         title="blocks held | mean log-probability | share of 4-grams that were there before",
         caption=f"of each {spec.every:,} tokens; temperature {spec.temperature:g}, top_p"
-        f" {spec.top_p:g}",
+        f" {spec.top_p:g}, frequency_penalty {spec.frequency_penalty:g}",
     )
     table.add_column("tokens", justify="right")
     for name in results:
@@ -195,6 +197,13 @@ def show_text(console: Console, spec: Spec, results: dict[str, dict[str, Any]]) 
 @click.option("--window", type=click.IntRange(1), default=1_024, show_default=True)
 @click.option("--sinks", "num_sinks", type=click.IntRange(0), default=4, show_default=True)
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True)
+@click.option(
+    "--frequency-penalty",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Of tokens that the window sees.",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "--only", type=click.IntRange(1, 3), default=3, help="The first so many of the three."

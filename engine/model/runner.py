@@ -131,7 +131,7 @@ class ModelRunner:
                 batch = Batch.from_step(step, self._limits, self.device, tables)
                 logits = self._decoder.forward(batch)
                 asked = [index for index, seq in enumerate(step.seqs) if seq.sample]
-                tokens = sample(logits, [step.seqs[index] for index in asked])
+                tokens = sample(logits, [step.seqs[i] for i in asked], self.config.flat_window)
                 for index, token in zip(asked, tokens, strict=True):
                     sampled[index] = token
         if failed:

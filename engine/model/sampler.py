@@ -35,15 +35,17 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def sample(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[Sampled]:
-    """One token per row. logits: float32 [len(seqs), vocab_size], overwritten."""
+def sample(logits: torch.Tensor, seqs: list[ScheduledSeq], window: int = 0) -> list[Sampled]:
+    """One token per row. logits: float32 [len(seqs), vocab_size], overwritten. window: penalties
+    count the last so many tokens, all that such a model sees; 0: all. Else every word of a text
+    without end would be banned in the end."""
     raw = {
         row: torch.log_softmax(logits[row], dim=-1)
         for row, seq in enumerate(seqs)
         if seq.sampling.logprobs is not None
     }
     for row, seq in enumerate(seqs):
-        _edit(logits[row], seq)
+        _edit(logits[row], seq, window)
     tokens = _best(logits) if seqs else []
     random = [row for row, seq in enumerate(seqs) if not _is_greedy(seq.sampling)]
     if random:
@@ -77,18 +79,21 @@ def _logprobs(raw: torch.Tensor, token: int, sampling: SamplingParams) -> TokenL
     return TokenLogprobs(raw[token].item(), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
-def _edit(row: torch.Tensor, seq: ScheduledSeq) -> None:
+def _edit(row: torch.Tensor, seq: ScheduledSeq, window: int) -> None:
     """Bans, biases and penalties, in place. Token ids outside the vocabulary are ignored."""
     s, vocab = seq.sampling, len(row)
+    seen_from = max(0, len(seq.context) - window) if window else 0
     if s.logit_bias:
         known = {token: bias for token, bias in s.logit_bias.items() if 0 <= token < vocab}
         row[list(known)] += torch.tensor(list(known.values()), dtype=row.dtype, device=row.device)
     if s.repetition_penalty != 1.0:
-        ids = torch.from_numpy(np.unique(np.array(seq.context, np.int64))).to(row.device)
+        ids = torch.from_numpy(np.unique(np.array(seq.context[seen_from:], np.int64))).to(
+            row.device
+        )
         seen = row[ids]
         row[ids] = torch.where(seen > 0, seen / s.repetition_penalty, seen * s.repetition_penalty)
     if s.presence_penalty or s.frequency_penalty:
-        output = np.array(seq.context[seq.num_prompt_tokens :], np.int64)
+        output = np.array(seq.context[max(seen_from, seq.num_prompt_tokens) :], np.int64)
         values, counts = np.unique(output, return_counts=True)
         penalty = s.presence_penalty + s.frequency_penalty * counts
         row[torch.from_numpy(values).to(row.device)] -= torch.from_numpy(penalty).to(row)

@@ -143,6 +143,19 @@ def test_penalties_count_what_openai_counts():
     assert pick([-3.0, -2.0, -2.0, -2.0], repetition_penalty=2.0, **params) == 0, "multiplied"
 
 
+@pytest.mark.parametrize(
+    "penalty", [{"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.5}]
+)
+def test_penalties_of_a_model_with_a_window_count_what_it_sees(penalty):
+    params = SamplingParams(**GREEDY, **penalty)
+    seq = scheduled([0], 0, [0], context=[3, 3, 1, 2, 1], num_prompt_tokens=1, sampling=params)
+    picked = {
+        window: sample(torch.tensor([[2.0, 1.9, 2.0, 2.3]]), [seq], window)[0].token
+        for window in (0, 4, 3)
+    }
+    assert picked == {0: 0, 4: 0, 3: 3}  # the last three tokens are no 3
+
+
 def test_logit_bias_moves_and_ignores_unknown_tokens():
     assert pick([1.0, 0.0], logit_bias={1: 2.0, 99: 100.0, -1: 100.0}, **GREEDY) == 1
     assert pick([1.0, 0.0], logit_bias={0: -100.0}, temperature=1.0) == 1

@@ -138,7 +138,7 @@ class GpuSteps:
         sampled = [Sampled(token) for token in tokens]
         rows = [row for row, is_so in enumerate(plain) if not is_so]
         if rows:
-            others = sample(logits[rows], [seqs[row] for row in rows])
+            others = sample(logits[rows], [seqs[r] for r in rows], self._limits.window)
             for row, other in zip(rows, others, strict=True):
                 sampled[row] = other
         return sampled
