@@ -16,12 +16,11 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.load import Answer, Caller, Load, Offer
@@ -72,10 +71,6 @@ def measure(load: Load, rate: float, step_s: float, progress: Progress) -> dict[
     return {"rate": rate, "goodput": found}
 
 
-def _tell(progress: Progress, task: TaskID, done_s: float) -> None:
-    progress.update(task, completed=done_s)
-
-
 def find_peak(
     load: Load, first_rate: float, step_s: float, progress: Progress
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
@@ -102,13 +97,14 @@ def report(
     slow = Counter(a.caller.tenant for a in refused if a.ended_at - a.sent_at > REFUSAL_GOAL_S)
     admitted = [a for a in answers if a.status == 200]
     late = [a for a in admitted if not a.is_good(DEADLINE_S)]
-    other = [a for a in answers if a.status not in (200, 429)]
+    other = Counter(str(a.error or a.status) for a in answers if a.status not in (200, 429))
+    errors = ", ".join(f"{count} of {cause}" for cause, count in other.items()) or "none"
     back = [a for a in answers if a.is_return and a.sent_at < seconds]
     kept = sum(a.status == 200 for a in back)
     rows = [
         ("offered", f"{len(answers) / seconds:.1f} requests/s"),
         ("goodput", f"{found:.2f}/s = {found / peak:.1%} of the peak (wanted: at least 90 %)"),
-        ("admitted and late", f"{len(late)} of {len(admitted)}; other errors: {_causes(other)}"),
+        ("admitted and late", f"{len(late)} of {len(admitted)}; other errors: {errors}"),
         (
             "refusals' latency",
             f"p50 {ms(latencies, 50)}, p99 {ms(latencies, 99)}, max {ms(latencies, 100)} ms; "
@@ -136,7 +132,7 @@ def report(
         "goodput_of_peak": found / peak,
         "late": len(late),
         "admitted": len(admitted),
-        "other_errors": Counter(str(a.error or a.status) for a in other),
+        "other_errors": dict(other),
         "refused": len(refused),
         "slow_refusals_by_tenant": dict(slow),
         "refusals_in_time": in_time / max(1, len(refused)),
@@ -146,11 +142,6 @@ def report(
         "served_by_tenant": served,
     }
     return rows, result
-
-
-def _causes(answers: Sequence[Answer]) -> str:
-    causes = Counter(str(answer.error or answer.status) for answer in answers)
-    return ", ".join(f"{count} of {cause}" for cause, count in causes.items()) or "none"
 
 
 @click.command()
@@ -194,7 +185,9 @@ def main(
             before = best["goodput"]
             task = progress.add_task(f"{factor:g} times {before:.1f}/s", total=seconds)
             offered = offers(factor * before, seconds)
-            answers = asyncio.run(load.run(offered, return_share, partial(_tell, progress, task)))
+            answers = asyncio.run(
+                load.run(offered, return_share, lambda done: progress.update(task, completed=done))
+            )
             after = measure(load, best["rate"], step_s, progress)["goodput"]
     peak = (before + after) / 2
     rows, result = report(answers, seconds, min(FIRST_BATCH_S, seconds / 2), peak)
