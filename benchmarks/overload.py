@@ -147,7 +147,7 @@ def report(
 @click.command()
 @click.option("--factor", default=10.0, help="Times the sustainable load.")
 @click.option("--seconds", default=60.0, help="Of overload.")
-@click.option("--step-s", default=15.0, help="Of each rate, in the search for the best.")
+@click.option("--step-s", default=30.0, help="Of each rate, in the search for the best.")
 @click.option("--first-rate", default=4.0, help="Requests/s at which the search begins.")
 @click.option("--return-share", default=0.2, help="Of the refused, who come back when told.")
 @click.option("--input-len", default=16, help="Tokens of a prompt, about.")

@@ -18,7 +18,7 @@ from cluster.bench import percentile
 
 def about() -> dict[str, Any]:
     """Machine, versions and commit. A commit with "+" has changes that are not committed."""
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    machine = {"cpu": _cpu(), "cores": os.cpu_count()}
     versions = {name: version(name) for name in ("torch", "ray", "nixl-cu12")}
     return {
         "machine": machine,
@@ -26,6 +26,18 @@ def about() -> dict[str, Any]:
         "versions": versions,
         "commit": commit(),
     }
+
+
+def _cpu() -> str:
+    """By name, and its family: what one name covers may be years apart."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    told = dict(line.split(": ", 1) for line in lines if ": " in line)
+    facts = {name.strip(): value for name, value in told.items()}
+    name = facts.get("model name", platform.processor() or platform.machine())
+    return f"{name}, family {facts['cpu family']}" if "cpu family" in facts else name
 
 
 def make_console() -> Console:
