@@ -1,4 +1,7 @@
-"""Matrices on a CPU: how weights are packed, and products with them in float32 arithmetic.
+"""Matrices on a CPU: how weights are packed, and products with them.
+
+Sums are float32. Factors are too, but for int8 weights, which are multiplied as integers, and where
+bfloat16 was chosen and the CPU has an instruction for it.
 
 Life: `matrix` packs a weight once, while a checkpoint is loaded; `linear` and `add_linear` are
 called for every step from then on.
@@ -11,23 +14,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from engine.model.huge_pages import HugePages
 from engine.model.quantize import quantize
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as in linear.h
+FLOAT32, BF16, INT8, PAIRS = range(4)  # as in linear.h
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight [rows, depth]: packed for the kernel, or as torch wants it."""
+    """A weight [rows, depth], packed for the kernel."""
 
     role: str
     rows: int
     depth: int
     data: torch.Tensor
-    kind: int | None  # of `_KINDS`; None: not packed
+    kind: int
     bias: torch.Tensor | None  # float32
 
 
@@ -51,22 +53,24 @@ class CpuLinear:
         library: ctypes.CDLL,
         num_threads: int,
         dtype: torch.dtype,
-        native_bf16: bool,
         buffer: Callable[[str, int, int], torch.Tensor],
         quantization: str = "none",
+        in_bf16: bool | None = None,
     ) -> None:
+        """in_bf16: whether inputs are rounded to multiply in bfloat16; None: if that is `dtype` and
+        the CPU has an instruction for it."""
         self._lib, self._threads = library, num_threads
         self._bf16 = dtype == torch.bfloat16
         self._int8 = quantization == "int8"
-        self._pack = self._int8 or not (self._bf16 and native_bf16)
+        if in_bf16 is None:
+            in_bf16 = self._bf16 and bool(library.kvr_multiplies_bf16())
+        self._pairs = in_bf16
         self._buffer = buffer
         self._memory = HugePages()
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
         rows, depth = weight.shape
         wide = None if bias is None else owned(bias, torch.float32)
-        if not self._pack:
-            return Matrix(role, rows, depth, owned(weight, torch.bfloat16), None, wide)
         kind = self._kind(weight)
         packed = self._memory.take(self._lib.kvr_packed_bytes(rows, depth, kind))
         self._pack_into(packed, weight, kind)
@@ -74,21 +78,13 @@ class CpuLinear:
 
     def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         out = self._buffer(matrix.role, len(x), matrix.rows)
-        if matrix.kind is not None:
-            self._multiply(x, matrix, matrix.bias, out, keep=False)
-        else:
-            out.copy_(F.linear(x.bfloat16(), matrix.data))
-            if matrix.bias is not None:
-                out += matrix.bias
+        self._multiply(x, matrix, matrix.bias, out, keep=False)
         return out
 
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
         if matrix.bias is not None:
             hidden += matrix.bias
-        if matrix.kind is not None:
-            self._multiply(x, matrix, None, hidden, keep=True)
-        else:
-            hidden += F.linear(x.bfloat16(), matrix.data)
+        self._multiply(x, matrix, None, hidden, keep=True)
 
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Experts:
         count, _, width = downs.shape
@@ -123,17 +119,18 @@ class CpuLinear:
 
     def _kind(self, weight: torch.Tensor) -> int:
         if self._int8:
-            return _KINDS[torch.int8]
-        narrow = self._bf16 or weight.dtype == torch.bfloat16
-        return _KINDS[torch.bfloat16 if narrow else torch.float32]
+            return INT8
+        if self._pairs:
+            return PAIRS
+        return BF16 if self._bf16 or weight.dtype == torch.bfloat16 else FLOAT32
 
     def _pack_into(self, packed: torch.Tensor, weight: torch.Tensor, kind: int) -> None:
         rows, depth = weight.shape
         scales = None
-        if kind == _KINDS[torch.int8]:
+        if kind == INT8:
             data, scales = quantize(weight)
         else:
-            wanted = torch.bfloat16 if kind == _KINDS[torch.bfloat16] else torch.float32
+            wanted = torch.float32 if kind == FLOAT32 else torch.bfloat16
             data = weight.to(wanted).contiguous()
         self._lib.kvr_pack(
             data.data_ptr(),

@@ -2,7 +2,7 @@
 
 The residual stream is float32. Weights are kept as the checkpoint has them: bfloat16 ones stay
 bfloat16 in memory and are widened in registers, which gives float32's results at half the traffic.
-Where the CPU multiplies bfloat16 natively and that dtype was chosen, products go through torch.
+Where the CPU multiplies bfloat16 and that dtype was chosen, inputs of products are rounded to it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,15 @@ class CpuOps:
         max_positions: int,
         library: ctypes.CDLL,
         num_threads: int,
-        native_bf16: bool,
         quantization: str = "none",
+        in_bf16: bool | None = None,
     ) -> None:
-        """pool: as `CpuAttention` takes it; quantization: of weights, "none" or "int8". Raises
-        KernelsUnavailable for what the kernels do not know."""
+        """pool: as `CpuAttention` takes it; quantization: of weights, "none" or "int8"; in_bf16: as
+        of `CpuLinear`. Raises KernelsUnavailable for what the kernels do not know."""
         self._config, self._lib, self._threads = config, library, num_threads
         self._buffers: dict[str, torch.Tensor] = {}
         self._attention = CpuAttention(config, pool, max_positions, library, num_threads)
-        self._linear = CpuLinear(
-            library, num_threads, dtype, native_bf16, self._buffer, quantization
-        )
+        self._linear = CpuLinear(library, num_threads, dtype, self._buffer, quantization, in_bf16)
         self._step = CpuStep(config, library, num_threads, self._attention, self._buffer)
 
     def table(self, weight: torch.Tensor) -> torch.Tensor:

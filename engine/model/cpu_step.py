@@ -96,8 +96,6 @@ class CpuStep:
                 return None
             matrices = {"qkv": attention.qkv, "out": attention.out}
             matrices |= {"gate_up": mlp.gate_up, "down": mlp.down}
-            if any(matrix.kind is None for matrix in matrices.values()):
-                return None
             for name, matrix in matrices.items():
                 setattr(to, name, _told(matrix))
             norms = {"q_norm": attention.q_norm, "k_norm": attention.k_norm}

@@ -181,7 +181,6 @@ class ModelRunner:
                     self.max_model_len,
                     library,
                     num_threads,
-                    native_bf16=_cpu_has_bf16(),
                     quantization=self._quantization,
                 )
             except kernels.KernelsUnavailable as error:

@@ -86,14 +86,14 @@ def test_bf16_checkpoints_run_in_float32_without_losing_a_bit_of_them(tmp_path, 
     assert Checkpoint(tmp_path).get("model.norm.weight", 96).dtype == torch.float32
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_bf16_kernels_stay_near_the_torch_path(tmp_path, native):
+@pytest.mark.parametrize("in_bf16", [False, True])
+def test_bf16_kernels_stay_near_the_torch_path(tmp_path, in_bf16):
     """bfloat16 weights and KV cache. Torch rounds activations too, so the bound is bf16's."""
     make_checkpoint("llama", tmp_path)
     logits = [
         torch.cat([driver.feed(("a", LONG)), driver.feed(("a", SHORT[:1]))])
         for driver in (
-            Driver(tmp_path, "cpu", dtype=torch.bfloat16, native=native),
+            Driver(tmp_path, "cpu", dtype=torch.bfloat16, in_bf16=in_bf16),
             Driver(tmp_path, "torch", dtype=torch.bfloat16),
             Driver(tmp_path, "torch"),
         )

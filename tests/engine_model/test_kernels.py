@@ -64,7 +64,7 @@ def test_attention_and_kv_write_equal_torch(shape, kv_dtype):
     pool = torch.randn(sum(counts), 2, 2, kv_heads, block_size, head_dim).to(kv_dtype)
     theirs_pool = pool.clone()
     library = kernels.load(default_cache_dir())
-    ours = CpuOps(config, pool, torch.float32, 1024, library, 2, native_bf16=False)
+    ours = CpuOps(config, pool, torch.float32, 1024, library, 2)
     theirs = TorchOps(config, theirs_pool, torch.float32, 1024)
     qkv = torch.randn(len(batch.tokens), (heads + 2 * kv_heads) * head_dim) * 1.5
     theirs_qkv = qkv.clone()

@@ -15,7 +15,7 @@ from tests.engine_model.test_kernels import config_of
 from tests.engine_model.tiny import Driver, make_checkpoint, make_ops, tokens_of
 
 SHAPES = ((50, 24), (96, 64), (130, 2100), (33, 77))  # outputs, depth
-KINDS = ("float32", "bfloat16", "int8")
+KINDS = ("float32", "bfloat16", "int8", "pairs")  # pairs: bfloat16, inputs too
 
 
 def make_linear(kind: str = "float32", threads: int = 2) -> CpuLinear:
@@ -25,9 +25,9 @@ def make_linear(kind: str = "float32", threads: int = 2) -> CpuLinear:
         library,
         threads,
         torch.float32,
-        False,
         lambda role, rows, width: torch.full((rows, width), torch.nan),
         quantization,
+        in_bf16=kind == "pairs",
     )
 
 
@@ -36,8 +36,15 @@ def weight_of(kind: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     weight = torch.randn(shape)
     if kind == "int8":
         return weight, dequantize(*quantize(weight))
-    weight = weight.to(getattr(torch, kind))
+    weight = weight.to(torch.float32 if kind == "float32" else torch.bfloat16)
     return weight, weight.float()
+
+
+def inputs_of(kind: str, x: torch.Tensor) -> torch.Tensor:
+    """What is multiplied of inputs x."""
+    if kind == "int8":
+        return round_inputs(x)
+    return x.bfloat16() if kind == "pairs" else x
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,8 +57,7 @@ def test_a_product_equals_torch(rows, kind):
         wide = torch.randn(rows, depth + 5)
         x = wide[:, :depth]  # rows may be apart
         bias, hidden = torch.randn(outputs), torch.randn(rows, outputs)
-        inputs = round_inputs(x) if kind == "int8" else x
-        expected = inputs.double() @ values.double().t()
+        expected = inputs_of(kind, x).double() @ values.double().t()
         close = {"rtol": 0, "atol": 3e-5 * depth**0.5}
         biased = ops.linear(x, ops.matrix(weight, bias, "test")).double()
         torch.testing.assert_close(biased, expected + bias, **close)
@@ -75,7 +81,7 @@ def test_a_result_depends_neither_on_threads_nor_on_other_outputs(kind):
         assert torch.equal(results[0][:, :40], some)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "pairs"])
 def test_a_row_is_multiplied_alone_as_among_any_number_of_others(kind):
     torch.manual_seed(5)
     ops = make_linear(kind)

@@ -165,7 +165,7 @@ def make_ops(
     kind: str,
     config: ModelConfig,
     dtype: torch.dtype = torch.float32,
-    native: bool = False,
+    in_bf16: bool | None = None,
     pool: torch.Tensor | None = None,
     quantization: str = "none",
 ):
@@ -173,7 +173,7 @@ def make_ops(
     if kind == "torch":
         return TorchOps(config, pool, dtype, MAX_LEN, quantization)
     library = kernels.load(default_cache_dir())
-    return CpuOps(config, pool, dtype, MAX_LEN, library, 2, native, quantization)
+    return CpuOps(config, pool, dtype, MAX_LEN, library, 2, quantization, in_bf16)
 
 
 class Driver:
@@ -187,13 +187,13 @@ class Driver:
         *,
         dtype: torch.dtype = torch.float32,
         fp8: bool = False,
-        native: bool = False,
+        in_bf16: bool | None = None,
         quantization: str = "none",
     ) -> None:
         """config: other than that of the directory."""
         self.config = config or ModelConfig.from_dir(path)
         self.pool = make_pool(self.config, torch.uint8 if fp8 else dtype)
-        made = make_ops(kind, self.config, dtype, native, self.pool, quantization)
+        made = make_ops(kind, self.config, dtype, in_bf16, self.pool, quantization)
         with torch.inference_mode():
             weights = load_weights(path, self.config, made, lambda _: None)
         self._decoder = Decoder(self.config, weights, made)

@@ -1,6 +1,5 @@
 /* Products of a mixture of experts: rows of x that are sorted by expert, each expert's rows times its
  * own matrix. All experts' tasks are one job, so that threads wait for each other once. */
-#include "linear.h"
 #include "pool.h"
 #include "product.h"
 
@@ -39,7 +38,7 @@ void kvr_experts(const float *x, int64_t k, const char *packed, int kind, int64_
         tasks += product_plan(products + count++, threads);
     }
     first[count] = tasks;
-    if (kind == INT8 && tasks) int8_inputs(products, count, threads);
+    if (is_narrowed(kind) && tasks) narrow_inputs(products, count, threads);
     Job job = {products, first, count};
     if (tasks) kvr_parallel(threads, tasks, expert_task, &job);
 }

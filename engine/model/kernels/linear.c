@@ -1,11 +1,10 @@
-/* y = x @ W^T (+ bias), float32 arithmetic over packed weights (linear.h; INT8: linear_int8.c).
+/* y = x @ W^T (+ bias), float32 arithmetic over packed weights (linear.h; INT8 and PAIRS: narrowed.c).
  *
  * Few rows of x: reading W is what takes time. Panels are widened in registers, and while one is
  * multiplied the next is fetched. Many rows: arithmetic is. Panels are widened once for a chunk of
  * rows, some depths at a time, into a copy that stays in the L1 cache. Either way a result is summed
  * from the first depth to the last and only then added to what it starts from, so it does not depend
  * on how many rows there are. */
-#include "linear.h"
 #include "pool.h"
 #include "product.h"
 
@@ -15,23 +14,6 @@
 #define DEPTH 320 /* depths of a panel that are widened at a time, at most */
 #define CHUNK (MR * 32) /* rows of x of one task: widening is paid once per chunk */
 #define SMALL (6 * MR) /* up to so many rows of x are few */
-
-/* One micro-tile's results to y; the last panel may have columns past m. */
-INLINE void put(const Product *t, int64_t row, int64_t panel, vf low, vf high) {
-    int64_t first = panel * NR;
-    float *y = t->y + row * t->ldy + first;
-    if (first + NR <= t->m) {
-        const float *base = t->keep ? y : t->bias ? t->bias + first : NULL;
-        if (base) low += load(base), high += load(base + VL);
-        store(y, low);
-        store(y + VL, high);
-        return;
-    }
-    for (int j = 0; first + j < t->m; j++) {
-        float value = j < VL ? low[j] : high[j - VL];
-        y[j] = value + (t->keep ? y[j] : t->bias ? t->bias[first + j] : 0.0f);
-    }
-}
 
 /* One depth of panels at `w` into `acc`. */
 INLINE void sum_one(const Product *t, int rows, int panels, int kind, const float *x,
@@ -71,10 +53,10 @@ INLINE void narrow_tile(const Product *t, int rows, int panels, int kind, int64_
     if (t->k & 1) sum_one(t, rows, panels, kind, x, w, acc);
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int p = 0; p < panels; p++)
-            put(t, row + r, first + p, acc[r][p][0], acc[r][p][1]);
+            put(t, row + r, first + p, acc[r][p]);
 }
 
-#define MANY(R) ((R) == 1 ? 4 : (R) == 2 ? 2 : 1) /* panels at once */
+#define AT_ONCE(R) ((R) == 1 ? 4 : (R) == 2 ? 2 : 1) /* panels */
 
 /* Each of its own, so that what its loop needs stays in registers. */
 typedef void Narrow(const Product *t, int64_t row, int64_t first, const char *ahead, int64_t pace);
@@ -84,8 +66,8 @@ typedef void Narrow(const Product *t, int64_t row, int64_t first, const char *ah
         narrow_tile(t, R, PANELS, KIND, row, first, ahead, pace); \
     }
 #define TILE(R) \
-    NARROW(R, FLOAT32, 1, one) NARROW(R, FLOAT32, MANY(R), many) \
-    NARROW(R, BF16, 1, one) NARROW(R, BF16, MANY(R), many)
+    NARROW(R, FLOAT32, 1, one) NARROW(R, FLOAT32, AT_ONCE(R), many) \
+    NARROW(R, BF16, 1, one) NARROW(R, BF16, AT_ONCE(R), many)
 EACH_ROWS(TILE)
 #undef TILE
 #undef NARROW
@@ -93,7 +75,7 @@ EACH_ROWS(TILE)
 static Narrow *const narrows[MR][2][2] = {EACH_ROWS(TILE)};
 #undef TILE
 
-INLINE int64_t at_once(const Product *t) { return t->n > 2 ? 1 : MANY(t->n); }
+INLINE int64_t at_once(const Product *t) { return t->n > 2 ? 1 : AT_ONCE(t->n); }
 
 /* Panels [first, last), each times all rows while it is in the cache. */
 static void narrow_panels(const Product *t, int64_t first, int64_t last) {
@@ -160,8 +142,10 @@ static void wide_tiles(const Product *t, int64_t start, int64_t end, int64_t pan
         rows = even_rows(end - row);
         full_tile(rows, depth, t->x + row * t->ldx + from, t->ldx, b, sums, from > 0);
         if (from + depth < t->k) continue;
-        for (int64_t r = 0; r < rows; r++)
-            put(t, row + r, panel, load(sums + r * NR), load(sums + r * NR + VL));
+        for (int64_t r = 0; r < rows; r++) {
+            vf sum[2] = {load(sums + r * NR), load(sums + r * NR + VL)};
+            put(t, row + r, panel, sum);
+        }
     }
 }
 
@@ -188,14 +172,14 @@ int64_t product_plan(Product *t, int threads) {
     t->panel_bytes = bytes_of_panel(t->k, t->kind);
     t->group = SHARES * threads;
     if (t->n == 0) return 0; /* a step of which nothing is sampled has no logits */
-    if (t->kind == INT8) return int8_plan(t, threads);
+    if (is_narrowed(t->kind)) return narrowed_plan(t, threads);
     if (t->n > SMALL) return (panels + GROUP - 1) / GROUP * ((t->n + CHUNK - 1) / CHUNK);
     for (int64_t left = panels; left > 0; tasks++) left -= next_panels(t, left);
     return tasks;
 }
 
 void product_task(const Product *t, int64_t task) {
-    (t->kind == INT8 ? int8_task : t->n > SMALL ? wide_task : narrow_task)(t, task);
+    (is_narrowed(t->kind) ? narrowed_task : t->n > SMALL ? wide_task : narrow_task)(t, task);
 }
 
 static void linear_task(void *product, int64_t task) { product_task(product, task); }
@@ -205,6 +189,6 @@ static void linear_task(void *product, int64_t task) { product_task(product, tas
 void kvr_linear(const float *x, int64_t n, int64_t ldx, int64_t k, const void *packed, int kind,
                 int64_t m, const float *bias, float *y, int64_t ldy, int keep, int threads) {
     Product t = {x, y, bias, packed, n, m, k, ldx, ldy, 0, 0, kind, keep};
-    if (kind == INT8) int8_inputs(&t, 1, threads);
+    if (is_narrowed(kind)) narrow_inputs(&t, 1, threads);
     kvr_parallel(threads, product_plan(&t, threads), linear_task, &t);
 }

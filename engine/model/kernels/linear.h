@@ -7,6 +7,8 @@
  * - FLOAT32: as they are;
  * - BF16: the word j holds output j (low half) and output j + VL (high half), so that a shift and a
  *   mask widen it;
+ * - PAIRS, bfloat16 too, for products in bfloat16: two depths of output j share the word j, the first
+ *   in its low half. Depths are even in number, if need be by one of zeros;
  * - INT8: two depths share the word j, from its low byte on: outputs j and j + VL of the first, then
  *   of the second. INT8_GROUP depths are followed by their NR scales, which lie as a depth of BF16
  *   does. */
@@ -15,20 +17,21 @@
 
 #include "common.h"
 
-enum { FLOAT32, BF16, INT8 };
+enum { FLOAT32, BF16, INT8, PAIRS };
 #define INT8_GROUP 64
 
 INLINE int64_t even(int64_t count) { return count + (count & 1); }
 
 INLINE int64_t bytes_of_panel(int64_t k, int kind) {
     int64_t groups = (k + INT8_GROUP - 1) / INT8_GROUP;
-    return kind == INT8 ? (even(k) + 2 * groups) * NR : NR * k * (kind == BF16 ? 2 : 4);
+    if (kind == INT8) return (even(k) + 2 * groups) * NR;
+    return kind == PAIRS ? 2 * even(k) * NR : NR * k * (kind == BF16 ? 2 : 4);
 }
 
-/* Where depth d of a panel begins; of INT8, d is even. */
+/* Where depth d of a panel begins; of INT8 and PAIRS, d is even. */
 INLINE int64_t depth_at(int64_t d, int kind) {
     if (kind == INT8) return d * NR + d / INT8_GROUP * 2 * NR;
-    return d * NR * (kind == BF16 ? 2 : 4);
+    return d * NR * (kind == FLOAT32 ? 4 : 2);
 }
 
 INLINE void widen_bf16(const char *from, vf *low, vf *high) {

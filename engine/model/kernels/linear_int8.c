@@ -7,23 +7,18 @@
  * Why 11 bits in int16: AVX2 multiplies int8 by int8 no faster, as that takes one instruction more
  * for the sign and one more to come to 32 bits. Of the two weights in a word the lower one is used
  * times 256, as one shift leaves it: 64 * 127 * 256 * MOST_INPUT is what 31 bits hold. */
-#include "linear.h"
-#include "pool.h"
 #include "product.h"
 
 #define MOST_INPUT 1023.0f
 #define LEAST_INPUT 1e-30f /* a group of smaller ones counts as zeros */
-#define NUMBERS 8192       /* quantized by one task, about */
-#define SHARES 3 /* a task takes a part of the panels left: one in SHARES of a thread's */
-#define MOST 64  /* panels of a task */
-#define MANY 4   /* panels at once, of one row */
-#define CHUNK_BYTES (192 << 10) /* of quantized rows of a task: they stay in the L2 cache */
 
 typedef int16_t vp __attribute__((vector_size(VL * 4))); /* of each output two depths */
 typedef int16_t vpu __attribute__((vector_size(VL * 4), aligned(2), may_alias));
 
 /* Ends the expression that makes x: GCC neither fuses nor reorders it with what follows. */
-#if defined(__SSE2__)
+#if defined(__AVX512F__)
+#define IN_ORDER(x) __asm__("" : "+v"(x)) /* all 32 registers */
+#elif defined(__SSE2__)
 #define IN_ORDER(x) __asm__("" : "+x"(x))
 #elif defined(__aarch64__)
 #define IN_ORDER(x) __asm__("" : "+w"(x))
@@ -67,24 +62,7 @@ INLINE void sum_pairs(int rows, int panels, const int16_t *x, int64_t ldx, const
     }
 }
 
-/* One result row of a panel. */
-INLINE void put(const Product *t, int64_t row, int64_t panel, const vf sum[2]) {
-    int64_t first = panel * NR;
-    float *y = t->y + row * t->ldy + first;
-    const float *base = t->keep ? y : t->bias ? t->bias + first : NULL;
-    if (first + NR <= t->m) {
-        store(y, base ? sum[0] + load(base) : sum[0]);
-        store(y + VL, base ? sum[1] + load(base + VL) : sum[1]);
-        return;
-    }
-    for (int j = 0; first + j < t->m; j++) {
-        float value = sum[j / VL][j % VL];
-        y[j] = base ? value + base[j] : value;
-    }
-}
-
-/* `rows` rows from `row` on times `panels` panels from `panel` on, both constants. Meanwhile `ahead`
- * is prefetched, `pace` bytes for every four depths. */
+/* As `Tile` (product.h). */
 INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t panel,
                  const char *ahead, int64_t pace) {
     int64_t ldx = even(t->k), groups = (t->k + INT8_GROUP - 1) / INT8_GROUP;
@@ -123,61 +101,20 @@ INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t pa
         UNROLL for (int p = 0; p < panels; p++) put(t, row + r, panel + p, total[r][p]);
 }
 
-/* Rows [start, end) of a panel, and meanwhile the next one is fetched. */
-static void panel_rows(const Product *t, int64_t start, int64_t end, int64_t panel,
-                       const char *next) {
-    int64_t tiles = (end - start + MR - 1) / MR, share = t->panel_bytes / tiles;
-    int64_t pace = 4 * share / t->k;
-    for (int64_t row = start, rows; row < end; row += rows, next += share) {
-        rows = even_rows(end - row);
 #define TILE(R) \
-    case R: tile(t, R, 1, row, panel, next, pace); break;
-        switch (rows) { EACH_ROWS(TILE) }
-#undef TILE
+    static void tile_##R(const Product *t, int64_t row, int64_t panel, const char *ahead, \
+                         int64_t pace) { \
+        tile(t, R, 1, row, panel, ahead, pace); \
     }
-}
+EACH_ROWS(TILE)
+#undef TILE
+#define TILE(R) tile_##R,
+Tile *const int8_tiles[MR] = {EACH_ROWS(TILE)};
+#undef TILE
 
-/* One row times MANY panels: several streams of memory at once. */
-static void many_panels(const Product *t, int64_t row, int64_t panel, const char *next) {
-    tile(t, 1, MANY, row, panel, next, 4 * MANY * t->panel_bytes / t->k);
+void int8_many(const Product *t, int64_t row, int64_t panel, const char *ahead, int64_t pace) {
+    tile(t, 1, MANY, row, panel, ahead, pace);
 }
-
-/* How many of the `left` panels the next task takes: ever fewer, so that threads end together. */
-static int64_t next_panels(const Product *t, int64_t left) {
-    int64_t unit = t->n == 1 ? MANY : 1, size = left / t->group / unit * unit;
-    size = size < unit ? unit : size > MOST ? MOST : size;
-    return size < left ? size : left;
-}
-
-int64_t int8_plan(Product *t, int threads) {
-    int64_t left = (t->m + NR - 1) / NR, tasks = 0, chunk = CHUNK_BYTES / (2 * t->k) / MR * MR;
-    t->chunk = chunk < 4 * MR ? 4 * MR : chunk;
-    t->group = SHARES * threads;
-    for (; left > 0; tasks++) left -= next_panels(t, left);
-    return tasks * ((t->n + t->chunk - 1) / t->chunk);
-}
-
-/* All chunks of rows times the same panels follow one another. */
-void int8_task(const Product *t, int64_t task) {
-    int64_t chunks = (t->n + t->chunk - 1) / t->chunk, start = task % chunks * t->chunk;
-    int64_t end = start + t->chunk < t->n ? start + t->chunk : t->n;
-    int64_t panels = (t->m + NR - 1) / NR, first = 0;
-    for (task /= chunks; task > 0; task--) first += next_panels(t, panels - first);
-    int64_t last = first + next_panels(t, panels - first);
-    int64_t p = first;
-    if (end - start == 1)
-        for (; p + MANY <= last; p += MANY)
-            many_panels(t, start, p, t->w + (p + MANY < last ? p + MANY : p) * t->panel_bytes);
-    for (; p < last; p++)
-        panel_rows(t, start, end, p, t->w + (p + 1 < last ? p + 1 : p) * t->panel_bytes);
-}
-
-typedef struct {
-    const float *x;
-    int64_t n, ldx, k, step; /* step: rows of one task */
-    int16_t *numbers;
-    float *units;
-} Inputs;
 
 /* Up to INT8_GROUP inputs; `numbers` has room for an even count. */
 INLINE float quantize_group(const float *x, int64_t count, int16_t *numbers) {
@@ -205,30 +142,9 @@ INLINE float quantize_group(const float *x, int64_t count, int16_t *numbers) {
     return most / MOST_INPUT; /* of NaN and infinity it makes results that are not finite */
 }
 
-static void quantize_rows(void *arg, int64_t task) {
-    const Inputs *t = arg;
-    int64_t groups = (t->k + INT8_GROUP - 1) / INT8_GROUP, end = (task + 1) * t->step;
-    for (int64_t r = task * t->step; r < end && r < t->n; r++)
-        for (int64_t g = 0; g < groups; g++) {
-            int64_t at = g * INT8_GROUP, left = t->k - at;
-            t->units[r * groups + g] =
-                quantize_group(t->x + r * t->ldx + at, left < INT8_GROUP ? left : INT8_GROUP,
-                               t->numbers + r * even(t->k) + at);
-        }
-}
-
-void int8_inputs(Product *products, int64_t count, int threads) {
-    const Product *first = products;
-    Inputs t = {first->x, 0, first->ldx, first->k, 0, NULL, NULL};
-    int64_t groups = (t.k + INT8_GROUP - 1) / INT8_GROUP;
-    for (int64_t i = 0; i < count; i++) t.n += products[i].n;
-    int64_t bytes = (t.n * even(t.k) * 2 + 63) / 64 * 64;
-    t.numbers = kvr_scratch(bytes + t.n * groups * sizeof(float));
-    t.units = (float *)((char *)t.numbers + bytes);
-    t.step = t.k < NUMBERS ? NUMBERS / t.k : 1;
-    kvr_parallel(threads, (t.n + t.step - 1) / t.step, quantize_rows, &t);
-    for (int64_t i = 0, row = 0; i < count; row += products[i++].n) {
-        products[i].numbers = t.numbers + row * even(t.k);
-        products[i].units = t.units + row * groups;
+void int8_row(const float *x, int64_t k, int16_t *numbers, float *units) {
+    for (int64_t at = 0; at < k; at += INT8_GROUP, units++) {
+        int64_t left = k - at, count = left < INT8_GROUP ? left : INT8_GROUP;
+        *units = quantize_group(x + at, count, numbers + at);
     }
 }

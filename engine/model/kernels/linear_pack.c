@@ -34,11 +34,15 @@ static void pack_panel(void *arg, int64_t p) {
     const Pack *t = arg;
     int64_t bytes = bytes_of_panel(t->k, t->kind), rows = t->m - p * NR;
     char *panel = t->packed + p * bytes;
-    if (rows < NR || t->kind == INT8) memset(panel, 0, bytes); /* INT8: depths may be odd */
+    if (rows < NR || t->k & 1) memset(panel, 0, bytes);
     for (int64_t j = 0; j < NR && j < rows; j++) {
         int64_t row = p * NR + j, at = row * t->k;
         if (t->kind == INT8)
             pack_int8(t, row, j, panel);
+        else if (t->kind == PAIRS)
+            for (int64_t d = 0; d < t->k; d++)
+                ((uint16_t *)panel)[(d & ~1) * NR + 2 * j + (d & 1)] =
+                    ((const uint16_t *)t->w)[at + d];
         else if (t->kind == BF16)
             for (int64_t d = 0; d < t->k; d++)
                 ((uint16_t *)panel)[d * NR + bf16_place(j)] = ((const uint16_t *)t->w)[at + d];

@@ -2,7 +2,7 @@
 #ifndef KVRELAY_PRODUCT_H
 #define KVRELAY_PRODUCT_H
 
-#include <stdint.h>
+#include "linear.h"
 
 typedef struct {
     const float *x;    /* [n, k], rows `ldx` apart */
@@ -12,7 +12,8 @@ typedef struct {
     int64_t n, m, k, ldx, ldy;
     int64_t panel_bytes, group; /* set by product_plan; group: how tasks are cut (there) */
     int kind, keep;             /* keep: add to y; there is no bias then */
-    /* Of INT8 alone. Set by int8_inputs: x as [n, even(k)] in units [n, groups]. */
+    /* Of kinds whose inputs are narrowed. Set by narrow_inputs: x as [n, even(k)], and of INT8 in units
+     * [n, groups]. */
     const int16_t *numbers;
     const float *units;
     int64_t chunk; /* set by product_plan: rows of a task */
@@ -22,11 +23,38 @@ typedef struct {
 int64_t product_plan(Product *product, int threads);
 void product_task(const Product *product, int64_t task);
 
-/* The same for INT8. Its inputs have to be quantized before the first task runs: rows of all
- * `products`, which lie one after the other, into memory of the calling thread that holds until it
- * asks for scratch again. Tasks of INT8 do not. */
-void int8_inputs(Product *products, int64_t count, int threads);
-int64_t int8_plan(Product *product, int threads);
-void int8_task(const Product *product, int64_t task);
+/* INT8 and PAIRS take inputs as narrow as the weights. These have to be narrowed before the first
+ * task runs: rows of all `products`, which lie one after the other, into memory of the calling thread
+ * that holds until it asks for scratch again. Tasks of these kinds do not. */
+INLINE int is_narrowed(int kind) { return kind == INT8 || kind == PAIRS; }
+void narrow_inputs(Product *products, int64_t count, int threads);
+int64_t narrowed_plan(Product *product, int threads);
+void narrowed_task(const Product *product, int64_t task);
+
+/* A micro-tile of such a kind: rows from `row` on times panels from `panel` on. Meanwhile `ahead` is
+ * prefetched, `pace` bytes for every 4 * NR bytes of a panel. One row takes MANY panels at once. */
+typedef void Tile(const Product *t, int64_t row, int64_t panel, const char *ahead, int64_t pace);
+#define MANY 4
+extern Tile *const int8_tiles[MR], *const pairs_tiles[MR], int8_many, pairs_many;
+
+/* One row of `numbers` [even(k)], rounded from x [k]; of INT8 `units` [groups] too. */
+void int8_row(const float *x, int64_t k, int16_t *numbers, float *units);
+void pairs_row(const float *x, int64_t k, int16_t *numbers);
+
+/* A row of a panel's results to y; the last panel may have columns past m. */
+INLINE void put(const Product *t, int64_t row, int64_t panel, const vf sum[2]) {
+    int64_t first = panel * NR;
+    float *y = t->y + row * t->ldy + first;
+    const float *base = t->keep ? y : t->bias ? t->bias + first : NULL;
+    if (first + NR <= t->m) {
+        store(y, base ? sum[0] + load(base) : sum[0]);
+        store(y + VL, base ? sum[1] + load(base + VL) : sum[1]);
+        return;
+    }
+    for (int j = 0; first + j < t->m; j++) {
+        float value = sum[j / VL][j % VL];
+        y[j] = base ? value + base[j] : value;
+    }
+}
 
 #endif

@@ -1,0 +1,72 @@
+/* y = x @ W^T (+ bias) in bfloat16 (linear.h): x is rounded first, products are summed in float32 from
+ * the first pair of depths to the last. */
+#include "product.h"
+
+/* sum += the products of both depths of each pair. Where a CPU has this, it takes numbers below the
+ * least normal one as zeros. */
+INLINE vf add_pairs(vf sum, vu a, vu b) {
+#if defined(__AVX512BF16__) && VL == 16
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    sum += (vf)(a << 16) * (vf)(b << 16);
+    return sum + (vf)(a & 0xffff0000u) * (vf)(b & 0xffff0000u);
+#endif
+}
+
+/* Whether products in bfloat16 are one instruction here: elsewhere float32 is as fast and exact. */
+int kvr_multiplies_bf16(void) {
+#if defined(__AVX512BF16__) && VL == 16
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* As `Tile` (product.h). */
+INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t panel,
+                 const char *ahead, int64_t pace) {
+    int64_t ldx = even(t->k), apart = t->panel_bytes;
+    const int16_t *x = t->numbers + row * ldx;
+    const char *w = t->w + panel * apart;
+    vf acc[MR][MANY][2];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int p = 0; p < panels; p++) acc[r][p][0] = acc[r][p][1] = splat(0);
+    for (int64_t d = 0; d < ldx; d += 2, x += 2, w += 4 * NR, ahead += pace) {
+        UNROLL for (int line = 0; line < 4 * NR * panels; line += 64)
+            __builtin_prefetch(ahead + line);
+        UNROLL for (int p = 0; p < panels; p++) {
+            vu low = *(const vuu *)(w + p * apart), high = *(const vuu *)(w + p * apart + 2 * NR);
+            UNROLL for (int r = 0; r < rows; r++) {
+                uint32_t pair;
+                memcpy(&pair, x + r * ldx, sizeof pair);
+                vu both = pair - (vu){0};
+                acc[r][p][0] = add_pairs(acc[r][p][0], low, both);
+                acc[r][p][1] = add_pairs(acc[r][p][1], high, both);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int p = 0; p < panels; p++) put(t, row + r, panel + p, acc[r][p]);
+}
+
+#define TILE(R) \
+    static void tile_##R(const Product *t, int64_t row, int64_t panel, const char *ahead, \
+                         int64_t pace) { \
+        tile(t, R, 1, row, panel, ahead, pace); \
+    }
+EACH_ROWS(TILE)
+#undef TILE
+#define TILE(R) tile_##R,
+Tile *const pairs_tiles[MR] = {EACH_ROWS(TILE)};
+#undef TILE
+
+void pairs_many(const Product *t, int64_t row, int64_t panel, const char *ahead, int64_t pace) {
+    tile(t, 1, MANY, row, panel, ahead, pace);
+}
+
+void pairs_row(const float *x, int64_t k, int16_t *numbers) {
+    int64_t i = 0;
+    for (; i + VL <= k; i += VL) *(vhu *)(numbers + i) = round_bf16(load(x + i));
+    for (; i < k; i++) numbers[i] = (int16_t)float_to_bf16(x[i]);
+    if (k & 1) numbers[k] = 0;
+}
