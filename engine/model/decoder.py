@@ -39,8 +39,9 @@ class Decoder:
             for index, layer in enumerate(weights.layers):
                 self._attend(hidden, layer, index)
                 self._feed_forward(hidden, layer)
-        sampled = hidden[batch.sample_rows]
-        logits = ops.linear(ops.rms_norm(sampled, weights.norm), weights.head).float()
+        if len(batch.sample_rows) < len(hidden):  # else it is all of them, in order
+            hidden = hidden.index_select(0, batch.sample_rows)
+        logits = ops.linear(ops.rms_norm(hidden, weights.norm), weights.head).float()
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     def _attend(self, hidden: torch.Tensor, layer: LayerWeights, index: int) -> None:

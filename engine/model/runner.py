@@ -18,6 +18,7 @@ from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
 from engine.model.config import ModelConfig, with_window
 from engine.model.cpu_ops import CpuOps
+from engine.model.cpu_sampling import CpuDraw
 from engine.model.decoder import Decoder
 from engine.model.errors import ModelError
 from engine.model.gpu.options import GpuOptions
@@ -25,7 +26,7 @@ from engine.model.guard import Guard
 from engine.model.huge_pages import HugePages
 from engine.model.ops import TORCH_DTYPES, Ops
 from engine.model.quantize import QUANTIZATIONS
-from engine.model.sampler import sample
+from engine.model.sampler import Draw, draw, sample
 from engine.model.torch_ops import TorchOps
 from engine.model.weights import load_weights
 from engine.step import Sampled, Step, StepDone
@@ -101,6 +102,7 @@ class ModelRunner:
             guard,
         )
         self._guard = Guard(self._limits)
+        self._draw: Draw = draw
         with torch.inference_mode():
             ops = self._ops(num_threads or torch.get_num_threads())
             if member is not None:
@@ -131,7 +133,8 @@ class ModelRunner:
                 batch = Batch.from_step(step, self._limits, self.device, tables)
                 logits = self._decoder.forward(batch)
                 asked = [index for index, seq in enumerate(step.seqs) if seq.sample]
-                tokens = sample(logits, [step.seqs[i] for i in asked], self.config.flat_window)
+                seqs = [step.seqs[i] for i in asked]
+                tokens = sample(logits, seqs, self.config.flat_window, self._draw)
                 for index, token in zip(asked, tokens, strict=True):
                     sampled[index] = token
         if failed:
@@ -174,6 +177,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             try:
                 library = kernels.load(default_cache_dir())
+                self._draw = CpuDraw(library, num_threads)
                 return CpuOps(
                     self._own,
                     pool,

@@ -9,12 +9,16 @@ the boundaries a little instead of swapping two tokens' places.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from engine.request import SamplingParams, TokenLogprobs
 from engine.step import Sampled, ScheduledSeq
+
+Draw = Callable[[torch.Tensor, list[ScheduledSeq]], list[int]]
 
 GREEDY_BELOW = 1e-5  # a temperature this low is greedy
 CANDIDATES = 256  # sorted at first, more of the vocabulary only if top-p reaches further
@@ -35,7 +39,20 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def sample(logits: torch.Tensor, seqs: list[ScheduledSeq], window: int = 0) -> list[Sampled]:
+def draw(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
+    """One token per row of float32 [len(seqs), vocab_size], which is overwritten."""
+    tokens = logits.argmax(dim=-1).tolist()
+    random = [row for row, seq in enumerate(seqs) if not is_greedy(seq.sampling)]
+    if random:
+        chosen = logits if len(random) == len(seqs) else logits[random]
+        for row, token in zip(random, _draw(chosen, [seqs[r] for r in random]), strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def sample(
+    logits: torch.Tensor, seqs: list[ScheduledSeq], window: int = 0, draw: Draw = draw
+) -> list[Sampled]:
     """One token per row. logits: float32 [len(seqs), vocab_size], overwritten. window: penalties
     count the last so many tokens, all that such a model sees; 0: all. Else every word of a text
     without end would be banned in the end."""
@@ -46,28 +63,14 @@ def sample(logits: torch.Tensor, seqs: list[ScheduledSeq], window: int = 0) -> l
     }
     for row, seq in enumerate(seqs):
         _edit(logits[row], seq, window)
-    tokens = _best(logits) if seqs else []
-    random = [row for row, seq in enumerate(seqs) if not _is_greedy(seq.sampling)]
-    if random:
-        chosen = logits if len(random) == len(seqs) else logits[random]
-        for row, token in zip(random, _draw(chosen, [seqs[r] for r in random]), strict=True):
-            tokens[row] = token
+    tokens = draw(logits, seqs) if seqs else []
     return [
         Sampled(token, _logprobs(raw[row], token, seqs[row].sampling) if row in raw else None)
         for row, token in enumerate(tokens)
     ]
 
 
-def _best(logits: torch.Tensor) -> list[int]:
-    """The first of the largest, per row."""
-    if logits.device.type == "cpu":
-        # numpy's starts no threads. torch's spin for a while after, where the kernels' should run.
-        best: list[int] = logits.numpy().argmax(axis=-1).tolist()
-        return best
-    return logits.argmax(dim=-1).tolist()
-
-
-def _is_greedy(sampling: SamplingParams) -> bool:
+def is_greedy(sampling: SamplingParams) -> bool:
     return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
 
 

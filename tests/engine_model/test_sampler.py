@@ -5,11 +5,21 @@ import math
 import pytest
 import torch
 
-from engine.model.sampler import sample, uniform
+from engine.model import kernels
+from engine.model.cache import default_cache_dir
+from engine.model.cpu_sampling import CpuDraw
+from engine.model.sampler import draw, sample, uniform
 from engine.request import SamplingParams
 from tests.engine_model.tiny import scheduled
 
 GREEDY = {"temperature": 0.0}
+by = {"draw": draw}
+
+
+@pytest.fixture(params=["torch", "kernel"], autouse=True)
+def drawn_by(request, monkeypatch):
+    if request.param == "kernel":
+        monkeypatch.setitem(by, "draw", CpuDraw(kernels.load(default_cache_dir()), 2))
 
 
 def pick(logits, context=(0,), prompt=None, **params) -> int:
@@ -28,7 +38,7 @@ def pick_all(rows, contexts, prompt=None, **params):
         )
         for context in contexts
     ]
-    return sample(torch.tensor(rows, dtype=torch.float32), seqs)
+    return sample(torch.tensor(rows, dtype=torch.float32), seqs, **by)
 
 
 def draw_many(logits, count=4000, **params) -> torch.Tensor:
@@ -104,8 +114,8 @@ def test_one_batch_mixes_requests_without_mixing_their_tokens():
         scheduled([0], 0, [0], context=[5] * 9, num_prompt_tokens=4, sampling=SamplingParams(**p))
         for p in params
     ]
-    together = [sampled.token for sampled in sample(rows.clone(), seqs)]
-    alone = [sample(rows[i : i + 1].clone(), [seq])[0].token for i, seq in enumerate(seqs)]
+    together = [sampled.token for sampled in sample(rows.clone(), seqs, **by)]
+    alone = [sample(rows[i : i + 1].clone(), [seq], **by)[0].token for i, seq in enumerate(seqs)]
     assert together == alone
     assert together[3] == 7
 
@@ -180,3 +190,38 @@ def test_logprobs_are_of_the_raw_logits():
     assert pick_all([logits], [[0]], logprobs=0, **GREEDY)[0].logprobs.top == ()
     assert len(pick_all([logits], [[0]], logprobs=20, **GREEDY)[0].logprobs.top) == 4
     assert pick_all([logits], [[0]], **GREEDY)[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.6},
+        {"top_k": 40},
+        {"top_p": 0.9},
+        {"top_p": 0.999},
+        {"min_p": 0.02},
+        {"top_k": 300, "top_p": 0.7, "min_p": 0.01, "temperature": 1.3},
+    ],
+    ids=str,
+)
+def test_the_kernel_draws_as_torch_does(params):
+    """Running sums are rounded differently, so a draw at the border of two tokens may differ."""
+    torch.manual_seed(0)
+    for vocab in (17, 4099, 49152):
+        logits = torch.randn(64, vocab) * 3
+        sampling = SamplingParams(seed=7, **params)
+        seqs = [
+            scheduled([0], 0, [0], context=[0] * (1 + i), num_prompt_tokens=1, sampling=sampling)
+            for i in range(len(logits))
+        ]
+        kernel = CpuDraw(kernels.load(default_cache_dir()), 2)
+        ours, theirs = kernel(logits.clone(), seqs), draw(logits.clone(), seqs)
+        assert sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 1
+
+
+def test_the_kernel_survives_rows_of_nothing():
+    rows = torch.tensor([[-torch.inf] * 40, [torch.nan] * 40, [torch.inf] + [0.0] * 39])
+    seqs = [scheduled([0], 0, [0], sampling=SamplingParams()) for _ in rows]
+    kernel = CpuDraw(kernels.load(default_cache_dir()), 2)
+    assert all(0 <= token < 40 for token in kernel(rows, seqs))

@@ -18,7 +18,7 @@ HEADERS = ("common.h", "attention.h", "linear.h", "pool.h", "product.h")
 SOURCES = (
     *("pool.c", "linear.c", "narrowed.c", "linear_int8.c", "linear_pairs.c", "linear_pack.c"),
     *("experts.c", "layers.c"),
-    *("attention.c", "attention_split.c", "attention_tile.c", "step.c"),
+    *("attention.c", "attention_split.c", "attention_tile.c", "step.c", "sampling.c"),
 )
 # No -ffast-math: linked into a shared library it turns off denormals for the whole process.
 FLAGS = (
@@ -63,6 +63,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvr_swiglu": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT, _INT]),
     "kvr_rope_write": (None, [_POINTER] * 5),
     "kvr_latent_write": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER]),
+    "kvr_draw_bytes": (_LONG, []),
+    "kvr_draw": (None, [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT]),
     "kvr_embed": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER]),
 }
 
