@@ -55,15 +55,12 @@ class CpuLinear:
         dtype: torch.dtype,
         buffer: Callable[[str, int, int], torch.Tensor],
         quantization: str = "none",
-        in_bf16: bool | None = None,
+        in_bf16: bool = False,
     ) -> None:
-        """in_bf16: whether inputs are rounded to multiply in bfloat16; None: if that is `dtype` and
-        the CPU has an instruction for it."""
+        """in_bf16: inputs are rounded to multiply in bfloat16."""
         self._lib, self._threads = library, num_threads
         self._bf16 = dtype == torch.bfloat16
         self._int8 = quantization == "int8"
-        if in_bf16 is None:
-            in_bf16 = self._bf16 and bool(library.kvr_multiplies_bf16())
         self._pairs = in_bf16
         self._buffer = buffer
         self._memory = HugePages()

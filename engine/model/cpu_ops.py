@@ -35,11 +35,15 @@ class CpuOps:
         quantization: str = "none",
         in_bf16: bool | None = None,
     ) -> None:
-        """pool: as `CpuAttention` takes it; quantization: of weights, "none" or "int8"; in_bf16: as
-        of `CpuLinear`. Raises KernelsUnavailable for what the kernels do not know."""
+        """pool: as `CpuAttention` takes it; quantization: of weights, "none" or "int8"; in_bf16:
+        whether bfloat16 is multiplied as such, other factors rounded to it, and not widened; None:
+        if that is `dtype` and the CPU has an instruction for it. Raises KernelsUnavailable for what
+        the kernels do not know."""
         self._config, self._lib, self._threads = config, library, num_threads
         self._buffers: dict[str, torch.Tensor] = {}
-        self._attention = CpuAttention(config, pool, max_positions, library, num_threads)
+        if in_bf16 is None:
+            in_bf16 = dtype == torch.bfloat16 and bool(library.kvr_multiplies_bf16())
+        self._attention = CpuAttention(config, pool, max_positions, library, num_threads, in_bf16)
         self._linear = CpuLinear(library, num_threads, dtype, self._buffer, quantization, in_bf16)
         self._step = CpuStep(config, library, num_threads, self._attention, self._buffer)
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
 from engine.model.config import ModelConfig, Rope
 from engine.model.cpu_ops import CpuOps
+from engine.model.cpu_step import CpuStep
 from engine.model.kernels import KernelsUnavailable
 from engine.model.torch_ops import TorchOps
 from engine.step import Step
-from tests.engine_model.tiny import make_ops, scheduled
+from tests.engine_model.tiny import Driver, make_checkpoint, make_ops, scheduled, tokens_of
 
 SHAPES = [  # heads, KV heads, head_dim, qk_norm, block_size
     (9, 3, 64, False, 16),
@@ -143,3 +145,32 @@ def test_without_a_compiler_the_reason_is_told(tmp_path, monkeypatch):
 def test_shapes_that_the_kernels_do_not_know_are_refused():
     with pytest.raises(KernelsUnavailable, match="head_dim 12 "):
         make_ops("cpu", config_of(head_dim=12))
+
+
+def test_tanh_gelu_equals_torch_over_its_whole_range():
+    ops = make_ops("cpu", replace(config_of(), activation="gelu_tanh"))
+    gate = torch.cat((torch.linspace(-30, 30, 999), torch.logspace(-6, -1, 26)))
+    up = torch.randn(7, 1025)
+    got = ops.swiglu(torch.cat((gate.expand(7, 1025), up), dim=1))
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "linear", "gemma2"])
+def test_all_layers_at_once_give_what_they_give_one_by_one(family, tmp_path, monkeypatch):
+    """Bit for bit; with and without biases, norms of heads, and norms behind attention and MLP."""
+    make_checkpoint(family, tmp_path)
+    together, alone = Driver(tmp_path, "cpu"), Driver(tmp_path, "cpu")
+    ran = []
+    at_once = CpuStep.run
+
+    def run(self, hidden, layers):
+        ran.append(at_once(self, hidden, layers))
+        return ran[-1]
+
+    for fed in ((("a", tokens_of(37, 1)), ("b", [5])), (("a", [7]), ("b", [9]))):
+        monkeypatch.setattr(CpuStep, "run", run)
+        got = together.feed(*fed)
+        monkeypatch.setattr(CpuStep, "run", lambda *_: False)
+        assert torch.equal(got, alone.feed(*fed))
+    assert ran == [True, True]

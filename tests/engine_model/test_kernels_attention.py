@@ -11,15 +11,15 @@ from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
 from engine.model.config import Latent, ModelConfig, Rope, RopeScaling
 from engine.model.cpu_ops import CpuOps
-from engine.model.cpu_step import CpuStep
 from engine.model.ops import rope_tables
 from engine.step import Step
 from tests.engine_model.test_kernels import config_of
-from tests.engine_model.tiny import Driver, make_checkpoint, scheduled, tokens_of
+from tests.engine_model.tiny import scheduled
 
 LENGTH = 1024
 SEQUENCES = [(1, 0), (1, 600), (37, 0), (64, 5), (1, 255), (1, 256), (130, 70), (2, 63), (9, 700)]
 KV_DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
+ARITHMETIC = (*((dtype, False) for dtype in KV_DTYPES), (torch.bfloat16, True))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,9 +34,11 @@ def one_thread_of_torch():
 class Bench:
     """One batch, a pool of random KV, and the kernels over them."""
 
-    def __init__(self, config: ModelConfig, kv_dtype: torch.dtype, block_size: int) -> None:
+    def __init__(
+        self, config: ModelConfig, kv_dtype: torch.dtype, block_size: int, in_bf16: bool = False
+    ) -> None:
         torch.manual_seed(0)
-        self.config, self.block_size = config, block_size
+        self.config, self.block_size, self.in_bf16 = config, block_size, in_bf16
         counts = [-(-(length + start) // block_size) for length, start in SEQUENCES]
         order = iter(torch.randperm(sum(counts)).tolist())
         seqs = [
@@ -59,6 +61,7 @@ class Bench:
             LENGTH,
             kernels.load(default_cache_dir()),
             2,
+            in_bf16=in_bf16,
         )
         self.ops.begin(self.batch)
 
@@ -86,7 +89,7 @@ class Bench:
         return wide.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.batch.spans[row][2]]
 
     def turned(self, x: torch.Tensor, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        """As queries meet the keys of the pool."""
+        """As queries are left in place."""
         rotated = self.rotated(x, layer, positions)
         if self.is_fp8 and self.config.latent is None:
             return fp8.mix_queries(rotated, self.config.rotated_half(layer))
@@ -103,6 +106,31 @@ class Bench:
         turned = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
         return torch.cat((x[..., :at], *turned, x[..., at + rope.dim :]), dim=-1)
 
+    def met(self, x: torch.Tensor, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """As queries meet the keys of the pool."""
+        turned, scale = self.turned(x, layer, positions), self.config.score_scale
+        return (turned * scale).bfloat16().float() / scale if self.in_bf16 else turned
+
+    def close(self, expected: torch.Tensor) -> dict[str, float]:
+        """What the kernels may be off by: weights are rounded to eight bits, or nothing is."""
+        most = expected.abs().max().item()
+        return {"rtol": 0, "atol": 2.0**-8 * most if self.in_bf16 else max(2e-5, 2e-5 * most)}
+
+    def last_alone(self, row: int) -> Batch:
+        """The batch of a sequence's last token alone."""
+        last, context = sum(self.batch.spans[row][:2]) - 1, self.batch.spans[row][2]
+        return replace(
+            self.batch,
+            tokens=self.batch.tokens[last : last + 1],
+            positions=self.batch.positions[last : last + 1],
+            slots=self.batch.slots[last : last + 1],
+            query_start=torch.zeros(1, dtype=torch.int32),
+            query_len=torch.ones(1, dtype=torch.int32),
+            context_len=self.batch.context_len[row : row + 1],
+            block_tables=self.batch.block_tables[row : row + 1],
+            spans=((0, 1, context),),
+        )
+
     def attended(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
         """queries [N, num_heads, head_dim], not rotated -> [N, num_heads * value_dim]."""
         c, out = self.config, []
@@ -112,11 +140,11 @@ class Bench:
             kv = self.kv(row, layer).repeat_interleave(c.num_heads // c.num_kv_heads, dim=1)
             mine, pos = queries[first : first + count], torch.arange(context - count, context)
             key = torch.arange(context)
-            near = self.turned(mine, layer, pos)
+            near = self.met(mine, layer, pos)
             scores = torch.einsum("nhd,hkd->hnk", near, kv[0])
             visible = key <= pos[:, None]
             if window:
-                far = self.turned(mine, layer, pos.clamp(max=window + sinks - 1))
+                far = self.met(mine, layer, pos.clamp(max=window + sinks - 1))
                 scores[..., :sinks] = torch.einsum("nhd,hkd->hnk", far, kv[0, :, :sinks])
                 visible &= (key > pos[:, None] - window) | (key < sinks)
             scores *= c.score_scale
@@ -165,11 +193,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize(("kv_dtype", "in_bf16"), ARITHMETIC, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_attention_reads_what_its_layer_may_see(case, kv_dtype):
+def test_attention_reads_what_its_layer_may_see(case, kv_dtype, in_bf16):
     config, block_size = CASES[case]
-    bench = Bench(config, kv_dtype, block_size)
+    bench = Bench(config, kv_dtype, block_size, in_bf16)
     heads = config.num_heads + 2 * config.num_kv_heads
     fed = torch.randn(len(bench.batch.tokens), heads, config.head_dim)
     if config.flat_window:
@@ -183,8 +211,7 @@ def test_attention_reads_what_its_layer_may_see(case, kv_dtype):
         torch.testing.assert_close(qkv[:, :queries], turned.flatten(1)[:, :queries], **close)
         got = bench.ops.attention(qkv, layer)
         expected = bench.attended(fed[:, : config.num_heads], layer)
-        tolerance = max(2e-5, 2e-5 * expected.abs().max().item())
-        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+        torch.testing.assert_close(got, expected, **bench.close(expected))
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
@@ -228,9 +255,9 @@ def test_every_fp8_number_is_read_as_torch_reads_it():
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize(("kv_dtype", "in_bf16"), ARITHMETIC, ids=str)
 @pytest.mark.parametrize(("heads", "rank", "rope_dim"), [(48, 64, 16), (6, 512, 64), (5, 32, 16)])
-def test_latent_attention_is_one_kv_head_for_all(heads, rank, rope_dim, kv_dtype):
+def test_latent_attention_is_one_kv_head_for_all(heads, rank, rope_dim, kv_dtype, in_bf16):
     dim = rank + rope_dim
     config = layered(
         config_of(heads, 1, dim),
@@ -240,7 +267,7 @@ def test_latent_attention_is_one_kv_head_for_all(heads, rank, rope_dim, kv_dtype
         windows=(0, 80),
         num_sinks=2,
     )
-    bench = Bench(config, kv_dtype, 9)
+    bench = Bench(config, kv_dtype, 9, in_bf16)
     tokens = len(bench.batch.tokens)
     fed, latent = torch.randn(tokens, heads, dim), torch.randn(tokens, 3 + dim)
     for layer in range(2):
@@ -257,8 +284,23 @@ def test_latent_attention_is_one_kv_head_for_all(heads, rank, rope_dim, kv_dtype
         torch.testing.assert_close(written, kept[first : first + context], rtol=exact, atol=exact)
         got = bench.ops.latent_attention(queries, layer).flatten(1)
         expected = bench.attended(fed, layer)
-        tolerance = max(2e-5, 2e-5 * expected.abs().max().item())
-        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+        torch.testing.assert_close(got, expected, **bench.close(expected))
+
+
+@pytest.mark.parametrize(("kv_dtype", "in_bf16"), ARITHMETIC, ids=str)
+def test_a_token_is_the_same_fed_alone_or_with_its_prompt(kv_dtype, in_bf16):
+    """However weights are rounded, that does not depend on which keys are looked at together."""
+    config = layered(config_of(9, 3, 64), windows=(0, 60), num_sinks=4)
+    bench = Bench(config, kv_dtype, 16, in_bf16)
+    qkv = torch.randn(len(bench.batch.tokens), 15 * 64) * 2
+    together = [bench.ops.attention(qkv, layer).clone() for layer in range(2)]
+    for row, (first, count, _) in enumerate(bench.batch.spans):
+        bench.ops.begin(bench.last_alone(row))
+        last = slice(first + count - 1, first + count)
+        for layer in range(2):
+            alone = bench.ops.attention(qkv[last].clone(), layer)
+            off = (alone - together[layer][last]).abs().mean() / alone.abs().mean()
+            assert off < 1e-5
 
 
 def test_a_result_does_not_depend_on_who_else_is_in_the_batch():
@@ -283,32 +325,3 @@ def test_a_result_does_not_depend_on_who_else_is_in_the_batch():
         bench.ops.begin(alone)
         for layer in range(2):
             assert torch.equal(bench.ops.attention(qkv[span], layer), together[layer][span])
-
-
-def test_tanh_gelu_equals_torch_over_its_whole_range():
-    ops = Bench(layered(config_of(), activation="gelu_tanh"), torch.float32, 16).ops
-    gate = torch.cat((torch.linspace(-30, 30, 999), torch.logspace(-6, -1, 26)))
-    up = torch.randn(7, 1025)
-    got = ops.swiglu(torch.cat((gate.expand(7, 1025), up), dim=1))
-    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
-    torch.testing.assert_close(got, expected, rtol=2e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "linear", "gemma2"])
-def test_all_layers_at_once_give_what_they_give_one_by_one(family, tmp_path, monkeypatch):
-    """Bit for bit; with and without biases, norms of heads, and norms behind attention and MLP."""
-    make_checkpoint(family, tmp_path)
-    together, alone = Driver(tmp_path, "cpu"), Driver(tmp_path, "cpu")
-    ran = []
-    at_once = CpuStep.run
-
-    def run(self, hidden, layers):
-        ran.append(at_once(self, hidden, layers))
-        return ran[-1]
-
-    for fed in ((("a", tokens_of(37, 1)), ("b", [5])), (("a", [7]), ("b", [9]))):
-        monkeypatch.setattr(CpuStep, "run", run)
-        got = together.feed(*fed)
-        monkeypatch.setattr(CpuStep, "run", lambda *_: False)
-        assert torch.equal(got, alone.feed(*fed))
-    assert ran == [True, True]

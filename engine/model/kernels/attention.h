@@ -32,9 +32,19 @@ typedef struct {
     int64_t mixed_half;        /* of a head, of which queries are mixed (fp8.py); 0: they are not */
     float scale, softcap;      /* softcap 0: none */
     int32_t kv_kind, threads;
+    int32_t in_bf16; /* queries and weights are rounded to bfloat16, as keys and values are */
 } Attention;
 
 #define ITEM 5
+
+/* A softmax's largest score, or one near it: with `in_bf16` the nearest power of two, so that it does
+ * not matter for how weights are rounded which keys were looked at together. */
+INLINE vf near_peak(vf peak, int in_bf16) {
+    const vf magic = splat(12582912.0f); /* as in vexp */
+    vf near = ((peak * 1.44269504088896341f + magic) - magic) * 0.693147181f;
+    vi kept = in_bf16 ? peak > splat(0.1f * HIDDEN) : (vi){0};
+    return (vf)(((vi)near & kept) | ((vi)peak & ~kept));
+}
 
 /* One query token and one head against the keys of one split. */
 void kvr_split_item(const Attention *a, const int32_t *item);

@@ -73,17 +73,24 @@ static void run_values(const float *weights, int64_t group, const float *values,
 #undef CASE
 }
 
-/* Scores [padded to VL] become weights in place; returns their sum, *peak is the largest score. */
-static float soften(float *scores, int64_t count, float *peak) {
+/* Numbers [padded to VL], rounded in place. */
+static void round_all(float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i += VL) store(x + i, (vf)(bits_bf16(load(x + i)) << 16));
+}
+
+/* Scores [padded to VL] become weights in place; returns their sum, *peak is the largest score, or
+ * near it. */
+static float soften(float *scores, int64_t count, float *peak, int in_bf16) {
     vf top = splat(-INFINITY), sum = splat(0);
     for (int64_t i = count; i % VL; i++) scores[i] = -INFINITY;
     for (int64_t i = 0; i < count; i += VL) top = vmax(top, load(scores + i));
-    *peak = max_lanes(top);
+    *peak = near_peak(splat(max_lanes(top)), in_bf16)[0];
     for (int64_t i = 0; i < count; i += VL) {
         vf p = vexp(load(scores + i) - splat(*peak));
         store(scores + i, p);
         sum += p;
     }
+    if (in_bf16) round_all(scores, count);
     return sum_lanes(sum);
 }
 
@@ -95,6 +102,7 @@ static void split_queries(const Attention *a, const int32_t *item, float *q) {
     int64_t low = a->context_len[seq] - a->window, back = low - a->num_sinks;
     if (a->window && a->num_sinks && back > 0 && item[2] < low)
         for (int64_t g = 0; g < group; g++) turn_back(a, q + g * dim, 1, back);
+    if (a->in_bf16) round_all(q, group * dim);
 }
 
 /* Scores beyond `count`, up to a vector's end, are free to be overwritten. */
@@ -121,7 +129,7 @@ void kvr_split_item(const Attention *a, const int32_t *item) {
     prefetch_run(a, table, kv_head, first, end, a->value_offset);
     for (int64_t g = 0; g < group; g++) {
         if (a->softcap) cap_scores(weights + g * SPLIT, end - first, a->softcap);
-        total[g] = soften(weights + g * SPLIT, end - first, peak + g);
+        total[g] = soften(weights + g * SPLIT, end - first, peak + g, a->in_bf16);
     }
     for (int64_t pos = first, n; pos < end; pos += n) {
         n = run_length(a, pos, end);

@@ -10,14 +10,16 @@ typedef struct {
     float *scores;        /* [KEYS, width] */
     float *peak, *total;  /* [width] */
     float *shrink;        /* [width] */
-    float *wide;          /* [RUN, head_dim]: keys or values in float32 */
+    float *wide;          /* [RUN, head_dim]: keys or values in float32; or [KEYS / 2, head_dim]:
+                             pairs of values */
     int32_t *pos;         /* [width]: position of each row's token */
     int64_t rows, width;  /* width: rows, padded to a multiple of NR */
 } Tile;
 
 static void tile_layout(const Attention *a, Tile *t, int64_t rows) {
     int64_t width = (rows + NR - 1) / NR * NR, dims = a->head_dim + a->value_dim;
-    t->q = kvr_scratch(sizeof(float) * (width * (dims + KEYS + 4) + RUN * a->head_dim));
+    int64_t wide = (a->in_bf16 ? KEYS / 2 : RUN) * a->head_dim;
+    t->q = kvr_scratch(sizeof(float) * (width * (dims + KEYS + 4) + wide));
     t->acc = t->q + a->head_dim * width;
     t->scores = t->acc + a->value_dim * width;
     t->peak = t->scores + KEYS * width;
@@ -58,11 +60,69 @@ static void tile_values(const Attention *a, const Tile *t, const float *values, 
 #undef CASE
 }
 
+/* Two rows of numbers side by side, as pairs. */
+INLINE void pair_rows(const float *first, const float *second, word *to, int64_t width) {
+    for (int64_t r = 0; r < width; r += VL) {
+        vu low = bits_bf16(load(first + r)), high = second ? bits_bf16(load(second + r)) : (vu){0};
+        *(vuu *)(to + r) = low | high << 16;
+    }
+}
+
+/* The same two of the queries' dimensions; in place, as rows are read before they are written. */
+static void pair_queries(const Attention *a, const Tile *t) {
+    for (int64_t d = 0; d < a->head_dim; d += 2) {
+        const float *from = t->q + d * t->width;
+        pair_rows(from, from + t->width, (word *)t->q + d / 2 * t->width, t->width);
+    }
+}
+
+/* As tile_scores, of keys in bfloat16 as they lie in the pool. */
+static void pair_scores(const Tile *t, const uint16_t *keys, int64_t count, int64_t dim,
+                        float *scores) {
+    int64_t w = t->width, half = dim / 2;
+    const word *q = (const word *)t->q, *pairs = (const word *)keys;
+#define CASE(R) \
+    case R: micro_pairs(R, 2, half, pairs + j * half, half, 1, q + r, w, to, w, 0); break;
+    for (int64_t r = 0; r < w; r += NR)
+        for (int64_t j = 0, rows; j < count; j += rows) {
+            float *to = scores + j * w + r;
+            rows = even_rows(count - j);
+            switch (rows) { EACH_ROWS(CASE) }
+        }
+#undef CASE
+}
+
+/* As tile_values, of up to KEYS values in bfloat16, wherever each lies: so many at a time, as the
+ * accumulators are read and written for each. `weights` become pairs of keys. */
+static void pair_values(const Attention *a, const Tile *t, const uint16_t *const *values,
+                        int64_t count, float *weights) {
+    int64_t w = t->width, dim = a->head_dim, pairs = (count + 1) / 2;
+    word *b = (word *)weights, *both = (word *)t->wide;
+    for (int64_t i = 0; i < pairs; i++) {
+        const uint16_t *first = values[2 * i], *second = 2 * i + 1 < count ? values[2 * i + 1] : NULL;
+        pair_rows(weights + 2 * i * w, second ? weights + (2 * i + 1) * w : NULL, b + i * w, w);
+        for (int64_t d = 0; d < a->value_dim; d += VL) {
+            vu low = __builtin_convertvector(*(const vhu *)(first + d), vu), high = {0};
+            if (second) high = __builtin_convertvector(*(const vhu *)(second + d), vu);
+            *(vuu *)(both + i * dim + d) = low | high << 16;
+        }
+    }
+#define CASE(R) \
+    case R: micro_pairs(R, 2, pairs, both + d, 1, dim, b + r, w, to, w, 1); break;
+    for (int64_t r = 0; r < w; r += NR)
+        for (int64_t d = 0, rows; d < a->value_dim; d += rows) {
+            float *to = t->acc + d * w + r;
+            rows = even_rows(a->value_dim - d);
+            switch (rows) { EACH_ROWS(CASE) }
+        }
+#undef CASE
+}
+
 /* Scores of keys [first, first + count) become weights; peaks, totals and accumulators follow. A
  * row that saw no key yet takes all of them for equal: the first one that it does see, itself at
  * the latest, shrinks that to nothing. `window` and `cap` are 0 for none. */
 INLINE void soften(const Tile *t, int64_t first, int64_t count, int64_t dim, int64_t window,
-                   float cap) {
+                   float cap, int in_bf16) {
     int64_t w = t->width;
     int moved = 0;
     for (int64_t r = 0; r < w; r += VL) {
@@ -78,6 +138,7 @@ INLINE void soften(const Tile *t, int64_t first, int64_t count, int64_t dim, int
             store(s, score);
             peak = vmax(peak, score);
         }
+        peak = near_peak(peak, in_bf16);
         for (int64_t j = 0; j < count; j++) {
             float *s = t->scores + j * w + r;
             vf p = vexp(load(s) - peak);
@@ -101,9 +162,9 @@ INLINE void soften(const Tile *t, int64_t first, int64_t count, int64_t dim, int
 static void tile_soften(const Attention *a, const Tile *t, int64_t first, int64_t count,
                         int64_t window) {
     if (window || a->softcap)
-        soften(t, first, count, a->value_dim, window, a->softcap);
+        soften(t, first, count, a->value_dim, window, a->softcap, a->in_bf16);
     else
-        soften(t, first, count, a->value_dim, 0, 0);
+        soften(t, first, count, a->value_dim, 0, 0, a->in_bf16);
 }
 
 /* Queries of the tile, scaled and transposed; the rows that pad it are zero. For the sinks, rows
@@ -116,6 +177,39 @@ static void tile_queries(const Attention *a, Tile *t, const float *from, int for
         int64_t back = t->pos[r] - (a->window + a->num_sinks - 1);
         if (for_sinks && back > 0) turn_back(a, t->q + r, w, back);
     }
+    if (a->in_bf16) pair_queries(a, t);
+}
+
+/* Keys and values [first, stop), which are widened. */
+static void wide_keys(const Attention *a, const Tile *t, const int32_t *table, int64_t kv_head,
+                      int64_t first, int64_t stop, int64_t window) {
+    for (int64_t pos = first, n; pos < stop; pos += n) {
+        n = run_length(a, pos, stop);
+        const float *keys = kv_run(a, kv_at(a, table, kv_head, pos), pos, n, t->wide);
+        tile_scores(t, keys, n, a->head_dim, t->scores + (pos - first) * t->width);
+    }
+    tile_soften(a, t, first, stop - first, window);
+    for (int64_t pos = first, n; pos < stop; pos += n) {
+        n = run_length(a, pos, stop);
+        int64_t at = kv_at(a, table, kv_head, pos) + a->value_offset;
+        const float *weights = t->scores + (pos - first) * t->width;
+        tile_values(a, t, kv_run(a, at, pos, n, t->wide), n, weights);
+    }
+}
+
+/* The same in bfloat16, as they lie in the pool. */
+static void paired_keys(const Attention *a, const Tile *t, const int32_t *table, int64_t kv_head,
+                        int64_t first, int64_t stop, int64_t window) {
+    const uint16_t *values[KEYS];
+    for (int64_t pos = first, n; pos < stop; pos += n) {
+        n = run_length(a, pos, stop);
+        const uint16_t *keys = (const uint16_t *)a->pool + kv_at(a, table, kv_head, pos);
+        pair_scores(t, keys, n, a->head_dim, t->scores + (pos - first) * t->width);
+        for (int64_t i = 0; i < n; i++)
+            values[pos - first + i] = keys + a->value_offset + i * a->head_dim;
+    }
+    tile_soften(a, t, first, stop - first, window);
+    pair_values(a, t, values, stop - first, t->scores);
 }
 
 /* The tile's queries against keys [from, to). */
@@ -123,18 +217,7 @@ static void tile_keys(const Attention *a, const Tile *t, const int32_t *table, i
                       int64_t from, int64_t to, int64_t window) {
     for (int64_t first = from; first < to; first += KEYS) {
         int64_t stop = first + KEYS < to ? first + KEYS : to;
-        for (int64_t pos = first, n; pos < stop; pos += n) {
-            n = run_length(a, pos, stop);
-            const float *keys = kv_run(a, kv_at(a, table, kv_head, pos), pos, n, t->wide);
-            tile_scores(t, keys, n, a->head_dim, t->scores + (pos - first) * t->width);
-        }
-        tile_soften(a, t, first, stop - first, window);
-        for (int64_t pos = first, n; pos < stop; pos += n) {
-            n = run_length(a, pos, stop);
-            int64_t at = kv_at(a, table, kv_head, pos) + a->value_offset;
-            const float *weights = t->scores + (pos - first) * t->width;
-            tile_values(a, t, kv_run(a, at, pos, n, t->wide), n, weights);
-        }
+        (a->in_bf16 ? paired_keys : wide_keys)(a, t, table, kv_head, first, stop, window);
     }
 }
 

@@ -37,6 +37,7 @@ typedef int32_t viu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef float v4 __attribute__((vector_size(16)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef uint32_t vuu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef uint32_t word __attribute__((may_alias)); /* two numbers */
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
 typedef uint16_t vhu __attribute__((vector_size(VL * 2), aligned(2), may_alias));
 typedef int16_t vs __attribute__((vector_size(VL * 2)));
@@ -78,10 +79,23 @@ INLINE uint16_t float_to_bf16(float x) {
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-INLINE vh round_bf16(vf x) {
+INLINE vu bits_bf16(vf x) { /* in the low half */
     vu bits = (vu)x, whole = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     vu nan = (vu)(x != x);
-    return __builtin_convertvector((whole & ~nan) | (nan & 0x7fc0), vh);
+    return (whole & ~nan) | (nan & 0x7fc0);
+}
+
+INLINE vh round_bf16(vf x) { return __builtin_convertvector(bits_bf16(x), vh); }
+
+/* sum += the products of both bfloat16 numbers of each pair. Where a CPU has this, it takes numbers
+ * below the least normal one as zeros. */
+INLINE vf add_bf16_pairs(vf sum, vu a, vu b) {
+#if defined(__AVX512BF16__) && VL == 16
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    sum += (vf)(a << 16) * (vf)(b << 16);
+    return sum + (vf)(a & 0xffff0000u) * (vf)(b & 0xffff0000u);
+#endif
 }
 
 INLINE vf widen_kv(const uint16_t *p) {
@@ -241,6 +255,27 @@ INLINE void micro(int rows, int cols, int64_t depth, const float *a, int64_t row
         UNROLL for (int r = 0; r < rows; r++) {
             vf left = splat(a[r * row + d * step]);
             UNROLL for (int j = 0; j < cols; j++) acc[r][j] += left * right[j];
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int j = 0; j < cols; j++) store(c + r * ldc + j * VL, acc[r][j]);
+}
+
+/* The same of pairs of bfloat16 numbers, `depth` pairs; added to c if `keep`. */
+INLINE void micro_pairs(int rows, int cols, int64_t depth, const word *a, int64_t row,
+                        int64_t step, const word *b, int64_t ldb, float *c, int64_t ldc,
+                        int keep) {
+    vf acc[MR][2];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int j = 0; j < cols; j++)
+            acc[r][j] = keep ? load(c + r * ldc + j * VL) : splat(0);
+    for (int64_t d = 0; d < depth; d++) {
+        vu right[2];
+        UNROLL for (int j = 0; j < cols; j++) right[j] = *(const vuu *)(b + d * ldb + j * VL);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vu left = a[r * row + d * step] - (vu){0};
+            UNROLL for (int j = 0; j < cols; j++)
+                acc[r][j] = add_bf16_pairs(acc[r][j], left, right[j]);
         }
     }
     UNROLL for (int r = 0; r < rows; r++)

@@ -2,17 +2,6 @@
  * the first pair of depths to the last. */
 #include "product.h"
 
-/* sum += the products of both depths of each pair. Where a CPU has this, it takes numbers below the
- * least normal one as zeros. */
-INLINE vf add_pairs(vf sum, vu a, vu b) {
-#if defined(__AVX512BF16__) && VL == 16
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-#else
-    sum += (vf)(a << 16) * (vf)(b << 16);
-    return sum + (vf)(a & 0xffff0000u) * (vf)(b & 0xffff0000u);
-#endif
-}
-
 /* Whether products in bfloat16 are one instruction here: elsewhere float32 is as fast and exact. */
 int kvr_multiplies_bf16(void) {
 #if defined(__AVX512BF16__) && VL == 16
@@ -40,8 +29,8 @@ INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t pa
                 uint32_t pair;
                 memcpy(&pair, x + r * ldx, sizeof pair);
                 vu both = pair - (vu){0};
-                acc[r][p][0] = add_pairs(acc[r][p][0], low, both);
-                acc[r][p][1] = add_pairs(acc[r][p][1], high, both);
+                acc[r][p][0] = add_bf16_pairs(acc[r][p][0], low, both);
+                acc[r][p][1] = add_bf16_pairs(acc[r][p][1], high, both);
             }
         }
     }
