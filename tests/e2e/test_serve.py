@@ -19,6 +19,8 @@ import psutil
 import pytest
 
 from benchmarks.served import Served
+from engine.config import DTYPE_BYTES
+from engine.model.runner import ModelRunner
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -43,7 +45,9 @@ def ask(url: str) -> dict[str, object]:
 def test_it_answers_and_shows_what_the_kv_cache_costs(served: Served) -> None:
     assert "Paris" in json.dumps(ask(served.url))
     text = "".join(served.lines)
-    assert "46,080 bytes a token = 2 (K, V) x 30 layers x 3 KV heads x 64 head_dim x 4" in text
+    size = DTYPE_BYTES[ModelRunner.default_dtype()]  # by what the CPU multiplies
+    shape = f"2 (K, V) x 30 layers x 3 KV heads x 64 head_dim x {size}"
+    assert f"{11_520 * size:,} bytes a token = {shape}" in text
     assert "curl http" in text
     assert "Traceback" not in text
 

@@ -53,7 +53,7 @@ def test_this_machine_is_measured_with_the_engine_the_agents_and_another_worker(
     make_checkpoint("llama", tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")  # looked for, not used
     config = tmp_path / "kvrelay.toml"
-    config.write_text('[engine]\nnum_blocks = 80\n[model]\ndevice = "cpu"\n')
+    config.write_text('[engine]\nnum_blocks = 80\n[model]\ndevice = "cpu"\ndtype = "float32"\n')
     out = tmp_path / "measured.npz"
     args = ["--model", str(tmp_path / "model"), "--config", str(config), "--out", str(out)]
     result = CliRunner().invoke(profile, [*args, "--small", "--no-serving"])
