@@ -45,7 +45,7 @@ def ask(url: str) -> dict[str, object]:
 def test_it_answers_and_shows_what_the_kv_cache_costs(served: Served) -> None:
     assert "Paris" in json.dumps(ask(served.url))
     text = "".join(served.lines)
-    size = DTYPE_BYTES[ModelRunner.default_dtype()]  # by what the CPU multiplies
+    size = DTYPE_BYTES[ModelRunner.default_dtype()]
     shape = f"2 (K, V) x 30 layers x 3 KV heads x 64 head_dim x {size}"
     assert f"{11_520 * size:,} bytes a token = {shape}" in text
     assert "curl http" in text
