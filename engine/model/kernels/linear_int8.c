@@ -101,20 +101,7 @@ INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t pa
         UNROLL for (int p = 0; p < panels; p++) put(t, row + r, panel + p, total[r][p]);
 }
 
-#define TILE(R) \
-    static void tile_##R(const Product *t, int64_t row, int64_t panel, const char *ahead, \
-                         int64_t pace) { \
-        tile(t, R, 1, row, panel, ahead, pace); \
-    }
-EACH_ROWS(TILE)
-#undef TILE
-#define TILE(R) tile_##R,
-Tile *const int8_tiles[MR] = {EACH_ROWS(TILE)};
-#undef TILE
-
-void int8_many(const Product *t, int64_t row, int64_t panel, const char *ahead, int64_t pace) {
-    tile(t, 1, MANY, row, panel, ahead, pace);
-}
+TILES(int8)
 
 /* Up to INT8_GROUP inputs; `numbers` has room for an even count. */
 INLINE float quantize_group(const float *x, int64_t count, int16_t *numbers) {

@@ -38,20 +38,7 @@ INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t pa
         UNROLL for (int p = 0; p < panels; p++) put(t, row + r, panel + p, acc[r][p]);
 }
 
-#define TILE(R) \
-    static void tile_##R(const Product *t, int64_t row, int64_t panel, const char *ahead, \
-                         int64_t pace) { \
-        tile(t, R, 1, row, panel, ahead, pace); \
-    }
-EACH_ROWS(TILE)
-#undef TILE
-#define TILE(R) tile_##R,
-Tile *const pairs_tiles[MR] = {EACH_ROWS(TILE)};
-#undef TILE
-
-void pairs_many(const Product *t, int64_t row, int64_t panel, const char *ahead, int64_t pace) {
-    tile(t, 1, MANY, row, panel, ahead, pace);
-}
+TILES(pairs)
 
 void pairs_row(const float *x, int64_t k, int16_t *numbers) {
     int64_t i = 0;

@@ -37,6 +37,17 @@ typedef void Tile(const Product *t, int64_t row, int64_t panel, const char *ahea
 #define MANY 4
 extern Tile *const int8_tiles[MR], *const pairs_tiles[MR], int8_many, pairs_many;
 
+/* A kind's, from its `tile`, whose second and third argument are constants: rows and panels. */
+#define TILE_ARGUMENTS \
+    const Product *t, int64_t row, int64_t panel, const char *ahead, int64_t pace
+#define TILE_OF(R) \
+    static void tile_##R(TILE_ARGUMENTS) { tile(t, R, 1, row, panel, ahead, pace); }
+#define TILE_NAME(R) tile_##R,
+#define TILES(KIND) \
+    EACH_ROWS(TILE_OF) \
+    Tile *const KIND##_tiles[MR] = {EACH_ROWS(TILE_NAME)}; \
+    void KIND##_many(TILE_ARGUMENTS) { tile(t, 1, MANY, row, panel, ahead, pace); }
+
 /* One row of `numbers` [even(k)], rounded from x [k]; of INT8 `units` [groups] too. */
 void int8_row(const float *x, int64_t k, int16_t *numbers, float *units);
 void pairs_row(const float *x, int64_t k, int16_t *numbers);
