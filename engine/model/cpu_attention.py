@@ -64,7 +64,8 @@ class CpuAttention:
         num_threads: int,
         in_bf16: bool = False,
     ) -> None:
-        """in_bf16: keys and values of that type are multiplied in it, not widened.
+        """in_bf16: keys and values of that type are multiplied in it, not widened, where heads are
+        of whole vectors of pairs.
         pool: [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim], float32
         or bfloat16, or bytes [.., num_kv_heads, bytes_per_head] of float8_e4m3. Raises
         KernelsUnavailable for shapes that the kernels do not know."""
@@ -77,8 +78,9 @@ class CpuAttention:
         group = max(n for n in range(1, min(together, most) + 1) if together % n == 0)
         self._group, self._items_per_seq = group, c.num_heads // group
         self._tile = library.kvr_attention_tile(group, c.head_dim)
-        self._split = library.kvr_attention_split()
+        self._stretch = library.kvr_attention_stretch()
         self._value_dim = c.head_dim if latent is None else latent.rank
+        odd = (c.head_dim | self._value_dim) % (2 * library.kvr_vector_width())
         kv_heads = c.num_heads + 2 * c.num_kv_heads if latent is None else c.num_heads
         block_size = pool.shape[4] if pool.dim() == 6 else pool.shape[4] // (c.head_dim + 1)
         shared = {
@@ -99,7 +101,7 @@ class CpuAttention:
             "value_dim": self._value_dim,
             "scale": c.score_scale,
             "softcap": c.attention_softcap,
-            "in_bf16": in_bf16 and pool.dtype == torch.bfloat16,
+            "in_bf16": in_bf16 and pool.dtype == torch.bfloat16 and not odd,
         }
         self._tables = [rope_tables(r, max_positions, torch.device("cpu")) for r in c.ropes]
         self._ropes: dict[int, _Rope] = {}
@@ -152,8 +154,8 @@ class CpuAttention:
     def _plan(self, batch: Batch, window: int, sinks: int) -> dict[str, int]:
         """The fields of a description that say who does what in layers of `window`."""
         width, num_seqs = self._items_per_seq, len(batch.spans)
-        most = sum(s[1] // self._tile + s[2] // self._split + 2 for s in batch.spans) * width
-        items = torch.empty(most * 5, dtype=torch.int32)
+        most = sum(s[1] // self._tile + s[2] // self._stretch + 2 for s in batch.spans) * width
+        items = torch.empty(most * 6, dtype=torch.int32)
         merges = torch.empty(num_seqs * width * 4, dtype=torch.int32)
         counts = (_LONG * 3)()
         self._lib.kvr_attention_plan(

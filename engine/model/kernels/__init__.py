@@ -18,7 +18,7 @@ HEADERS = ("common.h", "attention.h", "linear.h", "pool.h", "product.h")
 SOURCES = (
     *("pool.c", "linear.c", "narrowed.c", "linear_int8.c", "linear_pairs.c", "linear_pack.c"),
     *("experts.c", "layers.c"),
-    *("attention.c", "attention_split.c", "attention_tile.c", "step.c", "sampling.c"),
+    *("attention.c", "attention_tile.c", "step.c", "sampling.c"),
 )
 # No -ffast-math: linked into a shared library it turns off denormals for the whole process.
 FLAGS = (
@@ -31,7 +31,7 @@ _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvr_vector_width": (_LONG, []),
     "kvr_attention_bytes": (_LONG, []),
-    "kvr_attention_split": (_LONG, []),
+    "kvr_attention_stretch": (_LONG, []),
     "kvr_attention_tile": (_LONG, [_LONG, _LONG]),
     "kvr_rope_bytes": (_LONG, []),
     "kvr_multiplies_bf16": (_INT, []),

@@ -4,7 +4,7 @@
 
 #include "common.h"
 
-#define SPLIT 256    /* keys per split of a one-token query; a multiple of VL */
+#define STRETCH 512  /* keys that are summed by themselves before what came before is added */
 #define KEYS 64      /* keys that a tile looks at between two steps of its softmax */
 #define RUN 16       /* keys of one block that are handled at a time */
 #define HIDDEN -1e30f /* score of a key that a row must not see */
@@ -21,8 +21,8 @@ typedef struct {
     float *partial;        /* [num_partials, group, value_dim + 2] */
     const int32_t *tables; /* [num_seqs, table_stride]; blocks before the window may be -1 */
     const int32_t *query_start, *query_len, *context_len; /* [num_seqs]; context has the query in */
-    const int32_t *items;  /* [num_items, ITEM]: seq, head, first and end of queries or keys,
-                              partial or -1 */
+    const int32_t *items;  /* [num_items, ITEM]: seq, head, first and end of its queries, which
+                              stretch and partial, or -1 and -1: all stretches */
     const int32_t *merges; /* [num_merges, 4]: seq, head, first partial, number of partials */
     const float *cos, *sin; /* of the layer's rope, NULL without: [max_positions, rope_dim / 2] */
     int64_t qkv_stride, table_stride, block_stride, head_stride, value_offset;
@@ -35,23 +35,36 @@ typedef struct {
     int32_t in_bf16; /* queries and weights are rounded to bfloat16, as keys and values are */
 } Attention;
 
-#define ITEM 5
+#define ITEM 6
 
-/* A softmax's largest score, or one near it: with `in_bf16` the nearest power of two, so that it does
- * not matter for how weights are rounded which keys were looked at together. */
-INLINE vf near_peak(vf peak, int in_bf16) {
-    const vf magic = splat(12582912.0f); /* as in vexp */
-    vf near = ((peak * 1.44269504088896341f + magic) - magic) * 0.693147181f;
-    vi kept = in_bf16 ? peak > splat(0.1f * HIDDEN) : (vi){0};
-    return (vf)(((vi)near & kept) | ((vi)peak & ~kept));
+/* Keys that the queries from position `pos` on, before `end`, may see: those from `low` on, and the
+ * sinks before them. They are met in stretches: the sinks are one, and the others end at multiples
+ * of STRETCH, wherever they begin, so that every query adds up the same stretches in the same order
+ * whatever it is fed with. `low` is even, as keys are taken in pairs. */
+typedef struct {
+    int64_t sinks, low, end, count;
+} Stretches;
+
+INLINE Stretches stretches(int64_t window, int64_t num_sinks, int64_t pos, int64_t end) {
+    Stretches s = {.sinks = window ? num_sinks : 0, .end = end};
+    if (s.sinks > end) s.sinks = end;
+    s.low = window && pos >= window ? pos - window + 1 : 0;
+    s.low = (s.low > s.sinks ? s.low : s.sinks) & ~(int64_t)1;
+    s.count = (s.sinks > 0) + (s.sinks < end ? (end - 1) / STRETCH - s.low / STRETCH + 1 : 0);
+    return s;
 }
 
-/* One query token and one head against the keys of one split. */
-void kvr_split_item(const Attention *a, const int32_t *item);
-/* The partial results of a query's splits become one. */
-void kvr_split_merge(const Attention *a, const int32_t *item);
-/* One tile of queries of one head. */
+INLINE void stretch_keys(const Stretches *s, int64_t index, int64_t *first, int64_t *end) {
+    int64_t at = s->low / STRETCH + index - (s->sinks > 0);
+    int is_sinks = s->sinks > 0 && !index;
+    *first = is_sinks ? 0 : s->low > at * STRETCH ? s->low : at * STRETCH;
+    *end = is_sinks ? s->sinks : (at + 1) * STRETCH < s->end ? (at + 1) * STRETCH : s->end;
+}
+
+/* One tile of queries of one head, against all its keys or those of one stretch. */
 void kvr_tile_item(const Attention *a, const int32_t *item);
+/* The partial results of a query's stretches become one. */
+void kvr_tile_merge(const Attention *a, const int32_t *item);
 
 /* Element offset of position `pos` of this KV head, from the layer's keys in block 0. */
 INLINE int64_t kv_at(const Attention *a, const int32_t *table, int64_t kv_head, int64_t pos) {
@@ -97,32 +110,35 @@ INLINE int64_t run_length(const Attention *a, int64_t pos, int64_t end) {
     return left < end - pos ? left : end - pos;
 }
 
+INLINE int64_t kv_size(const Attention *a) {
+    return a->kv_kind == KV_FLOAT32 ? 4 : a->kv_kind == KV_BFLOAT16 ? 2 : 1;
+}
+
 /* Blocks lie far apart, where the hardware does not look ahead: ask for the run at `pos` early. */
 INLINE void prefetch_run(const Attention *a, const int32_t *table, int64_t kv_head, int64_t pos,
                          int64_t end, int64_t offset) {
     if (pos >= end) return;
-    int64_t size = a->kv_kind == KV_FLOAT32 ? 4 : a->kv_kind == KV_BFLOAT16 ? 2 : 1;
+    int64_t size = kv_size(a);
     const char *from = (const char *)a->pool + (kv_at(a, table, kv_head, pos) + offset) * size;
     int64_t bytes = run_length(a, pos, end) * a->head_dim * size;
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
-/* Attention sinks: a query, whose numbers lie `step` apart, as if its token stood `back` positions
- * earlier. Rotations add up, so it is turned back by as many; what the tables are scaled by is in
- * the query already. */
-INLINE void turn_back(const Attention *a, float *query, int64_t step, int64_t back) {
+/* Attention sinks: a query as if its token stood `back` positions earlier. Rotations add up, so it is
+ * turned back by as many; what the tables are scaled by is in the query already. */
+INLINE void turn_back(const Attention *a, float *query, int64_t back) {
     if (!a->cos) return;
     int64_t half = a->rope_dim / 2, mixed = a->mixed_half;
-    if (mixed) hadamard(query, step, mixed);
+    if (mixed) hadamard_row(query, mixed);
     const float *c = a->cos + back * half, *s = a->sin + back * half;
     float whole = 1.0f / a->cos[0] / (mixed ? mixed_size(mixed) : 1);
-    float *x = query + a->rope_at * step, *y = x + half * step;
-    for (int64_t i = 0; i < half; i++, x += step, y += step) {
-        float x1 = *x, x2 = *y;
-        *x = (x1 * c[i] + x2 * s[i]) * whole;
-        *y = (x2 * c[i] - x1 * s[i]) * whole;
+    float *x = query + a->rope_at, *y = x + half;
+    for (int64_t i = 0; i < half; i++) {
+        float x1 = x[i], x2 = y[i];
+        x[i] = (x1 * c[i] + x2 * s[i]) * whole;
+        y[i] = (x2 * c[i] - x1 * s[i]) * whole;
     }
-    if (mixed) hadamard(query, step, mixed);
+    if (mixed) hadamard_row(query, mixed);
 }
 
 #endif

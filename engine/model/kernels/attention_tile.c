@@ -1,252 +1,330 @@
-/* Attention of sequences that feed several tokens: bound by arithmetic. */
+/* A tile of attention: some tokens of one sequence, with the heads of one group, against its keys.
+ * Prompts are bound by arithmetic, a single token by reading its keys and values once. */
 #include "attention.h"
 #include "pool.h"
 
-/* A tile of query rows. Everything is kept with the rows across, so that keys and values are used
- * as they lie in the pool and every step of the softmax is a whole vector. */
+#define TURNED (KEYS + VL) /* a row of keys turned: a vector may end behind the last key */
+
+/* Rows are the tile's tokens times its heads. */
 typedef struct {
-    float *q;             /* [head_dim, width] */
-    float *acc;           /* [value_dim, width] */
-    float *scores;        /* [KEYS, width] */
-    float *peak, *total;  /* [width] */
-    float *shrink;        /* [width] */
-    float *wide;          /* [RUN, head_dim]: keys or values in float32; or [KEYS / 2, head_dim]:
-                             pairs of values */
-    int32_t *pos;         /* [width]: position of each row's token */
-    int64_t rows, width;  /* width: rows, padded to a multiple of NR */
+    float *q;             /* [rows, head_dim]; in bfloat16 [rows, head_dim / 2] pairs */
+    float *scores;        /* [rows, KEYS]; in bfloat16 weights are [rows, KEYS / 2] pairs, KEYS apart */
+    float *acc, *sum;     /* [rows, value_dim]: of a stretch, and of all stretches before it */
+    float *peak, *total;  /* of `acc`: [rows], padded to VL as all numbers of rows are */
+    float *sum_peak, *sum_total; /* of `sum` */
+    float *top, *shrink;  /* largest score of a chunk, and what the peak's change makes of `acc` */
+    float *keys;          /* [head_dim, TURNED]; in bfloat16 [head_dim / 2, TURNED] pairs */
+    float *wide;          /* [RUN, head_dim]: keys or values in float32; in bfloat16
+                             [KEYS / 2, head_dim]: pairs of values */
+    int64_t rows, group, first_pos; /* first_pos: position of the first token */
 } Tile;
 
+/* Keys [first, stop) of a stretch that goes on until `end`, all within KEYS positions from `base` on; a
+ * row sees none before `floor`, and none beyond its window (0: none). */
+typedef struct {
+    const int32_t *table;
+    int64_t kv_head, base, first, stop, end, floor, window;
+} Keys;
+
 static void tile_layout(const Attention *a, Tile *t, int64_t rows) {
-    int64_t width = (rows + NR - 1) / NR * NR, dims = a->head_dim + a->value_dim;
-    int64_t wide = (a->in_bf16 ? KEYS / 2 : RUN) * a->head_dim;
-    t->q = kvr_scratch(sizeof(float) * (width * (dims + KEYS + 4) + wide));
-    t->acc = t->q + a->head_dim * width;
-    t->scores = t->acc + a->value_dim * width;
-    t->peak = t->scores + KEYS * width;
-    t->total = t->peak + width;
-    t->shrink = t->total + width;
-    t->pos = (int32_t *)(t->shrink + width);
-    t->wide = t->shrink + 2 * width;
-    t->rows = rows, t->width = width;
+    int64_t dim = a->head_dim, width = a->value_dim, padded = (rows + VL - 1) / VL * VL;
+    int64_t wide = (a->in_bf16 ? KEYS / 2 : RUN) * dim;
+    int64_t numbers = rows * (dim + KEYS + 2 * width) + 6 * padded + dim * TURNED + wide;
+    t->q = kvr_scratch(sizeof(float) * numbers);
+    t->keys = t->q + rows * dim;
+    t->wide = t->keys + dim * TURNED;
+    t->scores = t->wide + wide;
+    t->acc = t->scores + rows * KEYS;
+    t->sum = t->acc + rows * width;
+    t->peak = t->sum + rows * width;
+    t->total = t->peak + padded;
+    t->sum_peak = t->total + padded;
+    t->sum_total = t->sum_peak + padded;
+    t->top = t->sum_total + padded;
+    t->shrink = t->top + padded;
+    t->rows = rows, t->group = a->group;
 }
 
-/* scores[count, width] = keys[count, dim] @ q[dim, width] */
-static void tile_scores(const Tile *t, const float *keys, int64_t count, int64_t dim,
-                        float *scores) {
-    int64_t w = t->width;
-#define CASE(R) \
-    case R: micro(R, 2, dim, keys + j * dim, dim, 1, t->q + r, w, to, w, 0, NULL); break;
-    for (int64_t r = 0; r < w; r += NR)
-        for (int64_t j = 0, rows; j < count; j += rows) {
-            float *to = scores + j * w + r;
-            rows = even_rows(count - j);
-            switch (rows) { EACH_ROWS(CASE) }
+/* What the next keys lie in is fetched while these are computed, some bytes at every turn: blocks lie far
+ * apart, where the hardware does not look ahead. */
+typedef struct {
+    const Attention *a;
+    const int32_t *table;
+    int64_t kv_head, pos, end; /* the run that comes next begins at `pos` */
+    const char *at;
+    int64_t left; /* bytes of the run that `at` is in */
+} Ahead;
+
+static void next_run(Ahead *f) {
+    if (f->pos >= f->end) return;
+    int64_t run = run_length(f->a, f->pos, f->end), size = kv_size(f->a);
+    f->at = (const char *)f->a->pool + kv_at(f->a, f->table, f->kv_head, f->pos) * size;
+    f->left = run * f->a->head_dim * size, f->pos += run;
+}
+
+/* Where the next `bytes` lie that are to be fetched; the last ones again if there are no more. */
+INLINE const char *take(Ahead *f, int64_t bytes) {
+    if (f->left <= 0) next_run(f);
+    const char *at = f->at;
+    if (f->left > 0) f->at += bytes, f->left -= bytes;
+    return at;
+}
+
+/* Keys from `first` on, before `end`: those of the first chunk at once. */
+static void look_ahead(Ahead *f, const Keys *k, int64_t end) {
+    f->table = k->table, f->kv_head = k->kv_head, f->pos = k->first, f->end = end;
+    f->at = f->a->pool, f->left = 0;
+    int64_t chunk = (k->first / KEYS + 1) * KEYS;
+    while (f->left > 0 || (f->pos < end && f->pos < chunk)) __builtin_prefetch(take(f, 64));
+}
+
+/* c[rows, cols] = (keep ? c : 0) + a[rows, depth] @ b[depth, cols], of floats or, if `paired`, of
+ * pairs of bfloat16; cols is a multiple of VL. Whatever is multiplied at once, a number of c is
+ * summed from the first depth to the last. */
+INLINE void product(int paired, int keep, int64_t rows, int64_t cols, int64_t depth, const void *a,
+                    int64_t row, int64_t step, const void *b, int64_t ldb, float *c, int64_t ldc,
+                    Ahead *ahead, int64_t pace) {
+#define MICRO(R, COLS) \
+    if (paired) \
+        micro_pairs(R, COLS, depth, (const word *)a + i * row, row, step, (const word *)b + j, ldb, \
+                    to, ldc, keep, at); \
+    else \
+        micro(R, COLS, depth, (const float *)a + i * row, row, step, (const float *)b + j, ldb, to, \
+              ldc, keep, NULL, at, pace);
+#define WIDE(R) case R: MICRO(R, 2) break;
+#define NARROW(R) case R: MICRO(R, 1) break;
+    for (int64_t j = 0; j < cols; j += NR) {
+        const char *at = take(ahead, depth * pace);
+        for (int64_t i = 0, n; i < rows; i += n) {
+            float *to = c + i * ldc + j;
+            n = even_rows(rows - i);
+            if (cols - j >= NR)
+                switch (n) { EACH_ROWS(WIDE) }
+            else
+                switch (n) { EACH_ROWS(NARROW) }
         }
-#undef CASE
+    }
+#undef MICRO
+#undef WIDE
+#undef NARROW
 }
 
-/* acc[value_dim, width] += values[count, value_dim]^T @ weights[count, width] */
-static void tile_values(const Attention *a, const Tile *t, const float *values, int64_t count,
-                        const float *weights) {
-    int64_t w = t->width, dim = a->head_dim;
-#define CASE(R) \
-    case R: micro(R, 2, count, values + d, 1, dim, weights + r, w, to, w, 1, NULL); break;
-    for (int64_t r = 0; r < w; r += NR)
-        for (int64_t d = 0, rows; d < a->value_dim; d += rows) {
-            float *to = t->acc + d * w + r;
-            rows = even_rows(a->value_dim - d);
-            switch (rows) { EACH_ROWS(CASE) }
+/* `count` rows of words, `width` long, turned by a quarter: to[w, i] = from[i, w], rows TURNED
+ * apart; what lies `ahead` of them is fetched. Up to VL - 1 numbers behind each of `to`'s rows are
+ * overwritten. */
+INLINE void transpose(const float *from, int64_t count, int64_t width, float *to, int64_t ahead) {
+    for (int64_t i = 0; i < count; i += VL) {
+        const float *at[VL];
+        UNROLL for (int64_t j = 0; j < VL; j++)
+            at[j] = from + (i + j < count ? i + j : count - 1) * width;
+        for (int64_t w = 0; w < width; w += VL) {
+            vf rows[VL];
+            UNROLL for (int64_t j = 0; j < VL; j++) {
+                rows[j] = load(at[j] + w);
+                __builtin_prefetch(at[j] + w + ahead);
+            }
+            turn_lanes(rows);
+            UNROLL for (int64_t j = 0; j < VL; j++) store(to + (w + j) * TURNED + i, rows[j]);
         }
-#undef CASE
-}
-
-/* Two rows of numbers side by side, as pairs. */
-INLINE void pair_rows(const float *first, const float *second, word *to, int64_t width) {
-    for (int64_t r = 0; r < width; r += VL) {
-        vu low = bits_bf16(load(first + r)), high = second ? bits_bf16(load(second + r)) : (vu){0};
-        *(vuu *)(to + r) = low | high << 16;
     }
 }
 
-/* The same two of the queries' dimensions; in place, as rows are read before they are written. */
-static void pair_queries(const Attention *a, const Tile *t) {
-    for (int64_t d = 0; d < a->head_dim; d += 2) {
-        const float *from = t->q + d * t->width;
-        pair_rows(from, from + t->width, (word *)t->q + d / 2 * t->width, t->width);
+/* Two values side by side, as pairs; the second may be NULL. */
+INLINE void pair_values(const uint16_t *first, const uint16_t *second, word *to, int64_t width) {
+    for (int64_t d = 0; d < width; d += 2 * VL) {
+        vh2 low = *(const vh2u *)(first + d), high = {0};
+        if (second) high = *(const vh2u *)(second + d);
+        *(vuu *)(to + d) = (vu)by_turns(low, high, 0);
+        *(vuu *)(to + d + VL) = (vu)by_turns(low, high, VL);
     }
 }
 
-/* As tile_scores, of keys in bfloat16 as they lie in the pool. */
-static void pair_scores(const Tile *t, const uint16_t *keys, int64_t count, int64_t dim,
-                        float *scores) {
-    int64_t w = t->width, half = dim / 2;
-    const word *q = (const word *)t->q, *pairs = (const word *)keys;
-#define CASE(R) \
-    case R: micro_pairs(R, 2, half, pairs + j * half, half, 1, q + r, w, to, w, 0); break;
-    for (int64_t r = 0; r < w; r += NR)
-        for (int64_t j = 0, rows; j < count; j += rows) {
-            float *to = scores + j * w + r;
-            rows = even_rows(count - j);
-            switch (rows) { EACH_ROWS(CASE) }
-        }
-#undef CASE
-}
-
-/* As tile_values, of up to KEYS values in bfloat16, wherever each lies: so many at a time, as the
- * accumulators are read and written for each. `weights` become pairs of keys. */
-static void pair_values(const Attention *a, const Tile *t, const uint16_t *const *values,
-                        int64_t count, float *weights) {
-    int64_t w = t->width, dim = a->head_dim, pairs = (count + 1) / 2;
-    word *b = (word *)weights, *both = (word *)t->wide;
-    for (int64_t i = 0; i < pairs; i++) {
-        const uint16_t *first = values[2 * i], *second = 2 * i + 1 < count ? values[2 * i + 1] : NULL;
-        pair_rows(weights + 2 * i * w, second ? weights + (2 * i + 1) * w : NULL, b + i * w, w);
-        for (int64_t d = 0; d < a->value_dim; d += VL) {
-            vu low = __builtin_convertvector(*(const vhu *)(first + d), vu), high = {0};
-            if (second) high = __builtin_convertvector(*(const vhu *)(second + d), vu);
-            *(vuu *)(both + i * dim + d) = low | high << 16;
-        }
-    }
-#define CASE(R) \
-    case R: micro_pairs(R, 2, pairs, both + d, 1, dim, b + r, w, to, w, 1); break;
-    for (int64_t r = 0; r < w; r += NR)
-        for (int64_t d = 0, rows; d < a->value_dim; d += rows) {
-            float *to = t->acc + d * w + r;
-            rows = even_rows(a->value_dim - d);
-            switch (rows) { EACH_ROWS(CASE) }
-        }
-#undef CASE
-}
-
-/* Scores of keys [first, first + count) become weights; peaks, totals and accumulators follow. A
- * row that saw no key yet takes all of them for equal: the first one that it does see, itself at
- * the latest, shrinks that to nothing. `window` and `cap` are 0 for none. */
-INLINE void soften(const Tile *t, int64_t first, int64_t count, int64_t dim, int64_t window,
-                   float cap, int in_bf16) {
-    int64_t w = t->width;
-    int moved = 0;
-    for (int64_t r = 0; r < w; r += VL) {
-        vi pos = *(const viu *)(t->pos + r), past = pos - (int32_t)window;
-        vf old = load(t->peak + r), peak = old, sum = splat(0);
-        for (int64_t j = 0; j < count; j++) {
-            float *s = t->scores + j * w + r;
-            vi key = (vi){0} + (int32_t)(first + j), hidden = pos < key;
-            if (window) hidden |= past >= key;
-            vf score = load(s);
-            if (cap) score = vtanh(score / cap) * cap;
-            score = (vf)(((vi)score & ~hidden) | ((vi)splat(HIDDEN) & hidden));
-            store(s, score);
-            peak = vmax(peak, score);
-        }
-        peak = near_peak(peak, in_bf16);
-        for (int64_t j = 0; j < count; j++) {
-            float *s = t->scores + j * w + r;
-            vf p = vexp(load(s) - peak);
-            store(s, p);
-            sum += p;
-        }
-        vf shrink = vexp(old - peak);
-        store(t->shrink + r, shrink);
-        store(t->peak + r, peak);
-        store(t->total + r, load(t->total + r) * shrink + sum);
-        for (int i = 0; i < VL; i++) moved |= shrink[i] != 1.0f;
-    }
-    if (!moved) return;
-    for (int64_t d = 0; d < dim; d++)
-        for (int64_t r = 0; r < w; r += VL) {
-            float *acc = t->acc + d * w + r;
-            store(acc, load(acc) * load(t->shrink + r));
-        }
-}
-
-static void tile_soften(const Attention *a, const Tile *t, int64_t first, int64_t count,
-                        int64_t window) {
-    if (window || a->softcap)
-        soften(t, first, count, a->value_dim, window, a->softcap, a->in_bf16);
-    else
-        soften(t, first, count, a->value_dim, 0, 0, a->in_bf16);
-}
-
-/* Queries of the tile, scaled and transposed; the rows that pad it are zero. For the sinks, rows
- * that are further away than a query may be are turned back. */
+/* Queries of the tile, scaled. For the sinks, those that are further away than a query may be are
+ * turned back. */
 static void tile_queries(const Attention *a, Tile *t, const float *from, int for_sinks) {
-    int64_t dim = a->head_dim, w = t->width;
-    for (int64_t r = 0; r < w; r++) {
-        const float *q = from + r / a->group * a->qkv_stride + r % a->group * dim;
-        for (int64_t d = 0; d < dim; d++) t->q[d * w + r] = r < t->rows ? q[d] * a->scale : 0;
-        int64_t back = t->pos[r] - (a->window + a->num_sinks - 1);
-        if (for_sinks && back > 0) turn_back(a, t->q + r, w, back);
+    int64_t dim = a->head_dim;
+    for (int64_t r = 0; r < t->rows; r++) {
+        const float *x = from + r / t->group * a->qkv_stride + r % t->group * dim;
+        float *q = t->q + r * (a->in_bf16 ? dim / 2 : dim);
+        for (int64_t d = 0; d < dim; d += VL) store(q + d, load(x + d) * a->scale);
+        int64_t back = t->first_pos + r / t->group - (a->window + a->num_sinks - 1);
+        if (for_sinks && back > 0) turn_back(a, q, back);
+        for (int64_t d = 0; a->in_bf16 && d < dim; d += VL) /* in place */
+            *(vhu *)((uint16_t *)q + d) = narrow(load(q + d));
     }
-    if (a->in_bf16) pair_queries(a, t);
 }
 
-/* Keys and values [first, stop), which are widened. */
-static void wide_keys(const Attention *a, const Tile *t, const int32_t *table, int64_t kv_head,
-                      int64_t first, int64_t stop, int64_t window) {
-    for (int64_t pos = first, n; pos < stop; pos += n) {
-        n = run_length(a, pos, stop);
-        const float *keys = kv_run(a, kv_at(a, table, kv_head, pos), pos, n, t->wide);
-        tile_scores(t, keys, n, a->head_dim, t->scores + (pos - first) * t->width);
+/* A row's scores of keys that it must not see are hidden; returns its largest score. */
+INLINE float mask_row(const Attention *a, const Tile *t, const Keys *k, int64_t row) {
+    float *s = t->scores + row * KEYS;
+    int64_t pos = t->first_pos + row / t->group, low = k->window ? pos - k->window + 1 : 0;
+    int64_t from = (low > k->floor ? low : k->floor) - k->base;
+    int64_t to = (pos < k->stop ? pos + 1 : k->stop) - k->base;
+    if (a->softcap)
+        for (int64_t i = 0; i < KEYS; i += VL)
+            store(s + i, vtanh(load(s + i) / a->softcap) * a->softcap);
+    for (int64_t i = 0; i < from && i < KEYS; i++) s[i] = HIDDEN;
+    for (int64_t i = to < 0 ? 0 : to; i < KEYS; i++) s[i] = HIDDEN;
+    vf top = load(s);
+    for (int64_t i = VL; i < KEYS; i += VL) top = vmax(top, load(s + i));
+    return max_lanes(top);
+}
+
+/* Scores relative to the row's peak become weights, in place; returns their sum. */
+INLINE float weigh_row(float *s, float peak, int in_bf16) {
+    vf sum = splat(0);
+    UNROLL for (int64_t i = 0; i < KEYS; i += VL) {
+        vf p = vexp(load(s + i) - splat(peak));
+        sum += p;
+        if (in_bf16)
+            *(vhu *)((uint16_t *)s + i) = narrow(p);
+        else
+            store(s + i, p);
     }
-    tile_soften(a, t, first, stop - first, window);
-    for (int64_t pos = first, n; pos < stop; pos += n) {
-        n = run_length(a, pos, stop);
-        int64_t at = kv_at(a, table, kv_head, pos) + a->value_offset;
-        const float *weights = t->scores + (pos - first) * t->width;
-        tile_values(a, t, kv_run(a, at, pos, n, t->wide), n, weights);
+    return sum_lanes(sum);
+}
+
+/* Scores become weights; peaks, totals and accumulators follow. A row that saw no key yet takes all of
+ * them for equal: the first one that it does see shrinks that to nothing. */
+static void soften(const Attention *a, const Tile *t, const Keys *k) {
+    for (int64_t r = 0; r < t->rows; r++) t->top[r] = mask_row(a, t, k, r);
+    for (int64_t r = 0; r < t->rows; r += VL) {
+        vf old = load(t->peak + r), peak = vmax(old, load(t->top + r));
+        store(t->peak + r, peak);
+        store(t->shrink + r, vexp(old - peak));
+    }
+    for (int64_t r = 0; r < t->rows; r++) {
+        float *s = t->scores + r * KEYS, *acc = t->acc + r * a->value_dim, shrink = t->shrink[r];
+        float sum = a->in_bf16 ? weigh_row(s, t->peak[r], 1) : weigh_row(s, t->peak[r], 0);
+        t->total[r] = t->total[r] * shrink + sum;
+        for (int64_t d = 0; shrink != 1.0f && d < a->value_dim; d += VL)
+            store(acc + d, load(acc + d) * shrink);
+    }
+}
+
+/* Keys and values, which are widened. */
+static void wide_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
+    int64_t dim = a->head_dim, pace = RUN * kv_size(a);
+    int64_t values_at = a->kv_kind == KV_FLOAT32 ? a->value_offset : 0; /* from the keys on */
+    for (int64_t pos = k->first, n; pos < k->stop; pos += n) {
+        n = run_length(a, pos, k->stop);
+        if (!values_at) prefetch_run(a, k->table, k->kv_head, pos, k->stop, a->value_offset);
+        const float *keys = kv_run(a, kv_at(a, k->table, k->kv_head, pos), pos, n, t->wide);
+        transpose(keys, n, dim, t->keys + pos - k->base, values_at);
+    }
+    product(0, 0, t->rows, KEYS, dim, t->q, dim, 1, t->keys, TURNED, t->scores, KEYS, ahead, pace);
+    soften(a, t, k);
+    for (int64_t pos = k->first, n; pos < k->stop; pos += n) {
+        n = run_length(a, pos, k->stop);
+        int64_t at = kv_at(a, k->table, k->kv_head, pos) + a->value_offset;
+        const float *values = kv_run(a, at, pos, n, t->wide);
+        product(0, 1, t->rows, a->value_dim, n, t->scores + pos - k->base, KEYS, 1, values, dim,
+                t->acc, a->value_dim, ahead, pace);
     }
 }
 
 /* The same in bfloat16, as they lie in the pool. */
-static void paired_keys(const Attention *a, const Tile *t, const int32_t *table, int64_t kv_head,
-                        int64_t first, int64_t stop, int64_t window) {
-    const uint16_t *values[KEYS];
-    for (int64_t pos = first, n; pos < stop; pos += n) {
-        n = run_length(a, pos, stop);
-        const uint16_t *keys = (const uint16_t *)a->pool + kv_at(a, table, kv_head, pos);
-        pair_scores(t, keys, n, a->head_dim, t->scores + (pos - first) * t->width);
-        for (int64_t i = 0; i < n; i++)
-            values[pos - first + i] = keys + a->value_offset + i * a->head_dim;
+static void paired_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
+    int64_t dim = a->head_dim, half = dim / 2, count = k->stop - k->first;
+    const uint16_t *values[KEYS + 1];
+    for (int64_t pos = k->first, n; pos < k->stop; pos += n) {
+        n = run_length(a, pos, k->stop);
+        const uint16_t *keys = (const uint16_t *)a->pool + kv_at(a, k->table, k->kv_head, pos);
+        transpose((const float *)keys, n, half, t->keys + pos - k->base, a->value_offset / 2);
+        for (int64_t i = 0; i < n; i++) values[pos - k->first + i] = keys + a->value_offset + i * dim;
     }
-    tile_soften(a, t, first, stop - first, window);
-    pair_values(a, t, values, stop - first, t->scores);
+    values[count] = NULL;
+    product(1, 0, t->rows, KEYS, half, t->q, half, 1, t->keys, TURNED, t->scores, KEYS, ahead, 64);
+    soften(a, t, k);
+    for (int64_t i = 0; i < count; i += 2)
+        pair_values(values[i], values[i + 1], (word *)t->wide + i / 2 * dim, a->value_dim);
+    product(1, 1, t->rows, a->value_dim, (count + 1) / 2, t->scores + (k->first - k->base) / 2,
+            KEYS, 1, t->wide, dim, t->acc, a->value_dim, ahead, 64);
 }
 
-/* The tile's queries against keys [from, to). */
-static void tile_keys(const Attention *a, const Tile *t, const int32_t *table, int64_t kv_head,
-                      int64_t from, int64_t to, int64_t window) {
-    for (int64_t first = from; first < to; first += KEYS) {
-        int64_t stop = first + KEYS < to ? first + KEYS : to;
-        (a->in_bf16 ? paired_keys : wide_keys)(a, t, table, kv_head, first, stop, window);
+/* The tile's queries against the keys of one stretch; chunks end at multiples of KEYS. */
+static void tile_stretch(const Attention *a, const Tile *t, Keys keys, Ahead *ahead) {
+    int64_t end = keys.end;
+    memset(t->acc, 0, sizeof(float) * t->rows * a->value_dim);
+    for (int64_t r = 0; r < t->rows; r++) t->peak[r] = HIDDEN, t->total[r] = 0;
+    for (; keys.first < end; keys.first = keys.stop) {
+        keys.base = keys.first / KEYS * KEYS;
+        keys.stop = keys.base + KEYS < end ? keys.base + KEYS : end;
+        (a->in_bf16 ? paired_keys : wide_keys)(a, t, &keys, ahead);
     }
+}
+
+/* sum += acc, each relative to its own peak. One function for all: the compiler may join products and
+ * sums in one way here and in another there. */
+static __attribute__((noinline)) void add_row(float *sum, float *peak, float *total,
+                                              const float *acc, float acc_peak, float acc_total,
+                                              int64_t width) {
+    float top = fmaxf(*peak, acc_peak), kept = expf(*peak - top), taken = expf(acc_peak - top);
+    for (int64_t d = 0; d < width; d += VL)
+        store(sum + d, load(sum + d) * kept + load(acc + d) * taken);
+    *total = *total * kept + acc_total * taken;
+    *peak = top;
+}
+
+static void add_stretch(const Attention *a, Tile *t, int is_first) {
+    int64_t width = a->value_dim;
+    for (int64_t r = 0; r < t->rows && !is_first; r++)
+        add_row(t->sum + r * width, t->sum_peak + r, t->sum_total + r, t->acc + r * width,
+                t->peak[r], t->total[r], width);
+    if (!is_first) return;
+    float *acc = t->acc, *peak = t->peak, *total = t->total;
+    t->acc = t->sum, t->peak = t->sum_peak, t->total = t->sum_total;
+    t->sum = acc, t->sum_peak = peak, t->sum_total = total;
+}
+
+INLINE void write_row(float *out, const float *sum, float total, int64_t width) {
+    float scale = 1.0f / total;
+    for (int64_t d = 0; d < width; d += VL) store(out + d, load(sum + d) * scale);
 }
 
 void kvr_tile_item(const Attention *a, const int32_t *item) {
-    int64_t seq = item[0], head = item[1], tokens = item[3] - item[2], kv_head = head / a->shares;
-    int64_t start = a->query_start[seq] + item[2], group = a->group, width = a->value_dim;
+    int64_t seq = item[0], head = item[1], tokens = item[3] - item[2], width = a->value_dim;
+    int64_t start = a->query_start[seq] + item[2], group = a->group;
     int64_t first_pos = a->context_len[seq] - a->query_len[seq] + item[2];
     int64_t end = first_pos + tokens; /* the last token sees itself */
-    int64_t low = a->window && first_pos >= a->window ? first_pos - a->window + 1 : 0;
-    const int32_t *table = a->tables + seq * a->table_stride;
-    const float *from = a->qkv + start * a->qkv_stride + head * group * a->head_dim;
+    Stretches s = stretches(a->window, a->num_sinks, first_pos, end);
+    int64_t from = item[4] < 0 ? 0 : item[4], to = item[4] < 0 ? s.count : item[4] + 1;
+    const float *queries = a->qkv + start * a->qkv_stride + head * group * a->head_dim;
+    Ahead ahead = {.a = a};
     Tile t;
     tile_layout(a, &t, tokens * group);
-    for (int64_t r = 0; r < t.width; r++) {
-        t.pos[r] = r < t.rows ? first_pos + r / group : 0;
-        t.peak[r] = HIDDEN, t.total[r] = 0;
+    t.first_pos = first_pos;
+    for (int64_t i = from; i < to; i++) {
+        int is_sinks = s.sinks && !i;
+        Keys keys = {.table = a->tables + seq * a->table_stride, .kv_head = head / a->shares};
+        stretch_keys(&s, i, &keys.first, &keys.end);
+        if (!is_sinks) keys.floor = s.sinks, keys.window = a->window;
+        if (i == from || (s.sinks && i == 1)) {
+            look_ahead(&ahead, &keys, is_sinks || item[4] >= 0 ? keys.end : end);
+            tile_queries(a, &t, queries, is_sinks);
+        }
+        tile_stretch(a, &t, keys, &ahead);
+        add_stretch(a, &t, i == from);
     }
-    memset(t.acc, 0, sizeof(float) * width * t.width);
-    if (a->window && a->num_sinks && end > a->window) { /* the last row's window left position 0 */
-        int64_t sinks = a->num_sinks < end ? a->num_sinks : end;
-        tile_queries(a, &t, from, 1);
-        tile_keys(a, &t, table, kv_head, 0, sinks, 0);
-        low = low > sinks ? low : sinks;
-    }
-    tile_queries(a, &t, from, 0);
-    tile_keys(a, &t, table, kv_head, low, end, a->window);
     for (int64_t r = 0; r < t.rows; r++) {
         int64_t row = (start + r / group) * a->num_heads + head * group + r % group;
-        float scale = 1.0f / t.total[r];
-        for (int64_t d = 0; d < width; d++) a->out[row * width + d] = t.acc[d * t.width + r] * scale;
+        if (item[5] < 0) {
+            write_row(a->out + row * width, t.sum + r * width, t.sum_total[r], width);
+        } else {
+            float *partial = a->partial + (item[5] * group + r) * (width + 2);
+            memcpy(partial, t.sum + r * width, sizeof(float) * width);
+            partial[width] = t.sum_peak[r], partial[width + 1] = t.sum_total[r];
+        }
+    }
+}
+
+void kvr_tile_merge(const Attention *a, const int32_t *item) {
+    int64_t group = a->group, width = a->value_dim, seq = item[0], step = group * (width + 2);
+    for (int64_t g = 0; g < group; g++) {
+        float *sum = a->partial + (item[2] * group + g) * (width + 2), *part = sum + step;
+        for (int i = 1; i < item[3]; i++, part += step)
+            add_row(sum, sum + width, sum + width + 1, part, part[width], part[width + 1], width);
+        int64_t row = a->query_start[seq] * a->num_heads + item[1] * group + g;
+        write_row(a->out + row * width, sum, sum[width + 1], width);
     }
 }

@@ -40,6 +40,8 @@ typedef uint32_t vuu __attribute__((vector_size(VL * 4), aligned(4), may_alias))
 typedef uint32_t word __attribute__((may_alias)); /* two numbers */
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
 typedef uint16_t vhu __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+typedef uint16_t vh2 __attribute__((vector_size(VL * 4)));
+typedef uint16_t vh2u __attribute__((vector_size(VL * 4), aligned(2), may_alias));
 typedef int16_t vs __attribute__((vector_size(VL * 2)));
 typedef int8_t vb __attribute__((vector_size(VL)));
 typedef int8_t vbu __attribute__((vector_size(VL), aligned(1), may_alias));
@@ -56,12 +58,6 @@ INLINE float sum_lanes(vf v) {
     sum = part[0];
     for (int i = 1; i < VL / 4; i++) sum += part[i];
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
-}
-
-INLINE float max_lanes(vf v) {
-    float best = v[0];
-    for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
-    return best;
 }
 
 INLINE float bf16_to_float(uint16_t h) {
@@ -86,6 +82,15 @@ INLINE vu bits_bf16(vf x) { /* in the low half */
 }
 
 INLINE vh round_bf16(vf x) { return __builtin_convertvector(bits_bf16(x), vh); }
+
+/* The same of numbers that are used at once: tiny ones and NaN may become what the CPU likes. */
+INLINE vh narrow(vf x) {
+#if defined(__AVX512BF16__) && VL == 16
+    return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
+    return round_bf16(x);
+#endif
+}
 
 /* sum += the products of both bfloat16 numbers of each pair. Where a CPU has this, it takes numbers
  * below the least normal one as zeros. */
@@ -147,9 +152,69 @@ INLINE vi round_fp8(vf x) {
     return (code & ~over) | (over & 0x7e) | sign;
 }
 
-INLINE vf vmax(vf a, vf b) {
+INLINE vf vmax(vf a, vf b) { /* NaN in b is passed over */
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)b, (__m512)a);
+#elif defined(__AVX__) && VL == 8
+    return (vf)_mm256_max_ps((__m256)b, (__m256)a);
+#else
     vi more = b > a;
     return (vf)(((vi)b & more) | ((vi)a & ~more));
+#endif
+}
+
+INLINE vf vmin(vf a, vf b) { return -vmax(-a, -b); }
+
+/* Lane i is lane from[i] of `a`, or from VL on of `b`; `from` has to be known when this is compiled. */
+INLINE vf pick_lanes(vf a, vf b, vi from) {
+#if defined(__clang__) /* it has no shuffle by a vector, and needs none */
+    vf picked;
+    UNROLL for (int i = 0; i < VL; i++) picked[i] = from[i] < VL ? a[from[i]] : b[from[i] - VL];
+    return picked;
+#else
+    return __builtin_shuffle(a, b, from);
+#endif
+}
+
+/* VL numbers of each from the one `at` on, by turns: one of `a` first. */
+INLINE vh2 by_turns(vh2 a, vh2 b, int at) {
+    vh2 from;
+    _Pragma("GCC unroll 32") for (int i = 0; i < 2 * VL; i++) from[i] = at + i / 2 + i % 2 * 2 * VL;
+#if defined(__clang__)
+    vh2 picked;
+    _Pragma("GCC unroll 32") for (int i = 0; i < 2 * VL; i++) picked[i] = (i % 2 ? b : a)[at + i / 2];
+    return picked;
+#else
+    return __builtin_shuffle(a, b, from);
+#endif
+}
+
+INLINE vi all_lanes(void) { /* 0, 1, 2... */
+    vi lanes;
+    UNROLL for (int i = 0; i < VL; i++) lanes[i] = i;
+    return lanes;
+}
+
+/* Each lane's number to the lane whose number differs by the bit `width`. */
+INLINE vf swap_lanes(vf v, int width) { return pick_lanes(v, v, all_lanes() ^ width); }
+
+INLINE float max_lanes(vf v) {
+    UNROLL for (int width = VL / 2; width > 0; width /= 2) v = vmax(v, swap_lanes(v, width));
+    return v[0];
+}
+
+/* Vectors as the rows of a square, which is turned: lane j of vector i goes to lane i of vector j. */
+INLINE void turn_lanes(vf *rows) {
+    vi lanes = all_lanes();
+    UNROLL for (int width = 1; width < VL; width *= 2) {
+        vi upper = (lanes & width) != 0;
+        vi low = (lanes & ~upper) | ((lanes + VL - width) & upper);
+        UNROLL for (int i = 0; i < VL; i++) {
+            if (i & width) continue;
+            vf a = rows[i], b = rows[i + width];
+            rows[i] = pick_lanes(a, b, low), rows[i + width] = pick_lanes(a, b, low + width);
+        }
+    }
 }
 
 /* exp with a relative error below 2e-7: 2^n * poly(r), |r| <= ln2 / 2. Zero below -87. */
@@ -157,8 +222,7 @@ INLINE vf vexp(vf x) {
     const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     vi alive = x > splat(-87.0f);
     x = (vf)((vi)x & alive);
-    vi high = x > splat(88.0f);
-    x = (vf)(((vi)x & ~high) | ((vi)splat(88.0f) & high));
+    x = vmin(x, splat(88.0f));
     vf n = (x * 1.44269504088896341f + magic) - magic;
     vf r = x - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
@@ -202,30 +266,18 @@ INLINE void sums_and_differences(float *first, float *second) {
     store(second, a - b);
 }
 
-/* Each lane's number to the lane whose number differs by the bit `width`; lanes: 0, 1, 2... */
-INLINE vf swap_lanes(vf v, vi lanes, int width) {
-#if defined(__clang__) /* it has no shuffle by a vector, and needs none */
-    vf swapped;
-    UNROLL for (int i = 0; i < VL; i++) swapped[i] = v[i ^ width];
-    return swapped;
-#else
-    return __builtin_shuffle(v, lanes ^ width);
-#endif
-}
-
 /* The same of numbers that lie side by side, a vector at a time. */
 static inline void hadamard_row(float *x, int64_t half) {
     if (half % VL) {
         hadamard(x, 1, half);
         return;
     }
-    vi lanes;
-    for (int i = 0; i < VL; i++) lanes[i] = i;
+    vi lanes = all_lanes();
     for (int64_t i = 0; i < 2 * half; i += VL) {
         vf v = load(x + i);
         UNROLL for (int width = 1; width < VL; width *= 2) {
             vi minus = ((lanes & width) != 0) & INT32_MIN; /* in the upper lane of each pair */
-            v = swap_lanes(v, lanes, width) + (vf)((vi)v ^ minus);
+            v = swap_lanes(v, width) + (vf)((vi)v ^ minus);
         }
         store(x + i, v);
     }
@@ -239,11 +291,11 @@ static inline void hadamard_row(float *x, int64_t half) {
 INLINE int64_t mixed_size(int64_t half) { return 2 * (half & -half); }
 
 /* c[rows, cols * VL] = (keep ? c : init) + a[rows, depth] @ b[depth, cols * VL]. Element (r, d) of
- * a is a[r * row + d * step]. `rows` and `cols` are constants at every call, so that accumulators
- * live in registers. */
+ * a is a[r * row + d * step]. Meanwhile memory from `ahead` on is fetched, `pace` bytes for each depth.
+ * `rows` and `cols` are constants at every call, so that accumulators live in registers. */
 INLINE void micro(int rows, int cols, int64_t depth, const float *a, int64_t row, int64_t step,
                   const float *b, int64_t ldb, float *c, int64_t ldc, int keep,
-                  const float *init) {
+                  const float *init, const char *ahead, int64_t pace) {
     vf acc[MR][2];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int j = 0; j < cols; j++)
@@ -251,6 +303,7 @@ INLINE void micro(int rows, int cols, int64_t depth, const float *a, int64_t row
                              : (init ? load(init + j * VL) : splat(0));
     for (int64_t d = 0; d < depth; d++) {
         vf right[2];
+        if (pace) __builtin_prefetch(ahead + d * pace);
         UNROLL for (int j = 0; j < cols; j++) right[j] = load(b + d * ldb + j * VL);
         UNROLL for (int r = 0; r < rows; r++) {
             vf left = splat(a[r * row + d * step]);
@@ -261,21 +314,22 @@ INLINE void micro(int rows, int cols, int64_t depth, const float *a, int64_t row
         UNROLL for (int j = 0; j < cols; j++) store(c + r * ldc + j * VL, acc[r][j]);
 }
 
-/* The same of pairs of bfloat16 numbers, `depth` pairs; added to c if `keep`. */
+/* The same of pairs of bfloat16 numbers, `depth` pairs, each of which fetches a line. */
 INLINE void micro_pairs(int rows, int cols, int64_t depth, const word *a, int64_t row,
-                        int64_t step, const word *b, int64_t ldb, float *c, int64_t ldc,
-                        int keep) {
+                        int64_t step, const word *b, int64_t ldb, float *c, int64_t ldc, int keep,
+                        const char *ahead) {
     vf acc[MR][2];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int j = 0; j < cols; j++)
             acc[r][j] = keep ? load(c + r * ldc + j * VL) : splat(0);
     for (int64_t d = 0; d < depth; d++) {
         vu right[2];
+        __builtin_prefetch(ahead + d * 64);
         UNROLL for (int j = 0; j < cols; j++) right[j] = *(const vuu *)(b + d * ldb + j * VL);
         UNROLL for (int r = 0; r < rows; r++) {
             vu left = a[r * row + d * step] - (vu){0};
             UNROLL for (int j = 0; j < cols; j++)
-                acc[r][j] = add_bf16_pairs(acc[r][j], left, right[j]);
+                acc[r][j] = add_bf16_pairs(acc[r][j], right[j], left);
         }
     }
     UNROLL for (int r = 0; r < rows; r++)

@@ -110,7 +110,7 @@ static void narrow_task(const Product *t, int64_t task) {
 static void full_tile(int64_t rows, int64_t depth, const float *x, int64_t ldx, const float *b,
                       float *sums, int more) {
 #define TILE(R) \
-    case R: micro(R, 2, depth, x, ldx, 1, b, NR, sums, NR, more, NULL); break;
+    case R: micro(R, 2, depth, x, ldx, 1, b, NR, sums, NR, more, NULL, NULL, 0); break;
     switch (rows) { EACH_ROWS(TILE) }
 #undef TILE
 }
