@@ -44,6 +44,16 @@ class Experts:
     kind: int
 
 
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A matrix for each head, packed one after the other."""
+
+    role: str
+    rows: int  # of each
+    data: torch.Tensor
+    kind: int
+
+
 class CpuLinear:
     """The matrix part of `CpuOps`, owned by it. Results live in buffers that `buffer(role, rows,
     width)` gives."""
@@ -66,12 +76,20 @@ class CpuLinear:
         self._memory = HugePages()
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
-        rows, depth = weight.shape
         wide = None if bias is None else owned(bias, torch.float32)
-        kind = self._kind(weight)
+        return self._packed(weight, wide, role, self._kind(weight))
+
+    def exact(self, weight: torch.Tensor, role: str) -> Matrix:
+        """A weight whose inputs are not rounded, whatever others are."""
+        return self._packed(weight, None, role, _exact_kind(weight))
+
+    def _packed(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, role: str, kind: int
+    ) -> Matrix:
+        rows, depth = weight.shape
         packed = self._memory.take(self._lib.kvr_packed_bytes(rows, depth, kind))
         self._pack_into(packed, weight, kind)
-        return Matrix(role, rows, depth, packed, kind, wide)
+        return Matrix(role, rows, depth, packed, kind, bias)
 
     def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         out = self._buffer(matrix.role, len(x), matrix.rows)
@@ -82,6 +100,20 @@ class CpuLinear:
         if matrix.bias is not None:
             hidden += matrix.bias
         self._multiply(x, matrix, None, hidden, keep=True)
+
+    def heads(self, weight: torch.Tensor, role: str) -> Heads:
+        """weight: [num_heads, in, out]; inputs are not rounded."""
+        kind = _exact_kind(weight)
+        return Heads(role, weight.shape[2], self._stack(weight.transpose(1, 2), kind), kind)
+
+    def per_head(self, x: torch.Tensor, heads: Heads) -> torch.Tensor:
+        """As `Ops.per_head`."""
+        count, num_heads, width = x.shape
+        rows = x.transpose(0, 1).reshape(-1, width).contiguous()  # each head's together
+        starts = torch.arange(num_heads + 1) * count
+        out = self._buffer(heads.role, len(rows), heads.rows)
+        self._multiply_each(rows, heads.data, heads.kind, starts, out)
+        return out.view(num_heads, count, -1).transpose(0, 1)
 
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Experts:
         count, _, width = downs.shape
@@ -106,9 +138,9 @@ class CpuLinear:
         starts[1:] = flat.bincount(minlength=experts.count).cumsum(0)
         rows = x[order // per_token]  # [N * K, hidden_size]
         both = self._buffer("expert_gate_up", len(rows), 2 * experts.width)
-        self._multiply_each(rows, experts.gate_ups, experts, starts, both)
+        self._multiply_each(rows, experts.gate_ups, experts.kind, starts, both)
         down = self._buffer("expert_down", len(rows), hidden.shape[1])
-        self._multiply_each(activate(both), experts.downs, experts, starts, down)
+        self._multiply_each(activate(both), experts.downs, experts.kind, starts, down)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order))
         parts = down[place].view(num_tokens, per_token, -1)
@@ -175,22 +207,26 @@ class CpuLinear:
         self,
         x: torch.Tensor,
         packed: torch.Tensor,
-        experts: Experts,
+        kind: int,
         starts: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Rows [starts[e], starts[e + 1]) of x times the matrix of expert e."""
+        """Rows [starts[e], starts[e + 1]) of x times the e-th of the packed matrices."""
         self._lib.kvr_experts(
             x.data_ptr(),
             x.shape[1],
             packed.data_ptr(),
-            experts.kind,
+            kind,
             out.shape[1],
             starts.data_ptr(),
-            experts.count,
+            len(starts) - 1,
             out.data_ptr(),
             self._threads,
         )
+
+
+def _exact_kind(weight: torch.Tensor) -> int:
+    return BF16 if weight.dtype == torch.bfloat16 else FLOAT32
 
 
 def owned(weight: torch.Tensor, kind: torch.dtype) -> torch.Tensor:

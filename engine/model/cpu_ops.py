@@ -16,7 +16,7 @@ import torch
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.cpu_attention import CpuAttention
-from engine.model.cpu_linear import CpuLinear, Experts, Matrix, owned
+from engine.model.cpu_linear import CpuLinear, Experts, Heads, Matrix, owned
 from engine.model.cpu_step import CpuStep
 
 
@@ -57,8 +57,11 @@ class CpuOps:
     def vector(self, weight: torch.Tensor) -> torch.Tensor:
         return owned(weight, torch.float32)
 
-    def heads(self, weight: torch.Tensor) -> torch.Tensor:
-        return owned(weight, torch.float32)
+    def heads(self, weight: torch.Tensor, role: str) -> Heads:
+        return self._linear.heads(weight, role)
+
+    def router(self, weight: torch.Tensor) -> Matrix:
+        return self._linear.exact(weight, "router")
 
     def begin(self, batch: Batch) -> None:
         self._attention.begin(batch)
@@ -85,6 +88,12 @@ class CpuOps:
 
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
         self._linear.add_linear(hidden, x, matrix)
+
+    def per_head(self, x: torch.Tensor, heads: Heads) -> torch.Tensor:
+        return self._linear.per_head(x, heads)
+
+    def route(self, x: torch.Tensor, router: Matrix) -> torch.Tensor:
+        return self._linear.linear(x, router)
 
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Experts:
         return self._linear.experts(gate_ups, downs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
@@ -69,9 +68,9 @@ class Decoder:
         kv[:, : latent.rank] = ops.rms_norm(kv[:, : latent.rank].contiguous(), layer.kv_norm)
         q_rope = queries[:, :, latent.nope_dim :].contiguous()
         ops.latent_write(q_rope, kv, index)
-        absorbed = _per_head(queries[:, :, : latent.nope_dim], layer.key_up)
+        absorbed = ops.per_head(queries[:, :, : latent.nope_dim], layer.key_up)
         attended = ops.latent_attention(torch.cat((absorbed, q_rope), dim=-1), index)
-        return _per_head(attended, layer.value_up).flatten(1)  # [N, num_heads * value_dim]
+        return ops.per_head(attended, layer.value_up).flatten(1)  # [N, num_heads * value_dim]
 
     def _feed_forward(self, hidden: torch.Tensor, layer: LayerWeights) -> None:
         x = self._ops.rms_norm(hidden, layer.mlp_norm)
@@ -86,7 +85,7 @@ class Decoder:
 
     def _add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
         assert self._config.experts is not None
-        logits = F.linear(x.float(), layer.router)
+        logits = self._ops.route(x, layer.router)
         chosen, weights = choose_experts(logits, layer.bias, self._config.experts)
         self._ops.add_experts(hidden, x, layer.experts, chosen, weights)
 
@@ -97,8 +96,3 @@ class Decoder:
             self._ops.add_linear(hidden, x, matrix)
         else:
             hidden += self._ops.rms_norm(self._ops.linear(x, matrix), norm)
-
-
-def _per_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """x [N, num_heads, in], matrices [num_heads, in, out] -> [N, num_heads, out]."""
-    return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)

@@ -17,7 +17,10 @@ def choose_experts(
 
     Groups are ranked by their best expert (DeepSeek-V2), or, with a bias, by their two best
     (DeepSeek-V3). The bias counts for the choice only."""
-    scores = logits.sigmoid() if experts.scoring == "sigmoid" else logits.softmax(-1)
+    if experts.scoring == "sigmoid":  # torch's in float32 depends on how many rows there are
+        scores = logits.double().sigmoid().float()
+    else:
+        scores = logits.softmax(-1)
     ranked = scores if bias is None else scores + bias
     if experts.num_chosen_groups < experts.num_groups:
         groups = ranked.unflatten(-1, (experts.num_groups, -1))  # [N, num_groups, size]

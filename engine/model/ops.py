@@ -34,11 +34,15 @@ class Ops(Protocol):
         ...
 
     def vector(self, weight: torch.Tensor) -> torch.Tensor:
-        """Prepare the weight of a norm, or a small matrix that is used in float32."""
+        """Prepare the weight of a norm."""
         ...
 
-    def heads(self, weight: torch.Tensor) -> torch.Tensor:
-        """Prepare per-head matrices [num_heads, in, out] for `torch.bmm` with activations."""
+    def heads(self, weight: torch.Tensor, role: str) -> Any:
+        """Prepare per-head matrices [num_heads, in, out] for `per_head`."""
+        ...
+
+    def router(self, weight: torch.Tensor) -> Any:
+        """Prepare a router [num_experts, hidden_size] for `route`."""
         ...
 
     def begin(self, batch: Batch) -> None: ...
@@ -58,6 +62,14 @@ class Ops(Protocol):
 
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, matrix: Any) -> None:
         """hidden [n, out] += x [n, in] @ matrix."""
+        ...
+
+    def per_head(self, x: torch.Tensor, heads: Any) -> torch.Tensor:
+        """[N, num_heads, in] -> [N, num_heads, out]."""
+        ...
+
+    def route(self, x: torch.Tensor, router: Any) -> torch.Tensor:
+        """[N, hidden_size] -> logits [N, num_experts], multiplied in float32."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...

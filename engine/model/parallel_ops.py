@@ -159,9 +159,9 @@ class ParallelOps:
         stacked = whole.chunk(ROWS[role])
         return torch.cat([each[part(len(each))] for each in stacked])
 
-    def heads(self, weight: torch.Tensor) -> torch.Tensor:
+    def heads(self, weight: torch.Tensor, role: str) -> Any:
         """[num_heads, in, out] -> those of the rank's heads."""
-        return self._inner.heads(weight[self._shard.part(len(weight))])
+        return self._inner.heads(weight[self._shard.part(len(weight))], role)
 
     def linear(self, x: torch.Tensor, matrix: _Matrix) -> torch.Tensor:
         out = self._inner.linear(x, matrix.inner)

@@ -72,8 +72,11 @@ class TorchOps:
     def vector(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self._numbers.device, torch.float32, copy=True)
 
-    def heads(self, weight: torch.Tensor) -> torch.Tensor:
+    def heads(self, weight: torch.Tensor, role: str) -> torch.Tensor:
         return self.table(weight).contiguous()
+
+    def router(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.vector(weight)
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
@@ -94,6 +97,12 @@ class TorchOps:
 
     def _inputs(self, x: torch.Tensor) -> torch.Tensor:
         return round_inputs(x).to(x.dtype) if self._rounds else x
+
+    def per_head(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x.transpose(0, 1), heads).transpose(0, 1)
+
+    def route(self, x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), router)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()

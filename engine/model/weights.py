@@ -38,8 +38,8 @@ class LatentWeights:
     q_norm: torch.Tensor | None
     kv_norm: torch.Tensor
     queries: Any  # head by head: nope_dim rows, then rope_dim
-    key_up: torch.Tensor  # [num_heads, nope_dim, rank]
-    value_up: torch.Tensor  # [num_heads, rank, value_dim]
+    key_up: Any  # heads [num_heads, nope_dim, rank]
+    value_up: Any  # heads [num_heads, rank, value_dim]
     out: Any
 
 
@@ -51,7 +51,7 @@ class MLPWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWeights:
-    router: torch.Tensor  # [num_experts, hidden_size] float32
+    router: Any  # router [num_experts, hidden_size]
     bias: torch.Tensor | None  # [num_experts] float32
     experts: Any
 
@@ -205,8 +205,8 @@ class _Layer:
             q_norm=q_norm,
             kv_norm=self._norm(name + "kv_a_layernorm", latent.rank),
             queries=ops.matrix(_in_halves(queries, c.num_heads, latent), None, "queries"),
-            key_up=ops.heads(by_head[:, : latent.nope_dim]),
-            value_up=ops.heads(by_head[:, latent.nope_dim :].transpose(1, 2)),
+            key_up=ops.heads(by_head[:, : latent.nope_dim], "key_up"),
+            value_up=ops.heads(by_head[:, latent.nope_dim :].transpose(1, 2), "value_up"),
             out=ops.matrix(out, None, "out"),
         )
 
@@ -232,7 +232,7 @@ class _Layer:
             gate_ups[index, width:] = self._get(f"{name}{up}.weight", width, c.hidden_size)
             downs[index] = self._get(f"{name}{down}.weight", c.hidden_size, width)
         return ExpertsWeights(
-            router=self._ops.vector(router),
+            router=self._ops.router(router),
             bias=bias,
             experts=self._ops.experts(gate_ups, downs),
         )

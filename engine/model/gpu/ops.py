@@ -75,8 +75,11 @@ class TritonOps:
     def vector(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self._device, torch.float32, copy=True)
 
-    def heads(self, weight: torch.Tensor) -> torch.Tensor:
+    def heads(self, weight: torch.Tensor, role: str) -> torch.Tensor:
         return self.table(weight).contiguous()
+
+    def router(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.vector(weight)
 
     def begin(self, batch: Batch) -> None:
         c, spans = self._config, batch.spans
@@ -120,6 +123,12 @@ class TritonOps:
         hidden.addmm_(x, weight.t())
         if bias is not None:
             hidden += bias
+
+    def per_head(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x.transpose(0, 1), heads).transpose(0, 1)
+
+    def route(self, x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), router)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, weight, self._config.rms_norm_eps)
