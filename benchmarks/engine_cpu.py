@@ -34,7 +34,6 @@ from benchmarks.vllm_served import VllmSetup, check_python
 from cluster.engine_bench import Prompts, WorkerFailed
 from engine.model.config import ModelConfig
 from engine.model.resolve import DEFAULT_MODEL, resolve_model
-from engine.model.runner import cpu_has_bf16
 
 OURS, INT8, PEER = "KVRelay", "KVRelay int8", "vLLM"
 TOO_SLOW = 2.0  # a peer that takes so many times as long as its best is not asked again
@@ -123,7 +122,7 @@ class Engines:
     def ours(self, quantization: str = "none") -> Engine:
         spec = asdict(self.load) | {
             "model_dir": str(self.model_dir),
-            "dtype": "bfloat16" if cpu_has_bf16() else "auto",
+            "dtype": "auto",
             "quantization": quantization,
             "threads": self.threads,
         }

@@ -113,9 +113,8 @@ class ModelRunner:
 
     @staticmethod
     def default_dtype(device_type: str = "cpu") -> str:
-        """float32 on a CPU, even where it multiplies bfloat16: computed again, after a failure, a
-        text goes on as it would have (ADR 15)."""
-        return "bfloat16" if device_type == "cuda" else "float32"
+        """bfloat16 where the hardware multiplies it, float32 elsewhere."""
+        return "bfloat16" if device_type == "cuda" or _cpu_has_bf16() else "float32"
 
     def execute(self, step: Step) -> StepDone:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
@@ -237,7 +236,7 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def cpu_has_bf16() -> bool:
+def _cpu_has_bf16() -> bool:
     """Whether this CPU multiplies bfloat16."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
