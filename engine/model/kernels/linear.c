@@ -8,11 +8,9 @@
 #include "pool.h"
 #include "product.h"
 
-#define SHARES 3 /* a task of few rows takes a part of the panels left: one in SHARES of a thread's */
-#define MOST 32  /* panels of such a task, at most */
-#define GROUP 4  /* panels of a task of many rows */
+#define GROUP 4  /* panels of a unit of many rows */
 #define DEPTH 320 /* depths of a panel that are widened at a time, at most */
-#define CHUNK (MR * 32) /* rows of x of one task: widening is paid once per chunk */
+#define CHUNK (MR * 32) /* rows of x of one unit: widening is paid once per chunk */
 #define SMALL (6 * MR) /* up to so many rows of x are few */
 
 /* One depth of panels at `w` into `acc`. */
@@ -75,35 +73,19 @@ EACH_ROWS(TILE)
 static Narrow *const narrows[MR][2][2] = {EACH_ROWS(TILE)};
 #undef TILE
 
-INLINE int64_t at_once(const Product *t) { return t->n > 2 ? 1 : AT_ONCE(t->n); }
-
-/* Panels [first, last), each times all rows while it is in the cache. */
-static void narrow_panels(const Product *t, int64_t first, int64_t last) {
-    int64_t tiles = (t->n + MR - 1) / MR, many = at_once(t);
+/* Panels [first, last), all at once or one after the other, each times all rows. */
+static void narrow_panels(const Product *t, int64_t first, int64_t last, const char *ahead) {
+    int64_t tiles = (t->n + MR - 1) / MR, many = last - first == AT_ONCE(t->n);
     int64_t share = t->panel_bytes / tiles, pace = 2 * share / t->k;
-    for (int64_t p = first, count; p < last; p += count) {
-        count = p + many <= last ? many : 1;
-        const char *ahead = t->w + (p + count < last ? p + count : p) * t->panel_bytes;
+    for (int64_t p = first; p < last; p += many ? last - first : 1) {
+        const char *next = many || p + 1 == last ? ahead : t->w + (p + 1) * t->panel_bytes;
         int64_t row = 0;
-        for (int64_t left = tiles; left > 0; left--, ahead += share) {
+        for (int64_t left = tiles; left > 0; left--, next += share) {
             int64_t rows = (t->n - row + left - 1) / left;
-            narrows[rows - 1][t->kind][count > 1](t, row, p, ahead, pace);
+            narrows[rows - 1][t->kind][many && last > first + 1](t, row, p, next, pace);
             row += rows;
         }
     }
-}
-
-/* How many of the `left` panels the next task takes: ever fewer, so that threads end together. */
-static int64_t next_panels(const Product *t, int64_t left) {
-    int64_t unit = at_once(t), size = left / t->group / unit * unit;
-    size = size < unit ? unit : size > MOST ? MOST : size;
-    return size < left ? size : left;
-}
-
-static void narrow_task(const Product *t, int64_t task) {
-    int64_t panels = (t->m + NR - 1) / NR, first = 0;
-    for (; task > 0; task--) first += next_panels(t, panels - first);
-    narrow_panels(t, first, first + next_panels(t, panels - first));
 }
 
 /* sums[rows, NR] = (more ? sums : 0) + x[rows, depth] @ b[depth, NR], of up to MR rows. */
@@ -150,9 +132,9 @@ static void wide_tiles(const Product *t, int64_t start, int64_t end, int64_t pan
 }
 
 /* A chunk of rows times a group of panels. */
-static void wide_task(const Product *t, int64_t task) {
+static void wide_unit(const Product *t, int64_t unit) {
     int64_t panels = (t->m + NR - 1) / NR, chunks = (t->n + CHUNK - 1) / CHUNK;
-    int64_t first = task / chunks * GROUP, start = task % chunks * CHUNK;
+    int64_t first = unit / chunks * GROUP, start = unit % chunks * CHUNK;
     int64_t last = first + GROUP < panels ? first + GROUP : panels;
     int64_t end = start + CHUNK < t->n ? start + CHUNK : t->n;
     int64_t parts = (t->k + DEPTH - 1) / DEPTH, most = (t->k + parts - 1) / parts;
@@ -168,21 +150,32 @@ static void wide_task(const Product *t, int64_t task) {
 }
 
 int64_t product_plan(Product *t, int threads) {
-    int64_t panels = (t->m + NR - 1) / NR, tasks = 0;
+    int64_t panels = (t->m + NR - 1) / NR;
     t->panel_bytes = bytes_of_panel(t->k, t->kind);
-    t->group = SHARES * threads;
     if (t->n == 0) return 0; /* a step of which nothing is sampled has no logits */
     if (is_narrowed(t->kind)) return narrowed_plan(t, threads);
-    if (t->n > SMALL) return (panels + GROUP - 1) / GROUP * ((t->n + CHUNK - 1) / CHUNK);
-    for (int64_t left = panels; left > 0; tasks++) left -= next_panels(t, left);
-    return tasks;
+    t->chunk = t->n > SMALL ? CHUNK : t->n;
+    t->group = t->n > SMALL ? GROUP : AT_ONCE(t->n);
+    return (panels + t->group - 1) / t->group * ((t->n + t->chunk - 1) / t->chunk);
 }
 
-void product_task(const Product *t, int64_t task) {
-    (is_narrowed(t->kind) ? narrowed_task : t->n > SMALL ? wide_task : narrow_task)(t, task);
+const char *product_weights(const Product *t, int64_t unit) {
+    return t->w + unit / ((t->n + t->chunk - 1) / t->chunk) * t->group * t->panel_bytes;
 }
 
-static void linear_task(void *product, int64_t task) { product_task(product, task); }
+void product_unit(const Product *t, int64_t unit, const char *ahead) {
+    int64_t panels = (t->m + NR - 1) / NR, first = unit * t->group;
+    if (is_narrowed(t->kind))
+        narrowed_unit(t, unit, ahead);
+    else if (t->n > SMALL)
+        wide_unit(t, unit);
+    else
+        narrow_panels(t, first, first + t->group < panels ? first + t->group : panels, ahead);
+}
+
+static void linear_unit(void *product, int64_t unit, int64_t next) {
+    product_unit(product, unit, product_weights(product, next < 0 ? unit : next));
+}
 
 /* x: [n, k], y: [n, m], float32 with rows `ldx` and `ldy` apart; keep: add to y instead of setting
  * it, without a bias then. */
@@ -190,5 +183,5 @@ void kvr_linear(const float *x, int64_t n, int64_t ldx, int64_t k, const void *p
                 int64_t m, const float *bias, float *y, int64_t ldy, int keep, int threads) {
     Product t = {x, y, bias, packed, n, m, k, ldx, ldy, 0, 0, kind, keep};
     if (is_narrowed(kind)) narrow_inputs(&t, 1, threads);
-    kvr_parallel(threads, product_plan(&t, threads), linear_task, &t);
+    kvr_share(threads, product_plan(&t, threads), linear_unit, &t);
 }

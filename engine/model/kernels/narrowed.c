@@ -1,12 +1,12 @@
-/* Products whose inputs are narrowed first (INT8, PAIRS): how they are cut into tasks. A tile sums all
+/* Products whose inputs are narrowed first (INT8, PAIRS): how they are cut into units. A tile sums all
  * depths of its rows in registers, so a row's result is the same whatever other rows there are. */
 #include "pool.h"
 #include "product.h"
 
 #define NUMBERS 8192 /* narrowed by one task, about */
-#define SHARES 3 /* a task takes a part of the panels left: one in SHARES of a thread's */
-#define MOST 64  /* panels of a task */
-#define CHUNK_BYTES (192 << 10) /* of narrowed rows of a task: they stay in the L2 cache */
+#define LARGE 64  /* panels of a matrix that one row meets MANY at a time */
+#define GROUP_BYTES (512 << 10) /* of panels of a unit, with more rows than a chunk */
+#define CHUNK_BYTES (192 << 10) /* of narrowed rows of a unit: they stay in the L2 cache */
 
 /* Rows [start, end) of a panel, and meanwhile the next one is fetched. */
 static void panel_rows(const Product *t, int64_t start, int64_t end, int64_t panel,
@@ -25,34 +25,30 @@ static void many_panels(const Product *t, int64_t row, int64_t panel, const char
     (t->kind == INT8 ? int8_many : pairs_many)(t, row, panel, next, 4 * NR * MANY);
 }
 
-/* How many of the `left` panels the next task takes: ever fewer, so that threads end together. */
-static int64_t next_panels(const Product *t, int64_t left) {
-    int64_t unit = t->n == 1 ? MANY : 1, size = left / t->group / unit * unit;
-    size = size < unit ? unit : size > MOST ? MOST : size;
-    return size < left ? size : left;
-}
-
 int64_t narrowed_plan(Product *t, int threads) {
-    int64_t left = (t->m + NR - 1) / NR, tasks = 0, chunk = CHUNK_BYTES / (2 * t->k) / MR * MR;
+    int64_t panels = (t->m + NR - 1) / NR, chunk = CHUNK_BYTES / (2 * t->k) / MR * MR;
     t->chunk = chunk < 4 * MR ? 4 * MR : chunk;
-    t->group = SHARES * threads;
-    for (; left > 0; tasks++) left -= next_panels(t, left);
-    return tasks * ((t->n + t->chunk - 1) / t->chunk);
+    t->group = t->n == 1 && panels >= LARGE ? MANY : 1;
+    if (t->n > t->chunk) {
+        int64_t each = (panels + threads - 1) / threads; /* a thread's */
+        int64_t groups = (each * t->panel_bytes + GROUP_BYTES - 1) / GROUP_BYTES;
+        groups = groups < each ? groups : each;
+        t->group = (each + groups - 1) / groups;
+    }
+    return (panels + t->group - 1) / t->group * ((t->n + t->chunk - 1) / t->chunk);
 }
 
-/* All chunks of rows times the same panels follow one another. */
-void narrowed_task(const Product *t, int64_t task) {
-    int64_t chunks = (t->n + t->chunk - 1) / t->chunk, start = task % chunks * t->chunk;
+/* A group of panels stays in the cache while all chunks of rows pass it. */
+void narrowed_unit(const Product *t, int64_t unit, const char *ahead) {
+    int64_t chunks = (t->n + t->chunk - 1) / t->chunk, start = unit % chunks * t->chunk;
     int64_t end = start + t->chunk < t->n ? start + t->chunk : t->n;
-    int64_t panels = (t->m + NR - 1) / NR, first = 0;
-    for (task /= chunks; task > 0; task--) first += next_panels(t, panels - first);
-    int64_t last = first + next_panels(t, panels - first);
-    int64_t p = first;
-    if (end - start == 1)
-        for (; p + MANY <= last; p += MANY)
-            many_panels(t, start, p, t->w + (p + MANY < last ? p + MANY : p) * t->panel_bytes);
-    for (; p < last; p++)
-        panel_rows(t, start, end, p, t->w + (p + 1 < last ? p + 1 : p) * t->panel_bytes);
+    int64_t panels = (t->m + NR - 1) / NR, p = unit / chunks * t->group;
+    int64_t last = p + t->group < panels ? p + t->group : panels;
+    if (end - start == 1 && last - p == MANY)
+        many_panels(t, start, p, ahead);
+    else
+        for (; p < last; p++)
+            panel_rows(t, start, end, p, p + 1 < last ? t->w + (p + 1) * t->panel_bytes : ahead);
 }
 
 typedef struct {

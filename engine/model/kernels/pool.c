@@ -26,6 +26,7 @@ static pthread_mutex_t bed = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_key_t scratch_key;
+static _Thread_local int own_part; /* 0 of callers, a helper's number + 1 */
 static int num_helpers; /* changed under `taken` */
 static atomic_int sleepers;
 static _Atomic uint64_t ticket = CLOSED;
@@ -65,6 +66,7 @@ static void sleep_until_changed(uint64_t seen) {
 }
 
 static void *help(void *number) {
+    own_part = (int)(intptr_t)number + 1;
     for (;;) {
         uint64_t seen = atomic_load(&ticket);
         if (run_one((int)(intptr_t)number)) continue;
@@ -129,6 +131,63 @@ void kvr_parallel(int threads, int64_t tasks, void (*body)(void *arg, int64_t ta
     }
     atomic_store(&ticket, generation << 32 | CLOSED);
     pthread_mutex_unlock(&taken);
+}
+
+typedef struct {
+    _Alignas(64) _Atomic uint64_t left; /* first << 32 | end */
+} Part;
+
+typedef struct {
+    Part *parts;
+    int num_parts;
+    void (*body)(void *arg, int64_t i, int64_t next);
+    void *arg;
+} Share;
+
+/* The first of a part, or the last; -1 if there is none. */
+static int64_t take(Part *part, int from_end) {
+    uint64_t left = atomic_load(&part->left), first, end;
+    do {
+        first = left >> 32, end = left & UINT32_MAX;
+        if (first >= end) return -1;
+    } while (!atomic_compare_exchange_weak(&part->left, &left,
+                                           from_end ? left - 1 : left + (1ull << 32)));
+    return (int64_t)(from_end ? end - 1 : first);
+}
+
+static int64_t end_of(const Part *part) {
+    uint64_t left = atomic_load(&part->left);
+    return left >> 32 < (left & UINT32_MAX) ? (int64_t)(left & UINT32_MAX) - 1 : -1;
+}
+
+static void share_task(void *arg, int64_t task) {
+    (void)task; /* whichever it is, it goes on until nothing is left */
+    const Share *s = arg;
+    int own = kvr_part(s->num_parts);
+    for (int p = 0; p < s->num_parts; p++) {
+        Part *part = s->parts + (own + p) % s->num_parts, *other = s->parts + (own + 1) % s->num_parts;
+        for (int64_t i; (i = take(part, p > 0)) >= 0;) {
+            int64_t next = i + 1;
+            if (p > 0 || next >= (int64_t)(atomic_load(&part->left) & UINT32_MAX))
+                next = end_of(p > 0 ? part : other);
+            s->body(s->arg, i, next);
+        }
+    }
+}
+
+int kvr_part(int threads) { return own_part % threads; }
+
+void kvr_share(int threads, int64_t count, void (*body)(void *arg, int64_t i, int64_t next),
+               void *arg) {
+    if (threads <= 1 || count <= 1) {
+        for (int64_t i = 0; i < count; i++) body(arg, i, i + 1 < count ? i + 1 : -1);
+        return;
+    }
+    Part parts[threads];
+    for (int p = 0; p < threads; p++)
+        parts[p].left = (uint64_t)(count * p / threads) << 32 | (uint64_t)(count * (p + 1) / threads);
+    Share share = {parts, threads, body, arg};
+    kvr_parallel(threads, threads, share_task, &share);
 }
 
 void *kvr_scratch(size_t bytes) {

@@ -8,6 +8,15 @@
 /* body(arg, i) for every i in [0, tasks), by the caller and up to threads - 1 helpers. */
 void kvr_parallel(int threads, int64_t tasks, void (*body)(void *arg, int64_t task), void *arg);
 
+/* body(arg, i, next) for every i in [0, count). Each thread takes those of a part of its own from the
+ * first to the last, then what is left of others' parts from their end. `next`: what it will take
+ * next, most likely; -1: nothing. */
+void kvr_share(int threads, int64_t count, void (*body)(void *arg, int64_t i, int64_t next),
+               void *arg);
+
+/* Of which of `threads` parts of the next job the calling thread will take its own first. */
+int kvr_part(int threads);
+
 /* At least `bytes` of memory of the calling thread, 64-byte aligned, valid until it asks again. */
 void *kvr_scratch(size_t bytes);
 

@@ -10,18 +10,21 @@ typedef struct {
     const float *bias; /* [m], or NULL */
     const char *w;     /* packed (linear.h) */
     int64_t n, m, k, ldx, ldy;
-    int64_t panel_bytes, group; /* set by product_plan; group: how tasks are cut (there) */
+    int64_t panel_bytes, group; /* set by product_plan; group: panels of a unit */
     int kind, keep;             /* keep: add to y; there is no bias then */
     /* Of kinds whose inputs are narrowed. Set by narrow_inputs: x as [n, even(k)], and of INT8 in units
      * [n, groups]. */
     const int16_t *numbers;
     const float *units;
-    int64_t chunk; /* set by product_plan: rows of a task */
+    int64_t chunk; /* set by product_plan: rows of a unit */
 } Product;
 
-/* The number of tasks. They may run in any order and at once. */
+/* The number of units. They may run in any order and at once. */
 int64_t product_plan(Product *product, int threads);
-void product_task(const Product *product, int64_t task);
+/* Meanwhile memory at `ahead` is fetched: the weights of what comes next. */
+void product_unit(const Product *product, int64_t unit, const char *ahead);
+/* Where a unit's weights begin. */
+const char *product_weights(const Product *product, int64_t unit);
 
 /* INT8 and PAIRS take inputs as narrow as the weights. These have to be narrowed before the first
  * task runs: rows of all `products`, which lie one after the other, into memory of the calling thread
@@ -29,7 +32,7 @@ void product_task(const Product *product, int64_t task);
 INLINE int is_narrowed(int kind) { return kind == INT8 || kind == PAIRS; }
 void narrow_inputs(Product *products, int64_t count, int threads);
 int64_t narrowed_plan(Product *product, int threads);
-void narrowed_task(const Product *product, int64_t task);
+void narrowed_unit(const Product *product, int64_t unit, const char *ahead);
 
 /* A micro-tile of such a kind: rows from `row` on times panels from `panel` on. Meanwhile `ahead` is
  * prefetched, `pace` bytes for every 4 * NR bytes of a panel. One row takes MANY panels at once. */
