@@ -19,6 +19,7 @@ from engine.model.huge_pages import HugePages
 from engine.model.quantize import quantize
 
 FLOAT32, BF16, INT8, PAIRS = range(4)  # as in linear.h
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # as in common.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,13 @@ class CpuLinear:
         buffer: Callable[[str, int, int], torch.Tensor],
         quantization: str = "none",
         in_bf16: bool = False,
+        activation: int = 0,
     ) -> None:
-        """in_bf16: inputs are rounded to multiply in bfloat16."""
+        """in_bf16: inputs are rounded to multiply in bfloat16; activation: of gated matrices."""
         self._lib, self._threads = library, num_threads
         self._bf16 = dtype == torch.bfloat16
         self._int8 = quantization == "int8"
-        self._pairs = in_bf16
+        self._pairs, self._activation = in_bf16, activation
         self._buffer = buffer
         self._memory = HugePages()
 
@@ -79,21 +81,35 @@ class CpuLinear:
         wide = None if bias is None else owned(bias, torch.float32)
         return self._packed(weight, wide, role, self._kind(weight))
 
+    def gated_matrix(self, weight: torch.Tensor, role: str) -> Matrix:
+        return self._packed(weight, None, role, self._kind(weight), gated=True)
+
+    def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        """As `Ops.gated`."""
+        out = self._buffer(matrix.role, len(x), matrix.rows // 2)
+        self._multiply(x, matrix, None, out, activation=self._activation)
+        return out
+
     def exact(self, weight: torch.Tensor, role: str) -> Matrix:
         """A weight whose inputs are not rounded, whatever others are."""
         return self._packed(weight, None, role, _exact_kind(weight))
 
     def _packed(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, role: str, kind: int
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        role: str,
+        kind: int,
+        gated: bool = False,
     ) -> Matrix:
         rows, depth = weight.shape
         packed = self._memory.take(self._lib.kvr_packed_bytes(rows, depth, kind))
-        self._pack_into(packed, weight, kind)
+        self._pack_into(packed, weight, kind, gated)
         return Matrix(role, rows, depth, packed, kind, bias)
 
     def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         out = self._buffer(matrix.role, len(x), matrix.rows)
-        self._multiply(x, matrix, matrix.bias, out, keep=False)
+        self._multiply(x, matrix, matrix.bias, out)
         return out
 
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
@@ -118,7 +134,8 @@ class CpuLinear:
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Experts:
         count, _, width = downs.shape
         kind = self._kind(downs)
-        return Experts(count, width, self._stack(gate_ups, kind), self._stack(downs, kind), kind)
+        gated = self._stack(gate_ups, kind, gated=True)
+        return Experts(count, width, gated, self._stack(downs, kind), kind)
 
     def add_experts(
         self,
@@ -127,7 +144,6 @@ class CpuLinear:
         experts: Experts,
         chosen: torch.Tensor,
         weights: torch.Tensor,
-        activate: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """As `Ops.add_experts`. Rows are sorted by expert, so that each expert is read once; every
         token's results are added up in the order of its choices, whoever else is in the batch."""
@@ -137,10 +153,10 @@ class CpuLinear:
         starts = torch.zeros(experts.count + 1, dtype=torch.int64)
         starts[1:] = flat.bincount(minlength=experts.count).cumsum(0)
         rows = x[order // per_token]  # [N * K, hidden_size]
-        both = self._buffer("expert_gate_up", len(rows), 2 * experts.width)
-        self._multiply_each(rows, experts.gate_ups, experts.kind, starts, both)
+        gated = self._buffer("expert_gated", len(rows), experts.width)
+        self._multiply_each(rows, experts.gate_ups, experts.kind, starts, gated, self._activation)
         down = self._buffer("expert_down", len(rows), hidden.shape[1])
-        self._multiply_each(activate(both), experts.downs, experts.kind, starts, down)
+        self._multiply_each(gated, experts.downs, experts.kind, starts, down)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order))
         parts = down[place].view(num_tokens, per_token, -1)
@@ -153,7 +169,9 @@ class CpuLinear:
             return PAIRS
         return BF16 if self._bf16 or weight.dtype == torch.bfloat16 else FLOAT32
 
-    def _pack_into(self, packed: torch.Tensor, weight: torch.Tensor, kind: int) -> None:
+    def _pack_into(
+        self, packed: torch.Tensor, weight: torch.Tensor, kind: int, gated: bool
+    ) -> None:
         rows, depth = weight.shape
         scales = None
         if kind == INT8:
@@ -166,17 +184,18 @@ class CpuLinear:
             rows,
             depth,
             kind,
+            gated,
             None if scales is None else scales.data_ptr(),
             packed.data_ptr(),
             self._threads,
         )
 
-    def _stack(self, weights: torch.Tensor, kind: int) -> torch.Tensor:
+    def _stack(self, weights: torch.Tensor, kind: int, gated: bool = False) -> torch.Tensor:
         count, rows, depth = weights.shape
         size = self._lib.kvr_packed_bytes(rows, depth, kind)
         packed = self._memory.take(count * size).view(count, size)
         for index in range(count):
-            self._pack_into(packed[index], weights[index], kind)
+            self._pack_into(packed[index], weights[index], kind, gated)
         return packed
 
     def _multiply(
@@ -185,7 +204,8 @@ class CpuLinear:
         matrix: Matrix,
         bias: torch.Tensor | None,
         out: torch.Tensor,
-        keep: bool,
+        keep: bool = False,
+        activation: int = 0,
     ) -> None:
         assert x.stride(1) == out.stride(1) == 1
         self._lib.kvr_linear(
@@ -200,6 +220,7 @@ class CpuLinear:
             out.data_ptr(),
             out.stride(0),
             keep,
+            activation,
             self._threads,
         )
 
@@ -210,6 +231,7 @@ class CpuLinear:
         kind: int,
         starts: torch.Tensor,
         out: torch.Tensor,
+        activation: int = 0,
     ) -> None:
         """Rows [starts[e], starts[e + 1]) of x times the e-th of the packed matrices."""
         self._lib.kvr_experts(
@@ -217,7 +239,8 @@ class CpuLinear:
             x.shape[1],
             packed.data_ptr(),
             kind,
-            out.shape[1],
+            out.shape[1] * (2 if activation else 1),
+            activation,
             starts.data_ptr(),
             len(starts) - 1,
             out.data_ptr(),

@@ -16,7 +16,7 @@ import torch
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.cpu_attention import CpuAttention
-from engine.model.cpu_linear import CpuLinear, Experts, Heads, Matrix, owned
+from engine.model.cpu_linear import ACTIVATIONS, CpuLinear, Experts, Heads, Matrix, owned
 from engine.model.cpu_step import CpuStep
 
 
@@ -44,7 +44,15 @@ class CpuOps:
         if in_bf16 is None:
             in_bf16 = dtype == torch.bfloat16 and bool(library.kvr_multiplies_bf16())
         self._attention = CpuAttention(config, pool, max_positions, library, num_threads, in_bf16)
-        self._linear = CpuLinear(library, num_threads, dtype, self._buffer, quantization, in_bf16)
+        self._linear = CpuLinear(
+            library,
+            num_threads,
+            dtype,
+            self._buffer,
+            quantization,
+            in_bf16,
+            ACTIVATIONS[config.activation],
+        )
         self._step = CpuStep(config, library, num_threads, self._attention, self._buffer)
 
     def table(self, weight: torch.Tensor) -> torch.Tensor:
@@ -53,6 +61,9 @@ class CpuOps:
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
         return self._linear.matrix(weight, bias, role)
+
+    def gated_matrix(self, weight: torch.Tensor, role: str) -> Matrix:
+        return self._linear.gated_matrix(weight, role)
 
     def vector(self, weight: torch.Tensor) -> torch.Tensor:
         return owned(weight, torch.float32)
@@ -89,6 +100,9 @@ class CpuOps:
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
         self._linear.add_linear(hidden, x, matrix)
 
+    def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        return self._linear.gated(x, matrix)
+
     def per_head(self, x: torch.Tensor, heads: Heads) -> torch.Tensor:
         return self._linear.per_head(x, heads)
 
@@ -106,7 +120,7 @@ class CpuOps:
         chosen: torch.Tensor,
         weights: torch.Tensor,
     ) -> None:
-        self._linear.add_experts(hidden, x, experts, chosen, weights, self.swiglu)
+        self._linear.add_experts(hidden, x, experts, chosen, weights)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x: [n, width]; may be columns of wider rows."""
@@ -146,12 +160,3 @@ class CpuOps:
         out = self._buffer("attention", len(queries), heads * rank)
         self._attention.attend(queries, layer, out)
         return out.view(len(queries), heads, rank)
-
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        rows, width = gate_up.shape
-        out = self._buffer("swiglu", rows, width // 2)
-        gelu = self._config.activation == "gelu_tanh"
-        self._lib.kvr_swiglu(
-            gate_up.data_ptr(), out.data_ptr(), rows, width // 2, gelu, self._threads
-        )
-        return out

@@ -13,7 +13,7 @@ import torch
 
 from engine.model.config import ModelConfig
 from engine.model.cpu_attention import CpuAttention
-from engine.model.cpu_linear import Matrix
+from engine.model.cpu_linear import ACTIVATIONS, Matrix
 from engine.model.weights import AttentionWeights, LayerWeights
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
@@ -43,9 +43,9 @@ class _Step(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("hidden", "norm", "qkv", "attended")),
-        *((name, _POINTER) for name in ("gate_up", "gated", "added")),
+        *((name, _POINTER) for name in ("gated", "added")),
         *(("rows", _LONG), ("width", _LONG), ("eps", ctypes.c_float)),
-        *(("gelu", ctypes.c_int32), ("threads", ctypes.c_int32)),
+        *(("activation", ctypes.c_int32), ("threads", ctypes.c_int32)),
     )
 
 
@@ -66,7 +66,7 @@ class CpuStep:
         self._step = _Step(
             width=config.hidden_size,
             eps=config.rms_norm_eps,
-            gelu=config.activation == "gelu_tanh",
+            activation=ACTIVATIONS[config.activation],
             threads=num_threads,
         )
         self._widths: dict[str, int] = {}  # of the buffers
@@ -105,7 +105,7 @@ class CpuStep:
                 setattr(to, name, None if norm is None else norm.data_ptr())
             to.rope, to.attention, to.pool = self._attention.described(index)
             widths = {"qkv": to.qkv.rows, "attended": to.out.depth}
-            widths |= {"gate_up": to.gate_up.rows, "gated": to.down.depth}
+            widths |= {"gated": to.down.depth}
             widths |= dict.fromkeys(("norm", "added"), self._step.width)
             assert self._widths in ({}, widths), "layers differ in shape"
             self._widths = widths

@@ -13,7 +13,6 @@ from engine.model.weights import (
     ExpertsWeights,
     LatentWeights,
     LayerWeights,
-    MLPWeights,
     Weights,
 )
 
@@ -77,11 +76,8 @@ class Decoder:
         if layer.experts is not None:
             self._add_experts(hidden, x, layer.experts)
         if layer.mlp is not None:
-            gated = self._gated(x, layer.mlp)
+            gated = self._ops.gated(x, layer.mlp.gate_up)
             self._add(hidden, gated, layer.mlp.down, layer.mlp_out_norm)
-
-    def _gated(self, x: torch.Tensor, mlp: MLPWeights) -> torch.Tensor:
-        return self._ops.swiglu(self._ops.linear(x, mlp.gate_up))
 
     def _add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
         assert self._config.experts is not None

@@ -33,6 +33,10 @@ class Ops(Protocol):
         """Prepare a weight [out, in] for `linear`; `role` names the buffer of its results."""
         ...
 
+    def gated_matrix(self, weight: torch.Tensor, role: str) -> Any:
+        """Prepare [gate; up], each [width, in], for `gated`."""
+        ...
+
     def vector(self, weight: torch.Tensor) -> torch.Tensor:
         """Prepare the weight of a norm."""
         ...
@@ -64,6 +68,10 @@ class Ops(Protocol):
         """hidden [n, out] += x [n, in] @ matrix."""
         ...
 
+    def gated(self, x: torch.Tensor, matrix: Any) -> torch.Tensor:
+        """[n, in] -> [n, width]: activation(x @ gate) * (x @ up), with the model's activation."""
+        ...
+
     def per_head(self, x: torch.Tensor, heads: Any) -> torch.Tensor:
         """[N, num_heads, in] -> [N, num_heads, out]."""
         ...
@@ -87,10 +95,6 @@ class Ops(Protocol):
 
     def attention(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         """Rotated queries in qkv -> [num_tokens, num_heads * head_dim]."""
-        ...
-
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[n, 2 * width] -> [n, width]: activation(gate) * up, with the model's activation."""
         ...
 
     def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:

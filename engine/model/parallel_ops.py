@@ -159,6 +159,9 @@ class ParallelOps:
         stacked = whole.chunk(ROWS[role])
         return torch.cat([each[part(len(each))] for each in stacked])
 
+    def gated_matrix(self, weight: torch.Tensor, role: str) -> Any:
+        return self._inner.gated_matrix(self._rows(weight, role), role)
+
     def heads(self, weight: torch.Tensor, role: str) -> Any:
         """[num_heads, in, out] -> those of the rank's heads."""
         return self._inner.heads(weight[self._shard.part(len(weight))], role)

@@ -69,6 +69,9 @@ class TorchOps:
             weight = dequantize(*quantize(weight))
         return self.table(weight), None if bias is None else self.table(bias)
 
+    def gated_matrix(self, weight: torch.Tensor, role: str) -> Matrix:
+        return self.matrix(weight, None, role)
+
     def vector(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self._numbers.device, torch.float32, copy=True)
 
@@ -97,6 +100,9 @@ class TorchOps:
 
     def _inputs(self, x: torch.Tensor) -> torch.Tensor:
         return round_inputs(x).to(x.dtype) if self._rounds else x
+
+    def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        return self._gated(self.linear(x, matrix))
 
     def per_head(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         return torch.bmm(x.transpose(0, 1), heads).transpose(0, 1)
@@ -293,7 +299,7 @@ class TorchOps:
             planes.append(found.to(self._dtype).transpose(1, 2))
         return planes[0], planes[-1]
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         if self._config.activation == "gelu_tanh":
             return F.gelu(gate, approximate="tanh") * up
@@ -319,7 +325,7 @@ class TorchOps:
         total = torch.zeros_like(hidden, dtype=torch.float32)
         for index in chosen.unique().tolist():
             rows, choice = torch.where(chosen == index)
-            gated = self.swiglu(F.linear(x[rows], gate_ups[index]))
+            gated = self._gated(F.linear(x[rows], gate_ups[index]))
             part = F.linear(self._inputs(gated), downs[index]).float() * weights[rows, choice, None]
             total.index_add_(0, rows, part)
         hidden += total.to(hidden.dtype)

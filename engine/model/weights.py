@@ -162,7 +162,7 @@ class _Layer:
         gate_up = self._stacked(prefix + "gate_up_proj", parts)
         down = self._get(prefix + "down_proj.weight", self._config.hidden_size, width)
         return MLPWeights(
-            gate_up=self._ops.matrix(gate_up, None, role + "gate_up"),
+            gate_up=self._ops.gated_matrix(gate_up, role + "gate_up"),
             down=self._ops.matrix(down, None, role + "down"),
         )
 

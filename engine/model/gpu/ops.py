@@ -72,6 +72,9 @@ class TritonOps:
             return int8.int8_matrix(weight.to(self._device), own)
         return self.table(weight).contiguous(), own
 
+    def gated_matrix(self, weight: torch.Tensor, role: str) -> Dense | int8.Int8Matrix:
+        return self.matrix(weight, None, role)
+
     def vector(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self._device, torch.float32, copy=True)
 
@@ -179,8 +182,8 @@ class TritonOps:
         )
         return out
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return gated(gate_up, self._config.activation)
+    def gated(self, x: torch.Tensor, matrix: Dense | int8.Int8Matrix) -> torch.Tensor:
+        return gated(self.linear(x, matrix), self._config.activation)
 
     def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
         batch, tables = self._batch, self._tables(layer)

@@ -36,17 +36,17 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvr_rope_bytes": (_LONG, []),
     "kvr_multiplies_bf16": (_INT, []),
     "kvr_packed_bytes": (_LONG, [_LONG, _LONG, _INT]),
-    "kvr_pack": (None, [_POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT]),
+    "kvr_pack": (None, [_POINTER, _LONG, _LONG, _INT, _INT, _POINTER, _POINTER, _INT]),
     "kvr_linear": (
         None,
         [
             *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT),
-            *(_LONG, _POINTER, _POINTER, _LONG, _INT, _INT),
+            *(_LONG, _POINTER, _POINTER, _LONG, _INT, _INT, _INT),
         ],
     ),
     "kvr_experts": (
         None,
-        [_POINTER, _LONG, _POINTER, _INT, _LONG, _POINTER, _LONG, _POINTER, _INT],
+        [_POINTER, _LONG, _POINTER, _INT, _LONG, _INT, _POINTER, _LONG, _POINTER, _INT],
     ),
     "kvr_attention_plan": (
         None,
@@ -60,7 +60,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         None,
         [_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, ctypes.c_float, _INT],
     ),
-    "kvr_swiglu": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT, _INT]),
     "kvr_rope_write": (None, [_POINTER] * 5),
     "kvr_latent_write": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER]),
     "kvr_draw_bytes": (_LONG, []),

@@ -246,6 +246,14 @@ INLINE vf vtanh(vf x) {
     return (vf)(((vi)(series * x + x) & small) | ((vi)whole & ~small));
 }
 
+enum { NO_ACTIVATION, SILU, GELU_TANH };
+
+/* The tanh form of GELU is a sigmoid too: (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)). */
+INLINE vf gate_of(vf g, int activation) {
+    vf u = activation == GELU_TANH ? (g * g * 0.0713548163f + 1.5957691216f) * g : g;
+    return g / (vexp(-u) + 1.0f);
+}
+
 INLINE void sum_and_difference(float *first, float *second) {
     float a = *first, b = *second;
     *first = a + b, *second = a - b;

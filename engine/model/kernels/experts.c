@@ -30,10 +30,12 @@ static void expert_unit(void *arg, int64_t unit, int64_t next) {
                  product_weights(job->products + other, next - job->first[other]));
 }
 
-/* x: [rows, k], y: [rows, m], contiguous. Expert e has rows [starts[e], starts[e + 1]) and the e-th
+/* x: [rows, k], y: [rows, m] or, gated, [rows, m / 2], contiguous. Expert e has rows [starts[e], starts[e + 1]) and the e-th
  * of the packed matrices [m, k]. */
 void kvr_experts(const float *x, int64_t k, const char *packed, int kind, int64_t m,
-                 const int64_t *starts, int64_t num_experts, float *y, int threads) {
+                 int activation, const int64_t *starts, int64_t num_experts, float *y,
+                 int threads) {
+    int64_t ldy = activation ? m / 2 : m;
     int64_t bytes = (m + NR - 1) / NR * bytes_of_panel(k, kind), count = 0, units = 0;
     Product products[num_experts];
     int64_t first[num_experts + 1];
@@ -41,7 +43,8 @@ void kvr_experts(const float *x, int64_t k, const char *packed, int kind, int64_
         int64_t row = starts[e], n = starts[e + 1] - row;
         if (n == 0) continue;
         products[count] = (Product){
-            x + row * k, y + row * m, NULL, packed + e * bytes, n, m, k, k, m, 0, 0, kind, 0};
+            x + row * k, y + row * ldy, NULL, packed + e * bytes, n, m, k, k, ldy, .kind = kind};
+        products[count].activation = activation;
         first[count] = units;
         units += product_plan(products + count++, threads);
     }

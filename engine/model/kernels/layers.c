@@ -1,5 +1,5 @@
-/* What stands between the matrix products of a layer: RMSNorm, rotary positions with the write to
- * the KV pool, and the gated activation.  */
+/* What stands between the matrix products of a layer: RMSNorm, and rotary positions with the write to
+ * the KV pool. */
 #include "common.h"
 #include "pool.h"
 
@@ -27,7 +27,6 @@ typedef struct {
     float *y;
     int64_t rows, width, stride, step; /* step: rows of one task */
     float eps;
-    int32_t gelu;
 } Rows;
 
 static void run_rows(Rows *t, void (*body)(void *, int64_t), int threads) {
@@ -50,37 +49,6 @@ void kvr_rms_norm(const float *x, int64_t stride, const float *weight, float *y,
     Rows t = {.x = x, .weight = weight, .y = y, .rows = rows, .width = width, .eps = eps};
     t.stride = stride;
     run_rows(&t, norm_task, threads);
-}
-
-/* The tanh form of GELU is a sigmoid too: (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)). */
-INLINE vf gate_of(vf g, int gelu) {
-    vf u = gelu ? (g * g * 0.0713548163f + 1.5957691216f) * g : g;
-    return g / (vexp(-u) + 1.0f);
-}
-
-INLINE void gated_row(const float *gate, const float *up, float *y, int64_t width, int gelu) {
-    int64_t i = 0;
-    for (; i + VL <= width; i += VL) store(y + i, gate_of(load(gate + i), gelu) * load(up + i));
-    for (; i < width; i++) y[i] = gate_of(splat(gate[i]), gelu)[0] * up[i];
-}
-
-static void gated_task(void *arg, int64_t task) {
-    const Rows *t = arg;
-    for (int64_t r = task * t->step; r < (task + 1) * t->step && r < t->rows; r++) {
-        const float *gate = t->x + r * t->stride;
-        if (t->gelu)
-            gated_row(gate, gate + t->width, t->y + r * t->width, t->width, 1);
-        else
-            gated_row(gate, gate + t->width, t->y + r * t->width, t->width, 0);
-    }
-}
-
-/* out[rows, width] = activation(gate) * up, where gate_up is [rows, 2 * width]. */
-void kvr_swiglu(const float *gate_up, float *out, int64_t rows, int64_t width, int gelu,
-                int threads) {
-    Rows t = {.x = gate_up, .y = out, .rows = rows, .width = width, .gelu = gelu};
-    t.stride = 2 * width;
-    run_rows(&t, gated_task, threads);
 }
 
 /* Offsets and strides of the pool are as in attention.h. */

@@ -178,10 +178,12 @@ static void linear_unit(void *product, int64_t unit, int64_t next) {
 }
 
 /* x: [n, k], y: [n, m], float32 with rows `ldx` and `ldy` apart; keep: add to y instead of setting
- * it, without a bias then. */
+ * it, without a bias then. Of a gated matrix, with its activation, y is [n, m / 2]. */
 void kvr_linear(const float *x, int64_t n, int64_t ldx, int64_t k, const void *packed, int kind,
-                int64_t m, const float *bias, float *y, int64_t ldy, int keep, int threads) {
-    Product t = {x, y, bias, packed, n, m, k, ldx, ldy, 0, 0, kind, keep};
+                int64_t m, const float *bias, float *y, int64_t ldy, int keep, int activation,
+                int threads) {
+    Product t = {x, y, bias, packed, n, m, k, ldx, ldy, .kind = kind, .keep = keep};
+    t.activation = activation;
     if (is_narrowed(kind)) narrow_inputs(&t, 1, threads);
     kvr_share(threads, product_plan(&t, threads), linear_unit, &t);
 }

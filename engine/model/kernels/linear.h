@@ -3,7 +3,8 @@
  * A matrix [m, k] is packed into panels of NR outputs: reading one is a sequential stream, which is
  * what decoding is bound by. Weights that were bfloat16 in the checkpoint stay so in memory: half
  * the bytes, and the very same products as in float32. Of each depth (input) a panel holds NR
- * numbers:
+ * numbers, of as many rows of the matrix one after the other; of a gated matrix, [gate; up], VL rows
+ * of the gate and the same VL of the other half. Numbers lie:
  * - FLOAT32: as they are;
  * - BF16: the word j holds output j (low half) and output j + VL (high half), so that a shift and a
  *   mask widen it;

@@ -5,7 +5,7 @@
 typedef struct {
     const void *w;
     int64_t m, k;
-    int kind;
+    int kind, gated;
     const uint16_t *scales;
     char *packed;
 } Pack;
@@ -30,13 +30,21 @@ static void pack_int8(const Pack *t, int64_t row, int64_t j, char *panel) {
     }
 }
 
+/* Which row of the matrix is output j of a panel; -1: none. */
+INLINE int64_t row_of(const Pack *t, int64_t panel, int64_t j) {
+    int64_t half = t->m / 2, row = t->gated ? panel * VL + j % VL : panel * NR + j;
+    if (row >= (t->gated ? half : t->m)) return -1;
+    return t->gated && j >= VL ? half + row : row;
+}
+
 static void pack_panel(void *arg, int64_t p) {
     const Pack *t = arg;
-    int64_t bytes = bytes_of_panel(t->k, t->kind), rows = t->m - p * NR;
+    int64_t bytes = bytes_of_panel(t->k, t->kind);
     char *panel = t->packed + p * bytes;
-    if (rows < NR || t->k & 1) memset(panel, 0, bytes);
-    for (int64_t j = 0; j < NR && j < rows; j++) {
-        int64_t row = p * NR + j, at = row * t->k;
+    if ((p + 1) * NR > t->m || t->k & 1) memset(panel, 0, bytes);
+    for (int64_t j = 0; j < NR; j++) {
+        int64_t row = row_of(t, p, j), at = row * t->k;
+        if (row < 0) continue;
         if (t->kind == INT8)
             pack_int8(t, row, j, panel);
         else if (t->kind == PAIRS)
@@ -54,8 +62,8 @@ static void pack_panel(void *arg, int64_t p) {
 
 /* w: [m, k] row-major float, bfloat16 or int8; scales: bfloat16 [m, ceil(k / INT8_GROUP)] of INT8.
  * packed: kvr_packed_bytes. */
-void kvr_pack(const void *w, int64_t m, int64_t k, int kind, const uint16_t *scales, void *packed,
-              int threads) {
-    Pack t = {w, m, k, kind, scales, packed};
+void kvr_pack(const void *w, int64_t m, int64_t k, int kind, int gated, const uint16_t *scales,
+              void *packed, int threads) {
+    Pack t = {w, m, k, kind, gated, scales, packed};
     kvr_parallel(threads, (m + NR - 1) / NR, pack_panel, &t);
 }

@@ -17,6 +17,7 @@ typedef struct {
     const int16_t *numbers;
     const float *units;
     int64_t chunk; /* set by product_plan: rows of a unit */
+    int activation; /* of a gated matrix: y is [n, m / 2], no bias, keep 0 */
 } Product;
 
 /* The number of units. They may run in any order and at once. */
@@ -55,8 +56,23 @@ extern Tile *const int8_tiles[MR], *const pairs_tiles[MR], int8_many, pairs_many
 void int8_row(const float *x, int64_t k, int16_t *numbers, float *units);
 void pairs_row(const float *x, int64_t k, int16_t *numbers);
 
+/* activation(gate) * up: of a gated matrix a panel has VL outputs' gates, then what goes through them. */
+INLINE void put_gated(const Product *t, int64_t row, int64_t panel, const vf sum[2]) {
+    int64_t first = panel * VL, left = t->m / 2 - first;
+    float *y = t->y + row * t->ldy + first;
+    vf gated = gate_of(sum[0], t->activation) * sum[1];
+    if (left >= VL)
+        store(y, gated);
+    else
+        memcpy(y, &gated, sizeof(float) * left);
+}
+
 /* A row of a panel's results to y; the last panel may have columns past m. */
 INLINE void put(const Product *t, int64_t row, int64_t panel, const vf sum[2]) {
+    if (t->activation) {
+        put_gated(t, row, panel, sum);
+        return;
+    }
     int64_t first = panel * NR;
     float *y = t->y + row * t->ldy + first;
     const float *base = t->keep ? y : t->bias ? t->bias + first : NULL;

@@ -21,18 +21,17 @@ typedef struct {
 
 /* Each has `rows` rows; as wide as what is kept there. */
 typedef struct {
-    float *hidden, *norm, *qkv, *attended, *gate_up, *gated, *added;
+    float *hidden, *norm, *qkv, *attended, *gated, *added;
     int64_t rows, width; /* of hidden, norm and added */
     float eps;
-    int32_t gelu, threads;
+    int32_t activation, threads;
 } Step;
 
 void kvr_linear(const float *x, int64_t n, int64_t ldx, int64_t k, const void *packed, int kind,
-                int64_t m, const float *bias, float *y, int64_t ldy, int keep, int threads);
+                int64_t m, const float *bias, float *y, int64_t ldy, int keep, int activation,
+                int threads);
 void kvr_rms_norm(const float *x, int64_t stride, const float *weight, float *y, int64_t rows,
                   int64_t width, float eps, int threads);
-void kvr_swiglu(const float *gate_up, float *out, int64_t rows, int64_t width, int gelu,
-                int threads);
 void kvr_rope_write(const void *rope, float *qkv, const float *q_norm, const float *k_norm,
                     void *pool);
 void kvr_attention(const Attention *base, const float *qkv, float *out, const void *pool);
@@ -42,7 +41,7 @@ int64_t kvr_step_bytes(void) { return sizeof(Step); }
 
 static void multiply(const Step *s, const float *x, const Matrix *m, float *y) {
     kvr_linear(x, s->rows, m->depth, m->depth, m->packed, (int)m->kind, m->rows, m->bias, y,
-               m->rows, 0, s->threads);
+               m->rows, 0, NO_ACTIVATION, s->threads);
 }
 
 /* hidden += x @ m, normed in between where the layer says so. */
@@ -58,7 +57,7 @@ static void add(const Step *s, const float *x, const Matrix *m, const float *nor
     for (int64_t r = 0; m->bias && r < s->rows; r++)
         for (int64_t i = 0; i < width; i++) hidden[r * width + i] += m->bias[i];
     kvr_linear(x, s->rows, m->depth, m->depth, m->packed, (int)m->kind, m->rows, NULL, hidden,
-               width, 1, (int)threads);
+               width, 1, NO_ACTIVATION, (int)threads);
 }
 
 void kvr_layers(const Layer *layers, int64_t count, const Step *s) {
@@ -71,8 +70,8 @@ void kvr_layers(const Layer *layers, int64_t count, const Step *s) {
         add(s, s->attended, &l->out, l->attention_out_norm);
         kvr_rms_norm(s->hidden, s->width, l->mlp_norm, s->norm, s->rows, s->width, s->eps,
                      s->threads);
-        multiply(s, s->norm, &l->gate_up, s->gate_up);
-        kvr_swiglu(s->gate_up, s->gated, s->rows, l->down.depth, s->gelu, s->threads);
+        kvr_linear(s->norm, s->rows, s->width, s->width, l->gate_up.packed, (int)l->gate_up.kind,
+                   l->gate_up.rows, NULL, s->gated, l->down.depth, 0, s->activation, s->threads);
         add(s, s->gated, &l->down, l->mlp_out_norm);
     }
 }
