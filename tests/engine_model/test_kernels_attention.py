@@ -57,6 +57,8 @@ class Bench:
         if kv_dtype == torch.uint8:
             numbers, scales = fp8.encode(kv * torch.logspace(-3, 1, config.head_dim))
             self.pool = torch.cat((numbers.flatten(4), scales), dim=-1)
+        worst = 0xFF if self.is_fp8 else torch.nan  # where a table's -1 would lead
+        self.pool = torch.cat((torch.full_like(self.pool[:1], worst), self.pool))[1:]
         self.ops = CpuOps(
             config,
             self.pool,
@@ -170,6 +172,10 @@ CASES = {
     "full and windowed": (layered(config_of(14, 2, 64), windows=(20, 0)), 24),
     "sinks": (layered(config_of(9, 3, 64), windows=(70, 50), num_sinks=4), 16),
     "many sinks": (layered(config_of(4, 2, 32), windows=(300, 65), num_sinks=270), 13),
+    "a window that begins with a block": (
+        layered(config_of(6, 2, 32), windows=(25, 25), num_sinks=2),
+        7,
+    ),
     "softcap and scale": (
         layered(
             config_of(8, 4, 16),

@@ -40,7 +40,7 @@ typedef struct {
 /* Keys that the queries from position `pos` on, before `end`, may see: those from `low` on, and the
  * sinks before them. They are met in stretches: the sinks are one, and the others end at multiples
  * of STRETCH, wherever they begin, so that every query adds up the same stretches in the same order
- * whatever it is fed with. `low` is even, as keys are taken in pairs. */
+ * whatever it is fed with. */
 typedef struct {
     int64_t sinks, low, end, count;
 } Stretches;
@@ -49,7 +49,7 @@ INLINE Stretches stretches(int64_t window, int64_t num_sinks, int64_t pos, int64
     Stretches s = {.sinks = window ? num_sinks : 0, .end = end};
     if (s.sinks > end) s.sinks = end;
     s.low = window && pos >= window ? pos - window + 1 : 0;
-    s.low = (s.low > s.sinks ? s.low : s.sinks) & ~(int64_t)1;
+    s.low = s.low > s.sinks ? s.low : s.sinks;
     s.count = (s.sinks > 0) + (s.sinks < end ? (end - 1) / STRETCH - s.low / STRETCH + 1 : 0);
     return s;
 }

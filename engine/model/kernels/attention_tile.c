@@ -225,20 +225,22 @@ static void wide_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *a
 
 /* The same in bfloat16, as they lie in the pool. */
 static void paired_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
-    int64_t dim = a->head_dim, half = dim / 2, count = k->stop - k->first;
-    const uint16_t *values[KEYS + 1];
+    int64_t dim = a->head_dim, half = dim / 2, start = k->first & ~(int64_t)1;
+    int64_t count = k->stop - start; /* pairs begin at even positions, wherever the keys do */
+    const uint16_t *values[KEYS + 2];
     for (int64_t pos = k->first, n; pos < k->stop; pos += n) {
         n = run_length(a, pos, k->stop);
         const uint16_t *keys = (const uint16_t *)a->pool + kv_at(a, k->table, k->kv_head, pos);
         transpose((const float *)keys, n, half, t->keys + pos - k->base, a->value_offset / 2);
-        for (int64_t i = 0; i < n; i++) values[pos - k->first + i] = keys + a->value_offset + i * dim;
+        for (int64_t i = 0; i < n; i++) values[pos - start + i] = keys + a->value_offset + i * dim;
     }
+    if (start < k->first) values[0] = values[1]; /* any: no row sees it */
     values[count] = NULL;
     product(1, 0, t->rows, KEYS, half, t->q, half, 1, t->keys, TURNED, t->scores, KEYS, ahead, 64);
     soften(a, t, k);
     for (int64_t i = 0; i < count; i += 2)
         pair_values(values[i], values[i + 1], (word *)t->wide + i / 2 * dim, a->value_dim);
-    product(1, 1, t->rows, a->value_dim, (count + 1) / 2, t->scores + (k->first - k->base) / 2,
+    product(1, 1, t->rows, a->value_dim, (count + 1) / 2, t->scores + (start - k->base) / 2,
             KEYS, 1, t->wide, dim, t->acc, a->value_dim, ahead, 64);
 }
 
