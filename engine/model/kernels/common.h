@@ -259,13 +259,12 @@ INLINE void sum_and_difference(float *first, float *second) {
     *first = a + b, *second = a - b;
 }
 
-/* Two halves of a vector, whose numbers lie `step` apart, times a Hadamard matrix (fp8.py). */
-static inline void hadamard(float *x, int64_t step, int64_t half) {
+/* Two halves of a vector times a Hadamard matrix (fp8.py). */
+static inline void hadamard(float *x, int64_t half) {
     for (int64_t width = 1; half % (2 * width) == 0; width *= 2)
         for (int64_t i = 0; i < 2 * half; i += 2 * width)
-            for (int64_t j = i; j < i + width; j++)
-                sum_and_difference(x + j * step, x + (j + width) * step);
-    for (int64_t j = 0; j < half; j++) sum_and_difference(x + j * step, x + (j + half) * step);
+            for (int64_t j = i; j < i + width; j++) sum_and_difference(x + j, x + j + width);
+    for (int64_t j = 0; j < half; j++) sum_and_difference(x + j, x + j + half);
 }
 
 INLINE void sums_and_differences(float *first, float *second) {
@@ -274,10 +273,10 @@ INLINE void sums_and_differences(float *first, float *second) {
     store(second, a - b);
 }
 
-/* The same of numbers that lie side by side, a vector at a time. */
+/* The same, a vector at a time. */
 static inline void hadamard_row(float *x, int64_t half) {
     if (half % VL) {
-        hadamard(x, 1, half);
+        hadamard(x, half);
         return;
     }
     vi lanes = all_lanes();

@@ -30,8 +30,8 @@ static void expert_unit(void *arg, int64_t unit, int64_t next) {
                  product_weights(job->products + other, next - job->first[other]));
 }
 
-/* x: [rows, k], y: [rows, m] or, gated, [rows, m / 2], contiguous. Expert e has rows [starts[e], starts[e + 1]) and the e-th
- * of the packed matrices [m, k]. */
+/* x: [rows, k], y: [rows, m] or, gated, [rows, m / 2], contiguous. Expert e has rows
+ * [starts[e], starts[e + 1]) and the e-th of the packed matrices [m, k]. */
 void kvr_experts(const float *x, int64_t k, const char *packed, int kind, int64_t m,
                  int activation, const int64_t *starts, int64_t num_experts, float *y,
                  int threads) {

@@ -75,14 +75,14 @@ static Narrow *const narrows[MR][2][2] = {EACH_ROWS(TILE)};
 
 /* Panels [first, last), all at once or one after the other, each times all rows. */
 static void narrow_panels(const Product *t, int64_t first, int64_t last, const char *ahead) {
-    int64_t tiles = (t->n + MR - 1) / MR, many = last - first == AT_ONCE(t->n);
+    int64_t tiles = (t->n + MR - 1) / MR, count = last - first == t->group ? t->group : 1;
     int64_t share = t->panel_bytes / tiles, pace = 2 * share / t->k;
-    for (int64_t p = first; p < last; p += many ? last - first : 1) {
-        const char *next = many || p + 1 == last ? ahead : t->w + (p + 1) * t->panel_bytes;
+    for (int64_t p = first; p < last; p += count) {
+        const char *next = p + count < last ? t->w + (p + count) * t->panel_bytes : ahead;
         int64_t row = 0;
         for (int64_t left = tiles; left > 0; left--, next += share) {
             int64_t rows = (t->n - row + left - 1) / left;
-            narrows[rows - 1][t->kind][many && last > first + 1](t, row, p, next, pace);
+            narrows[rows - 1][t->kind][count > 1](t, row, p, next, pace);
             row += rows;
         }
     }
@@ -133,7 +133,7 @@ static void wide_tiles(const Product *t, int64_t start, int64_t end, int64_t pan
 
 /* A chunk of rows times a group of panels. */
 static void wide_unit(const Product *t, int64_t unit) {
-    int64_t panels = (t->m + NR - 1) / NR, chunks = (t->n + CHUNK - 1) / CHUNK;
+    int64_t panels = num_panels(t), chunks = num_chunks(t);
     int64_t first = unit / chunks * GROUP, start = unit % chunks * CHUNK;
     int64_t last = first + GROUP < panels ? first + GROUP : panels;
     int64_t end = start + CHUNK < t->n ? start + CHUNK : t->n;
@@ -150,21 +150,20 @@ static void wide_unit(const Product *t, int64_t unit) {
 }
 
 int64_t product_plan(Product *t, int threads) {
-    int64_t panels = (t->m + NR - 1) / NR;
     t->panel_bytes = bytes_of_panel(t->k, t->kind);
     if (t->n == 0) return 0; /* a step of which nothing is sampled has no logits */
-    if (is_narrowed(t->kind)) return narrowed_plan(t, threads);
     t->chunk = t->n > SMALL ? CHUNK : t->n;
     t->group = t->n > SMALL ? GROUP : AT_ONCE(t->n);
-    return (panels + t->group - 1) / t->group * ((t->n + t->chunk - 1) / t->chunk);
+    if (is_narrowed(t->kind)) narrowed_plan(t, threads);
+    return (num_panels(t) + t->group - 1) / t->group * num_chunks(t);
 }
 
 const char *product_weights(const Product *t, int64_t unit) {
-    return t->w + unit / ((t->n + t->chunk - 1) / t->chunk) * t->group * t->panel_bytes;
+    return t->w + unit / num_chunks(t) * t->group * t->panel_bytes;
 }
 
 void product_unit(const Product *t, int64_t unit, const char *ahead) {
-    int64_t panels = (t->m + NR - 1) / NR, first = unit * t->group;
+    int64_t panels = num_panels(t), first = unit * t->group;
     if (is_narrowed(t->kind))
         narrowed_unit(t, unit, ahead);
     else if (t->n > SMALL)

@@ -25,8 +25,8 @@ static void many_panels(const Product *t, int64_t row, int64_t panel, const char
     (t->kind == INT8 ? int8_many : pairs_many)(t, row, panel, next, 4 * NR * MANY);
 }
 
-int64_t narrowed_plan(Product *t, int threads) {
-    int64_t panels = (t->m + NR - 1) / NR, chunk = CHUNK_BYTES / (2 * t->k) / MR * MR;
+void narrowed_plan(Product *t, int threads) {
+    int64_t panels = num_panels(t), chunk = CHUNK_BYTES / (2 * t->k) / MR * MR;
     t->chunk = chunk < 4 * MR ? 4 * MR : chunk;
     t->group = t->n == 1 && panels >= LARGE ? MANY : 1;
     if (t->n > t->chunk) {
@@ -35,14 +35,13 @@ int64_t narrowed_plan(Product *t, int threads) {
         groups = groups < each ? groups : each;
         t->group = (each + groups - 1) / groups;
     }
-    return (panels + t->group - 1) / t->group * ((t->n + t->chunk - 1) / t->chunk);
 }
 
 /* A group of panels stays in the cache while all chunks of rows pass it. */
 void narrowed_unit(const Product *t, int64_t unit, const char *ahead) {
-    int64_t chunks = (t->n + t->chunk - 1) / t->chunk, start = unit % chunks * t->chunk;
+    int64_t chunks = num_chunks(t), start = unit % chunks * t->chunk;
     int64_t end = start + t->chunk < t->n ? start + t->chunk : t->n;
-    int64_t panels = (t->m + NR - 1) / NR, p = unit / chunks * t->group;
+    int64_t panels = num_panels(t), p = unit / chunks * t->group;
     int64_t last = p + t->group < panels ? p + t->group : panels;
     if (end - start == 1 && last - p == MANY)
         many_panels(t, start, p, ahead);

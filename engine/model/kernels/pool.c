@@ -163,7 +163,7 @@ static int64_t end_of(const Part *part) {
 static void share_task(void *arg, int64_t task) {
     (void)task; /* whichever it is, it goes on until nothing is left */
     const Share *s = arg;
-    int own = kvr_part(s->num_parts);
+    int own = own_part % s->num_parts;
     for (int p = 0; p < s->num_parts; p++) {
         Part *part = s->parts + (own + p) % s->num_parts, *other = s->parts + (own + 1) % s->num_parts;
         for (int64_t i; (i = take(part, p > 0)) >= 0;) {
@@ -174,8 +174,6 @@ static void share_task(void *arg, int64_t task) {
         }
     }
 }
-
-int kvr_part(int threads) { return own_part % threads; }
 
 void kvr_share(int threads, int64_t count, void (*body)(void *arg, int64_t i, int64_t next),
                void *arg) {

@@ -14,9 +14,6 @@ void kvr_parallel(int threads, int64_t tasks, void (*body)(void *arg, int64_t ta
 void kvr_share(int threads, int64_t count, void (*body)(void *arg, int64_t i, int64_t next),
                void *arg);
 
-/* Of which of `threads` parts of the next job the calling thread will take its own first. */
-int kvr_part(int threads);
-
 /* At least `bytes` of memory of the calling thread, 64-byte aligned, valid until it asks again. */
 void *kvr_scratch(size_t bytes);
 

@@ -20,6 +20,9 @@ typedef struct {
     int activation; /* of a gated matrix: y is [n, m / 2], no bias, keep 0 */
 } Product;
 
+INLINE int64_t num_panels(const Product *t) { return (t->m + NR - 1) / NR; }
+INLINE int64_t num_chunks(const Product *t) { return (t->n + t->chunk - 1) / t->chunk; }
+
 /* The number of units. They may run in any order and at once. */
 int64_t product_plan(Product *product, int threads);
 /* Meanwhile memory at `ahead` is fetched: the weights of what comes next. */
@@ -32,7 +35,7 @@ const char *product_weights(const Product *product, int64_t unit);
  * that holds until it asks for scratch again. Tasks of these kinds do not. */
 INLINE int is_narrowed(int kind) { return kind == INT8 || kind == PAIRS; }
 void narrow_inputs(Product *products, int64_t count, int threads);
-int64_t narrowed_plan(Product *product, int threads);
+void narrowed_plan(Product *product, int threads); /* sets chunk and group */
 void narrowed_unit(const Product *product, int64_t unit, const char *ahead);
 
 /* A micro-tile of such a kind: rows from `row` on times panels from `panel` on. Meanwhile `ahead` is
