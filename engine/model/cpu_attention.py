@@ -35,7 +35,7 @@ class _Attention(ctypes.Structure):
         *((name, _LONG) for name in ("value_dim", "block_size", "num_items", "num_merges")),
         *((name, _LONG) for name in ("window", "num_sinks", "rope_at", "rope_dim", "mixed_half")),
         *(("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
-        *((name, ctypes.c_int32) for name in ("kv_kind", "threads", "in_bf16")),
+        *((name, ctypes.c_int32) for name in ("kv_kind", "threads", "narrowed")),
     )
 
 
@@ -62,10 +62,10 @@ class CpuAttention:
         max_positions: int,
         library: ctypes.CDLL,
         num_threads: int,
-        in_bf16: bool = False,
+        narrowed: int = 0,
     ) -> None:
-        """in_bf16: keys and values of that type are multiplied in it, not widened, where heads are
-        of whole vectors of pairs.
+        """narrowed: as of `CpuOps`; for keys and values in bfloat16, where heads are of whole
+        vectors of pairs.
         pool: [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim], float32
         or bfloat16, or bytes [.., num_kv_heads, bytes_per_head] of float8_e4m3. Raises
         KernelsUnavailable for shapes that the kernels do not know."""
@@ -101,7 +101,7 @@ class CpuAttention:
             "value_dim": self._value_dim,
             "scale": c.score_scale,
             "softcap": c.attention_softcap,
-            "in_bf16": in_bf16 and pool.dtype == torch.bfloat16 and not odd,
+            "narrowed": 0 if odd or pool.dtype != torch.bfloat16 else narrowed,
         }
         self._tables = [rope_tables(r, max_positions, torch.device("cpu")) for r in c.ropes]
         self._ropes: dict[int, _Rope] = {}

@@ -1,7 +1,7 @@
 """Matrices on a CPU: how weights are packed, and products with them.
 
 Sums are float32. Factors are too, but for int8 weights, which are multiplied as integers, and where
-bfloat16 was chosen and the CPU has an instruction for it.
+bfloat16 was chosen and the CPU multiplies it, or half floats, faster.
 
 Life: `matrix` packs a weight once, while a checkpoint is loaded; `linear` and `add_linear` are
 called for every step from then on.
@@ -18,7 +18,7 @@ import torch
 from engine.model.huge_pages import HugePages
 from engine.model.quantize import quantize
 
-FLOAT32, BF16, INT8, PAIRS = range(4)  # as in linear.h
+FLOAT32, BF16, INT8, PAIRS, HALVES = range(5)  # as in linear.h
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # as in common.h
 
 
@@ -66,14 +66,14 @@ class CpuLinear:
         dtype: torch.dtype,
         buffer: Callable[[str, int, int], torch.Tensor],
         quantization: str = "none",
-        in_bf16: bool = False,
+        narrowed: int = 0,
         activation: int = 0,
     ) -> None:
-        """in_bf16: inputs are rounded to multiply in bfloat16; activation: of gated matrices."""
+        """narrowed: as of `CpuOps`; activation: of gated matrices."""
         self._lib, self._threads = library, num_threads
         self._bf16 = dtype == torch.bfloat16
         self._int8 = quantization == "int8"
-        self._pairs, self._activation = in_bf16, activation
+        self._narrowed, self._activation = narrowed, activation
         self._buffer = buffer
         self._memory = HugePages()
 
@@ -165,9 +165,9 @@ class CpuLinear:
     def _kind(self, weight: torch.Tensor) -> int:
         if self._int8:
             return INT8
-        if self._pairs:
-            return PAIRS
-        return BF16 if self._bf16 or weight.dtype == torch.bfloat16 else FLOAT32
+        if self._narrowed:
+            return self._narrowed
+        return BF16 if self._bf16 else _exact_kind(weight)
 
     def _pack_into(
         self, packed: torch.Tensor, weight: torch.Tensor, kind: int, gated: bool

@@ -2,7 +2,8 @@
 
 The residual stream is float32. Weights are kept as the checkpoint has them: bfloat16 ones stay
 bfloat16 in memory and are widened in registers, which gives float32's results at half the traffic.
-Where the CPU multiplies bfloat16 and that dtype was chosen, inputs of products are rounded to it.
+Where bfloat16 was chosen and the CPU multiplies narrower numbers faster, inputs of products are
+rounded to them.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ class CpuOps:
         library: ctypes.CDLL,
         num_threads: int,
         quantization: str = "none",
-        in_bf16: bool | None = None,
+        narrowed: int | None = None,
     ) -> None:
-        """pool: as `CpuAttention` takes it; quantization: of weights, "none" or "int8"; in_bf16:
-        whether bfloat16 is multiplied as such, other factors rounded to it, and not widened; None:
-        if that is `dtype` and the CPU has an instruction for it. Raises KernelsUnavailable for what
-        the kernels do not know."""
+        """pool: as `CpuAttention` takes it; quantization: of weights, "none" or "int8"; narrowed:
+        the kind (cpu_linear) of products with rounded factors, or 0 for none; None: if `dtype` is
+        bfloat16, what is quickest on this CPU. Raises KernelsUnavailable for what the kernels do
+        not know."""
         self._config, self._lib, self._threads = config, library, num_threads
         self._buffers: dict[str, torch.Tensor] = {}
-        if in_bf16 is None:
-            in_bf16 = dtype == torch.bfloat16 and bool(library.kvr_multiplies_bf16())
-        self._attention = CpuAttention(config, pool, max_positions, library, num_threads, in_bf16)
+        if narrowed is None:
+            narrowed = library.kvr_narrowed_kind() if dtype == torch.bfloat16 else 0
+        self._attention = CpuAttention(config, pool, max_positions, library, num_threads, narrowed)
         self._linear = CpuLinear(
             library,
             num_threads,
             dtype,
             self._buffer,
             quantization,
-            in_bf16,
+            narrowed,
             ACTIVATIONS[config.activation],
         )
         self._step = CpuStep(config, library, num_threads, self._attention, self._buffer)

@@ -14,12 +14,13 @@ from engine.model.cpu_ops import CpuOps
 from engine.model.ops import rope_tables
 from engine.step import Step
 from tests.engine_model.test_kernels import config_of
-from tests.engine_model.tiny import scheduled
+from tests.engine_model.tiny import narrowed_kind, scheduled
 
 LENGTH = 1024
 SEQUENCES = [(1, 0), (1, 600), (37, 0), (64, 5), (1, 255), (1, 256), (130, 70), (2, 63), (9, 700)]
 KV_DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
-ARITHMETIC = (*((dtype, False) for dtype in KV_DTYPES), (torch.bfloat16, True))
+ARITHMETIC = [(dtype, "none") for dtype in KV_DTYPES]
+ARITHMETIC += [(torch.bfloat16, "pairs"), (torch.bfloat16, "halves")]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,13 +36,14 @@ class Bench:
     """One batch, a pool of random KV, and the kernels over them."""
 
     def __init__(
-        self, config: ModelConfig, kv_dtype: torch.dtype, block_size: int, in_bf16: bool = False
+        self, config: ModelConfig, kv_dtype: torch.dtype, block_size: int, narrowed: str = "none"
     ) -> None:
         torch.manual_seed(0)
         library = kernels.load(default_cache_dir())
         self.config, self.block_size = config, block_size
         dims = config.head_dim | (config.latent.rank if config.latent else 0)
-        self.in_bf16 = in_bf16 and dims % (2 * library.kvr_vector_width()) == 0
+        whole = dims % (2 * library.kvr_vector_width()) == 0
+        self.narrowed = narrowed if whole else "none"
         counts = [-(-(length + start) // block_size) for length, start in SEQUENCES]
         order = iter(torch.randperm(sum(counts)).tolist())
         seqs = [
@@ -66,7 +68,7 @@ class Bench:
             LENGTH,
             library,
             2,
-            in_bf16=in_bf16,
+            narrowed=narrowed_kind(narrowed),
         )
         self.ops.begin(self.batch)
 
@@ -114,12 +116,13 @@ class Bench:
     def met(self, x: torch.Tensor, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """As queries meet the keys of the pool."""
         turned, scale = self.turned(x, layer, positions), self.config.score_scale
-        return (turned * scale).bfloat16().float() / scale if self.in_bf16 else turned
+        return (turned * scale).bfloat16().float() / scale if self.narrowed == "pairs" else turned
 
     def close(self, expected: torch.Tensor) -> dict[str, float]:
-        """What the kernels may be off by: weights are rounded to eight bits, or nothing is."""
+        """What the kernels may be off by: weights are rounded to 8 bits or to 11, or nothing is."""
         most = expected.abs().max().item()
-        return {"rtol": 0, "atol": 2.0**-8 * most if self.in_bf16 else max(2e-5, 2e-5 * most)}
+        off = max(2e-5, 2e-5 * most) if self.narrowed == "none" else 2.0**-8 * most
+        return {"rtol": 0, "atol": off}
 
     def only(self, row: int, first: int, count: int) -> Batch:
         """The batch of `count` of a sequence's tokens from its `first` on."""
@@ -203,11 +206,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("kv_dtype", "in_bf16"), ARITHMETIC, ids=str)
+@pytest.mark.parametrize(("kv_dtype", "narrowed"), ARITHMETIC, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_attention_reads_what_its_layer_may_see(case, kv_dtype, in_bf16):
+def test_attention_reads_what_its_layer_may_see(case, kv_dtype, narrowed):
     config, block_size = CASES[case]
-    bench = Bench(config, kv_dtype, block_size, in_bf16)
+    bench = Bench(config, kv_dtype, block_size, narrowed)
     heads = config.num_heads + 2 * config.num_kv_heads
     fed = torch.randn(len(bench.batch.tokens), heads, config.head_dim)
     if config.flat_window:
@@ -265,9 +268,9 @@ def test_every_fp8_number_is_read_as_torch_reads_it():
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(("kv_dtype", "in_bf16"), ARITHMETIC, ids=str)
+@pytest.mark.parametrize(("kv_dtype", "narrowed"), ARITHMETIC, ids=str)
 @pytest.mark.parametrize(("heads", "rank", "rope_dim"), [(48, 64, 16), (6, 512, 64), (5, 32, 16)])
-def test_latent_attention_is_one_kv_head_for_all(heads, rank, rope_dim, kv_dtype, in_bf16):
+def test_latent_attention_is_one_kv_head_for_all(heads, rank, rope_dim, kv_dtype, narrowed):
     dim = rank + rope_dim
     config = layered(
         config_of(heads, 1, dim),
@@ -277,7 +280,7 @@ def test_latent_attention_is_one_kv_head_for_all(heads, rank, rope_dim, kv_dtype
         windows=(0, 80),
         num_sinks=2,
     )
-    bench = Bench(config, kv_dtype, 9, in_bf16)
+    bench = Bench(config, kv_dtype, 9, narrowed)
     tokens = len(bench.batch.tokens)
     fed, latent = torch.randn(tokens, heads, dim), torch.randn(tokens, 3 + dim)
     for layer in range(2):
@@ -298,11 +301,11 @@ def test_latent_attention_is_one_kv_head_for_all(heads, rank, rope_dim, kv_dtype
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
-@pytest.mark.parametrize(("kv_dtype", "in_bf16"), ARITHMETIC, ids=str)
-def test_a_token_is_the_same_fed_alone_or_with_its_prompt(kv_dtype, in_bf16, sinks):
+@pytest.mark.parametrize(("kv_dtype", "narrowed"), ARITHMETIC, ids=str)
+def test_a_token_is_the_same_fed_alone_or_with_its_prompt(kv_dtype, narrowed, sinks):
     """Bit for bit: what is computed again after a failure goes on with the same tokens."""
     config = layered(config_of(9, 3, 64), windows=(0, 60), num_sinks=sinks)
-    bench = Bench(config, kv_dtype, 16, in_bf16)
+    bench = Bench(config, kv_dtype, 16, narrowed)
     qkv = torch.randn(len(bench.batch.tokens), 15 * 64) * 2
     together = [bench.ops.attention(qkv, layer).clone() for layer in range(2)]
     for row, spans in enumerate(bench.batch.spans):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
@@ -9,6 +10,7 @@ from engine.model import kernels
 from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
 from engine.model.config import ModelConfig
+from engine.model.cpu_linear import HALVES, PAIRS
 from engine.model.cpu_ops import CpuOps
 from engine.model.decoder import Decoder
 from engine.model.torch_ops import TorchOps
@@ -152,6 +154,16 @@ def make_checkpoint(family: str, path: Path, **saving) -> torch.nn.Module:
     return model.eval()
 
 
+def narrowed_kind(name: str) -> int:
+    """The kind of products with rounded factors; 0 for any other name. Skips where the CPU does
+    not multiply half floats."""
+    if name != "halves":
+        return PAIRS if name == "pairs" else 0
+    if kernels.load(default_cache_dir()).kvr_narrowed_kind() != HALVES:
+        pytest.skip("this CPU does not multiply half floats, or bfloat16 as fast")
+    return HALVES
+
+
 def make_pool(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
     """Not zeroed: what a sequence has not written must not matter."""
     planes = config.kv_spec(BLOCK_SIZE, "float32").num_planes
@@ -165,7 +177,7 @@ def make_ops(
     kind: str,
     config: ModelConfig,
     dtype: torch.dtype = torch.float32,
-    in_bf16: bool | None = None,
+    narrowed: int | None = None,
     pool: torch.Tensor | None = None,
     quantization: str = "none",
 ):
@@ -173,7 +185,7 @@ def make_ops(
     if kind == "torch":
         return TorchOps(config, pool, dtype, MAX_LEN, quantization)
     library = kernels.load(default_cache_dir())
-    return CpuOps(config, pool, dtype, MAX_LEN, library, 2, quantization, in_bf16)
+    return CpuOps(config, pool, dtype, MAX_LEN, library, 2, quantization, narrowed)
 
 
 class Driver:
@@ -187,13 +199,13 @@ class Driver:
         *,
         dtype: torch.dtype = torch.float32,
         fp8: bool = False,
-        in_bf16: bool | None = None,
+        narrowed: int | None = None,
         quantization: str = "none",
     ) -> None:
         """config: other than that of the directory."""
         self.config = config or ModelConfig.from_dir(path)
         self.pool = make_pool(self.config, torch.uint8 if fp8 else dtype)
-        made = make_ops(kind, self.config, dtype, in_bf16, self.pool, quantization)
+        made = make_ops(kind, self.config, dtype, narrowed, self.pool, quantization)
         with torch.inference_mode():
             weights = load_weights(path, self.config, made, lambda _: None)
         self._decoder = Decoder(self.config, weights, made)

@@ -14,10 +14,13 @@ import tempfile
 from hashlib import blake2b
 from pathlib import Path
 
-HEADERS = ("common.h", "attention.h", "linear.h", "pool.h", "product.h")
+HEADERS = (
+    *("common.h", "attention.h", "attention_keys.h", "halves.h", "linear.h", "pool.h"),
+    "product.h",
+)
 SOURCES = (
-    *("pool.c", "linear.c", "narrowed.c", "linear_int8.c", "linear_pairs.c", "linear_pack.c"),
-    *("experts.c", "layers.c"),
+    *("pool.c", "linear.c", "narrowed.c", "linear_int8.c", "linear_pairs.c"),
+    *("linear_halves.c", "linear_pack.c", "experts.c", "layers.c"),
     *("attention.c", "attention_tile.c", "step.c", "sampling.c"),
 )
 # No -ffast-math: linked into a shared library it turns off denormals for the whole process.
@@ -34,7 +37,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvr_attention_stretch": (_LONG, []),
     "kvr_attention_tile": (_LONG, [_LONG, _LONG]),
     "kvr_rope_bytes": (_LONG, []),
-    "kvr_multiplies_bf16": (_INT, []),
+    "kvr_narrowed_kind": (_INT, []),
     "kvr_packed_bytes": (_LONG, [_LONG, _LONG, _INT]),
     "kvr_pack": (None, [_POINTER, _LONG, _LONG, _INT, _INT, _POINTER, _POINTER, _INT]),
     "kvr_linear": (

@@ -2,7 +2,7 @@
 #ifndef KVRELAY_ATTENTION_H
 #define KVRELAY_ATTENTION_H
 
-#include "common.h"
+#include "linear.h"
 
 #define STRETCH 512  /* keys that are summed by themselves before what came before is added */
 #define KEYS 64      /* keys that a tile looks at between two steps of its softmax */
@@ -32,7 +32,8 @@ typedef struct {
     int64_t mixed_half;        /* of a head, of which queries are mixed (fp8.py); 0: they are not */
     float scale, softcap;      /* softcap 0: none */
     int32_t kv_kind, threads;
-    int32_t in_bf16; /* queries and weights are rounded to bfloat16, as keys and values are */
+    int32_t narrowed; /* PAIRS: queries and weights are rounded to bfloat16, as keys and values are;
+                         HALVES: all are half floats; 0: all are float32 */
 } Attention;
 
 #define ITEM 6

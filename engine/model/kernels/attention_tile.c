@@ -1,35 +1,28 @@
 /* A tile of attention: some tokens of one sequence, with the heads of one group, against its keys.
  * Prompts are bound by arithmetic, a single token by reading its keys and values once. */
-#include "attention.h"
+#include "attention_keys.h"
 #include "pool.h"
 
-#define TURNED (KEYS + VL) /* a row of keys turned: a vector may end behind the last key */
-
-/* Rows are the tile's tokens times its heads. */
+/* Rows are the tile's tokens times its heads. Where factors are narrowed, two numbers share a word. */
 typedef struct {
-    float *q;             /* [rows, head_dim]; in bfloat16 [rows, head_dim / 2] pairs */
-    float *scores;        /* [rows, KEYS]; in bfloat16 weights are [rows, KEYS / 2] pairs, KEYS apart */
+    float *q;             /* [rows, head_dim]; narrowed [rows, head_dim / 2] words */
+    float *scores;        /* [rows, KEYS]; narrowed, weights are [rows, KEYS / 2] words, KEYS apart */
     float *acc, *sum;     /* [rows, value_dim]: of a stretch, and of all stretches before it */
     float *peak, *total;  /* of `acc`: [rows], padded to VL as all numbers of rows are */
     float *sum_peak, *sum_total; /* of `sum` */
     float *top, *shrink;  /* largest score of a chunk, and what the peak's change makes of `acc` */
-    float *keys;          /* [head_dim, TURNED]; in bfloat16 [head_dim / 2, TURNED] pairs */
-    float *wide;          /* [RUN, head_dim]: keys or values in float32; in bfloat16
-                             [KEYS / 2, head_dim]: pairs of values */
+    float *keys;          /* [head_dim, TURNED]; narrowed [head_dim / 2, TURNED] words */
+    float *wide;          /* [RUN, head_dim]: keys or values in float32; narrowed
+                             [KEYS / 2, head_dim] words: pairs of values */
+    float *q_units, *units; /* of half floats, what is to be multiplied: queries and weights, [rows] */
+    float *key_units, *value_units; /* and keys and values, [KEYS] */
     int64_t rows, group, first_pos; /* first_pos: position of the first token */
 } Tile;
 
-/* Keys [first, stop) of a stretch that goes on until `end`, all within KEYS positions from `base` on; a
- * row sees none before `floor`, and none beyond its window (0: none). */
-typedef struct {
-    const int32_t *table;
-    int64_t kv_head, base, first, stop, end, floor, window;
-} Keys;
-
 static void tile_layout(const Attention *a, Tile *t, int64_t rows) {
     int64_t dim = a->head_dim, width = a->value_dim, padded = (rows + VL - 1) / VL * VL;
-    int64_t wide = (a->in_bf16 ? KEYS / 2 : RUN) * dim;
-    int64_t numbers = rows * (dim + KEYS + 2 * width) + 6 * padded + dim * TURNED + wide;
+    int64_t wide = (a->narrowed ? KEYS / 2 : RUN) * dim;
+    int64_t numbers = rows * (dim + KEYS + 2 * width) + 8 * padded + dim * TURNED + wide + 2 * KEYS;
     t->q = kvr_scratch(sizeof(float) * numbers);
     t->keys = t->q + rows * dim;
     t->wide = t->keys + dim * TURNED;
@@ -42,101 +35,18 @@ static void tile_layout(const Attention *a, Tile *t, int64_t rows) {
     t->sum_total = t->sum_peak + padded;
     t->top = t->sum_total + padded;
     t->shrink = t->top + padded;
+    t->q_units = t->shrink + padded;
+    t->units = t->q_units + padded;
+    t->key_units = t->units + padded;
+    t->value_units = t->key_units + KEYS;
     t->rows = rows, t->group = a->group;
 }
 
-/* What the next keys lie in is fetched while these are computed, some bytes at every turn: blocks lie far
- * apart, where the hardware does not look ahead. */
-typedef struct {
-    const Attention *a;
-    const int32_t *table;
-    int64_t kv_head, pos, end; /* the run that comes next begins at `pos` */
-    const char *at;
-    int64_t left; /* bytes of the run that `at` is in */
-} Ahead;
-
-static void next_run(Ahead *f) {
-    if (f->pos >= f->end) return;
-    int64_t run = run_length(f->a, f->pos, f->end), size = kv_size(f->a);
-    f->at = (const char *)f->a->pool + kv_at(f->a, f->table, f->kv_head, f->pos) * size;
-    f->left = run * f->a->head_dim * size, f->pos += run;
-}
-
-/* Where the next `bytes` lie that are to be fetched; the last ones again if there are no more. */
-INLINE const char *take(Ahead *f, int64_t bytes) {
-    if (f->left <= 0) next_run(f);
-    const char *at = f->at;
-    if (f->left > 0) f->at += bytes, f->left -= bytes;
-    return at;
-}
-
-/* Keys from `first` on, before `end`: those of the first chunk at once. */
-static void look_ahead(Ahead *f, const Keys *k, int64_t end) {
-    f->table = k->table, f->kv_head = k->kv_head, f->pos = k->first, f->end = end;
-    f->at = f->a->pool, f->left = 0;
-    int64_t chunk = (k->first / KEYS + 1) * KEYS;
-    while (f->left > 0 || (f->pos < end && f->pos < chunk)) __builtin_prefetch(take(f, 64));
-}
-
-/* c[rows, cols] = (keep ? c : 0) + a[rows, depth] @ b[depth, cols], of floats or, if `paired`, of
- * pairs of bfloat16; cols is a multiple of VL. Whatever is multiplied at once, a number of c is
- * summed from the first depth to the last. */
-INLINE void product(int paired, int keep, int64_t rows, int64_t cols, int64_t depth, const void *a,
-                    int64_t row, int64_t step, const void *b, int64_t ldb, float *c, int64_t ldc,
-                    Ahead *ahead, int64_t pace) {
-#define MICRO(R, COLS) \
-    if (paired) \
-        micro_pairs(R, COLS, depth, (const word *)a + i * row, row, step, (const word *)b + j, ldb, \
-                    to, ldc, keep, at); \
-    else \
-        micro(R, COLS, depth, (const float *)a + i * row, row, step, (const float *)b + j, ldb, to, \
-              ldc, keep, NULL, at, pace);
-#define WIDE(R) case R: MICRO(R, 2) break;
-#define NARROW(R) case R: MICRO(R, 1) break;
-    for (int64_t j = 0; j < cols; j += NR) {
-        const char *at = take(ahead, depth * pace);
-        for (int64_t i = 0, n; i < rows; i += n) {
-            float *to = c + i * ldc + j;
-            n = even_rows(rows - i);
-            if (cols - j >= NR)
-                switch (n) { EACH_ROWS(WIDE) }
-            else
-                switch (n) { EACH_ROWS(NARROW) }
-        }
-    }
-#undef MICRO
-#undef WIDE
-#undef NARROW
-}
-
-/* `count` rows of words, `width` long, turned by a quarter: to[w, i] = from[i, w], rows TURNED
- * apart; what lies `ahead` of them is fetched. Up to VL - 1 numbers behind each of `to`'s rows are
- * overwritten. */
-INLINE void transpose(const float *from, int64_t count, int64_t width, float *to, int64_t ahead) {
-    for (int64_t i = 0; i < count; i += VL) {
-        const float *at[VL];
-        UNROLL for (int64_t j = 0; j < VL; j++)
-            at[j] = from + (i + j < count ? i + j : count - 1) * width;
-        for (int64_t w = 0; w < width; w += VL) {
-            vf rows[VL];
-            UNROLL for (int64_t j = 0; j < VL; j++) {
-                rows[j] = load(at[j] + w);
-                __builtin_prefetch(at[j] + w + ahead);
-            }
-            turn_lanes(rows);
-            UNROLL for (int64_t j = 0; j < VL; j++) store(to + (w + j) * TURNED + i, rows[j]);
-        }
-    }
-}
-
-/* Two values side by side, as pairs; the second may be NULL. */
-INLINE void pair_values(const uint16_t *first, const uint16_t *second, word *to, int64_t width) {
-    for (int64_t d = 0; d < width; d += 2 * VL) {
-        vh2 low = *(const vh2u *)(first + d), high = {0};
-        if (second) high = *(const vh2u *)(second + d);
-        *(vuu *)(to + d) = (vu)by_turns(low, high, 0);
-        *(vuu *)(to + d + VL) = (vu)by_turns(low, high, VL);
-    }
+/* In place: [count] numbers become as many of half the size. */
+INLINE void narrow_row(int narrowed, float *x, int64_t count, float *unit) {
+    if (narrowed == HALVES) halves_row(x, count, (int16_t *)x, unit);
+    for (int64_t i = 0; narrowed == PAIRS && i < count; i += VL)
+        *(vhu *)((uint16_t *)x + i) = narrow(load(x + i));
 }
 
 /* Queries of the tile, scaled. For the sinks, those that are further away than a query may be are
@@ -145,12 +55,11 @@ static void tile_queries(const Attention *a, Tile *t, const float *from, int for
     int64_t dim = a->head_dim;
     for (int64_t r = 0; r < t->rows; r++) {
         const float *x = from + r / t->group * a->qkv_stride + r % t->group * dim;
-        float *q = t->q + r * (a->in_bf16 ? dim / 2 : dim);
+        float *q = t->q + r * (a->narrowed ? dim / 2 : dim);
         for (int64_t d = 0; d < dim; d += VL) store(q + d, load(x + d) * a->scale);
         int64_t back = t->first_pos + r / t->group - (a->window + a->num_sinks - 1);
         if (for_sinks && back > 0) turn_back(a, q, back);
-        for (int64_t d = 0; a->in_bf16 && d < dim; d += VL) /* in place */
-            *(vhu *)((uint16_t *)q + d) = narrow(load(q + d));
+        narrow_row(a->narrowed, q, dim, t->q_units + r);
     }
 }
 
@@ -160,6 +69,8 @@ INLINE float mask_row(const Attention *a, const Tile *t, const Keys *k, int64_t 
     int64_t pos = t->first_pos + row / t->group, low = k->window ? pos - k->window + 1 : 0;
     int64_t from = (low > k->floor ? low : k->floor) - k->base;
     int64_t to = (pos < k->stop ? pos + 1 : k->stop) - k->base;
+    for (int64_t i = 0; a->narrowed == HALVES && i < KEYS; i += VL)
+        store(s + i, load(s + i) * load(t->key_units + i));
     if (a->softcap)
         for (int64_t i = 0; i < KEYS; i += VL)
             store(s + i, vtanh(load(s + i) / a->softcap) * a->softcap);
@@ -170,16 +81,22 @@ INLINE float mask_row(const Attention *a, const Tile *t, const Keys *k, int64_t 
     return max_lanes(top);
 }
 
-/* Scores relative to the row's peak become weights, in place; returns their sum. */
-INLINE float weigh_row(float *s, float peak, int in_bf16) {
-    vf sum = splat(0);
-    UNROLL for (int64_t i = 0; i < KEYS; i += VL) {
-        vf p = vexp(load(s + i) - splat(peak));
+/* Scores relative to the row's peak become weights, in place; returns their sum. Of half floats they
+ * are times what the values are to be multiplied by. */
+INLINE float weigh_row(int narrowed, const Tile *t, int64_t row) {
+    float *s = t->scores + row * KEYS;
+    vf sum = splat(0), weights[KEYS / VL];
+    UNROLL for (int i = 0; i < KEYS / VL; i++) {
+        vf p = vexp(load(s + i * VL) - splat(t->peak[row]));
         sum += p;
-        if (in_bf16)
-            *(vhu *)((uint16_t *)s + i) = narrow(p);
+        weights[i] = narrowed == HALVES ? p * load(t->value_units + i * VL) : p;
+    }
+    if (narrowed == HALVES) t->units[row] = halve_vectors(weights, KEYS / VL, (int16_t *)s);
+    UNROLL for (int i = 0; narrowed != HALVES && i < KEYS / VL; i++) {
+        if (narrowed == PAIRS)
+            *(vhu *)((uint16_t *)s + i * VL) = narrow(weights[i]);
         else
-            store(s + i, p);
+            store(s + i * VL, weights[i]);
     }
     return sum_lanes(sum);
 }
@@ -194,8 +111,10 @@ static void soften(const Attention *a, const Tile *t, const Keys *k) {
         store(t->shrink + r, vexp(old - peak));
     }
     for (int64_t r = 0; r < t->rows; r++) {
-        float *s = t->scores + r * KEYS, *acc = t->acc + r * a->value_dim, shrink = t->shrink[r];
-        float sum = a->in_bf16 ? weigh_row(s, t->peak[r], 1) : weigh_row(s, t->peak[r], 0);
+        float *acc = t->acc + r * a->value_dim, shrink = t->shrink[r];
+        float sum = a->narrowed == HALVES  ? weigh_row(HALVES, t, r)
+                    : a->narrowed == PAIRS ? weigh_row(PAIRS, t, r)
+                                           : weigh_row(0, t, r);
         t->total[r] = t->total[r] * shrink + sum;
         for (int64_t d = 0; shrink != 1.0f && d < a->value_dim; d += VL)
             store(acc + d, load(acc + d) * shrink);
@@ -212,22 +131,24 @@ static void wide_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *a
         const float *keys = kv_run(a, kv_at(a, k->table, k->kv_head, pos), pos, n, t->wide);
         transpose(keys, n, dim, t->keys + pos - k->base, values_at);
     }
-    product(0, 0, t->rows, KEYS, dim, t->q, dim, 1, t->keys, TURNED, t->scores, KEYS, ahead, pace);
+    product(0, 0, t->rows, KEYS, dim, t->q, dim, 1, t->keys, TURNED, t->scores, KEYS, NULL,
+            ahead, pace);
     soften(a, t, k);
     for (int64_t pos = k->first, n; pos < k->stop; pos += n) {
         n = run_length(a, pos, k->stop);
         int64_t at = kv_at(a, k->table, k->kv_head, pos) + a->value_offset;
         const float *values = kv_run(a, at, pos, n, t->wide);
         product(0, 1, t->rows, a->value_dim, n, t->scores + pos - k->base, KEYS, 1, values, dim,
-                t->acc, a->value_dim, ahead, pace);
+                t->acc, a->value_dim, NULL, ahead, pace);
     }
 }
 
-/* The same in bfloat16, as they lie in the pool. */
-static void paired_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
+/* The same of bfloat16 as it lies in the pool, or of half floats. */
+INLINE void narrowed_keys(int kind, const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
     int64_t dim = a->head_dim, half = dim / 2, start = k->first & ~(int64_t)1;
     int64_t count = k->stop - start; /* pairs begin at even positions, wherever the keys do */
     const uint16_t *values[KEYS + 2];
+    word *pairs = (word *)t->wide;
     for (int64_t pos = k->first, n; pos < k->stop; pos += n) {
         n = run_length(a, pos, k->stop);
         const uint16_t *keys = (const uint16_t *)a->pool + kv_at(a, k->table, k->kv_head, pos);
@@ -236,12 +157,26 @@ static void paired_keys(const Attention *a, const Tile *t, const Keys *k, Ahead 
     }
     if (start < k->first) values[0] = values[1]; /* any: no row sees it */
     values[count] = NULL;
-    product(1, 0, t->rows, KEYS, half, t->q, half, 1, t->keys, TURNED, t->scores, KEYS, ahead, 64);
-    soften(a, t, k);
     for (int64_t i = 0; i < count; i += 2)
-        pair_values(values[i], values[i + 1], (word *)t->wide + i / 2 * dim, a->value_dim);
-    product(1, 1, t->rows, a->value_dim, (count + 1) / 2, t->scores + (start - k->base) / 2,
-            KEYS, 1, t->wide, dim, t->acc, a->value_dim, ahead, 64);
+        pair_values(values[i], values[i + 1], pairs + i / 2 * dim, a->value_dim);
+    if (kind == HALVES) {
+        halve_keys((word *)t->keys, half, TURNED, KEYS, t->key_units);
+        memset(t->value_units, 0, sizeof(float) * KEYS);
+        halve_values(pairs, (count + 1) / 2, a->value_dim, dim, t->value_units + start - k->base);
+    }
+    product(kind, 0, t->rows, KEYS, half, t->q, half, 1, t->keys, TURNED, t->scores, KEYS,
+            t->q_units, ahead, 64);
+    soften(a, t, k);
+    product(kind, 1, t->rows, a->value_dim, (count + 1) / 2, t->scores + (start - k->base) / 2,
+            KEYS, 1, pairs, dim, t->acc, a->value_dim, t->units, ahead, 64);
+}
+
+static void paired_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
+    narrowed_keys(PAIRS, a, t, k, ahead);
+}
+
+static void halved_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
+    narrowed_keys(HALVES, a, t, k, ahead);
 }
 
 /* The tile's queries against the keys of one stretch; chunks end at multiples of KEYS. */
@@ -252,7 +187,10 @@ static void tile_stretch(const Attention *a, const Tile *t, Keys keys, Ahead *ah
     for (; keys.first < end; keys.first = keys.stop) {
         keys.base = keys.first / KEYS * KEYS;
         keys.stop = keys.base + KEYS < end ? keys.base + KEYS : end;
-        (a->in_bf16 ? paired_keys : wide_keys)(a, t, &keys, ahead);
+        if (a->narrowed == HALVES)
+            halved_keys(a, t, &keys, ahead);
+        else
+            (a->narrowed == PAIRS ? paired_keys : wide_keys)(a, t, &keys, ahead);
     }
 }
 

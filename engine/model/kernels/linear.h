@@ -10,6 +10,8 @@
  *   mask widen it;
  * - PAIRS, bfloat16 too, for products in bfloat16: two depths of output j share the word j, the first
  *   in its low half. Depths are even in number, if need be by one of zeros;
+ * - HALVES, half floats of a bfloat16 matrix: as PAIRS, but the word j is of output 2 j, and the one
+ *   VL further on of output 2 j + 1. A panel ends with a float32 scale for each output;
  * - INT8: two depths share the word j, from its low byte on: outputs j and j + VL of the first, then
  *   of the second. INT8_GROUP depths are followed by their NR scales, which lie as a depth of BF16
  *   does. */
@@ -18,7 +20,7 @@
 
 #include "common.h"
 
-enum { FLOAT32, BF16, INT8, PAIRS };
+enum { FLOAT32, BF16, INT8, PAIRS, HALVES };
 #define INT8_GROUP 64
 
 INLINE int64_t even(int64_t count) { return count + (count & 1); }
@@ -26,10 +28,11 @@ INLINE int64_t even(int64_t count) { return count + (count & 1); }
 INLINE int64_t bytes_of_panel(int64_t k, int kind) {
     int64_t groups = (k + INT8_GROUP - 1) / INT8_GROUP;
     if (kind == INT8) return (even(k) + 2 * groups) * NR;
+    if (kind == HALVES) return (2 * even(k) + 4) * NR;
     return kind == PAIRS ? 2 * even(k) * NR : NR * k * (kind == BF16 ? 2 : 4);
 }
 
-/* Where depth d of a panel begins; of INT8 and PAIRS, d is even. */
+/* Where depth d of a panel begins; of INT8, PAIRS and HALVES, d is even. */
 INLINE int64_t depth_at(int64_t d, int kind) {
     if (kind == INT8) return d * NR + d / INT8_GROUP * 2 * NR;
     return d * NR * (kind == FLOAT32 ? 4 : 2);

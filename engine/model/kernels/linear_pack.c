@@ -1,6 +1,6 @@
 /* Weights into panels (linear.h): once, while a checkpoint is loaded. */
-#include "linear.h"
 #include "pool.h"
+#include "product.h"
 
 typedef struct {
     const void *w;
@@ -47,6 +47,8 @@ static void pack_panel(void *arg, int64_t p) {
         if (row < 0) continue;
         if (t->kind == INT8)
             pack_int8(t, row, j, panel);
+        else if (t->kind == HALVES)
+            halves_pack((const uint16_t *)t->w + at, t->k, j, panel);
         else if (t->kind == PAIRS)
             for (int64_t d = 0; d < t->k; d++)
                 ((uint16_t *)panel)[(d & ~1) * NR + 2 * j + (d & 1)] =

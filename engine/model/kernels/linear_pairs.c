@@ -2,15 +2,6 @@
  * the first pair of depths to the last. */
 #include "product.h"
 
-/* Whether products in bfloat16 are one instruction here: elsewhere float32 is as fast and exact. */
-int kvr_multiplies_bf16(void) {
-#if defined(__AVX512BF16__) && VL == 16
-    return 1;
-#else
-    return 0;
-#endif
-}
-
 /* As `Tile` (product.h). */
 INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t panel,
                  const char *ahead, int64_t pace) {

@@ -1,5 +1,6 @@
-/* Products whose inputs are narrowed first (INT8, PAIRS): how they are cut into units. A tile sums all
+/* Products whose inputs are narrowed first (INT8, PAIRS, HALVES): how they are cut into units. A tile sums all
  * depths of its rows in registers, so a row's result is the same whatever other rows there are. */
+#include "halves.h"
 #include "pool.h"
 #include "product.h"
 
@@ -8,10 +9,31 @@
 #define GROUP_BYTES (512 << 10) /* of panels of a unit, with more rows than a chunk */
 #define CHUNK_BYTES (192 << 10) /* of narrowed rows of a unit: they stay in the L2 cache */
 
+/* The kind of products with a rounded factor that is quicker than float32 here; 0: none is. Intel's CPUs
+ * take a vector of pairs four times as long as one of half floats. */
+int kvr_narrowed_kind(void) {
+#if defined(__AVX512FP16__) && VL == 16
+    if (__builtin_cpu_is("intel")) return HALVES;
+#endif
+#if defined(__AVX512BF16__) && VL == 16
+    return PAIRS;
+#else
+    return 0;
+#endif
+}
+
+static Tile *const *tiles_of(int kind) {
+    return kind == INT8 ? int8_tiles : kind == PAIRS ? pairs_tiles : halves_tiles;
+}
+
+static Tile *many_of(int kind) {
+    return kind == INT8 ? int8_many : kind == PAIRS ? pairs_many : halves_many;
+}
+
 /* Rows [start, end) of a panel, and meanwhile the next one is fetched. */
 static void panel_rows(const Product *t, int64_t start, int64_t end, int64_t panel,
                        const char *next) {
-    Tile *const *tiles = t->kind == INT8 ? int8_tiles : pairs_tiles;
+    Tile *const *tiles = tiles_of(t->kind);
     int64_t share = t->panel_bytes / ((end - start + MR - 1) / MR);
     int64_t pace = 4 * NR * share / t->panel_bytes;
     for (int64_t row = start, rows; row < end; row += rows, next += share) {
@@ -22,7 +44,7 @@ static void panel_rows(const Product *t, int64_t start, int64_t end, int64_t pan
 
 /* One row times MANY panels: several streams of memory at once. */
 static void many_panels(const Product *t, int64_t row, int64_t panel, const char *next) {
-    (t->kind == INT8 ? int8_many : pairs_many)(t, row, panel, next, 4 * NR * MANY);
+    many_of(t->kind)(t, row, panel, next, 4 * NR * MANY);
 }
 
 void narrowed_plan(Product *t, int threads) {
@@ -65,6 +87,8 @@ static void narrow_rows(void *arg, int64_t task) {
         int16_t *numbers = t->numbers + r * even(t->k);
         if (t->kind == INT8)
             int8_row(t->x + r * t->ldx, t->k, numbers, t->units + r * t->groups);
+        else if (t->kind == HALVES)
+            halves_row(t->x + r * t->ldx, t->k, numbers, t->units + r);
         else
             pairs_row(t->x + r * t->ldx, t->k, numbers);
     }
@@ -75,7 +99,7 @@ void narrow_inputs(Product *products, int64_t count, int threads) {
     Inputs t = {.x = first->x, .ldx = first->ldx, .k = first->k, .kind = first->kind};
     for (int64_t i = 0; i < count; i++) t.n += products[i].n;
     int64_t bytes = (t.n * even(t.k) * 2 + 63) / 64 * 64;
-    t.groups = t.kind == INT8 ? (t.k + INT8_GROUP - 1) / INT8_GROUP : 0;
+    t.groups = t.kind == INT8 ? (t.k + INT8_GROUP - 1) / INT8_GROUP : t.kind == HALVES;
     t.numbers = kvr_scratch(bytes + t.n * t.groups * sizeof(float));
     t.units = (float *)((char *)t.numbers + bytes);
     t.step = t.k < NUMBERS ? NUMBERS / t.k : 1;

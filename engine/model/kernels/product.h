@@ -12,8 +12,8 @@ typedef struct {
     int64_t n, m, k, ldx, ldy;
     int64_t panel_bytes, group; /* set by product_plan; group: panels of a unit */
     int kind, keep;             /* keep: add to y; there is no bias then */
-    /* Of kinds whose inputs are narrowed. Set by narrow_inputs: x as [n, even(k)], and of INT8 in units
-     * [n, groups]. */
+    /* Of kinds whose inputs are narrowed. Set by narrow_inputs: x as [n, even(k)], in units: of INT8
+     * [n, groups], of HALVES [n]. */
     const int16_t *numbers;
     const float *units;
     int64_t chunk; /* set by product_plan: rows of a unit */
@@ -30,10 +30,10 @@ void product_unit(const Product *product, int64_t unit, const char *ahead);
 /* Where a unit's weights begin. */
 const char *product_weights(const Product *product, int64_t unit);
 
-/* INT8 and PAIRS take inputs as narrow as the weights. These have to be narrowed before the first
+/* INT8, PAIRS and HALVES take inputs as narrow as the weights. These have to be narrowed before the first
  * task runs: rows of all `products`, which lie one after the other, into memory of the calling thread
  * that holds until it asks for scratch again. Tasks of these kinds do not. */
-INLINE int is_narrowed(int kind) { return kind == INT8 || kind == PAIRS; }
+INLINE int is_narrowed(int kind) { return kind == INT8 || kind == PAIRS || kind == HALVES; }
 void narrow_inputs(Product *products, int64_t count, int threads);
 void narrowed_plan(Product *product, int threads); /* sets chunk and group */
 void narrowed_unit(const Product *product, int64_t unit, const char *ahead);
@@ -42,7 +42,8 @@ void narrowed_unit(const Product *product, int64_t unit, const char *ahead);
  * prefetched, `pace` bytes for every 4 * NR bytes of a panel. One row takes MANY panels at once. */
 typedef void Tile(const Product *t, int64_t row, int64_t panel, const char *ahead, int64_t pace);
 #define MANY 4
-extern Tile *const int8_tiles[MR], *const pairs_tiles[MR], int8_many, pairs_many;
+extern Tile *const int8_tiles[MR], *const pairs_tiles[MR], *const halves_tiles[MR];
+extern Tile int8_many, pairs_many, halves_many;
 
 /* A kind's, from its `tile`, whose second and third argument are constants: rows and panels. */
 #define TILE_ARGUMENTS \
@@ -55,9 +56,12 @@ extern Tile *const int8_tiles[MR], *const pairs_tiles[MR], int8_many, pairs_many
     Tile *const KIND##_tiles[MR] = {EACH_ROWS(TILE_NAME)}; \
     void KIND##_many(TILE_ARGUMENTS) { tile(t, 1, MANY, row, panel, ahead, pace); }
 
-/* One row of `numbers` [even(k)], rounded from x [k]; of INT8 `units` [groups] too. */
+/* One row of `numbers` [even(k)], rounded from x [k], and what they are times; halves.h has a third. */
 void int8_row(const float *x, int64_t k, int16_t *numbers, float *units);
 void pairs_row(const float *x, int64_t k, int16_t *numbers);
+
+/* A row of bfloat16 weights [k] to output j of a panel. */
+void halves_pack(const uint16_t *w, int64_t k, int64_t j, char *panel);
 
 /* activation(gate) * up: of a gated matrix a panel has VL outputs' gates, then what goes through them. */
 INLINE void put_gated(const Product *t, int64_t row, int64_t panel, const vf sum[2]) {

@@ -1,0 +1,114 @@
+/* What a tile of attention does with keys and values: fetching, turning and multiplying them. */
+#ifndef KVRELAY_ATTENTION_KEYS_H
+#define KVRELAY_ATTENTION_KEYS_H
+
+#include "attention.h"
+#include "halves.h"
+
+#define TURNED (KEYS + VL) /* a row of keys turned: a vector may end behind the last key */
+
+/* Keys [first, stop) of a stretch that goes on until `end`, all within KEYS positions from `base` on; a
+ * row sees none before `floor`, and none beyond its window (0: none). */
+typedef struct {
+    const int32_t *table;
+    int64_t kv_head, base, first, stop, end, floor, window;
+} Keys;
+
+/* What the next keys lie in is fetched while these are computed, some bytes at every turn: blocks lie far
+ * apart, where the hardware does not look ahead. */
+typedef struct {
+    const Attention *a;
+    const int32_t *table;
+    int64_t kv_head, pos, end; /* the run that comes next begins at `pos` */
+    const char *at;
+    int64_t left; /* bytes of the run that `at` is in */
+} Ahead;
+
+static void next_run(Ahead *f) {
+    if (f->pos >= f->end) return;
+    int64_t run = run_length(f->a, f->pos, f->end), size = kv_size(f->a);
+    f->at = (const char *)f->a->pool + kv_at(f->a, f->table, f->kv_head, f->pos) * size;
+    f->left = run * f->a->head_dim * size, f->pos += run;
+}
+
+/* Where the next `bytes` lie that are to be fetched; the last ones again if there are no more. */
+INLINE const char *take(Ahead *f, int64_t bytes) {
+    if (f->left <= 0) next_run(f);
+    const char *at = f->at;
+    if (f->left > 0) f->at += bytes, f->left -= bytes;
+    return at;
+}
+
+/* Keys from `first` on, before `end`: those of the first chunk at once. */
+static void look_ahead(Ahead *f, const Keys *k, int64_t end) {
+    f->table = k->table, f->kv_head = k->kv_head, f->pos = k->first, f->end = end;
+    f->at = f->a->pool, f->left = 0;
+    int64_t chunk = (k->first / KEYS + 1) * KEYS;
+    while (f->left > 0 || (f->pos < end && f->pos < chunk)) __builtin_prefetch(take(f, 64));
+}
+
+/* c[rows, cols] = (keep ? c : 0) + a[rows, depth] @ b[depth, cols], of floats or, `narrowed`, of pairs
+ * of bfloat16 or half floats, those times `units` [rows]; cols is a multiple of VL, of half floats of
+ * NR. Whatever is multiplied at once, a number of c is summed from the first depth to the last. */
+INLINE void product(int narrowed, int keep, int64_t rows, int64_t cols, int64_t depth,
+                    const void *a, int64_t row, int64_t step, const void *b, int64_t ldb, float *c,
+                    int64_t ldc, const float *units, Ahead *ahead, int64_t pace) {
+#define MICRO(R, COLS) \
+    if (narrowed == HALVES) \
+        micro_halves(R, depth, (const word *)a + i * row, row, step, (const word *)b + j, ldb, to, \
+                     ldc, keep, units + i, at); \
+    else if (narrowed == PAIRS) \
+        micro_pairs(R, COLS, depth, (const word *)a + i * row, row, step, (const word *)b + j, ldb, \
+                    to, ldc, keep, at); \
+    else \
+        micro(R, COLS, depth, (const float *)a + i * row, row, step, (const float *)b + j, ldb, to, \
+              ldc, keep, NULL, at, pace);
+#define WIDE(R) case R: MICRO(R, 2) break;
+#define NARROW(R) case R: MICRO(R, 1) break;
+    for (int64_t j = 0; j < cols; j += NR) {
+        const char *at = take(ahead, depth * pace);
+        for (int64_t i = 0, n; i < rows; i += n) {
+            float *to = c + i * ldc + j;
+            n = even_rows(rows - i);
+            if (cols - j >= NR)
+                switch (n) { EACH_ROWS(WIDE) }
+            else
+                switch (n) { EACH_ROWS(NARROW) }
+        }
+    }
+#undef MICRO
+#undef WIDE
+#undef NARROW
+}
+
+/* `count` rows of words, `width` long, turned by a quarter: to[w, i] = from[i, w], rows TURNED
+ * apart; what lies `ahead` of them is fetched. Up to VL - 1 numbers behind each of `to`'s rows are
+ * overwritten. */
+INLINE void transpose(const float *from, int64_t count, int64_t width, float *to, int64_t ahead) {
+    for (int64_t i = 0; i < count; i += VL) {
+        const float *at[VL];
+        UNROLL for (int64_t j = 0; j < VL; j++)
+            at[j] = from + (i + j < count ? i + j : count - 1) * width;
+        for (int64_t w = 0; w < width; w += VL) {
+            vf rows[VL];
+            UNROLL for (int64_t j = 0; j < VL; j++) {
+                rows[j] = load(at[j] + w);
+                __builtin_prefetch(at[j] + w + ahead);
+            }
+            turn_lanes(rows);
+            UNROLL for (int64_t j = 0; j < VL; j++) store(to + (w + j) * TURNED + i, rows[j]);
+        }
+    }
+}
+
+/* Two values side by side, as pairs; the second may be NULL. */
+INLINE void pair_values(const uint16_t *first, const uint16_t *second, word *to, int64_t width) {
+    for (int64_t d = 0; d < width; d += 2 * VL) {
+        vh2 low = *(const vh2u *)(first + d), high = {0};
+        if (second) high = *(const vh2u *)(second + d);
+        *(vuu *)(to + d) = (vu)by_turns(low, high, 0);
+        *(vuu *)(to + d + VL) = (vu)by_turns(low, high, VL);
+    }
+}
+
+#endif

@@ -1,0 +1,163 @@
+/* Half floats: sums of their products, and bfloat16 numbers that become half floats.
+ *
+ * A half float has three bits more than bfloat16 and a small range, so numbers are taken relative to a
+ * power of two, their unit. Two of them share a word; sums of the lower ones and the upper ones lie
+ * apart in half floats until they are added to float32. */
+#ifndef KVRELAY_HALVES_H
+#define KVRELAY_HALVES_H
+
+#include "common.h"
+
+#define HALVES_DEPTHS 128 /* of one sum in half floats: 64 words */
+#define HALVES_TOP 6 /* |x| < 2^(TOP + 1) and |w| < 2: sums stay below 2^(TOP + 2) * DEPTHS = 2^15 */
+
+/* x [k] = numbers [even(k)] * *unit, rounded. They may begin at the same address. */
+void halves_row(const float *x, int64_t k, int16_t *numbers, float *unit);
+
+#if defined(__AVX512FP16__) && VL == 16
+#define HAS_HALVES 1
+
+/* Sums of both halves of each word, of `even` and `odd` by turns. */
+INLINE __m512i add_words(__m512h even, __m512h odd) {
+    __m512i a = (__m512i)odd, b = (__m512i)even;
+    __m512h first = (__m512h)_mm512_shldi_epi32(a, b, 16); /* odd's lower, even's upper half */
+    __m512h second = (__m512h)_mm512_mask_blend_epi16(0xaaaaaaaa, b, a);
+    return (__m512i)_mm512_add_ph(first, second);
+}
+
+INLINE vf lower_halves(__m512i x) { return (vf)_mm512_cvtph_ps(_mm512_castsi512_si256(x)); }
+INLINE vf upper_halves(__m512i x) { return (vf)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1)); }
+
+INLINE __m512h splat_word(const void *from) {
+    int32_t both;
+    memcpy(&both, from, sizeof both);
+    return (__m512h)_mm512_set1_epi32(both);
+}
+
+/* As `micro_pairs`, of NR columns; what is added to c is times `units` [rows]. */
+INLINE void micro_halves(int rows, int64_t depth, const word *a, int64_t row, int64_t step,
+                         const word *b, int64_t ldb, float *c, int64_t ldc, int keep,
+                         const float *units, const char *ahead) {
+    vh2 apart; /* lanes of `add_words`: the even ones first */
+    _Pragma("GCC unroll 32") for (int i = 0; i < 2 * VL; i++) apart[i] = i % VL * 2 + i / VL;
+    for (int64_t from = 0, d = 0; from < depth; from = d, keep = 1) {
+        int64_t end = depth - from < HALVES_DEPTHS / 2 ? depth : from + HALVES_DEPTHS / 2;
+        __m512h acc[MR][2];
+        UNROLL for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ph();
+        for (; d < end; d++) {
+            __m512h low = _mm512_loadu_ph(b + d * ldb), high = _mm512_loadu_ph(b + d * ldb + VL);
+            __builtin_prefetch(ahead + d * 64);
+            UNROLL for (int r = 0; r < rows; r++) {
+                __m512h both = splat_word(a + r * row + d * step);
+                acc[r][0] = _mm512_fmadd_ph(low, both, acc[r][0]);
+                acc[r][1] = _mm512_fmadd_ph(high, both, acc[r][1]);
+            }
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            __m512i sum = add_words(acc[r][0], acc[r][1]);
+            sum = _mm512_permutexvar_epi16((__m512i)apart, sum);
+            vf low = lower_halves(sum) * units[r], high = upper_halves(sum) * units[r];
+            float *to = c + r * ldc;
+            store(to, keep ? load(to) + low : low);
+            store(to + VL, keep ? load(to + VL) + high : high);
+        }
+    }
+}
+
+INLINE float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* The unit of numbers whose largest magnitude has bits `top`: not a number if that is not finite.
+ * *inverse: 1 / unit. */
+INLINE float unit_below(int32_t top, float *inverse) {
+    int32_t exponent = top >> 23;
+    float one = exponent == 255 ? NAN : 1.0f;
+    if (exponent <= HALVES_TOP) exponent = HALVES_TOP + 1; /* as good as zeros */
+    *inverse = float_of((uint32_t)(254 + HALVES_TOP - exponent) << 23);
+    return one * float_of((uint32_t)(exponent - HALVES_TOP) << 23);
+}
+
+INLINE __m512i size_of(vf x) { return (__m512i)((vi)x & INT32_MAX); } /* compare as numbers, NaN above */
+
+INLINE void store_halves(int16_t *to, vf x) { *(vhu *)to = (vhu)_mm512_cvtps_ph((__m512)x, 0); }
+
+/* `count` vectors to numbers; returns their unit. */
+INLINE float halve_vectors(const vf *x, int count, int16_t *numbers) {
+    __m512i most = size_of(x[0]);
+    float inverse, unit;
+    UNROLL for (int i = 1; i < count; i++) most = _mm512_max_epi32(most, size_of(x[i]));
+    unit = unit_below(_mm512_reduce_max_epi32(most), &inverse);
+    UNROLL for (int i = 0; i < count; i++) store_halves(numbers + i * VL, x[i] * inverse);
+    return unit;
+}
+
+#define BF16_SIZES 0x7fff7fffu /* of both numbers of a word */
+#define EXPONENT 15 /* of the largest number of a unit, which is from 1 to 2 */
+
+/* Words of bfloat16 to half floats, whose exponents are smaller by `down`. */
+INLINE vu halve_words(vu words, vu down) {
+    __m512i size = (__m512i)(words & BF16_SIZES);
+    size = _mm512_slli_epi16(_mm512_subs_epu16(size, (__m512i)down), 3);
+    return (vu)size | (words & ~BF16_SIZES);
+}
+
+/* The exponent in bfloat16 that becomes EXPONENT, of numbers whose largest magnitude has bits `top`. */
+INLINE vu unit_exponent(vu top) {
+    vu exponent = top >> 7;
+    return (vu)_mm512_max_epu32((__m512i)exponent, _mm512_set1_epi32(EXPONENT));
+}
+
+INLINE vf unit_of(vu exponent) { /* not a number where one was not finite */
+    vu nan = (vu)(exponent == 255);
+    return (vf)(exponent << 23 | (nan & 0x7fc00000u));
+}
+
+/* Words of keys, [half, ld], KEYS beside each other: each key has a unit. */
+INLINE void halve_keys(word *keys, int64_t half, int64_t ld, int64_t count, float *units) {
+    for (int64_t i = 0; i < count; i += VL) {
+        __m512i most = _mm512_setzero_si512();
+        for (int64_t w = 0; w < half; w++) {
+            vu words = *(const vuu *)(keys + w * ld + i);
+            most = _mm512_max_epu16(most, (__m512i)(words & BF16_SIZES));
+        }
+        __m512i upper = _mm512_srli_epi32(most, 16);
+        vu exponent = unit_exponent((vu)_mm512_max_epu16(most, upper) & 0xffff);
+        vu down = (exponent - EXPONENT) << 7;
+        store(units + i, unit_of(exponent));
+        for (int64_t w = 0; w < half; w++) {
+            vuu *at = (vuu *)(keys + w * ld + i);
+            *at = halve_words(*at, down | down << 16);
+        }
+    }
+}
+
+/* Pairs of values, [count, ld] words of which `width` are meant: each value has a unit. */
+INLINE void halve_values(word *pairs, int64_t count, int64_t width, int64_t ld, float *units) {
+    for (int64_t i = 0; i < count; i++, pairs += ld) {
+        __m512i most = _mm512_setzero_si512();
+        for (int64_t d = 0; d < width; d += VL)
+            most = _mm512_max_epu16(most, (__m512i)(*(const vuu *)(pairs + d) & BF16_SIZES));
+        vu first = unit_exponent(_mm512_reduce_max_epu32((__m512i)((vu)most & 0xffff)) - (vu){0});
+        vu second = unit_exponent(_mm512_reduce_max_epu32((__m512i)((vu)most >> 16)) - (vu){0});
+        vu down = (first - EXPONENT) << 7 | (second - EXPONENT) << 23;
+        units[2 * i] = unit_of(first)[0], units[2 * i + 1] = unit_of(second)[0];
+        for (int64_t d = 0; d < width; d += VL)
+            *(vuu *)(pairs + d) = halve_words(*(const vuu *)(pairs + d), down);
+    }
+}
+
+#else /* never asked for */
+
+INLINE float halve_vectors(const vf *x, int count, int16_t *numbers) { return 0; }
+INLINE void micro_halves(int rows, int64_t depth, const word *a, int64_t row, int64_t step,
+                         const word *b, int64_t ldb, float *c, int64_t ldc, int keep,
+                         const float *units, const char *ahead) {}
+INLINE void halve_keys(word *keys, int64_t half, int64_t ld, int64_t count, float *units) {}
+INLINE void halve_values(word *pairs, int64_t count, int64_t width, int64_t ld, float *units) {}
+
+#endif
+
+#endif
