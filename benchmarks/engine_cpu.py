@@ -2,15 +2,17 @@
 
 `python -m benchmarks.engine_cpu --vllm-python PYTHON`: decode in batches, prefill of long prompts,
 and the start of a process up to its first token, greedy and without any prefix cache to help. Every
-engine is a process of its own without a server; all are loaded, one at a time computes, who is
-first changes from round to round. Without bf16 arithmetic vLLM is often quicker in float32, so it
-is there in both, and ours is compared with its best in each measurement.
+engine is a process of its own without a server. All are loaded, one at a time computes while the
+others are stopped (SIGSTOP), who is first changes from round to round. Without bf16 arithmetic vLLM
+is often quicker in float32, so it is there in both, and ours is compared with its best in each
+measurement.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -64,7 +66,8 @@ class Load:
 
 
 class Engine:
-    """A process of benchmarks.engine_line. Owned by whoever started it; ends with `close`."""
+    """A process of benchmarks.engine_line, stopped between what it is asked for. Owned by whoever
+    started it; ends with its `with`."""
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.name = name
@@ -91,6 +94,7 @@ class Engine:
     ) -> None:
         if kind is not None:
             self._process.kill()
+        self._process.send_signal(signal.SIGCONT)
         self._process.communicate()
         self._log.close()
 
@@ -99,6 +103,7 @@ class Engine:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
+            self._process.send_signal(signal.SIGCONT)
             self._process.stdin.write(json.dumps({"prompts": prompts, "output": output_len}) + "\n")
             self._process.stdin.flush()
             answer = json.loads(self._process.stdout.readline())
@@ -107,6 +112,7 @@ class Engine:
             self._log.seek(0)
             last = "".join(self._log.readlines()[-LOG_LINES:])
             raise WorkerFailed(f"{self.name} has ended:\n{last}") from error
+        self._process.send_signal(signal.SIGSTOP)
         return answer["seconds"], answer["tokens"]
 
 
