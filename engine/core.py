@@ -140,7 +140,9 @@ class EngineCore:
         if self.scheduler.in_flight:
             return None
         pace = self.pace
-        step = self.scheduler.schedule(self.now, pace.prompt_budget(), pace.prompt_cost)
+        step = self.scheduler.schedule(
+            self.now, pace.prompt_budget(), pace.prompt_cost, pace.decode_step_s.value
+        )
         if step is None or step.repeats > 1:  # a step that is repeated fills no block
             return step
         size = self.config.block_size

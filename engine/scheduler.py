@@ -102,10 +102,13 @@ class Scheduler:
         self.remote.remove(seq)
         self._wait_again(seq)
 
-    def schedule(self, now: float, prompt_budget: int, cost: FittedCost) -> Step | None:
+    def schedule(
+        self, now: float, prompt_budget: int, cost: FittedCost, decode_s: float = 0.0
+    ) -> Step | None:
         """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
         these, at most `prompt_budget` tokens where there is a decode that they would delay. `cost`
-        is what prompts have cost so far."""
+        is what prompts have cost so far, beside decodes what they added to `decode_s`, the time of
+        a step of decodes alone."""
         assert self.in_flight is None
         if not self.running:  # as after most messages
             return None
@@ -115,7 +118,7 @@ class Scheduler:
         chosen = [(seq, 1) for seq in decodes]
         if len(decodes) < len(self.running):
             budget = min(budget - len(decodes), prompt_budget if decodes else budget)
-            chosen += self._prompts(now, budget, cost)
+            chosen += self._prompts(now, budget, cost, decode_s if decodes else 0.0)
         chosen = self._without_faults(chosen)
         if not chosen:
             return None
@@ -195,11 +198,14 @@ class Scheduler:
             len(s.tokens) for s in self.waiting if not s.is_remote
         )
 
-    def _prompts(self, now: float, budget: int, cost: FittedCost) -> list[tuple[Sequence, int]]:
+    def _prompts(
+        self, now: float, budget: int, cost: FittedCost, decode_s: float
+    ) -> list[tuple[Sequence, int]]:
         """Which prompts get how much of `budget`: shortest first, which is best for the mean, but
         one that has waited counts as shorter, so that a long one is not held up for ever. Another
-        prompt joins the pass if the passes that are saved are worth the delay of those in it."""
-        pass_s, token_s = cost.weights[0], cost.weights[1] / TOKENS_UNIT
+        prompt joins the pass if the passes that are saved, each with its decodes, are worth the
+        delay of those in it."""
+        pass_s, token_s = cost.weights[0] + decode_s, cost.weights[1] / TOKENS_UNIT
         prompts = [seq for seq in self.running if seq.num_missing > 1]
         if token_s > 0:
             prompts.sort(key=lambda seq: seq.num_missing * token_s - AGING * (now - seq.arrived_at))

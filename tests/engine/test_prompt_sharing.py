@@ -61,9 +61,11 @@ class Prompts:
         self.scheduler.admit_waiting(self.now, lambda seq: False)
         return seq
 
-    def step(self, cost: FittedCost = UNKNOWN, prompt_budget: int = BUDGET) -> dict[str, int]:
+    def step(
+        self, cost: FittedCost = UNKNOWN, prompt_budget: int = BUDGET, decode_s: float = 0.0
+    ) -> dict[str, int]:
         """Tokens fed, by request."""
-        planned = self.scheduler.schedule(self.now, prompt_budget, cost)
+        planned = self.scheduler.schedule(self.now, prompt_budget, cost, decode_s)
         assert planned is not None
         sampled = [Sampled(7) if share.sample else None for share in planned.seqs]
         for seq, _ in self.scheduler.finish_step(StepDone(planned.step_id, sampled)):
@@ -124,6 +126,17 @@ def test_prompts_share_a_pass_where_a_pass_costs_more_than_waiting_for_each_othe
     prompts = Prompts(20, 20, 20)
     fed = prompts.step(priced(pass_s, token_s=0.01))
     assert fed == ({"r0": 20, "r1": 20, "r2": 20} if together else {"r0": 20})
+
+
+@pytest.mark.parametrize(("decode_s", "together"), [(0.0, False), (10.0, True)])
+def test_a_pass_beside_decodes_costs_what_they_take(decode_s: float, together: bool) -> None:
+    """Else prompts that come at once beside a decode are fed one a step."""
+    prompts = Prompts(4)
+    prompts.step()
+    for _ in range(3):
+        prompts.come(20)
+    fed = prompts.step(PER_TOKEN, decode_s=decode_s)
+    assert fed == {"r0": 1, "r1": 20} | ({"r2": 20, "r3": 20} if together else {})
 
 
 def test_what_joins_a_pass_gets_no_more_than_the_budget_leaves() -> None:
