@@ -71,7 +71,7 @@ class CpuAttention:
         KernelsUnavailable for shapes that the kernels do not know."""
         _check(config, pool, library)
         self._pool, self._lib, c = pool, library, config
-        self._at = pool.data_ptr()
+        self._at, self._threads = pool.data_ptr(), num_threads
         self._layer_bytes = pool.stride(1) * pool.element_size()
         latent, together = c.latent, c.num_heads // c.num_kv_heads
         most = _MAX_GROUP if latent is None else _MAX_LATENT_GROUP
@@ -203,6 +203,9 @@ class CpuAttention:
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(),
             self._pool_at(layer),
+            0,
+            len(qkv),
+            self._threads,
         )
 
     def write_latent(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:

@@ -17,7 +17,15 @@ import torch
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.cpu_attention import CpuAttention
-from engine.model.cpu_linear import ACTIVATIONS, CpuLinear, Experts, Heads, Matrix, owned
+from engine.model.cpu_linear import (
+    ACTIVATIONS,
+    CpuLinear,
+    Experts,
+    Heads,
+    Matrix,
+    owned,
+    quickest_kind,
+)
 from engine.model.cpu_step import CpuStep
 
 
@@ -43,7 +51,7 @@ class CpuOps:
         self._config, self._lib, self._threads = config, library, num_threads
         self._buffers: dict[str, torch.Tensor] = {}
         if narrowed is None:
-            narrowed = library.kvr_narrowed_kind() if dtype == torch.bfloat16 else 0
+            narrowed = quickest_kind(library) if dtype == torch.bfloat16 else 0
         self._attention = CpuAttention(config, pool, max_positions, library, num_threads, narrowed)
         self._linear = CpuLinear(
             library,

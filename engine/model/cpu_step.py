@@ -17,6 +17,7 @@ from engine.model.cpu_linear import ACTIVATIONS, Matrix
 from engine.model.weights import AttentionWeights, LayerWeights
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+BAND_STEP = 32  # as in step.c
 
 
 class _Matrix(ctypes.Structure):
@@ -84,7 +85,8 @@ class CpuStep:
         step, rows = self._step, len(hidden)
         step.hidden, step.rows = hidden.data_ptr(), rows
         for name, width in self._widths.items():
-            setattr(step, name, self._buffer("step_" + name, rows, width).data_ptr())
+            most = rows + step.threads * BAND_STEP
+            setattr(step, name, self._buffer("step_" + name, most, width).data_ptr())
         self._lib.kvr_layers(self._layers, len(layers), ctypes.addressof(step))
         return True
 

@@ -20,7 +20,7 @@ LENGTH = 1024
 SEQUENCES = [(1, 0), (1, 600), (37, 0), (64, 5), (1, 255), (1, 256), (130, 70), (2, 63), (9, 700)]
 KV_DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
 ARITHMETIC = [(dtype, "none") for dtype in KV_DTYPES]
-ARITHMETIC += [(torch.bfloat16, "pairs"), (torch.bfloat16, "halves")]
+ARITHMETIC += [(torch.bfloat16, narrowed) for narrowed in ("pairs", "halves", "tiles")]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -116,7 +116,9 @@ class Bench:
     def met(self, x: torch.Tensor, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """As queries meet the keys of the pool."""
         turned, scale = self.turned(x, layer, positions), self.config.score_scale
-        return (turned * scale).bfloat16().float() / scale if self.narrowed == "pairs" else turned
+        if self.narrowed in ("none", "halves"):
+            return turned
+        return (turned * scale).bfloat16().float() / scale
 
     def close(self, expected: torch.Tensor) -> dict[str, float]:
         """What the kernels may be off by: weights are rounded to 8 bits or to 11, or nothing is."""

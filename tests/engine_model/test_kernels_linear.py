@@ -15,8 +15,8 @@ from tests.engine_model.test_kernels import config_of
 from tests.engine_model.tiny import Driver, make_checkpoint, make_ops, narrowed_kind, tokens_of
 
 SHAPES = ((50, 24), (96, 64), (130, 2100), (33, 77))  # outputs, depth
-# The last two: bfloat16, and inputs that are rounded to that or to half floats.
-KINDS = ("float32", "bfloat16", "int8", "pairs", "halves")
+# The last three: bfloat16, and inputs that are rounded to that, to half floats, to that again.
+KINDS = ("float32", "bfloat16", "int8", "pairs", "halves", "tiles")
 
 
 def make_linear(kind: str = "float32", threads: int = 2, activation: int = 0) -> CpuLinear:
@@ -46,7 +46,7 @@ def inputs_of(kind: str, x: torch.Tensor) -> torch.Tensor:
     """What is multiplied of inputs x."""
     if kind == "int8":
         return round_inputs(x)
-    return x.bfloat16() if kind == "pairs" else x
+    return x.bfloat16() if kind in ("pairs", "tiles") else x
 
 
 def close_to(kind: str, depth: int) -> dict[str, float]:
@@ -103,7 +103,7 @@ def test_a_result_depends_neither_on_threads_nor_on_other_outputs(kind):
         assert torch.equal(results[0][:, :40], some)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "pairs", "halves"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int8"])
 def test_a_row_is_multiplied_alone_as_among_any_number_of_others(kind):
     torch.manual_seed(5)
     ops = make_linear(kind)
@@ -179,7 +179,7 @@ def test_half_floats_are_nearer_than_bfloat16_and_have_room_for_any_row():
     assert errors[1].mean() < 0.8 * errors[0].mean()
 
 
-@pytest.mark.parametrize("kind", ["int8", "halves"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_an_input_that_is_not_finite_is_seen_in_its_own_row_only(value, kind):
     ops = make_linear(kind)
@@ -192,7 +192,7 @@ def test_an_input_that_is_not_finite_is_seen_in_its_own_row_only(value, kind):
     assert torch.equal(found[[0, 1, 2, 4, 5, 6, 7]], expected[[0, 1, 2, 4, 5, 6, 7]])
 
 
-@pytest.mark.parametrize("kind", ["int8", "halves"])
+@pytest.mark.parametrize("kind", ["int8", "halves", "tiles"])
 def test_inputs_of_zero_and_of_next_to_nothing_leave_the_bias(kind):
     ops = make_linear(kind)
     bias = torch.randn(20)

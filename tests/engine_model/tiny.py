@@ -10,7 +10,7 @@ from engine.model import kernels
 from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
 from engine.model.config import ModelConfig
-from engine.model.cpu_linear import HALVES, PAIRS
+from engine.model.cpu_linear import HALVES, PAIRS, TILES
 from engine.model.cpu_ops import CpuOps
 from engine.model.decoder import Decoder
 from engine.model.torch_ops import TorchOps
@@ -156,12 +156,12 @@ def make_checkpoint(family: str, path: Path, **saving) -> torch.nn.Module:
 
 def narrowed_kind(name: str) -> int:
     """The kind of products with rounded factors; 0 for any other name. Skips where the CPU does
-    not multiply half floats."""
-    if name != "halves":
-        return PAIRS if name == "pairs" else 0
-    if kernels.load(default_cache_dir()).kvr_narrowed_kind() != HALVES:
-        pytest.skip("this CPU does not multiply half floats, or bfloat16 as fast")
-    return HALVES
+    not multiply so."""
+    kind = {"pairs": PAIRS, "halves": HALVES, "tiles": TILES}.get(name, 0)
+    # Pairs are multiplied in float32 where there is nothing better.
+    if kind > PAIRS and not kernels.load(default_cache_dir()).kvr_multiplies(kind):
+        pytest.skip(f"this CPU does not multiply {name}, or other numbers as fast")
+    return kind
 
 
 def make_pool(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:

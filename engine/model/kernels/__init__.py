@@ -16,11 +16,11 @@ from pathlib import Path
 
 HEADERS = (
     *("common.h", "attention.h", "attention_keys.h", "halves.h", "linear.h", "pool.h"),
-    "product.h",
+    *("norm.h", "product.h", "tiles.h"),
 )
 SOURCES = (
     *("pool.c", "linear.c", "narrowed.c", "linear_int8.c", "linear_pairs.c"),
-    *("linear_halves.c", "linear_pack.c", "experts.c", "layers.c"),
+    *("linear_halves.c", "linear_tiles.c", "linear_pack.c", "experts.c", "layers.c"),
     *("attention.c", "attention_tile.c", "step.c", "sampling.c"),
 )
 # No -ffast-math: linked into a shared library it turns off denormals for the whole process.
@@ -37,7 +37,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvr_attention_stretch": (_LONG, []),
     "kvr_attention_tile": (_LONG, [_LONG, _LONG]),
     "kvr_rope_bytes": (_LONG, []),
-    "kvr_narrowed_kind": (_INT, []),
+    "kvr_multiplies": (_INT, [_INT]),
     "kvr_packed_bytes": (_LONG, [_LONG, _LONG, _INT]),
     "kvr_pack": (None, [_POINTER, _LONG, _LONG, _INT, _INT, _POINTER, _POINTER, _INT]),
     "kvr_linear": (
@@ -63,7 +63,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         None,
         [_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, ctypes.c_float, _INT],
     ),
-    "kvr_rope_write": (None, [_POINTER] * 5),
+    "kvr_rope_write": (None, [*([_POINTER] * 5), _LONG, _LONG, _INT]),
     "kvr_latent_write": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER]),
     "kvr_draw_bytes": (_LONG, []),
     "kvr_draw": (None, [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT]),

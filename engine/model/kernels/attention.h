@@ -32,7 +32,7 @@ typedef struct {
     int64_t mixed_half;        /* of a head, of which queries are mixed (fp8.py); 0: they are not */
     float scale, softcap;      /* softcap 0: none */
     int32_t kv_kind, threads;
-    int32_t narrowed; /* PAIRS: queries and weights are rounded to bfloat16, as keys and values are;
+    int32_t narrowed; /* PAIRS and TILES: queries and weights are rounded to bfloat16, as keys and values are;
                          HALVES: all are half floats; 0: all are float32 */
 } Attention;
 

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "halves.h"
+#include "tiles.h"
 
 #define TURNED (KEYS + VL) /* a row of keys turned: a vector may end behind the last key */
 
@@ -79,6 +80,21 @@ INLINE void product(int narrowed, int keep, int64_t rows, int64_t cols, int64_t 
 #undef MICRO
 #undef WIDE
 #undef NARROW
+}
+
+/* The same of tiles (tiles.h); what a and c have up to a whole number of tiles is read and written. */
+INLINE void tiled_product(int keep, int64_t rows, int64_t cols, int64_t depth, const word *a,
+                          int64_t row, const word *b, int64_t ldb, float *c, int64_t ldc,
+                          Ahead *ahead) {
+    for (int64_t j = 0; j < cols; j += NR) {
+        const char *at = take(ahead, depth * 64);
+        for (int64_t i = 0; i < rows; i += 2 * TILE) {
+            if (rows - i > TILE)
+                micro_tiles(2, depth, a + i * row, row, b + j, ldb, c + i * ldc + j, ldc, keep, at, 64);
+            else
+                micro_tiles(1, depth, a + i * row, row, b + j, ldb, c + i * ldc + j, ldc, keep, at, 64);
+        }
+    }
 }
 
 /* `count` rows of words, `width` long, turned by a quarter: to[w, i] = from[i, w], rows TURNED

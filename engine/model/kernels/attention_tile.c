@@ -22,14 +22,14 @@ typedef struct {
 static void tile_layout(const Attention *a, Tile *t, int64_t rows) {
     int64_t dim = a->head_dim, width = a->value_dim, padded = (rows + VL - 1) / VL * VL;
     int64_t wide = (a->narrowed ? KEYS / 2 : RUN) * dim;
-    int64_t numbers = rows * (dim + KEYS + 2 * width) + 8 * padded + dim * TURNED + wide + 2 * KEYS;
+    int64_t numbers = padded * (dim + KEYS + 2 * width + 8) + dim * TURNED + wide + 2 * KEYS;
     t->q = kvr_scratch(sizeof(float) * numbers);
-    t->keys = t->q + rows * dim;
+    t->keys = t->q + padded * dim;
     t->wide = t->keys + dim * TURNED;
     t->scores = t->wide + wide;
-    t->acc = t->scores + rows * KEYS;
-    t->sum = t->acc + rows * width;
-    t->peak = t->sum + rows * width;
+    t->acc = t->scores + padded * KEYS;
+    t->sum = t->acc + padded * width;
+    t->peak = t->sum + padded * width;
     t->total = t->peak + padded;
     t->sum_peak = t->total + padded;
     t->sum_total = t->sum_peak + padded;
@@ -42,10 +42,12 @@ static void tile_layout(const Attention *a, Tile *t, int64_t rows) {
     t->rows = rows, t->group = a->group;
 }
 
+INLINE int is_bfloat16(int narrowed) { return narrowed == PAIRS || narrowed == TILES; }
+
 /* In place: [count] numbers become as many of half the size. */
 INLINE void narrow_row(int narrowed, float *x, int64_t count, float *unit) {
     if (narrowed == HALVES) halves_row(x, count, (int16_t *)x, unit);
-    for (int64_t i = 0; narrowed == PAIRS && i < count; i += VL)
+    for (int64_t i = 0; is_bfloat16(narrowed) && i < count; i += VL)
         *(vhu *)((uint16_t *)x + i) = narrow(load(x + i));
 }
 
@@ -84,16 +86,16 @@ INLINE float mask_row(const Attention *a, const Tile *t, const Keys *k, int64_t 
 /* Scores relative to the row's peak become weights, in place; returns their sum. Of half floats they
  * are times what the values are to be multiplied by. */
 INLINE float weigh_row(int narrowed, const Tile *t, int64_t row) {
-    float *s = t->scores + row * KEYS;
+    float *s = t->scores + row * KEYS, peak = t->peak[row];
     vf sum = splat(0), weights[KEYS / VL];
     UNROLL for (int i = 0; i < KEYS / VL; i++) {
-        vf p = vexp(load(s + i * VL) - splat(t->peak[row]));
+        vf below = load(s + i * VL) - peak, p = narrowed ? vexp_rough(below) : vexp(below);
         sum += p;
         weights[i] = narrowed == HALVES ? p * load(t->value_units + i * VL) : p;
     }
     if (narrowed == HALVES) t->units[row] = halve_vectors(weights, KEYS / VL, (int16_t *)s);
     UNROLL for (int i = 0; narrowed != HALVES && i < KEYS / VL; i++) {
-        if (narrowed == PAIRS)
+        if (is_bfloat16(narrowed))
             *(vhu *)((uint16_t *)s + i * VL) = narrow(weights[i]);
         else
             store(s + i * VL, weights[i]);
@@ -113,8 +115,8 @@ static void soften(const Attention *a, const Tile *t, const Keys *k) {
     for (int64_t r = 0; r < t->rows; r++) {
         float *acc = t->acc + r * a->value_dim, shrink = t->shrink[r];
         float sum = a->narrowed == HALVES  ? weigh_row(HALVES, t, r)
-                    : a->narrowed == PAIRS ? weigh_row(PAIRS, t, r)
-                                           : weigh_row(0, t, r);
+                    : a->narrowed        ? weigh_row(PAIRS, t, r)
+                                         : weigh_row(0, t, r);
         t->total[r] = t->total[r] * shrink + sum;
         for (int64_t d = 0; shrink != 1.0f && d < a->value_dim; d += VL)
             store(acc + d, load(acc + d) * shrink);
@@ -148,7 +150,8 @@ INLINE void narrowed_keys(int kind, const Attention *a, const Tile *t, const Key
     int64_t dim = a->head_dim, half = dim / 2, start = k->first & ~(int64_t)1;
     int64_t count = k->stop - start; /* pairs begin at even positions, wherever the keys do */
     const uint16_t *values[KEYS + 2];
-    word *pairs = (word *)t->wide;
+    int64_t before = kind == TILES ? (start - k->base) / 2 : 0;
+    word *pairs = (word *)t->wide + before * dim;
     for (int64_t pos = k->first, n; pos < k->stop; pos += n) {
         n = run_length(a, pos, k->stop);
         const uint16_t *keys = (const uint16_t *)a->pool + kv_at(a, k->table, k->kv_head, pos);
@@ -163,6 +166,17 @@ INLINE void narrowed_keys(int kind, const Attention *a, const Tile *t, const Key
         halve_keys((word *)t->keys, half, TURNED, KEYS, t->key_units);
         memset(t->value_units, 0, sizeof(float) * KEYS);
         halve_values(pairs, (count + 1) / 2, a->value_dim, dim, t->value_units + start - k->base);
+    }
+    if (kind == TILES) {
+        tiled_product(0, t->rows, KEYS, half, (word *)t->q, half, (word *)t->keys, TURNED, t->scores,
+                      KEYS, ahead);
+        soften(a, t, k);
+        int64_t after = before + (count + 1) / 2; /* tiles take all pairs of a chunk */
+        memset(t->wide, 0, sizeof(word) * before * dim);
+        memset(t->wide + after * dim, 0, sizeof(word) * (KEYS / 2 - after) * dim);
+        tiled_product(1, t->rows, a->value_dim, KEYS / 2, (word *)t->scores, KEYS, (word *)t->wide,
+                      dim, t->acc, a->value_dim, ahead);
+        return;
     }
     product(kind, 0, t->rows, KEYS, half, t->q, half, 1, t->keys, TURNED, t->scores, KEYS,
             t->q_units, ahead, 64);
@@ -179,18 +193,24 @@ static void halved_keys(const Attention *a, const Tile *t, const Keys *k, Ahead 
     narrowed_keys(HALVES, a, t, k, ahead);
 }
 
+static void tiled_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
+    narrowed_keys(TILES, a, t, k, ahead);
+}
+
 /* The tile's queries against the keys of one stretch; chunks end at multiples of KEYS. */
 static void tile_stretch(const Attention *a, const Tile *t, Keys keys, Ahead *ahead) {
     int64_t end = keys.end;
+    void (*meet)(const Attention *, const Tile *, const Keys *, Ahead *) =
+        a->narrowed == TILES    ? tiled_keys
+        : a->narrowed == HALVES ? halved_keys
+        : a->narrowed == PAIRS  ? paired_keys
+                                : wide_keys;
     memset(t->acc, 0, sizeof(float) * t->rows * a->value_dim);
     for (int64_t r = 0; r < t->rows; r++) t->peak[r] = HIDDEN, t->total[r] = 0;
     for (; keys.first < end; keys.first = keys.stop) {
         keys.base = keys.first / KEYS * KEYS;
         keys.stop = keys.base + KEYS < end ? keys.base + KEYS : end;
-        if (a->narrowed == HALVES)
-            halved_keys(a, t, &keys, ahead);
-        else
-            (a->narrowed == PAIRS ? paired_keys : wide_keys)(a, t, &keys, ahead);
+        meet(a, t, &keys, ahead);
     }
 }
 
@@ -232,6 +252,7 @@ void kvr_tile_item(const Attention *a, const int32_t *item) {
     const float *queries = a->qkv + start * a->qkv_stride + head * group * a->head_dim;
     Ahead ahead = {.a = a};
     Tile t;
+    if (a->narrowed == TILES) tiles_begin();
     tile_layout(a, &t, tokens * group);
     t.first_pos = first_pos;
     for (int64_t i = from; i < to; i++) {
@@ -246,6 +267,7 @@ void kvr_tile_item(const Attention *a, const int32_t *item) {
         tile_stretch(a, &t, keys, &ahead);
         add_stretch(a, &t, i == from);
     }
+    if (a->narrowed == TILES) tiles_end();
     for (int64_t r = 0; r < t.rows; r++) {
         int64_t row = (start + r / group) * a->num_heads + head * group + r % group;
         if (item[5] < 0) {

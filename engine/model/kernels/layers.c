@@ -1,26 +1,9 @@
 /* What stands between the matrix products of a layer: RMSNorm, and rotary positions with the write to
  * the KV pool. */
-#include "common.h"
+#include "norm.h"
 #include "pool.h"
 
 #define ELEMENTS 8192 /* of one task, about: less is not worth another thread */
-
-INLINE float inverse_rms(const float *x, int64_t width, float eps) {
-    vf sum = splat(0);
-    int64_t i = 0;
-    for (; i + VL <= width; i += VL) sum += load(x + i) * load(x + i);
-    float total = sum_lanes(sum);
-    for (; i < width; i++) total += x[i] * x[i];
-    return 1.0f / sqrtf(total / (float)width + eps);
-}
-
-/* y = x * weight / rms(x); both may be the same. */
-INLINE void normalise(const float *x, const float *weight, float *y, int64_t width, float eps) {
-    float scale = inverse_rms(x, width, eps);
-    int64_t i = 0;
-    for (; i + VL <= width; i += VL) store(y + i, load(x + i) * scale * load(weight + i));
-    for (; i < width; i++) y[i] = x[i] * scale * weight[i];
-}
 
 typedef struct {
     const float *x, *weight;
@@ -119,15 +102,16 @@ typedef struct {
     float *latent; /* [num_tokens, latent_stride] */
     int64_t token_stride, head_stride, latent_stride;
     void *pool;
-    int64_t step; /* tokens of one task */
+    int64_t first, count, step; /* tokens; step: of one task */
 } Write;
 
 static void write_task(void *arg, int64_t task) {
     const Write *w = arg;
     const Rope *a = w->rope;
     int64_t dim = a->head_dim, end = (task + 1) * w->step;
-    for (int64_t t = task * w->step; t < end && t < a->num_tokens; t++) {
-        float *heads = w->qkv + t * a->qkv_stride;
+    for (int64_t i = task * w->step; i < end && i < w->count; i++) {
+        int64_t t = w->first + i;
+        float *heads = w->qkv + i * a->qkv_stride;
         float *keys = heads + a->num_heads * dim, *values = keys + a->num_kv_heads * dim;
         int64_t block = a->slots[t] / a->block_size, offset = a->slots[t] % a->block_size;
         for (int64_t h = 0; h < a->num_heads; h++, heads += dim) {
@@ -146,14 +130,14 @@ static void write_task(void *arg, int64_t task) {
     }
 }
 
-/* qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; queries are rotated in place, keys
- * and values go to the pool (first element of the layer's keys in block 0). */
-void kvr_rope_write(const Rope *a, float *qkv, const float *q_norm, const float *k_norm,
-                    void *pool) {
+/* qkv: [count, (num_heads + 2 * num_kv_heads) * head_dim], of the batch's tokens from `first` on; queries
+ * are rotated in place, keys and values go to the pool (first element of the layer's keys in block 0). */
+void kvr_rope_write(const Rope *a, float *qkv, const float *q_norm, const float *k_norm, void *pool,
+                    int64_t first, int64_t count, int threads) {
     int64_t step = a->qkv_stride < ELEMENTS ? ELEMENTS / a->qkv_stride : 1;
     Write w = {.rope = a, .qkv = qkv, .q_norm = q_norm, .k_norm = k_norm, .pool = pool};
-    w.step = step;
-    kvr_parallel(a->threads, (a->num_tokens + step - 1) / step, write_task, &w);
+    w.first = first, w.count = count, w.step = step;
+    kvr_parallel(threads, (count + step - 1) / step, write_task, &w);
 }
 
 static void latent_task(void *arg, int64_t task) {

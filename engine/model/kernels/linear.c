@@ -176,6 +176,11 @@ static void linear_unit(void *product, int64_t unit, int64_t next) {
     product_unit(product, unit, product_weights(product, next < 0 ? unit : next));
 }
 
+void product_run(Product *t, int threads) {
+    if (is_narrowed(t->kind) && !t->numbers) narrow_inputs(t, 1, threads);
+    kvr_share(threads, product_plan(t, threads), linear_unit, t);
+}
+
 /* x: [n, k], y: [n, m], float32 with rows `ldx` and `ldy` apart; keep: add to y instead of setting
  * it, without a bias then. Of a gated matrix, with its activation, y is [n, m / 2]. */
 void kvr_linear(const float *x, int64_t n, int64_t ldx, int64_t k, const void *packed, int kind,
@@ -183,6 +188,5 @@ void kvr_linear(const float *x, int64_t n, int64_t ldx, int64_t k, const void *p
                 int threads) {
     Product t = {x, y, bias, packed, n, m, k, ldx, ldy, .kind = kind, .keep = keep};
     t.activation = activation;
-    if (is_narrowed(kind)) narrow_inputs(&t, 1, threads);
-    kvr_share(threads, product_plan(&t, threads), linear_unit, &t);
+    product_run(&t, threads);
 }

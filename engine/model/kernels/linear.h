@@ -10,6 +10,7 @@
  *   mask widen it;
  * - PAIRS, bfloat16 too, for products in bfloat16: two depths of output j share the word j, the first
  *   in its low half. Depths are even in number, if need be by one of zeros;
+ * - TILES: as PAIRS, but depths are a multiple of TILE_DEPTHS, for a matrix unit;
  * - HALVES, half floats of a bfloat16 matrix: as PAIRS, but the word j is of output 2 j, and the one
  *   VL further on of output 2 j + 1. A panel ends with a float32 scale for each output;
  * - INT8: two depths share the word j, from its low byte on: outputs j and j + VL of the first, then
@@ -20,19 +21,26 @@
 
 #include "common.h"
 
-enum { FLOAT32, BF16, INT8, PAIRS, HALVES };
+enum { FLOAT32, BF16, INT8, PAIRS, HALVES, TILES };
 #define INT8_GROUP 64
+#define TILE_DEPTHS 32
 
 INLINE int64_t even(int64_t count) { return count + (count & 1); }
+
+/* Depths with the zeros behind them. */
+INLINE int64_t padded(int64_t k, int kind) {
+    return kind == TILES ? (k + TILE_DEPTHS - 1) / TILE_DEPTHS * TILE_DEPTHS : even(k);
+}
 
 INLINE int64_t bytes_of_panel(int64_t k, int kind) {
     int64_t groups = (k + INT8_GROUP - 1) / INT8_GROUP;
     if (kind == INT8) return (even(k) + 2 * groups) * NR;
     if (kind == HALVES) return (2 * even(k) + 4) * NR;
-    return kind == PAIRS ? 2 * even(k) * NR : NR * k * (kind == BF16 ? 2 : 4);
+    if (kind == PAIRS || kind == TILES) return 2 * padded(k, kind) * NR;
+    return NR * k * (kind == BF16 ? 2 : 4);
 }
 
-/* Where depth d of a panel begins; of INT8, PAIRS and HALVES, d is even. */
+/* Where depth d of a panel begins; of narrowed kinds d is even. */
 INLINE int64_t depth_at(int64_t d, int kind) {
     if (kind == INT8) return d * NR + d / INT8_GROUP * 2 * NR;
     return d * NR * (kind == FLOAT32 ? 4 : 2);

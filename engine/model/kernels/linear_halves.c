@@ -55,7 +55,7 @@ INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t pa
     }
 }
 
-TILES(halves)
+TILES_OF(halves)
 
 void halves_row(const float *x, int64_t k, int16_t *numbers, float *unit) {
     __m512i most = _mm512_setzero_si512();

@@ -101,7 +101,7 @@ INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t pa
         UNROLL for (int p = 0; p < panels; p++) put(t, row + r, panel + p, total[r][p]);
 }
 
-TILES(int8)
+TILES_OF(int8)
 
 /* Up to INT8_GROUP inputs; `numbers` has room for an even count. */
 INLINE float quantize_group(const float *x, int64_t count, int16_t *numbers) {

@@ -41,7 +41,7 @@ static void pack_panel(void *arg, int64_t p) {
     const Pack *t = arg;
     int64_t bytes = bytes_of_panel(t->k, t->kind);
     char *panel = t->packed + p * bytes;
-    if ((p + 1) * NR > t->m || t->k & 1) memset(panel, 0, bytes);
+    if ((p + 1) * NR > t->m || padded(t->k, t->kind) > t->k) memset(panel, 0, bytes);
     for (int64_t j = 0; j < NR; j++) {
         int64_t row = row_of(t, p, j), at = row * t->k;
         if (row < 0) continue;
@@ -49,7 +49,7 @@ static void pack_panel(void *arg, int64_t p) {
             pack_int8(t, row, j, panel);
         else if (t->kind == HALVES)
             halves_pack((const uint16_t *)t->w + at, t->k, j, panel);
-        else if (t->kind == PAIRS)
+        else if (t->kind == PAIRS || t->kind == TILES)
             for (int64_t d = 0; d < t->k; d++)
                 ((uint16_t *)panel)[(d & ~1) * NR + 2 * j + (d & 1)] =
                     ((const uint16_t *)t->w)[at + d];

@@ -29,11 +29,11 @@ INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t pa
         UNROLL for (int p = 0; p < panels; p++) put(t, row + r, panel + p, acc[r][p]);
 }
 
-TILES(pairs)
+TILES_OF(pairs)
 
-void pairs_row(const float *x, int64_t k, int16_t *numbers) {
+void pairs_row(const float *x, int64_t k, int64_t padded, int16_t *numbers) {
     int64_t i = 0;
-    for (; i + VL <= k; i += VL) *(vhu *)(numbers + i) = round_bf16(load(x + i));
+    for (; i + VL <= k; i += VL) *(vhu *)(numbers + i) = narrow(load(x + i));
     for (; i < k; i++) numbers[i] = (int16_t)float_to_bf16(x[i]);
-    if (k & 1) numbers[k] = 0;
+    for (; i < padded; i++) numbers[i] = 0;
 }

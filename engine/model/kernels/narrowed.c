@@ -1,25 +1,40 @@
-/* Products whose inputs are narrowed first (INT8, PAIRS, HALVES): how they are cut into units. A tile sums all
+/* Products whose inputs are narrowed first (INT8, PAIRS, HALVES, TILES): how they are cut into units. A tile sums all
  * depths of its rows in registers, so a row's result is the same whatever other rows there are. */
 #include "halves.h"
+#include "norm.h"
 #include "pool.h"
 #include "product.h"
+#include "tiles.h"
+
+#ifdef HAS_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #define NUMBERS 8192 /* narrowed by one task, about */
 #define LARGE 64  /* panels of a matrix that one row meets MANY at a time */
 #define GROUP_BYTES (512 << 10) /* of panels of a unit, with more rows than a chunk */
 #define CHUNK_BYTES (192 << 10) /* of narrowed rows of a unit: they stay in the L2 cache */
 
-/* The kind of products with a rounded factor that is quicker than float32 here; 0: none is. Intel's CPUs
- * take a vector of pairs four times as long as one of half floats. */
-int kvr_narrowed_kind(void) {
-#if defined(__AVX512FP16__) && VL == 16
-    if (__builtin_cpu_is("intel")) return HALVES;
+#define ASK_FOR_STATE 0x1023 /* of arch_prctl: ARCH_REQ_XCOMP_PERM */
+#define TILE_DATA 18
+
+/* Whether products of this kind are quicker than float32 here, or at least done. Linux gives a process
+ * tiles when it asks for them. Intel's CPUs take a vector of pairs four times as long as one of half
+ * floats. */
+int kvr_multiplies(int kind) {
+    switch (kind) {
+#ifdef HAS_TILES
+    case TILES: return !syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA);
+#endif
+#ifdef HAS_HALVES
+    case HALVES: return __builtin_cpu_is("intel");
 #endif
 #if defined(__AVX512BF16__) && VL == 16
-    return PAIRS;
-#else
-    return 0;
+    case PAIRS: return 1;
 #endif
+    default: return 0;
+    }
 }
 
 static Tile *const *tiles_of(int kind) {
@@ -48,9 +63,10 @@ static void many_panels(const Product *t, int64_t row, int64_t panel, const char
 }
 
 void narrowed_plan(Product *t, int threads) {
-    int64_t panels = num_panels(t), chunk = CHUNK_BYTES / (2 * t->k) / MR * MR;
-    t->chunk = chunk < 4 * MR ? 4 * MR : chunk;
-    t->group = t->n == 1 && panels >= LARGE ? MANY : 1;
+    int64_t panels = num_panels(t), rows = t->kind == TILES ? 2 * TILE : MR;
+    int64_t chunk = CHUNK_BYTES / (2 * t->k) / rows * rows;
+    t->chunk = chunk < 4 * rows ? 4 * rows : chunk;
+    t->group = t->n == 1 && panels >= LARGE && t->kind != TILES ? MANY : 1;
     if (t->n > t->chunk) {
         int64_t each = (panels + threads - 1) / threads; /* a thread's */
         int64_t groups = (each * t->panel_bytes + GROUP_BYTES - 1) / GROUP_BYTES;
@@ -65,16 +81,22 @@ void narrowed_unit(const Product *t, int64_t unit, const char *ahead) {
     int64_t end = start + t->chunk < t->n ? start + t->chunk : t->n;
     int64_t panels = num_panels(t), p = unit / chunks * t->group;
     int64_t last = p + t->group < panels ? p + t->group : panels;
-    if (end - start == 1 && last - p == MANY)
+    if (t->kind == TILES) tiles_begin();
+    if (end - start == 1 && last - p == MANY) {
         many_panels(t, start, p, ahead);
-    else
-        for (; p < last; p++)
-            panel_rows(t, start, end, p, p + 1 < last ? t->w + (p + 1) * t->panel_bytes : ahead);
+        p = last;
+    }
+    for (; p < last; p++) {
+        const char *next = p + 1 < last ? t->w + (p + 1) * t->panel_bytes : ahead;
+        (t->kind == TILES ? tiles_panel : panel_rows)(t, start, end, p, next);
+    }
+    if (t->kind == TILES) tiles_end();
 }
 
 typedef struct {
-    const float *x;
-    int64_t n, ldx, k, groups, step; /* step: rows of one task */
+    const float *x, *norm;
+    float eps;
+    int64_t n, ldx, k, width, groups, step; /* step: rows of one task */
     int kind;
     int16_t *numbers;
     float *units;
@@ -83,29 +105,38 @@ typedef struct {
 static void narrow_rows(void *arg, int64_t task) {
     const Inputs *t = arg;
     int64_t end = (task + 1) * t->step;
+    float normed[t->norm ? t->k : 1];
     for (int64_t r = task * t->step; r < end && r < t->n; r++) {
-        int16_t *numbers = t->numbers + r * even(t->k);
+        int16_t *numbers = t->numbers + r * t->width;
+        const float *x = t->x + r * t->ldx;
+        if (t->norm) {
+            normalise(x, t->norm, normed, t->k, t->eps);
+            x = normed;
+        }
         if (t->kind == INT8)
-            int8_row(t->x + r * t->ldx, t->k, numbers, t->units + r * t->groups);
+            int8_row(x, t->k, numbers, t->units + r * t->groups);
         else if (t->kind == HALVES)
-            halves_row(t->x + r * t->ldx, t->k, numbers, t->units + r);
+            halves_row(x, t->k, numbers, t->units + r);
         else
-            pairs_row(t->x + r * t->ldx, t->k, numbers);
+            pairs_row(x, t->k, padded(t->k, t->kind), numbers);
     }
 }
 
 void narrow_inputs(Product *products, int64_t count, int threads) {
     const Product *first = products;
     Inputs t = {.x = first->x, .ldx = first->ldx, .k = first->k, .kind = first->kind};
+    t.norm = first->norm, t.eps = first->eps;
     for (int64_t i = 0; i < count; i++) t.n += products[i].n;
-    int64_t bytes = (t.n * even(t.k) * 2 + 63) / 64 * 64;
+    t.width = narrowed_width(t.k, t.kind);
+    int64_t beyond = t.kind == TILES ? 2 * TILE : 0; /* rows that a tile may have behind the last */
+    int64_t bytes = ((t.n + beyond) * t.width * 2 + 63) / 64 * 64;
     t.groups = t.kind == INT8 ? (t.k + INT8_GROUP - 1) / INT8_GROUP : t.kind == HALVES;
     t.numbers = kvr_scratch(bytes + t.n * t.groups * sizeof(float));
     t.units = (float *)((char *)t.numbers + bytes);
     t.step = t.k < NUMBERS ? NUMBERS / t.k : 1;
     kvr_parallel(threads, (t.n + t.step - 1) / t.step, narrow_rows, &t);
     for (int64_t i = 0, row = 0; i < count; row += products[i++].n) {
-        products[i].numbers = t.numbers + row * even(t.k);
+        products[i].numbers = t.numbers + row * t.width;
         products[i].units = t.units + row * t.groups;
     }
 }

@@ -102,6 +102,8 @@ static void grow(int wanted) {
     }
 }
 
+int kvr_own_part(void) { return own_part; }
+
 void kvr_parallel(int threads, int64_t tasks, void (*body)(void *arg, int64_t task), void *arg) {
     if (threads <= 1 || tasks <= 1 || tasks >= CLOSED || pthread_mutex_trylock(&taken)) {
         for (int64_t task = 0; task < tasks; task++) body(arg, task);

@@ -8,6 +8,9 @@
 /* body(arg, i) for every i in [0, tasks), by the caller and up to threads - 1 helpers. */
 void kvr_parallel(int threads, int64_t tasks, void (*body)(void *arg, int64_t task), void *arg);
 
+/* A thread's number among those that may take part in a job: below `threads`, 0 of the caller. */
+int kvr_own_part(void);
+
 /* body(arg, i, next) for every i in [0, count). Each thread takes those of a part of its own from the
  * first to the last, then what is left of others' parts from their end. `next`: what it will take
  * next, most likely; -1: nothing. */

@@ -12,17 +12,22 @@ typedef struct {
     int64_t n, m, k, ldx, ldy;
     int64_t panel_bytes, group; /* set by product_plan; group: panels of a unit */
     int kind, keep;             /* keep: add to y; there is no bias then */
-    /* Of kinds whose inputs are narrowed. Set by narrow_inputs: x as [n, even(k)], in units: of INT8
-     * [n, groups], of HALVES [n]. */
+    /* Of kinds whose inputs are narrowed. Set by narrow_inputs: x as [n, narrowed_width], in units: of
+     * INT8 [n, groups], of HALVES [n]. */
     const int16_t *numbers;
     const float *units;
     int64_t chunk; /* set by product_plan: rows of a unit */
     int activation; /* of a gated matrix: y is [n, m / 2], no bias, keep 0 */
+    const float *norm; /* x is normed first, by these weights [k]; NULL: it is not. Of narrowed kinds */
+    float eps;
+    int16_t *narrowed_y; /* instead of y, [n, narrowed_width(m / 2)]; of gated PAIRS and TILES */
 } Product;
 
 INLINE int64_t num_panels(const Product *t) { return (t->m + NR - 1) / NR; }
 INLINE int64_t num_chunks(const Product *t) { return (t->n + t->chunk - 1) / t->chunk; }
 
+/* The whole product; `numbers` and `units` may be there already. */
+void product_run(Product *product, int threads);
 /* The number of units. They may run in any order and at once. */
 int64_t product_plan(Product *product, int threads);
 /* Meanwhile memory at `ahead` is fetched: the weights of what comes next. */
@@ -30,10 +35,18 @@ void product_unit(const Product *product, int64_t unit, const char *ahead);
 /* Where a unit's weights begin. */
 const char *product_weights(const Product *product, int64_t unit);
 
-/* INT8, PAIRS and HALVES take inputs as narrow as the weights. These have to be narrowed before the first
- * task runs: rows of all `products`, which lie one after the other, into memory of the calling thread
- * that holds until it asks for scratch again. Tasks of these kinds do not. */
-INLINE int is_narrowed(int kind) { return kind == INT8 || kind == PAIRS || kind == HALVES; }
+/* Kinds that take inputs as narrow as the weights. These have to be narrowed before the first task runs:
+ * rows of all `products`, which lie one after the other, into memory of the calling thread that holds
+ * until it asks for scratch again. Tasks of these kinds do not. */
+INLINE int is_narrowed(int kind) { return kind >= INT8; }
+
+/* From one row of narrowed numbers to the next. The rows of a tile lie in an odd number of cache lines
+ * each, so that they do not compete for the same places. */
+INLINE int64_t narrowed_width(int64_t k, int kind) {
+    int64_t width = padded(k, kind);
+    return kind == TILES && width % 64 == 0 ? width + TILE_DEPTHS : width;
+}
+
 void narrow_inputs(Product *products, int64_t count, int threads);
 void narrowed_plan(Product *product, int threads); /* sets chunk and group */
 void narrowed_unit(const Product *product, int64_t unit, const char *ahead);
@@ -45,20 +58,23 @@ typedef void Tile(const Product *t, int64_t row, int64_t panel, const char *ahea
 extern Tile *const int8_tiles[MR], *const pairs_tiles[MR], *const halves_tiles[MR];
 extern Tile int8_many, pairs_many, halves_many;
 
+/* TILES, whose tiles are larger: rows [start, end) of a panel, between tiles_begin and tiles_end. */
+void tiles_panel(const Product *t, int64_t start, int64_t end, int64_t panel, const char *next);
+
 /* A kind's, from its `tile`, whose second and third argument are constants: rows and panels. */
 #define TILE_ARGUMENTS \
     const Product *t, int64_t row, int64_t panel, const char *ahead, int64_t pace
 #define TILE_OF(R) \
     static void tile_##R(TILE_ARGUMENTS) { tile(t, R, 1, row, panel, ahead, pace); }
 #define TILE_NAME(R) tile_##R,
-#define TILES(KIND) \
+#define TILES_OF(KIND) \
     EACH_ROWS(TILE_OF) \
     Tile *const KIND##_tiles[MR] = {EACH_ROWS(TILE_NAME)}; \
     void KIND##_many(TILE_ARGUMENTS) { tile(t, 1, MANY, row, panel, ahead, pace); }
 
-/* One row of `numbers` [even(k)], rounded from x [k], and what they are times; halves.h has a third. */
+/* One row of `numbers` [padded], rounded from x [k], and what they are times; halves.h has a third. */
 void int8_row(const float *x, int64_t k, int16_t *numbers, float *units);
-void pairs_row(const float *x, int64_t k, int16_t *numbers);
+void pairs_row(const float *x, int64_t k, int64_t padded, int16_t *numbers);
 
 /* A row of bfloat16 weights [k] to output j of a panel. */
 void halves_pack(const uint16_t *w, int64_t k, int64_t j, char *panel);
@@ -68,6 +84,12 @@ INLINE void put_gated(const Product *t, int64_t row, int64_t panel, const vf sum
     int64_t first = panel * VL, left = t->m / 2 - first;
     float *y = t->y + row * t->ldy + first;
     vf gated = gate_of(sum[0], t->activation) * sum[1];
+    if (t->narrowed_y) {
+        vh rounded = narrow(gated);
+        int16_t *to = t->narrowed_y + row * narrowed_width(t->m / 2, t->kind) + first;
+        memcpy(to, &rounded, sizeof(int16_t) * (left < VL ? left : VL));
+        return;
+    }
     if (left >= VL)
         store(y, gated);
     else

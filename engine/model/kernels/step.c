@@ -1,6 +1,12 @@
 /* All layers of a step in one call, where each of them is attention and an MLP: between kernels as
  * short as those of one decoded token, the way through an interpreter would show. */
 #include "attention.h"
+#include "pool.h"
+#include "product.h"
+
+#define BAND 128 /* rows that pass all of a layer but attention at once, at most */
+#define BAND_STEP 32 /* a band's rows are a multiple of it */
+#define LEAST_BAND 64 /* fewer rows are not worth a pass over the weights */
 
 typedef struct {
     const void *packed;
@@ -19,7 +25,8 @@ typedef struct {
     void *pool;
 } Layer;
 
-/* Each has `rows` rows; as wide as what is kept there. */
+/* Each has `rows` rows, of `norm`, `gated` and `added` up to BAND_STEP for each thread more; as wide as
+ * what is kept there. */
 typedef struct {
     float *hidden, *norm, *qkv, *attended, *gated, *added;
     int64_t rows, width; /* of hidden, norm and added */
@@ -27,51 +34,110 @@ typedef struct {
     int32_t activation, threads;
 } Step;
 
-void kvr_linear(const float *x, int64_t n, int64_t ldx, int64_t k, const void *packed, int kind,
-                int64_t m, const float *bias, float *y, int64_t ldy, int keep, int activation,
-                int threads);
 void kvr_rms_norm(const float *x, int64_t stride, const float *weight, float *y, int64_t rows,
                   int64_t width, float eps, int threads);
-void kvr_rope_write(const void *rope, float *qkv, const float *q_norm, const float *k_norm,
-                    void *pool);
+void kvr_rope_write(const void *rope, float *qkv, const float *q_norm, const float *k_norm, void *pool,
+                    int64_t first, int64_t count, int threads);
 void kvr_attention(const Attention *base, const float *qkv, float *out, const void *pool);
 
 int64_t kvr_layer_bytes(void) { return sizeof(Layer); }
 int64_t kvr_step_bytes(void) { return sizeof(Step); }
 
-static void multiply(const Step *s, const float *x, const Matrix *m, float *y) {
-    kvr_linear(x, s->rows, m->depth, m->depth, m->packed, (int)m->kind, m->rows, m->bias, y,
-               m->rows, 0, NO_ACTIVATION, s->threads);
+static Product product_of(const Step *s, const float *x, const Matrix *m, float *y) {
+    Product t = {x, y, m->bias, m->packed, s->rows, m->rows, m->depth, m->depth, m->rows};
+    t.kind = (int)m->kind;
+    return t;
 }
 
-/* hidden += x @ m, normed in between where the layer says so. */
-static void add(const Step *s, const float *x, const Matrix *m, const float *norm) {
-    float *from = s->added, *hidden = s->hidden;
-    int64_t width = s->width, threads = s->threads;
+/* Of the hidden rows, normed. */
+static void multiply_normed(const Step *s, Product t, const float *norm) {
+    if (is_narrowed(t.kind)) {
+        t.norm = norm, t.eps = s->eps;
+    } else {
+        kvr_rms_norm(t.x, s->width, norm, s->norm, s->rows, s->width, s->eps, s->threads);
+        t.x = s->norm;
+    }
+    product_run(&t, s->threads);
+}
+
+/* hidden += the product, normed in between where the layer says so. */
+static void add(const Step *s, Product t, const float *norm) {
+    float *hidden = s->hidden;
+    int64_t width = s->width;
     if (norm) {
-        multiply(s, x, m, from);
-        kvr_rms_norm(from, width, norm, from, s->rows, width, s->eps, (int)threads);
-        for (int64_t i = 0; i < s->rows * width; i++) hidden[i] += from[i];
+        t.y = s->added;
+        product_run(&t, s->threads);
+        kvr_rms_norm(t.y, width, norm, t.y, s->rows, width, s->eps, s->threads);
+        for (int64_t i = 0; i < s->rows * width; i++) hidden[i] += t.y[i];
         return;
     }
-    for (int64_t r = 0; m->bias && r < s->rows; r++)
-        for (int64_t i = 0; i < width; i++) hidden[r * width + i] += m->bias[i];
-    kvr_linear(x, s->rows, m->depth, m->depth, m->packed, (int)m->kind, m->rows, NULL, hidden,
-               width, 1, NO_ACTIVATION, (int)threads);
+    for (int64_t r = 0; t.bias && r < s->rows; r++)
+        for (int64_t i = 0; i < width; i++) hidden[r * width + i] += t.bias[i];
+    t.y = hidden, t.bias = NULL, t.keep = 1;
+    product_run(&t, s->threads);
+}
+
+/* Up to the queries, keys and values. */
+static void before_attention(const Layer *l, const Step *s, int64_t first) {
+    multiply_normed(s, product_of(s, s->hidden, &l->qkv, s->qkv), l->input_norm);
+    kvr_rope_write(l->rope, s->qkv, l->q_norm, l->k_norm, l->pool, first, s->rows, s->threads);
+}
+
+/* What a gated product leaves for the next is rounded at once, if its numbers need no unit. */
+static void after_attention(const Layer *l, const Step *s) {
+    int kind = (int)l->down.kind, at_once = kind == l->gate_up.kind && (kind == PAIRS || kind == TILES);
+    Product gate_up = product_of(s, s->hidden, &l->gate_up, s->gated);
+    Product down = product_of(s, s->gated, &l->down, NULL);
+    gate_up.activation = s->activation, gate_up.ldy = l->down.depth;
+    if (at_once) {
+        int64_t k = l->down.depth, behind = padded(k, kind) - k, width = narrowed_width(k, kind);
+        gate_up.narrowed_y = (int16_t *)s->gated, down.numbers = gate_up.narrowed_y;
+        for (int64_t r = 0; behind && r < s->rows; r++)
+            memset(gate_up.narrowed_y + r * width + k, 0, sizeof(int16_t) * behind);
+    }
+    add(s, product_of(s, s->attended, &l->out, NULL), l->attention_out_norm);
+    multiply_normed(s, gate_up, l->mlp_norm);
+    add(s, down, l->mlp_out_norm);
+}
+
+/* Many rows are cut into bands, each of which one thread takes from the beginning of a layer, or the end
+ * of its attention, to the end: what it computes with stays in its L2 cache. */
+typedef struct {
+    const Layer *layer;
+    const Step *step;
+    int64_t rows; /* of a band */
+    int behind;   /* attention */
+} Bands;
+
+static void band_task(void *arg, int64_t band) {
+    const Bands *b = arg;
+    const Layer *l = b->layer;
+    Step s = *b->step;
+    int64_t first = band * b->rows, own = kvr_own_part() * b->rows;
+    s.rows = s.rows - first < b->rows ? s.rows - first : b->rows, s.threads = 1;
+    s.hidden += first * s.width, s.qkv += first * l->qkv.rows, s.attended += first * l->out.depth;
+    s.norm += own * s.width, s.gated += own * l->down.depth, s.added += own * s.width;
+    if (b->behind)
+        after_attention(l, &s);
+    else
+        before_attention(l, &s, first);
 }
 
 void kvr_layers(const Layer *layers, int64_t count, const Step *s) {
+    int64_t each = (s->rows + s->threads - 1) / s->threads, rounds = (each + BAND - 1) / BAND;
+    int64_t rows = ((each + rounds - 1) / rounds + BAND_STEP - 1) / BAND_STEP * BAND_STEP;
     for (const Layer *l = layers; l < layers + count; l++) {
-        kvr_rms_norm(s->hidden, s->width, l->input_norm, s->norm, s->rows, s->width, s->eps,
-                     s->threads);
-        multiply(s, s->norm, &l->qkv, s->qkv);
-        kvr_rope_write(l->rope, s->qkv, l->q_norm, l->k_norm, l->pool);
+        Bands bands = {l, s, rows};
+        int64_t tasks = each >= LEAST_BAND ? (s->rows + rows - 1) / rows : 0;
+        if (tasks)
+            kvr_parallel(s->threads, tasks, band_task, &bands);
+        else
+            before_attention(l, s, 0);
         kvr_attention(l->attention, s->qkv, s->attended, l->pool);
-        add(s, s->attended, &l->out, l->attention_out_norm);
-        kvr_rms_norm(s->hidden, s->width, l->mlp_norm, s->norm, s->rows, s->width, s->eps,
-                     s->threads);
-        kvr_linear(s->norm, s->rows, s->width, s->width, l->gate_up.packed, (int)l->gate_up.kind,
-                   l->gate_up.rows, NULL, s->gated, l->down.depth, 0, s->activation, s->threads);
-        add(s, s->gated, &l->down, l->mlp_out_norm);
+        bands.behind = 1;
+        if (tasks)
+            kvr_parallel(s->threads, tasks, band_task, &bands);
+        else
+            after_attention(l, s);
     }
 }
