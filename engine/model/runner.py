@@ -1,7 +1,8 @@
 """Runs steps: the executor behind `engine.step.Execute`.
 
-Life: config and weights are loaded, the KV pool is mapped (pages are committed as blocks are first
-written), then `execute` is called once per step, from one thread at a time.
+Life: config and weights are loaded, the KV pool is mapped (on a CPU its first pages are committed
+in the background, the others as blocks are first written), then `execute` is called once per step,
+from one thread at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from engine.model.decoder import Decoder
 from engine.model.errors import ModelError
 from engine.model.gpu.options import GpuOptions
 from engine.model.guard import Guard
-from engine.model.huge_pages import HugePages
+from engine.model.huge_pages import HugePages, make_real
 from engine.model.ops import TORCH_DTYPES, Ops
 from engine.model.quantize import QUANTIZATIONS
 from engine.model.sampler import Draw, draw, sample
@@ -110,6 +111,8 @@ class ModelRunner:
             weights = load_weights(model_dir, self.config, ops, progress or (lambda _: None))
             self._decoder = Decoder(self.config, weights, ops)
             self._steps = self._gpu_steps(ops, progress or (lambda _: None))
+        if self.device.type == "cpu":
+            make_real(self.kv_pool)
 
     @staticmethod
     def default_dtype(device_type: str = "cpu") -> str:

@@ -100,6 +100,21 @@ def test_kv_that_is_computed_again_is_the_same_bit_for_bit(family, dtype, tmp_pa
         assert torch.equal(runner.kv_pool[5:9], expected), chunks
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_many_tokens_at_once_leave_the_kv_that_few_at_a_time_do(family, dtype, tmp_path):
+    """Many rows are cut into bands: more than there are threads, fewer, uneven ones."""
+    make_checkpoint(family, tmp_path)
+    tokens, blocks = tokens_of(411, seed=8), list(range(26))
+    expected = None
+    for threads, chunks in ((1, [25] * 17), (1, []), (2, []), (3, []), (2, [130])):
+        runner = ModelRunner(tmp_path, num_blocks=26, dtype=dtype, num_threads=threads)
+        fed(runner, tokens, blocks, chunks)
+        if expected is None:
+            expected = runner.kv_pool[:25].clone()
+        assert torch.equal(runner.kv_pool[:25], expected), (threads, chunks)
+
+
 def test_only_what_was_asked_for_is_sampled(runner):
     parts = [
         scheduled(PROMPT[:10], 0, [3], sample=False),

@@ -82,18 +82,17 @@ INLINE void product(int narrowed, int keep, int64_t rows, int64_t cols, int64_t 
 #undef NARROW
 }
 
-/* The same of tiles (tiles.h); what a and c have up to a whole number of tiles is read and written. */
+/* The same of tiles (tiles.h), up to two of them in rows: what a and c have up to a whole number of tiles is
+ * read and written. `ahead` may be NULL. */
 INLINE void tiled_product(int keep, int64_t rows, int64_t cols, int64_t depth, const word *a,
                           int64_t row, const word *b, int64_t ldb, float *c, int64_t ldc,
                           Ahead *ahead) {
     for (int64_t j = 0; j < cols; j += NR) {
-        const char *at = take(ahead, depth * 64);
-        for (int64_t i = 0; i < rows; i += 2 * TILE) {
-            if (rows - i > TILE)
-                micro_tiles(2, depth, a + i * row, row, b + j, ldb, c + i * ldc + j, ldc, keep, at, 64);
-            else
-                micro_tiles(1, depth, a + i * row, row, b + j, ldb, c + i * ldc + j, ldc, keep, at, 64);
-        }
+        const char *at = ahead ? take(ahead, depth * 64) : NULL;
+        if (rows > TILE)
+            micro_tiles(2, depth, a, row, b + j, ldb, c + j, ldc, keep, at, at ? 64 : 0);
+        else
+            micro_tiles(1, depth, a, row, b + j, ldb, c + j, ldc, keep, at, at ? 64 : 0);
     }
 }
 

@@ -17,7 +17,12 @@ typedef struct {
     float *q_units, *units; /* of half floats, what is to be multiplied: queries and weights, [rows] */
     float *key_units, *value_units; /* and keys and values, [KEYS] */
     int64_t rows, group, first_pos; /* first_pos: position of the first token */
+    int64_t first_row;    /* of some rows of a tile: how many it has before them */
 } Tile;
+
+INLINE int64_t position_of(const Tile *t, int64_t row) {
+    return t->first_pos + (t->first_row + row) / t->group;
+}
 
 static void tile_layout(const Attention *a, Tile *t, int64_t rows) {
     int64_t dim = a->head_dim, width = a->value_dim, padded = (rows + VL - 1) / VL * VL;
@@ -39,7 +44,7 @@ static void tile_layout(const Attention *a, Tile *t, int64_t rows) {
     t->units = t->q_units + padded;
     t->key_units = t->units + padded;
     t->value_units = t->key_units + KEYS;
-    t->rows = rows, t->group = a->group;
+    t->rows = rows, t->group = a->group, t->first_row = 0;
 }
 
 INLINE int is_bfloat16(int narrowed) { return narrowed == PAIRS || narrowed == TILES; }
@@ -59,7 +64,7 @@ static void tile_queries(const Attention *a, Tile *t, const float *from, int for
         const float *x = from + r / t->group * a->qkv_stride + r % t->group * dim;
         float *q = t->q + r * (a->narrowed ? dim / 2 : dim);
         for (int64_t d = 0; d < dim; d += VL) store(q + d, load(x + d) * a->scale);
-        int64_t back = t->first_pos + r / t->group - (a->window + a->num_sinks - 1);
+        int64_t back = position_of(t, r) - (a->window + a->num_sinks - 1);
         if (for_sinks && back > 0) turn_back(a, q, back);
         narrow_row(a->narrowed, q, dim, t->q_units + r);
     }
@@ -68,7 +73,7 @@ static void tile_queries(const Attention *a, Tile *t, const float *from, int for
 /* A row's scores of keys that it must not see are hidden; returns its largest score. */
 INLINE float mask_row(const Attention *a, const Tile *t, const Keys *k, int64_t row) {
     float *s = t->scores + row * KEYS;
-    int64_t pos = t->first_pos + row / t->group, low = k->window ? pos - k->window + 1 : 0;
+    int64_t pos = position_of(t, row), low = k->window ? pos - k->window + 1 : 0;
     int64_t from = (low > k->floor ? low : k->floor) - k->base;
     int64_t to = (pos < k->stop ? pos + 1 : k->stop) - k->base;
     for (int64_t i = 0; a->narrowed == HALVES && i < KEYS; i += VL)
@@ -94,12 +99,11 @@ INLINE float weigh_row(int narrowed, const Tile *t, int64_t row) {
         weights[i] = narrowed == HALVES ? p * load(t->value_units + i * VL) : p;
     }
     if (narrowed == HALVES) t->units[row] = halve_vectors(weights, KEYS / VL, (int16_t *)s);
-    UNROLL for (int i = 0; narrowed != HALVES && i < KEYS / VL; i++) {
-        if (is_bfloat16(narrowed))
-            *(vhu *)((uint16_t *)s + i * VL) = narrow(weights[i]);
-        else
-            store(s + i * VL, weights[i]);
-    }
+    if (is_bfloat16(narrowed))
+        UNROLL for (int i = 0; i < KEYS / VL; i += 2) /* one store: what takes all of it need not wait */
+            *(vh2u *)((uint16_t *)s + i * VL) = narrow_both(weights[i], weights[i + 1]);
+    if (!narrowed)
+        UNROLL for (int i = 0; i < KEYS / VL; i++) store(s + i * VL, weights[i]);
     return sum_lanes(sum);
 }
 
@@ -145,6 +149,24 @@ static void wide_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *a
     }
 }
 
+/* Two tiles of rows from `row` on with keys and pairs of values that are there, one after the other in
+ * the same scores: those stay in the L1 cache. Keys behind all that they may see are left out. */
+static void meet_some(const Attention *a, const Tile *t, const Keys *k, int64_t row, Ahead *ahead) {
+    int64_t half = a->head_dim / 2, left = t->rows - row;
+    Tile some = *t;
+    some.first_row = row, some.rows = left < 2 * TILE ? left : 2 * TILE;
+    some.q += row * half, some.acc += row * a->value_dim;
+    some.peak += row, some.total += row, some.top += row, some.shrink += row;
+    int64_t end = position_of(&some, some.rows - 1) + 1;
+    int64_t keys = ((end < k->stop ? end : k->stop) - k->base + NR - 1) / NR * NR;
+    if (keys <= 0) return;
+    tiled_product(0, some.rows, keys, half, (word *)some.q, half, (word *)t->keys, TURNED,
+                  some.scores, KEYS, ahead);
+    soften(a, &some, k);
+    tiled_product(1, some.rows, a->value_dim, keys / 2, (word *)some.scores, KEYS, (word *)t->wide,
+                  a->head_dim, some.acc, a->value_dim, ahead);
+}
+
 /* The same of bfloat16 as it lies in the pool, or of half floats. */
 INLINE void narrowed_keys(int kind, const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
     int64_t dim = a->head_dim, half = dim / 2, start = k->first & ~(int64_t)1;
@@ -168,14 +190,11 @@ INLINE void narrowed_keys(int kind, const Attention *a, const Tile *t, const Key
         halve_values(pairs, (count + 1) / 2, a->value_dim, dim, t->value_units + start - k->base);
     }
     if (kind == TILES) {
-        tiled_product(0, t->rows, KEYS, half, (word *)t->q, half, (word *)t->keys, TURNED, t->scores,
-                      KEYS, ahead);
-        soften(a, t, k);
-        int64_t after = before + (count + 1) / 2; /* tiles take all pairs of a chunk */
+        int64_t after = before + (count + 1) / 2; /* tiles take pairs that are not there too */
         memset(t->wide, 0, sizeof(word) * before * dim);
         memset(t->wide + after * dim, 0, sizeof(word) * (KEYS / 2 - after) * dim);
-        tiled_product(1, t->rows, a->value_dim, KEYS / 2, (word *)t->scores, KEYS, (word *)t->wide,
-                      dim, t->acc, a->value_dim, ahead);
+        for (int64_t row = 0; row < t->rows; row += 2 * TILE)
+            meet_some(a, t, k, row, row ? NULL : ahead);
         return;
     }
     product(kind, 0, t->rows, KEYS, half, t->q, half, 1, t->keys, TURNED, t->scores, KEYS,

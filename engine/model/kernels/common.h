@@ -92,6 +92,17 @@ INLINE vh narrow(vf x) {
 #endif
 }
 
+INLINE vh2 narrow_both(vf first, vf second) {
+#if defined(__AVX512BF16__) && VL == 16
+    return (vh2)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#else
+    vh both[2] = {round_bf16(first), round_bf16(second)};
+    vh2 joined;
+    memcpy(&joined, both, sizeof joined);
+    return joined;
+#endif
+}
+
 /* sum += the products of both bfloat16 numbers of each pair. Where a CPU has this, it takes numbers
  * below the least normal one as zeros. */
 INLINE vf add_bf16_pairs(vf sum, vu a, vu b) {
@@ -272,6 +283,18 @@ enum { NO_ACTIVATION, SILU, GELU_TANH };
 INLINE vf gate_of(vf g, int activation) {
     vf u = activation == GELU_TANH ? (g * g * 0.0713548163f + 1.5957691216f) * g : g;
     return g / (vexp(-u) + 1.0f);
+}
+
+/* The same for what is rounded to bfloat16. */
+INLINE vf rough_gate_of(vf g, int activation) {
+#if defined(__AVX512F__)
+    vf u = activation == GELU_TANH ? (g * g * 0.0713548163f + 1.5957691216f) * g : g;
+    vf whole = vexp_rough(vmin(-u, splat(80.0f))) + 1.0f;
+    vf part = (vf)_mm512_rcp14_ps((__m512)whole); /* a division would take longer than the exp */
+    return g * (part * (2.0f - whole * part));
+#else
+    return gate_of(g, activation);
+#endif
 }
 
 INLINE void sum_and_difference(float *first, float *second) {

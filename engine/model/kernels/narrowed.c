@@ -15,6 +15,7 @@
 #define LARGE 64  /* panels of a matrix that one row meets MANY at a time */
 #define GROUP_BYTES (512 << 10) /* of panels of a unit, with more rows than a chunk */
 #define CHUNK_BYTES (192 << 10) /* of narrowed rows of a unit: they stay in the L2 cache */
+#define TILES_BYTES (1700 << 10) /* of tiles, whose CPUs have 2 MiB of it, and which wait for panels */
 
 #define ASK_FOR_STATE 0x1023 /* of arch_prctl: ARCH_REQ_XCOMP_PERM */
 #define TILE_DATA 18
@@ -63,10 +64,11 @@ static void many_panels(const Product *t, int64_t row, int64_t panel, const char
 }
 
 void narrowed_plan(Product *t, int threads) {
-    int64_t panels = num_panels(t), rows = t->kind == TILES ? 2 * TILE : MR;
-    int64_t chunk = CHUNK_BYTES / (2 * t->k) / rows * rows;
+    int is_tiles = t->kind == TILES;
+    int64_t panels = num_panels(t), rows = is_tiles ? 2 * TILE : MR;
+    int64_t chunk = (is_tiles ? TILES_BYTES : CHUNK_BYTES) / (2 * t->k) / rows * rows;
     t->chunk = chunk < 4 * rows ? 4 * rows : chunk;
-    t->group = t->n == 1 && panels >= LARGE && t->kind != TILES ? MANY : 1;
+    t->group = t->n == 1 && panels >= LARGE && !is_tiles ? MANY : 1;
     if (t->n > t->chunk) {
         int64_t each = (panels + threads - 1) / threads; /* a thread's */
         int64_t groups = (each * t->panel_bytes + GROUP_BYTES - 1) / GROUP_BYTES;

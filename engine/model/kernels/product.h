@@ -83,13 +83,13 @@ void halves_pack(const uint16_t *w, int64_t k, int64_t j, char *panel);
 INLINE void put_gated(const Product *t, int64_t row, int64_t panel, const vf sum[2]) {
     int64_t first = panel * VL, left = t->m / 2 - first;
     float *y = t->y + row * t->ldy + first;
-    vf gated = gate_of(sum[0], t->activation) * sum[1];
     if (t->narrowed_y) {
-        vh rounded = narrow(gated);
+        vh rounded = narrow(rough_gate_of(sum[0], t->activation) * sum[1]);
         int16_t *to = t->narrowed_y + row * narrowed_width(t->m / 2, t->kind) + first;
         memcpy(to, &rounded, sizeof(int16_t) * (left < VL ? left : VL));
         return;
     }
+    vf gated = gate_of(sum[0], t->activation) * sum[1];
     if (left >= VL)
         store(y, gated);
     else

@@ -4,7 +4,7 @@
 #include "pool.h"
 #include "product.h"
 
-#define BAND 128 /* rows that pass all of a layer but attention at once, at most */
+#define BAND 512 /* rows that pass all of a layer but attention at once, at most */
 #define BAND_STEP 32 /* a band's rows are a multiple of it */
 #define LEAST_BAND 64 /* fewer rows are not worth a pass over the weights */
 
