@@ -103,7 +103,7 @@ def test_a_result_depends_neither_on_threads_nor_on_other_outputs(kind):
         assert torch.equal(results[0][:, :40], some)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int8"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_multiplied_alone_as_among_any_number_of_others(kind):
     torch.manual_seed(5)
     ops = make_linear(kind)

@@ -20,8 +20,8 @@ HEADERS = (
 )
 SOURCES = (
     *("pool.c", "linear.c", "narrowed.c", "linear_int8.c", "linear_pairs.c"),
-    *("linear_halves.c", "linear_tiles.c", "linear_pack.c", "experts.c", "layers.c"),
-    *("attention.c", "attention_tile.c", "step.c", "sampling.c"),
+    *("linear_halves.c", "linear_tiles.c", "linear_int8_tiles.c", "linear_pack.c"),
+    *("experts.c", "layers.c", "attention.c", "attention_tile.c", "step.c", "sampling.c"),
 )
 # No -ffast-math: linked into a shared library it turns off denormals for the whole process.
 FLAGS = (

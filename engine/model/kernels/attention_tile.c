@@ -28,7 +28,7 @@ static void tile_layout(const Attention *a, Tile *t, int64_t rows) {
     int64_t dim = a->head_dim, width = a->value_dim, padded = (rows + VL - 1) / VL * VL;
     int64_t wide = (a->narrowed ? KEYS / 2 : RUN) * dim;
     int64_t numbers = padded * (dim + KEYS + 2 * width + 8) + dim * TURNED + wide + 2 * KEYS;
-    t->q = kvr_scratch(sizeof(float) * numbers);
+    t->q = kvr_scratch(OF_TASKS, sizeof(float) * numbers);
     t->keys = t->q + padded * dim;
     t->wide = t->keys + dim * TURNED;
     t->scores = t->wide + wide;

@@ -138,7 +138,7 @@ static void wide_unit(const Product *t, int64_t unit) {
     int64_t last = first + GROUP < panels ? first + GROUP : panels;
     int64_t end = start + CHUNK < t->n ? start + CHUNK : t->n;
     int64_t parts = (t->k + DEPTH - 1) / DEPTH, most = (t->k + parts - 1) / parts;
-    float *copy = kvr_scratch(sizeof(float) * NR * (DEPTH + GROUP * CHUNK));
+    float *copy = kvr_scratch(OF_TASKS, sizeof(float) * NR * (DEPTH + GROUP * CHUNK));
     for (int64_t from = 0, depth; from < t->k; from += depth) {
         depth = t->k - from < most ? t->k - from : most;
         float *sums = copy + NR * DEPTH;

@@ -6,28 +6,38 @@
 #include "product.h"
 #include "tiles.h"
 
+#include <stdatomic.h>
 #ifdef HAS_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 #define NUMBERS 8192 /* narrowed by one task, about */
+#define MANY_ROWS 32 /* of int8 weights, so that tiles are quicker */
 #define LARGE 64  /* panels of a matrix that one row meets MANY at a time */
 #define GROUP_BYTES (512 << 10) /* of panels of a unit, with more rows than a chunk */
 #define CHUNK_BYTES (192 << 10) /* of narrowed rows of a unit: they stay in the L2 cache */
 #define TILES_BYTES (1700 << 10) /* of tiles, whose CPUs have 2 MiB of it, and which wait for panels */
 
+/* Linux gives a process tiles when it asks for them. */
+static int has_tiles(void) {
+#ifdef HAS_TILES
 #define ASK_FOR_STATE 0x1023 /* of arch_prctl: ARCH_REQ_XCOMP_PERM */
 #define TILE_DATA 18
+    static atomic_int known; /* 1: no, 2: yes */
+    if (!atomic_load(&known))
+        atomic_store(&known, syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) ? 1 : 2);
+    return atomic_load(&known) == 2;
+#else
+    return 0;
+#endif
+}
 
-/* Whether products of this kind are quicker than float32 here, or at least done. Linux gives a process
- * tiles when it asks for them. Intel's CPUs take a vector of pairs four times as long as one of half
- * floats. */
+/* Whether products of this kind are quicker than float32 here, or at least done. Intel's CPUs take a vector
+ * of pairs four times as long as one of half floats. */
 int kvr_multiplies(int kind) {
     switch (kind) {
-#ifdef HAS_TILES
-    case TILES: return !syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA);
-#endif
+    case TILES: return has_tiles();
 #ifdef HAS_HALVES
     case HALVES: return __builtin_cpu_is("intel");
 #endif
@@ -63,13 +73,17 @@ static void many_panels(const Product *t, int64_t row, int64_t panel, const char
     many_of(t->kind)(t, row, panel, next, 4 * NR * MANY);
 }
 
+static int takes_tiles(const Product *t, int64_t rows) {
+    return t->kind == TILES || (t->kind == INT8 && rows >= MANY_ROWS && has_tiles());
+}
+
 void narrowed_plan(Product *t, int threads) {
-    int is_tiles = t->kind == TILES;
-    int64_t panels = num_panels(t), rows = is_tiles ? 2 * TILE : MR;
-    int64_t chunk = (is_tiles ? TILES_BYTES : CHUNK_BYTES) / (2 * t->k) / rows * rows;
+    int tiles = takes_tiles(t, t->n), splits = tiles && t->kind == INT8; /* its rows, in each unit */
+    int64_t panels = num_panels(t), rows = tiles ? 2 * TILE : MR;
+    int64_t chunk = (t->kind == TILES ? TILES_BYTES : CHUNK_BYTES) / (2 * t->k) / rows * rows;
     t->chunk = chunk < 4 * rows ? 4 * rows : chunk;
-    t->group = t->n == 1 && panels >= LARGE && !is_tiles ? MANY : 1;
-    if (t->n > t->chunk) {
+    t->group = t->n == 1 && panels >= LARGE && !tiles ? MANY : 1;
+    if (t->n > t->chunk || splits) {
         int64_t each = (panels + threads - 1) / threads; /* a thread's */
         int64_t groups = (each * t->panel_bytes + GROUP_BYTES - 1) / GROUP_BYTES;
         groups = groups < each ? groups : each;
@@ -83,7 +97,12 @@ void narrowed_unit(const Product *t, int64_t unit, const char *ahead) {
     int64_t end = start + t->chunk < t->n ? start + t->chunk : t->n;
     int64_t panels = num_panels(t), p = unit / chunks * t->group;
     int64_t last = p + t->group < panels ? p + t->group : panels;
-    if (t->kind == TILES) tiles_begin();
+    int tiles = takes_tiles(t, end - start);
+    if (tiles) tiles_begin();
+    if (tiles && t->kind == INT8) {
+        int8_tiles_unit(t, start, end, p, last);
+        p = last;
+    }
     if (end - start == 1 && last - p == MANY) {
         many_panels(t, start, p, ahead);
         p = last;
@@ -92,7 +111,7 @@ void narrowed_unit(const Product *t, int64_t unit, const char *ahead) {
         const char *next = p + 1 < last ? t->w + (p + 1) * t->panel_bytes : ahead;
         (t->kind == TILES ? tiles_panel : panel_rows)(t, start, end, p, next);
     }
-    if (t->kind == TILES) tiles_end();
+    if (tiles) tiles_end();
 }
 
 typedef struct {
@@ -133,7 +152,7 @@ void narrow_inputs(Product *products, int64_t count, int threads) {
     int64_t beyond = t.kind == TILES ? 2 * TILE : 0; /* rows that a tile may have behind the last */
     int64_t bytes = ((t.n + beyond) * t.width * 2 + 63) / 64 * 64;
     t.groups = t.kind == INT8 ? (t.k + INT8_GROUP - 1) / INT8_GROUP : t.kind == HALVES;
-    t.numbers = kvr_scratch(bytes + t.n * t.groups * sizeof(float));
+    t.numbers = kvr_scratch(OF_CALLER, bytes + t.n * t.groups * sizeof(float));
     t.units = (float *)((char *)t.numbers + bytes);
     t.step = t.k < NUMBERS ? NUMBERS / t.k : 1;
     kvr_parallel(threads, (t.n + t.step - 1) / t.step, narrow_rows, &t);

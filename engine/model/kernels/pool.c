@@ -25,7 +25,7 @@ static pthread_mutex_t taken = PTHREAD_MUTEX_INITIALIZER; /* held by the caller 
 static pthread_mutex_t bed = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static pthread_key_t scratch_key;
+static pthread_key_t scratch_keys[SCRATCHES];
 static _Thread_local int own_part; /* 0 of callers, a helper's number + 1 */
 static int num_helpers; /* changed under `taken` */
 static atomic_int sleepers;
@@ -89,7 +89,7 @@ static void forget_helpers(void) {
 
 static void start(void) {
     pthread_atfork(NULL, NULL, forget_helpers);
-    pthread_key_create(&scratch_key, free);
+    for (int use = 0; use < SCRATCHES; use++) pthread_key_create(scratch_keys + use, free);
 }
 
 static void grow(int wanted) {
@@ -190,16 +190,16 @@ void kvr_share(int threads, int64_t count, void (*body)(void *arg, int64_t i, in
     kvr_parallel(threads, threads, share_task, &share);
 }
 
-void *kvr_scratch(size_t bytes) {
+void *kvr_scratch(int use, size_t bytes) {
     pthread_once(&once, start);
-    size_t *held = pthread_getspecific(scratch_key);
+    size_t *held = pthread_getspecific(scratch_keys[use]);
     if (!held || *held < bytes) {
         free(held);
         size_t whole = (bytes + SCRATCH_HEADER + 63) / 64 * 64;
         held = aligned_alloc(64, whole);
         if (!held) abort(); /* less than a step's activations: nothing works without it */
         *held = whole - SCRATCH_HEADER;
-        pthread_setspecific(scratch_key, held);
+        pthread_setspecific(scratch_keys[use], held);
     }
     return (char *)held + SCRATCH_HEADER;
 }

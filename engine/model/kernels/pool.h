@@ -17,7 +17,9 @@ int kvr_own_part(void);
 void kvr_share(int threads, int64_t count, void (*body)(void *arg, int64_t i, int64_t next),
                void *arg);
 
-/* At least `bytes` of memory of the calling thread, 64-byte aligned, valid until it asks again. */
-void *kvr_scratch(size_t bytes);
+/* At least `bytes` of memory of the calling thread, 64-byte aligned, valid until it asks again for the
+ * same use. */
+enum { OF_CALLER, OF_TASKS, SCRATCHES };
+void *kvr_scratch(int use, size_t bytes);
 
 #endif

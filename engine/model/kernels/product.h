@@ -37,7 +37,7 @@ const char *product_weights(const Product *product, int64_t unit);
 
 /* Kinds that take inputs as narrow as the weights. These have to be narrowed before the first task runs:
  * rows of all `products`, which lie one after the other, into memory of the calling thread that holds
- * until it asks for scratch again. Tasks of these kinds do not. */
+ * until it narrows others. */
 INLINE int is_narrowed(int kind) { return kind >= INT8; }
 
 /* From one row of narrowed numbers to the next. The rows of a tile lie in an odd number of cache lines
@@ -60,6 +60,8 @@ extern Tile int8_many, pairs_many, halves_many;
 
 /* TILES, whose tiles are larger: rows [start, end) of a panel, between tiles_begin and tiles_end. */
 void tiles_panel(const Product *t, int64_t start, int64_t end, int64_t panel, const char *next);
+/* INT8 by tiles: rows [start, end) of panels [first, last). */
+void int8_tiles_unit(const Product *t, int64_t start, int64_t end, int64_t first, int64_t last);
 
 /* A kind's, from its `tile`, whose second and third argument are constants: rows and panels. */
 #define TILE_ARGUMENTS \

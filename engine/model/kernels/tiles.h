@@ -1,4 +1,4 @@
-/* Tiles of a matrix unit (AMX): 16 rows of 64 bytes. c += a @ b takes 16 words of each row of `a`, one
+/* Tiles of a matrix unit (AMX): 16 rows of 64 bytes. Of bfloat16, c += a @ b takes 16 words of each row of `a`, one
  * word of b's rows for each column, and adds up both bfloat16 numbers of a word in float32: first the
  * lower ones of all 16 words, then the upper ones, then both, and that to c. Numbers below the least
  * normal one count as zeros. */
@@ -9,7 +9,7 @@
 
 #define TILE 16 /* rows, and words of a row */
 
-#if defined(__AMX_BF16__) && VL == 16
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512VBMI__) && VL == 16
 #define HAS_TILES 1
 
 #define SETTLED() __asm__ __volatile__("" ::: "memory") /* what was written is in memory */
