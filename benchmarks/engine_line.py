@@ -34,6 +34,7 @@ def kvrelay(spec: dict[str, Any]) -> Generate:
         quantization=spec["quantization"],
         device="cpu",
         threads=spec["threads"],
+        max_num_batched_tokens=spec["max_num_batched_tokens"],
     )
     config = asked.config()
     model = prepare_model(config, 1, lambda _: None)
@@ -52,6 +53,7 @@ def vllm(spec: dict[str, Any]) -> Generate:
         model=spec["model_dir"],
         dtype=spec["dtype"],
         max_model_len=spec["max_model_len"],
+        max_num_batched_tokens=spec["max_num_batched_tokens"],
         block_size=spec["block_size"],
         num_gpu_blocks_override=spec["num_blocks"],
         enable_prefix_caching=False,

@@ -42,6 +42,12 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
 )
 @click.option("--threads", type=click.IntRange(0, 1024), default=0, help="Default: all cores.")
+@click.option(
+    "--max-num-batched-tokens",
+    type=click.IntRange(0, MAX_TOKENS),
+    default=0,
+    help="Of a step. Default: as of kvrelay serve.",
+)
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results there.")

@@ -52,6 +52,7 @@ class EngineSpec:
     quantization: str = "none"
     device: str = "auto"
     threads: int = 0  # 0: one for each core
+    max_num_batched_tokens: int = 0  # 0: as of `kvrelay serve`
     rounds: int = 3
     seed: int = 0
 
@@ -85,6 +86,8 @@ class EngineSpec:
             "engine.max_waiting": max(256, most),
             "engine.threads": self.num_threads,
         }
+        if self.max_num_batched_tokens:
+            overrides["engine.max_num_batched_tokens"] = self.max_num_batched_tokens
         return load_config(None, overrides)
 
 
