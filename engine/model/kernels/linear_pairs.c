@@ -31,9 +31,9 @@ INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t pa
 
 TILES_OF(pairs)
 
-void pairs_row(const float *x, int64_t k, int64_t padded, int16_t *numbers) {
+void pairs_row(const float *x, int64_t k, int64_t width, int16_t *numbers) {
     int64_t i = 0;
     for (; i + VL <= k; i += VL) *(vhu *)(numbers + i) = narrow(load(x + i));
     for (; i < k; i++) numbers[i] = (int16_t)float_to_bf16(x[i]);
-    for (; i < padded; i++) numbers[i] = 0;
+    for (; i < width; i++) numbers[i] = 0;
 }

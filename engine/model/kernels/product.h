@@ -74,9 +74,10 @@ void int8_tiles_unit(const Product *t, int64_t start, int64_t end, int64_t first
     Tile *const KIND##_tiles[MR] = {EACH_ROWS(TILE_NAME)}; \
     void KIND##_many(TILE_ARGUMENTS) { tile(t, 1, MANY, row, panel, ahead, pace); }
 
-/* One row of `numbers` [padded], rounded from x [k], and what they are times; halves.h has a third. */
+/* One row of `numbers` [even(k), or `width`], rounded from x [k], and what they are times; halves.h has
+ * a third. */
 void int8_row(const float *x, int64_t k, int16_t *numbers, float *units);
-void pairs_row(const float *x, int64_t k, int64_t padded, int16_t *numbers);
+void pairs_row(const float *x, int64_t k, int64_t width, int16_t *numbers);
 
 /* A row of bfloat16 weights [k] to output j of a panel. */
 void halves_pack(const uint16_t *w, int64_t k, int64_t j, char *panel);

@@ -83,14 +83,20 @@ static void before_attention(const Layer *l, const Step *s, int64_t first) {
     kvr_rope_write(l->rope, s->qkv, l->q_norm, l->k_norm, l->pool, first, s->rows, s->threads);
 }
 
-/* What a gated product leaves for the next is rounded at once, if its numbers need no unit. */
+/* Whether what the gated product leaves for the next can be rounded at once: its numbers need no unit, and
+ * they fit where floats would lie. */
+static int rounds_at_once(const Layer *l) {
+    int kind = (int)l->down.kind;
+    return kind == l->gate_up.kind && (kind == PAIRS || kind == TILES) &&
+           narrowed_width(l->down.depth, kind) <= 2 * l->down.depth;
+}
+
 static void after_attention(const Layer *l, const Step *s) {
-    int kind = (int)l->down.kind, at_once = kind == l->gate_up.kind && (kind == PAIRS || kind == TILES);
     Product gate_up = product_of(s, s->hidden, &l->gate_up, s->gated);
     Product down = product_of(s, s->gated, &l->down, NULL);
     gate_up.activation = s->activation, gate_up.ldy = l->down.depth;
-    if (at_once) {
-        int64_t k = l->down.depth, behind = padded(k, kind) - k, width = narrowed_width(k, kind);
+    if (rounds_at_once(l)) {
+        int64_t k = down.k, behind = padded(k, down.kind) - k, width = narrowed_width(k, down.kind);
         gate_up.narrowed_y = (int16_t *)s->gated, down.numbers = gate_up.narrowed_y;
         for (int64_t r = 0; behind && r < s->rows; r++)
             memset(gate_up.narrowed_y + r * width + k, 0, sizeof(int16_t) * behind);

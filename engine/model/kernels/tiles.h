@@ -1,7 +1,7 @@
-/* Tiles of a matrix unit (AMX): 16 rows of 64 bytes. Of bfloat16, c += a @ b takes 16 words of each row of `a`, one
- * word of b's rows for each column, and adds up both bfloat16 numbers of a word in float32: first the
- * lower ones of all 16 words, then the upper ones, then both, and that to c. Numbers below the least
- * normal one count as zeros. */
+/* Tiles of a matrix unit (AMX): 16 rows of 64 bytes. Of bfloat16, c += a @ b takes 16 words of each row of
+ * `a`, one word of b's rows for each column, and adds up both numbers of a word in float32: first the lower
+ * ones of all 16 words, then the upper ones, then both, and that to c. Numbers below the least normal one
+ * count as zeros. */
 #ifndef KVRELAY_TILES_H
 #define KVRELAY_TILES_H
 
