@@ -89,10 +89,7 @@ INLINE void tiled_product(int keep, int64_t rows, int64_t cols, int64_t depth, c
                           Ahead *ahead) {
     for (int64_t j = 0; j < cols; j += NR) {
         const char *at = ahead ? take(ahead, depth * 64) : NULL;
-        if (rows > TILE)
-            micro_tiles(2, depth, a, row, b + j, ldb, c + j, ldc, keep, at, at ? 64 : 0);
-        else
-            micro_tiles(1, depth, a, row, b + j, ldb, c + j, ldc, keep, at, at ? 64 : 0);
+        tile_rows(rows, depth, a, row, b + j, ldb, c + j, ldc, keep, at, at ? 64 : 0);
     }
 }
 

@@ -1,6 +1,6 @@
 /* Vectors, narrow floats, exp and the one matrix micro-kernel that every CPU kernel here is made of.
  *
- * All arithmetic is float32. bfloat16 and FP8 only ever appear as storage (weights, KV cache).
+ * Sums are float32. FP8 is storage; bfloat16 is that, or what factors are rounded to (linear.h).
  * Vectors are the compiler's own vector types, so the same source serves AVX2, AVX-512 and NEON. */
 #ifndef KVRELAY_COMMON_H
 #define KVRELAY_COMMON_H
@@ -279,17 +279,19 @@ INLINE vf vtanh(vf x) {
 
 enum { NO_ACTIVATION, SILU, GELU_TANH };
 
-/* The tanh form of GELU is a sigmoid too: (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)). */
+/* Both are gates: g / (1 + exp(-u)). The tanh form of GELU is one: (1 + tanh(v)) / 2 = 1 / (1 + exp(-2v)). */
+INLINE vf gate_argument(vf g, int activation) {
+    return activation == GELU_TANH ? (g * g * 0.0713548163f + 1.5957691216f) * g : g;
+}
+
 INLINE vf gate_of(vf g, int activation) {
-    vf u = activation == GELU_TANH ? (g * g * 0.0713548163f + 1.5957691216f) * g : g;
-    return g / (vexp(-u) + 1.0f);
+    return g / (vexp(-gate_argument(g, activation)) + 1.0f);
 }
 
 /* The same for what is rounded to bfloat16. */
 INLINE vf rough_gate_of(vf g, int activation) {
 #if defined(__AVX512F__)
-    vf u = activation == GELU_TANH ? (g * g * 0.0713548163f + 1.5957691216f) * g : g;
-    vf whole = vexp_rough(vmin(-u, splat(80.0f))) + 1.0f;
+    vf whole = vexp_rough(vmin(-gate_argument(g, activation), splat(80.0f))) + 1.0f;
     vf part = (vf)_mm512_rcp14_ps((__m512)whole); /* a division would take longer than the exp */
     return g * (part * (2.0f - whole * part));
 #else

@@ -1,4 +1,4 @@
-/* y = x @ W^T (+ bias), float32 arithmetic over packed weights (linear.h; INT8 and PAIRS: narrowed.c).
+/* y = x @ W^T (+ bias), float32 arithmetic over packed weights (linear.h; inputs that are rounded: narrowed.c).
  *
  * Few rows of x: reading W is what takes time. Panels are widened in registers, and while one is
  * multiplied the next is fetched. Many rows: arithmetic is. Panels are widened once for a chunk of

@@ -34,17 +34,11 @@ void tiles_panel(const Product *t, int64_t start, int64_t end, int64_t panel, co
     if (blocks == 1) next = (const char *)w + NEAR;
     for (int64_t row = start; row < end; row += 2 * TILE, next += share) {
         const word *x = (const word *)t->numbers + row * ldx;
-        int64_t rows = end - row < 2 * TILE ? end - row : 2 * TILE, ldy = t->ldy;
-        if (rows == 2 * TILE && is_whole) {
-            float *y = t->y + row * ldy + panel * NR;
-            micro_tiles(2, depth, x, ldx, w, NR, y, ldy, t->keep, next, pace);
-            continue;
-        }
-        if (t->keep) take_sums(t, row, rows, panel, sums);
-        if (rows > TILE)
-            micro_tiles(2, depth, x, ldx, w, NR, sums, NR, t->keep, next, pace);
-        else
-            micro_tiles(1, depth, x, ldx, w, NR, sums, NR, t->keep, next, pace);
-        put_sums(t, row, rows, panel, sums);
+        int64_t rows = end - row < 2 * TILE ? end - row : 2 * TILE;
+        int in_place = is_whole && rows == 2 * TILE;
+        float *to = in_place ? t->y + row * t->ldy + panel * NR : sums;
+        if (t->keep && !in_place) take_sums(t, row, rows, panel, sums);
+        tile_rows(rows, depth, x, ldx, w, NR, to, in_place ? t->ldy : NR, t->keep, next, pace);
+        if (!in_place) put_sums(t, row, rows, panel, sums);
     }
 }

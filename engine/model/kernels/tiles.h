@@ -75,4 +75,13 @@ INLINE void micro_tiles(int tiles, int64_t depth, const word *a, int64_t lda, co
 
 #endif
 
+/* Of up to two tiles of rows, whole ones of which are read and written. */
+INLINE void tile_rows(int64_t rows, int64_t depth, const word *a, int64_t lda, const word *b,
+                      int64_t ldb, float *c, int64_t ldc, int keep, const char *ahead, int64_t pace) {
+    if (rows > TILE)
+        micro_tiles(2, depth, a, lda, b, ldb, c, ldc, keep, ahead, pace);
+    else
+        micro_tiles(1, depth, a, lda, b, ldb, c, ldc, keep, ahead, pace);
+}
+
 #endif
