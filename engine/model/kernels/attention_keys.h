@@ -82,6 +82,11 @@ INLINE void product(int narrowed, int keep, int64_t rows, int64_t cols, int64_t 
 #undef NARROW
 }
 
+INLINE void fetch_beside(void *with, int half) {
+    const char **at = with;
+    for (int i = 0; *at && !half && i < TILE; i++, *at += 64) __builtin_prefetch(*at);
+}
+
 /* The same of tiles (tiles.h), up to two of them in rows: what a and c have up to a whole number of tiles is
  * read and written. `ahead` may be NULL. */
 INLINE void tiled_product(int keep, int64_t rows, int64_t cols, int64_t depth, const word *a,
@@ -89,7 +94,7 @@ INLINE void tiled_product(int keep, int64_t rows, int64_t cols, int64_t depth, c
                           Ahead *ahead) {
     for (int64_t j = 0; j < cols; j += NR) {
         const char *at = ahead ? take(ahead, depth * 64) : NULL;
-        tile_rows(rows, depth, a, row, b + j, ldb, c + j, ldc, keep, at, at ? 64 : 0);
+        tile_rows(rows, depth, a, row, 0, b + j, ldb, c + j, ldc, keep, fetch_beside, &at);
     }
 }
 

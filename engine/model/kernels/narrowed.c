@@ -14,7 +14,7 @@
 
 #define NUMBERS 8192 /* narrowed by one task, about */
 #define MANY_ROWS 32 /* of int8 weights, so that tiles are quicker */
-#define LARGE 64  /* panels of a matrix that one row meets MANY at a time */
+#define LARGE 64  /* panels of a matrix that few rows meet MANY at a time */
 #define GROUP_BYTES (512 << 10) /* of panels of a unit, with more rows than a chunk */
 #define CHUNK_BYTES (192 << 10) /* of narrowed rows of a unit: they stay in the L2 cache */
 #define TILES_BYTES (1700 << 10) /* of tiles, whose CPUs have 2 MiB of it, and which wait for panels */
@@ -82,8 +82,11 @@ void narrowed_plan(Product *t, int threads) {
     int64_t panels = num_panels(t), rows = tiles ? 2 * TILE : MR;
     int64_t chunk = (t->kind == TILES ? TILES_BYTES : CHUNK_BYTES) / (2 * t->k) / rows * rows;
     t->chunk = chunk < 4 * rows ? 4 * rows : chunk;
-    t->group = t->n == 1 && panels >= LARGE && !tiles ? MANY : 1;
-    if (t->n > t->chunk || splits) {
+    int few = t->kind == TILES ? t->n <= rows : t->n == 1;
+    t->group = few && panels >= LARGE ? MANY : 1;
+    if (t->kind == TILES && !few && threads == 1) {
+        t->group = panels;
+    } else if (t->n > t->chunk || splits) {
         int64_t each = (panels + threads - 1) / threads; /* a thread's */
         int64_t groups = (each * t->panel_bytes + GROUP_BYTES - 1) / GROUP_BYTES;
         groups = groups < each ? groups : each;
@@ -99,9 +102,13 @@ void narrowed_unit(const Product *t, int64_t unit, const char *ahead) {
     int64_t last = p + t->group < panels ? p + t->group : panels;
     int tiles = takes_tiles(t, end - start);
     if (tiles) tiles_begin();
-    if (tiles && t->kind == INT8) {
-        int8_tiles_unit(t, start, end, p, last);
-        p = last;
+    if (tiles) {
+        if (t->kind == INT8)
+            int8_tiles_unit(t, start, end, p, last);
+        else
+            tiles_unit(t, start, end, p, last, ahead);
+        tiles_end();
+        return;
     }
     if (end - start == 1 && last - p == MANY) {
         many_panels(t, start, p, ahead);
@@ -109,9 +116,8 @@ void narrowed_unit(const Product *t, int64_t unit, const char *ahead) {
     }
     for (; p < last; p++) {
         const char *next = p + 1 < last ? t->w + (p + 1) * t->panel_bytes : ahead;
-        (t->kind == TILES ? tiles_panel : panel_rows)(t, start, end, p, next);
+        panel_rows(t, start, end, p, next);
     }
-    if (tiles) tiles_end();
 }
 
 typedef struct {

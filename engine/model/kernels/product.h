@@ -58,8 +58,9 @@ typedef void Tile(const Product *t, int64_t row, int64_t panel, const char *ahea
 extern Tile *const int8_tiles[MR], *const pairs_tiles[MR], *const halves_tiles[MR];
 extern Tile int8_many, pairs_many, halves_many;
 
-/* TILES, whose tiles are larger: rows [start, end) of a panel, between tiles_begin and tiles_end. */
-void tiles_panel(const Product *t, int64_t start, int64_t end, int64_t panel, const char *next);
+/* TILES, whose tiles are larger: rows [start, end) of panels [first, last), between tiles_begin and tiles_end;
+ * meanwhile memory at `ahead` is fetched. */
+void tiles_unit(const Product *t, int64_t start, int64_t end, int64_t first, int64_t last, const char *ahead);
 /* INT8 by tiles: rows [start, end) of panels [first, last). */
 void int8_tiles_unit(const Product *t, int64_t start, int64_t end, int64_t first, int64_t last);
 
@@ -89,7 +90,10 @@ INLINE void put_gated(const Product *t, int64_t row, int64_t panel, const vf sum
     if (t->narrowed_y) {
         vh rounded = narrow(rough_gate_of(sum[0], t->activation) * sum[1]);
         int16_t *to = t->narrowed_y + row * narrowed_width(t->m / 2, t->kind) + first;
-        memcpy(to, &rounded, sizeof(int16_t) * (left < VL ? left : VL));
+        if (left >= VL)
+            *(vhu *)to = rounded;
+        else
+            memcpy(to, &rounded, sizeof(int16_t) * left);
         return;
     }
     vf gated = gate_of(sum[0], t->activation) * sum[1];

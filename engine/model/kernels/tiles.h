@@ -9,6 +9,10 @@
 
 #define TILE 16 /* rows, and words of a row */
 
+/* What is done besides, twice for every TILE words of depth, after a product with each `half` of the columns: a
+ * CPU's other units have time. */
+typedef void Beside(void *with, int half);
+
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512VBMI__) && VL == 16
 #define HAS_TILES 1
 
@@ -28,11 +32,10 @@ INLINE void tiles_begin(void) {
 INLINE void tiles_end(void) { _tile_release(); }
 
 /* c[rows, NR] = (keep ? c : 0) + a[rows, depth] @ b[depth, NR], of words; depth is a multiple of TILE.
- * Rows are 1 or 2 tiles: all of them are read and written. Strides count words and floats. Meanwhile
- * memory from `ahead` on is fetched, `pace` bytes for each word of depth. */
-INLINE void micro_tiles(int tiles, int64_t depth, const word *a, int64_t lda, const word *b,
-                        int64_t ldb, float *c, int64_t ldc, int keep, const char *ahead,
-                        int64_t pace) {
+ * Rows are 1 or 2 tiles: all of them are read and written. Strides count words and floats. Rows that stream
+ * do not drive what is in the L1 cache out of it. */
+INLINE void micro_tiles(int tiles, int64_t depth, const word *a, int64_t lda, int streams, const word *b,
+                        int64_t ldb, float *c, int64_t ldc, int keep, Beside *beside, void *with) {
     float *below = c + TILE * ldc;
     SETTLED();
     if (keep) {
@@ -47,15 +50,21 @@ INLINE void micro_tiles(int tiles, int64_t depth, const word *a, int64_t lda, co
         if (tiles == 2) _tile_zero(3);
     }
     for (int64_t d = 0; d < depth; d += TILE, a += TILE, b += TILE * ldb) {
-        for (const char *end = ahead + TILE * pace; ahead < end; ahead += 64)
-            __builtin_prefetch(ahead);
-        _tile_loadd(4, a, 4 * lda);
+        if (streams)
+            _tile_stream_loadd(4, a, 4 * lda);
+        else
+            _tile_loadd(4, a, 4 * lda);
         _tile_loadd(6, b, 4 * ldb);
         _tile_dpbf16ps(0, 4, 6);
+        beside(with, 0);
         _tile_loadd(7, b + VL, 4 * ldb);
         _tile_dpbf16ps(1, 4, 7);
+        beside(with, 1);
         if (tiles == 1) continue;
-        _tile_loadd(5, a + TILE * lda, 4 * lda);
+        if (streams)
+            _tile_stream_loadd(5, a + TILE * lda, 4 * lda);
+        else
+            _tile_loadd(5, a + TILE * lda, 4 * lda);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
@@ -69,19 +78,18 @@ INLINE void micro_tiles(int tiles, int64_t depth, const word *a, int64_t lda, co
 
 INLINE void tiles_begin(void) {}
 INLINE void tiles_end(void) {}
-INLINE void micro_tiles(int tiles, int64_t depth, const word *a, int64_t lda, const word *b,
-                        int64_t ldb, float *c, int64_t ldc, int keep, const char *ahead,
-                        int64_t pace) {}
+INLINE void micro_tiles(int tiles, int64_t depth, const word *a, int64_t lda, int streams, const word *b,
+                        int64_t ldb, float *c, int64_t ldc, int keep, Beside *beside, void *with) {}
 
 #endif
 
 /* Of up to two tiles of rows, whole ones of which are read and written. */
-INLINE void tile_rows(int64_t rows, int64_t depth, const word *a, int64_t lda, const word *b,
-                      int64_t ldb, float *c, int64_t ldc, int keep, const char *ahead, int64_t pace) {
+INLINE void tile_rows(int64_t rows, int64_t depth, const word *a, int64_t lda, int streams, const word *b,
+                      int64_t ldb, float *c, int64_t ldc, int keep, Beside *beside, void *with) {
     if (rows > TILE)
-        micro_tiles(2, depth, a, lda, b, ldb, c, ldc, keep, ahead, pace);
+        micro_tiles(2, depth, a, lda, streams, b, ldb, c, ldc, keep, beside, with);
     else
-        micro_tiles(1, depth, a, lda, b, ldb, c, ldc, keep, ahead, pace);
+        micro_tiles(1, depth, a, lda, streams, b, ldb, c, ldc, keep, beside, with);
 }
 
 #endif
