@@ -90,6 +90,24 @@ class Batch:
             spans=tuple(spans),
         )
 
+    def sampled(self) -> Batch:
+        """The last tokens of the sequences that are sampled after, alone. On a CPU."""
+        last = (self.query_start + self.query_len - 1).long()
+        seqs = torch.bucketize(self.sample_rows, last)
+        rows = torch.arange(len(seqs), dtype=torch.int32)
+        context = self.context_len[seqs]
+        return Batch(
+            tokens=self.tokens[self.sample_rows],
+            positions=self.positions[self.sample_rows],
+            slots=self.slots[self.sample_rows],
+            query_start=rows,
+            query_len=torch.ones_like(rows),
+            context_len=context,
+            block_tables=self.block_tables[seqs],
+            sample_rows=rows.long(),
+            spans=tuple((row, 1, length) for row, length in enumerate(context.tolist())),
+        )
+
 
 def checked_blocks(seq: ScheduledSeq, limits: Limits) -> np.ndarray:
     """The blocks that hold [0, start + len(tokens)), int64; -1 where the window has left them.

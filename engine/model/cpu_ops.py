@@ -86,8 +86,10 @@ class CpuOps:
     def begin(self, batch: Batch) -> None:
         self._attention.begin(batch)
 
-    def run_layers(self, hidden: torch.Tensor, layers: Sequence[Any]) -> bool:
-        return self._step.run(hidden, layers)
+    def run_layers(
+        self, hidden: torch.Tensor, layers: Sequence[Any], batch: Batch
+    ) -> torch.Tensor | None:
+        return self._step.run(hidden, layers, batch)
 
     def _buffer(self, role: str, rows: int, width: int) -> torch.Tensor:
         held = self._buffers.get(role)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.cpu_attention import CpuAttention
 from engine.model.cpu_linear import ACTIVATIONS, Matrix
@@ -74,21 +75,44 @@ class CpuStep:
         self._described: Sequence[LayerWeights] | None = None
         self._layers: ctypes.Array[_Layer] | None = None
 
-    def run(self, hidden: torch.Tensor, layers: Sequence[LayerWeights]) -> bool:
-        """hidden [N, hidden_size] passes all layers, in place. False: it did not, as some layer is
-        of another kind."""
+    def run(
+        self, hidden: torch.Tensor, layers: Sequence[LayerWeights], batch: Batch
+    ) -> torch.Tensor | None:
+        """hidden [N, hidden_size] passes all layers. Returns it where rows are to be sampled, [R,
+        hidden_size]; None: nothing was done, as some layer is of another kind."""
         if self._described is not layers:
             self._described, self._layers = layers, self._describe(layers)
         if self._layers is None:
-            return False
+            return None
         assert hidden.is_contiguous()
-        step, rows = self._step, len(hidden)
+        step, rows, count = self._step, len(hidden), len(layers)
         step.hidden, step.rows = hidden.data_ptr(), rows
-        for name, width in self._widths.items():
-            most = rows + step.threads * BAND_STEP
-            setattr(step, name, self._buffer("step_" + name, most, width).data_ptr())
-        self._lib.kvr_layers(self._layers, len(layers), ctypes.addressof(step))
-        return True
+        buffers = {
+            name: self._buffer("step_" + name, rows + step.threads * BAND_STEP, width)
+            for name, width in self._widths.items()
+        }
+        for name, buffer in buffers.items():
+            setattr(step, name, buffer.data_ptr())
+        whole = len(batch.sample_rows) == rows
+        self._lib.kvr_layers(self._layers, count if whole else count - 1, ctypes.addressof(step))
+        return hidden if whole else self._last(hidden, buffers["qkv"], count - 1, batch)
+
+    def _last(
+        self, hidden: torch.Tensor, qkv: torch.Tensor, index: int, batch: Batch
+    ) -> torch.Tensor:
+        """The last layer. Tokens that nothing is sampled after leave keys and values, no more."""
+        assert self._layers is not None
+        layer, step = self._layers[index], self._step
+        self._lib.kvr_before_attention(ctypes.byref(layer), ctypes.addressof(step))
+        hidden = hidden.index_select(0, batch.sample_rows)
+        if not len(hidden):
+            return hidden
+        queries = qkv.index_select(0, batch.sample_rows)
+        self._attention.begin(batch.sampled())
+        self._lib.kvr_attention(layer.attention, queries.data_ptr(), step.attended, layer.pool)
+        step.hidden, step.rows = hidden.data_ptr(), len(hidden)
+        self._lib.kvr_after_attention(ctypes.byref(layer), ctypes.addressof(step))
+        return hidden
 
     def _describe(self, layers: Sequence[LayerWeights]) -> ctypes.Array[_Layer] | None:
         told = (_Layer * len(layers))()

@@ -33,14 +33,19 @@ class Decoder:
         if self._config.embed_scale != 1.0:
             # Rounded as the residual stream is: models in bfloat16 were trained with that.
             hidden *= torch.tensor(self._config.embed_scale, dtype=hidden.dtype).item()
-        if not ops.run_layers(hidden, weights.layers):
-            for index, layer in enumerate(weights.layers):
-                self._attend(hidden, layer, index)
-                self._feed_forward(hidden, layer)
-        if len(batch.sample_rows) < len(hidden):  # else it is all of them, in order
-            hidden = hidden.index_select(0, batch.sample_rows)
-        logits = ops.linear(ops.rms_norm(hidden, weights.norm), weights.head).float()
+        sampled = ops.run_layers(hidden, weights.layers, batch)
+        if sampled is None:
+            sampled = self._run_layers(hidden, batch)
+        logits = ops.linear(ops.rms_norm(sampled, weights.norm), weights.head).float()
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+    def _run_layers(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        for index, layer in enumerate(self._weights.layers):
+            self._attend(hidden, layer, index)
+            self._feed_forward(hidden, layer)
+        if len(batch.sample_rows) == len(hidden):  # all of them, in order
+            return hidden
+        return hidden.index_select(0, batch.sample_rows)
 
     def _attend(self, hidden: torch.Tensor, layer: LayerWeights, index: int) -> None:
         ops, attention = self._ops, layer.attention

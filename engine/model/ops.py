@@ -51,9 +51,10 @@ class Ops(Protocol):
 
     def begin(self, batch: Batch) -> None: ...
 
-    def run_layers(self, hidden: torch.Tensor, layers: Any) -> bool:
-        """All layers (a tuple of `LayerWeights`) at once, hidden [N, hidden_size] in place, if the
-        set has a faster way than the calls below; False: nothing was done."""
+    def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Batch) -> torch.Tensor | None:
+        """All layers (a tuple of `LayerWeights`) at once, if the set has a faster way than the
+        calls below: hidden [N, hidden_size], which is overwritten -> [R, hidden_size] of the rows
+        to be sampled. None: nothing was done."""
         ...
 
     def embed(self, table: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -127,8 +127,8 @@ class ParallelOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def run_layers(self, hidden: torch.Tensor, layers: Any) -> bool:
-        return False  # ranks add up their results within each layer
+    def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Any) -> None:
+        return None  # ranks add up their results within each layer
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> _Matrix:
         """The rank's part of a whole weight [out, in]."""

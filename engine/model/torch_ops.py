@@ -86,8 +86,8 @@ class TorchOps:
         self._block, self._offset = batch.slots // self._size, batch.slots % self._size
         self._to_sinks: torch.Tensor | None = None
 
-    def run_layers(self, hidden: torch.Tensor, layers: Any) -> bool:
-        return False
+    def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Batch) -> None:
+        return None
 
     def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return table[tokens]

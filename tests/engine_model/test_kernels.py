@@ -160,19 +160,23 @@ def test_tanh_gelu_equals_torch_over_its_whole_range():
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "linear", "gemma2"])
 def test_all_layers_at_once_give_what_they_give_one_by_one(family, tmp_path, monkeypatch):
-    """Bit for bit; with and without biases, norms of heads, and norms behind attention and MLP."""
+    """Bit for bit; with and without biases, norms of heads, and norms behind attention and MLP;
+    after all of a step's tokens, some of them, and none."""
     make_checkpoint(family, tmp_path)
     together, alone = Driver(tmp_path, "cpu"), Driver(tmp_path, "cpu")
     ran = []
     at_once = CpuStep.run
 
-    def run(self, hidden, layers):
-        ran.append(at_once(self, hidden, layers))
+    def run(self, hidden, layers, batch):
+        ran.append(at_once(self, hidden, layers, batch))
         return ran[-1]
 
-    for fed in ((("a", tokens_of(37, 1)), ("b", [5])), (("a", [7]), ("b", [9]))):
+    steps = [((("a", tokens_of(150, 1)), ("b", [5]), ("c", tokens_of(9, 2))), ("b",))]
+    steps += [((("a", [7]), ("b", [9])), ()), ((("a", [8]), ("b", tokens_of(40, 3))), ("a", "b"))]
+    steps += [((("a", [6]), ("b", [4])), ("a",)), ((("a", [1]), ("b", [2]), ("c", [3])), ())]
+    for fed, mute in steps:
         monkeypatch.setattr(CpuStep, "run", run)
-        got = together.feed(*fed)
-        monkeypatch.setattr(CpuStep, "run", lambda *_: False)
-        assert torch.equal(got, alone.feed(*fed))
-    assert ran == [True, True]
+        got = together.feed(*fed, mute=mute)
+        monkeypatch.setattr(CpuStep, "run", lambda *_: None)
+        assert torch.equal(got, alone.feed(*fed, mute=mute))
+    assert [len(sampled) for sampled in ran] == [2, 2, 0, 1, 3]

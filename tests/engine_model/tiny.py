@@ -214,8 +214,9 @@ class Driver:
         self._blocks: dict[str, list[int]] = {}
         self._start: dict[str, int] = {}
 
-    def feed(self, *parts: tuple[str, list[int]]) -> torch.Tensor:
-        """One step over (name, next tokens) pairs: logits after each, [len(parts), VOCAB]."""
+    def feed(self, *parts: tuple[str, list[int]], mute: tuple[str, ...] = ()) -> torch.Tensor:
+        """One step over (name, next tokens) pairs: logits after each that is not in `mute`,
+        [R, VOCAB]."""
         seqs = []
         for name, tokens in parts:
             blocks = self._blocks.setdefault(name, [])
@@ -223,7 +224,7 @@ class Driver:
             while len(blocks) * BLOCK_SIZE < start + len(tokens):
                 blocks.append(self._free.pop())
             self._start[name] = start + len(tokens)
-            seqs.append(scheduled(tokens, start, blocks))
+            seqs.append(scheduled(tokens, start, blocks, sample=name not in mute))
         window, sinks = self.config.flat_window, self.config.num_sinks
         limits = Limits(
             NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, self.config.vocab_size, window=window, num_sinks=sinks

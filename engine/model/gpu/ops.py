@@ -105,8 +105,8 @@ class TritonOps:
             shape = (len(batch.tokens), c.num_heads * c.head_dim)
             self._sink_queries = torch.empty(shape, dtype=self._dtype, device=self._device)
 
-    def run_layers(self, hidden: torch.Tensor, layers: Any) -> bool:
-        return False
+    def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Batch) -> None:
+        return None
 
     def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return F.embedding(tokens, table)

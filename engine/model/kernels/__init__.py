@@ -59,6 +59,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvr_layer_bytes": (_LONG, []),
     "kvr_step_bytes": (_LONG, []),
     "kvr_layers": (None, [_POINTER, _LONG, _POINTER]),
+    "kvr_before_attention": (None, [_POINTER, _POINTER]),
+    "kvr_after_attention": (None, [_POINTER, _POINTER]),
     "kvr_rms_norm": (
         None,
         [_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, ctypes.c_float, _INT],

@@ -129,21 +129,26 @@ static void band_task(void *arg, int64_t band) {
         before_attention(l, &s, first);
 }
 
-void kvr_layers(const Layer *layers, int64_t count, const Step *s) {
+/* One side of a layer's attention, for all rows. */
+static void run_side(const Layer *l, const Step *s, int behind) {
     int64_t each = (s->rows + s->threads - 1) / s->threads, rounds = (each + BAND - 1) / BAND;
-    int64_t rows = ((each + rounds - 1) / rounds + BAND_STEP - 1) / BAND_STEP * BAND_STEP;
+    int64_t rows = rounds ? ((each + rounds - 1) / rounds + BAND_STEP - 1) / BAND_STEP * BAND_STEP : 0;
+    Bands bands = {l, s, rows, behind};
+    if (each >= LEAST_BAND)
+        kvr_parallel(s->threads, (s->rows + rows - 1) / rows, band_task, &bands);
+    else if (behind)
+        after_attention(l, s);
+    else
+        before_attention(l, s, 0);
+}
+
+void kvr_before_attention(const Layer *layer, const Step *s) { run_side(layer, s, 0); }
+void kvr_after_attention(const Layer *layer, const Step *s) { run_side(layer, s, 1); }
+
+void kvr_layers(const Layer *layers, int64_t count, const Step *s) {
     for (const Layer *l = layers; l < layers + count; l++) {
-        Bands bands = {l, s, rows};
-        int64_t tasks = each >= LEAST_BAND ? (s->rows + rows - 1) / rows : 0;
-        if (tasks)
-            kvr_parallel(s->threads, tasks, band_task, &bands);
-        else
-            before_attention(l, s, 0);
+        run_side(l, s, 0);
         kvr_attention(l->attention, s->qkv, s->attended, l->pool);
-        bands.behind = 1;
-        if (tasks)
-            kvr_parallel(s->threads, tasks, band_task, &bands);
-        else
-            after_attention(l, s);
+        run_side(l, s, 1);
     }
 }
