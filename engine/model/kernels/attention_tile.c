@@ -9,6 +9,7 @@ typedef struct {
     float *scores;        /* [rows, KEYS]; narrowed, weights are [rows, KEYS / 2] words, KEYS apart */
     float *acc, *sum;     /* [rows, value_dim]: of a stretch, and of all stretches before it */
     float *peak, *total;  /* of `acc`: [rows], padded to VL as all numbers of rows are */
+    float *totals;        /* [rows, VL]: lanes whose sum `total` becomes at the end of a stretch */
     float *sum_peak, *sum_total; /* of `sum` */
     float *top, *shrink;  /* largest score of a chunk, and what the peak's change makes of `acc` */
     float *keys;          /* [head_dim, TURNED]; narrowed [head_dim / 2, TURNED] words */
@@ -27,14 +28,15 @@ INLINE int64_t position_of(const Tile *t, int64_t row) {
 static void tile_layout(const Attention *a, Tile *t, int64_t rows) {
     int64_t dim = a->head_dim, width = a->value_dim, padded = (rows + VL - 1) / VL * VL;
     int64_t wide = (a->narrowed ? KEYS / 2 : RUN) * dim;
-    int64_t numbers = padded * (dim + KEYS + 2 * width + 8) + dim * TURNED + wide + 2 * KEYS;
+    int64_t numbers = padded * (dim + KEYS + 2 * width + VL + 8) + dim * TURNED + wide + 2 * KEYS;
     t->q = kvr_scratch(OF_TASKS, sizeof(float) * numbers);
     t->keys = t->q + padded * dim;
     t->wide = t->keys + dim * TURNED;
     t->scores = t->wide + wide;
     t->acc = t->scores + padded * KEYS;
     t->sum = t->acc + padded * width;
-    t->peak = t->sum + padded * width;
+    t->totals = t->sum + padded * width;
+    t->peak = t->totals + padded * VL;
     t->total = t->peak + padded;
     t->sum_peak = t->total + padded;
     t->sum_total = t->sum_peak + padded;
@@ -70,27 +72,40 @@ static void tile_queries(const Attention *a, Tile *t, const float *from, int for
     }
 }
 
-/* A row's scores of keys that it must not see are hidden; returns its largest score. */
-INLINE float mask_row(const Attention *a, const Tile *t, const Keys *k, int64_t row) {
+/* Whether all rows of the tile see all keys of a chunk. */
+static int all_see(const Tile *t, const Keys *k) {
+    int64_t last = k->base + KEYS - 1, behind = position_of(t, t->rows - 1) - k->window;
+    return k->stop > last && position_of(t, 0) >= last && k->floor <= k->base && k->first <= k->base &&
+           (!k->window || behind < k->base);
+}
+
+/* A row's scores of keys that it must not see are hidden. */
+INLINE void mask_row(const Tile *t, const Keys *k, int64_t row) {
     float *s = t->scores + row * KEYS;
     int64_t pos = position_of(t, row), low = k->window ? pos - k->window + 1 : 0;
     int64_t from = (low > k->floor ? low : k->floor) - k->base;
     int64_t to = (pos < k->stop ? pos + 1 : k->stop) - k->base;
+    for (int64_t i = 0; i < from && i < KEYS; i++) s[i] = HIDDEN;
+    for (int64_t i = to < 0 ? 0 : to; i < KEYS; i++) s[i] = HIDDEN;
+}
+
+/* What is left to do to a row's scores; returns the largest one. */
+INLINE float finish_row(const Attention *a, const Tile *t, const Keys *k, int64_t row, int all) {
+    float *s = t->scores + row * KEYS;
     for (int64_t i = 0; a->narrowed == HALVES && i < KEYS; i += VL)
         store(s + i, load(s + i) * load(t->key_units + i));
     if (a->softcap)
         for (int64_t i = 0; i < KEYS; i += VL)
             store(s + i, vtanh(load(s + i) / a->softcap) * a->softcap);
-    for (int64_t i = 0; i < from && i < KEYS; i++) s[i] = HIDDEN;
-    for (int64_t i = to < 0 ? 0 : to; i < KEYS; i++) s[i] = HIDDEN;
+    if (!all) mask_row(t, k, row);
     vf top = load(s);
     for (int64_t i = VL; i < KEYS; i += VL) top = vmax(top, load(s + i));
     return max_lanes(top);
 }
 
-/* Scores relative to the row's peak become weights, in place; returns their sum. Of half floats they
+/* Scores relative to the row's peak become weights, in place; returns sums of them. Of half floats they
  * are times what the values are to be multiplied by. */
-INLINE float weigh_row(int narrowed, const Tile *t, int64_t row) {
+INLINE vf weigh_row(int narrowed, const Tile *t, int64_t row) {
     float *s = t->scores + row * KEYS, peak = t->peak[row];
     vf sum = splat(0), weights[KEYS / VL];
     UNROLL for (int i = 0; i < KEYS / VL; i++) {
@@ -104,24 +119,25 @@ INLINE float weigh_row(int narrowed, const Tile *t, int64_t row) {
             *(vh2u *)((uint16_t *)s + i * VL) = narrow_both(weights[i], weights[i + 1]);
     if (!narrowed)
         UNROLL for (int i = 0; i < KEYS / VL; i++) store(s + i * VL, weights[i]);
-    return sum_lanes(sum);
+    return sum;
 }
 
 /* Scores become weights; peaks, totals and accumulators follow. A row that saw no key yet takes all of
  * them for equal: the first one that it does see shrinks that to nothing. */
 static void soften(const Attention *a, const Tile *t, const Keys *k) {
-    for (int64_t r = 0; r < t->rows; r++) t->top[r] = mask_row(a, t, k, r);
+    int all = all_see(t, k);
+    for (int64_t r = 0; r < t->rows; r++) t->top[r] = finish_row(a, t, k, r, all);
     for (int64_t r = 0; r < t->rows; r += VL) {
         vf old = load(t->peak + r), peak = vmax(old, load(t->top + r));
         store(t->peak + r, peak);
         store(t->shrink + r, vexp(old - peak));
     }
     for (int64_t r = 0; r < t->rows; r++) {
-        float *acc = t->acc + r * a->value_dim, shrink = t->shrink[r];
-        float sum = a->narrowed == HALVES  ? weigh_row(HALVES, t, r)
-                    : a->narrowed        ? weigh_row(PAIRS, t, r)
-                                         : weigh_row(0, t, r);
-        t->total[r] = t->total[r] * shrink + sum;
+        float *acc = t->acc + r * a->value_dim, *totals = t->totals + r * VL, shrink = t->shrink[r];
+        vf sum = a->narrowed == HALVES ? weigh_row(HALVES, t, r)
+                 : a->narrowed         ? weigh_row(PAIRS, t, r)
+                                       : weigh_row(0, t, r);
+        store(totals, load(totals) * shrink + sum);
         for (int64_t d = 0; shrink != 1.0f && d < a->value_dim; d += VL)
             store(acc + d, load(acc + d) * shrink);
     }
@@ -155,8 +171,8 @@ static void meet_some(const Attention *a, const Tile *t, const Keys *k, int64_t 
     int64_t half = a->head_dim / 2, left = t->rows - row;
     Tile some = *t;
     some.first_row = row, some.rows = left < 2 * TILE ? left : 2 * TILE;
-    some.q += row * half, some.acc += row * a->value_dim;
-    some.peak += row, some.total += row, some.top += row, some.shrink += row;
+    some.q += row * half, some.acc += row * a->value_dim, some.totals += row * VL;
+    some.peak += row, some.top += row, some.shrink += row;
     int64_t end = position_of(&some, some.rows - 1) + 1;
     int64_t keys = ((end < k->stop ? end : k->stop) - k->base + NR - 1) / NR * NR;
     if (keys <= 0) return;
@@ -225,12 +241,14 @@ static void tile_stretch(const Attention *a, const Tile *t, Keys keys, Ahead *ah
         : a->narrowed == PAIRS  ? paired_keys
                                 : wide_keys;
     memset(t->acc, 0, sizeof(float) * t->rows * a->value_dim);
-    for (int64_t r = 0; r < t->rows; r++) t->peak[r] = HIDDEN, t->total[r] = 0;
+    memset(t->totals, 0, sizeof(float) * t->rows * VL);
+    for (int64_t r = 0; r < t->rows; r++) t->peak[r] = HIDDEN;
     for (; keys.first < end; keys.first = keys.stop) {
         keys.base = keys.first / KEYS * KEYS;
         keys.stop = keys.base + KEYS < end ? keys.base + KEYS : end;
         meet(a, t, &keys, ahead);
     }
+    for (int64_t r = 0; r < t->rows; r++) t->total[r] = sum_lanes(load(t->totals + r * VL));
 }
 
 /* sum += acc, each relative to its own peak. One function for all: the compiler may join products and
