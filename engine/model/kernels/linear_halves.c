@@ -26,7 +26,7 @@ INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t pa
         const int16_t *end = x + (left < HALVES_DEPTHS ? left : HALVES_DEPTHS);
         for (; x < end; x += 2, w += 4 * NR, ahead += pace) {
             UNROLL for (int line = 0; line < 4 * NR * panels; line += 64)
-                __builtin_prefetch(ahead + line);
+                fetch_to_l2(ahead + line);
             UNROLL for (int p = 0; p < panels; p++) {
                 __m512h low = _mm512_loadu_ph(w + p * apart);
                 __m512h high = _mm512_loadu_ph(w + p * apart + 2 * NR);

@@ -80,7 +80,7 @@ INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t pa
             UNROLL for (int p = 0; p < panels; p++) acc[r][p][0] = acc[r][p][1] = (vi){0};
         for (; d + 4 <= depth; d += 4, x += 4, w += 4 * NR, ahead += pace) {
             UNROLL for (int line = 0; line < 4 * NR * panels; line += 64)
-                __builtin_prefetch(ahead + line);
+                fetch_to_l2(ahead + line);
             sum_pairs(rows, panels, x, ldx, w, apart, acc);
             sum_pairs(rows, panels, x + 2, ldx, w + 2 * NR, apart, acc);
         }

@@ -13,7 +13,7 @@ INLINE void tile(const Product *t, int rows, int panels, int64_t row, int64_t pa
         UNROLL for (int p = 0; p < panels; p++) acc[r][p][0] = acc[r][p][1] = splat(0);
     for (int64_t d = 0; d < ldx; d += 2, x += 2, w += 4 * NR, ahead += pace) {
         UNROLL for (int line = 0; line < 4 * NR * panels; line += 64)
-            __builtin_prefetch(ahead + line);
+            fetch_to_l2(ahead + line);
         UNROLL for (int p = 0; p < panels; p++) {
             vu low = *(const vuu *)(w + p * apart), high = *(const vuu *)(w + p * apart + 2 * NR);
             UNROLL for (int r = 0; r < rows; r++) {

@@ -29,7 +29,7 @@ INLINE int is_straight(const Product *t) { return !t->activation && !t->bias; }
 
 INLINE void fetch_near(void *with, int half) {
     const char **at = with;
-    UNROLL for (int i = 0; i < TILE; i++) __builtin_prefetch(*at + 128 * i + 64 * half, 0, 2); /* to L2 */
+    UNROLL for (int i = 0; i < TILE; i++) fetch_to_l2(*at + 128 * i + 64 * half);
     *at += half * NEAR;
 }
 
@@ -83,7 +83,7 @@ INLINE void work_beside(void *with, int half) {
         return;
     }
     for (const char *end = w->ahead + w->pace; w->ahead < end; w->ahead += 64)
-        __builtin_prefetch(w->ahead, 0, 2);
+        fetch_to_l2(w->ahead);
     for (int64_t i = 0; w->results && i < w->each; i++, w->results += 4 * w->plain.ldy) {
         __builtin_prefetch(w->results, 1);
         __builtin_prefetch(w->results + 64, 1);
