@@ -55,9 +55,9 @@ void kvr_attention_plan(int64_t num_seqs, const int32_t *query_len, const int32_
     counts[0] = num_items, counts[1] = num_merges, counts[2] = num_partials;
 }
 
-static void item_task(void *arg, int64_t task) {
+static void item_task(void *arg, int64_t task, int64_t next) {
     const Attention *a = arg;
-    kvr_tile_item(a, a->items + ITEM * task);
+    kvr_tile_item(a, a->items + ITEM * task, next < 0 ? NULL : a->items + ITEM * next);
 }
 
 static void merge_task(void *arg, int64_t task) {
@@ -69,6 +69,6 @@ static void merge_task(void *arg, int64_t task) {
 void kvr_attention(const Attention *base, const float *qkv, float *out, const void *pool) {
     Attention a = *base;
     a.qkv = qkv, a.out = out, a.pool = pool;
-    kvr_parallel(a.threads, a.num_items, item_task, &a);
+    kvr_share(a.threads, a.num_items, item_task, &a);
     kvr_parallel(a.threads, (a.num_merges + MERGES - 1) / MERGES, merge_task, &a);
 }

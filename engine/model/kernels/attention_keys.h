@@ -23,9 +23,21 @@ typedef struct {
     int64_t kv_head, pos, end; /* the run that comes next begins at `pos` */
     const char *at;
     int64_t left; /* bytes of the run that `at` is in */
+    const int32_t *next; /* the item that is likely to follow on this thread, or NULL */
 } Ahead;
 
+/* Where an item's keys begin. */
+static void go_on(Ahead *f) {
+    const Attention *a = f->a;
+    const int32_t *item = f->next;
+    int64_t seq = item[0], end = a->context_len[seq] - a->query_len[seq] + item[3];
+    Stretches s = stretches(a->window, a->num_sinks, end - (item[3] - item[2]), end);
+    f->table = a->tables + seq * a->table_stride, f->kv_head = item[1] / a->shares, f->next = NULL;
+    stretch_keys(&s, item[4] < 0 ? 0 : item[4], &f->pos, &f->end);
+}
+
 static void next_run(Ahead *f) {
+    if (f->pos >= f->end && f->next) go_on(f);
     if (f->pos >= f->end) return;
     int64_t run = run_length(f->a, f->pos, f->end), size = kv_size(f->a);
     f->at = (const char *)f->a->pool + kv_at(f->a, f->table, f->kv_head, f->pos) * size;

@@ -279,7 +279,7 @@ INLINE void write_row(float *out, const float *sum, float total, int64_t width) 
     for (int64_t d = 0; d < width; d += VL) store(out + d, load(sum + d) * scale);
 }
 
-void kvr_tile_item(const Attention *a, const int32_t *item) {
+void kvr_tile_item(const Attention *a, const int32_t *item, const int32_t *next) {
     int64_t seq = item[0], head = item[1], tokens = item[3] - item[2], width = a->value_dim;
     int64_t start = a->query_start[seq] + item[2], group = a->group;
     int64_t first_pos = a->context_len[seq] - a->query_len[seq] + item[2];
@@ -287,7 +287,7 @@ void kvr_tile_item(const Attention *a, const int32_t *item) {
     Stretches s = stretches(a->window, a->num_sinks, first_pos, end);
     int64_t from = item[4] < 0 ? 0 : item[4], to = item[4] < 0 ? s.count : item[4] + 1;
     const float *queries = a->qkv + start * a->qkv_stride + head * group * a->head_dim;
-    Ahead ahead = {.a = a};
+    Ahead ahead = {.a = a, .next = next};
     Tile t;
     if (a->narrowed == TILES) tiles_begin();
     tile_layout(a, &t, tokens * group);
