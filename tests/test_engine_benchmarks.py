@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch
 from benchmarks.engine_cpu import INT8, OURS, PEER, Engine, Load, drop_slow, ratios
 from benchmarks.fp8 import Score, compare, pieces_of, prose, same_length, score
 from benchmarks.window import Spec, repeated_share, runs_of
+from benchmarks.window_given import Reading, by_interval, read, readings
+from benchmarks.window_given import Spec as GivenSpec
 from cluster.engine_bench import Prompts
 from cluster.lone_worker import WorkerFailed
 from engine.model.runner import ModelRunner
@@ -107,3 +110,27 @@ def test_repeated_text_is_noticed() -> None:
     assert repeated_share([1, 2, 3, 4] * 25) == pytest.approx(1 - 4 / 97)
     assert repeated_share(list(range(50))) == 0.0
     assert list(runs_of(Spec()).values()) == [(1024, 4), (1024, 0), (0, 0)]
+
+
+def test_given_text_is_read_with_a_window_and_counted_where_it_stands(tmp_path: Path) -> None:
+    assert by_interval([-1.0, -1.0, -3.0, -3.0, -5.0], piece_len=4, every=2) == pytest.approx(
+        [math.exp(1), math.exp(2), math.exp(3), math.exp(5)]
+    )  # tokens 1, 2, 3, 5 and 6: the first of a piece has none
+    make_checkpoint("llama", tmp_path)
+    spec = GivenSpec(num_tokens=90, every=30, window=40, num_sinks=2, dtype="float32")
+    tokens, chunks = tokens_of(90, seed=4), []
+    ways = readings(spec, context_len=64)
+    assert [*ways.values()][2:] == [Reading(0, 0, 90, 40), Reading(0, 0, 64, 64)]
+    ways["wide"] = Reading(90, 0, 90, 90)
+    found = {
+        name: read(tmp_path, spec, way, tokens, lambda: chunks.append(1))
+        for name, way in ways.items()
+    }
+    sinks, bare, pieces, none, wide = found.values()
+    assert [len(each) for each in found.values()] == [3, 3, 3, 3, 3]
+    for each in (sinks, bare, pieces, none):  # nothing has left the window yet
+        assert each[0] == pytest.approx(wide[0])
+    assert none[:2] == pytest.approx(wide[:2])
+    others = [each[2] for each in (sinks, bare, pieces, wide)]
+    assert len({round(each, 3) for each in others}) == 4
+    assert len(chunks) == 1 + 1 + 3 + 1 + 1
