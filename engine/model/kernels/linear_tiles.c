@@ -24,13 +24,13 @@ static __attribute__((noinline)) void take_sums(const Product *t, int64_t row, i
 /* y takes results as they are summed, but for those that end within a tile. */
 INLINE int is_straight(const Product *t) { return !t->activation && !t->bias; }
 
-#define NEAR 2048 /* bytes: two tiles of weights */
+#define NEAR 3072 /* bytes ahead that weights are fetched: 1 KiB more or less is slower */
 #define AREA (2 * TILE * NR) /* floats of two tiles of rows */
 
 INLINE void fetch_near(void *with, int half) {
     const char **at = with;
     UNROLL for (int i = 0; i < TILE; i++) fetch_to_l2(*at + 128 * i + 64 * half);
-    *at += half * NEAR;
+    *at += half * 4 * NR * TILE; /* two tiles */
 }
 
 /* Rows [start, end), two tiles at most: what takes time is the weights' way here. Of those that come next, the
