@@ -62,8 +62,8 @@ INLINE void stretch_keys(const Stretches *s, int64_t index, int64_t *first, int6
     *end = is_sinks ? s->sinks : (at + 1) * STRETCH < s->end ? (at + 1) * STRETCH : s->end;
 }
 
-/* One tile of queries of one head, against all its keys or those of one stretch. */
-/* Meanwhile the keys that `next` begins with are fetched; it may be NULL. */
+/* One tile of queries of one head, against all its keys or those of one stretch. Meanwhile the keys that
+ * the item `next` begins with are fetched; it may be NULL. */
 void kvr_tile_item(const Attention *a, const int32_t *item, const int32_t *next);
 /* The partial results of a query's stretches become one. */
 void kvr_tile_merge(const Attention *a, const int32_t *item);

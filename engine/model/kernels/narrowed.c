@@ -100,9 +100,8 @@ void narrowed_unit(const Product *t, int64_t unit, const char *ahead) {
     int64_t end = start + t->chunk < t->n ? start + t->chunk : t->n;
     int64_t panels = num_panels(t), p = unit / chunks * t->group;
     int64_t last = p + t->group < panels ? p + t->group : panels;
-    int tiles = takes_tiles(t, end - start);
-    if (tiles) tiles_begin();
-    if (tiles) {
+    if (takes_tiles(t, end - start)) {
+        tiles_begin();
         if (t->kind == INT8)
             int8_tiles_unit(t, start, end, p, last);
         else
