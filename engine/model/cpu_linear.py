@@ -1,7 +1,7 @@
 """Matrices on a CPU: how weights are packed, and products with them.
 
 Sums are float32. Factors are too, but for int8 weights, which are multiplied as integers, and where
-bfloat16 was chosen and the CPU multiplies it, or half floats, faster.
+bfloat16 was chosen and the CPU multiplies it, or half floats or integers, faster.
 
 Life: `matrix` packs a weight once, while a checkpoint is loaded; `linear` and `add_linear` are
 called for every step from then on.
@@ -18,8 +18,8 @@ import torch
 from engine.model.huge_pages import HugePages
 from engine.model.quantize import quantize
 
-FLOAT32, BF16, INT8, PAIRS, HALVES, TILES = range(6)  # as in linear.h
-NARROWED = (TILES, HALVES, PAIRS)  # quickest first
+FLOAT32, BF16, INT8, PAIRS, HALVES, TILES, INT16 = range(7)  # as in linear.h
+NARROWED = (TILES, HALVES, PAIRS, INT16)  # quickest first
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # as in common.h
 
 

@@ -86,7 +86,7 @@ def test_bf16_checkpoints_run_in_float32_without_losing_a_bit_of_them(tmp_path, 
     assert Checkpoint(tmp_path).get("model.norm.weight", 96).dtype == torch.float32
 
 
-@pytest.mark.parametrize("narrowed", ["none", "pairs", "halves", "tiles"])
+@pytest.mark.parametrize("narrowed", ["none", "pairs", "halves", "tiles", "int16"])
 def test_bf16_kernels_stay_near_the_torch_path(tmp_path, narrowed):
     """bfloat16 weights and KV cache. Torch rounds activations too, so the bound is bf16's."""
     make_checkpoint("llama", tmp_path)

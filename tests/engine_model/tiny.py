@@ -10,7 +10,7 @@ from engine.model import kernels
 from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
 from engine.model.config import ModelConfig
-from engine.model.cpu_linear import HALVES, PAIRS, TILES
+from engine.model.cpu_linear import HALVES, INT16, PAIRS, TILES
 from engine.model.cpu_ops import CpuOps
 from engine.model.decoder import Decoder
 from engine.model.torch_ops import TorchOps
@@ -157,9 +157,9 @@ def make_checkpoint(family: str, path: Path, **saving) -> torch.nn.Module:
 def narrowed_kind(name: str) -> int:
     """The kind of products with rounded factors; 0 for any other name. Skips where the CPU does
     not multiply so."""
-    kind = {"pairs": PAIRS, "halves": HALVES, "tiles": TILES}.get(name, 0)
-    # Pairs are multiplied in float32 where there is nothing better.
-    if kind > PAIRS and not kernels.load(default_cache_dir()).kvr_multiplies(kind):
+    kind = {"pairs": PAIRS, "halves": HALVES, "tiles": TILES, "int16": INT16}.get(name, 0)
+    # Pairs are multiplied in float32 where there is nothing better, and integers anywhere.
+    if kind in (HALVES, TILES) and not kernels.load(default_cache_dir()).kvr_multiplies(kind):
         pytest.skip(f"this CPU does not multiply {name}, or other numbers as fast")
     return kind
 

@@ -19,7 +19,7 @@ HEADERS = (
     *("norm.h", "product.h", "tiles.h"),
 )
 SOURCES = (
-    *("pool.c", "linear.c", "narrowed.c", "linear_int8.c", "linear_pairs.c"),
+    *("pool.c", "linear.c", "narrowed.c", "linear_integers.c", "linear_pairs.c"),
     *("linear_halves.c", "linear_tiles.c", "linear_int8_tiles.c", "linear_pack.c"),
     *("experts.c", "layers.c", "attention.c", "attention_tile.c", "step.c", "sampling.c"),
 )

@@ -13,6 +13,7 @@
  * - TILES: as PAIRS, but depths are a multiple of TILE_DEPTHS, for a matrix unit;
  * - HALVES, half floats of a bfloat16 matrix: as PAIRS, but the word j is of output 2 j, and the one
  *   VL further on of output 2 j + 1. A panel ends with a float32 scale for each output;
+ * - INT16, integers of a bfloat16 matrix: as PAIRS, and a panel ends as one of HALVES does;
  * - INT8: two depths share the word j, from its low byte on: outputs j and j + VL of the first, then
  *   of the second. INT8_GROUP depths are followed by their NR scales, which lie as a depth of BF16
  *   does. */
@@ -21,7 +22,7 @@
 
 #include "common.h"
 
-enum { FLOAT32, BF16, INT8, PAIRS, HALVES, TILES };
+enum { FLOAT32, BF16, INT8, PAIRS, HALVES, TILES, INT16 };
 #define INT8_GROUP 64
 #define TILE_DEPTHS 32
 
@@ -35,7 +36,7 @@ INLINE int64_t padded(int64_t k, int kind) {
 INLINE int64_t bytes_of_panel(int64_t k, int kind) {
     int64_t groups = (k + INT8_GROUP - 1) / INT8_GROUP;
     if (kind == INT8) return (even(k) + 2 * groups) * NR;
-    if (kind == HALVES) return (2 * even(k) + 4) * NR;
+    if (kind == HALVES || kind == INT16) return (2 * even(k) + 4) * NR;
     if (kind == PAIRS || kind == TILES) return 2 * padded(k, kind) * NR;
     return NR * k * (kind == BF16 ? 2 : 4);
 }

@@ -1,4 +1,4 @@
-/* Many rows times int8 weights by a matrix unit (tiles.h): the sums of linear_int8.c, bit for bit.
+/* Many rows times int8 weights by a matrix unit (tiles.h): the sums of linear_integers.c, bit for bit.
  *
  * An input of 11 bits is 128 times its upper half and its lower half, each of them a byte. Sums of bytes'
  * products are exact, so are both together, and they are scaled and added up as vectors do it. */

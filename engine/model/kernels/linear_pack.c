@@ -49,6 +49,8 @@ static void pack_panel(void *arg, int64_t p) {
             pack_int8(t, row, j, panel);
         else if (t->kind == HALVES)
             halves_pack((const uint16_t *)t->w + at, t->k, j, panel);
+        else if (t->kind == INT16)
+            int16_pack((const uint16_t *)t->w + at, t->k, j, panel);
         else if (t->kind == PAIRS || t->kind == TILES)
             for (int64_t d = 0; d < t->k; d++)
                 ((uint16_t *)panel)[(d & ~1) * NR + 2 * j + (d & 1)] =

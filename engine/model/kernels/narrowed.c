@@ -1,5 +1,5 @@
-/* Products whose inputs are narrowed first (INT8, PAIRS, HALVES, TILES): how they are cut into units. A tile
- * sums all depths of its rows in registers, so a row's result is the same whatever other rows there are. */
+/* Products whose inputs are narrowed first (INT8, INT16, PAIRS, HALVES, TILES): how they are cut into units. A
+ * tile sums all depths of its rows in registers, so a row's result is the same whatever other rows there are. */
 #include "halves.h"
 #include "norm.h"
 #include "pool.h"
@@ -14,7 +14,7 @@
 
 #define NUMBERS 8192 /* narrowed by one task, about */
 #define MANY_ROWS 32 /* of int8 weights, so that tiles are quicker */
-#define LARGE 64  /* panels of a matrix that few rows meet MANY at a time */
+#define LARGE (VL == 8 ? 16 : 64) /* panels of a matrix that few rows meet MANY at a time */
 #define GROUP_BYTES (512 << 10) /* of panels of a unit, with more rows than a chunk */
 #define CHUNK_BYTES (192 << 10) /* of narrowed rows of a unit: they stay in the L2 cache */
 #define TILES_BYTES (1700 << 10) /* of tiles, whose CPUs have 2 MiB of it, and which wait for panels */
@@ -44,16 +44,29 @@ int kvr_multiplies(int kind) {
 #if defined(__AVX512BF16__) && VL == 16
     case PAIRS: return 1;
 #endif
+#if defined(__AVX2__) && VL == 8
+    case INT16: return 1;
+#endif
     default: return 0;
     }
 }
 
 static Tile *const *tiles_of(int kind) {
-    return kind == INT8 ? int8_tiles : kind == PAIRS ? pairs_tiles : halves_tiles;
+    switch (kind) {
+    case INT8: return int8_tiles;
+    case INT16: return int16_tiles;
+    case PAIRS: return pairs_tiles;
+    default: return halves_tiles;
+    }
 }
 
 static Tile *many_of(int kind) {
-    return kind == INT8 ? int8_many : kind == PAIRS ? pairs_many : halves_many;
+    switch (kind) {
+    case INT8: return int8_many;
+    case INT16: return int16_many;
+    case PAIRS: return pairs_many;
+    default: return halves_many;
+    }
 }
 
 /* Rows [start, end) of a panel, and meanwhile the next one is fetched. */
@@ -128,6 +141,9 @@ typedef struct {
     float *units;
 } Inputs;
 
+/* Whose inputs have a unit for each INT8_GROUP. */
+static int has_groups(int kind) { return kind == INT8 || kind == INT16; }
+
 static void narrow_rows(void *arg, int64_t task) {
     const Inputs *t = arg;
     int64_t end = (task + 1) * t->step;
@@ -139,8 +155,8 @@ static void narrow_rows(void *arg, int64_t task) {
             normalise(x, t->norm, normed, t->k, t->eps);
             x = normed;
         }
-        if (t->kind == INT8)
-            int8_row(x, t->k, numbers, t->units + r * t->groups);
+        if (has_groups(t->kind))
+            integers_row(x, t->k, t->kind, numbers, t->units + r * t->groups);
         else if (t->kind == HALVES)
             halves_row(x, t->k, numbers, t->units + r);
         else
@@ -156,7 +172,7 @@ void narrow_inputs(Product *products, int64_t count, int threads) {
     t.width = narrowed_width(t.k, t.kind);
     int64_t beyond = t.kind == TILES ? 2 * TILE : 0; /* rows that a tile may have behind the last */
     int64_t bytes = ((t.n + beyond) * t.width * 2 + 63) / 64 * 64;
-    t.groups = t.kind == INT8 ? (t.k + INT8_GROUP - 1) / INT8_GROUP : t.kind == HALVES;
+    t.groups = has_groups(t.kind) ? (t.k + INT8_GROUP - 1) / INT8_GROUP : t.kind == HALVES;
     t.numbers = kvr_scratch(OF_CALLER, bytes + t.n * t.groups * sizeof(float));
     t.units = (float *)((char *)t.numbers + bytes);
     t.step = t.k < NUMBERS ? NUMBERS / t.k : 1;

@@ -13,7 +13,7 @@ typedef struct {
     int64_t panel_bytes, group; /* set by product_plan; group: panels of a unit */
     int kind, keep;             /* keep: add to y; there is no bias then */
     /* Of kinds whose inputs are narrowed. Set by narrow_inputs: x as [n, narrowed_width], in units: of
-     * INT8 [n, groups], of HALVES [n]. */
+     * INT8 and INT16 [n, groups], of HALVES [n]. */
     const int16_t *numbers;
     const float *units;
     int64_t chunk; /* set by product_plan: rows of a unit */
@@ -57,8 +57,8 @@ typedef void Tile(const Product *t, int64_t row, int64_t panel, const char *ahea
 #define MANY 4
 /* A panel is about as large as the L1 cache: in there the next one would drive out what is computed with. */
 INLINE void fetch_to_l2(const char *at) { __builtin_prefetch(at, 0, 2); }
-extern Tile *const int8_tiles[MR], *const pairs_tiles[MR], *const halves_tiles[MR];
-extern Tile int8_many, pairs_many, halves_many;
+extern Tile *const int8_tiles[MR], *const int16_tiles[MR], *const pairs_tiles[MR], *const halves_tiles[MR];
+extern Tile int8_many, int16_many, pairs_many, halves_many;
 
 /* TILES, whose tiles are larger: rows [start, end) of panels [first, last), between tiles_begin and tiles_end;
  * meanwhile memory at `ahead` is fetched. */
@@ -79,11 +79,12 @@ void int8_tiles_unit(const Product *t, int64_t start, int64_t end, int64_t first
 
 /* One row of `numbers` [even(k), or `width`], rounded from x [k], and what they are times; halves.h has
  * a third. */
-void int8_row(const float *x, int64_t k, int16_t *numbers, float *units);
+void integers_row(const float *x, int64_t k, int kind, int16_t *numbers, float *units);
 void pairs_row(const float *x, int64_t k, int64_t width, int16_t *numbers);
 
 /* A row of bfloat16 weights [k] to output j of a panel. */
 void halves_pack(const uint16_t *w, int64_t k, int64_t j, char *panel);
+void int16_pack(const uint16_t *w, int64_t k, int64_t j, char *panel);
 
 /* activation(gate) * up: of a gated matrix a panel has VL outputs' gates, then what goes through them. */
 INLINE void put_gated(const Product *t, int64_t row, int64_t panel, const vf sum[2]) {
