@@ -15,7 +15,7 @@ from engine.model.config import INT8_GROUP
 GROUP = INT8_GROUP  # inputs; also in linear.h
 QUANTIZATIONS = ("none", "int8")
 _MOST = 127.0
-_MOST_INPUT, _LEAST_INPUT = 1023.0, 1e-30  # of a group's largest; as in linear_int8.c
+_MOST_INPUT, _LEAST_INPUT = 1023.0, 1e-30  # of a group's largest; as in linear_integers.c
 _PART = 1 << 17  # weights
 
 
