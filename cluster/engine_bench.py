@@ -29,7 +29,7 @@ from engine.model.floor import (
     measure_rates,
     prefill_floor_s,
 )
-from engine.model.runner import ModelRunner, find_device
+from engine.model.runner import ModelRunner, cpu_has_bf16, find_device
 from engine.request import SamplingParams
 
 BLOCK_SIZE = 16
@@ -176,7 +176,7 @@ def _arithmetic(on_gpu: bool, dtype: str) -> tuple[str, str]:
     """Device and dtype of the products: on a CPU without bfloat16 they are of float32."""
     if on_gpu:
         return "cuda", dtype
-    return "cpu", "float32" if ModelRunner.default_dtype("cpu") == "float32" else dtype
+    return "cpu", dtype if cpu_has_bf16() else "float32"
 
 
 def _machine(rates: Rates, weights: Weights, kv_bytes: float) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.model import kernels
 from engine.model.errors import ModelError
 from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
@@ -25,6 +26,28 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runner(checkpoint):
     return ModelRunner(checkpoint[0], num_blocks=24, dtype="float32", num_threads=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "dtype"),
+    [
+        (6, False, "bfloat16"),
+        (0, True, "float32"),
+        (None, True, "bfloat16"),
+        (None, False, "float32"),
+    ],
+)
+def test_auto_is_what_the_kernels_multiply_quickest_or_the_cpu_without_them(
+    monkeypatch, kind, flag, dtype
+):
+    def load(_):
+        if kind is None:
+            raise kernels.KernelsUnavailable("no compiler")
+
+    monkeypatch.setattr(kernels, "load", load)
+    monkeypatch.setattr("engine.model.runner.quickest_kind", lambda _: kind)
+    monkeypatch.setattr("engine.model.runner.cpu_has_bf16", lambda: flag)
+    assert ModelRunner.default_dtype() == dtype
 
 
 def generate(runner, prompt, blocks, count, **params):
