@@ -81,8 +81,8 @@ class CpuAttention:
         self._tile = library.kvr_attention_tile(group, c.head_dim)
         self._stretch = library.kvr_attention_stretch()
         self._value_dim = c.head_dim if latent is None else latent.rank
-        narrowed = 0 if narrowed == INT16 else narrowed
         odd = (c.head_dim | self._value_dim) % (2 * library.kvr_vector_width())
+        is_narrowed = pool.dtype == torch.bfloat16 and narrowed != INT16 and not odd
         kv_heads = c.num_heads + 2 * c.num_kv_heads if latent is None else c.num_heads
         block_size = pool.shape[4] if pool.dim() == 6 else pool.shape[4] // (c.head_dim + 1)
         shared = {
@@ -103,7 +103,7 @@ class CpuAttention:
             "value_dim": self._value_dim,
             "scale": c.score_scale,
             "softcap": c.attention_softcap,
-            "narrowed": narrowed if not odd and pool.dtype == torch.bfloat16 else 0,
+            "narrowed": narrowed if is_narrowed else 0,
         }
         self._tables = [rope_tables(r, max_positions, torch.device("cpu")) for r in c.ropes]
         self._ropes: dict[int, _Rope] = {}

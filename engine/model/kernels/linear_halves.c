@@ -88,8 +88,7 @@ void halves_pack(const uint16_t *w, int64_t k, int64_t j, char *panel) {
 
 #else /* never asked for */
 
-Tile *const halves_tiles[MR];
-void halves_many(TILE_ARGUMENTS) {}
+Tiles halves_tiles;
 void halves_row(const float *x, int64_t k, int16_t *numbers, float *unit) {}
 void halves_pack(const uint16_t *w, int64_t k, int64_t j, char *panel) {}
 

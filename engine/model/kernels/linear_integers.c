@@ -51,7 +51,7 @@ INLINE vi add_pairs(vi sum, vp a, vp b) {
 }
 
 /* Two depths of a row in all lanes. */
-INLINE vp splat_pair(const void *x) {
+INLINE vp splat_pair(const int16_t *x) {
     int32_t pair;
     memcpy(&pair, x, sizeof pair);
     return (vp)(pair - (vi){0});
@@ -132,9 +132,9 @@ EACH_ROWS(TILE)
 #undef TILE
 #define INT8_NAME(R) int8_##R,
 #define INT16_NAME(R) int16_##R,
-Tile *const int8_tiles[MR] = {EACH_ROWS(INT8_NAME)}, *const int16_tiles[MR] = {EACH_ROWS(INT16_NAME)};
-void int8_many(TILE_ARGUMENTS) { tile(INT8, t, 1, MANY, row, panel, ahead, pace); }
-void int16_many(TILE_ARGUMENTS) { tile(INT16, t, 1, MANY, row, panel, ahead, pace); }
+static void int8_many(TILE_ARGUMENTS) { tile(INT8, t, 1, MANY, row, panel, ahead, pace); }
+static void int16_many(TILE_ARGUMENTS) { tile(INT16, t, 1, MANY, row, panel, ahead, pace); }
+Tiles int8_tiles = {EACH_ROWS(INT8_NAME) int8_many}, int16_tiles = {EACH_ROWS(INT16_NAME) int16_many};
 
 #define ROUNDER 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer, in the lower bits then */
 #define ROUNDER_BITS 0x4b400000

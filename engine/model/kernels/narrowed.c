@@ -60,15 +60,6 @@ static Tile *const *tiles_of(int kind) {
     }
 }
 
-static Tile *many_of(int kind) {
-    switch (kind) {
-    case INT8: return int8_many;
-    case INT16: return int16_many;
-    case PAIRS: return pairs_many;
-    default: return halves_many;
-    }
-}
-
 /* Rows [start, end) of a panel, and meanwhile the next one is fetched. */
 static void panel_rows(const Product *t, int64_t start, int64_t end, int64_t panel,
                        const char *next) {
@@ -83,7 +74,7 @@ static void panel_rows(const Product *t, int64_t start, int64_t end, int64_t pan
 
 /* One row times MANY panels: several streams of memory at once. */
 static void many_panels(const Product *t, int64_t row, int64_t panel, const char *next) {
-    many_of(t->kind)(t, row, panel, next, 4 * NR * MANY);
+    tiles_of(t->kind)[MR](t, row, panel, next, 4 * NR * MANY);
 }
 
 static int takes_tiles(const Product *t, int64_t rows) {

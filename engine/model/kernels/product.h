@@ -57,8 +57,9 @@ typedef void Tile(const Product *t, int64_t row, int64_t panel, const char *ahea
 #define MANY 4
 /* A panel is about as large as the L1 cache: in there the next one would drive out what is computed with. */
 INLINE void fetch_to_l2(const char *at) { __builtin_prefetch(at, 0, 2); }
-extern Tile *const int8_tiles[MR], *const int16_tiles[MR], *const pairs_tiles[MR], *const halves_tiles[MR];
-extern Tile int8_many, int16_many, pairs_many, halves_many;
+/* Of 1 to MR rows, and then of one row and MANY panels. */
+typedef Tile *const Tiles[MR + 1];
+extern Tiles int8_tiles, int16_tiles, pairs_tiles, halves_tiles;
 
 /* TILES, whose tiles are larger: rows [start, end) of panels [first, last), between tiles_begin and tiles_end;
  * meanwhile memory at `ahead` is fetched. */
@@ -74,8 +75,8 @@ void int8_tiles_unit(const Product *t, int64_t start, int64_t end, int64_t first
 #define TILE_NAME(R) tile_##R,
 #define TILES_OF(KIND) \
     EACH_ROWS(TILE_OF) \
-    Tile *const KIND##_tiles[MR] = {EACH_ROWS(TILE_NAME)}; \
-    void KIND##_many(TILE_ARGUMENTS) { tile(t, 1, MANY, row, panel, ahead, pace); }
+    static void tile_many(TILE_ARGUMENTS) { tile(t, 1, MANY, row, panel, ahead, pace); } \
+    Tiles KIND##_tiles = {EACH_ROWS(TILE_NAME) tile_many};
 
 /* One row of `numbers` [even(k), or `width`], rounded from x [k], and what they are times; halves.h has
  * a third. */
