@@ -14,7 +14,6 @@ import torch
 
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.cpu_linear import INT16
 from engine.model.kernels import KernelsUnavailable
 from engine.model.ops import rope_tables
 
@@ -66,7 +65,7 @@ class CpuAttention:
         narrowed: int = 0,
     ) -> None:
         """narrowed: as of `CpuOps`; for keys and values in bfloat16, where heads are of whole
-        vectors of pairs. Integers, which would take as long as float32, are not.
+        vectors of pairs.
         pool: [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim], float32
         or bfloat16, or bytes [.., num_kv_heads, bytes_per_head] of float8_e4m3. Raises
         KernelsUnavailable for shapes that the kernels do not know."""
@@ -82,7 +81,7 @@ class CpuAttention:
         self._stretch = library.kvr_attention_stretch()
         self._value_dim = c.head_dim if latent is None else latent.rank
         odd = (c.head_dim | self._value_dim) % (2 * library.kvr_vector_width())
-        is_narrowed = pool.dtype == torch.bfloat16 and narrowed != INT16 and not odd
+        is_narrowed = pool.dtype == torch.bfloat16 and not odd
         kv_heads = c.num_heads + 2 * c.num_kv_heads if latent is None else c.num_heads
         block_size = pool.shape[4] if pool.dim() == 6 else pool.shape[4] // (c.head_dim + 1)
         shared = {

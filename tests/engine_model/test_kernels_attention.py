@@ -19,8 +19,9 @@ from tests.engine_model.tiny import narrowed_kind, scheduled
 LENGTH = 1024
 SEQUENCES = [(1, 0), (1, 600), (37, 0), (64, 5), (1, 255), (1, 256), (130, 70), (2, 63), (9, 700)]
 KV_DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
+NARROWED = ("pairs", "halves", "tiles", "int16")
 ARITHMETIC = [(dtype, "none") for dtype in KV_DTYPES]
-ARITHMETIC += [(torch.bfloat16, narrowed) for narrowed in ("pairs", "halves", "tiles")]
+ARITHMETIC += [(torch.bfloat16, narrowed) for narrowed in NARROWED]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -116,7 +117,7 @@ class Bench:
     def met(self, x: torch.Tensor, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """As queries meet the keys of the pool."""
         turned, scale = self.turned(x, layer, positions), self.config.score_scale
-        if self.narrowed in ("none", "halves"):
+        if self.narrowed in ("none", "halves", "int16"):
             return turned
         return (turned * scale).bfloat16().float() / scale
 

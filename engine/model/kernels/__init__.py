@@ -15,8 +15,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 HEADERS = (
-    *("common.h", "attention.h", "attention_keys.h", "halves.h", "linear.h", "pool.h"),
-    *("norm.h", "product.h", "tiles.h"),
+    *("common.h", "attention.h", "attention_keys.h", "halves.h", "integers.h", "linear.h"),
+    *("pool.h", "norm.h", "product.h", "tiles.h"),
 )
 SOURCES = (
     *("pool.c", "linear.c", "narrowed.c", "linear_integers.c", "linear_pairs.c"),

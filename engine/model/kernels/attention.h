@@ -33,7 +33,7 @@ typedef struct {
     float scale, softcap;      /* softcap 0: none */
     int32_t kv_kind, threads;
     int32_t narrowed; /* PAIRS and TILES: queries and weights are rounded to bfloat16, as keys and values are;
-                         HALVES: all are half floats; 0: all are float32 */
+                         HALVES and INT16: all are half floats or integers; 0: all are float32 */
 } Attention;
 
 #define ITEM 6

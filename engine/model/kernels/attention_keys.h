@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "halves.h"
+#include "integers.h"
 #include "tiles.h"
 
 #define TURNED (KEYS + VL) /* a row of keys turned: a vector may end behind the last key */
@@ -61,8 +62,8 @@ static void look_ahead(Ahead *f, const Keys *k, int64_t end) {
 }
 
 /* c[rows, cols] = (keep ? c : 0) + a[rows, depth] @ b[depth, cols], of floats or, `narrowed`, of pairs
- * of bfloat16 or half floats, those times `units` [rows]; cols is a multiple of VL, of half floats of
- * NR. Whatever is multiplied at once, a number of c is summed from the first depth to the last. */
+ * of bfloat16, half floats or integers, those two times `units` [rows]; cols is a multiple of VL, of those two
+ * of NR. Whatever is multiplied at once, a number of c is summed from the first depth to the last. */
 INLINE void product(int narrowed, int keep, int64_t rows, int64_t cols, int64_t depth,
                     const void *a, int64_t row, int64_t step, const void *b, int64_t ldb, float *c,
                     int64_t ldc, const float *units, Ahead *ahead, int64_t pace) {
@@ -70,6 +71,9 @@ INLINE void product(int narrowed, int keep, int64_t rows, int64_t cols, int64_t 
     if (narrowed == HALVES) \
         micro_halves(R, depth, (const word *)a + i * row, row, step, (const word *)b + j, ldb, to, \
                      ldc, keep, units + i, at); \
+    else if (narrowed == INT16) \
+        micro_integers(R, depth, (const word *)a + i * row, row, step, (const word *)b + j, ldb, to, \
+                       ldc, keep, units + i, at); \
     else if (narrowed == PAIRS) \
         micro_pairs(R, COLS, depth, (const word *)a + i * row, row, step, (const word *)b + j, ldb, \
                     to, ldc, keep, at); \
@@ -138,6 +142,78 @@ INLINE void pair_values(const uint16_t *first, const uint16_t *second, word *to,
         *(vuu *)(to + d) = (vu)by_turns(low, high, 0);
         *(vuu *)(to + d + VL) = (vu)by_turns(low, high, VL);
     }
+}
+
+/* Of half floats and integers a key has a unit, and so has a value: a power of two. */
+INLINE int has_units(int narrowed) { return narrowed == HALVES || narrowed == INT16; }
+
+INLINE vu larger_sizes(vu a, vu b) { /* of both numbers of a word, without a sign */
+#if defined(__AVX512BW__)
+    return (vu)_mm512_max_epu16((__m512i)a, (__m512i)b);
+#else
+    vp more = (vp)a > (vp)b;
+    return (a & (vu)more) | (b & ~(vu)more);
+#endif
+}
+
+/* An exponent of bfloat16 from the largest magnitude. */
+INLINE vu exponent_of(vu most) { return (vu)larger((vi)(most >> 7), EXPONENT - (vi){0}); }
+
+/* The unit of numbers that become halves from 1 to 2, or integers of KEY_BITS, if they have this exponent. */
+INLINE vf unit_of(int kind, vu exponent) { /* not a number where one was not finite */
+    vu nan = (vu)(exponent == 255), down = (kind == INT16 ? KEY_BITS - 1 : 0) - (vu){0};
+    return (vf)((exponent - down) << 23 | (nan & 0x7fc00000u));
+}
+
+/* Words of bfloat16 in units of these exponents. */
+INLINE vu words_in_units(int kind, vu words, vu low, vu high) {
+    const int sum = 254 + KEY_BITS - 1; /* of a unit's exponent and of its inverse's */
+    if (kind == HALVES) return halve_words(words, low, high);
+    return integer_words(words, (vf)((sum - low) << 23), (vf)((sum - high) << 23));
+}
+
+/* Words of keys, [half, TURNED], KEYS beside each other. */
+INLINE void keys_in_units(int kind, word *keys, int64_t half, float *units) {
+    for (int64_t i = 0; i < KEYS; i += VL) {
+        vu most = {0};
+        for (int64_t w = 0; w < half; w++)
+            most = larger_sizes(most, *(const vuu *)(keys + w * TURNED + i) & BF16_SIZES);
+        vu exponent = exponent_of((vu)larger((vi)(most >> 16), (vi)(most & 0xffff)));
+        store(units + i, unit_of(kind, exponent));
+        for (int64_t w = 0; w < half; w++) {
+            vuu *at = (vuu *)(keys + w * TURNED + i);
+            *at = words_in_units(kind, *at, exponent, exponent);
+        }
+    }
+}
+
+/* Up to VL pairs of values, [count, ld] words of which `width` are meant; 2 * VL units are written. */
+INLINE void some_values_in_units(int kind, word *pairs, int64_t count, int64_t width, int64_t ld, float *units) {
+    vf of_each[VL] = {{0}};
+    vu most = {0}, exponents[2];
+    for (int64_t i = 0; i < count; i++) {
+        vu sizes = {0};
+        for (int64_t d = 0; d < width; d += VL)
+            sizes = larger_sizes(sizes, *(const vuu *)(pairs + i * ld + d) & BF16_SIZES);
+        of_each[i] = (vf)sizes;
+    }
+    turn_lanes(of_each);
+    UNROLL for (int i = 0; i < VL; i++) most = larger_sizes(most, (vu)of_each[i]);
+    exponents[0] = exponent_of(most & 0xffff), exponents[1] = exponent_of(most >> 16);
+    vf first = unit_of(kind, exponents[0]), second = unit_of(kind, exponents[1]);
+    vi turns = (all_lanes() >> 1) + (all_lanes() & 1) * VL;
+    store(units, pick_lanes(first, second, turns));
+    store(units + VL, pick_lanes(first, second, turns + VL / 2));
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t d = 0; d < width; d += VL) {
+            vuu *at = (vuu *)(pairs + i * ld + d);
+            *at = words_in_units(kind, *at, exponents[0][i] - (vu){0}, exponents[1][i] - (vu){0});
+        }
+}
+
+INLINE void values_in_units(int kind, word *pairs, int64_t count, int64_t width, int64_t ld, float *units) {
+    for (int64_t i = 0; i < count; i += VL)
+        some_values_in_units(kind, pairs + i * ld, count - i < VL ? count - i : VL, width, ld, units + 2 * i);
 }
 
 #endif

@@ -15,8 +15,8 @@ typedef struct {
     float *keys;          /* [head_dim, TURNED]; narrowed [head_dim / 2, TURNED] words */
     float *wide;          /* [RUN, head_dim]: keys or values in float32; narrowed
                              [KEYS / 2, head_dim] words: pairs of values */
-    float *q_units, *units; /* of half floats, what is to be multiplied: queries and weights, [rows] */
-    float *key_units, *value_units; /* and keys and values, [KEYS] */
+    float *q_units, *units; /* of kinds that have them, of what is to be multiplied: queries and weights, [rows] */
+    float *key_units, *value_units; /* and keys and values, [KEYS]; behind the last 2 * VL places are written to */
     int64_t rows, group, first_pos; /* first_pos: position of the first token */
     int64_t first_row;    /* of some rows of a tile: how many it has before them */
 } Tile;
@@ -28,7 +28,8 @@ INLINE int64_t position_of(const Tile *t, int64_t row) {
 static void tile_layout(const Attention *a, Tile *t, int64_t rows) {
     int64_t dim = a->head_dim, width = a->value_dim, padded = (rows + VL - 1) / VL * VL;
     int64_t wide = (a->narrowed ? KEYS / 2 : RUN) * dim;
-    int64_t numbers = padded * (dim + KEYS + 2 * width + VL + 8) + dim * TURNED + wide + 2 * KEYS;
+    int64_t numbers = padded * (dim + KEYS + 2 * width + VL + 8) + dim * TURNED + wide;
+    numbers += 2 * (KEYS + VL);
     t->q = kvr_scratch(OF_TASKS, sizeof(float) * numbers);
     t->keys = t->q + padded * dim;
     t->wide = t->keys + dim * TURNED;
@@ -54,6 +55,7 @@ INLINE int is_bfloat16(int narrowed) { return narrowed == PAIRS || narrowed == T
 /* In place: [count] numbers become as many of half the size. */
 INLINE void narrow_row(int narrowed, float *x, int64_t count, float *unit) {
     if (narrowed == HALVES) halves_row(x, count, (int16_t *)x, unit);
+    if (narrowed == INT16) *unit = quantize(x, count, most_of_query(count), (int16_t *)x);
     for (int64_t i = 0; is_bfloat16(narrowed) && i < count; i += VL)
         *(vhu *)((uint16_t *)x + i) = narrow(load(x + i));
 }
@@ -92,7 +94,7 @@ INLINE void mask_row(const Tile *t, const Keys *k, int64_t row) {
 /* What is left to do to a row's scores; returns the largest one. */
 INLINE float finish_row(const Attention *a, const Tile *t, const Keys *k, int64_t row, int all) {
     float *s = t->scores + row * KEYS;
-    for (int64_t i = 0; a->narrowed == HALVES && i < KEYS; i += VL)
+    for (int64_t i = 0; has_units(a->narrowed) && i < KEYS; i += VL)
         store(s + i, load(s + i) * load(t->key_units + i));
     if (a->softcap)
         for (int64_t i = 0; i < KEYS; i += VL)
@@ -103,17 +105,19 @@ INLINE float finish_row(const Attention *a, const Tile *t, const Keys *k, int64_
     return max_lanes(top);
 }
 
-/* Scores relative to the row's peak become weights, in place; returns sums of them. Of half floats they
- * are times what the values are to be multiplied by. */
+/* Scores relative to the row's peak become weights, in place; returns sums of them. Where values have
+ * units, weights are times those. */
 INLINE vf weigh_row(int narrowed, const Tile *t, int64_t row) {
     float *s = t->scores + row * KEYS, peak = t->peak[row];
     vf sum = splat(0), weights[KEYS / VL];
     UNROLL for (int i = 0; i < KEYS / VL; i++) {
         vf below = load(s + i * VL) - peak, p = narrowed ? vexp_rough(below) : vexp(below);
         sum += p;
-        weights[i] = narrowed == HALVES ? p * load(t->value_units + i * VL) : p;
+        weights[i] = has_units(narrowed) ? p * load(t->value_units + i * VL) : p;
     }
     if (narrowed == HALVES) t->units[row] = halve_vectors(weights, KEYS / VL, (int16_t *)s);
+    if (narrowed == INT16)
+        t->units[row] = quantize_vectors(weights, KEYS / VL, MOST_OF_INT16, (int16_t *)s);
     if (is_bfloat16(narrowed))
         UNROLL for (int i = 0; i < KEYS / VL; i += 2) /* one store: what takes all of it need not wait */
             *(vh2u *)((uint16_t *)s + i * VL) = narrow_both(weights[i], weights[i + 1]);
@@ -134,9 +138,10 @@ static void soften(const Attention *a, const Tile *t, const Keys *k) {
     }
     for (int64_t r = 0; r < t->rows; r++) {
         float *acc = t->acc + r * a->value_dim, *totals = t->totals + r * VL, shrink = t->shrink[r];
-        vf sum = a->narrowed == HALVES ? weigh_row(HALVES, t, r)
-                 : a->narrowed         ? weigh_row(PAIRS, t, r)
-                                       : weigh_row(0, t, r);
+        vf sum = a->narrowed == HALVES  ? weigh_row(HALVES, t, r)
+                 : a->narrowed == INT16 ? weigh_row(INT16, t, r)
+                 : a->narrowed          ? weigh_row(PAIRS, t, r)
+                                        : weigh_row(0, t, r);
         store(totals, load(totals) * shrink + sum);
         for (int64_t d = 0; shrink != 1.0f && d < a->value_dim; d += VL)
             store(acc + d, load(acc + d) * shrink);
@@ -183,7 +188,7 @@ static void meet_some(const Attention *a, const Tile *t, const Keys *k, int64_t 
                   a->head_dim, some.acc, a->value_dim, ahead);
 }
 
-/* The same of bfloat16 as it lies in the pool, or of half floats. */
+/* The same of bfloat16 as it lies in the pool, or of numbers that it becomes. */
 INLINE void narrowed_keys(int kind, const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
     int64_t dim = a->head_dim, half = dim / 2, start = k->first & ~(int64_t)1;
     int64_t count = k->stop - start; /* pairs begin at even positions, wherever the keys do */
@@ -200,10 +205,10 @@ INLINE void narrowed_keys(int kind, const Attention *a, const Tile *t, const Key
     values[count] = NULL;
     for (int64_t i = 0; i < count; i += 2)
         pair_values(values[i], values[i + 1], pairs + i / 2 * dim, a->value_dim);
-    if (kind == HALVES) {
-        halve_keys((word *)t->keys, half, TURNED, KEYS, t->key_units);
+    if (has_units(kind)) {
+        keys_in_units(kind, (word *)t->keys, half, t->key_units);
         memset(t->value_units, 0, sizeof(float) * KEYS);
-        halve_values(pairs, (count + 1) / 2, a->value_dim, dim, t->value_units + start - k->base);
+        values_in_units(kind, pairs, (count + 1) / 2, a->value_dim, dim, t->value_units + start - k->base);
     }
     if (kind == TILES) {
         int64_t after = before + (count + 1) / 2; /* tiles take pairs that are not there too */
@@ -228,6 +233,10 @@ static void halved_keys(const Attention *a, const Tile *t, const Keys *k, Ahead 
     narrowed_keys(HALVES, a, t, k, ahead);
 }
 
+static void integer_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
+    narrowed_keys(INT16, a, t, k, ahead);
+}
+
 static void tiled_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
     narrowed_keys(TILES, a, t, k, ahead);
 }
@@ -238,6 +247,7 @@ static void tile_stretch(const Attention *a, const Tile *t, Keys keys, Ahead *ah
     void (*meet)(const Attention *, const Tile *, const Keys *, Ahead *) =
         a->narrowed == TILES    ? tiled_keys
         : a->narrowed == HALVES ? halved_keys
+        : a->narrowed == INT16  ? integer_keys
         : a->narrowed == PAIRS  ? paired_keys
                                 : wide_keys;
     memset(t->acc, 0, sizeof(float) * t->rows * a->value_dim);

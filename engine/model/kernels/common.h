@@ -174,6 +174,15 @@ INLINE vf vmax(vf a, vf b) { /* NaN in b is passed over */
 #endif
 }
 
+INLINE vi larger(vi a, vi b) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+    vi more = a > b;
+    return (a & more) | (b & ~more);
+#endif
+}
+
 INLINE vf vmin(vf a, vf b) { return -vmax(-a, -b); }
 
 /* Lane i is lane from[i] of `a`, or from VL on of `b`; `from` has to be known when this is compiled. */

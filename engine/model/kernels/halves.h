@@ -9,6 +9,8 @@
 #include "common.h"
 
 #define HALVES_DEPTHS 128 /* of one sum in half floats: 64 words */
+#define BF16_SIZES 0x7fff7fffu /* of both numbers of a word */
+#define EXPONENT 15 /* the one of 1 to 2, and the least one that a unit has */
 #define HALVES_TOP 6 /* |x| < 2^(TOP + 1) and |w| < 2: sums stay below 2^(TOP + 2) * DEPTHS = 2^15 */
 
 /* x [k] = numbers [even(k)] * *unit, rounded. They may begin at the same address. */
@@ -94,59 +96,13 @@ INLINE float halve_vectors(const vf *x, int count, int16_t *numbers) {
     return unit;
 }
 
-#define BF16_SIZES 0x7fff7fffu /* of both numbers of a word */
-#define EXPONENT 15 /* of the largest number of a unit, which is from 1 to 2 */
-
-/* Words of bfloat16 to half floats, whose exponents are smaller by `down`. */
-INLINE vu halve_words(vu words, vu down) {
+/* Words of bfloat16 to half floats, which EXPONENT is the largest exponent of: `low` is that of lower numbers,
+ * `high` of upper ones. */
+INLINE vu halve_words(vu words, vu low, vu high) {
+    vu down = (low - EXPONENT) << 7 | (high - EXPONENT) << 23;
     __m512i size = (__m512i)(words & BF16_SIZES);
     size = _mm512_slli_epi16(_mm512_subs_epu16(size, (__m512i)down), 3);
     return (vu)size | (words & ~BF16_SIZES);
-}
-
-/* The exponent in bfloat16 that becomes EXPONENT, of numbers whose largest magnitude has bits `top`. */
-INLINE vu unit_exponent(vu top) {
-    vu exponent = top >> 7;
-    return (vu)_mm512_max_epu32((__m512i)exponent, _mm512_set1_epi32(EXPONENT));
-}
-
-INLINE vf unit_of(vu exponent) { /* not a number where one was not finite */
-    vu nan = (vu)(exponent == 255);
-    return (vf)(exponent << 23 | (nan & 0x7fc00000u));
-}
-
-/* Words of keys, [half, ld], KEYS beside each other: each key has a unit. */
-INLINE void halve_keys(word *keys, int64_t half, int64_t ld, int64_t count, float *units) {
-    for (int64_t i = 0; i < count; i += VL) {
-        __m512i most = _mm512_setzero_si512();
-        for (int64_t w = 0; w < half; w++) {
-            vu words = *(const vuu *)(keys + w * ld + i);
-            most = _mm512_max_epu16(most, (__m512i)(words & BF16_SIZES));
-        }
-        __m512i upper = _mm512_srli_epi32(most, 16);
-        vu exponent = unit_exponent((vu)_mm512_max_epu16(most, upper) & 0xffff);
-        vu down = (exponent - EXPONENT) << 7;
-        store(units + i, unit_of(exponent));
-        for (int64_t w = 0; w < half; w++) {
-            vuu *at = (vuu *)(keys + w * ld + i);
-            *at = halve_words(*at, down | down << 16);
-        }
-    }
-}
-
-/* Pairs of values, [count, ld] words of which `width` are meant: each value has a unit. */
-INLINE void halve_values(word *pairs, int64_t count, int64_t width, int64_t ld, float *units) {
-    for (int64_t i = 0; i < count; i++, pairs += ld) {
-        __m512i most = _mm512_setzero_si512();
-        for (int64_t d = 0; d < width; d += VL)
-            most = _mm512_max_epu16(most, (__m512i)(*(const vuu *)(pairs + d) & BF16_SIZES));
-        vu first = unit_exponent(_mm512_reduce_max_epu32((__m512i)((vu)most & 0xffff)) - (vu){0});
-        vu second = unit_exponent(_mm512_reduce_max_epu32((__m512i)((vu)most >> 16)) - (vu){0});
-        vu down = (first - EXPONENT) << 7 | (second - EXPONENT) << 23;
-        units[2 * i] = unit_of(first)[0], units[2 * i + 1] = unit_of(second)[0];
-        for (int64_t d = 0; d < width; d += VL)
-            *(vuu *)(pairs + d) = halve_words(*(const vuu *)(pairs + d), down);
-    }
 }
 
 #else /* never asked for */
@@ -155,8 +111,7 @@ INLINE float halve_vectors(const vf *x, int count, int16_t *numbers) { return 0;
 INLINE void micro_halves(int rows, int64_t depth, const word *a, int64_t row, int64_t step,
                          const word *b, int64_t ldb, float *c, int64_t ldc, int keep,
                          const float *units, const char *ahead) {}
-INLINE void halve_keys(word *keys, int64_t half, int64_t ld, int64_t count, float *units) {}
-INLINE void halve_values(word *pairs, int64_t count, int64_t width, int64_t ld, float *units) {}
+INLINE vu halve_words(vu words, vu low, vu high) { return words; }
 
 #endif
 

@@ -24,9 +24,15 @@
 
 enum { FLOAT32, BF16, INT8, PAIRS, HALVES, TILES, INT16 };
 #define INT8_GROUP 64
+#define INT16_GROUP 256 /* depths whose inputs share a unit */
 #define TILE_DEPTHS 32
 
 INLINE int64_t even(int64_t count) { return count + (count & 1); }
+
+/* Depths whose inputs are quantized together, of kinds that are integers. */
+INLINE int64_t group_of(int kind) { return kind == INT16 ? INT16_GROUP : INT8_GROUP; }
+
+INLINE int64_t num_groups(int64_t k, int kind) { return (k + group_of(kind) - 1) / group_of(kind); }
 
 /* Depths with the zeros behind them. */
 INLINE int64_t padded(int64_t k, int kind) {
@@ -34,8 +40,7 @@ INLINE int64_t padded(int64_t k, int kind) {
 }
 
 INLINE int64_t bytes_of_panel(int64_t k, int kind) {
-    int64_t groups = (k + INT8_GROUP - 1) / INT8_GROUP;
-    if (kind == INT8) return (even(k) + 2 * groups) * NR;
+    if (kind == INT8) return (even(k) + 2 * num_groups(k, kind)) * NR;
     if (kind == HALVES || kind == INT16) return (2 * even(k) + 4) * NR;
     if (kind == PAIRS || kind == TILES) return 2 * padded(k, kind) * NR;
     return NR * k * (kind == BF16 ? 2 : 4);

@@ -105,7 +105,7 @@ static void block(const Product *t, int64_t row, int64_t end, int64_t panel, int
 }
 
 void int8_tiles_unit(const Product *t, int64_t start, int64_t end, int64_t first, int64_t last) {
-    int64_t groups = (t->k + INT8_GROUP - 1) / INT8_GROUP, bytes = 2 * groups * TILE_BYTES;
+    int64_t groups = num_groups(t->k, INT8), bytes = 2 * groups * TILE_BYTES;
     int64_t blocks = (end - start + TILE - 1) / TILE;
     int8_t *columns = kvr_scratch(OF_TASKS, bytes * (blocks + 1)), *rows = columns + bytes;
     for (int64_t b = 0; b < blocks; b++)

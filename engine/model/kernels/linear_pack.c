@@ -18,7 +18,7 @@ int64_t kvr_packed_bytes(int64_t m, int64_t k, int kind) {
 INLINE int64_t bf16_place(int64_t j) { return j < VL ? 2 * j : 2 * (j - VL) + 1; }
 
 static void pack_int8(const Pack *t, int64_t row, int64_t j, char *panel) {
-    int64_t groups = (t->k + INT8_GROUP - 1) / INT8_GROUP;
+    int64_t groups = num_groups(t->k, INT8);
     const int8_t *w = (const int8_t *)t->w + row * t->k;
     for (int64_t d = 0; d < t->k; d++)
         panel[depth_at(d & ~1, INT8) + j % VL * 4 + j / VL + 2 * (d & 1)] = w[d];

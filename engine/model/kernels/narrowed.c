@@ -34,7 +34,8 @@ static int has_tiles(void) {
 }
 
 /* Whether products of this kind are quicker than float32 here, or at least done. Intel's CPUs take a vector
- * of pairs four times as long as one of half floats. */
+ * of pairs four times as long as one of half floats. Integers need a sum for each product where AVX-512 has no
+ * VNNI: as long as float32. */
 int kvr_multiplies(int kind) {
     switch (kind) {
     case TILES: return has_tiles();
@@ -44,7 +45,7 @@ int kvr_multiplies(int kind) {
 #if defined(__AVX512BF16__) && VL == 16
     case PAIRS: return 1;
 #endif
-#if defined(__AVX2__) && VL == 8
+#if (defined(__AVX2__) && VL == 8) || (defined(__AVX512VNNI__) && VL == 16)
     case INT16: return 1;
 #endif
     default: return 0;
@@ -132,7 +133,7 @@ typedef struct {
     float *units;
 } Inputs;
 
-/* Whose inputs have a unit for each INT8_GROUP. */
+/* Whose inputs have a unit for each group. */
 static int has_groups(int kind) { return kind == INT8 || kind == INT16; }
 
 static void narrow_rows(void *arg, int64_t task) {
@@ -163,7 +164,7 @@ void narrow_inputs(Product *products, int64_t count, int threads) {
     t.width = narrowed_width(t.k, t.kind);
     int64_t beyond = t.kind == TILES ? 2 * TILE : 0; /* rows that a tile may have behind the last */
     int64_t bytes = ((t.n + beyond) * t.width * 2 + 63) / 64 * 64;
-    t.groups = has_groups(t.kind) ? (t.k + INT8_GROUP - 1) / INT8_GROUP : t.kind == HALVES;
+    t.groups = has_groups(t.kind) ? num_groups(t.k, t.kind) : t.kind == HALVES;
     t.numbers = kvr_scratch(OF_CALLER, bytes + t.n * t.groups * sizeof(float));
     t.units = (float *)((char *)t.numbers + bytes);
     t.step = t.k < NUMBERS ? NUMBERS / t.k : 1;
