@@ -188,7 +188,8 @@ INLINE void keys_in_units(int kind, word *keys, int64_t half, float *units) {
 }
 
 /* Up to VL pairs of values, [count, ld] words of which `width` are meant; 2 * VL units are written. */
-INLINE void some_values_in_units(int kind, word *pairs, int64_t count, int64_t width, int64_t ld, float *units) {
+INLINE void some_values_in_units(int kind, word *pairs, int64_t count, int64_t width, int64_t ld,
+                                 float *units) {
     vf of_each[VL] = {{0}};
     vu most = {0}, exponents[2];
     for (int64_t i = 0; i < count; i++) {

@@ -15,8 +15,8 @@ typedef struct {
     float *keys;          /* [head_dim, TURNED]; narrowed [head_dim / 2, TURNED] words */
     float *wide;          /* [RUN, head_dim]: keys or values in float32; narrowed
                              [KEYS / 2, head_dim] words: pairs of values */
-    float *q_units, *units; /* of kinds that have them, of what is to be multiplied: queries and weights, [rows] */
-    float *key_units, *value_units; /* and keys and values, [KEYS]; behind the last 2 * VL places are written to */
+    float *q_units, *units; /* of half floats and integers: of queries and weights, [rows] */
+    float *key_units, *value_units; /* of keys and values, [KEYS]; 2 * VL more may be written to */
     int64_t rows, group, first_pos; /* first_pos: position of the first token */
     int64_t first_row;    /* of some rows of a tile: how many it has before them */
 } Tile;

@@ -1,5 +1,6 @@
-/* Products whose inputs are narrowed first (INT8, INT16, PAIRS, HALVES, TILES): how they are cut into units. A
- * tile sums all depths of its rows in registers, so a row's result is the same whatever other rows there are. */
+/* Products whose inputs are narrowed first (INT8, INT16, PAIRS, HALVES, TILES): how they are cut into units.
+ * A tile sums all depths of its rows in registers, so a row's result is the same whatever other rows there
+ * are. */
 #include "halves.h"
 #include "norm.h"
 #include "pool.h"
