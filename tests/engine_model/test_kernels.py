@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -141,6 +142,22 @@ def test_without_a_compiler_the_reason_is_told(tmp_path, monkeypatch):
     with pytest.raises(KernelsUnavailable, match="false failed: exit status 1"):
         kernels.load(tmp_path)
     assert list((tmp_path / "kernels").iterdir()) == [], "nothing half-made stays behind"
+
+
+def test_of_two_that_start_together_one_compiles(tmp_path, monkeypatch):
+    """With a compiler that counts its calls, and whose library is the one that is there already."""
+    ready = kernels.load(default_cache_dir())._name
+    calls, compiler = tmp_path / "calls", tmp_path / "cc"
+    compiler.write_text(
+        f"#!/bin/sh\necho >> {calls}\nsleep 0.05\n"
+        f'while [ "$1" != -o ]; do shift; done\ncp {ready} "$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(kernels.load, [tmp_path] * 2))
+    assert both[0]._name == both[1]._name != ready
+    assert len(calls.read_text().splitlines()) == len(kernels.SOURCES) + 1  # each, and the link
 
 
 def test_shapes_that_the_kernels_do_not_know_are_refused():

@@ -1,7 +1,8 @@
 """The CPU kernels: C sources beside this file, compiled once per machine type and cached.
 
 A library's name is the hash of its sources, the flags and the CPU, so a changed source or another
-machine on the same cache directory never meets a stale one.
+machine on the same cache directory never meets a stale one. Of processes that start together one
+compiles, on all its cores; the others wait for it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import os
 import platform
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
+from time import monotonic
+
+from filelock import FileLock, Timeout
 
 HEADERS = (
     *("common.h", "attention.h", "attention_keys.h", "halves.h", "integers.h", "linear.h"),
@@ -87,7 +92,7 @@ def load(cache_dir: Path) -> ctypes.CDLL:
         key.update(blake2b(part).digest())
     library = cache_dir / "kernels" / f"cpu-{key.hexdigest()}.so"
     if not library.is_file():
-        _compile([here / name for name in SOURCES], library)
+        _compile_once([here / name for name in SOURCES], library)
     try:
         return _bind(ctypes.CDLL(str(library)))
     except OSError as error:
@@ -101,32 +106,50 @@ def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def _compile(sources: list[Path], library: Path) -> None:
-    compiler = os.environ.get("CC", "cc")
-    scratch = ""
+def _compile_once(sources: list[Path], library: Path) -> None:
+    lock = library.parent.with_suffix(".lock")
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(suffix=".so", dir=library.parent)
-        os.close(handle)
+        with FileLock(lock, timeout=COMPILE_TIMEOUT_S):
+            if not library.is_file():
+                _compile(sources, library)
+    except Timeout as error:
+        waited = f"{COMPILE_TIMEOUT_S:.0f} s"
+        raise KernelsUnavailable(f"another process has held {lock} for {waited}") from error
+    except NotImplementedError as error:
+        raise KernelsUnavailable(f"{lock} cannot be locked: {error}") from error
+    except OSError as error:
+        raise KernelsUnavailable(f"{error.strerror}: {error.filename or lock}") from error
+
+
+def _compile(sources: list[Path], library: Path) -> None:
+    """Raises OSError where nothing can be written."""
+    compiler, deadline = os.environ.get("CC", "cc"), monotonic() + COMPILE_TIMEOUT_S
+
+    def run(*arguments: str) -> None:
         subprocess.run(
-            [compiler, *FLAGS, "-o", scratch, *map(str, sources), "-lm"],
+            [compiler, *FLAGS, *arguments],
             check=True,
             capture_output=True,
             text=True,
-            timeout=COMPILE_TIMEOUT_S,
+            timeout=max(deadline - monotonic(), 0),
         )
-        Path(scratch).chmod(0o755)
-        Path(scratch).rename(library)
+
+    try:
+        with (
+            tempfile.TemporaryDirectory(dir=library.parent) as scratch,
+            ThreadPoolExecutor(os.cpu_count()) as threads,
+        ):
+            objects = [f"{scratch}/{source.stem}.o" for source in sources]
+            list(threads.map(lambda o, s: run("-c", "-o", o, str(s)), objects, sources))
+            made = Path(scratch) / library.name
+            run("-o", str(made), *objects, "-lm")
+            made.rename(library)
     except subprocess.CalledProcessError as error:
         first = next(iter(error.stderr.strip().splitlines()), f"exit status {error.returncode}")
         raise KernelsUnavailable(f"{compiler} failed: {first}") from error
     except subprocess.TimeoutExpired as error:
         raise KernelsUnavailable(f"{compiler} took over {COMPILE_TIMEOUT_S:.0f} s") from error
-    except OSError as error:
-        raise KernelsUnavailable(f"{error.strerror}: {error.filename or compiler}") from error
-    finally:
-        if scratch:
-            Path(scratch).unlink(missing_ok=True)
 
 
 def _cpu() -> str:
