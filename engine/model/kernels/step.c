@@ -5,8 +5,9 @@
 #include "product.h"
 
 #define BAND 512 /* rows that pass all of a layer but attention at once, at most */
+#define LEAST_BAND 64 /* and at least: fewer are not worth a pass over the weights */
 #define BAND_STEP 32 /* a band's rows are a multiple of it */
-#define LEAST_BAND 64 /* fewer rows are not worth a pass over the weights */
+#define BAND_BYTES (1536 << 10) /* of a band's widest rows, so that others fit into the L2 cache beside them */
 
 typedef struct {
     const void *packed;
@@ -39,6 +40,8 @@ void kvr_rms_norm(const float *x, int64_t stride, const float *weight, float *y,
 void kvr_rope_write(const void *rope, float *qkv, const float *q_norm, const float *k_norm, void *pool,
                     int64_t first, int64_t count, int threads);
 void kvr_attention(const Attention *base, const float *qkv, float *out, const void *pool);
+
+int kvr_multiplies(int kind);
 
 int64_t kvr_layer_bytes(void) { return sizeof(Layer); }
 int64_t kvr_step_bytes(void) { return sizeof(Step); }
@@ -129,9 +132,17 @@ static void band_task(void *arg, int64_t band) {
         before_attention(l, &s, first);
 }
 
+/* The smallest bands stay in the L2 cache, if any do. Where they do not, more weights at a time have to come
+ * from memory; nor do they pay with tiles, which are done with a band before its weights have come again. */
+static int64_t most_of_band(const Layer *l) {
+    int64_t least_bytes = LEAST_BAND * l->down.depth * (int64_t)sizeof(float);
+    return least_bytes <= BAND_BYTES && !kvr_multiplies(TILES) ? LEAST_BAND : BAND;
+}
+
 /* One side of a layer's attention, for all rows. */
 static void run_side(const Layer *l, const Step *s, int behind) {
-    int64_t each = (s->rows + s->threads - 1) / s->threads, rounds = (each + BAND - 1) / BAND;
+    int64_t each = (s->rows + s->threads - 1) / s->threads, most = most_of_band(l);
+    int64_t rounds = (each + most - 1) / most;
     int64_t rows = rounds ? ((each + rounds - 1) / rounds + BAND_STEP - 1) / BAND_STEP * BAND_STEP : 0;
     Bands bands = {l, s, rows, behind};
     if (each >= LEAST_BAND)
