@@ -21,6 +21,8 @@ _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # as in common.h
 _MAX_GROUP = 32  # heads that one item of work takes, if their KV head has more
 _MAX_LATENT_GROUP = 16  # their vectors are longer
+_MAX_TILES = 4  # of one item: what keys are made into is paid once for all of them
+_ITEMS = 8  # for each thread at least, if there are several tiles for each
 
 
 class _Attention(ctypes.Structure):
@@ -82,6 +84,7 @@ class CpuAttention:
         self._value_dim = c.head_dim if latent is None else latent.rank
         odd = (c.head_dim | self._value_dim) % (2 * library.kvr_vector_width())
         is_narrowed = pool.dtype == torch.bfloat16 and not odd
+        self._most_tiles = _MAX_TILES if is_narrowed and narrowed else 1
         kv_heads = c.num_heads + 2 * c.num_kv_heads if latent is None else c.num_heads
         block_size = pool.shape[4] if pool.dim() == 6 else pool.shape[4] // (c.head_dim + 1)
         shared = {
@@ -155,6 +158,7 @@ class CpuAttention:
     def _plan(self, batch: Batch, window: int, sinks: int) -> dict[str, int]:
         """The fields of a description that say who does what in layers of `window`."""
         width, num_seqs = self._items_per_seq, len(batch.spans)
+        tiles = len(batch.tokens) * width // (self._threads * _ITEMS * self._tile)
         most = sum(s[1] // self._tile + s[2] // self._stretch + 2 for s in batch.spans) * width
         items = torch.empty(most * 6, dtype=torch.int32)
         merges = torch.empty(num_seqs * width * 4, dtype=torch.int32)
@@ -164,7 +168,7 @@ class CpuAttention:
             batch.query_len.data_ptr(),
             batch.context_len.data_ptr(),
             width,
-            self._tile,
+            self._tile * max(1, min(self._most_tiles, tiles)),
             window,
             sinks,
             items.data_ptr(),

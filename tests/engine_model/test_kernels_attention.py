@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.model import fp8, kernels
+from engine.model import cpu_attention, fp8, kernels
 from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
 from engine.model.config import Latent, ModelConfig, Rope, RopeScaling
@@ -31,6 +31,12 @@ def one_thread_of_torch():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def items_of_several_tiles(monkeypatch):
+    """Of the longest sequences, as prompts have them."""
+    monkeypatch.setattr(cpu_attention, "_ITEMS", 1)
 
 
 class Bench:

@@ -63,7 +63,8 @@ static void look_ahead(Ahead *f, const Keys *k, int64_t end) {
 
 /* c[rows, cols] = (keep ? c : 0) + a[rows, depth] @ b[depth, cols], of floats or, `narrowed`, of pairs
  * of bfloat16, half floats or integers, those two times `units` [rows]; cols is a multiple of VL, of those two
- * of NR. Whatever is multiplied at once, a number of c is summed from the first depth to the last. */
+ * of NR. Whatever is multiplied at once, a number of c is summed from the first depth to the last. `ahead` may
+ * be NULL. */
 INLINE void product(int narrowed, int keep, int64_t rows, int64_t cols, int64_t depth,
                     const void *a, int64_t row, int64_t step, const void *b, int64_t ldb, float *c,
                     int64_t ldc, const float *units, Ahead *ahead, int64_t pace) {
@@ -83,7 +84,7 @@ INLINE void product(int narrowed, int keep, int64_t rows, int64_t cols, int64_t 
 #define WIDE(R) case R: MICRO(R, 2) break;
 #define NARROW(R) case R: MICRO(R, 1) break;
     for (int64_t j = 0; j < cols; j += NR) {
-        const char *at = take(ahead, depth * pace);
+        const char *at = ahead ? take(ahead, depth * pace) : (const char *)b;
         for (int64_t i = 0, n; i < rows; i += n) {
             float *to = c + i * ldc + j;
             n = even_rows(rows - i);
@@ -104,7 +105,7 @@ INLINE void fetch_beside(void *with, int half) {
 }
 
 /* The same of tiles (tiles.h), up to two of them in rows: what a and c have up to a whole number of tiles is
- * read and written. `ahead` may be NULL. */
+ * read and written. */
 INLINE void tiled_product(int keep, int64_t rows, int64_t cols, int64_t depth, const word *a,
                           int64_t row, const word *b, int64_t ldb, float *c, int64_t ldc,
                           Ahead *ahead) {

@@ -3,6 +3,8 @@
 #include "attention_keys.h"
 #include "pool.h"
 
+#define SOME_ROWS 48 /* of a tile, that look at a chunk of keys together, but with tiles of a matrix unit */
+
 /* Rows are the tile's tokens times its heads. Where factors are narrowed, two numbers share a word. */
 typedef struct {
     float *q;             /* [rows, head_dim]; narrowed [rows, head_dim / 2] words */
@@ -170,22 +172,32 @@ static void wide_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *a
     }
 }
 
-/* Two tiles of rows from `row` on with keys and pairs of values that are there, one after the other in
- * the same scores: those stay in the L1 cache. Keys behind all that they may see are left out. */
-static void meet_some(const Attention *a, const Tile *t, const Keys *k, int64_t row, Ahead *ahead) {
-    int64_t half = a->head_dim / 2, left = t->rows - row;
+/* Some rows of a tile, from `row` on, with keys and pairs of values [before, after) that are there, one after
+ * the other in the same scores: those stay in the L1 cache. Keys that none of them may see are left out. */
+INLINE void meet_some(int kind, const Attention *a, const Tile *t, const Keys *k, int64_t row, int64_t before,
+                      int64_t after, Ahead *ahead) {
+    int64_t half = a->head_dim / 2, left = t->rows - row, most = kind == TILES ? 2 * TILE : SOME_ROWS;
     Tile some = *t;
-    some.first_row = row, some.rows = left < 2 * TILE ? left : 2 * TILE;
+    some.first_row = row, some.rows = left < most ? left : most;
     some.q += row * half, some.acc += row * a->value_dim, some.totals += row * VL;
-    some.peak += row, some.top += row, some.shrink += row;
-    int64_t end = position_of(&some, some.rows - 1) + 1;
-    int64_t keys = ((end < k->stop ? end : k->stop) - k->base + NR - 1) / NR * NR;
-    if (keys <= 0) return;
-    tiled_product(0, some.rows, keys, half, (word *)some.q, half, (word *)t->keys, TURNED,
-                  some.scores, KEYS, ahead);
+    some.peak += row, some.top += row, some.shrink += row, some.q_units += row;
+    int64_t last = position_of(&some, some.rows - 1) + 1, end = last < k->stop ? last : k->stop;
+    int64_t keys = (end - k->base + NR - 1) / NR * NR;
+    if (end <= k->first || (k->window && position_of(&some, 0) - k->window >= k->stop - 1)) return;
+    if (kind == TILES) {
+        tiled_product(0, some.rows, keys, half, (word *)some.q, half, (word *)t->keys, TURNED,
+                      some.scores, KEYS, ahead);
+        soften(a, &some, k);
+        tiled_product(1, some.rows, a->value_dim, keys / 2, (word *)some.scores, KEYS, (word *)t->wide,
+                      a->head_dim, some.acc, a->value_dim, ahead);
+        return;
+    }
+    product(kind, 0, some.rows, keys, half, some.q, half, 1, t->keys, TURNED, some.scores, KEYS,
+            some.q_units, ahead, 64);
     soften(a, &some, k);
-    tiled_product(1, some.rows, a->value_dim, keys / 2, (word *)some.scores, KEYS, (word *)t->wide,
-                  a->head_dim, some.acc, a->value_dim, ahead);
+    product(kind, 1, some.rows, a->value_dim, (keys / 2 < after ? keys / 2 : after) - before,
+            some.scores + before, KEYS, 1, t->wide + before * a->head_dim, a->head_dim, some.acc,
+            a->value_dim, some.units, ahead, 64);
 }
 
 /* The same of bfloat16 as it lies in the pool, or of numbers that it becomes. */
@@ -193,7 +205,7 @@ INLINE void narrowed_keys(int kind, const Attention *a, const Tile *t, const Key
     int64_t dim = a->head_dim, half = dim / 2, start = k->first & ~(int64_t)1;
     int64_t count = k->stop - start; /* pairs begin at even positions, wherever the keys do */
     const uint16_t *values[KEYS + 2];
-    int64_t before = kind == TILES ? (start - k->base) / 2 : 0;
+    int64_t before = (start - k->base) / 2, after = before + (count + 1) / 2;
     word *pairs = (word *)t->wide + before * dim;
     for (int64_t pos = k->first, n; pos < k->stop; pos += n) {
         n = run_length(a, pos, k->stop);
@@ -210,19 +222,13 @@ INLINE void narrowed_keys(int kind, const Attention *a, const Tile *t, const Key
         memset(t->value_units, 0, sizeof(float) * KEYS);
         values_in_units(kind, pairs, (count + 1) / 2, a->value_dim, dim, t->value_units + start - k->base);
     }
-    if (kind == TILES) {
-        int64_t after = before + (count + 1) / 2; /* tiles take pairs that are not there too */
+    if (kind == TILES) { /* they take pairs that are not there too */
         memset(t->wide, 0, sizeof(word) * before * dim);
         memset(t->wide + after * dim, 0, sizeof(word) * (KEYS / 2 - after) * dim);
-        for (int64_t row = 0; row < t->rows; row += 2 * TILE)
-            meet_some(a, t, k, row, row ? NULL : ahead);
-        return;
     }
-    product(kind, 0, t->rows, KEYS, half, t->q, half, 1, t->keys, TURNED, t->scores, KEYS,
-            t->q_units, ahead, 64);
-    soften(a, t, k);
-    product(kind, 1, t->rows, a->value_dim, (count + 1) / 2, t->scores + (start - k->base) / 2,
-            KEYS, 1, pairs, dim, t->acc, a->value_dim, t->units, ahead, 64);
+    int64_t most = kind == TILES ? 2 * TILE : SOME_ROWS; /* the last ones see keys if any do */
+    for (int64_t row = 0; row < t->rows; row += most)
+        meet_some(kind, a, t, k, row, before, after, row + most < t->rows ? NULL : ahead);
 }
 
 static void paired_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
