@@ -63,15 +63,16 @@ typedef void Narrow(const Product *t, int64_t row, int64_t first, const char *ah
         const Product *t, int64_t row, int64_t first, const char *ahead, int64_t pace) { \
         narrow_tile(t, R, PANELS, KIND, row, first, ahead, pace); \
     }
-#define TILE(R) \
-    NARROW(R, FLOAT32, 1, one) NARROW(R, FLOAT32, AT_ONCE(R), many) \
-    NARROW(R, BF16, 1, one) NARROW(R, BF16, AT_ONCE(R), many)
+#define TILE(R) NARROW(R, FLOAT32, 1, one) NARROW(R, BF16, 1, one)
 EACH_ROWS(TILE)
 #undef TILE
+NARROW(1, FLOAT32, AT_ONCE(1), many) NARROW(1, BF16, AT_ONCE(1), many)
+NARROW(2, FLOAT32, AT_ONCE(2), many) NARROW(2, BF16, AT_ONCE(2), many)
 #undef NARROW
-#define TILE(R) {{one_FLOAT32_##R, many_FLOAT32_##R}, {one_BF16_##R, many_BF16_##R}},
-static Narrow *const narrows[MR][2][2] = {EACH_ROWS(TILE)};
+#define TILE(R) {one_FLOAT32_##R, one_BF16_##R},
+static Narrow *const ones[MR][2] = {EACH_ROWS(TILE)};
 #undef TILE
+static Narrow *const manys[2][2] = {{many_FLOAT32_1, many_BF16_1}, {many_FLOAT32_2, many_BF16_2}};
 
 /* Panels [first, last), all at once or one after the other, each times all rows. */
 static void narrow_panels(const Product *t, int64_t first, int64_t last, const char *ahead) {
@@ -82,7 +83,7 @@ static void narrow_panels(const Product *t, int64_t first, int64_t last, const c
         int64_t row = 0;
         for (int64_t left = tiles; left > 0; left--, next += share) {
             int64_t rows = (t->n - row + left - 1) / left;
-            narrows[rows - 1][t->kind][count > 1](t, row, p, next, pace);
+            (count > 1 ? manys : ones)[rows - 1][t->kind](t, row, p, next, pace);
             row += rows;
         }
     }
