@@ -16,7 +16,7 @@
 #define NUMBERS 8192 /* narrowed by one task, about */
 #define MANY_ROWS 32 /* of int8 weights, so that tiles are quicker */
 #define LARGE (VL == 8 ? 16 : 64) /* panels of a matrix that few rows meet MANY at a time */
-#define NEAR (12 << 10) /* bytes: how far ahead one tile of rows fetches */
+#define BYTES_AHEAD (12 << 10) /* one tile of rows fetches so far ahead */
 #define GROUP_BYTES (512 << 10) /* of panels of a unit, with more rows than a chunk */
 #define CHUNK_BYTES (192 << 10) /* of narrowed rows of a unit: they stay in the L2 cache */
 #define TILES_BYTES (1700 << 10) /* of tiles, whose CPUs have 2 MiB of it, and which wait for panels */
@@ -63,7 +63,7 @@ static Tile *const *tiles_of(int kind) {
     }
 }
 
-/* Whether a panel that is met only once fetches NEAR bytes on instead of the whole next one. */
+/* Whether a panel that is met only once fetches BYTES_AHEAD on instead of the whole next one. */
 static int fetches_near(int kind) { return VL == 16 && (kind == INT8 || kind == INT16); }
 
 /* Rows [start, end) of a panel, and meanwhile the next one is fetched. */
@@ -72,7 +72,7 @@ static void panel_rows(const Product *t, int64_t start, int64_t end, int64_t pan
     Tile *const *tiles = tiles_of(t->kind);
     int64_t share = t->panel_bytes / ((end - start + MR - 1) / MR);
     int64_t pace = 4 * NR * share / t->panel_bytes;
-    if (fetches_near(t->kind) && end - start <= MR) next = t->w + panel * t->panel_bytes + NEAR;
+    if (fetches_near(t->kind) && end - start <= MR) next = t->w + panel * t->panel_bytes + BYTES_AHEAD;
     for (int64_t row = start, rows; row < end; row += rows, next += share) {
         rows = even_rows(end - row);
         tiles[rows - 1](t, row, panel, next, pace);
