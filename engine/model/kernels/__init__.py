@@ -116,7 +116,7 @@ def _compile_once(sources: list[Path], library: Path) -> None:
     except Timeout as error:
         waited = f"{COMPILE_TIMEOUT_S:.0f} s"
         raise KernelsUnavailable(f"another process has held {lock} for {waited}") from error
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # filelock 3, on a file system without flock
         raise KernelsUnavailable(f"{lock} cannot be locked: {error}") from error
     except OSError as error:
         raise KernelsUnavailable(f"{error.strerror}: {error.filename or lock}") from error

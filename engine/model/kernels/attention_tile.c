@@ -3,7 +3,8 @@
 #include "attention_keys.h"
 #include "pool.h"
 
-#define SOME_ROWS 48 /* of a tile, that look at a chunk of keys together, but with tiles of a matrix unit */
+/* How many rows of a tile look at a chunk of keys together. */
+INLINE int64_t rows_together(int kind) { return kind == TILES ? 2 * TILE : 48; }
 
 /* Rows are the tile's tokens times its heads. Where factors are narrowed, two numbers share a word. */
 typedef struct {
@@ -176,7 +177,7 @@ static void wide_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *a
  * the other in the same scores: those stay in the L1 cache. Keys that none of them may see are left out. */
 INLINE void meet_some(int kind, const Attention *a, const Tile *t, const Keys *k, int64_t row, int64_t before,
                       int64_t after, Ahead *ahead) {
-    int64_t half = a->head_dim / 2, left = t->rows - row, most = kind == TILES ? 2 * TILE : SOME_ROWS;
+    int64_t half = a->head_dim / 2, left = t->rows - row, most = rows_together(kind);
     Tile some = *t;
     some.first_row = row, some.rows = left < most ? left : most;
     some.q += row * half, some.acc += row * a->value_dim, some.totals += row * VL;
@@ -226,7 +227,7 @@ INLINE void narrowed_keys(int kind, const Attention *a, const Tile *t, const Key
         memset(t->wide, 0, sizeof(word) * before * dim);
         memset(t->wide + after * dim, 0, sizeof(word) * (KEYS / 2 - after) * dim);
     }
-    int64_t most = kind == TILES ? 2 * TILE : SOME_ROWS; /* the last ones see keys if any do */
+    int64_t most = rows_together(kind); /* the last ones see keys if any do */
     for (int64_t row = 0; row < t->rows; row += most)
         meet_some(kind, a, t, k, row, before, after, row + most < t->rows ? NULL : ahead);
 }

@@ -63,16 +63,18 @@ static Tile *const *tiles_of(int kind) {
     }
 }
 
-/* Whether a panel that is met only once fetches BYTES_AHEAD on instead of the whole next one. */
-static int fetches_near(int kind) { return VL == 16 && (kind == INT8 || kind == INT16); }
+/* Whose inputs have a unit for each group. */
+static int has_groups(int kind) { return kind == INT8 || kind == INT16; }
 
-/* Rows [start, end) of a panel, and meanwhile the next one is fetched. */
+/* Rows [start, end) of a panel, and meanwhile the next one is fetched; or, where one tile of integers meets a
+ * panel only once, what is BYTES_AHEAD. */
 static void panel_rows(const Product *t, int64_t start, int64_t end, int64_t panel,
                        const char *next) {
     Tile *const *tiles = tiles_of(t->kind);
     int64_t share = t->panel_bytes / ((end - start + MR - 1) / MR);
     int64_t pace = 4 * NR * share / t->panel_bytes;
-    if (fetches_near(t->kind) && end - start <= MR) next = t->w + panel * t->panel_bytes + BYTES_AHEAD;
+    if (VL == 16 && has_groups(t->kind) && end - start <= MR)
+        next = t->w + panel * t->panel_bytes + BYTES_AHEAD;
     for (int64_t row = start, rows; row < end; row += rows, next += share) {
         rows = even_rows(end - row);
         tiles[rows - 1](t, row, panel, next, pace);
@@ -138,9 +140,6 @@ typedef struct {
     int16_t *numbers;
     float *units;
 } Inputs;
-
-/* Whose inputs have a unit for each group. */
-static int has_groups(int kind) { return kind == INT8 || kind == INT16; }
 
 static void narrow_rows(void *arg, int64_t task) {
     const Inputs *t = arg;
