@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from engine.request import SamplingParams, TokenLogprobs
 
+BURST_S = 0.025  # of passes in a row: what has arrived meanwhile waits for them
+
 
 @dataclass(slots=True)
 class ScheduledSeq:

@@ -8,8 +8,10 @@ own description of the call, everything else is shared.
 from __future__ import annotations
 
 import ctypes
+from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.model.batch import Batch
@@ -80,7 +82,7 @@ class CpuAttention:
         group = max(n for n in range(1, min(together, most) + 1) if together % n == 0)
         self._group, self._items_per_seq = group, c.num_heads // group
         self._tile = library.kvr_attention_tile(group, c.head_dim)
-        self._stretch = library.kvr_attention_stretch()
+        self.stretch: int = library.kvr_attention_stretch()  # positions that are summed first
         self._value_dim = c.head_dim if latent is None else latent.rank
         odd = (c.head_dim | self._value_dim) % (2 * library.kvr_vector_width())
         is_narrowed = pool.dtype == torch.bfloat16 and not odd
@@ -110,22 +112,22 @@ class CpuAttention:
         self._tables = [rope_tables(r, max_positions, torch.device("cpu")) for r in c.ropes]
         self._ropes: dict[int, _Rope] = {}
         self._attentions: dict[tuple[int, int], _Attention] = {}
-        self._layers: list[tuple[int, int]] = []  # addresses of each layer's two descriptions
+        self._layers: list[tuple[int, tuple[int, int]]] = []  # which of them each layer has
         for layer in range(c.num_layers):
             index, window = c.layer_ropes[layer] if c.layer_ropes else 0, c.window(layer)
             turn = self._rotation(c, index)
             if pool.dtype == torch.uint8 and latent is None:
                 turn["mixed_half"] = c.rotated_half(layer)
-            rope = self._ropes.setdefault(
+            self._ropes.setdefault(
                 index,
                 _Rope(num_kv_heads=c.num_kv_heads, eps=c.rms_norm_eps, **turn, **shared),
             )
-            told = self._attentions.setdefault(
+            self._attentions.setdefault(
                 (window, index),
                 _Attention(window=window, num_sinks=c.num_sinks, **turn, **attention, **shared),
             )
-            self._layers.append((ctypes.addressof(rope), ctypes.addressof(told)))
-        self._plans: dict[int, tuple[torch.Tensor, ...]] = {}
+            self._layers.append((index, (window, index)))
+        self._plans: dict[object, tuple[torch.Tensor, ...]] = {}
         self._alive: Batch | None = None
 
     def _rotation(self, config: ModelConfig, index: int) -> dict[str, Any]:
@@ -159,7 +161,7 @@ class CpuAttention:
         """The fields of a description that say who does what in layers of `window`."""
         width, num_seqs = self._items_per_seq, len(batch.spans)
         tiles = len(batch.tokens) * width // (self._threads * _ITEMS * self._tile)
-        most = sum(s[1] // self._tile + s[2] // self._stretch + 2 for s in batch.spans) * width
+        most = sum(s[1] // self._tile + s[2] // self.stretch + 2 for s in batch.spans) * width
         items = torch.empty(most * 6, dtype=torch.int32)
         merges = torch.empty(num_seqs * width * 4, dtype=torch.int32)
         counts = (_LONG * 3)()
@@ -185,10 +187,43 @@ class CpuAttention:
             "partial": partial.data_ptr(),
         }
 
+    def for_decodes(self) -> CpuAttention:
+        """Another over the same pool and tables, with descriptions of its own: `begin` does not
+        change them."""
+        other = copy(self)
+        other._ropes = {key: _Rope.from_buffer_copy(told) for key, told in self._ropes.items()}
+        other._attentions = {
+            key: _Attention.from_buffer_copy(told) for key, told in self._attentions.items()
+        }
+        other._plans, other._alive = {}, None
+        return other
+
+    def hold(self, rows: dict[str, np.ndarray], capacity: int, stretches: int) -> list[int]:
+        """Of decodes, `capacity` of them at most: `rows` are arrays that stay, named as in `Batch`,
+        and their contexts have no more than `stretches` altogether. The kernels plan each pass.
+        Returns addresses of the descriptions that they do so in."""
+        at = {name: array.ctypes.data for name, array in rows.items()}
+        width, per_row = self._items_per_seq, self._group * (self._value_dim + 2)
+        partial = torch.empty(stretches * width * per_row)
+        for key, told in self._attentions.items():
+            items = torch.empty(stretches * width * 6, dtype=torch.int32)
+            merges = torch.empty(capacity * width * 4, dtype=torch.int32)
+            self._plans[key] = (items, merges, partial)
+            told.items, told.merges = items.data_ptr(), merges.data_ptr()
+            told.partial, told.tables = partial.data_ptr(), at["block_tables"]
+            told.table_stride = rows["block_tables"].shape[1]
+            for name in ("query_start", "query_len", "context_len"):
+                setattr(told, name, at[name])
+        for rope in self._ropes.values():
+            rope.positions, rope.slots = at["positions"], at["slots"]
+        return [ctypes.addressof(told) for told in self._attentions.values()]
+
     def described(self, layer: int) -> tuple[int, int, int]:
         """Addresses of a layer's `Rope`, `Attention` and first element in block 0: good for as long
         as this lives, and true of a batch once it has begun."""
-        return (*self._layers[layer], self._pool_at(layer))
+        rope, attention = self._layers[layer]
+        told = ctypes.addressof(self._ropes[rope]), ctypes.addressof(self._attentions[attention])
+        return (*told, self._pool_at(layer))
 
     def _pool_at(self, layer: int) -> int:
         return self._at + layer * self._layer_bytes
@@ -203,7 +238,7 @@ class CpuAttention:
         """As `Ops.rope_write`."""
         assert qkv.is_contiguous()
         self._lib.kvr_rope_write(
-            self._layers[layer][0],
+            self.described(layer)[0],
             qkv.data_ptr(),
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(),
@@ -217,7 +252,7 @@ class CpuAttention:
         """As `Ops.latent_write`; both may be views of wider rows."""
         assert q_rope.stride(2) == latent.stride(1) == 1
         self._lib.kvr_latent_write(
-            self._layers[layer][0],
+            self.described(layer)[0],
             q_rope.data_ptr(),
             q_rope.stride(0),
             q_rope.stride(1),
@@ -230,7 +265,7 @@ class CpuAttention:
         """Rotated queries lead `rows`; out: [num_tokens, num_heads * value_dim], float32."""
         assert rows.is_contiguous()
         self._lib.kvr_attention(
-            self._layers[layer][1], rows.data_ptr(), out.data_ptr(), self._pool_at(layer)
+            self.described(layer)[1], rows.data_ptr(), out.data_ptr(), self._pool_at(layer)
         )
 
 

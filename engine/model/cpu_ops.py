@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from engine.model.batch import Batch
+from engine.model.batch import Batch, Limits
 from engine.model.config import ModelConfig
 from engine.model.cpu_attention import CpuAttention
+from engine.model.cpu_decode import CpuDecode
 from engine.model.cpu_linear import (
     ACTIVATIONS,
     CpuLinear,
@@ -26,7 +27,8 @@ from engine.model.cpu_linear import (
     owned,
     quickest_kind,
 )
-from engine.model.cpu_step import CpuStep
+from engine.model.cpu_step import CpuStep, described
+from engine.model.weights import Weights
 
 
 class CpuOps:
@@ -91,6 +93,23 @@ class CpuOps:
     ) -> torch.Tensor | None:
         return self._step.run(hidden, layers, batch)
 
+    def decode(self, weights: Weights, limits: Limits) -> CpuDecode | None:
+        """What runs decodes without the calls above, if the layers are of a kind that it knows."""
+        attention = self._attention.for_decodes()
+        layers = described(weights.layers, attention, self._lib)
+        if layers is None:
+            return None
+        return CpuDecode(
+            self._config,
+            limits,
+            self._lib,
+            self._threads,
+            attention,
+            weights,
+            layers,
+            self._buffer,
+        )
+
     def _buffer(self, role: str, rows: int, width: int) -> torch.Tensor:
         held = self._buffers.get(role)
         if held is None or held.numel() < rows * width:
@@ -113,6 +132,11 @@ class CpuOps:
 
     def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         return self._linear.gated(x, matrix)
+
+    def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        assert logits.is_contiguous()
+        self._lib.kvr_cap(logits.data_ptr(), logits.numel(), cap, self._threads)
+        return logits
 
     def per_head(self, x: torch.Tensor, heads: Heads) -> torch.Tensor:
         return self._linear.per_head(x, heads)

@@ -11,7 +11,7 @@ import torch
 from engine.model.sampler import is_greedy
 from engine.step import ScheduledSeq
 
-_DRAW = np.dtype(
+DRAW = np.dtype(
     [
         *(("temperature", np.float32), ("min_p", np.float32), ("top_p", np.float64)),
         *(("top_k", np.int64), ("seed", np.uint64), ("position", np.uint64)),
@@ -24,13 +24,13 @@ class CpuDraw:
     """As `engine.model.sampler.draw`."""
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
-        assert library.kvr_draw_bytes() == _DRAW.itemsize
+        assert library.kvr_draw_bytes() == DRAW.itemsize
         self._lib, self._threads = library, num_threads
 
     def __call__(self, logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
         assert logits.is_contiguous()
         assert logits.dtype == torch.float32
-        draws = np.array([_told(seq) for seq in seqs], _DRAW)
+        draws = np.array([draw_of(seq) for seq in seqs], DRAW)
         tokens = np.empty(len(seqs), np.int64)
         self._lib.kvr_draw(
             logits.data_ptr(),
@@ -43,7 +43,7 @@ class CpuDraw:
         return drawn
 
 
-def _told(seq: ScheduledSeq) -> tuple[float, float, float, int, int, int]:
+def draw_of(seq: ScheduledSeq) -> tuple[float, float, float, int, int, int]:
     s = seq.sampling
     heat = 0.0 if is_greedy(s) else s.temperature
     return heat, s.min_p, s.top_p, s.top_k, s.seed & _WORD, len(seq.context)

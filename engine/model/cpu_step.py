@@ -21,7 +21,7 @@ _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 BAND_STEP = 32  # as in step.c
 
 
-class _Matrix(ctypes.Structure):
+class MatrixStruct(ctypes.Structure):
     """`Matrix` of step.c, field by field."""
 
     _fields_ = (
@@ -30,17 +30,17 @@ class _Matrix(ctypes.Structure):
     )
 
 
-class _Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """`Layer` of step.c, field by field."""
 
     _fields_ = (
-        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, MatrixStruct) for name in ("qkv", "out", "gate_up", "down")),
         *((name, _POINTER) for name in ("input_norm", "q_norm", "k_norm", "attention_out_norm")),
         *((name, _POINTER) for name in ("mlp_norm", "mlp_out_norm", "rope", "attention", "pool")),
     )
 
 
-class _Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     """`Step` of step.c, field by field."""
 
     _fields_ = (
@@ -62,18 +62,11 @@ class CpuStep:
         attention: CpuAttention,
         buffer: Callable[[str, int, int], torch.Tensor],
     ) -> None:
-        assert library.kvr_layer_bytes() == ctypes.sizeof(_Layer)
-        assert library.kvr_step_bytes() == ctypes.sizeof(_Step)
         self._lib, self._attention, self._buffer = library, attention, buffer
-        self._step = _Step(
-            width=config.hidden_size,
-            eps=config.rms_norm_eps,
-            activation=ACTIVATIONS[config.activation],
-            threads=num_threads,
-        )
+        self._step = step_of(config, library, num_threads)
         self._widths: dict[str, int] = {}  # of the buffers
         self._described: Sequence[LayerWeights] | None = None
-        self._layers: ctypes.Array[_Layer] | None = None
+        self._layers: ctypes.Array[LayerStruct] | None = None
 
     def run(
         self, hidden: torch.Tensor, layers: Sequence[LayerWeights], batch: Batch
@@ -81,7 +74,8 @@ class CpuStep:
         """hidden [N, hidden_size] passes all layers. Returns it where rows are to be sampled, [R,
         hidden_size]; None: nothing was done, as some layer is of another kind."""
         if self._described is not layers:
-            self._described, self._layers = layers, self._describe(layers)
+            self._described, self._layers = layers, described(layers, self._attention, self._lib)
+            self._widths = {} if self._layers is None else widths(self._layers, self._step)
         if self._layers is None:
             return None
         assert hidden.is_contiguous()
@@ -114,30 +108,50 @@ class CpuStep:
         self._lib.kvr_after_attention(ctypes.byref(layer), ctypes.addressof(step))
         return hidden
 
-    def _describe(self, layers: Sequence[LayerWeights]) -> ctypes.Array[_Layer] | None:
-        told = (_Layer * len(layers))()
-        for index, (layer, to) in enumerate(zip(layers, told, strict=True)):
-            attention, mlp = layer.attention, layer.mlp
-            if layer.experts or mlp is None or not isinstance(attention, AttentionWeights):
-                return None
-            matrices = {"qkv": attention.qkv, "out": attention.out}
-            matrices |= {"gate_up": mlp.gate_up, "down": mlp.down}
-            for name, matrix in matrices.items():
-                setattr(to, name, _told(matrix))
-            norms = {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
-            names = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
-            norms |= {name: getattr(layer, name) for name in names}
-            for name, norm in norms.items():
-                setattr(to, name, None if norm is None else norm.data_ptr())
-            to.rope, to.attention, to.pool = self._attention.described(index)
-            widths = {"qkv": to.qkv.rows, "attended": to.out.depth}
-            widths |= {"gated": to.down.depth}
-            widths |= dict.fromkeys(("norm", "added"), self._step.width)
-            assert self._widths in ({}, widths), "layers differ in shape"
-            self._widths = widths
-        return told
+
+def step_of(config: ModelConfig, library: ctypes.CDLL, num_threads: int) -> StepStruct:
+    """A step whose rows are not there yet."""
+    assert library.kvr_step_bytes() == ctypes.sizeof(StepStruct)
+    return StepStruct(
+        width=config.hidden_size,
+        eps=config.rms_norm_eps,
+        activation=ACTIVATIONS[config.activation],
+        threads=num_threads,
+    )
 
 
-def _told(matrix: Matrix) -> _Matrix:
+def described(
+    layers: Sequence[LayerWeights], attention: CpuAttention, library: ctypes.CDLL
+) -> ctypes.Array[LayerStruct] | None:
+    """As long as the weights and `attention` live; None where a layer is more than attention and
+    an MLP."""
+    assert library.kvr_layer_bytes() == ctypes.sizeof(LayerStruct)
+    told = (LayerStruct * len(layers))()
+    for index, (layer, to) in enumerate(zip(layers, told, strict=True)):
+        weights, mlp = layer.attention, layer.mlp
+        if layer.experts or mlp is None or not isinstance(weights, AttentionWeights):
+            return None
+        matrices = {"qkv": weights.qkv, "out": weights.out}
+        matrices |= {"gate_up": mlp.gate_up, "down": mlp.down}
+        for name, matrix in matrices.items():
+            setattr(to, name, described_matrix(matrix))
+        norms = {"q_norm": weights.q_norm, "k_norm": weights.k_norm}
+        names = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+        norms |= {name: getattr(layer, name) for name in names}
+        for name, norm in norms.items():
+            setattr(to, name, None if norm is None else norm.data_ptr())
+        to.rope, to.attention, to.pool = attention.described(index)
+    return told
+
+
+def described_matrix(matrix: Matrix) -> MatrixStruct:
     bias = None if matrix.bias is None else matrix.bias.data_ptr()
-    return _Matrix(matrix.data.data_ptr(), bias, matrix.rows, matrix.depth, matrix.kind)
+    return MatrixStruct(matrix.data.data_ptr(), bias, matrix.rows, matrix.depth, matrix.kind)
+
+
+def widths(layers: ctypes.Array[LayerStruct], step: StepStruct) -> dict[str, int]:
+    """Of the buffers that a step's rows pass through, `hidden` aside."""
+    shapes = {(each.qkv.rows, each.out.depth, each.down.depth) for each in layers}
+    assert len(shapes) == 1, "layers differ in shape"
+    names = ("qkv", "attended", "gated")
+    return {**dict(zip(names, *shapes, strict=True)), "norm": step.width, "added": step.width}

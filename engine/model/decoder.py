@@ -37,7 +37,7 @@ class Decoder:
         if sampled is None:
             sampled = self._run_layers(hidden, batch)
         logits = ops.linear(ops.rms_norm(sampled, weights.norm), weights.head).float()
-        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+        return ops.cap(logits, cap) if cap else logits
 
     def _run_layers(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         for index, layer in enumerate(self._weights.layers):

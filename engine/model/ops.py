@@ -73,6 +73,10 @@ class Ops(Protocol):
         """[n, in] -> [n, width]: activation(x @ gate) * (x @ up), with the model's activation."""
         ...
 
+    def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        """cap * tanh(logits / cap), in place."""
+        ...
+
     def per_head(self, x: torch.Tensor, heads: Any) -> torch.Tensor:
         """[N, num_heads, in] -> [N, num_heads, out]."""
         ...

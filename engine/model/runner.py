@@ -12,12 +12,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from engine.model import kernels
 from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
 from engine.model.config import ModelConfig, with_window
+from engine.model.cpu_decode import CpuDecode
 from engine.model.cpu_linear import quickest_kind
 from engine.model.cpu_ops import CpuOps
 from engine.model.cpu_sampling import CpuDraw
@@ -105,12 +107,15 @@ class ModelRunner:
         )
         self._guard = Guard(self._limits)
         self._draw: Draw = draw
+        self._decode: CpuDecode | None = None
         with torch.inference_mode():
             ops = self._ops(num_threads or torch.get_num_threads())
             if member is not None:
                 ops = member.ops(ops, self.config)
             weights = load_weights(model_dir, self.config, ops, progress or (lambda _: None))
             self._decoder = Decoder(self.config, weights, ops)
+            if isinstance(ops, CpuOps):
+                self._decode = ops.decode(weights, self._limits)
             self._steps = self._gpu_steps(ops, progress or (lambda _: None))
         if self.device.type == "cpu":
             make_real(self.kv_pool)
@@ -130,23 +135,29 @@ class ModelRunner:
         kept = [index for index in range(len(step.seqs)) if index not in failed]
         if failed:
             step = Step(step.step_id, [step.seqs[index] for index in kept])
-        sampled: list[Sampled | None] = [None] * len(step.seqs)
+        sampled: list[Sampled | None] = []
         with torch.inference_mode():
             if step.seqs and self._steps is not None:
                 sampled = self._steps.execute(step, tables)
             elif step.seqs:
-                batch = Batch.from_step(step, self._limits, self.device, tables)
-                logits = self._decoder.forward(batch)
-                asked = [index for index, seq in enumerate(step.seqs) if seq.sample]
-                seqs = [step.seqs[i] for i in asked]
-                tokens = sample(logits, seqs, self.config.flat_window, self._draw)
-                for index, token in zip(asked, tokens, strict=True):
-                    sampled[index] = token
+                sampled = self._run(step, tables)
         if failed:
             by_index = dict(zip(kept, sampled, strict=True))
             sampled = [by_index.get(index) for index in range(len(kept) + len(failed))]
         elapsed_s = perf_counter() - began
         return StepDone(step.step_id, sampled, elapsed_s=elapsed_s, failed=failed)
+
+    def _run(self, step: Step, tables: list[np.ndarray]) -> list[Sampled | None]:
+        """Not on a GPU."""
+        if self._decode is not None:
+            drawn = self._decode.execute(step, tables)
+            if drawn is not None:
+                return [*drawn]
+        batch = Batch.from_step(step, self._limits, self.device, tables)
+        logits = self._decoder.forward(batch)
+        asked = [seq for seq in step.seqs if seq.sample]
+        tokens = iter(sample(logits, asked, self.config.flat_window, self._draw))
+        return [next(tokens) if seq.sample else None for seq in step.seqs]
 
     def _pool(self, num_blocks: int, given: torch.Tensor | None) -> torch.Tensor:
         spec = self.kv_spec

@@ -74,6 +74,19 @@ def is_greedy(sampling: SamplingParams) -> bool:
     return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
 
 
+def is_plain(seq: ScheduledSeq) -> bool:
+    """Whether a draw does all that is asked for: no logprobs, and logits as they are."""
+    s = seq.sampling
+    return (
+        s.logprobs is None
+        and not s.logit_bias
+        and s.repetition_penalty == 1.0
+        and not s.presence_penalty
+        and not s.frequency_penalty
+        and len(seq.context) - seq.num_prompt_tokens >= s.min_tokens
+    )
+
+
 def _logprobs(raw: torch.Tensor, token: int, sampling: SamplingParams) -> TokenLogprobs:
     count = min(sampling.logprobs or 0, len(raw))
     if not count:

@@ -104,6 +104,9 @@ class TorchOps:
     def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         return self._gated(self.linear(x, matrix))
 
+    def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        return logits.div_(cap).tanh_().mul_(cap)
+
     def per_head(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         return torch.bmm(x.transpose(0, 1), heads).transpose(0, 1)
 

@@ -9,8 +9,9 @@ pytest.importorskip("triton")
 
 from engine.request import SamplingParams
 from tests.engine_model import tiny
+from tests.engine_model.talks import GREEDY, Talk, alone, step
 from tests.engine_model.tiny import make_checkpoint, tokens_of
-from tests.engine_model.triton_world import DEVICE, GREEDY, Talk, World, alone, step
+from tests.engine_model.triton_world import DEVICE, World
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 DRAWN = SamplingParams(temperature=1.0, seed=11)

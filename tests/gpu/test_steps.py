@@ -12,8 +12,9 @@ from engine.model.gpu.options import GpuOptions
 from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
 from engine.step import Step
+from tests.engine_model.talks import GREEDY, Talk, alone, step
 from tests.engine_model.tiny import make_checkpoint, tokens_of
-from tests.engine_model.triton_world import GREEDY, Talk, World, alone, step
+from tests.engine_model.triton_world import World
 
 pytestmark = [
     pytest.mark.gpu,

@@ -127,6 +127,9 @@ class TritonOps:
         if bias is not None:
             hidden += bias
 
+    def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        return logits.div_(cap).tanh_().mul_(cap)
+
     def per_head(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         return torch.bmm(x.transpose(0, 1), heads).transpose(0, 1)
 

@@ -18,7 +18,6 @@ import triton.language as tl
 
 from engine.model.sampler import GREEDY_BELOW
 from engine.request import SamplingParams
-from engine.step import ScheduledSeq
 
 BLOCK = 4096
 _WORD = (1 << 64) - 1
@@ -52,19 +51,6 @@ def draw_values(params: list[SamplingParams]) -> dict[str, np.ndarray]:
         "top_k": np.array([p.top_k for p in params], np.int32),
         "seed": np.array([p.seed & _WORD for p in params], np.uint64).view(np.int64),
     }
-
-
-def is_plain(seq: ScheduledSeq) -> bool:
-    """Whether `draw` does all that is asked for: no logprobs, and logits as they are."""
-    s = seq.sampling
-    return (
-        s.logprobs is None
-        and not s.logit_bias
-        and s.repetition_penalty == 1.0
-        and not s.presence_penalty
-        and not s.frequency_penalty
-        and len(seq.context) - seq.num_prompt_tokens >= s.min_tokens
-    )
 
 
 def draw(logits: torch.Tensor, draws: Draws, out: torch.Tensor) -> None:

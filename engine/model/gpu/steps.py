@@ -17,13 +17,12 @@ import torch
 from engine.model.batch import Batch, Limits
 from engine.model.decoder import Decoder
 from engine.model.gpu.decode import NO_SLOT, DecodePasses
-from engine.model.gpu.sampling import Draws, draw, draw_values, is_plain
+from engine.model.gpu.sampling import Draws, draw, draw_values
 from engine.model.gpu.staging import stage, stage_arrays
-from engine.model.sampler import sample
+from engine.model.sampler import is_plain, sample
 from engine.request import SamplingParams
-from engine.step import Sampled, ScheduledSeq, Step
+from engine.step import BURST_S, Sampled, ScheduledSeq, Step
 
-BURST_S = 0.025  # of passes in a row: what has arrived meanwhile waits for them
 AHEAD_S = 0.01
 """The next pass is launched before the tokens of the last are seen while (sequences that may stop)
 * (seconds of a pass) stays below this. A sequence stops once in hundreds of tokens, and then the

@@ -21,12 +21,13 @@ from filelock import FileLock, Timeout
 
 HEADERS = (
     *("common.h", "attention.h", "attention_keys.h", "halves.h", "integers.h", "linear.h"),
-    *("pool.h", "norm.h", "product.h", "tiles.h"),
+    *("pool.h", "norm.h", "product.h", "sampling.h", "step.h", "tiles.h"),
 )
 SOURCES = (
     *("pool.c", "linear.c", "narrowed.c", "linear_integers.c", "linear_pairs.c"),
     *("linear_halves.c", "linear_tiles.c", "linear_int8_tiles.c", "linear_pack.c"),
     *("experts.c", "layers.c", "attention.c", "attention_tile.c", "step.c", "sampling.c"),
+    "decode.c",
 )
 # No -ffast-math: linked into a shared library it turns off denormals for the whole process.
 FLAGS = (
@@ -74,6 +75,9 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvr_latent_write": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER]),
     "kvr_draw_bytes": (_LONG, []),
     "kvr_draw": (None, [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT]),
+    "kvr_cap": (None, [_POINTER, _LONG, ctypes.c_float, _INT]),
+    "kvr_decode_bytes": (_LONG, []),
+    "kvr_decode": (_LONG, [_POINTER]),
     "kvr_embed": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER]),
 }
 

@@ -62,6 +62,10 @@ INLINE void stretch_keys(const Stretches *s, int64_t index, int64_t *first, int6
     *end = is_sinks ? s->sinks : (at + 1) * STRETCH < s->end ? (at + 1) * STRETCH : s->end;
 }
 
+void kvr_attention_plan(int64_t num_seqs, const int32_t *query_len, const int32_t *context_len,
+                        int64_t num_heads, int64_t tile, int64_t window, int64_t sinks,
+                        int32_t *items, int32_t *merges, int64_t *counts);
+
 /* One tile of queries of one head, against all its keys or those of one stretch. Meanwhile the keys that
  * the item `next` begins with are fetched; it may be NULL. */
 void kvr_tile_item(const Attention *a, const int32_t *item, const int32_t *next);

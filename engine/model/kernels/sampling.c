@@ -4,19 +4,12 @@
  * those of positive floats are ordered as the floats, and a pass over a row in the cache costs less
  * than sorting a part of it. The draw is the inverse of the cumulative distribution in order of token
  * ids. Sums are of float32 in a span of tokens, then of float64. */
-#include "common.h"
+#include "sampling.h"
 #include "pool.h"
 
 #define SPAN (16 * VL)
+#define ELEMENTS 8192 /* of one task, where each is computed alone */
 #define ONE 0x3f800000 /* bits of 1.0f, the largest weight */
-
-/* One row's: temperature 0 is greedy, top_k 0 is all. */
-typedef struct {
-    float temperature, min_p;
-    double top_p;
-    int64_t top_k;
-    uint64_t seed, position; /* position: of the token that is drawn */
-} Draw;
 
 int64_t kvr_draw_bytes(void) { return sizeof(Draw); }
 
@@ -161,9 +154,29 @@ static void draw_row(void *arg, int64_t r) {
     t->tokens[r] = invert(row, t->vocab, cut(row, t->vocab, d), uniform(d->seed, d->position));
 }
 
-/* logits: [rows, vocab], overwritten; tokens: [rows]. */
 void kvr_draw(float *logits, int64_t rows, int64_t vocab, const Draw *draws, int64_t *tokens,
               int threads) {
     Rows t = {logits, vocab, draws, tokens};
     kvr_parallel(threads, rows, draw_row, &t);
+}
+
+typedef struct {
+    float *logits;
+    int64_t count;
+    float cap;
+} Cap;
+
+static void cap_task(void *arg, int64_t task) {
+    const Cap *t = arg;
+    int64_t first = task * ELEMENTS, left = t->count - first;
+    for (int64_t i = 0; i < ELEMENTS && i < left; i += VL) {
+        float *at = t->logits + first + i;
+        vf capped = vtanh(part(at, 0, left - i, 0) / t->cap) * t->cap;
+        memcpy(at, &capped, sizeof(float) * (left - i < VL ? left - i : VL));
+    }
+}
+
+void kvr_cap(float *logits, int64_t count, float cap, int threads) {
+    Cap t = {logits, count, cap};
+    kvr_parallel(threads, (count + ELEMENTS - 1) / ELEMENTS, cap_task, &t);
 }

@@ -1,56 +1,17 @@
 /* All layers of a step in one call, where each of them is attention and an MLP: between kernels as
  * short as those of one decoded token, the way through an interpreter would show. */
-#include "attention.h"
+#include "step.h"
 #include "pool.h"
-#include "product.h"
 
 #define BAND 512 /* rows that pass all of a layer but attention at once, at most */
 #define LEAST_BAND 64 /* and at least: fewer are not worth a pass over the weights */
 #define BAND_STEP 32 /* a band's rows are a multiple of it */
 #define BAND_BYTES (1536 << 10) /* of a band's widest rows, so that others fit into the L2 cache beside them */
 
-typedef struct {
-    const void *packed;
-    const float *bias; /* NULL: none */
-    int64_t rows, depth;
-    int64_t kind;
-} Matrix;
-
-/* Norms that a layer does not have are NULL. `rope` and `attention` are the calls' descriptions,
- * `pool` is the layer's first element in block 0. */
-typedef struct {
-    Matrix qkv, out, gate_up, down;
-    const float *input_norm, *q_norm, *k_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;
-    const void *rope;
-    const Attention *attention;
-    void *pool;
-} Layer;
-
-/* Each has `rows` rows, of `norm`, `gated` and `added` up to BAND_STEP for each thread more; as wide as
- * what is kept there. */
-typedef struct {
-    float *hidden, *norm, *qkv, *attended, *gated, *added;
-    int64_t rows, width; /* of hidden, norm and added */
-    float eps;
-    int32_t activation, threads;
-} Step;
-
-void kvr_rms_norm(const float *x, int64_t stride, const float *weight, float *y, int64_t rows,
-                  int64_t width, float eps, int threads);
-void kvr_rope_write(const void *rope, float *qkv, const float *q_norm, const float *k_norm, void *pool,
-                    int64_t first, int64_t count, int threads);
-void kvr_attention(const Attention *base, const float *qkv, float *out, const void *pool);
-
 int kvr_multiplies(int kind);
 
 int64_t kvr_layer_bytes(void) { return sizeof(Layer); }
 int64_t kvr_step_bytes(void) { return sizeof(Step); }
-
-static Product product_of(const Step *s, const float *x, const Matrix *m, float *y) {
-    Product t = {x, y, m->bias, m->packed, s->rows, m->rows, m->depth, m->depth, m->rows};
-    t.kind = (int)m->kind;
-    return t;
-}
 
 /* Of the hidden rows, normed. */
 static void multiply_normed(const Step *s, Product t, const float *norm) {

@@ -1,0 +1,92 @@
+/* Decodes: passes in a row over the same sequences. Each is fed one token, and what is drawn after it is fed
+ * to the pass that follows. A pass drives whatever an interpreter needs out of the caches, so between passes
+ * it would show. */
+#include "sampling.h"
+#include "step.h"
+
+#include <time.h>
+
+typedef struct {
+    const Layer *layers;
+    const void *table;            /* of embeddings, [head.rows, step.width] */
+    const float *norm;            /* of what the head meets */
+    Attention *const *attentions; /* all that the layers have: over the numbers of this */
+    const int32_t *block_tables;  /* [rows, table_stride] */
+    int64_t *tokens, *positions;  /* [rows]: what is fed next, and where */
+    int64_t *slots;               /* [rows], as of `Rope` */
+    int32_t *context_len;         /* [rows] */
+    Draw *draws;                  /* [rows] */
+    const int64_t *stops, *stop_ends; /* tokens that end all passes, row after row; where a row's end */
+    float *logits;                /* [rows, head.rows], of a pass */
+    int64_t *drawn;               /* [most, rows] */
+    int64_t num_layers, num_attentions, most, table_stride, block_size; /* most: passes */
+    Matrix head;
+    Step step;
+    double burst_s; /* no pass begins that would end later */
+    float embed_scale, softcap;
+    int32_t bf16_table;
+} Decode;
+
+void kvr_embed(const void *table, int bf16, const int64_t *tokens, int64_t count, int64_t width,
+               float *hidden);
+
+int64_t kvr_decode_bytes(void) { return sizeof(Decode); }
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* Where each row's token goes, and who does what. */
+static void plan(const Decode *d) {
+    int64_t rows = d->step.rows;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t at = d->positions[r], block = d->block_tables[r * d->table_stride + at / d->block_size];
+        d->slots[r] = block * d->block_size + at % d->block_size;
+        d->context_len[r] = (int32_t)at + 1;
+        d->draws[r].position = (uint64_t)at + 1;
+    }
+    for (int64_t i = 0; i < d->num_attentions; i++) {
+        Attention *a = d->attentions[i];
+        int64_t counts[3], heads = a->num_heads / a->group;
+        kvr_attention_plan(rows, a->query_len, a->context_len, heads, 1, a->window, a->num_sinks,
+                           (int32_t *)a->items, (int32_t *)a->merges, counts);
+        a->num_items = counts[0], a->num_merges = counts[1];
+    }
+}
+
+static void pass(const Decode *d, int64_t *drawn) {
+    const Step *s = &d->step;
+    int64_t rows = s->rows, width = s->width, vocab = d->head.rows;
+    plan(d);
+    kvr_embed(d->table, d->bf16_table, d->tokens, rows, width, s->hidden);
+    for (int64_t i = 0; d->embed_scale != 1.0f && i < rows * width; i++) s->hidden[i] *= d->embed_scale;
+    kvr_layers(d->layers, d->num_layers, s);
+    kvr_rms_norm(s->hidden, width, d->norm, s->norm, rows, width, s->eps, s->threads);
+    Product head = product_of(s, s->norm, &d->head, d->logits);
+    product_run(&head, s->threads);
+    if (d->softcap) kvr_cap(d->logits, rows * vocab, d->softcap, s->threads);
+    kvr_draw(d->logits, rows, vocab, d->draws, drawn, s->threads);
+}
+
+static int is_stop(const Decode *d, int64_t row, int64_t token) {
+    for (int64_t i = row ? d->stop_ends[row - 1] : 0; i < d->stop_ends[row]; i++)
+        if (d->stops[i] == token) return 1;
+    return 0;
+}
+
+/* Returns how many passes there were: up to `most`, and none after one that drew a stop token. */
+int64_t kvr_decode(const Decode *d) {
+    double began = now();
+    for (int64_t passes = 1;; passes++) {
+        int64_t *drawn = d->drawn + (passes - 1) * d->step.rows;
+        int stopped = passes >= d->most;
+        pass(d, drawn);
+        for (int64_t r = 0; r < d->step.rows; r++) {
+            stopped |= is_stop(d, r, drawn[r]);
+            d->tokens[r] = drawn[r], d->positions[r]++;
+        }
+        if (stopped || (now() - began) * (double)(passes + 1) > d->burst_s * (double)passes) return passes;
+    }
+}

@@ -1,0 +1,50 @@
+/* What a step through all layers is told: their matrices and norms, and where its rows lie. */
+#ifndef KVRELAY_STEP_H
+#define KVRELAY_STEP_H
+
+#include "attention.h"
+#include "product.h"
+
+typedef struct {
+    const void *packed;
+    const float *bias; /* NULL: none */
+    int64_t rows, depth;
+    int64_t kind;
+} Matrix;
+
+/* Norms that a layer does not have are NULL. `rope` and `attention` are the calls' descriptions,
+ * `pool` is the layer's first element in block 0. */
+typedef struct {
+    Matrix qkv, out, gate_up, down;
+    const float *input_norm, *q_norm, *k_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;
+    const void *rope;
+    const Attention *attention;
+    void *pool;
+} Layer;
+
+/* Each has `rows` rows, of `norm`, `gated` and `added` up to BAND_STEP for each thread more; as wide as
+ * what is kept there. */
+typedef struct {
+    float *hidden, *norm, *qkv, *attended, *gated, *added;
+    int64_t rows, width; /* of hidden, norm and added */
+    float eps;
+    int32_t activation, threads;
+} Step;
+
+void kvr_rms_norm(const float *x, int64_t stride, const float *weight, float *y, int64_t rows,
+                  int64_t width, float eps, int threads);
+void kvr_rope_write(const void *rope, float *qkv, const float *q_norm, const float *k_norm, void *pool,
+                    int64_t first, int64_t count, int threads);
+void kvr_attention(const Attention *base, const float *qkv, float *out, const void *pool);
+
+/* All rows pass all layers. */
+void kvr_layers(const Layer *layers, int64_t count, const Step *s);
+
+/* The step's rows at x times the matrix. */
+INLINE Product product_of(const Step *s, const float *x, const Matrix *m, float *y) {
+    Product t = {x, y, m->bias, m->packed, s->rows, m->rows, m->depth, m->depth, m->rows};
+    t.kind = (int)m->kind;
+    return t;
+}
+
+#endif

@@ -1,0 +1,178 @@
+"""Decodes by the kernels, several passes in a row: the tokens of single steps sampled by torch."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.model.runner import ModelRunner
+from engine.request import SamplingParams
+from engine.step import ScheduledSeq, Step
+from tests.engine_model.talks import GREEDY, Talk, alone, step
+from tests.engine_model.tiny import make_checkpoint, tokens_of
+
+DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=11)
+PROMPTS = tokens_of(37, seed=1), tokens_of(3, seed=2), tokens_of(16, seed=3)
+BLOCKS = [9, 4, 17, 2], [3, 11], [7, 8]
+NUM_TOKENS = 12
+
+
+class World:
+    """A model that is run by its runner."""
+
+    def __init__(self, path, **options):
+        options = {"dtype": "float32", "num_blocks": 24, "num_threads": 2, **options}
+        self.runner = ModelRunner(path, **options)
+
+    def run(self, *seqs: ScheduledSeq, repeats: int = 1):
+        done = self.runner.execute(Step(0, list(seqs), repeats=repeats))
+        assert not done.failed
+        return done.sampled
+
+
+@pytest.fixture(autouse=True)
+def slow(monkeypatch):
+    """However slow the machine is, passes follow each other."""
+    monkeypatch.setattr("engine.model.cpu_decode.BURST_S", 60.0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    make_checkpoint("llama", path)
+    return path
+
+
+def talks(**changes) -> list[Talk]:
+    sampling = GREEDY, DRAWN, replace(DRAWN, temperature=1.1, top_k=20, min_p=0.01)
+    return [
+        Talk(prompt, blocks, replace(each, **changes))
+        for prompt, blocks, each in zip(PROMPTS, BLOCKS, sampling, strict=True)
+    ]
+
+
+def by_torch(world: World) -> list[list[int]]:
+    """What single steps come to whose logits torch has to look at."""
+    return [alone(world, talk, NUM_TOKENS) for talk in talks(logprobs=0)]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"dtype": "bfloat16"}),
+        ("llama", {"quantization": "int8"}),
+        ("llama", {"kv_dtype": "float8_e4m3"}),
+        ("llama", {"window": 20, "num_sinks": 2}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("phi3", {}),
+        ("mistral-window", {}),
+        ("gemma2", {}),
+        ("gemma3", {"dtype": "bfloat16"}),
+    ],
+)
+def test_passes_in_a_row_give_the_tokens_of_single_steps(family, options, tmp_path):
+    make_checkpoint(family, tmp_path)
+    world = World(tmp_path, **options)
+    expected = by_torch(world)
+    several, steps = talks(), 0
+    while len(several[0].output) < NUM_TOKENS:
+        step(world, *several, repeats=NUM_TOKENS - len(several[0].output))
+        steps += 1
+    assert [talk.output for talk in several] == expected
+    assert steps < NUM_TOKENS / 2
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek3"])
+def test_layers_of_another_kind_are_run_pass_by_pass(family, tmp_path):
+    make_checkpoint(family, tmp_path)
+    world = World(tmp_path)
+    expected = by_torch(world)
+    several = talks()
+    while len(several[0].output) < NUM_TOKENS:
+        step(world, *several, repeats=8)
+    assert [talk.output for talk in several] == expected
+
+
+def test_no_pass_leaves_its_block_or_the_context_whatever_the_step_says(path):
+    world = World(path, max_model_len=40)
+    talk = Talk(PROMPTS[0], BLOCKS[0])
+    step(world, talk)
+    assert len(world.run(talk.next(), repeats=99)[0].more) == 40 - 37 - 1
+    long, short = Talk(PROMPTS[2][:14], BLOCKS[2]), Talk(PROMPTS[1], BLOCKS[1])
+    step(world, long, short)
+    shares = long.next(), short.next()
+    assert [len(each.more) for each in world.run(*shares, repeats=99)] == [1, 1]
+    written = world.runner.kv_pool.flatten(1).abs().sum(1).nonzero().flatten().tolist()
+    assert written == sorted([*BLOCKS[0][:3], 7, 3])
+
+
+def test_passes_end_with_a_stop_token_for_all(path):
+    world = World(path)
+    expected = by_torch(world)
+    stop = next(token for token in expected[1] if token not in expected[2])
+    at = expected[1].index(stop)
+    goes_on, ends, last = talks(stop_token_ids=(stop, 130))
+    goes_on.sampling = GREEDY
+    step(world, goes_on, ends, last)
+    while len(ends.output) <= at:
+        step(world, goes_on, ends, last, repeats=at + 9)
+    assert ends.output == expected[1][: at + 1]
+    assert last.output == expected[2][: at + 1]
+
+
+def test_one_pass_at_a_time_where_more_would_take_too_long(path, monkeypatch):
+    monkeypatch.setattr("engine.model.cpu_decode.BURST_S", 0.0)
+    world = World(path)
+    talk = Talk(PROMPTS[1], BLOCKS[1])
+    step(world, talk)
+    assert world.run(talk.next(), repeats=5)[0].more == ()
+
+
+def test_rows_that_come_go_and_change_places_keep_their_own_tables_and_draws(path):
+    world = World(path)
+    expected = by_torch(world)
+    first, second, third = talks()
+    step(world, first)
+    step(world, second, first)
+    step(world, first, second)
+    step(world, third)
+    step(world, third, second, first)
+    step(world, first)
+    moved = Talk(second.tokens, [5, 6], second.sampling)  # as after a preemption
+    moved.prompt = second.prompt
+    step(world, moved, counts=[len(moved.tokens) - 1])
+    step(world, moved, third, first, repeats=2)
+    step(world, third, moved)
+    for talk, tokens in zip((first, moved, third), expected, strict=True):
+        assert len(talk.output) > 3
+        assert talk.output == tokens[: len(talk.output)]
+
+
+def test_stop_tokens_are_those_of_who_is_there(path):
+    """The third row's were laid out behind those of others."""
+    world = World(path)
+    expected = by_torch(world)
+    first, second, third = talks(stop_token_ids=tuple(range(131, 200)))
+    at = next(i for i in range(3, 9) if expected[2][i] not in expected[2][:i])
+    third.sampling = replace(third.sampling, stop_token_ids=(expected[2][at],))
+    other = Talk(PROMPTS[1], [19])
+    step(world, first, second, third, other)
+    step(world, first, second, third)
+    step(world, first, other)
+    step(world, first, other, third, repeats=12)
+    assert third.output == expected[2][: at + 1]
+    assert len(first.output) == len(other.output) + 1 == at + 2
+
+
+def test_a_sequence_whose_logits_are_edited_is_sampled_by_torch(path):
+    world = World(path)
+    expected = by_torch(world)
+    plain, edited = talks()[1], Talk(PROMPTS[0], BLOCKS[0])
+    edited.sampling = replace(GREEDY, logit_bias={expected[0][1]: -1000.0}, logprobs=1)
+    step(world, plain, edited)
+    got = world.run(plain.next(), edited.next(), repeats=5)
+    assert [each.token for each in got] != [expected[1][1], expected[0][1]]
+    assert got[0].token == expected[1][1]
+    assert got[1].logprobs is not None
+    assert got[0].more == got[1].more == ()
