@@ -138,31 +138,6 @@ class CpuLinear:
         gated = self._stack(gate_ups, kind, gated=True)
         return Experts(count, width, gated, self._stack(downs, kind), kind)
 
-    def add_experts(
-        self,
-        hidden: torch.Tensor,
-        x: torch.Tensor,
-        experts: Experts,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> None:
-        """As `Ops.add_experts`. Rows are sorted by expert, so that each expert is read once; every
-        token's results are added up in the order of its choices, whoever else is in the batch."""
-        num_tokens, per_token = chosen.shape
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)  # [N * K], into the choices
-        starts = torch.zeros(experts.count + 1, dtype=torch.int64)
-        starts[1:] = flat.bincount(minlength=experts.count).cumsum(0)
-        rows = x[order // per_token]  # [N * K, hidden_size]
-        gated = self._buffer("expert_gated", len(rows), experts.width)
-        self._multiply_each(rows, experts.gate_ups, experts.kind, starts, gated, self._activation)
-        down = self._buffer("expert_down", len(rows), hidden.shape[1])
-        self._multiply_each(gated, experts.downs, experts.kind, starts, down)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
-        parts = down[place].view(num_tokens, per_token, -1)
-        hidden += (parts * weights.unsqueeze(-1)).sum(1)
-
     def _kind(self, weight: torch.Tensor) -> int:
         if self._int8:
             return INT8

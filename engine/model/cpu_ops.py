@@ -27,8 +27,8 @@ from engine.model.cpu_linear import (
     owned,
     quickest_kind,
 )
-from engine.model.cpu_step import CpuStep, described
-from engine.model.weights import Weights
+from engine.model.cpu_step import CpuStep, ExpertsStruct, described, described_experts
+from engine.model.weights import ExpertsWeights, Weights
 
 
 class CpuOps:
@@ -64,6 +64,7 @@ class CpuOps:
             narrowed,
             ACTIVATIONS[config.activation],
         )
+        assert library.kvr_mixture_bytes() == ctypes.sizeof(ExpertsStruct)
         self._step = CpuStep(config, library, num_threads, self._attention, self._buffer)
 
     def table(self, weight: torch.Tensor) -> torch.Tensor:
@@ -96,7 +97,7 @@ class CpuOps:
     def decode(self, weights: Weights, limits: Limits) -> CpuDecode | None:
         """What runs decodes without the calls above, if the layers are of a kind that it knows."""
         attention = self._attention.for_decodes()
-        layers = described(weights.layers, attention, self._lib)
+        layers = described(self._config, weights.layers, attention, self._lib)
         if layers is None:
             return None
         return CpuDecode(
@@ -141,21 +142,21 @@ class CpuOps:
     def per_head(self, x: torch.Tensor, heads: Heads) -> torch.Tensor:
         return self._linear.per_head(x, heads)
 
-    def route(self, x: torch.Tensor, router: Matrix) -> torch.Tensor:
-        return self._linear.linear(x, router)
-
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Experts:
         return self._linear.experts(gate_ups, downs)
 
-    def add_experts(
-        self,
-        hidden: torch.Tensor,
-        x: torch.Tensor,
-        experts: Experts,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> None:
-        self._linear.add_experts(hidden, x, experts, chosen, weights)
+    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
+        assert hidden.is_contiguous()
+        assert x.is_contiguous()
+        assert self._config.experts is not None
+        self._lib.kvr_add_experts(
+            ctypes.byref(described_experts(layer, self._config.experts)),
+            x.data_ptr(),
+            hidden.data_ptr(),
+            *hidden.shape,
+            ACTIVATIONS[self._config.activation],
+            self._threads,
+        )
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x: [n, width]; may be columns of wider rows."""

@@ -1,7 +1,7 @@
 """All layers of a step in one call of the CPU kernels.
 
 Life: the layers are described once, when the first step comes; each step then only says where its
-rows are. Layers that are more than attention and an MLP in packed matrices are left to the decoder.
+rows are. Layers of latent attention are left to the decoder.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine.model.batch import Batch
-from engine.model.config import ModelConfig
+from engine.model.config import Experts, ModelConfig
 from engine.model.cpu_attention import CpuAttention
 from engine.model.cpu_linear import ACTIVATIONS, Matrix
-from engine.model.weights import AttentionWeights, LayerWeights
+from engine.model.weights import AttentionWeights, ExpertsWeights, LayerWeights
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 BAND_STEP = 32  # as in step.c
 
 
 class MatrixStruct(ctypes.Structure):
-    """`Matrix` of step.c, field by field."""
+    """`Matrix` of step.h, field by field."""
 
     _fields_ = (
         *(("packed", _POINTER), ("bias", _POINTER)),
@@ -30,18 +30,30 @@ class MatrixStruct(ctypes.Structure):
     )
 
 
+class ExpertsStruct(ctypes.Structure):
+    """`Experts` of step.h, field by field."""
+
+    _fields_ = (
+        *(("router", MatrixStruct), ("bias", _POINTER), ("gate_ups", _POINTER)),
+        *(("downs", _POINTER), ("count", _LONG), ("width", _LONG), ("kind", _LONG)),
+        *(("per_token", _LONG), ("groups", _LONG), ("chosen_groups", _LONG)),
+        *(("scale", ctypes.c_float), ("sigmoid", ctypes.c_int32), ("normalize", ctypes.c_int32)),
+    )
+
+
 class LayerStruct(ctypes.Structure):
-    """`Layer` of step.c, field by field."""
+    """`Layer` of step.h, field by field."""
 
     _fields_ = (
         *((name, MatrixStruct) for name in ("qkv", "out", "gate_up", "down")),
         *((name, _POINTER) for name in ("input_norm", "q_norm", "k_norm", "attention_out_norm")),
         *((name, _POINTER) for name in ("mlp_norm", "mlp_out_norm", "rope", "attention", "pool")),
+        ("experts", ExpertsStruct),
     )
 
 
 class StepStruct(ctypes.Structure):
-    """`Step` of step.c, field by field."""
+    """`Step` of step.h, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("hidden", "norm", "qkv", "attended")),
@@ -63,6 +75,7 @@ class CpuStep:
         buffer: Callable[[str, int, int], torch.Tensor],
     ) -> None:
         self._lib, self._attention, self._buffer = library, attention, buffer
+        self._config = config
         self._step = step_of(config, library, num_threads)
         self._widths: dict[str, int] = {}  # of the buffers
         self._described: Sequence[LayerWeights] | None = None
@@ -74,7 +87,8 @@ class CpuStep:
         """hidden [N, hidden_size] passes all layers. Returns it where rows are to be sampled, [R,
         hidden_size]; None: nothing was done, as some layer is of another kind."""
         if self._described is not layers:
-            self._described, self._layers = layers, described(layers, self._attention, self._lib)
+            self._described = layers
+            self._layers = described(self._config, layers, self._attention, self._lib)
             self._widths = {} if self._layers is None else widths(self._layers, self._step)
         if self._layers is None:
             return None
@@ -121,18 +135,21 @@ def step_of(config: ModelConfig, library: ctypes.CDLL, num_threads: int) -> Step
 
 
 def described(
-    layers: Sequence[LayerWeights], attention: CpuAttention, library: ctypes.CDLL
+    config: ModelConfig,
+    layers: Sequence[LayerWeights],
+    attention: CpuAttention,
+    library: ctypes.CDLL,
 ) -> ctypes.Array[LayerStruct] | None:
-    """As long as the weights and `attention` live; None where a layer is more than attention and
-    an MLP."""
+    """As long as the weights and `attention` live; None for layers of latent attention."""
     assert library.kvr_layer_bytes() == ctypes.sizeof(LayerStruct)
     told = (LayerStruct * len(layers))()
     for index, (layer, to) in enumerate(zip(layers, told, strict=True)):
-        weights, mlp = layer.attention, layer.mlp
-        if layer.experts or mlp is None or not isinstance(weights, AttentionWeights):
+        weights = layer.attention
+        if not isinstance(weights, AttentionWeights):
             return None
         matrices = {"qkv": weights.qkv, "out": weights.out}
-        matrices |= {"gate_up": mlp.gate_up, "down": mlp.down}
+        if layer.mlp is not None:
+            matrices |= {"gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
         for name, matrix in matrices.items():
             setattr(to, name, described_matrix(matrix))
         norms = {"q_norm": weights.q_norm, "k_norm": weights.k_norm}
@@ -141,7 +158,30 @@ def described(
         for name, norm in norms.items():
             setattr(to, name, None if norm is None else norm.data_ptr())
         to.rope, to.attention, to.pool = attention.described(index)
+        if layer.experts is not None:
+            assert config.experts is not None
+            to.experts = described_experts(layer.experts, config.experts)
     return told
+
+
+def described_experts(weights: ExpertsWeights, config: Experts) -> ExpertsStruct:
+    """As long as the weights live."""
+    experts = weights.experts
+    return ExpertsStruct(
+        router=described_matrix(weights.router),
+        bias=None if weights.bias is None else weights.bias.data_ptr(),
+        gate_ups=experts.gate_ups.data_ptr(),
+        downs=experts.downs.data_ptr(),
+        count=experts.count,
+        width=experts.width,
+        kind=experts.kind,
+        per_token=config.num_per_token,
+        groups=config.num_groups,
+        chosen_groups=config.num_chosen_groups,
+        scale=config.scale,
+        sigmoid=config.scoring == "sigmoid",
+        normalize=config.normalize,
+    )
 
 
 def described_matrix(matrix: Matrix) -> MatrixStruct:
@@ -151,7 +191,10 @@ def described_matrix(matrix: Matrix) -> MatrixStruct:
 
 def widths(layers: ctypes.Array[LayerStruct], step: StepStruct) -> dict[str, int]:
     """Of the buffers that a step's rows pass through, `hidden` aside."""
-    shapes = {(each.qkv.rows, each.out.depth, each.down.depth) for each in layers}
-    assert len(shapes) == 1, "layers differ in shape"
-    names = ("qkv", "attended", "gated")
-    return {**dict(zip(names, *shapes, strict=True)), "norm": step.width, "added": step.width}
+    return {
+        "qkv": max(each.qkv.rows for each in layers),
+        "attended": max(each.out.depth for each in layers),
+        "gated": max(each.down.depth for each in layers),
+        "norm": step.width,
+        "added": step.width,
+    }

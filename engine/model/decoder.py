@@ -6,11 +6,9 @@ import torch
 
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.experts import choose_experts
 from engine.model.ops import Ops
 from engine.model.weights import (
     AttentionWeights,
-    ExpertsWeights,
     LatentWeights,
     LayerWeights,
     Weights,
@@ -79,16 +77,10 @@ class Decoder:
     def _feed_forward(self, hidden: torch.Tensor, layer: LayerWeights) -> None:
         x = self._ops.rms_norm(hidden, layer.mlp_norm)
         if layer.experts is not None:
-            self._add_experts(hidden, x, layer.experts)
+            self._ops.add_experts(hidden, x, layer.experts)
         if layer.mlp is not None:
             gated = self._ops.gated(x, layer.mlp.gate_up)
             self._add(hidden, gated, layer.mlp.down, layer.mlp_out_norm)
-
-    def _add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
-        assert self._config.experts is not None
-        logits = self._ops.route(x, layer.router)
-        chosen, weights = choose_experts(logits, layer.bias, self._config.experts)
-        self._ops.add_experts(hidden, x, layer.experts, chosen, weights)
 
     def _add(
         self, hidden: torch.Tensor, x: torch.Tensor, matrix: object, norm: torch.Tensor | None

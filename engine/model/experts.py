@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from engine.model.config import Experts
+from engine.model.config import ModelConfig
+from engine.model.weights import ExpertsWeights
 
 GROUP_BEST = 2  # experts whose scores, added up, rank a group where choices are corrected
 
 
 def choose_experts(
-    logits: torch.Tensor, bias: torch.Tensor | None, experts: Experts
+    logits: torch.Tensor, layer: ExpertsWeights, config: ModelConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [N, num_experts] float32, bias [num_experts] where the family has one -> chosen
-    [N, num_per_token] int64 and weights [N, num_per_token] float32.
+    """logits [N, num_experts] float32 -> chosen [N, num_per_token] int64 and weights
+    [N, num_per_token] float32.
 
     Groups are ranked by their best expert (DeepSeek-V2), or, with a bias, by their two best
     (DeepSeek-V3). The bias counts for the choice only."""
+    experts, bias = config.experts, layer.bias
+    assert experts is not None
     if experts.scoring == "sigmoid":  # torch's in float32 depends on how many rows there are
         scores = logits.double().sigmoid().float()
     else:

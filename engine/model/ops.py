@@ -46,7 +46,7 @@ class Ops(Protocol):
         ...
 
     def router(self, weight: torch.Tensor) -> Any:
-        """Prepare a router [num_experts, hidden_size] for `route`."""
+        """Prepare a router [num_experts, hidden_size] for `add_experts`."""
         ...
 
     def begin(self, batch: Batch) -> None: ...
@@ -81,10 +81,6 @@ class Ops(Protocol):
         """[N, num_heads, in] -> [N, num_heads, out]."""
         ...
 
-    def route(self, x: torch.Tensor, router: Any) -> torch.Tensor:
-        """[N, hidden_size] -> logits [N, num_experts], multiplied in float32."""
-        ...
-
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
 
     def rope_write(
@@ -117,15 +113,9 @@ class Ops(Protocol):
         """Prepare stacked experts: gate_ups [E, 2 * width, hidden], downs [E, hidden, width]."""
         ...
 
-    def add_experts(
-        self,
-        hidden: torch.Tensor,
-        x: torch.Tensor,
-        experts: Any,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> None:
-        """hidden [N, hidden_size] += sum over k of weights[N, k] * expert chosen[N, k] of x."""
+    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: Any) -> None:
+        """x [N, hidden_size] is sent to the experts of `layer` (`ExpertsWeights`) that its router
+        chooses, whose logits are of float32; what they make of it is added to hidden."""
         ...
 
 

@@ -188,16 +188,9 @@ class ParallelOps:
         halves = [half[:, part] for half in gate_ups.chunk(2, dim=1)]
         return self._inner.experts(torch.cat(halves, dim=1), downs[:, :, part].contiguous())
 
-    def add_experts(
-        self,
-        hidden: torch.Tensor,
-        x: torch.Tensor,
-        experts: Any,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> None:
+    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: Any) -> None:
         own = torch.zeros_like(hidden)
-        self._inner.add_experts(own, x, experts, chosen, weights)
+        self._inner.add_experts(own, x, layer)
         self._group.sum(own)
         hidden += own
 

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from engine.model import fp8
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.experts import choose_experts
 from engine.model.ops import rope_tables
 from engine.model.quantize import dequantize, quantize, round_inputs
+from engine.model.weights import ExpertsWeights
 
 MOST_SCORES = 1 << 24  # held at once where scores are computed one by one
 
@@ -109,9 +111,6 @@ class TorchOps:
 
     def per_head(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         return torch.bmm(x.transpose(0, 1), heads).transpose(0, 1)
-
-    def route(self, x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.float(), router)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -315,15 +314,9 @@ class TorchOps:
             gate_ups, downs = (dequantize(*quantize(each)) for each in (gate_ups, downs))
         return gate_ups.to(device, self._dtype), downs.to(device, self._dtype)
 
-    def add_experts(
-        self,
-        hidden: torch.Tensor,
-        x: torch.Tensor,
-        experts: tuple[torch.Tensor, ...],
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> None:
-        gate_ups, downs = experts
+    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
+        gate_ups, downs = layer.experts
+        chosen, weights = choose_experts(F.linear(x.float(), layer.router), layer, self._config)
         x = self._inputs(x)
         total = torch.zeros_like(hidden, dtype=torch.float32)
         for index in chosen.unique().tolist():

@@ -1,16 +1,19 @@
 """Products of the CPU kernels against torch: every kind of weight, every kind of edge."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from engine.model import kernels
 from engine.model.cache import default_cache_dir
-from engine.model.config import ModelConfig
+from engine.model.config import Experts, ModelConfig
 from engine.model.cpu_linear import ACTIVATIONS, CpuLinear
 from engine.model.errors import ModelError
 from engine.model.quantize import GROUP, dequantize, quantize, round_inputs, scheme
 from engine.model.runner import ModelRunner
+from engine.model.weights import ExpertsWeights
 from tests.engine_model.test_kernels import config_of
 from tests.engine_model.tiny import Driver, make_checkpoint, make_ops, narrowed_kind, tokens_of
 
@@ -205,40 +208,65 @@ def test_inputs_of_zero_and_of_next_to_nothing_leave_the_bias(kind):
     assert torch.equal(ops.linear(x, matrix), bias.expand(2, 20))
 
 
+def expert_layer(ops, router, bias, gate_ups, downs):
+    prepared = ops.router(router), bias, ops.experts(gate_ups, downs)
+    return ExpertsWeights(*prepared)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"normalize": True},
+        {"normalize": False, "scale": 2.5},
+        {"normalize": False, "num_groups": 3, "num_chosen_groups": 2},
+        {"normalize": True, "scoring": "sigmoid", "scale": 1.5, "has_bias": True},
+        {
+            "normalize": True,
+            "scoring": "sigmoid",
+            "has_bias": True,
+            "num_groups": 3,
+            "num_chosen_groups": 2,
+        },
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_equal_torch_with_any_number_of_tokens_each(kind):
+def test_experts_equal_torch_with_any_number_of_tokens_each(kind, choice):
     torch.manual_seed(1)
     num_experts, width, hidden_size = 6, 40, 72
-    config = config_of(hidden=hidden_size)
+    experts = Experts(num_experts, 3, width, **choice)
+    config = replace(config_of(hidden=hidden_size), experts=experts)
     quantization = "int8" if kind == "int8" else "none"
     ours = make_ops("cpu", config, quantization=quantization)
     theirs = make_ops("torch", config, quantization=quantization)
     gate_ups, _ = weight_of(kind, num_experts, 2 * width, hidden_size)
     downs, _ = weight_of(kind, num_experts, hidden_size, width)
-    prepared = (ours.experts(gate_ups, downs), theirs.experts(gate_ups, downs))
+    # The first number of a token is large: expert 0 gets every token, and expert 5 hardly any.
+    router = torch.randn(num_experts, hidden_size)
+    router[0, 0], router[5, 0] = 30.0, -30.0
+    bias = torch.randn(num_experts) * 0.2 if choice.get("has_bias") else None
+    layers = [expert_layer(ops, router, bias, gate_ups, downs) for ops in (ours, theirs)]
     for num_tokens in (1, 5, 120):
         x = torch.randn(num_tokens, hidden_size) / hidden_size**0.5
-        # Expert 0 gets every token, expert 5 none.
-        others = 1 + torch.rand(num_tokens, 4).topk(2).indices
-        chosen = torch.cat((others, torch.zeros(num_tokens, 1, dtype=torch.int64)), dim=1)
-        weights = torch.rand(num_tokens, 3)
+        x[:, 0] = 0.3
         hidden = torch.randn(num_tokens, hidden_size)
         expected = hidden.clone()
-        ours.add_experts(hidden, x, prepared[0], chosen, weights)
-        theirs.add_experts(expected, x, prepared[1], chosen, weights)
+        ours.add_experts(hidden, x, layers[0])
+        theirs.add_experts(expected, x, layers[1])
         torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=2e-3)
 
 
 def test_a_token_passes_its_experts_the_same_way_whatever_the_batch():
     torch.manual_seed(2)
-    ops = make_ops("cpu", config_of(hidden=64))
-    experts = ops.experts(torch.randn(4, 64, 64), torch.randn(4, 64, 32))
-    x, chosen = torch.randn(6, 64), torch.rand(6, 4).topk(2).indices
-    weights, hidden = torch.rand(6, 2), torch.zeros(6, 64)
-    ops.add_experts(hidden, x, experts, chosen, weights)
-    alone = torch.zeros(1, 64)
-    ops.add_experts(alone, x[3:4], experts, chosen[3:4], weights[3:4])
-    assert torch.equal(alone[0], hidden[3])
+    config = replace(config_of(hidden=64), experts=Experts(4, 2, 32, normalize=True))
+    ops = make_ops("cpu", config)
+    weights = torch.randn(4, 64), None, torch.randn(4, 64, 64), torch.randn(4, 64, 32)
+    layer = expert_layer(ops, *weights)
+    x, hidden = torch.randn(600, 64), torch.zeros(600, 64)
+    ops.add_experts(hidden, x, layer)
+    for at in (0, 3, 599):
+        alone = torch.zeros(1, 64)
+        ops.add_experts(alone, x[at : at + 1], layer)
+        assert torch.equal(alone[0], hidden[at])
 
 
 @pytest.fixture(scope="module")

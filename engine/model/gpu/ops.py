@@ -17,6 +17,7 @@ from triton import knobs
 
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.experts import choose_experts
 from engine.model.gpu import experts as mixture
 from engine.model.gpu import int8
 from engine.model.gpu.activation import KINDS, gated
@@ -30,6 +31,7 @@ from engine.model.gpu.staging import to_device
 from engine.model.kernels import KernelsUnavailable
 from engine.model.ops import rope_tables
 from engine.model.quantize import quantize
+from engine.model.weights import ExpertsWeights
 
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
 FULL_ROLES = {"logits"}  # of matrices that are not quantized
@@ -133,9 +135,6 @@ class TritonOps:
     def per_head(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         return torch.bmm(x.transpose(0, 1), heads).transpose(0, 1)
 
-    def route(self, x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.float(), router)
-
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, weight, self._config.rms_norm_eps)
 
@@ -219,15 +218,9 @@ class TritonOps:
             self.table(gate_ups).contiguous(), self.table(downs).contiguous()
         )
 
-    def add_experts(
-        self,
-        hidden: torch.Tensor,
-        x: torch.Tensor,
-        experts: mixture.ExpertWeights,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> None:
-        mixture.add_experts(hidden, x, experts, chosen, weights, self._config.activation)
+    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
+        chosen, weights = choose_experts(F.linear(x.float(), layer.router), layer, self._config)
+        mixture.add_experts(hidden, x, layer.experts, chosen, weights, self._config.activation)
 
     def _attend(
         self,

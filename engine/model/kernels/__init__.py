@@ -57,6 +57,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         None,
         [_POINTER, _LONG, _POINTER, _INT, _LONG, _INT, _POINTER, _LONG, _POINTER, _INT],
     ),
+    "kvr_mixture_bytes": (_LONG, []),
+    "kvr_add_experts": (None, [*([_POINTER] * 3), _LONG, _LONG, _INT, _INT]),
     "kvr_attention_plan": (
         None,
         [_LONG, _POINTER, _POINTER, *([_LONG] * 4), _POINTER, _POINTER, _POINTER],

@@ -1,7 +1,11 @@
-/* Products of a mixture of experts: rows of x that are sorted by expert, each expert's rows times its
- * own matrix. All experts' units are one job, so that threads wait for each other once. */
+/* A mixture of experts: a router chooses some for each token, rows are sorted by expert, each expert's rows
+ * are multiplied by its own matrices, and every token's results are added up in the order of its choices,
+ * whoever else is in the batch. Each expert is read once; all experts' units are one job, so that threads
+ * wait for each other once. */
+#include "step.h"
 #include "pool.h"
-#include "product.h"
+
+#define ROWS 16 /* of one task, where each is handled alone */
 
 typedef struct {
     const Product *products;
@@ -10,7 +14,7 @@ typedef struct {
 } Job;
 
 /* The product that a unit of the job is of. */
-static int64_t product_of(const Job *job, int64_t unit) {
+static int64_t index_of(const Job *job, int64_t unit) {
     int64_t low = 0, high = job->num_products;
     while (high - low > 1) { /* first[low] <= unit < first[high] */
         int64_t middle = (low + high) / 2;
@@ -25,7 +29,7 @@ static int64_t product_of(const Job *job, int64_t unit) {
 static void expert_unit(void *arg, int64_t unit, int64_t next) {
     const Job *job = arg;
     if (next < 0) next = unit;
-    int64_t own = product_of(job, unit), other = product_of(job, next);
+    int64_t own = index_of(job, unit), other = index_of(job, next);
     product_unit(job->products + own, unit - job->first[own],
                  product_weights(job->products + other, next - job->first[other]));
 }
@@ -53,3 +57,125 @@ void kvr_experts(const float *x, int64_t k, const char *packed, int kind, int64_
     Job job = {products, first, count};
     kvr_share(threads, units, expert_unit, &job);
 }
+
+/* Rows that are sent to experts; `at`: a choice's row among those that are sorted. */
+typedef struct {
+    const Experts *experts;
+    const float *x;
+    float *hidden, *logits, *weights, *sorted, *gated, *down;
+    int64_t *chosen, *at, rows, width;
+} Sent;
+
+static void softmax(float *x, int64_t count) {
+    float top = x[0], sum = 0;
+    for (int64_t i = 1; i < count; i++) top = x[i] > top ? x[i] : top;
+    for (int64_t i = 0; i < count; i++) sum += x[i] = expf(x[i] - top);
+    for (int64_t i = 0; i < count; i++) x[i] /= sum;
+}
+
+/* The first of the largest, which is not found again. */
+static int64_t take_best(float *ranked, int64_t count) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < count; i++)
+        if (ranked[i] > ranked[best]) best = i;
+    ranked[best] = -INFINITY;
+    return best;
+}
+
+/* Only the best groups are chosen from: ranked by their best expert or, where choices are corrected, by their
+ * two best. */
+static void close_groups(const Experts *e, float *ranked) {
+    int64_t size = e->count / e->groups;
+    float best[e->groups];
+    for (int64_t g = 0; g < e->groups; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (float *r = ranked + g * size; r < ranked + (g + 1) * size; r++) {
+            if (*r > first)
+                second = first, first = *r;
+            else if (*r > second)
+                second = *r;
+        }
+        best[g] = e->bias ? first + second : first;
+    }
+    for (int64_t g = 0; g < e->chosen_groups; g++) take_best(best, e->groups);
+    for (int64_t i = 0; i < e->count; i++)
+        if (best[i / size] != -INFINITY) ranked[i] = -INFINITY;
+}
+
+/* As engine/model/experts.py: logits [count] become scores. */
+static void choose(const Experts *e, float *logits, int64_t *chosen, float *weights) {
+    float ranked[e->count], sum = 0;
+    if (e->sigmoid)
+        for (int64_t i = 0; i < e->count; i++) logits[i] = (float)(1 / (1 + exp(-(double)logits[i])));
+    else
+        softmax(logits, e->count);
+    for (int64_t i = 0; i < e->count; i++) ranked[i] = logits[i] + (e->bias ? e->bias[i] : 0);
+    if (e->chosen_groups < e->groups) close_groups(e, ranked);
+    for (int64_t i = 0; i < e->per_token; i++) {
+        chosen[i] = take_best(ranked, e->count);
+        sum += weights[i] = logits[chosen[i]];
+    }
+    for (int64_t i = 0; i < e->per_token; i++)
+        weights[i] = (e->normalize ? weights[i] / (sum + 1e-20f) : weights[i]) * e->scale;
+}
+
+static void choose_rows(void *arg, int64_t task) {
+    const Sent *t = arg;
+    const Experts *e = t->experts;
+    for (int64_t r = task * ROWS; r < (task + 1) * ROWS && r < t->rows; r++)
+        choose(e, t->logits + r * e->count, t->chosen + r * e->per_token, t->weights + r * e->per_token);
+}
+
+static void sort_rows(void *arg, int64_t task) {
+    const Sent *t = arg;
+    int64_t each = t->experts->per_token, end = (task + 1) * ROWS < t->rows ? (task + 1) * ROWS : t->rows;
+    for (int64_t i = task * ROWS * each; i < end * each; i++)
+        memcpy(t->sorted + t->at[i] * t->width, t->x + i / each * t->width, sizeof(float) * t->width);
+}
+
+static void add_rows(void *arg, int64_t task) {
+    const Sent *t = arg;
+    int64_t each = t->experts->per_token, width = t->width;
+    for (int64_t r = task * ROWS; r < (task + 1) * ROWS && r < t->rows; r++) {
+        const int64_t *at = t->at + r * each;
+        const float *weights = t->weights + r * each;
+        float *sum = t->down + at[0] * width, *hidden = t->hidden + r * width;
+        for (int64_t d = 0; d < width; d++) sum[d] *= weights[0];
+        for (int64_t i = 1; i < each; i++)
+            for (int64_t d = 0; d < width; d++) sum[d] += weights[i] * t->down[at[i] * width + d];
+        for (int64_t d = 0; d < width; d++) hidden[d] += sum[d];
+    }
+}
+
+/* x, hidden: [rows, width]; what the experts make of x is added to hidden. */
+void kvr_add_experts(const Experts *e, const float *x, float *hidden, int64_t rows, int64_t width,
+                     int activation, int threads) {
+    int64_t sent = rows * e->per_token, tasks = (rows + ROWS - 1) / ROWS, starts[e->count + 1];
+    int64_t floats = rows * e->count + sent * (1 + 2 * width + e->width);
+    Sent t = {.experts = e, .x = x, .hidden = hidden, .rows = rows, .width = width};
+    t.chosen = kvr_scratch(OF_EXPERTS, 2 * sizeof(int64_t) * sent + sizeof(float) * floats);
+    t.at = t.chosen + sent;
+    t.logits = (float *)(t.at + sent);
+    t.weights = t.logits + rows * e->count;
+    t.sorted = t.weights + sent;
+    t.gated = t.sorted + sent * width;
+    t.down = t.gated + sent * e->width;
+    Product router = {x, t.logits, NULL, e->router.packed, rows, e->count, width, width, e->count};
+    router.kind = (int)e->router.kind;
+    product_run(&router, threads);
+    kvr_parallel(threads, tasks, choose_rows, &t);
+    memset(starts, 0, sizeof starts);
+    for (int64_t i = 0; i < sent; i++) starts[t.chosen[i] + 1]++;
+    for (int64_t i = 0; i < e->count; i++) starts[i + 1] += starts[i];
+    for (int64_t i = 0; i < sent; i++) t.at[i] = starts[t.chosen[i]]++;
+    memmove(starts + 1, starts, sizeof(int64_t) * e->count); /* each had become the next one's */
+    starts[0] = 0;
+    kvr_parallel(threads, tasks, sort_rows, &t);
+    int kind = (int)e->kind;
+    kvr_experts(t.sorted, width, e->gate_ups, kind, 2 * e->width, activation, starts, e->count, t.gated,
+                threads);
+    kvr_experts(t.gated, e->width, e->downs, kind, width, 0, starts, e->count, t.down, threads);
+    kvr_parallel(threads, tasks, add_rows, &t);
+}
+
+int64_t kvr_mixture_bytes(void) { return sizeof(Experts); }

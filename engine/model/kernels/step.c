@@ -1,4 +1,4 @@
-/* All layers of a step in one call, where each of them is attention and an MLP: between kernels as
+/* All layers of a step in one call, where each of them is attention and an MLP or experts: between kernels as
  * short as those of one decoded token, the way through an interpreter would show. */
 #include "step.h"
 #include "pool.h"
@@ -55,8 +55,9 @@ static int rounds_at_once(const Layer *l) {
            narrowed_width(l->down.depth, kind) <= 2 * l->down.depth;
 }
 
-static void after_attention(const Layer *l, const Step *s) {
-    Product gate_up = product_of(s, s->hidden, &l->gate_up, s->gated);
+/* hidden += the MLP of the hidden rows, normed, or of `x`, which they were normed to. */
+static void add_mlp(const Layer *l, const Step *s, const float *x) {
+    Product gate_up = product_of(s, x ? x : s->hidden, &l->gate_up, s->gated);
     Product down = product_of(s, s->gated, &l->down, NULL);
     gate_up.activation = s->activation, gate_up.ldy = l->down.depth;
     if (rounds_at_once(l)) {
@@ -65,9 +66,21 @@ static void after_attention(const Layer *l, const Step *s) {
         for (int64_t r = 0; behind && r < s->rows; r++)
             memset(gate_up.narrowed_y + r * width + k, 0, sizeof(int16_t) * behind);
     }
-    add(s, product_of(s, s->attended, &l->out, NULL), l->attention_out_norm);
-    multiply_normed(s, gate_up, l->mlp_norm);
+    if (x)
+        product_run(&gate_up, s->threads);
+    else
+        multiply_normed(s, gate_up, l->mlp_norm);
     add(s, down, l->mlp_out_norm);
+}
+
+static void after_attention(const Layer *l, const Step *s) {
+    const float *x = l->experts.count ? s->norm : NULL;
+    add(s, product_of(s, s->attended, &l->out, NULL), l->attention_out_norm);
+    if (x) {
+        kvr_rms_norm(s->hidden, s->width, l->mlp_norm, s->norm, s->rows, s->width, s->eps, s->threads);
+        kvr_add_experts(&l->experts, x, s->hidden, s->rows, s->width, s->activation, s->threads);
+    }
+    if (l->down.packed) add_mlp(l, s, x);
 }
 
 /* Many rows are cut into bands, each of which one thread takes from the beginning of a layer, or the end
@@ -106,7 +119,7 @@ static void run_side(const Layer *l, const Step *s, int behind) {
     int64_t rounds = (each + most - 1) / most;
     int64_t rows = rounds ? ((each + rounds - 1) / rounds + BAND_STEP - 1) / BAND_STEP * BAND_STEP : 0;
     Bands bands = {l, s, rows, behind};
-    if (each >= LEAST_BAND)
+    if (each >= LEAST_BAND && !(behind && l->experts.count)) /* experts want all rows at once */
         kvr_parallel(s->threads, (s->rows + rows - 1) / rows, band_task, &bands);
     else if (behind)
         after_attention(l, s);

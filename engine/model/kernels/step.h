@@ -12,7 +12,19 @@ typedef struct {
     int64_t kind;
 } Matrix;
 
-/* Norms that a layer does not have are NULL. `rope` and `attention` are the calls' descriptions,
+/* `count` of them, of which a router chooses `per_token`; matrices lie one after the other. */
+typedef struct {
+    Matrix router;
+    const float *bias;            /* [count], added to scores for the choice only; NULL: none */
+    const char *gate_ups, *downs; /* each [2 * width, hidden] and [hidden, width] */
+    int64_t count, width, kind, per_token;
+    int64_t groups, chosen_groups; /* experts are chosen from the best groups */
+    float scale;                   /* of the chosen ones' weights */
+    int32_t sigmoid, normalize;    /* scores are not softmax; weights are made to sum to one */
+} Experts;
+
+/* Norms that a layer does not have are NULL, and so are matrices of an MLP; without experts `count` is 0. With
+ * both, every token passes the MLP too. `rope` and `attention` are the calls' descriptions,
  * `pool` is the layer's first element in block 0. */
 typedef struct {
     Matrix qkv, out, gate_up, down;
@@ -20,6 +32,7 @@ typedef struct {
     const void *rope;
     const Attention *attention;
     void *pool;
+    Experts experts;
 } Layer;
 
 /* Each has `rows` rows, of `norm`, `gated` and `added` up to BAND_STEP for each thread more; as wide as
@@ -35,6 +48,8 @@ void kvr_rms_norm(const float *x, int64_t stride, const float *weight, float *y,
                   int64_t width, float eps, int threads);
 void kvr_rope_write(const void *rope, float *qkv, const float *q_norm, const float *k_norm, void *pool,
                     int64_t first, int64_t count, int threads);
+void kvr_add_experts(const Experts *experts, const float *x, float *hidden, int64_t rows, int64_t width,
+                     int activation, int threads);
 void kvr_attention(const Attention *base, const float *qkv, float *out, const void *pool);
 
 /* All rows pass all layers. */
