@@ -48,10 +48,10 @@ class _Rope(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("cos", "sin", "positions", "slots")),
-        *((name, _LONG) for name in ("num_tokens", "qkv_stride", "block_stride", "head_stride")),
-        *((name, _LONG) for name in ("value_offset", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, _LONG) for name in ("block_size", "rope_at", "rope_dim", "mixed_half")),
-        *(("eps", ctypes.c_float), ("kv_kind", ctypes.c_int32), ("threads", ctypes.c_int32)),
+        *((name, _LONG) for name in ("qkv_stride", "block_stride", "head_stride", "value_offset")),
+        *((name, _LONG) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size")),
+        *((name, _LONG) for name in ("rope_at", "rope_dim", "mixed_half")),
+        *(("eps", ctypes.c_float), ("kv_kind", ctypes.c_int32)),
     )
 
 
@@ -99,7 +99,6 @@ class CpuAttention:
             "block_size": block_size,
             "rope_at": 0 if latent is None else latent.rank,
             "kv_kind": _KINDS[pool.dtype],
-            "threads": num_threads,
         }
         attention = {
             "group": group,
@@ -108,6 +107,7 @@ class CpuAttention:
             "scale": c.score_scale,
             "softcap": c.attention_softcap,
             "narrowed": narrowed if is_narrowed else 0,
+            "threads": num_threads,
         }
         self._tables = [rope_tables(r, max_positions, torch.device("cpu")) for r in c.ropes]
         self._ropes: dict[int, _Rope] = {}
@@ -154,7 +154,6 @@ class CpuAttention:
                 setattr(told, name, value)
         for rope in self._ropes.values():
             rope.positions, rope.slots = batch.positions.data_ptr(), batch.slots.data_ptr()
-            rope.num_tokens = len(batch.tokens)
         self._alive = batch
 
     def _plan(self, batch: Batch, window: int, sinks: int) -> dict[str, int]:
@@ -259,6 +258,8 @@ class CpuAttention:
             latent.data_ptr(),
             latent.stride(0),
             self._pool_at(layer),
+            len(latent),
+            self._threads,
         )
 
     def attend(self, rows: torch.Tensor, layer: int, out: torch.Tensor) -> None:

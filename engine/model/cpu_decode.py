@@ -19,9 +19,9 @@ from engine.model.cpu_attention import CpuAttention
 from engine.model.cpu_sampling import DRAW, draw_of
 from engine.model.cpu_step import (
     BAND_STEP,
-    LayerStruct,
     MatrixStruct,
     StepStruct,
+    described,
     described_matrix,
     step_of,
     widths,
@@ -61,15 +61,15 @@ class CpuDecode:
         num_threads: int,
         attention: CpuAttention,
         weights: Weights,
-        layers: ctypes.Array[LayerStruct],
         buffer: Callable[[str, int, int], torch.Tensor],
     ) -> None:
-        """attention: of decodes alone; layers: `weights` with it, as `described` says."""
+        """attention: of decodes alone."""
         assert library.kvr_decode_bytes() == ctypes.sizeof(_Decode)
         self._limits, self._lib, self._attention = limits, library, attention
+        layers = described(config, weights.layers, attention, library)
         self._alive, self._buffer = (weights, layers), buffer
         step = step_of(config, library, num_threads)
-        self._widths = {**widths(layers, step), "hidden": step.width}
+        self._widths = {**widths(layers, config), "hidden": step.width}
         self._told = _Decode(
             layers=ctypes.addressof(layers),
             table=weights.table.data_ptr(),

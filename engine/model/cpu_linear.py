@@ -124,13 +124,16 @@ class CpuLinear:
         return Heads(role, weight.shape[2], self._stack(weight.transpose(1, 2), kind), kind)
 
     def per_head(self, x: torch.Tensor, heads: Heads) -> torch.Tensor:
-        """As `Ops.per_head`."""
+        """As `Ops.per_head`; heads may be columns of wider ones."""
         count, num_heads, width = x.shape
-        rows = x.transpose(0, 1).reshape(-1, width).contiguous()  # each head's together
-        starts = torch.arange(num_heads + 1) * count
-        out = self._buffer(heads.role, len(rows), heads.rows)
-        self._multiply_each(rows, heads.data, heads.kind, starts, out)
-        return out.view(num_heads, count, -1).transpose(0, 1)
+        assert x.stride(2) == 1
+        out = self._buffer(heads.role, count, num_heads * heads.rows)
+        self._lib.kvr_heads(
+            *(x.data_ptr(), x.stride(0), x.stride(1), heads.data.data_ptr(), heads.kind),
+            *(width, heads.rows, num_heads, count),
+            *(out.data_ptr(), out.stride(0), heads.rows, self._threads),
+        )
+        return out.view(count, num_heads, -1)
 
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Experts:
         count, _, width = downs.shape
@@ -197,29 +200,6 @@ class CpuLinear:
             out.stride(0),
             keep,
             activation,
-            self._threads,
-        )
-
-    def _multiply_each(
-        self,
-        x: torch.Tensor,
-        packed: torch.Tensor,
-        kind: int,
-        starts: torch.Tensor,
-        out: torch.Tensor,
-        activation: int = 0,
-    ) -> None:
-        """Rows [starts[e], starts[e + 1]) of x times the e-th of the packed matrices."""
-        self._lib.kvr_experts(
-            x.data_ptr(),
-            x.shape[1],
-            packed.data_ptr(),
-            kind,
-            out.shape[1] * (2 if activation else 1),
-            activation,
-            starts.data_ptr(),
-            len(starts) - 1,
-            out.data_ptr(),
             self._threads,
         )
 

@@ -27,7 +27,7 @@ from engine.model.cpu_linear import (
     owned,
     quickest_kind,
 )
-from engine.model.cpu_step import CpuStep, ExpertsStruct, described, described_experts
+from engine.model.cpu_step import CpuStep, ExpertsStruct, described_experts
 from engine.model.weights import ExpertsWeights, Weights
 
 
@@ -89,26 +89,14 @@ class CpuOps:
     def begin(self, batch: Batch) -> None:
         self._attention.begin(batch)
 
-    def run_layers(
-        self, hidden: torch.Tensor, layers: Sequence[Any], batch: Batch
-    ) -> torch.Tensor | None:
+    def run_layers(self, hidden: torch.Tensor, layers: Sequence[Any], batch: Batch) -> torch.Tensor:
         return self._step.run(hidden, layers, batch)
 
-    def decode(self, weights: Weights, limits: Limits) -> CpuDecode | None:
-        """What runs decodes without the calls above, if the layers are of a kind that it knows."""
+    def decode(self, weights: Weights, limits: Limits) -> CpuDecode:
+        """What runs decodes without the calls below."""
         attention = self._attention.for_decodes()
-        layers = described(self._config, weights.layers, attention, self._lib)
-        if layers is None:
-            return None
         return CpuDecode(
-            self._config,
-            limits,
-            self._lib,
-            self._threads,
-            attention,
-            weights,
-            layers,
-            self._buffer,
+            self._config, limits, self._lib, self._threads, attention, weights, self._buffer
         )
 
     def _buffer(self, role: str, rows: int, width: int) -> torch.Tensor:
@@ -148,9 +136,8 @@ class CpuOps:
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
         assert hidden.is_contiguous()
         assert x.is_contiguous()
-        assert self._config.experts is not None
         self._lib.kvr_add_experts(
-            ctypes.byref(described_experts(layer, self._config.experts)),
+            ctypes.byref(described_experts(layer, self._config)),
             x.data_ptr(),
             hidden.data_ptr(),
             *hidden.shape,

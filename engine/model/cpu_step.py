@@ -1,7 +1,7 @@
 """All layers of a step in one call of the CPU kernels.
 
 Life: the layers are described once, when the first step comes; each step then only says where its
-rows are. Layers of latent attention are left to the decoder.
+rows are.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine.model.batch import Batch
-from engine.model.config import Experts, ModelConfig
+from engine.model.config import ModelConfig
 from engine.model.cpu_attention import CpuAttention
 from engine.model.cpu_linear import ACTIVATIONS, Matrix
-from engine.model.weights import AttentionWeights, ExpertsWeights, LayerWeights
+from engine.model.weights import AttentionWeights, ExpertsWeights, LatentWeights, LayerWeights
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 BAND_STEP = 32  # as in step.c
@@ -41,6 +41,16 @@ class ExpertsStruct(ctypes.Structure):
     )
 
 
+class LatentStruct(ctypes.Structure):
+    """`Latent` of step.h, field by field."""
+
+    _fields_ = (
+        *(("compress", MatrixStruct), ("queries", MatrixStruct)),
+        *((name, _POINTER) for name in ("q_norm", "kv_norm", "key_up", "value_up")),
+        *((name, _LONG) for name in ("kind", "heads", "q_rank", "rank", "nope", "rope", "value")),
+    )
+
+
 class LayerStruct(ctypes.Structure):
     """`Layer` of step.h, field by field."""
 
@@ -48,7 +58,7 @@ class LayerStruct(ctypes.Structure):
         *((name, MatrixStruct) for name in ("qkv", "out", "gate_up", "down")),
         *((name, _POINTER) for name in ("input_norm", "q_norm", "k_norm", "attention_out_norm")),
         *((name, _POINTER) for name in ("mlp_norm", "mlp_out_norm", "rope", "attention", "pool")),
-        ("experts", ExpertsStruct),
+        *(("experts", ExpertsStruct), ("latent", LatentStruct)),
     )
 
 
@@ -83,15 +93,13 @@ class CpuStep:
 
     def run(
         self, hidden: torch.Tensor, layers: Sequence[LayerWeights], batch: Batch
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """hidden [N, hidden_size] passes all layers. Returns it where rows are to be sampled, [R,
-        hidden_size]; None: nothing was done, as some layer is of another kind."""
+        hidden_size]."""
         if self._described is not layers:
             self._described = layers
             self._layers = described(self._config, layers, self._attention, self._lib)
-            self._widths = {} if self._layers is None else widths(self._layers, self._step)
-        if self._layers is None:
-            return None
+            self._widths = widths(self._layers, self._config)
         assert hidden.is_contiguous()
         step, rows, count = self._step, len(hidden), len(layers)
         step.hidden, step.rows = hidden.data_ptr(), rows
@@ -139,37 +147,69 @@ def described(
     layers: Sequence[LayerWeights],
     attention: CpuAttention,
     library: ctypes.CDLL,
-) -> ctypes.Array[LayerStruct] | None:
-    """As long as the weights and `attention` live; None for layers of latent attention."""
+) -> ctypes.Array[LayerStruct]:
+    """As long as the weights and `attention` live."""
     assert library.kvr_layer_bytes() == ctypes.sizeof(LayerStruct)
     told = (LayerStruct * len(layers))()
     for index, (layer, to) in enumerate(zip(layers, told, strict=True)):
         weights = layer.attention
-        if not isinstance(weights, AttentionWeights):
-            return None
-        matrices = {"qkv": weights.qkv, "out": weights.out}
+        matrices = {"out": weights.out}
+        names = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+        norms = {name: getattr(layer, name) for name in names}
+        if isinstance(weights, AttentionWeights):
+            matrices["qkv"] = weights.qkv
+            norms |= {"q_norm": weights.q_norm, "k_norm": weights.k_norm}
+        else:
+            to.latent = _described_latent(weights, config)
         if layer.mlp is not None:
             matrices |= {"gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
         for name, matrix in matrices.items():
             setattr(to, name, described_matrix(matrix))
-        norms = {"q_norm": weights.q_norm, "k_norm": weights.k_norm}
-        names = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
-        norms |= {name: getattr(layer, name) for name in names}
         for name, norm in norms.items():
-            setattr(to, name, None if norm is None else norm.data_ptr())
+            setattr(to, name, _address(norm))
         to.rope, to.attention, to.pool = attention.described(index)
         if layer.experts is not None:
-            assert config.experts is not None
-            to.experts = described_experts(layer.experts, config.experts)
+            to.experts = described_experts(layer.experts, config)
     return told
 
 
-def described_experts(weights: ExpertsWeights, config: Experts) -> ExpertsStruct:
+def described_matrix(matrix: Matrix) -> MatrixStruct:
+    bias = _address(matrix.bias)
+    return MatrixStruct(matrix.data.data_ptr(), bias, matrix.rows, matrix.depth, matrix.kind)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _described_latent(weights: LatentWeights, config: ModelConfig) -> LatentStruct:
+    latent = config.latent
+    assert latent is not None
+    assert weights.key_up.kind == weights.value_up.kind
+    return LatentStruct(
+        compress=described_matrix(weights.compress),
+        queries=described_matrix(weights.queries),
+        q_norm=_address(weights.q_norm),
+        kv_norm=weights.kv_norm.data_ptr(),
+        key_up=weights.key_up.data.data_ptr(),
+        value_up=weights.value_up.data.data_ptr(),
+        kind=weights.key_up.kind,
+        heads=config.num_heads,
+        q_rank=latent.q_rank or 0,
+        rank=latent.rank,
+        nope=latent.nope_dim,
+        rope=latent.rope_dim,
+        value=latent.value_dim,
+    )
+
+
+def described_experts(weights: ExpertsWeights, model: ModelConfig) -> ExpertsStruct:
     """As long as the weights live."""
-    experts = weights.experts
+    experts, config = weights.experts, model.experts
+    assert config is not None
     return ExpertsStruct(
         router=described_matrix(weights.router),
-        bias=None if weights.bias is None else weights.bias.data_ptr(),
+        bias=_address(weights.bias),
         gate_ups=experts.gate_ups.data_ptr(),
         downs=experts.downs.data_ptr(),
         count=experts.count,
@@ -184,17 +224,13 @@ def described_experts(weights: ExpertsWeights, config: Experts) -> ExpertsStruct
     )
 
 
-def described_matrix(matrix: Matrix) -> MatrixStruct:
-    bias = None if matrix.bias is None else matrix.bias.data_ptr()
-    return MatrixStruct(matrix.data.data_ptr(), bias, matrix.rows, matrix.depth, matrix.kind)
-
-
-def widths(layers: ctypes.Array[LayerStruct], step: StepStruct) -> dict[str, int]:
+def widths(layers: ctypes.Array[LayerStruct], config: ModelConfig) -> dict[str, int]:
     """Of the buffers that a step's rows pass through, `hidden` aside."""
+    latent, heads = config.latent, config.num_heads
     return {
-        "qkv": max(each.qkv.rows for each in layers),
-        "attended": max(each.out.depth for each in layers),
+        "qkv": layers[0].qkv.rows if latent is None else heads * config.head_dim,
+        "attended": heads * (config.head_dim if latent is None else latent.rank),
         "gated": max(each.down.depth for each in layers),
-        "norm": step.width,
-        "added": step.width,
+        "norm": config.hidden_size,
+        "added": config.hidden_size,
     }

@@ -53,9 +53,12 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
             *(_LONG, _POINTER, _POINTER, _LONG, _INT, _INT, _INT),
         ],
     ),
-    "kvr_experts": (
+    "kvr_heads": (
         None,
-        [_POINTER, _LONG, _POINTER, _INT, _LONG, _INT, _POINTER, _LONG, _POINTER, _INT],
+        [
+            *(_POINTER, _LONG, _LONG, _POINTER, _INT, _LONG, _LONG, _LONG, _LONG),
+            *(_POINTER, _LONG, _LONG, _INT),
+        ],
     ),
     "kvr_mixture_bytes": (_LONG, []),
     "kvr_add_experts": (None, [*([_POINTER] * 3), _LONG, _LONG, _INT, _INT]),
@@ -74,7 +77,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         [_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, ctypes.c_float, _INT],
     ),
     "kvr_rope_write": (None, [*([_POINTER] * 5), _LONG, _LONG, _INT]),
-    "kvr_latent_write": (None, [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER]),
+    "kvr_latent_write": (
+        None,
+        [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG, _INT],
+    ),
     "kvr_draw_bytes": (_LONG, []),
     "kvr_draw": (None, [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT]),
     "kvr_cap": (None, [_POINTER, _LONG, ctypes.c_float, _INT]),

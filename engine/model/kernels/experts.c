@@ -1,4 +1,6 @@
-/* A mixture of experts: a router chooses some for each token, rows are sorted by expert, each expert's rows
+/* Products by many matrices at once: of a mixture of experts, and of heads.
+ *
+ * A mixture of experts: a router chooses some for each token, rows are sorted by expert, each expert's rows
  * are multiplied by its own matrices, and every token's results are added up in the order of its choices,
  * whoever else is in the batch. Each expert is read once; all experts' units are one job, so that threads
  * wait for each other once. */
@@ -34,28 +36,47 @@ static void expert_unit(void *arg, int64_t unit, int64_t next) {
                  product_weights(job->products + other, next - job->first[other]));
 }
 
+/* All of them at once; `products` of one kind, each planned here. */
+static void run_all(Product *products, int64_t count, int threads) {
+    int64_t first[count + 1], units = 0;
+    for (int64_t i = 0; i < count; i++) {
+        first[i] = units;
+        units += product_plan(products + i, threads);
+    }
+    first[count] = units;
+    if (!units) return;
+    if (is_narrowed(products->kind)) narrow_inputs(products, count, threads);
+    Job job = {products, first, count};
+    kvr_share(threads, units, expert_unit, &job);
+}
+
 /* x: [rows, k], y: [rows, m] or, gated, [rows, m / 2], contiguous. Expert e has rows
  * [starts[e], starts[e + 1]) and the e-th of the packed matrices [m, k]. */
-void kvr_experts(const float *x, int64_t k, const char *packed, int kind, int64_t m,
-                 int activation, const int64_t *starts, int64_t num_experts, float *y,
-                 int threads) {
+static void run_experts(const float *x, int64_t k, const char *packed, int kind, int64_t m, int activation,
+                        const int64_t *starts, int64_t num_experts, float *y, int threads) {
     int64_t ldy = activation ? m / 2 : m;
-    int64_t bytes = (m + NR - 1) / NR * bytes_of_panel(k, kind), count = 0, units = 0;
+    int64_t bytes = (m + NR - 1) / NR * bytes_of_panel(k, kind), count = 0;
     Product products[num_experts];
-    int64_t first[num_experts + 1];
     for (int64_t e = 0; e < num_experts; e++) {
         int64_t row = starts[e], n = starts[e + 1] - row;
         if (n == 0) continue;
         products[count] = (Product){
             x + row * k, y + row * ldy, NULL, packed + e * bytes, n, m, k, k, ldy, .kind = kind};
-        products[count].activation = activation;
-        first[count] = units;
-        units += product_plan(products + count++, threads);
+        products[count++].activation = activation;
     }
-    first[count] = units;
-    if (is_narrowed(kind) && units) narrow_inputs(products, count, threads);
-    Job job = {products, first, count};
-    kvr_share(threads, units, expert_unit, &job);
+    run_all(products, count, threads);
+}
+
+/* x: [rows, heads, k], y: [rows, heads, m], rows ldx and ldy apart, heads x_step and y_step; each head times
+ * its own of the packed matrices [m, k], whose inputs are not narrowed. */
+void kvr_heads(const float *x, int64_t ldx, int64_t x_step, const char *packed, int kind, int64_t k, int64_t m,
+               int64_t heads, int64_t rows, float *y, int64_t ldy, int64_t y_step, int threads) {
+    int64_t bytes = (m + NR - 1) / NR * bytes_of_panel(k, kind);
+    Product products[heads];
+    for (int64_t h = 0; h < heads; h++)
+        products[h] = (Product){
+            x + h * x_step, y + h * y_step, NULL, packed + h * bytes, rows, m, k, ldx, ldy, .kind = kind};
+    run_all(products, heads, threads);
 }
 
 /* Rows that are sent to experts; `at`: a choice's row among those that are sorted. */
@@ -172,9 +193,9 @@ void kvr_add_experts(const Experts *e, const float *x, float *hidden, int64_t ro
     starts[0] = 0;
     kvr_parallel(threads, tasks, sort_rows, &t);
     int kind = (int)e->kind;
-    kvr_experts(t.sorted, width, e->gate_ups, kind, 2 * e->width, activation, starts, e->count, t.gated,
+    run_experts(t.sorted, width, e->gate_ups, kind, 2 * e->width, activation, starts, e->count, t.gated,
                 threads);
-    kvr_experts(t.gated, e->width, e->downs, kind, width, 0, starts, e->count, t.down, threads);
+    run_experts(t.gated, e->width, e->downs, kind, width, 0, starts, e->count, t.down, threads);
     kvr_parallel(threads, tasks, add_rows, &t);
 }
 

@@ -39,10 +39,10 @@ typedef struct {
     const float *cos, *sin;    /* [max_positions, rope_dim / 2]; NULL: nothing is rotated */
     const int64_t *positions;  /* [num_tokens] */
     const int64_t *slots;      /* [num_tokens]: block * block_size + offset in the block */
-    int64_t num_tokens, qkv_stride, block_stride, head_stride, value_offset;
+    int64_t qkv_stride, block_stride, head_stride, value_offset;
     int64_t num_heads, num_kv_heads, head_dim, block_size, rope_at, rope_dim, mixed_half;
     float eps;
-    int32_t kv_kind, threads;
+    int32_t kv_kind;
 } Rope;
 
 int64_t kvr_rope_bytes(void) { return sizeof(Rope); }
@@ -144,7 +144,7 @@ static void latent_task(void *arg, int64_t task) {
     const Write *w = arg;
     const Rope *a = w->rope;
     int64_t end = (task + 1) * w->step;
-    for (int64_t t = task * w->step; t < end && t < a->num_tokens; t++) {
+    for (int64_t t = task * w->step; t < end && t < w->count; t++) {
         float *latent = w->latent + t * w->latent_stride;
         int64_t block = a->slots[t] / a->block_size, offset = a->slots[t] % a->block_size;
         for (int64_t h = 0; h < a->num_heads; h++)
@@ -154,15 +154,16 @@ static void latent_task(void *arg, int64_t task) {
     }
 }
 
-/* Latent attention: q_rope [num_tokens, num_heads, rope_dim], of the given strides, and the end of
- * each latent [head_dim] are rotated in place; latents go to the pool. */
-void kvr_latent_write(const Rope *a, float *q_rope, int64_t token_stride, int64_t head_stride,
-                      float *latent, int64_t latent_stride, void *pool) {
+/* Latent attention: q_rope [count, num_heads, rope_dim], of the given strides, and the end of each latent
+ * [head_dim] are rotated in place; latents go to the pool. */
+void kvr_latent_write(const Rope *a, float *q_rope, int64_t token_stride, int64_t head_stride, float *latent,
+                      int64_t latent_stride, void *pool, int64_t count, int threads) {
     int64_t width = a->num_heads * a->rope_dim + a->head_dim;
     int64_t step = width < ELEMENTS ? ELEMENTS / width : 1;
     Write w = {.rope = a, .qkv = q_rope, .latent = latent, .pool = pool, .step = step};
     w.token_stride = token_stride, w.head_stride = head_stride, w.latent_stride = latent_stride;
-    kvr_parallel(a->threads, (a->num_tokens + step - 1) / step, latent_task, &w);
+    w.count = count;
+    kvr_parallel(threads, (count + step - 1) / step, latent_task, &w);
 }
 
 /* hidden[tokens, width] = rows of a bfloat16 or float32 table. */

@@ -19,7 +19,7 @@ void kvr_share(int threads, int64_t count, void (*body)(void *arg, int64_t i, in
 
 /* At least `bytes` of memory of the calling thread, 64-byte aligned, valid until it asks again for the
  * same use. */
-enum { OF_CALLER, OF_TASKS, OF_EXPERTS, SCRATCHES };
+enum { OF_CALLER, OF_TASKS, OF_EXPERTS, OF_LATENTS, SCRATCHES };
 void *kvr_scratch(int use, size_t bytes);
 
 #endif

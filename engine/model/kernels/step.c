@@ -1,6 +1,7 @@
-/* All layers of a step in one call, where each of them is attention and an MLP or experts: between kernels as
- * short as those of one decoded token, the way through an interpreter would show. */
+/* All layers of a step in one call: between kernels as short as those of one decoded token, the way through an
+ * interpreter would show. */
 #include "step.h"
+#include "norm.h"
 #include "pool.h"
 
 #define BAND 512 /* rows that pass all of a layer but attention at once, at most */
@@ -41,8 +42,60 @@ static void add(const Step *s, Product t, const float *norm) {
     product_run(&t, s->threads);
 }
 
+typedef struct {
+    const Latent *latent;
+    const Step *step;
+    float *compressed;
+    const float *queries;
+    int64_t width; /* of compressed */
+    int norms;
+} Latents;
+
+/* A row's latents are normed; or what is rotated of its queries goes behind what its heads have made of the
+ * others. */
+static void latent_row(void *arg, int64_t r) {
+    const Latents *t = arg;
+    const Latent *l = t->latent;
+    float *compressed = t->compressed + r * t->width, *latent = compressed + l->q_rank;
+    int64_t from = l->nope + l->rope, to = l->rank + l->rope;
+    if (t->norms) {
+        if (l->q_norm) normalise(compressed, l->q_norm, compressed, l->q_rank, t->step->eps);
+        normalise(latent, l->kv_norm, latent, l->rank, t->step->eps);
+        return;
+    }
+    for (int64_t h = r * l->heads; h < (r + 1) * l->heads; h++)
+        memcpy(t->step->qkv + h * to + l->rank, t->queries + h * from + l->nope, sizeof(float) * l->rope);
+}
+
+static void before_latent(const Layer *layer, const Step *s) {
+    const Latent *l = &layer->latent;
+    int64_t n = s->rows, width = l->compress.rows, from = l->nope + l->rope, to = l->rank + l->rope;
+    float *compressed = kvr_scratch(OF_LATENTS, sizeof(float) * n * (width + l->queries.rows));
+    float *queries = compressed + n * width;
+    Latents t = {l, s, compressed, queries, width, 1};
+    multiply_normed(s, product_of(s, s->hidden, &l->compress, compressed), layer->input_norm);
+    kvr_parallel(s->threads, n, latent_row, &t);
+    Product made = product_of(s, l->q_norm ? compressed : s->hidden, &l->queries, queries);
+    if (l->q_norm) {
+        made.ldx = width;
+        product_run(&made, s->threads);
+    } else {
+        multiply_normed(s, made, layer->input_norm);
+    }
+    kvr_heads(queries, l->queries.rows, from, l->key_up, (int)l->kind, l->nope, l->rank, l->heads, n, s->qkv,
+              l->heads * to, to, s->threads);
+    t.norms = 0;
+    kvr_parallel(s->threads, n, latent_row, &t);
+    kvr_latent_write(layer->rope, s->qkv + l->rank, l->heads * to, to, compressed + l->q_rank, width,
+                     layer->pool, n, s->threads);
+}
+
 /* Up to the queries, keys and values. */
 static void before_attention(const Layer *l, const Step *s, int64_t first) {
+    if (l->latent.heads) {
+        before_latent(l, s);
+        return;
+    }
     multiply_normed(s, product_of(s, s->hidden, &l->qkv, s->qkv), l->input_norm);
     kvr_rope_write(l->rope, s->qkv, l->q_norm, l->k_norm, l->pool, first, s->rows, s->threads);
 }
@@ -74,8 +127,16 @@ static void add_mlp(const Layer *l, const Step *s, const float *x) {
 }
 
 static void after_attention(const Layer *l, const Step *s) {
-    const float *x = l->experts.count ? s->norm : NULL;
-    add(s, product_of(s, s->attended, &l->out, NULL), l->attention_out_norm);
+    const float *x = l->experts.count ? s->norm : NULL, *attended = s->attended;
+    const Latent *latent = &l->latent;
+    if (latent->heads) {
+        int64_t rank = latent->rank, width = latent->heads * latent->value;
+        float *values = kvr_scratch(OF_LATENTS, sizeof(float) * s->rows * width);
+        kvr_heads(attended, latent->heads * rank, rank, latent->value_up, (int)latent->kind, rank,
+                  latent->value, latent->heads, s->rows, values, width, latent->value, s->threads);
+        attended = values;
+    }
+    add(s, product_of(s, attended, &l->out, NULL), l->attention_out_norm);
     if (x) {
         kvr_rms_norm(s->hidden, s->width, l->mlp_norm, s->norm, s->rows, s->width, s->eps, s->threads);
         kvr_add_experts(&l->experts, x, s->hidden, s->rows, s->width, s->activation, s->threads);
@@ -119,7 +180,8 @@ static void run_side(const Layer *l, const Step *s, int behind) {
     int64_t rounds = (each + most - 1) / most;
     int64_t rows = rounds ? ((each + rounds - 1) / rounds + BAND_STEP - 1) / BAND_STEP * BAND_STEP : 0;
     Bands bands = {l, s, rows, behind};
-    if (each >= LEAST_BAND && !(behind && l->experts.count)) /* experts want all rows at once */
+    int whole = l->latent.heads || (behind && l->experts.count); /* they want all rows at once */
+    if (each >= LEAST_BAND && !whole)
         kvr_parallel(s->threads, (s->rows + rows - 1) / rows, band_task, &bands);
     else if (behind)
         after_attention(l, s);
