@@ -50,8 +50,13 @@ def build(source: Path, flags: Sequence[str] = ()) -> Path:
     return path
 
 
+def compiler_command() -> list[str]:
+    """`CC`, which may have arguments, or what a system calls its compiler."""
+    return shlex.split(os.environ.get("CC", "")) or ["cc"]
+
+
 def _compiler(source: Path) -> list[str]:
-    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    command = compiler_command()
     program = shutil.which(command[0])
     if program is None:
         raise NativeBuildError(

@@ -150,10 +150,10 @@ def test_of_two_that_start_together_one_compiles(tmp_path, monkeypatch):
     calls, compiler = tmp_path / "calls", tmp_path / "cc"
     compiler.write_text(
         f"#!/bin/sh\necho >> {calls}\nsleep 0.05\n"
-        f'while [ "$1" != -o ]; do shift; done\ncp {ready} "$2"\n'
+        f'[ "$1" = --counted ] || exit 3\nwhile [ "$1" != -o ]; do shift; done\ncp {ready} "$2"\n'
     )
     compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("CC", f"{compiler} --counted")
     with ThreadPoolExecutor(2) as threads:
         both = list(threads.map(kernels.load, [tmp_path] * 2))
     assert both[0]._name == both[1]._name != ready

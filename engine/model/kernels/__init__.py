@@ -19,6 +19,8 @@ from time import monotonic
 
 from filelock import FileLock, Timeout
 
+from engine.native import compiler_command
+
 HEADERS = (
     *("common.h", "attention.h", "attention_keys.h", "halves.h", "integers.h", "linear.h"),
     *("pool.h", "norm.h", "product.h", "sampling.h", "step.h", "tiles.h"),
@@ -136,11 +138,11 @@ def _compile_once(sources: list[Path], library: Path) -> None:
 
 def _compile(sources: list[Path], library: Path) -> None:
     """Raises OSError where nothing can be written."""
-    compiler, deadline = os.environ.get("CC", "cc"), monotonic() + COMPILE_TIMEOUT_S
+    compiler, deadline = compiler_command(), monotonic() + COMPILE_TIMEOUT_S
 
     def run(*arguments: str) -> None:
         subprocess.run(
-            [compiler, *FLAGS, *arguments],
+            [*compiler, *FLAGS, *arguments],
             check=True,
             capture_output=True,
             text=True,
@@ -159,9 +161,9 @@ def _compile(sources: list[Path], library: Path) -> None:
             made.rename(library)
     except subprocess.CalledProcessError as error:
         first = next(iter(error.stderr.strip().splitlines()), f"exit status {error.returncode}")
-        raise KernelsUnavailable(f"{compiler} failed: {first}") from error
+        raise KernelsUnavailable(f"{compiler[0]} failed: {first}") from error
     except subprocess.TimeoutExpired as error:
-        raise KernelsUnavailable(f"{compiler} took over {COMPILE_TIMEOUT_S:.0f} s") from error
+        raise KernelsUnavailable(f"{compiler[0]} took over {COMPILE_TIMEOUT_S:.0f} s") from error
 
 
 def _cpu() -> str:
