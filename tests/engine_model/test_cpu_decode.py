@@ -7,6 +7,7 @@ import pytest
 from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
 from engine.step import ScheduledSeq, Step
+from tests.engine_model import tiny
 from tests.engine_model.talks import GREEDY, Talk, alone, step
 from tests.engine_model.tiny import make_checkpoint, tokens_of
 
@@ -85,6 +86,28 @@ def test_passes_in_a_row_give_the_tokens_of_single_steps(family, options, tmp_pa
         steps += 1
     assert [talk.output for talk in several] == expected
     assert steps < NUM_TOKENS / 2
+
+
+def test_long_contexts_are_met_in_stretches(tmp_path, monkeypatch):
+    """After short ones: what the kernels plan with has to grow."""
+    monkeypatch.setitem(tiny.SHAPE, "max_position_embeddings", 2048)
+    make_checkpoint("llama", tmp_path)
+    world = World(tmp_path, num_blocks=160)
+    prompts = [tokens_of(count, seed=count) for count in (5, 507, 1300)]
+    blocks = [list(range(at, at + 90)) for at in (0, 35, 70)]
+    expected = [
+        alone(world, Talk(prompt, table, replace(each, logprobs=0)), NUM_TOKENS)
+        for prompt, table, each in zip(prompts, blocks, (GREEDY, DRAWN, GREEDY), strict=True)
+    ]
+    short, middle = Talk(prompts[0], blocks[0]), Talk(prompts[1], blocks[1], DRAWN)
+    long = Talk(prompts[2], blocks[2])
+    step(world, short)
+    step(world, short, repeats=2)
+    step(world, middle, long)
+    while len(long.output) < NUM_TOKENS:
+        step(world, long, short, middle, repeats=NUM_TOKENS - len(long.output))
+    for talk, tokens in zip((short, middle, long), expected, strict=True):
+        assert talk.output[:NUM_TOKENS] == tokens
 
 
 def test_no_pass_leaves_its_block_or_the_context_whatever_the_step_says(path):
