@@ -15,7 +15,7 @@ from engine.request import SamplingParams
 from engine.tier import Tier
 from tests.cluster.test_local import VOCAB, small
 from tests.cluster.test_local import model_dir as model_dir
-from tests.cluster.test_local_tiers import assert_clean, load_all, wait_for
+from tests.cluster.test_local_tiers import assert_clean, load_all, settle, wait_for
 
 BLOCKS_EACH, NUM_PROMPTS = 8, 63
 NUM_BLOCKS = BLOCKS_EACH * NUM_PROMPTS  # all of them are damaged, in each of the two tiers
@@ -32,12 +32,12 @@ def ask(cluster: LocalCluster) -> list[list[int]]:
     return [cluster.generate([prompt], SAMPLING)[0].tokens for prompt in PROMPTS]
 
 
-def fill(cluster: LocalCluster, tier: Tier) -> list[list[int]]:
+def fill(cluster: LocalCluster) -> list[list[int]]:
     """As `ask`; no block is evicted before it was copied down."""
     answers = []
-    for number, prompt in enumerate(PROMPTS, start=1):
+    for prompt in PROMPTS:
         answers += [answer.tokens for answer in cluster.generate([prompt], SAMPLING)]
-        wait_for(cluster, f"{tier}.used", BLOCKS_EACH * number)
+        settle(cluster)
     return answers
 
 
@@ -59,7 +59,7 @@ def test_every_changed_byte_in_host_memory_is_noticed(
     rng = random.Random(1)
     with LocalCluster(model_dir, prefill=0, engine=ENGINE, host_bytes=16 * MIB) as cluster:
         load_all(cluster)
-        assert fill(cluster, Tier.HOST) == expected
+        assert fill(cluster) == expected
         (pools,) = cluster.registry.pools.values()
         host = np.asarray(pools[Tier.HOST]).reshape(len(pools[Tier.HOST]), -1).view(np.uint8)
         for block in host:
@@ -67,7 +67,7 @@ def test_every_changed_byte_in_host_memory_is_noticed(
         assert ask(cluster) == expected
         assert counter(cluster, "tier_bad_host") == NUM_BLOCKS
         assert_clean(cluster)
-        assert fill(cluster, Tier.HOST) == expected
+        assert fill(cluster) == expected
 
 
 def test_every_changed_byte_on_disk_is_noticed(
@@ -80,7 +80,7 @@ def test_every_changed_byte_on_disk_is_noticed(
         "disk_after_s": 0.0,
     }
     with LocalCluster(model_dir, prefill=0, engine=ENGINE, **tiers) as cluster:
-        assert fill(cluster, Tier.DISK) == expected
+        assert fill(cluster) == expected
     (path,) = tmp_path.rglob("blocks.kv")
     node: Any = cluster.workers["decode-0"].node
     block_bytes = node.config.bytes_per_block
@@ -95,4 +95,4 @@ def test_every_changed_byte_on_disk_is_noticed(
         assert ask(cluster) == expected
         assert counter(cluster, "tier_bad_disk") == NUM_BLOCKS
         assert_clean(cluster)
-        assert fill(cluster, Tier.DISK) == expected
+        assert fill(cluster) == expected
