@@ -173,10 +173,15 @@ INLINE vu words_in_units(int kind, vu words, vu low, vu high) {
     return integer_words(words, (vf)((sum - low) << 23), (vf)((sum - high) << 23));
 }
 
-/* Words of keys, [half, TURNED], KEYS beside each other. */
-INLINE void keys_in_units(int kind, word *keys, int64_t half, float *units) {
+/* Words of keys, [half, TURNED], of which those of [from, to) are there. Beside them lie others' integers: as
+ * floats those are denormal, and to multiply them takes a CPU a hundred times as long. */
+INLINE void keys_in_units(int kind, word *keys, int64_t half, int64_t from, int64_t to, float *units) {
     for (int64_t i = 0; i < KEYS; i += VL) {
         vu most = {0};
+        store(units + i, splat(0));
+        if (i + VL <= from || i >= to) continue;
+        for (int64_t w = 0; i < from && w < half; w++)
+            *(vuu *)(keys + w * TURNED + i) &= (vu)(all_lanes() + (int32_t)i >= (int32_t)from);
         for (int64_t w = 0; w < half; w++)
             most = larger_sizes(most, *(const vuu *)(keys + w * TURNED + i) & BF16_SIZES);
         vu exponent = exponent_of((vu)larger((vi)(most >> 16), (vi)(most & 0xffff)));

@@ -219,7 +219,7 @@ INLINE void narrowed_keys(int kind, const Attention *a, const Tile *t, const Key
     for (int64_t i = 0; i < count; i += 2)
         pair_values(values[i], values[i + 1], pairs + i / 2 * dim, a->value_dim);
     if (has_units(kind)) {
-        keys_in_units(kind, (word *)t->keys, half, t->key_units);
+        keys_in_units(kind, (word *)t->keys, half, k->first - k->base, k->stop - k->base, t->key_units);
         memset(t->value_units, 0, sizeof(float) * KEYS);
         values_in_units(kind, pairs, (count + 1) / 2, a->value_dim, dim, t->value_units + start - k->base);
     }
