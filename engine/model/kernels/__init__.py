@@ -21,10 +21,6 @@ from filelock import FileLock, Timeout
 
 from engine.native import compiler_command
 
-HEADERS = (
-    *("common.h", "attention.h", "attention_keys.h", "halves.h", "integers.h", "linear.h"),
-    *("pool.h", "norm.h", "product.h", "sampling.h", "step.h", "tiles.h"),
-)
 SOURCES = (
     *("pool.c", "linear.c", "narrowed.c", "linear_integers.c", "linear_pairs.c"),
     *("linear_halves.c", "linear_tiles.c", "linear_int8_tiles.c", "linear_pack.c"),
@@ -100,7 +96,8 @@ def load(cache_dir: Path) -> ctypes.CDLL:
     """The compiled kernels, from `cache_dir`/kernels or compiled into it. Raises
     KernelsUnavailable."""
     here = Path(__file__).parent
-    texts = [(here / name).read_bytes() for name in (*HEADERS, *SOURCES)]
+    headers = sorted(path.name for path in here.glob("*.h"))
+    texts = [(here / name).read_bytes() for name in (*headers, *SOURCES)]
     key = blake2b(digest_size=12)
     for part in (*texts, " ".join(FLAGS).encode(), _cpu().encode()):
         key.update(blake2b(part).digest())

@@ -38,19 +38,18 @@ void kvr_attention_plan(int64_t num_seqs, const int32_t *query_len, const int32_
         int64_t length = query_len[s], end = context_len[s];
         int64_t pieces = length == 1 ? stretches(window, sinks, end - 1, end).count : 1;
         for (int64_t p = (length - 1) / tile; p >= 0; p--)
-            for (int64_t h = 0; h < num_heads; h++) {
-                int64_t last = (p + 1) * tile < length ? (p + 1) * tile : length;
-                for (int64_t i = pieces - 1; i >= 0; i--) {
+            for (int64_t i = pieces - 1; i >= 0; i--)
+                for (int64_t h = 0; h < num_heads; h++) { /* side by side in a block: they are read together */
+                    int64_t last = (p + 1) * tile < length ? (p + 1) * tile : length;
                     int32_t *item = items + ITEM * num_items++;
                     item[0] = s, item[1] = h, item[2] = p * tile, item[3] = last;
                     item[4] = pieces > 1 ? i : -1;
-                    item[5] = pieces > 1 ? num_partials + i : -1;
+                    item[5] = pieces > 1 ? num_partials + h * pieces + i : -1;
                 }
-                if (pieces == 1) continue;
-                int32_t *merge = merges + 4 * num_merges++;
-                merge[0] = s, merge[1] = h, merge[2] = num_partials, merge[3] = pieces;
-                num_partials += pieces;
-            }
+        for (int64_t h = 0; pieces > 1 && h < num_heads; h++, num_partials += pieces) {
+            int32_t *merge = merges + 4 * num_merges++;
+            merge[0] = s, merge[1] = h, merge[2] = num_partials, merge[3] = pieces;
+        }
     }
     counts[0] = num_items, counts[1] = num_merges, counts[2] = num_partials;
 }

@@ -166,12 +166,8 @@ INLINE vf unit_of(int kind, vu exponent) { /* not a number where one was not fin
     return (vf)((exponent - down) << 23 | (nan & 0x7fc00000u));
 }
 
-/* Words of bfloat16 in units of these exponents. */
-INLINE vu words_in_units(int kind, vu words, vu low, vu high) {
-    const int sum = 254 + KEY_BITS - 1; /* of a unit's exponent and of its inverse's */
-    if (kind == HALVES) return halve_words(words, low, high);
-    return integer_words(words, (vf)((sum - low) << 23), (vf)((sum - high) << 23));
-}
+/* What numbers of these exponents are times to be integers. */
+INLINE vf inverse_units(vu exponent) { return (vf)((254 + KEY_BITS - 1 - exponent) << 23); }
 
 /* Words of keys, [half, TURNED], of which those of [from, to) are there. Beside them lie others' integers: as
  * floats those are denormal, and to multiply them takes a CPU a hundred times as long. */
@@ -186,16 +182,17 @@ INLINE void keys_in_units(int kind, word *keys, int64_t half, int64_t from, int6
             most = larger_sizes(most, *(const vuu *)(keys + w * TURNED + i) & BF16_SIZES);
         vu exponent = exponent_of((vu)larger((vi)(most >> 16), (vi)(most & 0xffff)));
         store(units + i, unit_of(kind, exponent));
+        vf inverse = inverse_units(exponent);
         for (int64_t w = 0; w < half; w++) {
             vuu *at = (vuu *)(keys + w * TURNED + i);
-            *at = words_in_units(kind, *at, exponent, exponent);
+            *at = kind == HALVES ? halve_words(*at, exponent, exponent) : integer_words(*at, inverse, inverse);
         }
     }
 }
 
-/* Up to VL pairs of values, [count, ld] words of which `width` are meant; 2 * VL units are written. */
-INLINE void some_values_in_units(int kind, word *pairs, int64_t count, int64_t width, int64_t ld,
-                                 float *units) {
+/* Up to VL pairs of values, [count, ld] words of which `width` are meant, become half floats; 2 * VL units are
+ * written. */
+INLINE void halve_some(word *pairs, int64_t count, int64_t width, int64_t ld, float *units) {
     vf of_each[VL] = {{0}};
     vu most = {0}, exponents[2];
     for (int64_t i = 0; i < count; i++) {
@@ -207,20 +204,20 @@ INLINE void some_values_in_units(int kind, word *pairs, int64_t count, int64_t w
     turn_lanes(of_each);
     UNROLL for (int i = 0; i < VL; i++) most = larger_sizes(most, (vu)of_each[i]);
     exponents[0] = exponent_of(most & 0xffff), exponents[1] = exponent_of(most >> 16);
-    vf first = unit_of(kind, exponents[0]), second = unit_of(kind, exponents[1]);
+    vf first = unit_of(HALVES, exponents[0]), second = unit_of(HALVES, exponents[1]);
     vi turns = (all_lanes() >> 1) + (all_lanes() & 1) * VL;
     store(units, pick_lanes(first, second, turns));
     store(units + VL, pick_lanes(first, second, turns + VL / 2));
     for (int64_t i = 0; i < count; i++)
         for (int64_t d = 0; d < width; d += VL) {
             vuu *at = (vuu *)(pairs + i * ld + d);
-            *at = words_in_units(kind, *at, exponents[0][i] - (vu){0}, exponents[1][i] - (vu){0});
+            *at = halve_words(*at, exponents[0][i] - (vu){0}, exponents[1][i] - (vu){0});
         }
 }
 
-INLINE void values_in_units(int kind, word *pairs, int64_t count, int64_t width, int64_t ld, float *units) {
+INLINE void halve_values(word *pairs, int64_t count, int64_t width, int64_t ld, float *units) {
     for (int64_t i = 0; i < count; i += VL)
-        some_values_in_units(kind, pairs + i * ld, count - i < VL ? count - i : VL, width, ld, units + 2 * i);
+        halve_some(pairs + i * ld, count - i < VL ? count - i : VL, width, ld, units + 2 * i);
 }
 
 #endif

@@ -1,6 +1,6 @@
 /* A tile of attention: some tokens of one sequence, with the heads of one group, against its keys.
  * Prompts are bound by arithmetic, a single token by reading its keys and values once. */
-#include "attention_keys.h"
+#include "attention_integers.h"
 #include "pool.h"
 
 /* How many rows of a tile look at a chunk of keys together. */
@@ -173,6 +173,12 @@ static void wide_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *a
     }
 }
 
+/* Whether no row may see any of a chunk's keys. */
+INLINE int sees_none(const Tile *t, const Keys *k) {
+    int64_t first = position_of(t, 0), last = position_of(t, t->rows - 1);
+    return last < k->first || (k->window && first - k->window >= k->stop - 1);
+}
+
 /* Some rows of a tile, from `row` on, with keys and pairs of values [before, after) that are there, one after
  * the other in the same scores: those stay in the L1 cache. Keys that none of them may see are left out. */
 INLINE void meet_some(int kind, const Attention *a, const Tile *t, const Keys *k, int64_t row, int64_t before,
@@ -184,7 +190,7 @@ INLINE void meet_some(int kind, const Attention *a, const Tile *t, const Keys *k
     some.peak += row, some.top += row, some.shrink += row, some.q_units += row;
     int64_t last = position_of(&some, some.rows - 1) + 1, end = last < k->stop ? last : k->stop;
     int64_t keys = (end - k->base + NR - 1) / NR * NR;
-    if (end <= k->first || (k->window && position_of(&some, 0) - k->window >= k->stop - 1)) return;
+    if (sees_none(&some, k)) return;
     if (kind == TILES) {
         tiled_product(0, some.rows, keys, half, (word *)some.q, half, (word *)t->keys, TURNED,
                       some.scores, KEYS, ahead);
@@ -216,12 +222,16 @@ INLINE void narrowed_keys(int kind, const Attention *a, const Tile *t, const Key
     }
     if (start < k->first) values[0] = values[1]; /* any: no row sees it */
     values[count] = NULL;
-    for (int64_t i = 0; i < count; i += 2)
+    for (int64_t i = 0; i < count && kind != INT16; i += 2)
         pair_values(values[i], values[i + 1], pairs + i / 2 * dim, a->value_dim);
     if (has_units(kind)) {
+        float *value_units = t->value_units + start - k->base;
         keys_in_units(kind, (word *)t->keys, half, k->first - k->base, k->stop - k->base, t->key_units);
         memset(t->value_units, 0, sizeof(float) * KEYS);
-        values_in_units(kind, pairs, (count + 1) / 2, a->value_dim, dim, t->value_units + start - k->base);
+        if (kind == INT16)
+            integer_values(values, count, a->value_dim, pairs, dim, value_units);
+        else
+            halve_values(pairs, (count + 1) / 2, a->value_dim, dim, value_units);
     }
     if (kind == TILES) { /* they take pairs that are not there too */
         memset(t->wide, 0, sizeof(word) * before * dim);
@@ -240,8 +250,41 @@ static void halved_keys(const Attention *a, const Tile *t, const Keys *k, Ahead 
     narrowed_keys(HALVES, a, t, k, ahead);
 }
 
+/* Few rows, which meet keys as they lie. */
+static void few_integers(const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
+    int64_t dim = a->head_dim, first = k->first - k->base, stop = k->stop - k->base;
+    int64_t start = first & ~(int64_t)1; /* pairs begin at even positions, wherever the keys do */
+    const uint16_t *keys[KEYS], *values[KEYS];
+    word *weights = (word *)t->scores + start / 2, *pairs = (word *)t->wide + start / 2 * dim;
+    if (sees_none(t, k)) return;
+    for (int64_t pos = k->first, n; pos < k->stop; pos += n) {
+        n = run_length(a, pos, k->stop);
+        const uint16_t *at = (const uint16_t *)a->pool + kv_at(a, k->table, k->kv_head, pos);
+        for (int64_t i = pos - k->base; i < pos - k->base + n; i++, at += dim)
+            keys[i] = at, values[i] = at + a->value_offset;
+    }
+    values[start] = values[first]; /* any, if it is another: no row sees it */
+#define FEW(DIM) \
+    few_scores(DIM, t->rows, (word *)t->q, t->q_units, first, stop, keys, a->value_offset, t->scores, \
+               t->key_units, ahead)
+    switch (dim) {
+    case 64: FEW(64); break;
+    case 128: FEW(128); break;
+    default: FEW(dim);
+    }
+#undef FEW
+    memset(t->value_units, 0, sizeof(float) * KEYS);
+    integer_values(values + start, stop - start, a->value_dim, pairs, dim, t->value_units + start);
+    soften(a, t, k);
+    product(INT16, 1, t->rows, a->value_dim, (stop - start + 1) / 2, weights, KEYS, 1, pairs, dim, t->acc,
+            a->value_dim, t->units, ahead, 64);
+}
+
 static void integer_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
-    narrowed_keys(INT16, a, t, k, ahead);
+    if (t->rows <= FEW_ROWS && a->head_dim <= MOST_DIM)
+        few_integers(a, t, k, ahead);
+    else
+        narrowed_keys(INT16, a, t, k, ahead);
 }
 
 static void tiled_keys(const Attention *a, const Tile *t, const Keys *k, Ahead *ahead) {
@@ -291,9 +334,10 @@ static void add_stretch(const Attention *a, Tile *t, int is_first) {
     t->sum = acc, t->sum_peak = peak, t->sum_total = total;
 }
 
-INLINE void write_row(float *out, const float *sum, float total, int64_t width) {
-    float scale = 1.0f / total;
-    for (int64_t d = 0; d < width; d += VL) store(out + d, load(sum + d) * scale);
+INLINE void write_row(const Attention *a, int64_t row, const float *sum, float total) {
+    float scale = 1.0f / total, *out = a->out + row * a->value_dim;
+    for (int64_t d = 0; d < a->value_dim; d += VL) store(out + d, load(sum + d) * scale);
+    if (a->narrowed == INT16) columns_in_order(out, a->value_dim);
 }
 
 void kvr_tile_item(const Attention *a, const int32_t *item, const int32_t *next) {
@@ -325,7 +369,7 @@ void kvr_tile_item(const Attention *a, const int32_t *item, const int32_t *next)
     for (int64_t r = 0; r < t.rows; r++) {
         int64_t row = (start + r / group) * a->num_heads + head * group + r % group;
         if (item[5] < 0) {
-            write_row(a->out + row * width, t.sum + r * width, t.sum_total[r], width);
+            write_row(a, row, t.sum + r * width, t.sum_total[r]);
         } else {
             float *partial = a->partial + (item[5] * group + r) * (width + 2);
             memcpy(partial, t.sum + r * width, sizeof(float) * width);
@@ -341,6 +385,6 @@ void kvr_tile_merge(const Attention *a, const int32_t *item) {
         for (int i = 1; i < item[3]; i++, part += step)
             add_row(sum, sum + width, sum + width + 1, part, part[width], part[width + 1], width);
         int64_t row = a->query_start[seq] * a->num_heads + item[1] * group + g;
-        write_row(a->out + row * width, sum, sum[width + 1], width);
+        write_row(a, row, sum, sum[width + 1]);
     }
 }

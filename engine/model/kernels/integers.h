@@ -110,10 +110,14 @@ INLINE float most_of_query(int64_t dim) {
     return most < MOST_OF_INT16 ? most : MOST_OF_INT16;
 }
 
+/* Words of two integers: what the float32 number `lower` is times `low`, and above it `upper` times `high`. */
+INLINE vu integer_pair(vu lower, vu upper, vf low, vf high) {
+    return ((vu)((vf)lower * low + ROUNDER) & 0xffffu) | (vu)((vf)upper * high + ROUNDER) << 16;
+}
+
 /* Words of bfloat16 to integers: the lower numbers times `low`, the upper ones times `high`. */
 INLINE vu integer_words(vu words, vf low, vf high) {
-    vu lower = (vu)((vf)(words << 16) * low + ROUNDER) & 0xffffu;
-    return lower | (vu)((vf)(words & 0xffff0000u) * high + ROUNDER) << 16;
+    return integer_pair(words << 16, words & 0xffff0000u, low, high);
 }
 
 /* As `micro_pairs`, of NR columns; what is added to c is times `units` [rows]. */
