@@ -56,7 +56,8 @@ from engine.config import STATS_INTERVAL_S
 
 PERCENTS = (50, 90)
 GOAL = 0.15  # simulated and real differ by no more
-SETTINGS = {"cluster.prefill": 1, "cluster.decode": 1}
+# Passes that are simulated yield a token for each sequence.
+SETTINGS = {"cluster.prefill": 1, "cluster.decode": 1, "engine.num_speculative_tokens": 0}
 
 Figures = dict[str, dict[str, float]]  # "ttft" and "itl" -> "p50", ... -> seconds
 

@@ -57,6 +57,9 @@ class EngineSection:
     # where prefill workers are there for the prompts, none in one pool.
     itl_target_ms: float = setting(0.0, at_least=0.0, at_most=60_000.0)
     max_num_seqs: int = setting(64, at_least=1, at_most=4096)  # per step
+    # Speculative decoding: guesses at most that a sequence is fed along with its token, as far as
+    # they pay; tokens are the same. 0: none.
+    num_speculative_tokens: int = setting(7, at_least=0, at_most=64)
     max_model_len: int = setting(0, at_least=0)  # tokens; 0: the model's, as far as KV holds it
     max_waiting: int = setting(256, at_least=1)  # requests per worker
     threads: int = setting(0, at_least=0, at_most=1024)  # per worker; 0: share the cores

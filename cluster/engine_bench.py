@@ -85,6 +85,7 @@ class EngineSpec:
             "engine.max_num_seqs": max(64, most),
             "engine.max_waiting": max(256, most),
             "engine.threads": self.num_threads,
+            "engine.num_speculative_tokens": 0,  # a floor is of a token for each sequence
         }
         if self.max_num_batched_tokens:
             overrides["engine.max_num_batched_tokens"] = self.max_num_batched_tokens

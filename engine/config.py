@@ -68,6 +68,7 @@ class WorkerConfig:
     guard: bool = True  # block tables are compared whole before each step, not in part
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
+    num_speculative_tokens: int = 0  # guesses that a decode is fed along with its token, at most
     itl_target_s: float = 0.0  # prompts beside decodes are fed as far as a step stays below; 0: all
     max_waiting: int = 256
     lease_s: float = 30.0  # a producer holds blocks this long after it announced the last ones

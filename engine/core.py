@@ -141,13 +141,17 @@ class EngineCore:
             return None
         pace = self.pace
         step = self.scheduler.schedule(
-            self.now, pace.prompt_budget(), pace.prompt_cost, pace.decode_step_s.value
+            self.now,
+            pace.prompt_budget(),
+            pace.prompt_cost,
+            pace.decode_step_s.value,
+            pace.row_cost.published(),
         )
         if step is None or step.repeats > 1:  # a step that is repeated fills no block
             return step
         size = self.config.block_size
         for share in step.seqs:
-            end = share.start + len(share.tokens)
+            end = share.start + len(share.fed)
             step.checksum_blocks += share.block_ids[share.start // size : end // size]
         return step
 
@@ -160,8 +164,15 @@ class EngineCore:
             repeats += len(done.sampled[0].more)
         self.count("steps", repeats)
         self.count("tokens_fed", step.num_tokens * repeats)
-        if done.error is None and done.elapsed_s > 0:
-            self.pace.learn(step, done.elapsed_s, repeats)
+        if done.error is None:
+            num_drafts = sum(len(share.draft) for share in step.seqs)
+            num_held = 0
+            if num_drafts:
+                num_held = sum(len(each.more) for each in done.sampled if each is not None)
+                self.count("draft_tokens", num_drafts)
+                self.count("draft_tokens_accepted", num_held)
+            if done.elapsed_s > 0:
+                self.pace.learn(step, done.elapsed_s, repeats, num_held)
         return self.scheduler.finish_step(done)
 
     def fail_step(self, survivors: list[tuple[Sequence, int]], error: str) -> list[Effect]:

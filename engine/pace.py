@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.config import WorkerConfig
-from engine.cost import FittedCost, Rate, decode_features, prompt_features
+from engine.cost import FittedCost, Rate, decode_features, prompt_features, row_features
 from engine.step import Step
 
 
@@ -16,17 +16,24 @@ class Pace:
         self.prefill_tokens_per_s = Rate()
         self.decode_step_s = Rate()
         self.prompt_cost = FittedCost(4)
-        self.decode_cost = FittedCost(4)
+        self.decode_cost = FittedCost(4)  # of a token for each
+        self.row_cost = FittedCost(3)  # of a pass, by its rows
 
-    def learn(self, step: Step, elapsed_s: float, repeats: int) -> None:
-        """`step` was run `repeats` times. Of a mixed step, the prompts' time is what a step of
-        decodes alone would not have taken."""
+    def learn(self, step: Step, elapsed_s: float, repeats: int, num_held: int = 0) -> None:
+        """`step` was run `repeats` times; `num_held` of its drafts held. Of a mixed step, the
+        prompts' time is what a step of decodes alone would not have taken."""
         prompts = [share for share in step.seqs if len(share.tokens) > 1]
         if not prompts:
             self.decode_step_s.add(elapsed_s, repeats)
-            kv_tokens = sum([share.start for share in step.seqs]) + len(step.seqs) * repeats / 2
-            used = kv_tokens / (self._config.num_blocks * self._config.block_size)
-            self.decode_cost.add(decode_features(len(step.seqs), used), elapsed_s / repeats)
+            count, pool_tokens = len(step.seqs), self._config.num_blocks * self._config.block_size
+            kv_tokens = sum([share.start for share in step.seqs]) + count * repeats / 2
+            used = kv_tokens / pool_tokens
+            token_s = elapsed_s / (repeats + num_held / count)
+            self.decode_cost.add(decode_features(count, used), token_s)
+            drafts = [(len(share.draft), share.start) for share in step.seqs if share.draft]
+            rows = count + sum(more for more, _ in drafts)
+            used += sum(more * start for more, start in drafts) / pool_tokens
+            self.row_cost.add(row_features(rows, used), elapsed_s / repeats)
             return
         if len(prompts) < len(step.seqs):
             elapsed_s = max(elapsed_s - self.decode_step_s.value, 0.1 * elapsed_s)

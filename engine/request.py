@@ -49,6 +49,18 @@ class SamplingParams:
     seed: int = 0
     logprobs: int | None = None  # None: none; k: of the chosen token and the k best
 
+    def is_plain(self, num_output_tokens: int) -> bool:
+        """Whether a draw does all that is asked for, once so many tokens were drawn: no logprobs,
+        and logits as they are."""
+        return (
+            self.logprobs is None
+            and not self.logit_bias
+            and self.repetition_penalty == 1.0
+            and not self.presence_penalty
+            and not self.frequency_penalty
+            and num_output_tokens >= self.min_tokens
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

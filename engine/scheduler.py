@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from engine.config import WorkerConfig
 from engine.cost import TOKENS_UNIT, FittedCost
+from engine.drafts import Drafter
 from engine.kv_cache_manager import KVCacheManager
 from engine.sequence import SeqState, Sequence
 from engine.step import ScheduledSeq, Step, StepDone
@@ -38,6 +39,8 @@ class Scheduler:
         self._next_step_id = 0
         self.faults: list[tuple[Sequence, str]] = []  # to be ended by the worker, and why
         self.num_preemptions = 0
+        pool_tokens = config.num_blocks * config.block_size
+        self._drafter = Drafter(config.num_speculative_tokens, config.max_num_seqs, pool_tokens)
 
     def add(self, seq: Sequence) -> None:
         seq.state = SeqState.WAITING
@@ -103,12 +106,17 @@ class Scheduler:
         self._wait_again(seq)
 
     def schedule(
-        self, now: float, prompt_budget: int, cost: FittedCost, decode_s: float = 0.0
+        self,
+        now: float,
+        prompt_budget: int,
+        cost: FittedCost,
+        decode_s: float = 0.0,
+        row_weights: tuple[float, ...] = (),
     ) -> Step | None:
         """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
         these, at most `prompt_budget` tokens where there is a decode that they would delay. `cost`
         is what prompts have cost so far, beside decodes what they added to `decode_s`, the time of
-        a step of decodes alone."""
+        a step of decodes alone. row_weights: as of `Drafter.plan`."""
         assert self.in_flight is None
         if not self.running:  # as after most messages
             return None
@@ -124,7 +132,12 @@ class Scheduler:
             return None
         step = Step(self._next_step_id, [self._share(seq, count) for seq, count in chosen])
         if len(chosen) == len(decodes) == len(self.running):
-            step.repeats = min(self._repeats(seq) for seq in decodes)
+            drafts = self._drafts(decodes, row_weights)
+            if drafts is None:
+                step.repeats = min(self._repeats(seq) for seq in decodes)
+            else:
+                for share, draft in zip(step.seqs, drafts, strict=True):
+                    share.draft = draft
         self._next_step_id += 1
         self.in_flight = step
         self._in_flight_seqs = [seq for seq, _ in chosen]
@@ -162,6 +175,10 @@ class Scheduler:
                     if sampled.more:
                         seq.tokens.extend(sampled.more)
                         seq.num_computed += len(sampled.more)
+                    self._drafter.learn(seq, (sampled.token, *sampled.more))
+                    if len(sampled.more) < len(share.draft):  # it did not fill its block
+                        block = share.block_ids[share.start // self.config.block_size]
+                        self.kv.checksums.pop(block, None)
                 self.kv.seal_computed(seq)
                 self.kv.slide(seq)
             survivors.append((seq, len(share.tokens)))
@@ -178,6 +195,7 @@ class Scheduler:
         elif seq.state is SeqState.REMOTE:
             self.remote.remove(seq)
         seq.state = SeqState.DEAD
+        self._drafter.forget(seq)
         self.release_if_settled(seq)
 
     def release_if_settled(self, seq: Sequence) -> None:
@@ -231,6 +249,24 @@ class Scheduler:
         to_seal = -num_tokens % self.config.block_size
         to_end = params.max_tokens - seq.num_output_tokens
         return max(1, min(to_seal, to_end, self.config.max_model_len - num_tokens))
+
+    def _drafts(
+        self, decodes: list[Sequence], row_weights: tuple[float, ...]
+    ) -> list[list[int]] | None:
+        """As of `Drafter.plan`. Nobody is fed any where the logits of one are looked at."""
+        if not all(seq.sampling.is_plain(seq.num_output_tokens) for seq in decodes):
+            return None
+        return self._drafter.plan(decodes, [self._room(seq) for seq in decodes], row_weights)
+
+    def _room(self, seq: Sequence) -> int:
+        """Tokens that a decode may be fed along with its last: within the block, and the last that
+        it may have is drawn at their end. As of `_repeats` for a first token, and producers."""
+        num_tokens = len(seq.tokens)
+        if seq.num_output_tokens == 0 or not seq.reserve_growth:
+            return 0
+        in_block = -num_tokens % self.config.block_size
+        to_end = seq.sampling.max_tokens - seq.num_output_tokens - 1
+        return max(0, min(in_block, to_end, self.config.max_model_len - num_tokens - 1))
 
     def _make_room_for_growth(self) -> None:
         """Cover the newest token of every running sequence; the latest arrivals give way."""

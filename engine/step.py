@@ -7,6 +7,7 @@ and sample the next token where asked.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.request import SamplingParams, TokenLogprobs
@@ -28,6 +29,23 @@ class ScheduledSeq:
     sampling: SamplingParams
     context: list[int]  # prompt + output up to and with `tokens`, for penalties; not to be changed
     num_prompt_tokens: int
+    # Of a decode: tokens that may follow, to be fed along where the executor can (speculative
+    # decoding). All have places in the block of `tokens[0]`.
+    draft: list[int] = field(default_factory=list)
+
+    @property
+    def fed(self) -> list[int]:
+        """`tokens` and the draft."""
+        return [*self.tokens, *self.draft] if self.draft else self.tokens
+
+    def verified(self, drawn: Sequence[int]) -> Sampled:
+        """What holds of `drawn`: the token after `tokens`, and those after each of `draft`."""
+        count, stops = 1, self.sampling.stop_token_ids
+        for guess, token in zip(self.draft, drawn, strict=False):
+            if guess != token or token in stops:
+                break
+            count += 1
+        return Sampled(drawn[0], more=tuple(drawn[1:count]))
 
 
 @dataclass(slots=True)
@@ -55,7 +73,9 @@ class Execute:
 class Sampled:
     token: int
     logprobs: TokenLogprobs | None = None
-    more: tuple[int, ...] = ()  # of the repeats; as many for every sequence of the step
+    # Of the repeats, as many for every sequence of the step; or what held of its own draft, and one
+    # token more.
+    more: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class SimExecutor:
     def _repeat(self, step: Step, sampled: list[Sampled | None]) -> list[Sampled | None]:
         """Run the step again as often as it allows, or less often; until a stop token comes."""
         tokens = [[first.token] for first in sampled if first is not None]
-        if len(tokens) < len(step.seqs):
+        if len(tokens) < len(step.seqs) or any(seq.draft for seq in step.seqs):
             return sampled
         pool = self.pool
         for repeat in range(step.step_id % step.repeats):
@@ -112,7 +112,13 @@ class SimExecutor:
             pool.write(table, position, UNWRITTEN if failed else previous)
         if failed or not seq.sample:
             return None
-        return Sampled(next_token(sum(pool.gather(table, end)), seq.sampling, end))
+        drawn = [next_token(sum(pool.gather(table, end)), seq.sampling, end)]
+        for position, token in enumerate(seq.draft, start=end):
+            previous = slot_value(previous, token, position)
+            pool.write(table, position, previous)
+            attended = sum(pool.gather(table, position + 1))
+            drawn.append(next_token(attended, seq.sampling, position + 1))
+        return seq.verified(drawn)
 
     def _check(self, seq: ScheduledSeq, table: list[int]) -> None:
         """Assert the contract of a scheduled sequence; report KV that is not what it should be."""
@@ -120,6 +126,8 @@ class SimExecutor:
         assert seq.tokens
         assert seq.context[start:end] == seq.tokens
         assert len(table) * size >= end
+        if seq.draft:
+            assert start // size == (end + len(seq.draft) - 1) // size, "a draft leaves its block"
         used = table[: -(-end // size)]
         assert len(set(used)) == len(used), "a block twice in one table"
         writable = self.writable[Tier.DEVICE]

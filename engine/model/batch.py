@@ -120,7 +120,7 @@ def checked_blocks(seq: ScheduledSeq, limits: Limits) -> np.ndarray:
 def check_size(seq: ScheduledSeq, limits: Limits) -> int:
     """Entries of the block table that are used. Raises ValueError if there are fewer, and for
     positions that the model does not have."""
-    end = seq.start + len(seq.tokens)
+    end = seq.start + len(seq.fed)
     if not seq.tokens or seq.start < 0 or end > limits.max_model_len:
         raise ValueError(
             f"request {seq.request_id}: positions [{seq.start}, {end}) are empty or exceed "
@@ -159,7 +159,7 @@ def _check_missing(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> Non
 
 def check_tokens(seq: ScheduledSeq, limits: Limits) -> None:
     """Raises ValueError for a token outside the vocabulary."""
-    lowest, highest = min(seq.tokens), max(seq.tokens)
+    lowest, highest = min(seq.fed), max(seq.fed)
     if lowest < 0 or highest >= limits.vocab_size:
         raise ValueError(
             f"request {seq.request_id}: token ids {lowest} to {highest} are outside "

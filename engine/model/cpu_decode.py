@@ -94,43 +94,54 @@ class CpuDecode:
         seqs, told = step.seqs, self._told
         if not all(len(seq.tokens) == 1 and seq.sample and is_plain(seq) for seq in seqs):
             return None
-        count = len(seqs)
-        self._make_room(count, sum(seq.start for seq in seqs))
-        self._fill(seqs, tables)
+        rows = [(seq, each) for seq, each in zip(seqs, tables, strict=True) for _ in seq.fed]
+        count = len(rows)
+        self._make_room(count, sum(seq.start + len(seq.draft) for seq, _ in rows))
+        self._fill(seqs, rows)
         told.step.rows, told.most = count, self._most(step)
         told.logits = self._buffer("logits", count, told.head.rows).data_ptr()
         passes = self._lib.kvr_decode(ctypes.byref(told))
         drawn = self._rows["drawn"][: passes * count].tolist()
-        each = [drawn[row::count] for row in range(count)]
-        return [Sampled(first, more=tuple(more)) for first, *more in each]
+        if count > len(seqs):  # and one pass
+            each = iter(drawn)
+            return [seq.verified([next(each) for _ in seq.fed]) for seq in seqs]
+        columns = [drawn[row::count] for row in range(count)]
+        return [Sampled(first, more=tuple(more)) for first, *more in columns]
 
     def _most(self, step: Step) -> int:
         """Passes, whatever the step says, of which none leaves a block that was looked at."""
         most, size, longest = step.repeats, self._limits.block_size, self._limits.max_model_len
+        if any(seq.draft for seq in step.seqs):
+            return 1
         if most > 1:
             most = min(most, *(min(size - s.start % size, longest - s.start) for s in step.seqs))
         return most
 
-    def _fill(self, seqs: Sequence[ScheduledSeq], tables: Sequence[np.ndarray]) -> None:
-        rows, held = self._rows, self._held
-        rows["tokens"][: len(seqs)] = [seq.tokens[0] for seq in seqs]
-        rows["positions"][: len(seqs)] = [seq.start for seq in seqs]
-        self._held = [(blocks, seq.sampling) for seq, blocks in zip(seqs, tables, strict=True)]
+    def _fill(
+        self, seqs: Sequence[ScheduledSeq], fed: Sequence[tuple[ScheduledSeq, np.ndarray]]
+    ) -> None:
+        """fed: the sequence of each row, and its table."""
+        rows, held, count = self._rows, self._held, len(fed)
+        rows["tokens"][:count] = [token for seq in seqs for token in seq.fed]
+        rows["positions"][:count] = [
+            position for seq in seqs for position in range(seq.start, seq.start + len(seq.fed))
+        ]
+        self._held = [(blocks, seq.sampling) for seq, blocks in fed]
         is_new = False
         for row, (blocks, sampling) in enumerate(self._held):
             old = held[row] if row < len(held) else (None, None)
             if old[0] is not blocks:
                 rows["block_tables"][row, : len(blocks)] = blocks
             if old[1] is not sampling:
-                rows["draws"][row], is_new = draw_of(seqs[row]), True
+                rows["draws"][row], is_new = draw_of(fed[row][0]), True
         if is_new:
-            stops = [seq.sampling.stop_token_ids for seq in seqs]
+            stops = [seq.sampling.stop_token_ids for seq, _ in fed]
             self._stops = np.array([token for each in stops for token in each], np.int64)
-            rows["stop_ends"][: len(seqs)] = np.cumsum([len(each) for each in stops])
+            rows["stop_ends"][:count] = np.cumsum([len(each) for each in stops])
             self._told.stops = self._stops.ctypes.data
 
     def _make_room(self, count: int, positions: int) -> None:
-        """For `count` sequences of which so many positions are known altogether."""
+        """For `count` rows that meet so many positions before their own altogether."""
         stretches = positions // self._attention.stretch + 3 * count  # sinks, and two begun
         if count <= self._capacity and stretches <= self._stretches:
             return

@@ -75,16 +75,7 @@ def is_greedy(sampling: SamplingParams) -> bool:
 
 
 def is_plain(seq: ScheduledSeq) -> bool:
-    """Whether a draw does all that is asked for: no logprobs, and logits as they are."""
-    s = seq.sampling
-    return (
-        s.logprobs is None
-        and not s.logit_bias
-        and s.repetition_penalty == 1.0
-        and not s.presence_penalty
-        and not s.frequency_penalty
-        and len(seq.context) - seq.num_prompt_tokens >= s.min_tokens
-    )
+    return seq.sampling.is_plain(len(seq.context) - seq.num_prompt_tokens)
 
 
 def _logprobs(raw: torch.Tensor, token: int, sampling: SamplingParams) -> TokenLogprobs:

@@ -1,10 +1,12 @@
 """Sequences that are fed step by step to something that runs steps."""
 
+from collections.abc import Sequence
+from random import Random
 from typing import Protocol
 
 from engine.request import SamplingParams
 from engine.step import Sampled, ScheduledSeq
-from tests.engine_model.tiny import scheduled
+from tests.engine_model.tiny import BLOCK_SIZE, scheduled
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -20,8 +22,8 @@ class Talk:
         self.tokens, self.prompt, self.blocks = list(prompt), len(prompt), blocks
         self.sampling, self.fed = sampling, 0
 
-    def next(self, count: int | None = None) -> ScheduledSeq:
-        """The share of a step that feeds `count` tokens, or all that are left."""
+    def next(self, count: int | None = None, draft: Sequence[int] = ()) -> ScheduledSeq:
+        """The share of a step that feeds `count` tokens, or all that are left, and `draft`."""
         end = len(self.tokens) if count is None else self.fed + count
         return scheduled(
             self.tokens[self.fed : end],
@@ -31,6 +33,7 @@ class Talk:
             context=self.tokens[:end],
             num_prompt_tokens=self.prompt,
             sampling=self.sampling,
+            draft=list(draft),
         )
 
     def take(self, seq: ScheduledSeq, sampled) -> None:
@@ -58,3 +61,25 @@ def alone(world: World, talk: Talk, count: int) -> list[int]:
     while len(talk.output) < count:
         step(world, talk)
     return talk.output
+
+
+def guessing(world: World, talks: Sequence[Talk], expected: Sequence[list[int]]) -> int:
+    """Feed each of `talks`, until it has its expected tokens, drafts some of which hold. Returns
+    how many did."""
+    random, num_held = Random(5), 0
+    left = list(zip(talks, expected, strict=True))
+    while left:
+        shares = []
+        for talk, tokens in left:
+            told = len(talk.output)
+            room = min(len(tokens) - told - 1, -len(talk.tokens) % BLOCK_SIZE, random.randint(0, 5))
+            draft = tokens[told : told + room] if told else []
+            if draft and random.random() < 0.5:
+                draft[random.randrange(len(draft))] ^= 1
+            shares.append(talk.next(draft=draft))
+        for (talk, _), share, sampled in zip(left, shares, world.run(*shares), strict=True):
+            assert sampled is not None
+            talk.take(share, sampled)
+            num_held += len(sampled.more)
+        left = [(talk, tokens) for talk, tokens in left if len(talk.output) < len(tokens)]
+    return num_held

@@ -8,7 +8,7 @@ from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
 from engine.step import ScheduledSeq, Step
 from tests.engine_model import tiny
-from tests.engine_model.talks import GREEDY, Talk, alone, step
+from tests.engine_model.talks import GREEDY, Talk, alone, guessing, step
 from tests.engine_model.tiny import make_checkpoint, tokens_of
 
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=11)
@@ -56,26 +56,26 @@ def by_torch(world: World) -> list[list[int]]:
     return [alone(world, talk, NUM_TOKENS) for talk in talks(logprobs=0)]
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("llama", {}),
-        ("llama", {"dtype": "bfloat16"}),
-        ("llama", {"quantization": "int8"}),
-        ("llama", {"kv_dtype": "float8_e4m3"}),
-        ("llama", {"window": 20, "num_sinks": 2}),
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("phi3", {}),
-        ("mistral-window", {}),
-        ("mixtral", {"dtype": "bfloat16"}),
-        ("qwen3-moe", {"quantization": "int8"}),
-        ("deepseek2", {"dtype": "bfloat16"}),
-        ("deepseek3", {"kv_dtype": "float8_e4m3"}),
-        ("gemma2", {}),
-        ("gemma3", {"dtype": "bfloat16"}),
-    ],
+FAMILIES = (
+    ("llama", {}),
+    ("llama", {"dtype": "bfloat16"}),
+    ("llama", {"quantization": "int8"}),
+    ("llama", {"kv_dtype": "float8_e4m3"}),
+    ("llama", {"window": 20, "num_sinks": 2}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("phi3", {}),
+    ("mistral-window", {}),
+    ("mixtral", {"dtype": "bfloat16"}),
+    ("qwen3-moe", {"quantization": "int8"}),
+    ("deepseek2", {"dtype": "bfloat16"}),
+    ("deepseek3", {"kv_dtype": "float8_e4m3"}),
+    ("gemma2", {}),
+    ("gemma3", {"dtype": "bfloat16"}),
 )
+
+
+@pytest.mark.parametrize(("family", "options"), FAMILIES)
 def test_passes_in_a_row_give_the_tokens_of_single_steps(family, options, tmp_path):
     make_checkpoint(family, tmp_path)
     world = World(tmp_path, **options)
@@ -86,6 +86,16 @@ def test_passes_in_a_row_give_the_tokens_of_single_steps(family, options, tmp_pa
         steps += 1
     assert [talk.output for talk in several] == expected
     assert steps < NUM_TOKENS / 2
+
+
+@pytest.mark.parametrize(("family", "options"), FAMILIES)
+def test_drafts_give_the_tokens_of_single_steps(family, options, tmp_path):
+    make_checkpoint(family, tmp_path)
+    world = World(tmp_path, **options)
+    expected = by_torch(world)
+    several = talks()
+    assert guessing(world, several, expected) > 5
+    assert [talk.output for talk in several] == expected
 
 
 def test_long_contexts_are_met_in_stretches(tmp_path, monkeypatch):
@@ -108,6 +118,9 @@ def test_long_contexts_are_met_in_stretches(tmp_path, monkeypatch):
         step(world, long, short, middle, repeats=NUM_TOKENS - len(long.output))
     for talk, tokens in zip((short, middle, long), expected, strict=True):
         assert talk.output[:NUM_TOKENS] == tokens
+    again = [Talk(*each) for each in zip(prompts, blocks, (GREEDY, DRAWN, GREEDY), strict=True)]
+    assert guessing(world, again, expected) > 5
+    assert [talk.output for talk in again] == expected
 
 
 def test_no_pass_leaves_its_block_or_the_context_whatever_the_step_says(path):
@@ -179,6 +192,27 @@ def test_stop_tokens_are_those_of_who_is_there(path):
     step(world, first, other, third, repeats=12)
     assert third.output == expected[2][: at + 1]
     assert len(first.output) == len(other.output) + 1 == at + 2
+
+
+def test_nothing_follows_a_stop_token_in_a_draft_that_holds(path):
+    world = World(path)
+    expected = by_torch(world)
+    talk = talks()[0]
+    stop = next(at for at in range(2, 9) if expected[0][at] not in expected[0][:at])
+    talk.sampling = replace(GREEDY, stop_token_ids=(expected[0][stop],))
+    step(world, talk)
+    sampled = world.run(talk.next(draft=expected[0][1:10]))[0]
+    assert [sampled.token, *sampled.more] == expected[0][1 : stop + 1]
+
+
+def test_drafts_are_not_fed_where_torch_has_to_look_at_logits(path):
+    world = World(path)
+    expected = by_torch(world)
+    plain, edited = talks(logprobs=0)[1], talks()[0]
+    step(world, plain, edited)
+    shares = plain.next(draft=expected[1][1:4]), edited.next(draft=expected[0][1:4])
+    got = world.run(*shares)
+    assert [(each.token, each.more) for each in got] == [(expected[1][1], ()), (expected[0][1], ())]
 
 
 def test_a_sequence_whose_logits_are_edited_is_sampled_by_torch(path):

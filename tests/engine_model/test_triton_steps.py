@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from engine.request import SamplingParams
 from tests.engine_model import tiny
-from tests.engine_model.talks import GREEDY, Talk, alone, step
+from tests.engine_model.talks import GREEDY, Talk, alone, guessing, step
 from tests.engine_model.tiny import make_checkpoint, tokens_of
 from tests.engine_model.triton_world import DEVICE, World
 
@@ -62,6 +62,19 @@ def test_chunks_mixed_steps_and_repeats_give_the_tokens_of_torch(triton, expecte
     assert written == [2, 3, 4, 9]
 
 
+def test_drafts_give_the_tokens_of_torch(triton, expected):
+    """And are left out where a pass has no rows for them: it has four."""
+    several = [Talk(LONG, [9, 4]), Talk(SHORT, [2], DRAWN), Talk(SHORT, [3])]
+    tokens = [expected[name] for name in ("long", "short", "greedy")]
+    step(triton, *several)
+    assert guessing(triton, several[:1], tokens[:1]) + guessing(triton, several[1:], tokens[1:]) > 1
+    assert [talk.output for talk in several] == tokens
+    again = Talk(SHORT, [3])
+    step(triton, again)
+    got = triton.run(again.next(draft=[*tokens[2][1:], 1]))[0]  # five rows
+    assert (got.token, got.more) == (tokens[2][1], ())
+
+
 def test_passes_in_a_row_end_with_a_stop_token_for_all(triton, expected):
     stop = expected["greedy"][2]
     assert stop not in expected["greedy"][:2]
@@ -98,6 +111,8 @@ def test_rows_whose_logits_are_edited_or_told_are_sampled_as_by_the_host(triton,
         ({"block_ids": [12]}, "block ids 12 to 12 are outside the pool of 12 blocks"),
         ({"start": 16}, "1 blocks for 17 positions, 2 are needed"),
         ({"tokens": [131]}, "token ids 131 to 131 are outside the vocabulary"),
+        ({"draft": [2, 131]}, "token ids 1 to 131 are outside the vocabulary"),
+        ({"start": 14, "draft": [2, 2]}, "1 blocks for 17 positions, 2 are needed"),
         ({"start": 600}, "exceed the model's length"),
     ],
 )

@@ -130,16 +130,21 @@ class World:
                 case Wake():
                     pass
 
+    def next_token(self, tokens: list[int]) -> int:
+        return next_token(tokens)
+
     def run(self, node: str, step: Step) -> StepDone:
         slots = self.slots[node]
         sampled: list[Sampled | None] = []
         for seq in step.seqs:
-            for position, token in enumerate(seq.tokens, start=seq.start):
+            for position, token in enumerate(seq.fed, start=seq.start):
                 block = seq.block_ids[position // BLOCK_SIZE]
                 slots[block][position % BLOCK_SIZE] = token
-            end = seq.start + len(seq.tokens)
+            end = seq.start + len(seq.fed)
             seen = [slots[seq.block_ids[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(end)]
-            sampled.append(Sampled(next_token(seen)) if seq.sample else None)
+            first = end - len(seq.draft)
+            drawn = [self.next_token(seen[:at]) for at in range(first, end + 1)]
+            sampled.append(seq.verified(drawn) if seq.sample else None)
         checksums = [checksum(slots[block]) for block in step.checksum_blocks]
         return StepDone(step.step_id, sampled, checksums, 0.01)
 

@@ -8,6 +8,7 @@ of a captured graph where there is one for its number of rows, and the same call
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodePasses:
-    """Owned by `GpuSteps`. Up to `max_num_seqs` sequences of one token each.
+    """Owned by `GpuSteps`. Up to `max_num_seqs` rows: a sequence's token, and each of its draft.
 
     Invariant: a row past the step's sequences has no slot, and reads position 0 of block 0."""
 
@@ -75,31 +76,34 @@ class DecodePasses:
     def max_passes(self) -> int:
         return len(self._results)
 
-    def size_for(self, num_seqs: int) -> int:
-        """Rows of a pass over so many sequences; 0 if they are too many."""
-        return next((size for size in self.sizes if size >= num_seqs), 0)
+    def size_for(self, num_rows: int) -> int:
+        """Rows of a pass that has so many of use; 0 if they are too many."""
+        return next((size for size in self.sizes if size >= num_rows), 0)
 
     def load(self, seqs: list[ScheduledSeq]) -> None:
-        """Send a step's inputs. Raises ValueError for a sequence that is not within the limits;
-        nothing is sent then."""
-        size, host = self.size_for(len(seqs)), self._inputs.host
-        block_size = self._limits.block_size
-        for row, seq in enumerate(seqs):
+        """Send a step's inputs: of each sequence a row for its token and, after it, one for each of
+        its draft. Raises ValueError for a sequence that is not within the limits; nothing is sent
+        then."""
+        fed = [seq for seq in seqs for _ in seq.fed]
+        count, block_size = len(fed), self._limits.block_size
+        size, host = self.size_for(count), self._inputs.host
+        for row, seq in enumerate(fed):
             self._load_blocks(row, seq)
-        starts = np.fromiter((seq.start for seq in seqs), np.int64, len(seqs))
-        tokens = np.fromiter((seq.tokens[0] for seq in seqs), np.int64, len(seqs))
+        spans = (range(seq.start, seq.start + len(seq.fed)) for seq in seqs)
+        starts = np.fromiter(chain.from_iterable(spans), np.int64, count)
+        tokens = np.fromiter(chain.from_iterable(seq.fed for seq in seqs), np.int64, count)
         for seq in seqs:
             check_tokens(seq, self._limits)
-        rows, rest = slice(0, len(seqs)), slice(len(seqs), size)
-        blocks = host["block_tables"][np.arange(len(seqs)), starts // block_size].astype(np.int64)
+        rows, rest = slice(0, count), slice(count, size)
+        blocks = host["block_tables"][np.arange(count), starts // block_size].astype(np.int64)
         host["tokens"][rows], host["tokens"][rest] = tokens, 0
         host["positions"][rows], host["positions"][rest] = starts, 0
         host["slots"][rows] = blocks * block_size + starts % block_size
         host["slots"][rest] = NO_SLOT
         host["context_len"][rows], host["context_len"][rest] = starts + 1, 1
-        for name, values in draw_values([seq.sampling for seq in seqs]).items():
+        for name, values in draw_values([seq.sampling for seq in fed]).items():
             host[name][rows], host[name][rest] = values, 0
-        for row in range(len(seqs), size):
+        for row in range(count, size):
             host["block_tables"][row, 0] = 0
             self._held[row] = []
         self._inputs.send(size)
@@ -115,11 +119,11 @@ class DecodePasses:
         if self._events:
             self._events[index].record()
 
-    def result(self, index: int, num_seqs: int) -> list[int]:
+    def result(self, index: int, num_rows: int) -> list[int]:
         """Tokens that pass `index` drew; waits for them."""
         if self._events:
             self._events[index].synchronize()
-        return self._results[index, :num_seqs].tolist()
+        return self._results[index, :num_rows].tolist()
 
     def capture(self, progress: Callable[[str], None]) -> None:
         """Make a graph for every size, largest first, in memory that they share. Raises
@@ -168,7 +172,7 @@ class DecodePasses:
 
     def _load_blocks(self, row: int, seq: ScheduledSeq) -> None:
         """Most steps change no table, and lists of the same numbers are compared quickly."""
-        end = seq.start + 1
+        end = seq.start + len(seq.fed)
         needed = -(-end // self._limits.block_size)
         held = self._held[row]
         known = len(held) >= needed and held == seq.block_ids

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -71,11 +72,15 @@ class GpuSteps:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _decode(self, step: Step) -> list[Sampled]:
-        """Up to `step.repeats` passes; what follows a stop token is thrown away."""
+        """Up to `step.repeats` passes; what follows a stop token is thrown away. One, if there are
+        drafts."""
         passes, seqs = self._passes, step.seqs
-        size, count = passes.size_for(len(seqs)), len(seqs)
         plain = [is_plain(seq) for seq in seqs]
-        most = min(step.repeats, passes.max_passes) if all(plain) else 1
+        count = sum(len(seq.fed) for seq in seqs)
+        if count > len(seqs) and (not all(plain) or not passes.size_for(count)):
+            seqs, count = [replace(seq, draft=[]) for seq in seqs], len(seqs)
+        size, has_drafts = passes.size_for(count), count > len(seqs)
+        most = min(step.repeats, passes.max_passes) if all(plain) and not has_drafts else 1
         stops = [frozenset(seq.sampling.stop_token_ids) for seq in seqs]
         ahead = sum(map(bool, stops)) * self._pass_s < AHEAD_S
         passes.load(seqs)
@@ -91,13 +96,17 @@ class GpuSteps:
             self._pass_s = elapsed / len(rows)
             if elapsed + 2 * self._pass_s > BURST_S:
                 most = launched
-            stopped = any(token in stop for token, stop in zip(rows[-1], stops, strict=True))
-            if stopped or len(rows) == most:
+            if len(rows) == most:
+                break
+            if any(token in stop for token, stop in zip(rows[-1], stops, strict=True)):
                 break
         if launched > len(rows):
             passes.result(launched - 1, count)  # it writes to blocks: not before it has ended
         if not all(plain):
             return self._edited(rows[0], passes.logits[:count], seqs, plain)
+        if has_drafts:
+            drawn = iter(rows[0])
+            return [seq.verified([next(drawn) for _ in seq.fed]) for seq in seqs]
         columns = zip(*rows, strict=True)  # one per sequence
         return [Sampled(first, more=tuple(more)) for first, *more in columns]
 
