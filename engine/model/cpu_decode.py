@@ -145,8 +145,11 @@ class CpuDecode:
         stretches = positions // self._attention.stretch + 3 * count  # sinks, and two begun
         if count <= self._capacity and stretches <= self._stretches:
             return
-        self._capacity = count = max(self._capacity, count)
-        self._stretches = max(2 * self._stretches, stretches)
+        if count > self._capacity:
+            self._capacity = max(2 * self._capacity, count)
+        if stretches > self._stretches:
+            self._stretches = max(2 * self._stretches, stretches)
+        count = self._capacity
         limits, told = self._limits, self._told
         told.table_stride = -(-limits.max_model_len // limits.block_size)
         self._rows = {

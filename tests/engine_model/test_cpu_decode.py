@@ -178,6 +178,15 @@ def test_rows_that_come_go_and_change_places_keep_their_own_tables_and_draws(pat
         assert talk.output == tokens[: len(talk.output)]
 
 
+def test_room_grows_with_the_batch_and_not_with_how_often_it_grew(path):
+    world = World(path)
+    for count in range(1, 25):
+        world.run(*(Talk([1 + row], [row]).next() for row in range(count)))
+    decode = world.runner._decode
+    assert decode._capacity <= 2 * 24
+    assert decode._stretches <= 2 * 3 * 24
+
+
 def test_stop_tokens_are_those_of_who_is_there(path):
     """The third row's were laid out behind those of others."""
     world = World(path)
