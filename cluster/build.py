@@ -215,7 +215,7 @@ def worker_config(
         guard=engine.guard,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,
-        num_speculative_tokens=engine.num_speculative_tokens,
+        num_speculative_tokens=engine.num_speculative_tokens if spec.role is Role.DECODE else 0,
         itl_target_s=engine.itl_target_ms / 1e3 if spec.role is Role.DECODE else 0.0,
         max_waiting=engine.max_waiting,
         lease_s=engine.lease_s,

@@ -107,10 +107,10 @@ def decode_features(num_seqs: float, used: float) -> tuple[float, float, float, 
     return (1.0, num_seqs / SEQS_UNIT, used, used * used)
 
 
-def row_features(rows: float, used: float) -> tuple[float, float, float]:
-    """Of a pass over so many rows of decodes, drafts among them. `used`: what they read, as a
-    fraction of the pool; more than one row may read the same."""
-    return (1.0, rows / SEQS_UNIT, used)
+def row_features(rows: float, used: float, again: float) -> tuple[float, float, float, float]:
+    """Of a pass over so many rows of decodes, drafts among them. `used`: what sequences read, as a
+    fraction of the pool; `again`: what their drafts read of the same."""
+    return (1.0, rows / SEQS_UNIT, used, again)
 
 
 def fitted_s(weights: Sequence[float], features: Sequence[float]) -> float:

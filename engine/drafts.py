@@ -144,6 +144,6 @@ class Drafter:
         if not weights:
             return ROW
         used = sum(len(seq.tokens) for seq in seqs) / self._pool_tokens
-        pass_s = fitted_s(weights, row_features(len(seqs), used))
-        row_s = weights[1] / SEQS_UNIT + weights[2] * used / len(seqs)
+        pass_s = fitted_s(weights, row_features(len(seqs), used, 0.0))
+        row_s = weights[1] / SEQS_UNIT + weights[3] * used / len(seqs)
         return min(max(row_s / pass_s, 0.0), DEAREST_ROW) if pass_s > 0 else ROW

@@ -17,7 +17,7 @@ class Pace:
         self.decode_step_s = Rate()
         self.prompt_cost = FittedCost(4)
         self.decode_cost = FittedCost(4)  # of a token for each
-        self.row_cost = FittedCost(3)  # of a pass, by its rows
+        self.row_cost = FittedCost(4)  # of a pass, by its rows
 
     def learn(self, step: Step, elapsed_s: float, repeats: int, num_held: int = 0) -> None:
         """`step` was run `repeats` times; `num_held` of its drafts held. Of a mixed step, the
@@ -32,8 +32,8 @@ class Pace:
             self.decode_cost.add(decode_features(count, used), token_s)
             drafts = [(len(share.draft), share.start) for share in step.seqs if share.draft]
             rows = count + sum(more for more, _ in drafts)
-            used += sum(more * start for more, start in drafts) / pool_tokens
-            self.row_cost.add(row_features(rows, used), elapsed_s / repeats)
+            again = sum(more * start for more, start in drafts) / pool_tokens
+            self.row_cost.add(row_features(rows, used, again), elapsed_s / repeats)
             return
         if len(prompts) < len(step.seqs):
             elapsed_s = max(elapsed_s - self.decode_step_s.value, 0.1 * elapsed_s)

@@ -81,7 +81,7 @@ class CpuAttention:
         most = _MAX_GROUP if latent is None else _MAX_LATENT_GROUP
         group = max(n for n in range(1, min(together, most) + 1) if together % n == 0)
         self._group, self._items_per_seq = group, c.num_heads // group
-        self._tile = library.kvr_attention_tile(group, c.head_dim)
+        self.tile: int = library.kvr_attention_tile(group, c.head_dim)
         self.stretch: int = library.kvr_attention_stretch()  # positions that are summed first
         self._value_dim = c.head_dim if latent is None else latent.rank
         odd = (c.head_dim | self._value_dim) % (2 * library.kvr_vector_width())
@@ -159,17 +159,22 @@ class CpuAttention:
     def _plan(self, batch: Batch, window: int, sinks: int) -> dict[str, int]:
         """The fields of a description that say who does what in layers of `window`."""
         width, num_seqs = self._items_per_seq, len(batch.spans)
-        tiles = len(batch.tokens) * width // (self._threads * _ITEMS * self._tile)
-        most = sum(s[1] // self._tile + s[2] // self.stretch + 2 for s in batch.spans) * width
-        items = torch.empty(most * 6, dtype=torch.int32)
-        merges = torch.empty(num_seqs * width * 4, dtype=torch.int32)
+        tiles = len(batch.tokens) * width // (self._threads * _ITEMS * self.tile)
+        short = self._lib.kvr_attention_short()  # queries, whose stretches are shared out
+        most = most_tiles = 0
+        for _, length, end in batch.spans:
+            count, is_short = length // self.tile + 1, length <= short
+            most += count * (end // self.stretch + 3 if is_short else 1)
+            most_tiles += count * is_short
+        items = torch.empty(most * width * 6, dtype=torch.int32)
+        merges = torch.empty(most_tiles * width * 6, dtype=torch.int32)
         counts = (_LONG * 3)()
         self._lib.kvr_attention_plan(
             num_seqs,
             batch.query_len.data_ptr(),
             batch.context_len.data_ptr(),
             width,
-            self._tile * max(1, min(self._most_tiles, tiles)),
+            self.tile * max(1, min(self._most_tiles, tiles)),
             window,
             sinks,
             items.data_ptr(),
@@ -198,15 +203,15 @@ class CpuAttention:
         return other
 
     def hold(self, rows: dict[str, np.ndarray], capacity: int, stretches: int) -> list[int]:
-        """Of decodes, `capacity` of them at most: `rows` are arrays that stay, named as in `Batch`,
-        and their contexts have no more than `stretches` altogether. The kernels plan each pass.
+        """Of decodes, `capacity` rows at most: `rows` are arrays that stay, named as in `Batch`,
+        and what they meet has no more than `stretches` altogether. The kernels plan each pass.
         Returns addresses of the descriptions that they do so in."""
         at = {name: array.ctypes.data for name, array in rows.items()}
         width, per_row = self._items_per_seq, self._group * (self._value_dim + 2)
         partial = torch.empty(stretches * width * per_row)
         for key, told in self._attentions.items():
             items = torch.empty(stretches * width * 6, dtype=torch.int32)
-            merges = torch.empty(capacity * width * 4, dtype=torch.int32)
+            merges = torch.empty(capacity * width * 6, dtype=torch.int32)
             self._plans[key] = (items, merges, partial)
             told.items, told.merges = items.data_ptr(), merges.data_ptr()
             told.partial, told.tables = partial.data_ptr(), at["block_tables"]

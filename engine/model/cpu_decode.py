@@ -39,10 +39,14 @@ class _Decode(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("layers", "table", "norm", "attentions", "block_tables")),
-        *((name, _POINTER) for name in ("tokens", "positions", "slots", "context_len", "draws")),
-        *((name, _POINTER) for name in ("stops", "stop_ends", "logits", "drawn")),
-        *((name, _LONG) for name in ("num_layers", "num_attentions", "most", "table_stride")),
-        *(("block_size", _LONG), ("head", MatrixStruct), ("step", StepStruct)),
+        *(
+            (name, _POINTER)
+            for name in ("query_len", "context_len", "tokens", "positions", "slots")
+        ),
+        *((name, _POINTER) for name in ("draws", "stops", "stop_ends", "logits", "drawn")),
+        *((name, _LONG) for name in ("num_layers", "num_attentions", "table_stride", "block_size")),
+        *((name, _LONG) for name in ("num_seqs", "tile", "most")),
+        *(("head", MatrixStruct), ("step", StepStruct)),
         *(("burst_s", ctypes.c_double), ("embed_scale", ctypes.c_float)),
         *(("softcap", ctypes.c_float), ("bf16_table", ctypes.c_int32)),
     )
@@ -51,7 +55,7 @@ class _Decode(ctypes.Structure):
 class CpuDecode:
     """Owned by a runner, used from one thread at a time.
 
-    Invariant: `_held[row]` is what the row's table and draw say now."""
+    Invariant: `_held` and `_lengths` are what the tables, draws and queries say now."""
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class CpuDecode:
             norm=weights.norm.data_ptr(),
             num_layers=len(layers),
             block_size=limits.block_size,
+            tile=attention.tile,
             head=described_matrix(weights.head),
             step=step,
             burst_s=BURST_S,
@@ -86,6 +91,7 @@ class CpuDecode:
         self._capacity = self._stretches = 0
         self._rows: dict[str, np.ndarray] = {}
         self._held: list[tuple[np.ndarray, SamplingParams]] = []
+        self._lengths: list[int] = []  # of the sequences' rows
 
     def execute(self, step: Step, tables: Sequence[np.ndarray]) -> list[Sampled] | None:
         """Up to `step.repeats` passes; none follows one that drew a stop token. `tables`: of the
@@ -94,10 +100,9 @@ class CpuDecode:
         seqs, told = step.seqs, self._told
         if not all(len(seq.tokens) == 1 and seq.sample and is_plain(seq) for seq in seqs):
             return None
-        rows = [(seq, each) for seq, each in zip(seqs, tables, strict=True) for _ in seq.fed]
-        count = len(rows)
-        self._make_room(count, sum(seq.start + len(seq.draft) for seq, _ in rows))
-        self._fill(seqs, rows)
+        count = sum(len(seq.fed) for seq in seqs)
+        self._make_room(count, sum(len(seq.fed) * (seq.start + len(seq.fed)) for seq in seqs))
+        self._fill(seqs, tables, count)
         told.step.rows, told.most = count, self._most(step)
         told.logits = self._buffer("logits", count, told.head.rows).data_ptr()
         passes = self._lib.kvr_decode(ctypes.byref(told))
@@ -117,28 +122,32 @@ class CpuDecode:
             most = min(most, *(min(size - s.start % size, longest - s.start) for s in step.seqs))
         return most
 
-    def _fill(
-        self, seqs: Sequence[ScheduledSeq], fed: Sequence[tuple[ScheduledSeq, np.ndarray]]
-    ) -> None:
-        """fed: the sequence of each row, and its table."""
-        rows, held, count = self._rows, self._held, len(fed)
+    def _fill(self, seqs: Sequence[ScheduledSeq], tables: Sequence[np.ndarray], count: int) -> None:
+        """count: of rows."""
+        rows, held, told = self._rows, self._held, self._told
+        told.num_seqs = len(seqs)
         rows["tokens"][:count] = [token for seq in seqs for token in seq.fed]
         rows["positions"][:count] = [
             position for seq in seqs for position in range(seq.start, seq.start + len(seq.fed))
         ]
-        self._held = [(blocks, seq.sampling) for seq, blocks in fed]
-        is_new = False
-        for row, (blocks, sampling) in enumerate(self._held):
-            old = held[row] if row < len(held) else (None, None)
-            if old[0] is not blocks:
-                rows["block_tables"][row, : len(blocks)] = blocks
-            if old[1] is not sampling:
-                rows["draws"][row], is_new = draw_of(fed[row][0]), True
+        lengths = [len(seq.fed) for seq in seqs]
+        is_new = lengths != self._lengths  # rows are others'
         if is_new:
-            stops = [seq.sampling.stop_token_ids for seq, _ in fed]
+            self._lengths = lengths
+            rows["query_len"][: len(seqs)] = lengths
+            rows["query_start"][: len(seqs)] = np.cumsum(lengths) - lengths
+        self._held = [(blocks, seq.sampling) for seq, blocks in zip(seqs, tables, strict=True)]
+        for index, (blocks, sampling) in enumerate(self._held):
+            old = held[index] if index < len(held) else (None, None)
+            if old[0] is not blocks:
+                rows["block_tables"][index, : len(blocks)] = blocks
+            is_new = is_new or old[1] is not sampling
+        if is_new:
+            rows["draws"][:count] = [draw_of(seq) for seq in seqs for _ in seq.fed]
+            stops = [seq.sampling.stop_token_ids for seq in seqs]
             self._stops = np.array([token for each in stops for token in each], np.int64)
-            rows["stop_ends"][:count] = np.cumsum([len(each) for each in stops])
-            self._told.stops = self._stops.ctypes.data
+            rows["stop_ends"][: len(seqs)] = np.cumsum([len(each) for each in stops])
+            told.stops = self._stops.ctypes.data
 
     def _make_room(self, count: int, positions: int) -> None:
         """For `count` rows that meet so many positions before their own altogether."""
@@ -157,8 +166,8 @@ class CpuDecode:
             "positions": np.zeros(count, np.int64),
             "slots": np.zeros(count, np.int64),
             "context_len": np.zeros(count, np.int32),
-            "query_start": np.arange(count, dtype=np.int32),
-            "query_len": np.ones(count, np.int32),
+            "query_start": np.zeros(count, np.int32),
+            "query_len": np.zeros(count, np.int32),
             "block_tables": np.zeros((count, told.table_stride), np.int32),
             "draws": np.zeros(count, DRAW),
             "drawn": np.zeros(limits.block_size * count, np.int64),
@@ -168,10 +177,10 @@ class CpuDecode:
         self._attentions, told.num_attentions = (_POINTER * len(at))(*at), len(at)
         told.attentions = ctypes.addressof(self._attentions)
         for name, array in self._rows.items():
-            if not name.startswith("query"):
+            if name != "query_start":
                 setattr(told, name, array.ctypes.data)
         rows = count + told.step.threads * BAND_STEP
         self._buffers = {name: torch.empty(rows * each) for name, each in self._widths.items()}
         for name, buffer in self._buffers.items():
             setattr(told.step, name, buffer.data_ptr())
-        self._held = []
+        self._held, self._lengths = [], []

@@ -105,7 +105,7 @@ def looping(length: int = 40) -> Sequence:
 def weights(row: float, kv: float = 0.0) -> tuple[float, ...]:
     """Of passes of which a row takes so much of one with a single row; and what a full pool adds
     for each."""
-    return (1.0 - row, 16.0 * row, kv)
+    return (1.0 - row, 16.0 * row, 0.0, kv)
 
 
 def counts(found: list[list[int]] | None) -> list[int]:

@@ -19,6 +19,7 @@
 
 int64_t kvr_attention_bytes(void) { return sizeof(Attention); }
 int64_t kvr_attention_stretch(void) { return STRETCH; }
+int64_t kvr_attention_short(void) { return SHORT; }
 int64_t kvr_vector_width(void) { return VL; }
 
 /* Query tokens of a tile. */
@@ -29,26 +30,28 @@ int64_t kvr_attention_tile(int64_t group, int64_t dim) {
 
 /* Work for `kvr_attention`, heaviest first within a sequence. `num_heads` counts the shares. Fills
  * `items` and `merges` (see Attention), and counts[3] = items, merges, partials. Of a sequence's
- * items there are for each head at most query_len / tile + 1, or context_len / STRETCH + 2. */
+ * items there are for each head and tile one, or up to context_len / STRETCH + 2 where it is short. */
 void kvr_attention_plan(int64_t num_seqs, const int32_t *query_len, const int32_t *context_len,
                         int64_t num_heads, int64_t tile, int64_t window, int64_t sinks,
                         int32_t *items, int32_t *merges, int64_t *counts) {
     int64_t num_items = 0, num_merges = 0, num_partials = 0;
     for (int64_t s = 0; s < num_seqs; s++) {
-        int64_t length = query_len[s], end = context_len[s];
-        int64_t pieces = length == 1 ? stretches(window, sinks, end - 1, end).count : 1;
-        for (int64_t p = (length - 1) / tile; p >= 0; p--)
+        int64_t length = query_len[s], begin = context_len[s] - length;
+        for (int64_t p = (length - 1) / tile; p >= 0; p--) {
+            int64_t first = p * tile, last = first + tile < length ? first + tile : length, pieces = 1;
+            if (length <= SHORT) pieces = stretches(window, sinks, begin + first, begin + last).count;
             for (int64_t i = pieces - 1; i >= 0; i--)
                 for (int64_t h = 0; h < num_heads; h++) { /* side by side in a block: they are read together */
-                    int64_t last = (p + 1) * tile < length ? (p + 1) * tile : length;
                     int32_t *item = items + ITEM * num_items++;
-                    item[0] = s, item[1] = h, item[2] = p * tile, item[3] = last;
+                    item[0] = s, item[1] = h, item[2] = first, item[3] = last;
                     item[4] = pieces > 1 ? i : -1;
-                    item[5] = pieces > 1 ? num_partials + h * pieces + i : -1;
+                    item[5] = pieces > 1 ? num_partials + (h * pieces + i) * (last - first) : -1;
                 }
-        for (int64_t h = 0; pieces > 1 && h < num_heads; h++, num_partials += pieces) {
-            int32_t *merge = merges + 4 * num_merges++;
-            merge[0] = s, merge[1] = h, merge[2] = num_partials, merge[3] = pieces;
+            for (int64_t h = 0; pieces > 1 && h < num_heads; h++, num_partials += pieces * (last - first)) {
+                int32_t *merge = merges + MERGE * num_merges++;
+                merge[0] = s, merge[1] = h, merge[2] = first, merge[3] = last;
+                merge[4] = num_partials, merge[5] = pieces;
+            }
         }
     }
     counts[0] = num_items, counts[1] = num_merges, counts[2] = num_partials;
@@ -62,7 +65,7 @@ static void item_task(void *arg, int64_t task, int64_t next) {
 static void merge_task(void *arg, int64_t task) {
     const Attention *a = arg;
     for (int64_t i = task * MERGES; i < (task + 1) * MERGES && i < a->num_merges; i++)
-        kvr_tile_merge(a, a->merges + 4 * i);
+        kvr_tile_merge(a, a->merges + MERGE * i);
 }
 
 void kvr_attention(const Attention *base, const float *qkv, float *out, const void *pool) {

@@ -18,12 +18,13 @@ typedef struct {
     const float *qkv;      /* [num_tokens, qkv_stride]: the query heads come first */
     float *out;            /* [num_tokens, num_heads * value_dim] */
     const void *pool;      /* first element of the layer's keys in block 0 */
-    float *partial;        /* [num_partials, group, value_dim + 2] */
+    float *partial;        /* [num_partials, group, value_dim + 2]: for each stretch its queries */
     const int32_t *tables; /* [num_seqs, table_stride]; blocks before the window may be -1 */
     const int32_t *query_start, *query_len, *context_len; /* [num_seqs]; context has the query in */
     const int32_t *items;  /* [num_items, ITEM]: seq, head, first and end of its queries, which
-                              stretch and partial, or -1 and -1: all stretches */
-    const int32_t *merges; /* [num_merges, 4]: seq, head, first partial, number of partials */
+                              stretch and first partial, or -1 and -1: all stretches */
+    const int32_t *merges; /* [num_merges, MERGE]: seq, head, first and end of its queries, first
+                              partial, number of stretches */
     const float *cos, *sin; /* of the layer's rope, NULL without: [max_positions, rope_dim / 2] */
     int64_t qkv_stride, table_stride, block_stride, head_stride, value_offset;
     int64_t num_heads, group, shares, head_dim, value_dim, block_size, num_items, num_merges;
@@ -37,6 +38,8 @@ typedef struct {
 } Attention;
 
 #define ITEM 6
+#define MERGE 6
+#define SHORT 16 /* queries of a sequence whose stretches are shared out, each to an item */
 
 /* Keys that the queries from position `pos` on, before `end`, may see: those from `low` on, and the
  * sinks before them. They are met in stretches: the sinks are one, and the others end at multiples
@@ -69,7 +72,7 @@ void kvr_attention_plan(int64_t num_seqs, const int32_t *query_len, const int32_
 /* One tile of queries of one head, against all its keys or those of one stretch. Meanwhile the keys that
  * the item `next` begins with are fetched; it may be NULL. */
 void kvr_tile_item(const Attention *a, const int32_t *item, const int32_t *next);
-/* The partial results of a query's stretches become one. */
+/* The partial results of the stretches of a tile's queries become one. */
 void kvr_tile_merge(const Attention *a, const int32_t *item);
 
 /* Element offset of position `pos` of this KV head, from the layer's keys in block 0. */

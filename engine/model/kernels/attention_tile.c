@@ -379,12 +379,12 @@ void kvr_tile_item(const Attention *a, const int32_t *item, const int32_t *next)
 }
 
 void kvr_tile_merge(const Attention *a, const int32_t *item) {
-    int64_t group = a->group, width = a->value_dim, seq = item[0], step = group * (width + 2);
-    for (int64_t g = 0; g < group; g++) {
-        float *sum = a->partial + (item[2] * group + g) * (width + 2), *part = sum + step;
-        for (int i = 1; i < item[3]; i++, part += step)
+    int64_t group = a->group, width = a->value_dim, rows = (item[3] - item[2]) * group;
+    int64_t start = a->query_start[item[0]] + item[2], step = rows * (width + 2);
+    for (int64_t r = 0; r < rows; r++) {
+        float *sum = a->partial + (item[4] * group + r) * (width + 2), *part = sum + step;
+        for (int i = 1; i < item[5]; i++, part += step)
             add_row(sum, sum + width, sum + width + 1, part, part[width], part[width + 1], width);
-        int64_t row = a->query_start[seq] * a->num_heads + item[1] * group + g;
-        write_row(a, row, sum, sum[width + 1]);
+        write_row(a, (start + r / group) * a->num_heads + item[1] * group + r % group, sum, sum[width + 1]);
     }
 }

@@ -1,6 +1,6 @@
 /* Decodes: passes in a row over the same sequences. Each is fed one token, and what is drawn after it is fed
- * to the pass that follows. A pass drives whatever an interpreter needs out of the caches, so between passes
- * it would show. */
+ * to the pass that follows; or one pass, in which it is fed guesses of what comes next as well. A pass drives
+ * whatever an interpreter needs out of the caches, so between passes it would show. */
 #include "sampling.h"
 #include "step.h"
 
@@ -11,15 +11,17 @@ typedef struct {
     const void *table;            /* of embeddings, [head.rows, step.width] */
     const float *norm;            /* of what the head meets */
     Attention *const *attentions; /* all that the layers have: over the numbers of this */
-    const int32_t *block_tables;  /* [rows, table_stride] */
+    const int32_t *block_tables;  /* [num_seqs, table_stride] */
+    const int32_t *query_len;     /* [num_seqs]: its rows, which follow each other */
+    int32_t *context_len;         /* [num_seqs] */
     int64_t *tokens, *positions;  /* [rows]: what is fed next, and where */
     int64_t *slots;               /* [rows], as of `Rope` */
-    int32_t *context_len;         /* [rows] */
     Draw *draws;                  /* [rows] */
-    const int64_t *stops, *stop_ends; /* tokens that end all passes, row after row; where a row's end */
+    const int64_t *stops, *stop_ends; /* tokens that end all passes, sequence after sequence; where one's end */
     float *logits;                /* [rows, head.rows], of a pass */
     int64_t *drawn;               /* [most, rows] */
-    int64_t num_layers, num_attentions, most, table_stride, block_size; /* most: passes */
+    int64_t num_layers, num_attentions, table_stride, block_size;
+    int64_t num_seqs, tile, most; /* tile: its queries; most: passes, if above 1 of a row for each sequence */
     Matrix head;
     Step step;
     double burst_s; /* no pass begins that would end later */
@@ -40,18 +42,20 @@ static double now(void) {
 
 /* Where each row's token goes, and who does what. */
 static void plan(const Decode *d) {
-    int64_t rows = d->step.rows;
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t at = d->positions[r], block = d->block_tables[r * d->table_stride + at / d->block_size];
-        d->slots[r] = block * d->block_size + at % d->block_size;
-        d->context_len[r] = (int32_t)at + 1;
-        d->draws[r].position = (uint64_t)at + 1;
+    for (int64_t s = 0, r = 0; s < d->num_seqs; s++) {
+        const int32_t *table = d->block_tables + s * d->table_stride;
+        for (int64_t end = r + d->query_len[s]; r < end; r++) {
+            int64_t at = d->positions[r];
+            d->slots[r] = table[at / d->block_size] * d->block_size + at % d->block_size;
+            d->context_len[s] = (int32_t)at + 1;
+            d->draws[r].position = (uint64_t)at + 1;
+        }
     }
     for (int64_t i = 0; i < d->num_attentions; i++) {
         Attention *a = d->attentions[i];
         int64_t counts[3], heads = a->num_heads / a->group;
-        kvr_attention_plan(rows, a->query_len, a->context_len, heads, 1, a->window, a->num_sinks,
-                           (int32_t *)a->items, (int32_t *)a->merges, counts);
+        kvr_attention_plan(d->num_seqs, a->query_len, a->context_len, heads, d->tile, a->window,
+                           a->num_sinks, (int32_t *)a->items, (int32_t *)a->merges, counts);
         a->num_items = counts[0], a->num_merges = counts[1];
     }
 }
@@ -70,8 +74,8 @@ static void pass(const Decode *d, int64_t *drawn) {
     kvr_draw(d->logits, rows, vocab, d->draws, drawn, s->threads);
 }
 
-static int is_stop(const Decode *d, int64_t row, int64_t token) {
-    for (int64_t i = row ? d->stop_ends[row - 1] : 0; i < d->stop_ends[row]; i++)
+static int is_stop(const Decode *d, int64_t seq, int64_t token) {
+    for (int64_t i = seq ? d->stop_ends[seq - 1] : 0; i < d->stop_ends[seq]; i++)
         if (d->stops[i] == token) return 1;
     return 0;
 }
@@ -81,11 +85,12 @@ int64_t kvr_decode(const Decode *d) {
     double began = now();
     for (int64_t passes = 1;; passes++) {
         int64_t *drawn = d->drawn + (passes - 1) * d->step.rows;
-        int stopped = passes >= d->most;
+        int stopped = 0;
         pass(d, drawn);
-        for (int64_t r = 0; r < d->step.rows; r++) {
-            stopped |= is_stop(d, r, drawn[r]);
-            d->tokens[r] = drawn[r], d->positions[r]++;
+        if (passes >= d->most) return passes;
+        for (int64_t s = 0; s < d->num_seqs; s++) {
+            stopped |= is_stop(d, s, drawn[s]);
+            d->tokens[s] = drawn[s], d->positions[s]++;
         }
         if (stopped || (now() - began) * (double)(passes + 1) > d->burst_s * (double)passes) return passes;
     }
