@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -102,9 +103,14 @@ class Pair:
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Texts that come again are told apart."""
-        asked = [text if not i // 6 else f"{text}\n({i // 6})" for i, text in enumerate(texts)]
-        chats = [[{"role": "user", "content": text}] for text in asked]
-        return [self.tokenizer.apply_chat_template(chat) for chat in chats]
+        again: Counter[str] = Counter()
+        asked = []
+        for text in texts:
+            content = f"{text}\n({again[text]})" if again[text] else text
+            again[text] += 1
+            chat = [{"role": "user", "content": content}]
+            asked.append(self.tokenizer.apply_chat_template(chat))
+        return asked
 
     def ask(self, prompts: list[list[int]], sampling: SamplingParams, rounds: int) -> Row:
         """In turns, once more than `rounds` says: the first is not counted."""

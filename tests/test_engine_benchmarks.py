@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import speculation
 from benchmarks.engine_cpu import INT8, OURS, PEER, Engine, Load, drop_slow, ratios
 from benchmarks.fp8 import Score, compare, pieces_of, prose, same_length, score
 from benchmarks.window import Spec, repeated_share, runs_of
 from benchmarks.window_given import Reading, by_interval, read, readings
 from benchmarks.window_given import Spec as GivenSpec
 from cluster.engine_bench import Prompts
-from cluster.lone_worker import WorkerFailed
+from cluster.lone_worker import Answer, WorkerFailed
 from engine.model.runner import ModelRunner
 from tests.engine_model.tiny import VOCAB, make_checkpoint, tokens_of
 
@@ -134,3 +135,22 @@ def test_given_text_is_read_with_a_window_and_counted_where_it_stands(tmp_path: 
     others = [each[2] for each in (sinks, bare, pieces, wide)]
     assert len({round(each, 3) for each in others}) == 4
     assert len(chunks) == 1 + 1 + 3 + 1 + 1
+
+
+def test_answers_are_timed_from_when_all_had_begun() -> None:
+    quick = Answer(tokens=[1] * 6, arrived_at=[0.0, 1.0, 1.5, 1.5, 2.0, 2.0])
+    slow = Answer(tokens=[1] * 3, arrived_at=[1.0, 2.0, 3.0])
+    took = speculation.Took.of([quick, slow])
+    assert took.num_tokens == 9
+    assert took.tokens_per_s == pytest.approx(4 / 1.0)  # of six after the first second
+    assert took.token_s == pytest.approx((1.0 / 4 + 2.0 / 2) / 2)
+
+
+def test_guesses_are_compared_with_none() -> None:
+    def took(rate: float, token_s: float) -> speculation.Took:
+        return speculation.Took(rate, token_s, 100)
+
+    both = {speculation.WITHOUT: [took(50.0, 0.02)], speculation.WITH: [took(75.0, 0.01)]}
+    found = speculation.Row(9, both, 40.0, 0.75, True).found()
+    assert (found["throughput_ratio"], found["latency_ratio"]) == (1.5, 2.0)
+    assert (found["drafts_fed"], found["drafts_held"], found["same_tokens"]) == (40, 0.75, True)
