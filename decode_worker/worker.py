@@ -1,7 +1,8 @@
 """The decode worker: turns KV into tokens; computes prompts itself where asked or needed.
 
-Life of a request here: waiting -> (remote: its KV is read from the prefill worker) -> running: one
-token a step, in one batch with the others -> finished; its sealed blocks stay as prefix cache.
+Life of a request here: waiting -> (remote: its KV is read from the prefill worker) -> running: a
+token or more a step, in one batch with the others -> finished; its sealed blocks stay as prefix
+cache.
 Whatever goes wrong with the remote KV, the request becomes a running one whose prompt is computed
 here.
 """

@@ -151,8 +151,7 @@ class EngineCore:
             return step
         size = self.config.block_size
         for share in step.seqs:
-            end = share.start + len(share.fed)
-            step.checksum_blocks += share.block_ids[share.start // size : end // size]
+            step.checksum_blocks += share.block_ids[share.start // size : share.end // size]
         return step
 
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:

@@ -241,14 +241,18 @@ class Scheduler:
 
     def _repeats(self, seq: Sequence) -> int:
         """Passes in a row for which a decode needs nothing but its own tokens: no further block, no
-        block sealed, no end. A first token is waited for, and does not wait for others; nothing
-        follows the token that a producer samples."""
-        num_tokens, params = len(seq.tokens), seq.sampling
+        block sealed, no end."""
+        to_seal = -len(seq.tokens) % self.config.block_size
+        return max(1, min(to_seal, self._to_end(seq)))
+
+    def _to_end(self, seq: Sequence) -> int:
+        """Tokens that may be drawn for a decode before it ends or has to be reported. A first token
+        is waited for, and does not wait for others; nothing follows the token that a producer
+        samples."""
         if seq.num_output_tokens == 0 or not seq.reserve_growth:
             return 1
-        to_seal = -num_tokens % self.config.block_size
-        to_end = params.max_tokens - seq.num_output_tokens
-        return max(1, min(to_seal, to_end, self.config.max_model_len - num_tokens))
+        left = seq.sampling.max_tokens - seq.num_output_tokens
+        return max(1, min(left, self.config.max_model_len - len(seq.tokens)))
 
     def _drafts(
         self, decodes: list[Sequence], row_weights: tuple[float, ...]
@@ -259,14 +263,9 @@ class Scheduler:
         return self._drafter.plan(decodes, [self._room(seq) for seq in decodes], row_weights)
 
     def _room(self, seq: Sequence) -> int:
-        """Tokens that a decode may be fed along with its last: within the block, and the last that
-        it may have is drawn at their end. As of `_repeats` for a first token, and producers."""
-        num_tokens = len(seq.tokens)
-        if seq.num_output_tokens == 0 or not seq.reserve_growth:
-            return 0
-        in_block = -num_tokens % self.config.block_size
-        to_end = seq.sampling.max_tokens - seq.num_output_tokens - 1
-        return max(0, min(in_block, to_end, self.config.max_model_len - num_tokens - 1))
+        """Tokens that a decode may be fed along with its last: they fill its block at most, and the
+        last that it may have is drawn at their end."""
+        return min(-len(seq.tokens) % self.config.block_size, self._to_end(seq) - 1)
 
     def _make_room_for_growth(self) -> None:
         """Cover the newest token of every running sequence; the latest arrivals give way."""

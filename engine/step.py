@@ -38,6 +38,11 @@ class ScheduledSeq:
         """`tokens` and the draft."""
         return [*self.tokens, *self.draft] if self.draft else self.tokens
 
+    @property
+    def end(self) -> int:
+        """After the last position that is fed."""
+        return self.start + len(self.tokens) + len(self.draft)
+
     def verified(self, drawn: Sequence[int]) -> Sampled:
         """What holds of `drawn`: the token after `tokens`, and those after each of `draft`."""
         count, stops = 1, self.sampling.stop_token_ids
@@ -46,6 +51,12 @@ class ScheduledSeq:
                 break
             count += 1
         return Sampled(drawn[0], more=tuple(drawn[1:count]))
+
+
+def verified(seqs: Sequence[ScheduledSeq], drawn: Sequence[int]) -> list[Sampled]:
+    """What holds for each of `seqs`, decodes, of `drawn`: a token after each that was fed."""
+    rows = iter(drawn)
+    return [seq.verified([next(rows) for _ in seq.fed]) for seq in seqs]
 
 
 @dataclass(slots=True)

@@ -88,10 +88,9 @@ class SimExecutor:
 
     def _repeat(self, step: Step, sampled: list[Sampled | None]) -> list[Sampled | None]:
         """Run the step again as often as it allows, or less often; until a stop token comes."""
-        tokens = [[first.token] for first in sampled if first is not None]
-        if len(tokens) < len(step.seqs) or any(seq.draft for seq in step.seqs):
+        if step.repeats == 1:
             return sampled
-        pool = self.pool
+        tokens, pool = [[first.token] for first in sampled if first is not None], self.pool
         for repeat in range(step.step_id % step.repeats):
             ended = zip(step.seqs, tokens, strict=True)
             if any(new[-1] in seq.sampling.stop_token_ids for seq, new in ended):
@@ -127,7 +126,7 @@ class SimExecutor:
         assert seq.context[start:end] == seq.tokens
         assert len(table) * size >= end
         if seq.draft:
-            assert start // size == (end + len(seq.draft) - 1) // size, "a draft leaves its block"
+            assert start // size == (seq.end - 1) // size, "a draft leaves its block"
         used = table[: -(-end // size)]
         assert len(set(used)) == len(used), "a block twice in one table"
         writable = self.writable[Tier.DEVICE]

@@ -120,7 +120,7 @@ def checked_blocks(seq: ScheduledSeq, limits: Limits) -> np.ndarray:
 def check_size(seq: ScheduledSeq, limits: Limits) -> int:
     """Entries of the block table that are used. Raises ValueError if there are fewer, and for
     positions that the model does not have."""
-    end = seq.start + len(seq.fed)
+    end = seq.end
     if not seq.tokens or seq.start < 0 or end > limits.max_model_len:
         raise ValueError(
             f"request {seq.request_id}: positions [{seq.start}, {end}) are empty or exceed "

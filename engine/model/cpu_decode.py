@@ -1,4 +1,5 @@
-"""Decodes on a CPU: passes in one call of the kernels, as many in a row as a step allows.
+"""Decodes on a CPU: passes in one call of the kernels, as many in a row as a step allows; or one in
+which drafts are verified.
 
 Life: what does not change is described once. A step fills in its sequences' tokens and positions,
 and of block tables and ways to draw those that are new; the kernels do the rest, so that a pass
@@ -29,7 +30,7 @@ from engine.model.cpu_step import (
 from engine.model.sampler import is_plain
 from engine.model.weights import Weights
 from engine.request import SamplingParams
-from engine.step import BURST_S, Sampled, ScheduledSeq, Step
+from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verified
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 
@@ -101,23 +102,20 @@ class CpuDecode:
         if not all(len(seq.tokens) == 1 and seq.sample and is_plain(seq) for seq in seqs):
             return None
         count = sum(len(seq.fed) for seq in seqs)
-        self._make_room(count, sum(len(seq.fed) * (seq.start + len(seq.fed)) for seq in seqs))
+        self._make_room(count, sum(len(seq.fed) * seq.end for seq in seqs))
         self._fill(seqs, tables, count)
-        told.step.rows, told.most = count, self._most(step)
+        told.step.rows, told.most = count, self._most(step) if count == len(seqs) else 1
         told.logits = self._buffer("logits", count, told.head.rows).data_ptr()
         passes = self._lib.kvr_decode(ctypes.byref(told))
         drawn = self._rows["drawn"][: passes * count].tolist()
-        if count > len(seqs):  # and one pass
-            each = iter(drawn)
-            return [seq.verified([next(each) for _ in seq.fed]) for seq in seqs]
+        if count > len(seqs):
+            return verified(seqs, drawn)
         columns = [drawn[row::count] for row in range(count)]
         return [Sampled(first, more=tuple(more)) for first, *more in columns]
 
     def _most(self, step: Step) -> int:
         """Passes, whatever the step says, of which none leaves a block that was looked at."""
         most, size, longest = step.repeats, self._limits.block_size, self._limits.max_model_len
-        if any(seq.draft for seq in step.seqs):
-            return 1
         if most > 1:
             most = min(most, *(min(size - s.start % size, longest - s.start) for s in step.seqs))
         return most
@@ -127,9 +125,7 @@ class CpuDecode:
         rows, held, told = self._rows, self._held, self._told
         told.num_seqs = len(seqs)
         rows["tokens"][:count] = [token for seq in seqs for token in seq.fed]
-        rows["positions"][:count] = [
-            position for seq in seqs for position in range(seq.start, seq.start + len(seq.fed))
-        ]
+        rows["positions"][:count] = [at for seq in seqs for at in range(seq.start, seq.end)]
         lengths = [len(seq.fed) for seq in seqs]
         is_new = lengths != self._lengths  # rows are others'
         if is_new:

@@ -115,7 +115,7 @@ def _find_shared(step: Step, limits: Limits, faults: dict[int, str]) -> None:
     for index, seq in enumerate(step.seqs):
         if index in faults:
             continue
-        end = -(-(seq.start + len(seq.fed)) // limits.block_size)
+        end = -(-seq.end // limits.block_size)
         blocks = np.array(seq.block_ids[:end], np.int64)
         visible[index] = _visible(seq, blocks, limits).tolist()
         for block in seq.block_ids[seq.start // limits.block_size : end]:

@@ -89,7 +89,7 @@ class DecodePasses:
         size, host = self.size_for(count), self._inputs.host
         for row, seq in enumerate(fed):
             self._load_blocks(row, seq)
-        spans = (range(seq.start, seq.start + len(seq.fed)) for seq in seqs)
+        spans = (range(seq.start, seq.end) for seq in seqs)
         starts = np.fromiter(chain.from_iterable(spans), np.int64, count)
         tokens = np.fromiter(chain.from_iterable(seq.fed for seq in seqs), np.int64, count)
         for seq in seqs:
@@ -172,11 +172,10 @@ class DecodePasses:
 
     def _load_blocks(self, row: int, seq: ScheduledSeq) -> None:
         """Most steps change no table, and lists of the same numbers are compared quickly."""
-        end = seq.start + len(seq.fed)
-        needed = -(-end // self._limits.block_size)
+        needed = -(-seq.end // self._limits.block_size)
         held = self._held[row]
         known = len(held) >= needed and held == seq.block_ids
-        if known and 0 < end <= self._limits.max_model_len:
+        if known and 0 < seq.end <= self._limits.max_model_len:
             return
         self._held[row] = []
         blocks = checked_blocks(seq, self._limits)

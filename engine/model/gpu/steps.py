@@ -22,7 +22,7 @@ from engine.model.gpu.sampling import Draws, draw, draw_values
 from engine.model.gpu.staging import stage, stage_arrays
 from engine.model.sampler import is_plain, sample
 from engine.request import SamplingParams
-from engine.step import BURST_S, Sampled, ScheduledSeq, Step
+from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verified
 
 AHEAD_S = 0.01
 """The next pass is launched before the tokens of the last are seen while (sequences that may stop)
@@ -72,15 +72,17 @@ class GpuSteps:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _decode(self, step: Step) -> list[Sampled]:
-        """Up to `step.repeats` passes; what follows a stop token is thrown away. One, if there are
-        drafts."""
+        """Up to `step.repeats` passes; what follows a stop token is thrown away. One, if drafts are
+        fed."""
         passes, seqs = self._passes, step.seqs
         plain = [is_plain(seq) for seq in seqs]
-        count = sum(len(seq.fed) for seq in seqs)
-        if count > len(seqs) and (not all(plain) or not passes.size_for(count)):
-            seqs, count = [replace(seq, draft=[]) for seq in seqs], len(seqs)
-        size, has_drafts = passes.size_for(count), count > len(seqs)
-        most = min(step.repeats, passes.max_passes) if all(plain) and not has_drafts else 1
+        num_rows = sum(len(seq.fed) for seq in seqs)
+        if num_rows > len(seqs):
+            if all(plain) and passes.size_for(num_rows):
+                return self._verify(seqs, num_rows)
+            seqs = [replace(seq, draft=[]) for seq in seqs]
+        size, count = passes.size_for(len(seqs)), len(seqs)
+        most = min(step.repeats, passes.max_passes) if all(plain) else 1
         stops = [frozenset(seq.sampling.stop_token_ids) for seq in seqs]
         ahead = sum(map(bool, stops)) * self._pass_s < AHEAD_S
         passes.load(seqs)
@@ -96,19 +98,20 @@ class GpuSteps:
             self._pass_s = elapsed / len(rows)
             if elapsed + 2 * self._pass_s > BURST_S:
                 most = launched
-            if len(rows) == most:
-                break
-            if any(token in stop for token, stop in zip(rows[-1], stops, strict=True)):
+            stopped = any(token in stop for token, stop in zip(rows[-1], stops, strict=True))
+            if stopped or len(rows) == most:
                 break
         if launched > len(rows):
             passes.result(launched - 1, count)  # it writes to blocks: not before it has ended
         if not all(plain):
             return self._edited(rows[0], passes.logits[:count], seqs, plain)
-        if has_drafts:
-            drawn = iter(rows[0])
-            return [seq.verified([next(drawn) for _ in seq.fed]) for seq in seqs]
         columns = zip(*rows, strict=True)  # one per sequence
         return [Sampled(first, more=tuple(more)) for first, *more in columns]
+
+    def _verify(self, seqs: list[ScheduledSeq], num_rows: int) -> list[Sampled]:
+        self._passes.load(seqs)
+        self._passes.launch(self._passes.size_for(num_rows), 0)
+        return verified(seqs, self._passes.result(0, num_rows))
 
     def _ragged(self, step: Step, tables: Sequence[np.ndarray] | None) -> list[Sampled | None]:
         host = Batch.from_step(step, self._limits, torch.device("cpu"), tables)
