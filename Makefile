@@ -53,7 +53,7 @@ lint: setup
 	$(BIN)/mypy
 
 sim: setup
-	$(BIN)/kvrelay sim --seed $(SEED) $(ARGS)
+	$(BIN)/kvrelay fuzz --seed $(SEED) $(ARGS)
 
 bench: setup
 	$(BIN)/kvrelay bench serve --url http://127.0.0.1:$(PORT) $(ARGS)

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from cluster.api.tokenizer import Tokenizer
-from cluster.runtime.local import LocalCluster
-from engine.model.resolve import DEFAULT_MODEL, resolve_model
+from cluster.api.text.tokenizer import Tokenizer
+from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from engine.request import SamplingParams
+from lab.local import LocalCluster
 from router.config import RouterConfig
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import greedy

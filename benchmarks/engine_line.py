@@ -20,9 +20,9 @@ Generate = Callable[[Prompts, int], list[list[int]]]
 
 
 def kvrelay(spec: dict[str, Any]) -> Generate:
-    from cluster.build import prepare_model
-    from cluster.engine_bench import EngineSpec, greedy
-    from cluster.lone_worker import LoneWorker
+    from cluster.worker.build import prepare_model
+    from lab.bench.engine import EngineSpec, greedy
+    from lab.bench.lone_worker import LoneWorker
 
     asked = EngineSpec(
         model=spec["model_dir"],

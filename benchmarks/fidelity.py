@@ -42,17 +42,17 @@ from benchmarks.fidelity_load import (
 )
 from benchmarks.report import make_console, write_json
 from benchmarks.served import Served
-from cluster.api.tokenizer import Tokenizer
-from cluster.bench import percentile
-from cluster.build import PreparedModel, prepare_model
+from cluster.api.text.tokenizer import Tokenizer
 from cluster.config import Config
-from cluster.deployment import ITL_TARGET_MS
-from cluster.replay.config import ReplayConfig
-from cluster.replay.profile import profile_of
-from cluster.replay.replay import replay
-from cluster.replay.results import ReplayResult
-from cluster.replay.timing import Timing
+from cluster.serve.deployment import ITL_TARGET_MS
+from cluster.worker.build import PreparedModel, prepare_model
 from engine.config import STATS_INTERVAL_S
+from lab.bench.load import percentile
+from lab.replay.config import ReplayConfig
+from lab.replay.replay import replay
+from lab.replay.results import ReplayResult
+from lab.timing.profile import profile_of
+from lab.timing.timing import Timing
 
 PERCENTS = (50, 90)
 GOAL = 0.15  # simulated and real differ by no more
@@ -64,7 +64,7 @@ Figures = dict[str, dict[str, float]]  # "ttft" and "itl" -> "p50", ... -> secon
 
 def measure_profile(path: Path) -> None:
     """As a user does it."""
-    command = [sys.executable, "-m", "cluster.cli", "profile", "--out", str(path)]
+    command = [sys.executable, "-m", "lab.cli.main", "profile", "--out", str(path)]
     if subprocess.run(command, check=False).returncode:
         raise click.ClickException("this machine could not be measured; what went wrong is above")
 

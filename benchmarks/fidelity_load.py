@@ -18,9 +18,9 @@ from random import Random
 import httpx
 
 from benchmarks.conversations import LoadFailed, Messages, http_client
-from cluster.api.tokenizer import Tokenizer
-from cluster.bench import Client, LoadSpec, Timing, make_prompts
-from cluster.replay.trace import Trace, TraceRequest
+from cluster.api.text.tokenizer import Tokenizer
+from lab.bench.load import Client, LoadSpec, Timing, make_prompts
+from lab.replay.trace import Trace, TraceRequest
 
 BLOCK_TOKENS = 16
 

@@ -22,10 +22,10 @@ from rich.table import Table
 
 from benchmarks.report import write_json
 from benchmarks.served import Served
-from cluster.api.tokenizer import Tokenizer
-from cluster.bench import Client, LoadSpec, Timing, make_prompts, percentile, run_load, summarize
-from engine.block_hash import CacheScope, hash_blocks
-from engine.model.resolve import resolve_model
+from cluster.api.text.tokenizer import Tokenizer
+from engine.kv.block_hash import CacheScope, hash_blocks
+from engine.model.checkpoint.resolve import resolve_model
+from lab.bench.load import Client, LoadSpec, Timing, make_prompts, percentile, run_load, summarize
 
 MODEL = "smollm2-135m"
 BLOCK_SIZE = 16

@@ -20,15 +20,15 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.report import make_console, write_json
-from cluster.api.tokenizer import Tokenizer
-from cluster.build import prepare_model
-from cluster.engine_bench import EngineSpec, greedy
-from cluster.lone_worker import LoneWorker
+from cluster.api.text.tokenizer import Tokenizer
+from cluster.worker.build import prepare_model
 from engine.model.batch import Batch, Limits
-from engine.model.resolve import DEFAULT_MODEL, resolve_model
+from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
 from engine.step import ScheduledSeq, Step
+from lab.bench.engine import EngineSpec, greedy
+from lab.bench.lone_worker import LoneWorker
 
 ROOT = Path(__file__).parent.parent
 DEFAULT_JSON = Path(__file__).parent / "results" / "fp8.json"

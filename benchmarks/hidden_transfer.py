@@ -21,7 +21,7 @@ from rich.table import Table
 from benchmarks.first_light import MODEL, time_one
 from benchmarks.report import make_console, write_json
 from benchmarks.served import Served
-from cluster.bench import LoadSpec, make_prompts
+from lab.bench.load import LoadSpec, make_prompts
 
 PHASES = ("prefill", "ttft", "transfer", "first_decode")
 

@@ -17,7 +17,7 @@ from random import Random
 from urllib.parse import urlsplit
 
 from benchmarks.first_light import MODEL
-from cluster.bench import LoadSpec, make_prompts
+from lab.bench.load import LoadSpec, make_prompts
 
 MAX_CONNECTIONS = 4096
 MAX_REQUESTS = 200_000

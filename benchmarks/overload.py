@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.load import Answer, Caller, Load, Offer
 from benchmarks.report import make_console, ms, write_json
 from benchmarks.served import Served
-from cluster.bench import percentile
+from lab.bench.load import percentile
 
 DEADLINE_S = 20.0
 MAX_QUEUE_WAIT_S = 8.0

@@ -33,9 +33,9 @@ from benchmarks.report import make_console, write_json
 from benchmarks.served import Served
 from benchmarks.vllm_served import BLOCK_SIZE as VLLM_BLOCK_SIZE
 from benchmarks.vllm_served import VllmServed, VllmSetup, check_python
-from cluster.bench import percentile
+from engine.model.checkpoint.resolve import resolve_model
 from engine.model.config import ModelConfig
-from engine.model.resolve import resolve_model
+from lab.bench.load import percentile
 
 OURS, PEER = "KVRelay", "vLLM"
 BLOCK_SIZE = 16

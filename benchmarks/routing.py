@@ -40,13 +40,13 @@ from benchmarks.routing_decision import (
     timed,
 )
 from benchmarks.routing_load import KINDS, PROMPT_BLOCKS, RoutingLoad, Session
-from cluster.bench import percentile
-from engine.kv_events import KVEvents
-from engine.tier import Tier
-from router.choice import GROUP
+from engine.kv.events import KVEvents
+from engine.kv.tier import Tier
+from lab.bench.load import percentile
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.prefix_index import PrefixIndex
+from router.index.prefix_index import PrefixIndex
+from router.placement.choice import GROUP
 
 EVENT_BLOCKS = 64
 NUM_EVENTS = 2000

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 
 from benchmarks.routing_load import RoutingLoad
-from cluster.serving import settle_memory
+from cluster.serve.router_api import settle_memory
 from engine.request import SamplingParams
 from engine.stats import Role, WorkerInfo, WorkerStats
 from router.dispatch import Dispatcher
 from router.messages import Submit
-from router.token_log import LoggedRequest
+from router.record import LoggedRequest
 
 BLOCK_SIZE = 16
 NUM_DECISIONS = 100

@@ -65,7 +65,7 @@ class Served(OwnedServer):
         self._folder = tempfile.TemporaryDirectory()
         path = Path(self._folder.name) / "kvrelay.toml"
         path.write_text(toml_text(settings))
-        command = [sys.executable, "-m", "cluster.cli", "serve", "--config", str(path)]
+        command = [sys.executable, "-m", "lab.cli.main", "serve", "--config", str(path)]
         self.process = subprocess.Popen(
             [*command, "--port", "0", *args],
             stderr=subprocess.PIPE,

@@ -24,12 +24,12 @@ from rich.table import Table
 
 from benchmarks.fp8 import prose
 from benchmarks.report import make_console, write_json
-from cluster.api.tokenizer import Tokenizer
-from cluster.build import prepare_model
+from cluster.api.text.tokenizer import Tokenizer
 from cluster.config import load_config
-from cluster.lone_worker import Answer, LoneWorker
-from engine.model.resolve import DEFAULT_MODEL
+from cluster.worker.build import prepare_model
+from engine.model.checkpoint.resolve import DEFAULT_MODEL
 from engine.request import SamplingParams
+from lab.bench.lone_worker import Answer, LoneWorker
 
 DEFAULT_JSON = Path(__file__).parent / "results" / "speculation.json"
 BLOCK_SIZE = 16

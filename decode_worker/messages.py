@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.block_hash import UNSALTED, CacheScope
+from engine.kv.block_hash import UNSALTED, CacheScope
+from engine.kv.tier import Retention
 from engine.node import NodeId
 from engine.request import SamplingParams
-from engine.tier import Retention
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,15 @@ from typing import Any
 from decode_worker.messages import Decode
 from engine.config import WorkerConfig
 from engine.core import EngineCore
+from engine.kv.tier import DiskRecord
+from engine.messages import Refused
 from engine.node import Effect, Note, Send, Wake, Woken
-from engine.outbox import Refused
 from engine.request import Abort, Probe, Refusal
 from engine.sequence import SeqState, Sequence
 from engine.stats import Audit, AuditRequest, RouterDown
 from engine.step import Execute, StepDone
-from engine.tier import DiskRecord
-from kvtransfer.arrival import Mode, Settled
 from kvtransfer.exchange import KVExchange
+from kvtransfer.peer.arrival import Mode, Settled
 
 
 class DecodeWorker:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from engine.kv.tier import DEFAULT_RETENTION, Retention
+from engine.kv.window import Window
 from engine.node import NodeId
 from engine.stats import Role, WorkerInfo
-from engine.tier import DEFAULT_RETENTION, Retention
-from engine.window import Window
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1}
 SCALE_BYTES = {"float8_e4m3": 1}  # of each token of each head of each plane; none for the others

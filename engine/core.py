@@ -10,19 +10,19 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from engine.block_hash import HASH_BYTES, BlockChain
 from engine.config import WorkerConfig
-from engine.kv_cache_manager import KVCacheManager
-from engine.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
+from engine.kv.block_hash import HASH_BYTES, BlockChain
+from engine.kv.cache_manager import KVCacheManager
+from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from engine.kv.tier import Retention, Tier, TierNames
+from engine.messages import Refused, TokenDeltas
 from engine.node import Effect, NodeId, Note, Send
-from engine.outbox import Refused, TokenDeltas
-from engine.pace import Pace
 from engine.request import FinishReason, Refusal, TokenDelta
 from engine.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
 from engine.stats import RouterDown, RouterUp, WorkerStats
 from engine.step import Step, StepDone
-from engine.tier import Retention, Tier, TierNames
+from engine.step_timing import Pace
 from engine.work import WorkRequest
 
 MAX_ENDED = 4096  # ended attempts that are remembered, so that a late repeat is not served again

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from engine.config import WorkerConfig
 from engine.cost import TOKENS_UNIT, FittedCost
 from engine.drafts import Drafter
-from engine.kv_cache_manager import KVCacheManager
+from engine.kv.cache_manager import KVCacheManager
 from engine.sequence import SeqState, Sequence
 from engine.step import ScheduledSeq, Step, StepDone
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.block_hash import BlockChain
+from engine.kv.block_hash import BlockChain
+from engine.kv.tier import Retention
 from engine.node import NodeId
 from engine.request import FinishReason, SamplingParams, TokenLogprobs
-from engine.tier import Retention
 
 NO_BLOCK = -1  # in a block table: given back, or never needed
 

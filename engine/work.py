@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.block_hash import CacheScope
+from engine.kv.block_hash import CacheScope
+from engine.kv.tier import Retention
 from engine.node import NodeId
 from engine.request import SamplingParams
-from engine.tier import Retention
 
 
 class WorkRequest(Protocol):

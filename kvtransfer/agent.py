@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from engine.kv.tier import DiskRecord, Tier
 from engine.node import NodeId
-from engine.tier import DiskRecord, Tier
 
 
 @dataclass(frozen=True, slots=True)

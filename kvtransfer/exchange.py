@@ -10,14 +10,11 @@ from typing import Any
 
 from engine.config import WorkerConfig
 from engine.core import EngineCore
+from engine.kv.tier import DiskRecord, Tier
 from engine.node import Effect, Send
 from engine.sequence import NO_BLOCK, SeqState, Sequence
 from engine.stats import Audit
-from engine.tier import DiskRecord, Tier
 from kvtransfer.agent import PeerConnected, ReadDone, StoreFailed
-from kvtransfer.arrival import Mode, Settled
-from kvtransfer.connector import Connector
-from kvtransfer.lender import Lender
 from kvtransfer.messages import (
     CacheOrder,
     KVConfirmed,
@@ -29,7 +26,10 @@ from kvtransfer.messages import (
     KVRefused,
     KVRelease,
 )
-from kvtransfer.tiers import Tiers
+from kvtransfer.peer.arrival import Mode, Settled
+from kvtransfer.peer.connector import Connector
+from kvtransfer.peer.prefix_export import Lender
+from kvtransfer.tiers.manager import Tiers
 
 
 class KVExchange:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.kv.tier import Tier
 from engine.node import NodeId
 from engine.step import Sampled, Step, StepDone
-from engine.tier import Tier
 from kvtransfer.agent import (
     Agent,
     AgentError,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from engine.kv.tier import Tier
 from engine.node import NodeId
 from engine.request import TokenLogprobs
-from engine.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)

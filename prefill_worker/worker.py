@@ -13,17 +13,17 @@ from typing import Any
 
 from engine.config import WorkerConfig
 from engine.core import EngineCore
+from engine.kv.tier import DiskRecord
+from engine.messages import Refused
 from engine.node import Effect, NodeId, Note, Send, Wake, Woken
-from engine.outbox import Refused
 from engine.request import Abort, FinishReason, Probe, Refusal
 from engine.sequence import SeqState, Sequence
 from engine.stats import Audit, AuditRequest, RouterDown
 from engine.step import Execute, StepDone
-from engine.tier import DiskRecord
-from kvtransfer.arrival import Mode
 from kvtransfer.exchange import KVExchange
-from kvtransfer.handoff import ProducerEvent, ProducerState, next_producer
 from kvtransfer.messages import KVConfirmed, KVRead, KVReady, KVRelease
+from kvtransfer.peer.arrival import Mode
+from kvtransfer.peer.handoff import ProducerEvent, ProducerState, next_producer
 from prefill_worker.messages import Prefill
 
 

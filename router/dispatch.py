@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from engine.kv_events import KVEvents, KVSnapshot
+from engine.kv.events import KVEvents, KVSnapshot
 from engine.node import NodeId
 from engine.stats import Role, WorkerInfo, WorkerStats
-from router.admission import Rejection, blocks_needed, clamp_max_tokens
-from router.choice import GROUP, Option
+from router.admission.admission import Rejection, blocks_needed, clamp_max_tokens
 from router.config import RouterConfig
-from router.cost import CostModel
-from router.endpoint import Endpoint, model_number
-from router.fleet import Fleet
-from router.keepers import Keepers
-from router.placement import NamedPrompt, Work
-from router.policy import Decision, Policy, Question
-from router.prediction import TtftPredictor
-from router.prefix_index import PrefixIndex
-from router.token_log import Attempt, LoggedRequest
+from router.index.prefix_index import PrefixIndex
+from router.placement.choice import GROUP, Option
+from router.placement.cost import CostModel
+from router.placement.endpoint import Endpoint, model_number
+from router.placement.fleet import Fleet
+from router.placement.policy import Decision, Policy, Question
+from router.placement.retention_policy import Keepers
+from router.placement.ttft_predictor import TtftPredictor
+from router.placement.work import NamedPrompt, Work
+from router.record import Attempt, LoggedRequest
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 EXPECTED_OUTPUT = 128.0  # tokens, until requests have ended

@@ -28,8 +28,8 @@ from statistics import median
 
 from engine.node import NodeId
 from engine.request import FinishReason, Refusal
-from router.policy import Candidate, Decision
-from router.token_log import Attempt, LoggedRequest
+from router.placement.policy import Candidate, Decision
+from router.record import Attempt, LoggedRequest
 
 MAX_ERRORS = 512  # predictions that the median is taken over
 TINY_S = 1e-9  # what is left by rounding

@@ -1,6 +1,6 @@
 """What a router accepts from clients and from the controller, and what it answers to clients.
 
-Workers' messages to it are `engine.outbox`, `engine.kv_events` and `engine.stats`.
+Workers' messages to it are `engine.messages`, `engine.kv.events` and `engine.stats`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.block_hash import UNSALTED, CacheScope
+from engine.kv.block_hash import UNSALTED, CacheScope
+from engine.kv.tier import Retention, Tier
 from engine.node import NodeId
 from engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
 from engine.stats import WorkerInfo
-from engine.tier import Retention, Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from decode_worker.messages import Decode
 from engine.node import NodeId, Send
 from engine.request import Abort
 from prefill_worker.messages import Prefill
-from router.endpoint import Endpoint
-from router.keeping import SPARE, Keeper
-from router.token_log import Attempt, LoggedRequest
+from router.placement.endpoint import Endpoint
+from router.record import Attempt, LoggedRequest
+from router.retention import SPARE, Keeper
 
 
 def orders(router: NodeId, log: LoggedRequest, attempt: Attempt, timeout_s: float) -> list[Send]:

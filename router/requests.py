@@ -12,18 +12,18 @@ from enum import StrEnum
 
 from engine.node import Effect, NodeId, Note, Send
 from engine.request import FinishReason, Refusal, TokenDelta, TokenLogprobs
-from router.admission import Admission, Call, Rejection
+from router.admission.admission import Admission, Call, Rejection
+from router.admission.estimates import OUTPUT_UNITS, computed_tokens, units_done
+from router.admission.fair_queue import MAX_PASSED, Entry, FairQueue
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.endpoint import Endpoint
-from router.estimates import OUTPUT_UNITS, computed_tokens, units_done
 from router.explain import Explanations
-from router.fair_queue import MAX_PASSED, Entry, FairQueue
+from router.index.replica_sync import Placements
 from router.messages import Failed, Output, Submit
 from router.orders import aborts, orders
-from router.placements import Placements
+from router.placement.endpoint import Endpoint
+from router.record import Attempt, LoggedRequest
 from router.status import Totals
-from router.token_log import Attempt, LoggedRequest
 
 MAX_TRIED = 4  # requests that find no place, in one message: each costs a look at the workers
 NO_WORKERS_RETRY_AFTER_S = 5.0

@@ -12,25 +12,26 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
-from engine.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
+from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from engine.messages import Refused, TokenDeltas
 from engine.node import Effect, NodeId, Note, Wake, Woken
-from engine.outbox import Refused, TokenDeltas
 from engine.request import Abort, Probe, Refusal, TokenDelta
 from engine.stats import RouterDown, RouterUp, WorkerStats
 from kvtransfer.messages import CacheOrderDone
-from router.admission import Call, Rejection
+from router.admission.admission import Call, Rejection
 from router.config import RouterConfig
-from router.endpoint import Endpoint
 from router.explain import Explanations
+from router.index.prefix_index import PrefixIndex
+from router.index.replica_sync import Placed
 from router.messages import Cancel, Failed, SessionCommand, Submit, WorkerDown, WorkerUp
-from router.placements import Placed
-from router.policy import Decision
-from router.prefix_index import PrefixIndex
+from router.placement.endpoint import Endpoint
+from router.placement.policy import Decision
+from router.record import Attempt, LoggedRequest, Verdict
 from router.requests import Cause, Requests
-from router.session_sharing import SessionsLearned
-from router.session_table import SessionConfig, SessionRecord
-from router.sessions import TICK as SESSIONS_TICK
-from router.sessions import Sessions
+from router.sessions.sessions import TICK as SESSIONS_TICK
+from router.sessions.sessions import Sessions
+from router.sessions.sharing import SessionsLearned
+from router.sessions.table import SessionConfig, SessionRecord
 from router.state import TICK as STATE_TICK
 from router.state import (
     IndexLoaded,
@@ -42,7 +43,6 @@ from router.state import (
     TenantLoad,
 )
 from router.status import RouterStatus, worker_statuses
-from router.token_log import Attempt, LoggedRequest, Verdict
 
 TICK = "tick"
 

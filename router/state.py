@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from engine.block_hash import HASH_BYTES
-from engine.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
+from engine.kv.block_hash import HASH_BYTES
+from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from engine.kv.tier import Tier
 from engine.node import Effect, NodeId, Send, Wake
-from engine.tier import Tier
-from router.prefix_index import PrefixIndex
+from router.index.prefix_index import PrefixIndex
 
 TICK = "state"
 PAUSE_S = 0.05  # between views that are written one after the other

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.node import NodeId
 from engine.stats import Role
-from router.endpoint import Endpoint
+from router.placement.endpoint import Endpoint
 
 
 @dataclass(slots=True)
@@ -31,7 +31,9 @@ class Totals:
     refused_by_tenant: Counter[str] = field(default_factory=Counter)  # for lack of room or time
     sent_by_tenant: Counter[str] = field(default_factory=Counter)  # attempts
     queue_seconds_by_tenant: dict[str, float] = field(default_factory=dict)  # that those waited
-    work_by_tenant: dict[str, float] = field(default_factory=dict)  # units of `router.estimates`
+    work_by_tenant: dict[str, float] = field(
+        default_factory=dict
+    )  # units of `router.admission.estimates`
 
     def refused(self, tenant: str, reason: str) -> None:
         """For lack of room or time."""

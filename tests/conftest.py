@@ -8,7 +8,7 @@ import pytest
 if not Path("/dev/nvidiactl").exists():  # before anything imports Triton, as transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from engine.model.resolve import DEFAULT_MODEL, resolve_model
+from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 
 
 @pytest.fixture(scope="session")

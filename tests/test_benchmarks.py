@@ -25,7 +25,7 @@ from benchmarks.conversations import (
     tokens_by_source,
 )
 from benchmarks.vllm_served import VllmSetup, check_python
-from cluster.bench import Client, LoadSpec, Timing
+from lab.bench.load import Client, LoadSpec, Timing
 
 
 class Answers:

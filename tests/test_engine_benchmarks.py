@@ -15,10 +15,10 @@ from benchmarks.fp8 import Score, compare, pieces_of, prose, same_length, score
 from benchmarks.window import Spec, repeated_share, runs_of
 from benchmarks.window_given import Reading, by_interval, read, readings
 from benchmarks.window_given import Spec as GivenSpec
-from cluster.engine_bench import Prompts
-from cluster.lone_worker import Answer, WorkerFailed
 from engine.model.runner import ModelRunner
-from tests.engine_model.tiny import VOCAB, make_checkpoint, tokens_of
+from lab.bench.engine import Prompts
+from lab.bench.lone_worker import Answer, WorkerFailed
+from tests.engine.model.tiny import VOCAB, make_checkpoint, tokens_of
 
 COUNTS = """
 import json, sys

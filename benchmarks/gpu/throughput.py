@@ -19,9 +19,9 @@ import transformers
 
 from benchmarks.gpu.llama import BLOCK_SIZE, make_model, make_runner
 from benchmarks.gpu.measure import print_table, write_json
-from engine.block_hash import BlockChain, CacheScope
 from engine.config import WorkerConfig
 from engine.core import EngineCore
+from engine.kv.block_hash import BlockChain, CacheScope
 from engine.model.gpu.options import GpuOptions
 from engine.model.runner import ModelRunner
 from engine.request import SamplingParams

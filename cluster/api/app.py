@@ -25,10 +25,10 @@ from cluster.api.caller import caller
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.explain import explanation_routes
-from cluster.api.formats import ChatFormat, CompletionFormat
-from cluster.api.plan import plan_chat, plan_completion, unknown_model
-from cluster.api.respond import GenerateEndpoint, error_response
-from cluster.api.schema import ChatRequest, CompletionRequest
+from cluster.api.openai.formats import ChatFormat, CompletionFormat
+from cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
+from cluster.api.openai.respond import GenerateEndpoint, error_response
+from cluster.api.openai.schema import ChatRequest, CompletionRequest
 from cluster.api.sessions import session_routes
 
 _log = logging.getLogger("kvrelay.api")

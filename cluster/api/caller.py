@@ -6,7 +6,7 @@ from starlette.requests import Request
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import invalid, unauthorized
-from cluster.tenants import Tenant
+from cluster.api.tenants import Tenant
 
 
 def caller(ctx: ApiContext, http: Request) -> Tenant:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cluster.api.client import RequestStream
-from cluster.metrics import ApiMetrics
+from cluster.api.metrics import ApiMetrics
 from router.explain import Explanation, Explanations, Phase
 
 if TYPE_CHECKING:
-    from cluster.api.generation import Generation
-    from cluster.tracing import Tracing
+    from cluster.api.openai.generation import Generation
+    from cluster.api.tracing import Tracing
 
 MAX_CALLS = 512  # that are kept to be explained
 

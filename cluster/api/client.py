@@ -13,10 +13,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from engine.block_hash import UNSALTED, CacheScope
+from engine.kv.block_hash import UNSALTED, CacheScope
+from engine.kv.tier import Retention
 from engine.node import Effect, NodeId
 from engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
-from engine.tier import Retention
 from router.messages import (
     Cancel,
     Failed,

@@ -11,14 +11,14 @@ from typing import Any, ParamSpec, TypeVar
 
 from cluster.api.calls import Calls
 from cluster.api.client import RouterClient
-from cluster.api.places import Places
-from cluster.api.public_prompts import PublicPrompts
-from cluster.api.tokenizer import Tokenizer
-from cluster.metrics import ApiMetrics
-from cluster.tenants import Tenants
-from cluster.tracing import Tracing
-from engine.tier import DEFAULT_RETENTION
-from router.admission import Call
+from cluster.api.limiter import Places
+from cluster.api.metrics import ApiMetrics
+from cluster.api.tenants import Tenants
+from cluster.api.text.public_prompts import PublicPrompts
+from cluster.api.text.tokenizer import Tokenizer
+from cluster.api.tracing import Tracing
+from engine.kv.tier import DEFAULT_RETENTION
+from router.admission.admission import Call
 from router.explain import Explanations
 from router.messages import Failed
 
@@ -43,7 +43,7 @@ class ApiLimits:
 class ApiContext:
     """One model behind one router. Owned by the process that serves it.
 
-    `status()` is described in `cluster.metrics`; `healthy()` says whether requests can be served,
+    `status()`: see `cluster.api.metrics`; `healthy()` says whether requests can be served,
     and why not. Both are called in the event loop and must not block.
     """
 
@@ -56,7 +56,7 @@ class ApiContext:
     metrics: ApiMetrics
     explanations: Explanations  # of the router behind `client`
     limits: ApiLimits = field(default_factory=ApiLimits)
-    audit: Callable[[], Awaitable[dict[str, Any]]] | None = None  # see cluster.audits
+    audit: Callable[[], Awaitable[dict[str, Any]]] | None = None  # see cluster.control.audits
     # Why the router would plainly refuse a call; None: it has to be tried.
     refuse_early: Callable[[Call], Failed | None] = lambda call: None
     tenants: Tenants = field(default_factory=Tenants)

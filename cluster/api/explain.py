@@ -17,8 +17,8 @@ from cluster.api.calls import ServedCall, ServedChoice
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from router.explain import Explanation, name_of, reason
-from router.policy import Candidate
-from router.token_log import Attempt
+from router.placement.policy import Candidate
+from router.record import Attempt
 
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 512

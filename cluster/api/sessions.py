@@ -16,9 +16,9 @@ from cluster.api.body import read_body
 from cluster.api.caller import caller, limit_of
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid, overloaded, session_refused
-from cluster.api.places import PlacesTaken
-from cluster.api.schema import MAX_SESSION_CHARS, ForkRequest, parse
-from engine.tier import Tier
+from cluster.api.limiter import PlacesTaken
+from cluster.api.openai.schema import MAX_SESSION_CHARS, ForkRequest, parse
+from engine.kv.tier import Tier
 from router.messages import SessionInfo, SessionOp, SessionReply
 
 DEFAULT_LIMIT = 20

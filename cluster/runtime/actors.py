@@ -9,15 +9,15 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from cluster.control import Peer, RouterFailed, RouterStarted, StartFailed, WorkerStarted
-from cluster.frontends import RouterLoad
-from cluster.runtime.frontend import FrontendError, FrontendProcess, FrontendSpec
-from cluster.runtime.process import Listening, WorkerProcess
+from cluster.control.messages import Peer, RouterFailed, RouterStarted, StartFailed, WorkerStarted
+from cluster.control.router_processes import RouterLoad
+from cluster.serve.router_process import FrontendError, FrontendProcess, FrontendSpec
+from cluster.worker.process import Listening, WorkerProcess
 from engine.node import NodeId
 from engine.stats import Role
 
 if TYPE_CHECKING:
-    from cluster.build import WorkerSpec
+    from cluster.worker.build import WorkerSpec
 
 PREFILL_NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
 
@@ -54,8 +54,8 @@ class _Actor:
 class WorkerActor(_Actor):
     def start(self, spec: WorkerSpec, listening: Listening) -> WorkerStarted | StartFailed:
         """Build the worker and serve. What would fail again is told as permanent."""
-        from cluster.build import build_worker
-        from cluster.kv_plan import BuildError  # not what a router has to wait for
+        from cluster.worker.build import build_worker
+        from cluster.worker.kv_plan import BuildError  # not what a router has to wait for
 
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
         if spec.role is Role.PREFILL and not spec.on_gpu:

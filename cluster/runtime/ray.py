@@ -20,8 +20,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.build import WorkerSpec
-from cluster.control import (
+from cluster.control.machines import Machine
+from cluster.control.messages import (
     GiveUp,
     Introduce,
     Introduced,
@@ -36,13 +36,13 @@ from cluster.control import (
     StopWorker,
     WorkerLost,
 )
-from cluster.frontends import RouterLoad
-from cluster.placement import Machine
-from cluster.router_loads import Questions
+from cluster.control.router_loads import Questions
+from cluster.control.router_processes import RouterLoad
 from cluster.runtime.actors import RouterActor, WorkerActor
-from cluster.runtime.frontend import FrontendSpec
 from cluster.runtime.host import NodeHost
-from cluster.runtime.process import Listening
+from cluster.serve.router_process import FrontendSpec
+from cluster.worker.build import WorkerSpec
+from cluster.worker.process import Listening
 from engine.node import Effect, NodeId
 
 log = logging.getLogger("kvrelay.ray")

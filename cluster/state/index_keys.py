@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 from redis import Redis
 
-from cluster import codec
-from engine.block_hash import HASH_BYTES
-from engine.kv_events import KVEvents
+from cluster.wire import codec
+from engine.kv.block_hash import HASH_BYTES
+from engine.kv.events import KVEvents
+from engine.kv.tier import Tier
 from engine.node import NodeId
-from engine.tier import Tier
 from router.state import IndexLoaded, IndexView
 
 CHUNK_BYTES = 65_536 * HASH_BYTES

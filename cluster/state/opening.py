@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from cluster.config import Config, ConfigError, build_section
-from cluster.session_store import SessionStore, open_sessions, session_config
+from cluster.state.session_store import SessionStore, open_sessions, session_config
 from engine.node import NodeId
-from router.session_table import SessionConfig, SessionRecord
+from router.sessions.table import SessionConfig, SessionRecord
 from router.state import StateConfig
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from redis.retry import Retry
 
 from cluster.state.index_keys import IndexKeys
 from cluster.state.session_keys import SessionKeys, Stamped
-from engine.kv_events import KVEvents
+from engine.kv.events import KVEvents
 from engine.node import Effect, NodeId
-from router.session_sharing import DeleteSession, SaveSession
+from router.sessions.sharing import DeleteSession, SaveSession
 from router.state import (
     ForgetView,
     IndexView,

@@ -20,11 +20,11 @@ from urllib.parse import quote
 import msgspec
 from redis import Redis
 
-from engine.block_hash import CacheScope
+from engine.kv.block_hash import CacheScope
+from engine.kv.tier import Retention
 from engine.node import NodeId
-from engine.tier import Retention
-from router.session_sharing import DeleteSession, SaveSession, SessionsLearned
-from router.session_table import TOKEN_BYTES, SessionRecord
+from router.sessions.sharing import DeleteSession, SaveSession, SessionsLearned
+from router.sessions.table import TOKEN_BYTES, SessionRecord
 
 MAX_CHANGES = 10_000  # in the stream, about
 CLOSED_S = 3600.0  # how long it is known that a session was closed

@@ -15,8 +15,8 @@ from typing import Any
 
 from engine.config import DTYPE_BYTES, KVSpec
 from engine.model.cache import file_identity
+from engine.model.checkpoint.fields import read_json
 from engine.model.errors import ModelError
-from engine.model.fields import read_json
 
 INT8_GROUP = 64  # inputs that share a scale
 
@@ -149,7 +149,7 @@ class ModelConfig:
         generation: dict[str, Any] = {}
         if (path / "generation_config.json").is_file():
             generation = read_json(path / "generation_config.json")
-        from engine.model.families import parse  # which makes values of this type
+        from engine.model.checkpoint.families import parse  # which makes values of this type
 
         try:
             return parse(raw, generation)

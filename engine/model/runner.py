@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.model import kernels
 from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
 from engine.model.config import ModelConfig, with_window
-from engine.model.cpu_decode import CpuDecode
-from engine.model.cpu_linear import quickest_kind
-from engine.model.cpu_ops import CpuOps
-from engine.model.cpu_sampling import CpuDraw
+from engine.model.cpu import kernels
+from engine.model.cpu.decode import CpuDecode
+from engine.model.cpu.huge_pages import HugePages, make_real
+from engine.model.cpu.linear import quickest_kind
+from engine.model.cpu.ops import CpuOps
+from engine.model.cpu.sampling import CpuDraw
 from engine.model.decoder import Decoder
 from engine.model.errors import ModelError
 from engine.model.gpu.options import GpuOptions
 from engine.model.guard import Guard
-from engine.model.huge_pages import HugePages, make_real
 from engine.model.ops import TORCH_DTYPES, Ops
 from engine.model.quantize import QUANTIZATIONS
 from engine.model.sampler import Draw, draw, sample
@@ -37,7 +37,7 @@ from engine.step import Sampled, Step, StepDone
 
 if TYPE_CHECKING:
     from engine.model.gpu.steps import GpuSteps
-    from engine.model.parallel_ops import Member
+    from engine.model.parallel.ops import Member
 
 DTYPES = ("float32", "bfloat16")
 KV_DTYPES = ("auto", "float8_e4m3")

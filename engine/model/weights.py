@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.model.checkpoint import Checkpoint
+from engine.model.checkpoint.files import Checkpoint
 from engine.model.config import Latent, ModelConfig
 from engine.model.ops import Ops
 

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.kv.tier import Tier
 from engine.node import NodeId
-from engine.tier import Tier
 from kvtransfer.agent import AgentError
+from kvtransfer.agents.nixl_bindings import error_text, quietly
 from kvtransfer.agents.nixl_file import BlockFile, FileTransport, OpenFile
-from kvtransfer.agents.nixl_library import error_text, quietly
 from kvtransfer.agents.pool import check_block_ids, space_of
 
 MAX_LIVE_BLOCKS = 32_768

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.kv.tier import Tier
 from engine.node import NodeId
-from engine.tier import Tier
 from kvtransfer.agent import AgentError
 from kvtransfer.agents.metadata import AgentMetadata, Space, copy_spans, unpack
 from kvtransfer.agents.pool import check_block_ids, pool_bytes

@@ -10,8 +10,8 @@ from hashlib import blake2b
 
 import msgspec
 
+from engine.kv.tier import Tier
 from engine.node import NodeId
-from engine.tier import Tier
 from kvtransfer.agent import AgentError
 from kvtransfer.layout import CopySpan, HeadShare, head_overlap
 

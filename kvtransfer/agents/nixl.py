@@ -28,12 +28,12 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from engine.kv.tier import Tier
 from engine.node import NodeId
-from engine.tier import Tier
 from kvtransfer.agent import AgentError
 from kvtransfer.agents import nixl_lanes
 from kvtransfer.agents.metadata import AgentMetadata, Space, copy_spans, unpack
-from kvtransfer.agents.nixl_library import (
+from kvtransfer.agents.nixl_bindings import (
     descriptors,
     error_text,
     open_nixl,

@@ -29,11 +29,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from engine.kv.tier import Tier
 from engine.node import NodeId
-from engine.tier import Tier
 from kvtransfer.agent import AgentError
 from kvtransfer.agents.metadata import Space
-from kvtransfer.agents.nixl_library import descriptors, error_text, open_nixl, quietly, whole
+from kvtransfer.agents.nixl_bindings import descriptors, error_text, open_nixl, quietly, whole
 
 QUEUES = ("use_uring", "use_aio")
 """Options of NIXL's POSIX backend, best first."""

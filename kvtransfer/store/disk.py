@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from engine.block_hash import HASH_BYTES
-from engine.tier import DiskRecord
+from engine.kv.block_hash import HASH_BYTES
+from engine.kv.tier import DiskRecord
 from kvtransfer.agent import StoreIndex
 from kvtransfer.store.errors import StoreError, sqlite_code, store_error
 from kvtransfer.store.folder import BLOCKS, INDEX, LOCK, FolderLock, is_at, slot_bytes

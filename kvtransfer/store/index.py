@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from engine.block_hash import HASH_BYTES
+from engine.kv.block_hash import HASH_BYTES
 from kvtransfer.store.errors import StoreError, sqlite_code
 
 FORMAT_VERSION = 1

@@ -1,4 +1,4 @@
-/* What it costs to serve a request at a worker, in seconds: see `router/cost.py` for the parts. */
+/* What it costs to serve a request at a worker, in seconds: see `router/placement/cost.py` for the parts. */
 #ifndef KVRELAY_COST_H
 #define KVRELAY_COST_H
 
@@ -8,7 +8,7 @@
 #define TOKENS_UNIT 4096.0 /* as in engine/cost.py */
 #define SEQS_UNIT 16.0
 
-/* Owned by Python (`router.cost.CostModel`). `fleet`: rates of workers that have measured none. */
+/* Owned by Python (`router.placement.cost.CostModel`). `fleet`: rates of workers that have measured none. */
 typedef struct {
     rates fleet;
     double handoff_s, stalled_at_least;

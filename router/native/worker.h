@@ -1,6 +1,6 @@
 /* Workers as a router sees them, the prompts that wait on each, and the order of those of one role.
  *
- * The memory of `worker` and `waiting` belongs to Python (`router/endpoint.py`, `prompt_queue.py`);
+ * The memory of `worker` and `waiting` belongs to Python (`router/placement/endpoint.py`, `prompt_queue.py`);
  * the fields are written there and read here.
  */
 #ifndef KVRELAY_WORKER_H

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.control import StartWorker
-from cluster.controller import Worker
-from cluster.deployment import tier_share
+from cluster.control.controller import Worker
+from cluster.control.messages import StartWorker
+from cluster.serve.deployment import tier_share
 from engine.stats import Role
 
 GIB = 1 << 30

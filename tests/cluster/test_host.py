@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from cluster.control import Peer
+from cluster.control.messages import Peer
 from cluster.runtime.host import NodeHost
-from cluster.runtime.process import BuiltWorker, Listening, WorkerProcess
-from cluster.runtime.threads import StepThread
+from cluster.worker.process import BuiltWorker, Listening, WorkerProcess
+from cluster.worker.threads import StepThread
 from engine.node import Effect, Note, Send, Wake, Woken
 from engine.request import Abort
 from engine.stats import Role, WorkerInfo

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.api.tokenizer import Tokenizer
+from cluster.api.text.tokenizer import Tokenizer
 
 Message = dict[str, str]
 

@@ -21,10 +21,10 @@ import openai
 import pytest
 
 from benchmarks.served import Served
-from cluster.api.tokenizer import Tokenizer
+from cluster.api.text.tokenizer import Tokenizer
 from cluster.config import EngineSection
-from cluster.runtime.local import LocalCluster
 from engine.request import SamplingParams
+from lab.local import LocalCluster
 from router.config import RouterConfig
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

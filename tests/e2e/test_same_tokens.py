@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.api.tokenizer import Tokenizer
+from cluster.api.text.tokenizer import Tokenizer
 from cluster.config import EngineSection
-from cluster.runtime.local import Completion, LocalCluster
 from engine.request import Refusal, SamplingParams
+from lab.local import Completion, LocalCluster
 from router.config import RouterConfig
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import greedy

@@ -24,7 +24,7 @@ from engine.model.runner import ModelRunner
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
-KVRELAY = [sys.executable, "-m", "cluster.cli"]
+KVRELAY = [sys.executable, "-m", "lab.cli.main"]
 
 
 @pytest.fixture(scope="module")

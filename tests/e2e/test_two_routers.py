@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from benchmarks.served import Served
-from tests.cluster.stores import Server
+from tests.cluster.state.stores import Server
 from tests.e2e.test_faults import is_idle, status, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

@@ -18,10 +18,10 @@ from engine.cost import (
     fitted_s,
     prompt_features,
 )
-from engine.pace import Pace
 from engine.request import SamplingParams
 from engine.stats import Role
 from engine.step import ScheduledSeq, Step
+from engine.step_timing import Pace
 
 BUDGET = 8192
 TRUE = (0.004, 0.35, 0.02, 0.06)  # a pass, 4,096 tokens of it, their squares, what lies before them

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_hash import BlockChain, CacheScope
 from engine.drafts import DEAREST_ROW, LONGEST, NGRAM, Drafter, Lookup
+from engine.kv.block_hash import BlockChain, CacheScope
+from engine.kv.tier import DEFAULT_RETENTION
 from engine.request import SamplingParams
 from engine.sequence import Sequence
-from engine.tier import DEFAULT_RETENTION
 
 POOL = 10_000
 

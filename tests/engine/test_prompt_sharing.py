@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from engine.block_hash import UNSALTED, BlockChain
 from engine.config import WorkerConfig
 from engine.cost import TOKENS_UNIT, FittedCost
-from engine.kv_cache_manager import KVCacheManager
+from engine.kv.block_hash import UNSALTED, BlockChain
+from engine.kv.cache_manager import KVCacheManager
+from engine.kv.tier import DEFAULT_RETENTION
 from engine.request import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
 from engine.stats import Role
 from engine.step import Sampled, StepDone
-from engine.tier import DEFAULT_RETENTION
 
 BUDGET = 64
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from decode_worker.messages import Decode
-from engine.kv_events import KVEvents
-from engine.outbox import TokenDeltas
+from engine.kv.events import KVEvents
+from engine.messages import TokenDeltas
 from engine.request import Abort, FinishReason, SamplingParams
 from engine.step import Sampled, Step, StepDone
 from prefill_worker.messages import Prefill

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import WorkerConfig
+from engine.kv.window import Window
 from engine.stats import Role
-from engine.window import Window
 
 WINDOWS = st.builds(Window, st.integers(1, 6), size=st.integers(1, 20), num_sinks=st.integers(0, 9))
 

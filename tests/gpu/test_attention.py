@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.model import fp8
-from tests.engine_model.paged import DEVICE, expected, paged
+from tests.engine.model.paged import DEVICE, expected, paged
 
 pytest.importorskip("triton")
 

@@ -55,7 +55,7 @@ def test_blocks_go_from_one_agent_to_another_between_device_and_host(pool):
             continue
     else:
         pytest.skip("NIXL is not installed")
-    from engine.tier import Tier
+    from engine.kv.tier import Tier
     from kvtransfer.agents.nixl import NixlAgent
 
     _, size = space_of(pool)

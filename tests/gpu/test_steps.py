@@ -1,6 +1,6 @@
 """Whole steps on a GPU: captured or not, in every dtype, the same tokens.
 
-`pytest -m gpu tests/gpu tests/engine_model` on a machine with one; Ray is not needed.
+`pytest -m gpu tests/gpu tests/engine/model` on a machine with one; Ray is not needed.
 """
 
 import pytest
@@ -12,9 +12,9 @@ from engine.model.gpu.options import GpuOptions
 from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
 from engine.step import Step
-from tests.engine_model.talks import GREEDY, Talk, alone, step
-from tests.engine_model.tiny import make_checkpoint, tokens_of
-from tests.engine_model.triton_world import World
+from tests.engine.model.gpu.triton_world import World
+from tests.engine.model.talks import GREEDY, Talk, alone, step
+from tests.engine.model.tiny import make_checkpoint, tokens_of
 
 pytestmark = [
     pytest.mark.gpu,

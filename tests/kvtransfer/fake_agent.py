@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.tier import Tier
+from engine.kv.tier import Tier
 from kvtransfer.agent import AgentError, ReadBlocks
 
 

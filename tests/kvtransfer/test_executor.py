@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.kv.tier import Tier
 from engine.request import SamplingParams
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
-from engine.tier import Tier
 from kvtransfer.agent import (
     ConnectPeer,
     PeerConnected,
@@ -29,8 +29,8 @@ from kvtransfer.executor import (
     TransferExecutor,
 )
 from kvtransfer.store import StoreError
+from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
-from tests.kvtransfer.nixl_peer import content
 
 NUM_BLOCKS, BLOCK = 8, 256
 HOST, DISK = Tier.HOST, Tier.DISK

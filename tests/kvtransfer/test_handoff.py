@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from kvtransfer.handoff import (
+from kvtransfer.peer.handoff import (
     CONSUMER,
     PRODUCER,
     ConsumerEvent,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.tier import Tier
+from engine.kv.tier import Tier
 from kvtransfer import transfer_loop
 from kvtransfer.agent import (
     Agent,
@@ -24,8 +24,8 @@ from kvtransfer.agents.local import LocalAgent, LocalRegistry
 from kvtransfer.checksum import checksum_blocks
 from kvtransfer.executor import TransferExecutor
 from kvtransfer.transfer_loop import Answer, TransferLoop
+from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
-from tests.kvtransfer.nixl_peer import content
 
 DEADLINE_S = 30.0
 NUM_BLOCKS, BLOCK = 8, 256

@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 
-from engine.block_hash import HASH_BYTES
+from engine.kv.block_hash import HASH_BYTES
+from engine.kv.tier import Tier
 from engine.node import NodeId
 from engine.stats import Role
-from engine.tier import Tier
-from router.choice import Option
-from router.cost import CostModel
-from router.endpoint import Endpoint
-from router.fleet import Fleet
-from router.index_table import EXPECTED, FACT, IndexTable
-from router.placement import NamedPrompt, Work
-from router.policy import Choice, Policy, Question
-from router.prefix_index import NOTHING, Held
+from router.index.prefix_index import NOTHING, Held
+from router.index.table import EXPECTED, FACT, IndexTable
+from router.placement.choice import Option
+from router.placement.cost import CostModel
+from router.placement.endpoint import Endpoint
+from router.placement.fleet import Fleet
+from router.placement.policy import Choice, Policy, Question
+from router.placement.work import NamedPrompt, Work
 from tests.router.script import worker_info, worker_stats
 
 STATS = worker_stats("", prefill_tokens_per_s=1000.0, decode_step_s=0.01)

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from decode_worker.messages import Decode
-from engine.block_hash import UNSALTED, CacheScope, hash_blocks
-from engine.kv_events import KVSnapshot
+from engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
+from engine.kv.events import KVSnapshot
+from engine.kv.tier import Tier, TierNames
+from engine.messages import Refused, TokenDeltas
 from engine.node import Note, Send, Wake, Woken
-from engine.outbox import Refused, TokenDeltas
 from engine.request import FinishReason, Refusal, SamplingParams, TokenDelta
 from engine.stats import Role, WorkerInfo, WorkerStats
-from engine.tier import Tier, TierNames
 from prefill_worker.messages import Prefill
 from router.config import RouterConfig
 from router.messages import Failed, Output, Submit, WorkerDown, WorkerUp

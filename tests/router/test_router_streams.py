@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from decode_worker.messages import Decode
-from engine.block_hash import CacheScope, hash_blocks
-from engine.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
+from engine.kv.block_hash import CacheScope, hash_blocks
+from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
 from engine.request import (
     Abort,
     FinishReason,
@@ -17,8 +17,8 @@ from engine.request import (
 )
 from prefill_worker.messages import Prefill
 from router.config import RouterConfig
+from router.index.prefix_index import Held
 from router.messages import Cancel, Failed, Output, Submit
-from router.prefix_index import Held
 from tests.router.script import BLOCK, CLIENT, Script, worker_info, worker_stats
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 import pytest
 
 from decode_worker.messages import Decode
-from engine.block_hash import HASH_BYTES
-from engine.kv_events import KVEvents, KVSnapshot, KVSnapshotRequest
+from engine.kv.block_hash import HASH_BYTES
+from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from engine.kv.tier import Tier, TierNames
 from engine.node import Send, Wake, Woken
 from engine.request import SamplingParams
-from engine.tier import Tier, TierNames
 from router.messages import Submit, TenantShare, WorkerDown, WorkerUp
 from router.router import Router
 from router.state import (

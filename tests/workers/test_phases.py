@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from decode_worker.messages import Decode
-from engine.outbox import TokenDeltas
+from engine.messages import TokenDeltas
 from prefill_worker.messages import Prefill
 from tests.workers.world import World
 

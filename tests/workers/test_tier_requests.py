@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.outbox import TokenDeltas
+from engine.kv.tier import Tier
+from engine.messages import TokenDeltas
 from engine.request import Abort
-from engine.tier import Tier
 from kvtransfer.messages import KVConfirmed, KVReady
 from tests.workers.world import World, reference
 
@@ -116,7 +116,7 @@ def test_what_comes_before_a_changed_block_is_used() -> None:
 
 
 def _names(world: World) -> list[bytes]:
-    from engine.block_hash import UNSALTED, hash_blocks
+    from engine.kv.block_hash import UNSALTED, hash_blocks
 
     return hash_blocks(b"tiny", UNSALTED, PROMPT, 4)
 

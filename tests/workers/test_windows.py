@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.block_hash import UNSALTED, hash_blocks
 from engine.core import EngineCore
+from engine.kv.block_hash import UNSALTED, hash_blocks
+from engine.kv.tier import Tier
 from engine.request import Refusal
 from engine.step import Sampled, Step, StepDone
-from engine.tier import Tier
 from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone, KVReady
 from tests.workers.world import BLOCK_SIZE, World, checksum, next_token
 

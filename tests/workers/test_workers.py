@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.kv_events import KVEvents, KVSnapshot
+from engine.kv.events import KVEvents, KVSnapshot
+from engine.messages import TokenDeltas
 from engine.node import Woken
-from engine.outbox import TokenDeltas
 from engine.request import Abort, FinishReason, Probe, Refusal
 from engine.sequence import SeqState
 from engine.stats import RouterDown, RouterUp

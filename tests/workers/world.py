@@ -11,12 +11,12 @@ from typing import Any
 from decode_worker.messages import Decode
 from decode_worker.worker import DecodeWorker
 from engine.config import WorkerConfig
+from engine.kv.tier import DiskRecord, Tier
+from engine.messages import Refused, TokenDeltas
 from engine.node import Send, Wake, Woken
-from engine.outbox import Refused, TokenDeltas
 from engine.request import SamplingParams
 from engine.stats import Role
 from engine.step import Execute, Sampled, Step, StepDone
-from engine.tier import DiskRecord, Tier
 from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone, StoreIndex
 from prefill_worker.messages import Prefill
 from prefill_worker.worker import PrefillWorker

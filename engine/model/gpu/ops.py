@@ -17,6 +17,7 @@ from triton import knobs
 
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.cpu.kernels import KernelsUnavailable
 from engine.model.experts import choose_experts
 from engine.model.gpu import experts as mixture
 from engine.model.gpu import int8
@@ -28,7 +29,6 @@ from engine.model.gpu.cache_write import latent_write, rope_write
 from engine.model.gpu.latent import latent_decode, latent_prefill, latent_row_tiles, latent_tiles
 from engine.model.gpu.norm import MAX_WIDTH, rms_norm
 from engine.model.gpu.staging import to_device
-from engine.model.kernels import KernelsUnavailable
 from engine.model.ops import rope_tables
 from engine.model.quantize import quantize
 from engine.model.weights import ExpertsWeights

@@ -1,0 +1,1 @@
+"""OpenAI's chat and text completions: what is accepted, planned, generated, answered."""

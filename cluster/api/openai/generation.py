@@ -1,0 +1,240 @@
+"""One HTTP request while it is served: its choices, their tokens, their text.
+
+`Generation.batches` submits every choice and yields what has come, as text that is certain. It ends
+when every choice has finished, raises `ApiError` when one fails, and stops when the client is gone.
+`close` cancels at the router whatever has not ended; it is always called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.api.client import RequestStream
+from cluster.api.context import ApiContext
+from cluster.api.errors import refused, shutting_down
+from cluster.api.openai.plan import ChoicePlan, Plan
+from cluster.api.text.detokenizer import Detokenizer
+from engine.request import FinishReason, Refusal, TokenLogprobs
+from router.messages import Failed, Output
+
+# A client that fell behind finds thousands of tokens waiting. Turning them into text in slices of
+# this many lets the event loop serve the others in between.
+_MAX_TOKENS_AT_ONCE = 64
+# The router keeps the deadline; this is for a router that does not answer any more.
+_DEADLINE_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token of which log-probabilities were asked for; `offset`: where its text begins."""
+
+    token: int
+    logprobs: TokenLogprobs
+    offset: int  # characters from the beginning of the output
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new of one choice. The last one has `finish_reason`."""
+
+    index: int
+    text: str
+    tokens: tuple[TokenText, ...]
+    finish_reason: str | None
+
+
+class Choice:
+    """One choice, from its tokens to its text. Owned by a `Generation`."""
+
+    def __init__(self, ctx: ApiContext, plan: ChoicePlan, stop: tuple[str, ...]) -> None:
+        self.plan = plan
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.cached_by_source: dict[str, int] = {}
+        self.finish_reason: str | None = None
+        self.last_token_at: float | None = None  # loop time
+        self.stream: RequestStream | None = None  # once it is submitted
+        self._wants_logprobs = plan.sampling.logprobs is not None
+        self._held: list[TokenText] = []
+        self._detokenizer = Detokenizer(
+            ctx.tokenizer,
+            stop=stop,
+            context=plan.tokens if plan.continues else (),
+            min_tokens=plan.sampling.min_tokens,
+        )
+
+    def absorb(self, output: Output) -> Piece:
+        """Take tokens; return the text that is certain now."""
+        detokenizer = self._detokenizer
+        texts: list[str] = []
+        for i, token in enumerate(output.tokens):
+            self.num_tokens += 1
+            is_last = i + 1 == len(output.tokens) and output.finish is FinishReason.STOP
+            if is_last and token in self.plan.sampling.stop_token_ids:
+                break  # it ends the text and is no part of it
+            if self._wants_logprobs and i < len(output.logprobs):
+                offset = detokenizer.num_decoded
+                self._held.append(TokenText(token, output.logprobs[i], offset))
+            texts.append(detokenizer.push(token))
+            if detokenizer.stopped:
+                break
+        if output.finish is not None and not detokenizer.stopped:
+            texts.append(detokenizer.finish())
+        if detokenizer.stopped:
+            self.finish_reason = FinishReason.STOP.value
+        elif output.finish is not None:
+            self.finish_reason = output.finish.value
+        self.num_cached_tokens = output.num_cached_tokens
+        self.cached_by_source = output.cached_by_source
+        return Piece(self.plan.index, "".join(texts), self._certain_tokens(), self.finish_reason)
+
+    def _certain_tokens(self) -> tuple[TokenText, ...]:
+        """Tokens whose text has been let go of; at the natural end all the others too."""
+        held = self._held
+        num = len(held)
+        if self._detokenizer.stopped or self.finish_reason is None:
+            end = self._detokenizer.num_released
+            num = next((i for i, token in enumerate(held) if token.offset >= end), len(held))
+        certain = tuple(held[:num])
+        del held[:num]
+        return certain
+
+
+class Generation:
+    """All choices of one HTTP request.
+
+    Invariant: after `close`, none of its requests is live at the router. Owned by the call that
+    serves the request.
+    """
+
+    def __init__(self, ctx: ApiContext, plan: Plan, request_id: str, started_at: float) -> None:
+        """`started_at`: when the body had come, in loop time."""
+        self.plan = plan
+        self.choices = [Choice(ctx, choice, plan.stop) for choice in plan.choices]
+        self.gone = False  # the client went away
+        self._ctx = ctx
+        self._request_id = request_id
+        self._signal = asyncio.Event()
+        self._streams: dict[int, RequestStream] = {}  # choice index -> stream, until it finished
+        self._started_at = started_at
+
+    async def batches(self) -> AsyncIterator[list[Piece]]:
+        """What is new, at most one piece per choice at a time. Raises `ApiError`."""
+        loop = asyncio.get_running_loop()
+        timeout_s = self._ctx.limits.request_timeout_s
+        timer = loop.call_later(timeout_s + _DEADLINE_GRACE_S, self._expire, timeout_s)
+        try:
+            self._submit(timeout_s)
+            while self._streams:
+                try:
+                    await self._signal.wait()
+                except asyncio.CancelledError:  # nothing else cancels a call
+                    raise shutting_down() from None
+                self._signal.clear()
+                if self.gone:
+                    return
+                pieces = self._take()
+                if any(stream.has_unread for stream in self._streams.values()):
+                    self._signal.set()
+                if pieces:
+                    yield pieces
+                await asyncio.sleep(0)
+        finally:
+            timer.cancel()
+
+    def abandon(self) -> None:
+        """The client is gone: cancel at once, and let `batches` end."""
+        self.gone = True
+        self.close()
+        self._signal.set()
+
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        for index in list(self._streams):
+            self._cancel(index)
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage: each prompt counts once, however many choices it has."""
+        num_prompt = num_cached = 0
+        by_source: Counter[str] = Counter()
+        for prompt in {choice.plan.prompt for choice in self.choices}:
+            mine = [choice for choice in self.choices if choice.plan.prompt == prompt]
+            num_prompt += len(mine[0].plan.tokens)
+            # A later choice finds what the first has just computed; that was not cached before.
+            first = min(mine, key=lambda choice: choice.num_cached_tokens)
+            num_cached += first.num_cached_tokens
+            by_source.update(first.cached_by_source)
+        num_output = sum(choice.num_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {
+                "cached_tokens": num_cached,
+                "cached_tokens_by_source": {s: n for s, n in by_source.items() if n > 0},
+            },
+        }
+
+    def _submit(self, timeout_s: float) -> None:
+        for choice in self.choices:
+            plan = choice.plan
+            choice.stream = self._streams[plan.index] = self._ctx.client.submit(
+                f"{self._request_id}-{plan.index}",
+                plan.tokens,
+                plan.sampling,
+                timeout_s,
+                scope=plan.scope,
+                retention=self.plan.retention,
+                session=plan.session,
+                priority=self.plan.priority,
+                tenant=self.plan.tenant.name,
+                share=self.plan.tenant.share,
+                call=self.plan.call,
+                signal=self._signal,
+            )
+
+    def _cancel(self, index: int) -> None:
+        """Choice `index` needs no more tokens. Nothing happens if none would come."""
+        stream = self._streams.pop(index)
+        self._ctx.client.cancel(stream.request_id)
+        if stream.ended_at is None:
+            stream.ended_at = asyncio.get_running_loop().time()
+
+    def _expire(self, timeout_s: float) -> None:
+        for stream in self._streams.values():
+            failed = Failed(stream.request_id, Refusal.DEADLINE, f"not done in {timeout_s:g} s")
+            self._ctx.client.give_up(failed)
+
+    def _take(self) -> list[Piece]:
+        """What has come, at most so many tokens of each choice."""
+        pieces = []
+        for index, stream in list(self._streams.items()):
+            message = stream.take(_MAX_TOKENS_AT_ONCE)
+            if message is None:
+                continue
+            if isinstance(message, Failed):
+                raise refused(message)
+            choice = self.choices[index]
+            num_before = choice.num_tokens
+            piece = choice.absorb(message)
+            self._observe(choice, choice.num_tokens - num_before)
+            if piece.finish_reason is not None:
+                self._cancel(index)  # at a stop string the router would go on
+            if piece.text or piece.tokens or piece.finish_reason is not None:
+                pieces.append(piece)
+        return pieces
+
+    def _observe(self, choice: Choice, num_tokens: int) -> None:
+        metrics = self._ctx.metrics
+        if num_tokens == 0:
+            return
+        now = asyncio.get_running_loop().time()
+        if choice.last_token_at is not None:
+            metrics.itl_s.observe((now - choice.last_token_at) / num_tokens)
+        elif all(other.last_token_at is None for other in self.choices):
+            metrics.ttft_s.observe(now - self._started_at)
+        choice.last_token_at = now

@@ -1,0 +1,245 @@
+"""From a checked request to what is submitted: prompts as tokens, sampling, one entry per choice.
+
+The seed of every choice is fixed here, so that an attempt that is repeated anywhere further down
+draws the same tokens.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError, invalid
+from cluster.api.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
+from cluster.api.tenants import Tenant
+from cluster.api.text.chat_template import TemplateError
+from cluster.api.text.tokenizer import Tokenizer
+from engine.kv.block_hash import UNSALTED, CacheScope
+from engine.kv.tier import Retention
+from engine.request import Refusal, SamplingParams
+from router.admission.admission import Call
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
+CHARS_PER_TOKEN = 4  # about
+IN_MEMORY_S = 600.0  # OpenAI's: KV that may not be on disk is kept for minutes
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePlan:
+    """One choice: `index` is its place in the answer, `prompt` the place of its prompt."""
+
+    index: int
+    prompt: int
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+    text: str = ""  # the prompt, where it is to be echoed
+    continues: bool = False  # the output goes on where the prompt's text ends
+    scope: CacheScope = UNSALTED
+    session: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    choices: tuple[ChoicePlan, ...]
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    tenant: Tenant
+    priority: int  # lower goes first
+    retention: Retention | None  # of the KV; None: the server's own
+    call: bytes = b""  # names the call; the same when it is repeated
+
+
+def call_of(ctx: ApiContext, request: GenerationRequest, tenant: Tenant, body: bytes) -> Call:
+    """What can be said of a call before its prompt is tokenised. Raises `ApiError`."""
+    if isinstance(request, ChatRequest):
+        num_chars = sum(len(message.content) for message in request.messages)
+        wanted = request.max_completion_tokens or request.max_tokens or ctx.max_model_len
+    else:
+        assert isinstance(request, CompletionRequest)
+        num_chars = sum(
+            len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt)
+            for prompt in request.prompt
+        )
+        wanted = request.max_tokens or DEFAULT_COMPLETION_TOKENS
+    return Call(
+        name=blake2b(body, digest_size=8).digest(),
+        tenant=tenant.name,
+        priority=_priority(request, tenant),
+        num_prompt_tokens=max(1, num_chars // CHARS_PER_TOKEN),
+        max_tokens=wanted,
+        timeout_s=ctx.limits.request_timeout_s,
+    )
+
+
+def choice_seed(seed: int, i: int) -> int:
+    """Seed of a prompt's choice `i`, in [0, 2**63): the first one's is `seed` itself."""
+    if i == 0:
+        return seed % 2**63
+    digest = blake2b(f"{seed}:{i}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+async def plan_chat(ctx: ApiContext, request: ChatRequest, tenant: Tenant) -> Plan:
+    """Raises `ApiError`."""
+    _check(ctx, request)
+    messages = [message.for_template() for message in request.messages]
+    try:
+        size = sum(len(message.content) for message in request.messages)
+        tokens = await ctx.in_thread(size, ctx.tokenizer.apply_chat_template, messages)
+    except TemplateError as error:
+        raise invalid(str(error), param="messages") from None
+    room = _room(ctx, tokens, "messages")
+    wanted = request.max_completion_tokens or request.max_tokens or room
+    num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    sampling = _sampling(ctx.tokenizer, request, min(wanted, room), num_logprobs)
+    return _plan(ctx, request, tenant, [ChoicePlan(0, 0, tuple(tokens), sampling)])
+
+
+async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: Tenant) -> Plan:
+    """Raises `ApiError`."""
+    _check(ctx, request)
+    prompts: list[ChoicePlan] = []
+    for prompt in request.prompt:
+        is_text = isinstance(prompt, str)
+        tokens = prompt
+        if is_text:
+            tokens = await ctx.in_thread(len(prompt), ctx.tokenizer.encode, prompt)
+        room = _room(ctx, tokens, "prompt")
+        largest = max(tokens)
+        if min(tokens) < 0 or largest >= ctx.tokenizer.vocab_size:
+            wrong = min(tokens) if min(tokens) < 0 else largest
+            raise invalid(
+                f"'prompt': {wrong} is not a token id, they are 0 to "
+                f"{ctx.tokenizer.vocab_size - 1}",
+                param="prompt",
+            )
+        text = ""
+        if request.echo:
+            text = prompt
+            if not is_text:
+                text = await ctx.in_thread(len(tokens), ctx.tokenizer.decode, tokens)
+        wanted = request.max_tokens or DEFAULT_COMPLETION_TOKENS
+        sampling = _sampling(ctx.tokenizer, request, min(wanted, room), request.logprobs)
+        place = len(prompts)
+        prompts.append(ChoicePlan(0, place, tuple(tokens), sampling, text, continues=True))
+    return _plan(ctx, request, tenant, prompts)
+
+
+def _check(ctx: ApiContext, request: GenerationRequest) -> None:
+    if request.model != ctx.model_name and request.model not in ctx.aliases:
+        raise unknown_model(ctx, request.model)
+    biased = max(request.logit_bias, default=0)
+    if biased >= ctx.tokenizer.vocab_size:
+        raise invalid(
+            f"'logit_bias': {biased} is not a token id, they are 0 to "
+            f"{ctx.tokenizer.vocab_size - 1}",
+            param="logit_bias",
+        )
+
+
+def unknown_model(ctx: ApiContext, name: str) -> ApiError:
+    return ApiError(
+        404,
+        f"The model '{name[:200]}' does not exist; this server has '{ctx.model_name}'",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _room(ctx: ApiContext, tokens: Sequence[int], param: str) -> int:
+    """Tokens that may follow the prompt: at least one."""
+    if not tokens:
+        raise invalid("The prompt is empty: it has no tokens", param=param)
+    if len(tokens) >= ctx.max_model_len:
+        raise invalid(
+            f"This model's maximum context length is {ctx.max_model_len} tokens, and the prompt "
+            f"has {len(tokens)}: shorten it to at most {ctx.max_model_len - 1}",
+            param=param,
+            code=Refusal.CONTEXT_LENGTH.value,
+        )
+    return ctx.max_model_len - len(tokens)
+
+
+def _sampling(
+    tokenizer: Tokenizer, request: GenerationRequest, max_tokens: int, num_logprobs: int | None
+) -> SamplingParams:
+    if request.min_tokens > max_tokens:
+        raise invalid(
+            f"'min_tokens': {request.min_tokens} is more than the {max_tokens} tokens that may be "
+            "generated",
+            param="min_tokens",
+        )
+
+    def chosen(name: str) -> Any:
+        """What the client asked for, else what the model's makers recommend, else OpenAI's."""
+        value = getattr(request, name)
+        is_given = name in request.model_fields_set
+        return value if is_given else tokenizer.sampling_defaults.get(name, value)
+
+    ends = () if request.ignore_eos else tokenizer.eos_token_ids
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=chosen("temperature"),
+        top_p=max(chosen("top_p"), 1e-6),  # at 0 only the best token is left, as at 1e-6
+        top_k=max(chosen("top_k"), 0),
+        min_p=chosen("min_p"),
+        repetition_penalty=chosen("repetition_penalty"),
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=request.logit_bias,
+        stop_token_ids=tuple(dict.fromkeys((*ends, *request.stop_token_ids))),
+        min_tokens=request.min_tokens,
+        logprobs=num_logprobs,
+    )
+
+
+def _retention(ctx: ApiContext, request: GenerationRequest) -> Retention | None:
+    if request.prompt_cache_retention is None:
+        return None
+    if request.prompt_cache_retention == "24h":
+        return Retention(DAY_S, to_disk=True)
+    return Retention(min(IN_MEMORY_S, ctx.retention_s), to_disk=False)
+
+
+def _priority(request: GenerationRequest, tenant: Tenant) -> int:
+    """What is asked for; without that, 0 or the best that the tenant may have."""
+    if request.priority is None:
+        return max(0, tenant.min_priority)
+    if request.priority < tenant.min_priority:
+        raise invalid(
+            f"'priority': {request.priority} goes before {tenant.min_priority}, which is the first "
+            "that this API key may ask for",
+            param="priority",
+        )
+    return request.priority
+
+
+def _plan(
+    ctx: ApiContext, request: GenerationRequest, tenant: Tenant, prompts: list[ChoicePlan]
+) -> Plan:
+    """`n` choices of each prompt, in OpenAI's order. The first of all is the session's turn."""
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    choices: list[ChoicePlan] = []
+    for prompt in prompts:
+        scope = CacheScope(tenant.salt, ctx.public_prompts.num_public_tokens(prompt.tokens))
+        for i in range(request.n):
+            sampling = replace(prompt.sampling, seed=choice_seed(seed, i))
+            session = None if choices else request.prompt_cache_key
+            choices.append(
+                replace(prompt, index=len(choices), sampling=sampling, scope=scope, session=session)
+            )
+    return Plan(
+        choices=tuple(choices),
+        stop=tuple(request.stop),
+        stream=request.stream,
+        include_usage=request.include_usage,
+        tenant=tenant,
+        priority=_priority(request, tenant),
+        retention=_retention(ctx, request),
+    )

@@ -1,0 +1,204 @@
+"""The life of one call to a generating endpoint, from its body to its last byte.
+
+`GenerateEndpoint` is an ASGI application: it reads and checks the request, starts the generation
+and sends the answer, whole or as server-sent events. While it does, it listens for the client's
+going away, which cancels the generation at once. An error before the first byte is a status and
+OpenAI's JSON; after it, an event with the same JSON that ends the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from cluster.api.body import read_body
+from cluster.api.caller import caller
+from cluster.api.calls import Call
+from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError, overloaded, refused
+from cluster.api.limiter import PlacesTaken
+from cluster.api.openai.formats import Format
+from cluster.api.openai.generation import Generation, Piece
+from cluster.api.openai.plan import Plan, call_of
+from cluster.api.openai.schema import GenerationRequest, parse
+from cluster.api.tenants import Tenant
+
+Request = TypeVar("Request", bound=GenerationRequest)
+
+_SMALL_BODY_BYTES = 64 * 1024  # parsed in the event loop, larger ones in a thread
+_CANCELLED = "cancelled"
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    # What is left of a body is not read: the connection cannot be used again.
+    close = {"connection": "close"} if error.status in (408, 413) else {}
+    return JSONResponse(error.body, error.status, headers=error.headers | close)
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+@contextlib.asynccontextmanager
+async def _abandon_on_disconnect(generation: Generation, receive: Receive) -> AsyncIterator[None]:
+    """Listen while the answer is made; in the end, leave nothing running."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.abandon()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        generation.close()
+
+
+class GenerateEndpoint(Generic[Request]):
+    """One of the generating endpoints. Owned by the application; its calls share no state but the
+    context's."""
+
+    def __init__(
+        self,
+        ctx: ApiContext,
+        name: str,
+        schema: type[Request],
+        plan: Callable[[ApiContext, Request, Tenant], Awaitable[Plan]],
+        format: Callable[[ApiContext, Plan, str], Format],
+    ) -> None:
+        self._ctx = ctx
+        self._name = name
+        self._schema = schema
+        self._plan = plan
+        self._format = format
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        metrics = self._ctx.metrics
+        clock = asyncio.get_running_loop().time
+        http = HttpRequest(scope, receive)
+        call = Call(scope["state"]["request_id"], self._name, clock(), http.headers)
+        call.outcome = _CANCELLED
+        try:
+            with self._admitted():
+                call.outcome = await self._serve(http, call, send)
+        except ApiError as error:
+            call.outcome = error.outcome
+            await error_response(error)(scope, receive, send)
+        except ClientDisconnect:
+            pass
+        finally:
+            call.ended_at = clock()
+            metrics.requests.labels(self._name, call.outcome).inc()
+            metrics.e2e_s.observe(call.ended_at - call.arrived_at)
+            self._ctx.calls.ended(call)
+
+    @contextlib.contextmanager
+    def _admitted(self) -> Iterator[None]:
+        live, gauge = self._ctx.live, self._ctx.metrics.live_requests
+        try:
+            with live.take():
+                gauge.set(live.num_taken)
+                yield
+        except PlacesTaken as taken:
+            message = f"{live.limit} requests are being served, which is the limit"
+            raise overloaded(message, taken.retry_after_s) from None
+        finally:
+            gauge.set(live.num_taken)
+
+    async def _serve(self, http: HttpRequest, call: Call, send: Send) -> str:
+        """Serve one request; return its outcome. Raises `ApiError` before the first byte only."""
+        tenant = caller(self._ctx, http)
+        body = await read_body(http, self._ctx.limits)
+        clock = asyncio.get_running_loop().time
+        call.received_at = clock()
+        if len(body) <= _SMALL_BODY_BYTES:
+            request = parse(self._schema, body)
+        else:
+            request = await self._ctx.in_thread(len(body), parse, self._schema, body)
+        about = call_of(self._ctx, request, tenant, body)
+        failed = self._ctx.refuse_early(about)
+        if failed is not None:
+            raise refused(failed)
+        plan = replace(await self._plan(self._ctx, request, tenant), call=about.name)
+        generation = Generation(self._ctx, plan, call.request_id, call.received_at)
+        format = self._format(self._ctx, plan, call.request_id)
+        call.generation, call.submitted_at = generation, clock()
+        try:
+            async with _abandon_on_disconnect(generation, http.receive):
+                if plan.stream:
+                    return await _stream(generation, format, send)
+                return await _whole(generation, format, http, send)
+        finally:
+            self._count(generation)
+
+    def _count(self, generation: Generation) -> None:
+        metrics, usage = self._ctx.metrics, generation.usage()
+        metrics.prompt_tokens.inc(usage["prompt_tokens"])
+        metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+        metrics.output_tokens.inc(usage["completion_tokens"])
+
+
+async def _whole(generation: Generation, format: Format, http: HttpRequest, send: Send) -> str:
+    pieces: list[Piece] = []
+    async for batch in generation.batches():
+        pieces.extend(batch)
+    if generation.gone:
+        return _CANCELLED
+    content = format.whole(pieces, generation.usage())
+    await JSONResponse(content)(http.scope, http.receive, send)
+    return generation.choices[0].finish_reason or _CANCELLED
+
+
+async def _stream(generation: Generation, format: Format, send: Send) -> str:
+    """Nothing is sent before the first text, so that a refusal can still be a status."""
+    is_started = False
+    outcome = _CANCELLED
+    try:
+        async for batch in generation.batches():
+            events = [] if is_started else format.opening()
+            for piece in batch:
+                events.extend(format.chunks(piece))
+            if not is_started:
+                is_started = True
+                await send(_START)
+            await _send_body(send, b"".join(map(_event, events)))
+    except ApiError as error:
+        if not is_started:
+            raise
+        outcome = error.outcome
+        await _send_body(send, _event(error.body))
+    else:
+        if generation.gone:
+            return _CANCELLED
+        outcome = generation.choices[0].finish_reason or _CANCELLED
+        if generation.plan.include_usage:
+            await _send_body(send, _event(format.usage_chunk(generation.usage())))
+        await _send_body(send, b"data: [DONE]\n\n")
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return outcome
+
+
+_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+async def _send_body(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

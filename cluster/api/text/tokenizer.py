@@ -1,0 +1,132 @@
+"""Text to token ids and back, for the API.
+
+Built once from a Hugging Face model directory: `tokenizer.json` (library: `tokenizers`), the chat
+template (library: `jinja2`, sandboxed), the end-of-sequence ids, and how the model's makers would
+have it sampled. `encode` and `apply_chat_template` are slow for long texts and let other threads
+run: call them in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from cluster.api.text.chat_template import ChatTemplate, TemplateError, read_chat_template
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+
+
+class TokenizerError(Exception):
+    """The model directory has no tokenizer that can be used; one clear line."""
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character (GPT-2's table); its inverse."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    rest = (byte for byte in range(256) if byte not in printable)
+    table.update({chr(256 + i): byte for i, byte in enumerate(rest)})
+    return table
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+class Tokenizer:
+    """The tokenizer of one model. Immutable; may be used from any thread."""
+
+    def __init__(self, model_dir: str | Path) -> None:
+        """Raises `TokenizerError`."""
+        directory = Path(model_dir)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(f"no tokenizer: {path} does not exist")
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more precise
+            raise TokenizerError(f"{path} cannot be used: {error}") from error
+        config = _read_json(directory / "tokenizer_config.json")
+        special = {name: _content(config.get(name)) for name in _SPECIAL_NAMES}
+        self._special = {name: text for name, text in special.items() if text is not None}
+        source = read_chat_template(directory, config)
+        self.chat_template = ChatTemplate(source, self._special) if source else None
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.eos_token_ids = self._eos_token_ids(directory)
+        generation = _read_json(directory / "generation_config.json")
+        self.sampling_defaults: dict[str, float] = {
+            name: generation[name] for name in _SAMPLING if generation.get(name) is not None
+        }
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added: dict[int, str] = {token: entry.content for token, entry in added.items()}
+        self._special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        state = (
+            json.loads(self._tokenizer.decoder.__getstate__()) if self._tokenizer.decoder else {}
+        )
+        parts = [state, *state.get("decoders", [])]
+        is_byte_level = any(part.get("type") == "ByteLevel" for part in parts)
+        self._byte_of_char = _byte_of_char() if is_byte_level else None
+
+    def _eos_token_ids(self, directory: Path) -> tuple[int, ...]:
+        """All that any file of the model names as the end of a sequence, ascending."""
+        found: set[int] = set()
+        for name in ("generation_config.json", "config.json"):
+            value = _read_json(directory / name).get("eos_token_id")
+            found.update(value if isinstance(value, list) else [] if value is None else [value])
+        token = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        if token is not None:
+            found.add(token)
+        return tuple(sorted(found))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        # The batch call without offsets is the one that lets go of the interpreter lock.
+        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
+        return ids
+
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of the whole conversation. Raises `TemplateError`."""
+        if self.chat_template is None:
+            raise TemplateError("this model has no chat template: use /v1/completions")
+        return self.encode(self.chat_template.render(messages), add_special_tokens=False)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of `tokens` without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def is_special(self, token: int) -> bool:
+        """Whether `decode` leaves it out."""
+        return token in self._special_ids
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for; of a special token, its name."""
+        text = self._added.get(token)
+        if text is not None:
+            return text.encode()
+        text = self._tokenizer.id_to_token(token)
+        if text is None:
+            return b""
+        if self._byte_of_char is not None:
+            return bytes(self._byte_of_char[char] for char in text)
+        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            return bytes([int(text[3:5], 16)])
+        plain: str = text.replace("▁", " ")
+        return plain.encode()
+
+
+def _content(token: Any) -> str | None:
+    """A special token in `tokenizer_config.json` is a string or an object."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None

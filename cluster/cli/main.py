@@ -1,0 +1,167 @@
+"""The command line. Commands import what they need when they run, so `--help` is quick."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from cluster.config import Config
+    from cluster.serve.deployment import Deployment
+
+COMMANDS = {
+    "audit": ("cluster.cli.audit", "audit", "Do all KV blocks add up, and is any held for nobody?"),
+    "explain": ("cluster.cli.explain", "explain", "Where a request's time went, and why."),
+    "chat": ("cluster.cli.client", "chat", "Talk to a served model from the terminal."),
+    "status": ("cluster.cli.client", "status", "Workers, what they do, and the cache hit rate."),
+    "sessions": ("cluster.cli.sessions", "sessions", "See, park, resume, fork or close sessions."),
+}
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name and imports each when it is used.
+
+    `commands_at`: module, attribute and help of each. `renamed`: old names that still work.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.commands_at = dict(COMMANDS)
+        self.renamed: dict[str, str] = {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self.commands_at])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in self.renamed:
+            new = self.renamed[cmd_name]
+            click.echo(f"`kvrelay {cmd_name}` is called `kvrelay {new}` now", err=True)
+            cmd_name = new
+        if cmd_name not in self.commands_at:
+            return super().get_command(ctx, cmd_name)
+        module, attribute, _ = self.commands_at[cmd_name]
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, about) for name, (_, _, about) in self.commands_at.items()]
+        rows += [(name, c.get_short_help_str(80)) for name, c in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(rows))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="kvrelay", prog_name="kvrelay")
+def main() -> None:
+    """KVRelay serves language models from a prefill pool and a decode pool."""
+
+
+@main.command()
+@click.argument("model", required=False)
+@click.option("--prefill", type=int, help="Prefill workers; 0: decode workers do both.")
+@click.option("--decode", type=int, help="Decode workers.")
+@click.option("--host", help="Address to serve at.")
+@click.option("--port", type=int, help="Port to serve at; 0: any that is free.")
+@click.option("--address", help='A running Ray cluster to join: "auto" or HOST:PORT.')
+@click.option("--dtype", help="auto, float32 or bfloat16.")
+@click.option("--config", "config_path", type=click.Path(path_type=Path), help="A TOML file.")
+def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
+    """Serve MODEL with an OpenAI-compatible API.
+
+    MODEL is a Hugging Face directory, a hub id, a GGUF file, or smollm2-135m, the default.
+    """
+    from rich.console import Console
+
+    from cluster.config import ConfigError, load_config
+    from cluster.serve.deployment import ServeError
+
+    sections = {"prefill": "cluster", "decode": "cluster", "address": "cluster"}
+    sections |= {"host": "api", "port": "api", "dtype": "model"}
+    overrides = {f"{sections[name]}.{name}": value for name, value in options.items()}
+    console = Console(stderr=True, highlight=False)
+    try:
+        config = load_config(config_path, {"model.name": model, **overrides})
+        asyncio.run(_serve(config, console))
+    except (ConfigError, ServeError) as error:
+        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+        sys.exit(1)
+
+
+async def _serve(config: Config, console: Any) -> None:
+    """Serve until the first SIGINT or SIGTERM; a second one ends the process at once."""
+    from cluster.cli.progress import StartProgress
+    from cluster.serve.serve import serve as serve_until
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            _exit_now()
+        console.print("stopping", markup=False)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+
+    def take_signals() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+
+    take_signals()
+    progress = StartProgress(console)
+    with progress:
+
+        def on_ready(deployment: Deployment, port: int) -> None:
+            progress.close()
+            logging.getLogger("kvrelay").setLevel(logging.INFO)
+            _print_ready(console, deployment, port)
+
+        await serve_until(config, progress.tell, stop, on_ready, take_signals)
+
+
+def _exit_now() -> None:
+    """Without waiting for anything; Ray's processes would linger for a while."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(130)
+
+
+def _print_ready(console: Any, deployment: Deployment, port: int) -> None:
+    from cluster.control.router_processes import api_url
+
+    host = deployment.config.api.host
+    url = api_url(host, port)
+    for line in deployment.kv_lines():
+        console.print(line, markup=False, soft_wrap=True)
+    for router, its_port in deployment.router_ports().items():
+        console.print(f"{router}: {api_url(host, its_port)}/v1", markup=False, soft_wrap=True)
+    console.print(
+        f"\nReady: {deployment.model.served_name} at {url}/v1 (OpenAI-compatible). Try:\n",
+        style="bold green",
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
+        f'\'{{"model": "{deployment.model.served_name}", "temperature": 0, "messages": '
+        '[{"role": "user", "content": "What is the capital of France?"}]}\'\n',
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""The controller: keeps workers and routers that were asked for running, and all introduced.
+
+Life of a worker, one epoch per round:
+
+    down -> starting -> introducing -> up
+              |             |           |
+              +-------------+-----------+--> backoff -> starting (next epoch) ...
+
+A worker is introduced before a router may use it: it learns the addresses of all that it may talk
+to (any worker may fetch KV from any other), they learn its own, and only when all have said so is
+it announced. A worker that is lost is
+started again after a pause that grows with its failures and shrinks back once it has held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from cluster.control.machines import Machine, Placed, place
+from cluster.control.messages import (
+    GiveUp,
+    Introduce,
+    Introduced,
+    MachinesChanged,
+    Peer,
+    RouterFailed,
+    RouterLost,
+    RouterStarted,
+    StartFailed,
+    StartWorker,
+    StopWorker,
+    WorkerLost,
+    WorkerStarted,
+)
+from cluster.control.router_processes import TAG as ROUTER_TAG
+from cluster.control.router_processes import FrontendLimits, Frontends
+from engine.node import Effect, NodeId, Note, Send, Wake, Woken
+from engine.stats import Role, RouterUp, WorkerInfo
+from router.messages import WorkerDown, WorkerUp
+
+
+class WorkerState(StrEnum):
+    DOWN = "down"
+    STARTING = "starting"
+    INTRODUCING = "introducing"
+    UP = "up"
+    BACKOFF = "backoff"
+
+
+RUNNING = (WorkerState.STARTING, WorkerState.INTRODUCING, WorkerState.UP)
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerConfig:
+    workers: tuple[tuple[NodeId, Role], ...]
+    routers: tuple[Peer, ...]  # that live as long as the controller
+    listeners: tuple[Peer, ...] = ()  # nodes beside the routers that workers send answers to
+    frontends: tuple[NodeId, ...] = ()  # further routers, to be started and kept running
+    first_epoch: int = 1
+    start_timeout_s: float = 180.0
+    introduce_timeout_s: float = 10.0
+    backoff_s: float = 0.25
+    max_backoff_s: float = 30.0
+    stable_s: float = 60.0  # up for this long: earlier failures are forgotten
+    max_first_failures: int = 3  # before the first worker ever was up
+
+
+@dataclass(slots=True)
+class Worker:
+    """One wanted worker. `waiting_for` is empty unless it is introducing."""
+
+    node: NodeId
+    role: Role
+    epoch: int
+    state: WorkerState = WorkerState.DOWN
+    machine_id: str | None = None
+    avoid: str | None = None
+    info: WorkerInfo | None = None
+    peer: Peer | None = None
+    pid: int = 0
+    waiting_for: set[NodeId] = field(default_factory=set)
+    failures: int = 0
+    restarts: int = 0
+    up_at: float = 0.0
+    last_error: str = ""
+
+
+class Controller:
+    """Node. Invariant: at most one epoch of a worker is starting, introducing or up, the latest;
+    routers have been told `WorkerUp` of exactly the workers in state UP."""
+
+    def __init__(self, config: ControllerConfig, node_id: NodeId = "controller") -> None:
+        self.node_id = node_id
+        self.config = config
+        self.machines: tuple[Machine, ...] = ()
+        self.workers = {
+            node: Worker(node, role, config.first_epoch - 1) for node, role in config.workers
+        }
+        limits = FrontendLimits(
+            config.start_timeout_s,
+            config.backoff_s,
+            config.max_backoff_s,
+            config.stable_s,
+            config.max_first_failures,
+        )
+        self.frontends = Frontends(config.frontends, config.routers, limits, node_id)
+        self._ever_up = False
+        self._gave_up = False
+
+    def start(self, now: float) -> list[Effect]:
+        return self.frontends.start()
+
+    def receive(self, now: float, message: Any) -> list[Effect]:
+        match message:
+            case MachinesChanged(machines):
+                self.machines = machines
+                idle = [w for w in self.workers.values() if w.state is WorkerState.DOWN]
+                return [effect for worker in idle for effect in self._start(worker)]
+            case WorkerStarted(info):
+                worker = self._current(info.worker, info.epoch, WorkerState.STARTING)
+                return self._introduce(worker, message) if worker else []
+            case Introduced(to, about, epoch):
+                worker = self._current(about, epoch, WorkerState.INTRODUCING)
+                effects = self._heard(now, worker, to) if worker else []
+                reached = self.workers.get(to)
+                to_epoch = None if reached is None else reached.epoch
+                return effects + self.frontends.introduced(message, to_epoch, self._up())
+            case RouterStarted() | RouterFailed() | RouterLost():
+                return self.frontends.handle(now, message, self._listening(), self._up())
+            case StartFailed(node, epoch, reason, permanent):
+                worker = self._current(node, epoch, WorkerState.STARTING)
+                return self._start_failed(now, worker, reason, permanent) if worker else []
+            case WorkerLost(node, epoch, reason):
+                worker = self._current(node, epoch, *RUNNING)
+                return self._lost(now, worker, reason) if worker else []
+            case Woken(tag):
+                return self._woken(now, tag)
+            case _:
+                return [Note("warning", "unexpected_message", type(message).__name__)]
+
+    def all_up(self) -> bool:
+        workers_up = all(w.state is WorkerState.UP for w in self.workers.values())
+        return workers_up and self.frontends.all_up()
+
+    def _up(self) -> dict[NodeId, WorkerInfo]:
+        up = (w for w in self.workers.values() if w.state is WorkerState.UP)
+        return {w.node: w.info for w in up if w.info is not None}
+
+    def _listening(self) -> dict[NodeId, Peer]:
+        running = (w for w in self.workers.values() if w.state in RUNNING)
+        return {w.node: w.peer for w in running if w.peer is not None}
+
+    def _current(self, node: NodeId, epoch: int, *states: WorkerState) -> Worker | None:
+        """The worker, if `epoch` is its latest and it is in one of `states`; else news is old."""
+        worker = self.workers.get(node)
+        if worker is None or worker.epoch != epoch or worker.state not in states:
+            return None
+        return worker
+
+    def _start(self, worker: Worker) -> list[Effect]:
+        placed = [
+            Placed(other.machine_id, other.role)
+            for other in self.workers.values()
+            if other is not worker and other.machine_id is not None and other.state in RUNNING
+        ]
+        machine_id = place(worker.role, self.machines, placed, worker.avoid)
+        if machine_id is None:
+            worker.state = WorkerState.DOWN  # until the machines change
+            worker.last_error = "no machine has room"
+            return [Note("warning", "no_machine", f"no machine has room for {worker.node}")]
+        worker.epoch += 1
+        worker.state = WorkerState.STARTING
+        worker.machine_id = machine_id
+        return [
+            StartWorker(worker.node, worker.role, worker.epoch, machine_id),
+            Wake(self.config.start_timeout_s, f"starting {worker.epoch} {worker.node}"),
+        ]
+
+    def _introduce(self, worker: Worker, started: WorkerStarted) -> list[Effect]:
+        worker.state = WorkerState.INTRODUCING
+        worker.info = started.info
+        worker.pid = started.pid
+        worker.peer = me = Peer(worker.node, started.host, started.port, worker.epoch)
+        others = [
+            other
+            for other in self.workers.values()
+            if other is not worker and other.peer is not None and other.state in RUNNING
+        ]
+        fronts = self.frontends.peers
+        routers = (*self.config.routers, *fronts)
+        peers = [*routers, *(other.peer for other in others if other.peer is not None)]
+        self.frontends.greet(me.node, me.epoch)
+        known = (*peers, *self.config.listeners)
+        effects: list[Effect] = [Introduce(worker.node, me.node, me.epoch, known)]
+        effects += [Introduce(peer.node, me.node, me.epoch, (me,)) for peer in peers]
+        # Workers of one role only save each other work: one that hangs must not keep others down.
+        spared = {other.node for other in others if other.role is worker.role}
+        spared |= {front.node for front in fronts}  # each comes together with it when it can
+        worker.waiting_for = {effect.to for effect in effects} - spared
+        tag = f"introducing {worker.epoch} {worker.node}"
+        notes = [Note("warning", "worker_notice", f"{worker.node}: {n}") for n in started.notices]
+        return [*effects, Wake(self.config.introduce_timeout_s, tag), *notes]
+
+    def _heard(self, now: float, worker: Worker, to: NodeId) -> list[Effect]:
+        worker.waiting_for.discard(to)
+        if worker.waiting_for:
+            return []
+        assert worker.info is not None
+        worker.state = WorkerState.UP
+        worker.up_at = now
+        worker.avoid = None
+        self._ever_up = True
+        effects: list[Effect] = [
+            Note("info", "worker_up", f"{worker.node} is up (epoch {worker.epoch})")
+        ]
+        for router in self.config.routers:
+            effects.append(Send(worker.node, RouterUp(router.node)))
+            effects.append(Send(router.node, WorkerUp(worker.info)))
+        return effects + self.frontends.announce(self._up())
+
+    def _start_failed(
+        self, now: float, worker: Worker, reason: str, permanent: bool
+    ) -> list[Effect]:
+        worker.avoid = worker.machine_id
+        effects = self._lost(now, worker, reason)
+        hopeless = permanent or worker.failures >= self.config.max_first_failures
+        if hopeless and not self._ever_up and not self._gave_up:
+            self._gave_up = True
+            effects.append(GiveUp(reason))
+        return effects
+
+    def _lost(self, now: float, worker: Worker, reason: str) -> list[Effect]:
+        config = self.config
+        if worker.state is WorkerState.UP and now - worker.up_at >= config.stable_s:
+            worker.failures = 0
+        was_up = worker.state is WorkerState.UP
+        worker.state = WorkerState.BACKOFF
+        worker.failures += 1
+        worker.restarts += 1
+        worker.last_error = reason
+        worker.peer = worker.info = None
+        worker.waiting_for.clear()
+        pause_s = min(config.max_backoff_s, config.backoff_s * 2 ** min(worker.failures - 1, 20))
+        text = f"{worker.node} (epoch {worker.epoch}) is gone: {reason}; again in {pause_s:g} s"
+        effects: list[Effect] = [
+            Note("warning", "worker_lost", text),
+            StopWorker(worker.node, worker.epoch),
+            Wake(pause_s, f"backoff {worker.epoch} {worker.node}"),
+        ]
+        if was_up:
+            down = WorkerDown(worker.node, worker.epoch, reason)
+            effects += [Send(router.node, down) for router in config.routers]
+        effects += self.frontends.worker_lost(worker.node, worker.epoch, reason)
+        for other in self.workers.values():
+            if other.state is WorkerState.INTRODUCING and worker.node in other.waiting_for:
+                effects += self._heard(now, other, worker.node)
+        return effects
+
+    def _woken(self, now: float, tag: str) -> list[Effect]:
+        if tag.startswith(f"{ROUTER_TAG} "):
+            return self.frontends.woken(now, tag)
+        state, epoch, node = tag.split(" ", 2)
+        worker = self._current(node, int(epoch), WorkerState(state))
+        if worker is None:
+            return []
+        if worker.state is WorkerState.BACKOFF:
+            return self._start(worker)
+        if worker.state is WorkerState.STARTING:
+            reason = f"did not start within {self.config.start_timeout_s:g} s"
+            return self._start_failed(now, worker, reason, permanent=False)
+        missing: Sequence[NodeId] = sorted(worker.waiting_for)
+        return self._lost(now, worker, f"not introduced to {', '.join(missing)} in time")

@@ -1,0 +1,138 @@
+"""What the controller is told, and what it asks for: its messages and its effects.
+
+Whoever runs processes (a runtime) performs the effects and reports back by the messages; each names
+the epoch that it is about, so that what comes late is known for what it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.control.machines import Machine
+from engine.node import NodeId
+from engine.stats import Role, WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where a node listens. Of two peers with one name the higher epoch is the one that lives."""
+
+    node: NodeId
+    host: str
+    port: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """Effect: start this worker; answered by `WorkerStarted` or `StartFailed`."""
+
+    worker: NodeId
+    role: Role
+    epoch: int
+    machine_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """Effect: make sure that this epoch of the worker does not run (any more)."""
+
+    worker: NodeId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Introduce:
+    """Effect: tell `to` where `peers` listen; answered by `Introduced`."""
+
+    to: NodeId
+    about: NodeId  # the worker or router whose coming up is the reason
+    epoch: int  # of `about`
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Effect: the cluster cannot come up at all; `reason` is one line for the user."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MachinesChanged:
+    machines: tuple[Machine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarted:
+    info: WorkerInfo
+    host: str
+    port: int
+    pid: int = 0  # on its machine, for operators
+    notices: tuple[str, ...] = ()  # what an operator should know of it, one line each
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """`permanent`: it would fail again in the same way (no such model, too little memory)."""
+
+    worker: NodeId
+    epoch: int
+    reason: str
+    permanent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Introduced:
+    to: NodeId
+    about: NodeId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    worker: NodeId
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartRouter:
+    """Effect: start a router with an API of its own; answered by `RouterStarted` or
+    `RouterFailed`."""
+
+    router: NodeId
+    epoch: int
+    http_port: int  # where its API was the last time; 0: this is the first
+
+
+@dataclass(frozen=True, slots=True)
+class StopRouter:
+    """Effect: make sure that this epoch of the router does not run (any more)."""
+
+    router: NodeId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStarted:
+    peer: Peer
+    http_port: int
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFailed:
+    """It did not start. `permanent`: it would fail again in the same way (its port is taken)."""
+
+    router: NodeId
+    epoch: int
+    reason: str
+    permanent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    router: NodeId
+    epoch: int
+    reason: str

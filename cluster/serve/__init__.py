@@ -1,0 +1,1 @@
+"""`kvrelay serve`: router, controller and API in one process; further router processes."""

@@ -1,0 +1,126 @@
+"""The API of one router: what it is made of, in whichever process the router lives."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from cluster.api.tenants import Access
+from cluster.config import Config
+from cluster.control.router_processes import RouterLoad
+from cluster.runtime.host import NodeHost
+from router.router import Router
+
+SHUTDOWN_S = 5.0  # live requests have this long to finish
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What an API has to know of its model."""
+
+    path: Path
+    served_name: str
+    max_model_len: int  # tokens, prompt and output together
+
+
+class RouterHost(Protocol):
+    """Who hosts a router. `status` and `healthy` are described in `cluster.api.context`."""
+
+    config: Config
+    served_model: ServedModel
+    host: NodeHost
+    router: Router
+
+    def status(self) -> dict[str, Any]: ...
+    def healthy(self) -> tuple[bool, dict[str, Any]]: ...
+
+
+def load_of(router: Router, now: float, state: dict[str, Any]) -> RouterLoad:
+    """`state`: as of `OpenedState.status`."""
+    status = router.status(now)
+    return RouterLoad(status.num_live, status.num_queued, state["up"] if state else None)
+
+
+def settle_memory() -> None:
+    """What is there when serving begins stays: the garbage collector need not look at it again.
+    Prompts are long lists, and to look at all of them takes it a tenth of a second."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 200)
+
+
+async def serve_api(
+    served: RouterHost,
+    tokenizer: Any,
+    access: Access,
+    sock: socket.socket,
+    stop: asyncio.Event,
+    on_ready: Callable[[int], None],
+    audit: Callable[[], Awaitable[dict[str, Any]]] | None = None,
+) -> None:
+    """Serve HTTP at `sock` until `stop`. `on_ready` gets the port once requests are taken."""
+    from prometheus_client import CollectorRegistry
+
+    from cluster.api.app import create_app
+    from cluster.api.client import RouterClient
+    from cluster.api.context import ApiContext, ApiLimits
+    from cluster.api.metrics import ApiMetrics, ClusterCollector
+    from cluster.api.server import serve_app
+    from cluster.api.text.public_prompts import PublicPrompts
+    from cluster.api.tracing import Tracing
+
+    settle_memory()
+    config, router = served.config, served.router
+    registry = CollectorRegistry()
+    ClusterCollector(registry, served.status)
+    name = f"api-{router.node_id.rpartition('-')[2]}"
+    client = RouterClient(name, router.node_id, served.host.deliver)
+    served.host.add(client)
+    metrics, tracing = ApiMetrics(registry), None
+    if config.tracing.endpoint:
+        tracing = await asyncio.to_thread(
+            Tracing,
+            config.tracing.endpoint,
+            config.tracing.sample,
+            lambda outcome, spans: metrics.spans.labels(outcome).inc(spans),
+        )
+    context = ApiContext(
+        model_name=served.served_model.served_name,
+        tokenizer=tokenizer,
+        client=client,
+        max_model_len=served.served_model.max_model_len,
+        status=served.status,
+        healthy=served.healthy,
+        audit=audit,
+        metrics=metrics,
+        explanations=router.explanations,
+        tracing=tracing,
+        limits=ApiLimits(
+            max_body_bytes=config.api.max_body_bytes,
+            max_live_requests=config.api.max_live_requests,
+            request_timeout_s=config.api.request_timeout_s,
+            session_timeout_s=config.sessions.order_timeout_s + 2.0,
+        ),
+        refuse_early=lambda call: router.refuse(asyncio.get_running_loop().time(), call),
+        tenants=access.tenants,
+        public_prompts=await asyncio.to_thread(
+            PublicPrompts.of_texts, tokenizer, access.public_prompts
+        ),
+        retention_s=config.tiers.retention_s,
+    )
+    await serve_app(
+        create_app(context),
+        config.api.host,
+        config.api.port,
+        sock=sock,
+        stop=stop,
+        on_ready=on_ready,
+        shutdown_timeout_s=SHUTDOWN_S,
+    )
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)

@@ -1,0 +1,1 @@
+"""Messages between processes: MessagePack frames on authenticated sockets."""

@@ -1,0 +1,95 @@
+"""The disk tier of a worker: its store, opened, and what moves blocks to it and back.
+
+A store that cannot be opened is no reason not to serve: the worker runs without it, and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import WorkerConfig
+from engine.kv.tier import DiskRecord, Tier
+from engine.model.cache import default_cache_dir
+from kvtransfer.checksum import BlockBytes
+from kvtransfer.executor import StoreExecutor, TransferExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTier:
+    """What the worker's disk thread will own."""
+
+    moves: TransferExecutor
+    store: StoreExecutor
+    records: tuple[DiskRecord, ...]  # what the store held when it was opened
+
+
+class NoHostMemory(Exception):
+    """The disk reaches the device by host memory only, and there is none for KV."""
+
+
+def default_folder() -> Path:
+    return default_cache_dir() / "kv"
+
+
+def open_disk_tier(
+    config: WorkerConfig,
+    folder: str,
+    memory: Mapping[Tier, Any],
+    pools: Mapping[Tier, BlockBytes],
+    corrupt: Callable[..., None] | None = None,
+) -> tuple[DiskTier | None, list[str]]:
+    """The tier, if `config` has one and it can be opened, and what an operator should know.
+
+    `folder`: of the machine; "": in the user's cache. `memory`: the worker's pools, `pools` the
+    same as bytes. Raises NoHostMemory."""
+    from kvtransfer.agent import Agent, AgentError
+    from kvtransfer.agents.disk import DiskAgent
+    from kvtransfer.agents.staged import StagedAgent
+    from kvtransfer.store import DiskStore, StoreError, store_folder
+
+    if not config.num_disk_blocks:
+        return None, []
+    root = Path(folder).expanduser() if folder else default_folder()
+    try:
+        store = DiskStore.open(
+            store_folder(root, config.fingerprint, config.node_id),
+            fingerprint=config.fingerprint,
+            compatibility=config.compatibility,
+            bytes_per_block=config.bytes_per_block,
+            max_blocks=config.num_disk_blocks,
+        )
+    except StoreError as error:
+        return None, [f"serving without a disk tier: {error}"]
+    try:
+        disk = DiskAgent(config.node_id, memory, store)
+    except AgentError as error:
+        store.close()
+        return None, [f"serving without a disk tier: {error}"]
+    agent: Agent = disk
+    if not disk.can_reach_device:
+        if Tier.HOST not in memory:
+            disk.close()
+            store.close()
+            raise NoHostMemory
+        arena = memory[Tier.HOST]
+        agent = StagedAgent(disk, memory[Tier.DEVICE], arena, config.num_host_blocks)
+    moves = TransferExecutor(config.node_id, config.epoch, agent, pools, corrupt=corrupt)
+    tier = DiskTier(moves, StoreExecutor(store), tuple(store.records))
+    return tier, [*store.warnings, *_unused(root, config.fingerprint)]
+
+
+def _unused(root: Path, fingerprint: bytes) -> list[str]:
+    """What lies under `root` for other models, and takes room there, if anything does."""
+    from kvtransfer.store import stale_stores
+
+    stale = stale_stores(root, fingerprint)
+    if not stale:
+        return []
+    size_gib = sum(store.num_bytes for store in stale) / 2**30
+    return [
+        f"{len(stale)} disk store(s) of other models or formats in {root} take {size_gib:.1f} GiB;"
+        f" what is not needed any more can be removed, the oldest is {stale[0].path}"
+    ]

@@ -1,0 +1,107 @@
+"""The threads of one worker: one that computes, one that moves KV within memory, and one for the
+disk, so that a slow disk holds up nothing else. All report to the node."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from cluster.runtime.host import Deliver
+from cluster.worker.disk_tier import DiskTier
+from engine.kv.tier import Tier
+from engine.node import Effect, NodeId
+from engine.step import Execute, Step, StepDone
+from kvtransfer.agent import ConnectPeer, ReadBlocks, StoreFailed, StoreIndex
+from kvtransfer.executor import StepExecutor, TransferExecutor, failed_read
+from kvtransfer.transfer_loop import TransferLoop
+
+log = logging.getLogger("kvrelay.threads")
+
+CLOSE_S = 15.0
+"""What runs when a worker stops, a step or a write to disk, has this long to end."""
+
+
+class StepThread:
+    """Runs steps one after the other on a thread of its own. `execute` answers for failures."""
+
+    def __init__(self, execute: Callable[[Step], StepDone], deliver: Deliver, name: str) -> None:
+        self._execute = execute
+        self._deliver = deliver
+        self._steps: SimpleQueue[Step | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, step: Step) -> None:
+        self._steps.put(step)
+
+    def stop(self) -> None:
+        """Begin to end, without waiting."""
+        self._steps.put(None)
+
+    def join(self, timeout_s: float = CLOSE_S) -> bool:
+        """Wait for the step that runs. False if it has not ended in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (step := self._steps.get()) is not None:
+            self._deliver(self._execute(step))
+
+
+class WorkerThreads:
+    """Executor of a worker's effects. Owns the threads, and by them the model, the agents and the
+    disk store."""
+
+    def __init__(
+        self,
+        steps: StepExecutor,
+        memory: TransferExecutor,
+        disk: DiskTier | None,
+        deliver: Deliver,
+        name: NodeId,
+    ) -> None:
+        """`disk`: None if the worker has no disk tier."""
+        self._name = name
+        self._deliver = deliver
+        self._model = steps
+        self._steps = StepThread(steps.execute, deliver, f"{name}-step")
+        self._memory = TransferLoop(memory, deliver, name=f"{name}-kv")
+        self._disk: TransferLoop | None = None
+        if disk is not None:
+            self._disk = TransferLoop(disk.moves, deliver, store=disk.store, name=f"{name}-disk")
+
+    def perform(self, effect: Effect) -> None:
+        match effect:
+            case Execute(step):
+                self._steps.submit(step)
+            case StoreIndex():
+                self._on_disk(effect)
+            case ReadBlocks() if Tier.DISK in (effect.src_tier, effect.dst_tier):
+                self._on_disk(effect)
+            case _:
+                assert isinstance(effect, ConnectPeer | ReadBlocks), effect
+                self._memory.submit(effect)
+
+    def close(self) -> None:
+        """All at once, so that the slowest decides how long it takes."""
+        parts: dict[str, StepThread | TransferLoop] = {"step": self._steps, "memory": self._memory}
+        if self._disk is not None:
+            parts["disk"] = self._disk
+        for part in parts.values():
+            part.stop()
+        deadline = time.monotonic() + CLOSE_S
+        for name, part in parts.items():
+            if not part.join(max(0.0, deadline - time.monotonic())):
+                log.warning("%s: the %s thread has not ended in time", self._name, name)
+        self._model.close()
+
+    def _on_disk(self, effect: ReadBlocks | StoreIndex) -> None:
+        if self._disk is not None:
+            self._disk.submit(effect)
+        elif isinstance(effect, ReadBlocks):
+            self._deliver(failed_read(effect, "this worker has no disk tier"))
+        else:
+            self._deliver(StoreFailed("this worker has no disk tier"))

@@ -1,0 +1,44 @@
+"""What a worker publishes about its prefix cache, and how a listener keeps up.
+
+Events of one worker carry its epoch (a new one per start) and a sequence number without gaps. A
+listener that sees a gap asks for a snapshot; a snapshot at `seq` stands for every event up to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.kv.tier import TierNames
+from engine.node import NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class KVEvents:
+    """Net change of the sets of sealed blocks since event `seq - 1`; no hash is in both lists.
+
+    `stored` and `removed` are of device memory, `tiers` of host memory and disk."""
+
+    worker: NodeId
+    epoch: int
+    seq: int
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+    tiers: tuple[TierNames, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KVSnapshot:
+    """Every sealed block of the worker as of event `seq`."""
+
+    worker: NodeId
+    epoch: int
+    seq: int
+    hashes: tuple[bytes, ...]
+    tiers: tuple[TierNames, ...] = ()  # the same of host memory and disk; nothing is `removed`
+
+
+@dataclass(frozen=True, slots=True)
+class KVSnapshotRequest:
+    """To a worker: send `router` a `KVSnapshot`."""
+
+    router: NodeId

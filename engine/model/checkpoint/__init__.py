@@ -1,0 +1,1 @@
+"""From a checkpoint's files to a model's configuration."""

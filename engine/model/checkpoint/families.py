@@ -1,0 +1,295 @@
+"""Families of models: what each one's config.json means for the one decoder.
+
+Keys and defaults are those of transformers. Whatever would change the computation in a way that
+the decoder does not know is refused, by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from engine.model.checkpoint.family_base import (
+    Raw,
+    base,
+    biases,
+    every_layer,
+    head_dim_of,
+    optional_window,
+    windows_of,
+)
+from engine.model.checkpoint.fields import count, ids, number, refuse
+from engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
+from engine.model.config import Experts, Latent, ModelConfig
+from engine.model.errors import ModelError
+
+GEMMA3_DEFAULTS: Raw = {  # files of the multimodal models leave these out
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+}
+
+
+def parse(raw: Raw, generation: Raw) -> ModelConfig:
+    """What config.json and generation_config.json describe. Raises ModelError, and KeyError,
+    TypeError, ValueError or AttributeError for files that make no sense."""
+    named = (raw.get("architectures") or [None])[0]
+    if named not in FAMILIES:
+        raise ModelError(f"architecture {named} is not supported; supported: {', '.join(FAMILIES)}")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(f"quantized weights ({method}) are not supported; use bf16, f16 or f32")
+    config = FAMILIES[named](raw)
+    scaling = config.ropes[0].scaling
+    if scaling is not None and scaling.kind == "yarn":  # some files state the length before it
+        longest = int(scaling.factor * scaling.original_max_position)
+        longest = max(config.max_position_embeddings, longest)
+        config = replace(config, max_position_embeddings=longest)
+    seen = config.max_position_embeddings  # a window of all that can be seen hides nothing
+    windows = tuple(window if window < seen else 0 for window in config.windows)
+    ends = {*ids(raw, "eos_token_id"), *ids(generation, "eos_token_id")}
+    return replace(
+        config,
+        architecture=named,
+        windows=windows if any(windows) else (),
+        bos_token_id=next(iter(ids(raw, "bos_token_id") + ids(generation, "bos_token_id")), None),
+        eos_token_ids=tuple(sorted(ends)),
+    )
+
+
+def _llama(raw: Raw) -> ModelConfig:
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
+    has_windows = SLIDING in (raw.get("layer_types") or [SLIDING])
+    if window and has_windows and window < count(raw, "max_position_embeddings"):
+        raise ModelError(f"sliding_window {window} is not supported with LlamaForCausalLM")
+    return base(raw, **biases(raw))
+
+
+def _mistral(raw: Raw) -> ModelConfig:
+    window = raw.get("sliding_window", 4096)
+    return base(raw, windows=windows_of(raw, window, every_layer))
+
+
+def _qwen_windows(raw: Raw) -> tuple[int, ...]:
+    first = raw.get("max_window_layers", 28)
+    return windows_of(raw, optional_window(raw), lambda index: index >= first)
+
+
+def _qwen2(raw: Raw) -> ModelConfig:
+    return base(raw, attention_bias=True, windows=_qwen_windows(raw))
+
+
+def _qwen3(raw: Raw) -> ModelConfig:
+    raw = {"head_dim": 128, **raw}
+    return base(raw, qk_norm=True, windows=_qwen_windows(raw), **biases(raw))
+
+
+def _smollm3(raw: Raw) -> ModelConfig:
+    raw = {"tie_word_embeddings": True, **raw}
+    layers, every = count(raw, "num_hidden_layers"), count(raw, "no_rope_layer_interval", 4)
+    rotated = raw.get("no_rope_layers") or [(i + 1) % every for i in range(layers)]
+    config = base(
+        raw,
+        ropes=(read_rope(raw, head_dim_of(raw), 2e6),),
+        layer_ropes=tuple(0 if rotated[index] else -1 for index in range(layers)),
+        windows=windows_of(raw, optional_window(raw), lambda index: not rotated[index]),
+        **biases(raw),
+    )
+    return replace(config, layer_ropes=()) if not any(config.layer_ropes) else config
+
+
+def _phi3(raw: Raw) -> ModelConfig:
+    raw = {"original_max_position_embeddings": 4096, **raw}
+    return base(raw, windows=windows_of(raw, raw.get("sliding_window"), every_layer))
+
+
+def _gemma(raw: Raw, **changes: Any) -> ModelConfig:
+    raw = {"hidden_activation": "gelu_pytorch_tanh", **raw}
+    return base(
+        raw,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
+        attention_scale=number(raw, "query_pre_attn_scalar", 256) ** -0.5,
+        embed_scale=math.sqrt(count(raw, "hidden_size")),
+        sandwich_norms=True,
+        norm_offset=1.0,
+        **biases(raw),
+        **changes,
+    )
+
+
+def _gemma2(raw: Raw) -> ModelConfig:
+    raw = {"head_dim": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **raw}
+    return _gemma(
+        raw,
+        windows=windows_of(raw, raw.get("sliding_window", 4096), lambda index: index % 2 == 0),
+        attention_softcap=float(raw["attn_logit_softcapping"] or 0.0),
+        logits_softcap=float(raw["final_logit_softcapping"] or 0.0),
+    )
+
+
+def _gemma3(raw: Raw) -> ModelConfig:
+    raw = {**GEMMA3_DEFAULTS, **raw}
+    refuse(raw, "attn_logit_softcapping")
+    every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
+    pattern = [(index + 1) % every != 0 for index in range(count(raw, "num_hidden_layers"))]
+    kinds = raw.get("layer_types") or [SLIDING if near else "full_attention" for near in pattern]
+    head_dim = count(raw, "head_dim")
+    near = {
+        "max_position_embeddings": raw["max_position_embeddings"],
+        "rope_theta": raw.get("rope_local_base_freq", 10000.0),
+        "rope_parameters": rope_spec(raw, SLIDING) if raw.get("rope_parameters") else {},
+    }
+    return _gemma(
+        raw,
+        ropes=(
+            read_rope(raw, head_dim, 1e6, "full_attention"),
+            read_rope(near, head_dim),
+        ),
+        layer_ropes=tuple(int(kind == SLIDING) for kind in kinds),
+        windows=windows_of(raw, raw.get("sliding_window", 4096), lambda index: pattern[index]),
+        logits_softcap=float(raw.get("final_logit_softcapping") or 0.0),
+        qk_norm=True,
+    )
+
+
+def _gemma3_text_of(raw: Raw) -> ModelConfig:
+    """The language model of a multimodal checkpoint: it is served with text alone."""
+    return _gemma3(raw["text_config"])
+
+
+def _mixtral(raw: Raw) -> ModelConfig:
+    experts = Experts(
+        num_experts=count(raw, "num_local_experts", 8),
+        num_per_token=count(raw, "num_experts_per_tok", 2),
+        intermediate_size=count(raw, "intermediate_size"),
+        normalize=True,
+    )
+    return base(
+        raw,
+        ropes=(read_rope(raw, head_dim_of(raw), 1e6),),
+        windows=windows_of(raw, raw.get("sliding_window"), every_layer),
+        experts=_checked(experts),
+    )
+
+
+def _qwen3_moe(raw: Raw) -> ModelConfig:
+    dense = sorted(raw.get("mlp_only_layers") or [])
+    if dense != list(range(len(dense))) or raw.get("decoder_sparse_step", 1) != 1:
+        raise ModelError(
+            f"config.json: mlp_only_layers {dense} with decoder_sparse_step "
+            f"{raw.get('decoder_sparse_step', 1)} is not supported; only first layers may be dense"
+        )
+    experts = Experts(
+        num_experts=count(raw, "num_experts", raw.get("num_local_experts")),
+        num_per_token=count(raw, "num_experts_per_tok", 8),
+        intermediate_size=count(raw, "moe_intermediate_size", 768),
+        normalize=bool(raw.get("norm_topk_prob", False)),
+        first_layer=len(dense),
+    )
+    windows = windows_of(raw, optional_window(raw), every_layer)
+    return base(raw, qk_norm=True, windows=windows, experts=_checked(experts), **biases(raw))
+
+
+def _deepseek(raw: Raw, experts: Experts, interleaved: bool) -> ModelConfig:
+    refuse(raw, "attention_bias")
+    latent = Latent(
+        rank=count(raw, "kv_lora_rank", 512),
+        q_rank=count(raw, "q_lora_rank", 1536) if raw.get("q_lora_rank", 1536) else None,
+        nope_dim=count(raw, "qk_nope_head_dim", 128),
+        rope_dim=count(raw, "qk_rope_head_dim", 64),
+        value_dim=count(raw, "v_head_dim", 128),
+        interleaved=interleaved,
+    )
+    scale, spec = float(latent.nope_dim + latent.rope_dim) ** -0.5, rope_spec(raw)
+    if spec.get("mscale_all_dim") and spec.get("rope_type", spec.get("type")) != "default":
+        scale *= yarn_mscale(number(spec, "factor"), number(spec, "mscale_all_dim")) ** 2
+    return base(
+        raw,
+        num_kv_heads=1,
+        head_dim=latent.rank + latent.rope_dim,
+        ropes=(read_rope(raw, latent.rope_dim),),
+        attention_scale=scale,
+        latent=latent,
+        experts=_checked(experts),
+    )
+
+
+def _deepseek_experts(raw: Raw, **changes: Any) -> Experts:
+    width = count(raw, "moe_intermediate_size")
+    if raw.get("moe_layer_freq", 1) != 1:
+        raise ModelError(f"config.json: moe_layer_freq {raw['moe_layer_freq']} is not supported")
+    return Experts(
+        num_experts=count(raw, "n_routed_experts"),
+        num_per_token=count(raw, "num_experts_per_tok"),
+        intermediate_size=width,
+        shared_size=width * (raw.get("n_shared_experts") or 0),
+        scale=number(raw, "routed_scaling_factor", 1.0),
+        first_layer=raw.get("first_k_dense_replace", 0),
+        **changes,
+    )
+
+
+def _deepseek_v2(raw: Raw) -> ModelConfig:
+    refuse(raw, "norm_topk_prob")
+    method = raw.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(
+            f"config.json: topk_method {method} is not supported; "
+            "supported: greedy, group_limited_greedy"
+        )
+    groups = {}
+    if method != "greedy":
+        groups = {
+            "num_groups": count(raw, "n_group"),
+            "num_chosen_groups": count(raw, "topk_group"),
+        }
+    return _deepseek(raw, _deepseek_experts(raw, normalize=False, **groups), interleaved=True)
+
+
+def _deepseek_v3(raw: Raw) -> ModelConfig:
+    experts = _deepseek_experts(
+        raw,
+        normalize=bool(raw.get("norm_topk_prob", True)),
+        scoring="sigmoid",
+        num_groups=count(raw, "n_group", 8),
+        num_chosen_groups=count(raw, "topk_group", 4),
+        has_bias=True,
+    )
+    return _deepseek(raw, experts, interleaved=bool(raw.get("rope_interleave", True)))
+
+
+def _checked(experts: Experts) -> Experts:
+    e = experts
+    size = e.num_experts // e.num_groups
+    if (
+        e.num_experts % e.num_groups
+        or e.num_chosen_groups > e.num_groups
+        or e.num_per_token > e.num_chosen_groups * size
+        or (e.has_bias and size < 2)
+    ):
+        raise ModelError(
+            f"{e.num_per_token} of {e.num_experts} experts in {e.num_chosen_groups} of "
+            f"{e.num_groups} groups is not possible"
+        )
+    return experts
+
+
+FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "SmolLM3ForCausalLM": _smollm3,
+    "Phi3ForCausalLM": _phi3,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3_text_of,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "DeepseekV2ForCausalLM": _deepseek_v2,
+    "DeepseekV3ForCausalLM": _deepseek_v3,
+}

@@ -1,0 +1,289 @@
+"""Attention on a CPU: what the kernels are told of the model, the pool and each batch.
+
+Life: made with the pool; `begin` plans a batch's work once for each window that layers have; then
+every layer writes its keys and values and attends. Layers that differ in window or rope have their
+own description of the call, everything else is shared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.cpu.kernels import KernelsUnavailable
+from engine.model.ops import rope_tables
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # as in common.h
+_MAX_GROUP = 32  # heads that one item of work takes, if their KV head has more
+_MAX_LATENT_GROUP = 16  # their vectors are longer
+_MAX_TILES = 4  # of one item: what keys are made into is paid once for all of them
+_ITEMS = 8  # for each thread at least, if there are several tiles for each
+
+
+class _Attention(ctypes.Structure):
+    """`Attention` of attention.h, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("qkv", "out", "pool", "partial", "tables")),
+        *((name, _POINTER) for name in ("query_start", "query_len", "context_len")),
+        *((name, _POINTER) for name in ("items", "merges", "cos", "sin")),
+        *((name, _LONG) for name in ("qkv_stride", "table_stride", "block_stride", "head_stride")),
+        *((name, _LONG) for name in ("value_offset", "num_heads", "group", "shares", "head_dim")),
+        *((name, _LONG) for name in ("value_dim", "block_size", "num_items", "num_merges")),
+        *((name, _LONG) for name in ("window", "num_sinks", "rope_at", "rope_dim", "mixed_half")),
+        *(("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
+        *((name, ctypes.c_int32) for name in ("kv_kind", "threads", "narrowed")),
+    )
+
+
+class _Rope(ctypes.Structure):
+    """`Rope` of layers.c, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("cos", "sin", "positions", "slots")),
+        *((name, _LONG) for name in ("qkv_stride", "block_stride", "head_stride", "value_offset")),
+        *((name, _LONG) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size")),
+        *((name, _LONG) for name in ("rope_at", "rope_dim", "mixed_half")),
+        *(("eps", ctypes.c_float), ("kv_kind", ctypes.c_int32)),
+    )
+
+
+class CpuAttention:
+    """The attention part of `CpuOps`, owned by it. The descriptions point into the batch, the plan
+    and the tables, which are kept alive here."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: torch.Tensor,
+        max_positions: int,
+        library: ctypes.CDLL,
+        num_threads: int,
+        narrowed: int = 0,
+    ) -> None:
+        """narrowed: as of `CpuOps`; for keys and values in bfloat16, where heads are of whole
+        vectors of pairs.
+        pool: [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim], float32
+        or bfloat16, or bytes [.., num_kv_heads, bytes_per_head] of float8_e4m3. Raises
+        KernelsUnavailable for shapes that the kernels do not know."""
+        _check(config, pool, library)
+        self._pool, self._lib, c = pool, library, config
+        self._at, self._threads = pool.data_ptr(), num_threads
+        self._layer_bytes = pool.stride(1) * pool.element_size()
+        latent, together = c.latent, c.num_heads // c.num_kv_heads
+        most = _MAX_GROUP if latent is None else _MAX_LATENT_GROUP
+        group = max(n for n in range(1, min(together, most) + 1) if together % n == 0)
+        self._group, self._items_per_seq = group, c.num_heads // group
+        self.tile: int = library.kvr_attention_tile(group, c.head_dim)
+        self.stretch: int = library.kvr_attention_stretch()  # positions that are summed first
+        self._value_dim = c.head_dim if latent is None else latent.rank
+        odd = (c.head_dim | self._value_dim) % (2 * library.kvr_vector_width())
+        is_narrowed = pool.dtype == torch.bfloat16 and not odd
+        self._most_tiles = _MAX_TILES if is_narrowed and narrowed else 1
+        kv_heads = c.num_heads + 2 * c.num_kv_heads if latent is None else c.num_heads
+        block_size = pool.shape[4] if pool.dim() == 6 else pool.shape[4] // (c.head_dim + 1)
+        shared = {
+            "qkv_stride": kv_heads * c.head_dim,
+            "block_stride": pool.stride(0),
+            "head_stride": pool.stride(3),
+            "value_offset": pool.stride(2) if latent is None else 0,
+            "num_heads": c.num_heads,
+            "head_dim": c.head_dim,
+            "block_size": block_size,
+            "rope_at": 0 if latent is None else latent.rank,
+            "kv_kind": _KINDS[pool.dtype],
+        }
+        attention = {
+            "group": group,
+            "shares": together // group,
+            "value_dim": self._value_dim,
+            "scale": c.score_scale,
+            "softcap": c.attention_softcap,
+            "narrowed": narrowed if is_narrowed else 0,
+            "threads": num_threads,
+        }
+        self._tables = [rope_tables(r, max_positions, torch.device("cpu")) for r in c.ropes]
+        self._ropes: dict[int, _Rope] = {}
+        self._attentions: dict[tuple[int, int], _Attention] = {}
+        self._layers: list[tuple[int, tuple[int, int]]] = []  # which of them each layer has
+        for layer in range(c.num_layers):
+            index, window = c.layer_ropes[layer] if c.layer_ropes else 0, c.window(layer)
+            turn = self._rotation(c, index)
+            if pool.dtype == torch.uint8 and latent is None:
+                turn["mixed_half"] = c.rotated_half(layer)
+            self._ropes.setdefault(
+                index,
+                _Rope(num_kv_heads=c.num_kv_heads, eps=c.rms_norm_eps, **turn, **shared),
+            )
+            self._attentions.setdefault(
+                (window, index),
+                _Attention(window=window, num_sinks=c.num_sinks, **turn, **attention, **shared),
+            )
+            self._layers.append((index, (window, index)))
+        self._plans: dict[object, tuple[torch.Tensor, ...]] = {}
+        self._alive: Batch | None = None
+
+    def _rotation(self, config: ModelConfig, index: int) -> dict[str, Any]:
+        if index < 0:
+            return {}
+        cos, sin = self._tables[index]
+        at = {"cos": cos.data_ptr(), "sin": sin.data_ptr()}
+        return {**at, "rope_dim": config.ropes[index].dim}
+
+    def begin(self, batch: Batch) -> None:
+        """Plan the work on `batch`, which the following calls belong to."""
+        pointers = {
+            "tables": batch.block_tables.data_ptr(),
+            "query_start": batch.query_start.data_ptr(),
+            "query_len": batch.query_len.data_ptr(),
+            "context_len": batch.context_len.data_ptr(),
+            "table_stride": batch.block_tables.shape[1],
+        }
+        plans: dict[int, dict[str, int]] = {}
+        for (window, _), told in self._attentions.items():
+            if window not in plans:
+                plans[window] = self._plan(batch, window, told.num_sinks)
+            for name, value in (pointers | plans[window]).items():
+                setattr(told, name, value)
+        for rope in self._ropes.values():
+            rope.positions, rope.slots = batch.positions.data_ptr(), batch.slots.data_ptr()
+        self._alive = batch
+
+    def _plan(self, batch: Batch, window: int, sinks: int) -> dict[str, int]:
+        """The fields of a description that say who does what in layers of `window`."""
+        width, num_seqs = self._items_per_seq, len(batch.spans)
+        tiles = len(batch.tokens) * width // (self._threads * _ITEMS * self.tile)
+        short = self._lib.kvr_attention_short()  # queries, whose stretches are shared out
+        most = most_tiles = 0
+        for _, length, end in batch.spans:
+            count, is_short = length // self.tile + 1, length <= short
+            most += count * (end // self.stretch + 3 if is_short else 1)
+            most_tiles += count * is_short
+        items = torch.empty(most * width * 6, dtype=torch.int32)
+        merges = torch.empty(most_tiles * width * 6, dtype=torch.int32)
+        counts = (_LONG * 3)()
+        self._lib.kvr_attention_plan(
+            num_seqs,
+            batch.query_len.data_ptr(),
+            batch.context_len.data_ptr(),
+            width,
+            self.tile * max(1, min(self._most_tiles, tiles)),
+            window,
+            sinks,
+            items.data_ptr(),
+            merges.data_ptr(),
+            counts,
+        )
+        partial = torch.empty(counts[2] * self._group * (self._value_dim + 2))
+        self._plans[window] = (items, merges, partial)
+        return {
+            "items": items.data_ptr(),
+            "num_items": counts[0],
+            "merges": merges.data_ptr(),
+            "num_merges": counts[1],
+            "partial": partial.data_ptr(),
+        }
+
+    def for_decodes(self) -> CpuAttention:
+        """Another over the same pool and tables, with descriptions of its own: `begin` does not
+        change them."""
+        other = copy(self)
+        other._ropes = {key: _Rope.from_buffer_copy(told) for key, told in self._ropes.items()}
+        other._attentions = {
+            key: _Attention.from_buffer_copy(told) for key, told in self._attentions.items()
+        }
+        other._plans, other._alive = {}, None
+        return other
+
+    def hold(self, rows: dict[str, np.ndarray], capacity: int, stretches: int) -> list[int]:
+        """Of decodes, `capacity` rows at most: `rows` are arrays that stay, named as in `Batch`,
+        and what they meet has no more than `stretches` altogether. The kernels plan each pass.
+        Returns addresses of the descriptions that they do so in."""
+        at = {name: array.ctypes.data for name, array in rows.items()}
+        width, per_row = self._items_per_seq, self._group * (self._value_dim + 2)
+        partial = torch.empty(stretches * width * per_row)
+        for key, told in self._attentions.items():
+            items = torch.empty(stretches * width * 6, dtype=torch.int32)
+            merges = torch.empty(capacity * width * 6, dtype=torch.int32)
+            self._plans[key] = (items, merges, partial)
+            told.items, told.merges = items.data_ptr(), merges.data_ptr()
+            told.partial, told.tables = partial.data_ptr(), at["block_tables"]
+            told.table_stride = rows["block_tables"].shape[1]
+            for name in ("query_start", "query_len", "context_len"):
+                setattr(told, name, at[name])
+        for rope in self._ropes.values():
+            rope.positions, rope.slots = at["positions"], at["slots"]
+        return [ctypes.addressof(told) for told in self._attentions.values()]
+
+    def described(self, layer: int) -> tuple[int, int, int]:
+        """Addresses of a layer's `Rope`, `Attention` and first element in block 0: good for as long
+        as this lives, and true of a batch once it has begun."""
+        rope, attention = self._layers[layer]
+        told = ctypes.addressof(self._ropes[rope]), ctypes.addressof(self._attentions[attention])
+        return (*told, self._pool_at(layer))
+
+    def _pool_at(self, layer: int) -> int:
+        return self._at + layer * self._layer_bytes
+
+    def write(
+        self,
+        qkv: torch.Tensor,
+        layer: int,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+    ) -> None:
+        """As `Ops.rope_write`."""
+        assert qkv.is_contiguous()
+        self._lib.kvr_rope_write(
+            self.described(layer)[0],
+            qkv.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            self._pool_at(layer),
+            0,
+            len(qkv),
+            self._threads,
+        )
+
+    def write_latent(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
+        """As `Ops.latent_write`; both may be views of wider rows."""
+        assert q_rope.stride(2) == latent.stride(1) == 1
+        self._lib.kvr_latent_write(
+            self.described(layer)[0],
+            q_rope.data_ptr(),
+            q_rope.stride(0),
+            q_rope.stride(1),
+            latent.data_ptr(),
+            latent.stride(0),
+            self._pool_at(layer),
+            len(latent),
+            self._threads,
+        )
+
+    def attend(self, rows: torch.Tensor, layer: int, out: torch.Tensor) -> None:
+        """Rotated queries lead `rows`; out: [num_tokens, num_heads * value_dim], float32."""
+        assert rows.is_contiguous()
+        self._lib.kvr_attention(
+            self.described(layer)[1], rows.data_ptr(), out.data_ptr(), self._pool_at(layer)
+        )
+
+
+def _check(config: ModelConfig, pool: torch.Tensor, library: ctypes.CDLL) -> None:
+    """Raises KernelsUnavailable for what the kernels do not handle."""
+    assert library.kvr_attention_bytes() == ctypes.sizeof(_Attention)
+    assert library.kvr_rope_bytes() == ctypes.sizeof(_Rope)
+    assert pool[0, 0, 0].is_contiguous()  # whole, or the heads of one rank
+    width, latent = library.kvr_vector_width(), config.latent
+    if config.head_dim % width:
+        raise KernelsUnavailable(f"head_dim {config.head_dim} is not a multiple of {width}")
+    if latent is not None and latent.rank % width:
+        raise KernelsUnavailable(f"kv_lora_rank {latent.rank} is not a multiple of {width}")
+    if pool.dtype not in _KINDS:
+        raise KernelsUnavailable(f"a KV cache of {pool.dtype} is not handled")

@@ -1,0 +1,182 @@
+"""Decodes on a CPU: passes in one call of the kernels, as many in a row as a step allows; or one in
+which drafts are verified.
+
+Life: what does not change is described once. A step fills in its sequences' tokens and positions,
+and of block tables and ways to draw those that are new; the kernels do the rest, so that a pass
+costs an interpreter next to nothing. Arrays grow to the largest step seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from engine.model.batch import Limits
+from engine.model.config import ModelConfig
+from engine.model.cpu.attention import CpuAttention
+from engine.model.cpu.sampling import DRAW, draw_of
+from engine.model.cpu.step import (
+    BAND_STEP,
+    MatrixStruct,
+    StepStruct,
+    described,
+    described_matrix,
+    step_of,
+    widths,
+)
+from engine.model.sampler import is_plain
+from engine.model.weights import Weights
+from engine.request import SamplingParams
+from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verified
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Decode(ctypes.Structure):
+    """`Decode` of decode.c, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("layers", "table", "norm", "attentions", "block_tables")),
+        *(
+            (name, _POINTER)
+            for name in ("query_len", "context_len", "tokens", "positions", "slots")
+        ),
+        *((name, _POINTER) for name in ("draws", "stops", "stop_ends", "logits", "drawn")),
+        *((name, _LONG) for name in ("num_layers", "num_attentions", "table_stride", "block_size")),
+        *((name, _LONG) for name in ("num_seqs", "tile", "most")),
+        *(("head", MatrixStruct), ("step", StepStruct)),
+        *(("burst_s", ctypes.c_double), ("embed_scale", ctypes.c_float)),
+        *(("softcap", ctypes.c_float), ("bf16_table", ctypes.c_int32)),
+    )
+
+
+class CpuDecode:
+    """Owned by a runner, used from one thread at a time.
+
+    Invariant: `_held` and `_lengths` are what the tables, draws and queries say now."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        limits: Limits,
+        library: ctypes.CDLL,
+        num_threads: int,
+        attention: CpuAttention,
+        weights: Weights,
+        buffer: Callable[[str, int, int], torch.Tensor],
+    ) -> None:
+        """attention: of decodes alone."""
+        assert library.kvr_decode_bytes() == ctypes.sizeof(_Decode)
+        self._limits, self._lib, self._attention = limits, library, attention
+        layers = described(config, weights.layers, attention, library)
+        self._alive, self._buffer = (weights, layers), buffer
+        step = step_of(config, library, num_threads)
+        self._widths = {**widths(layers, config), "hidden": step.width}
+        self._told = _Decode(
+            layers=ctypes.addressof(layers),
+            table=weights.table.data_ptr(),
+            norm=weights.norm.data_ptr(),
+            num_layers=len(layers),
+            block_size=limits.block_size,
+            tile=attention.tile,
+            head=described_matrix(weights.head),
+            step=step,
+            burst_s=BURST_S,
+            embed_scale=config.embed_scale,
+            softcap=config.logits_softcap,
+            bf16_table=weights.table.dtype == torch.bfloat16,
+        )
+        self._capacity = self._stretches = 0
+        self._rows: dict[str, np.ndarray] = {}
+        self._held: list[tuple[np.ndarray, SamplingParams]] = []
+        self._lengths: list[int] = []  # of the sequences' rows
+
+    def execute(self, step: Step, tables: Sequence[np.ndarray]) -> list[Sampled] | None:
+        """Up to `step.repeats` passes; none follows one that drew a stop token. `tables`: of the
+        sequences, as `Guard.check` gives them. None: nothing was done, as some are no decodes, or
+        sampled in a way that the kernels do not know."""
+        seqs, told = step.seqs, self._told
+        if not all(len(seq.tokens) == 1 and seq.sample and is_plain(seq) for seq in seqs):
+            return None
+        count = sum(len(seq.fed) for seq in seqs)
+        self._make_room(count, sum(len(seq.fed) * seq.end for seq in seqs))
+        self._fill(seqs, tables, count)
+        told.step.rows, told.most = count, self._most(step) if count == len(seqs) else 1
+        told.logits = self._buffer("logits", count, told.head.rows).data_ptr()
+        passes = self._lib.kvr_decode(ctypes.byref(told))
+        drawn = self._rows["drawn"][: passes * count].tolist()
+        if count > len(seqs):
+            return verified(seqs, drawn)
+        columns = [drawn[row::count] for row in range(count)]
+        return [Sampled(first, more=tuple(more)) for first, *more in columns]
+
+    def _most(self, step: Step) -> int:
+        """Passes, whatever the step says, of which none leaves a block that was looked at."""
+        most, size, longest = step.repeats, self._limits.block_size, self._limits.max_model_len
+        if most > 1:
+            most = min(most, *(min(size - s.start % size, longest - s.start) for s in step.seqs))
+        return most
+
+    def _fill(self, seqs: Sequence[ScheduledSeq], tables: Sequence[np.ndarray], count: int) -> None:
+        """count: of rows."""
+        rows, held, told = self._rows, self._held, self._told
+        told.num_seqs = len(seqs)
+        rows["tokens"][:count] = [token for seq in seqs for token in seq.fed]
+        rows["positions"][:count] = [at for seq in seqs for at in range(seq.start, seq.end)]
+        lengths = [len(seq.fed) for seq in seqs]
+        is_new = lengths != self._lengths  # rows are others'
+        if is_new:
+            self._lengths = lengths
+            rows["query_len"][: len(seqs)] = lengths
+            rows["query_start"][: len(seqs)] = np.cumsum(lengths) - lengths
+        self._held = [(blocks, seq.sampling) for seq, blocks in zip(seqs, tables, strict=True)]
+        for index, (blocks, sampling) in enumerate(self._held):
+            old = held[index] if index < len(held) else (None, None)
+            if old[0] is not blocks:
+                rows["block_tables"][index, : len(blocks)] = blocks
+            is_new = is_new or old[1] is not sampling
+        if is_new:
+            rows["draws"][:count] = [draw_of(seq) for seq in seqs for _ in seq.fed]
+            stops = [seq.sampling.stop_token_ids for seq in seqs]
+            self._stops = np.array([token for each in stops for token in each], np.int64)
+            rows["stop_ends"][: len(seqs)] = np.cumsum([len(each) for each in stops])
+            told.stops = self._stops.ctypes.data
+
+    def _make_room(self, count: int, positions: int) -> None:
+        """For `count` rows that meet so many positions before their own altogether."""
+        stretches = positions // self._attention.stretch + 3 * count  # sinks, and two begun
+        if count <= self._capacity and stretches <= self._stretches:
+            return
+        if count > self._capacity:
+            self._capacity = max(2 * self._capacity, count)
+        if stretches > self._stretches:
+            self._stretches = max(2 * self._stretches, stretches)
+        count = self._capacity
+        limits, told = self._limits, self._told
+        told.table_stride = -(-limits.max_model_len // limits.block_size)
+        self._rows = {
+            "tokens": np.zeros(count, np.int64),
+            "positions": np.zeros(count, np.int64),
+            "slots": np.zeros(count, np.int64),
+            "context_len": np.zeros(count, np.int32),
+            "query_start": np.zeros(count, np.int32),
+            "query_len": np.zeros(count, np.int32),
+            "block_tables": np.zeros((count, told.table_stride), np.int32),
+            "draws": np.zeros(count, DRAW),
+            "drawn": np.zeros(limits.block_size * count, np.int64),
+            "stop_ends": np.zeros(count, np.int64),
+        }
+        at = self._attention.hold(self._rows, count, self._stretches)
+        self._attentions, told.num_attentions = (_POINTER * len(at))(*at), len(at)
+        told.attentions = ctypes.addressof(self._attentions)
+        for name, array in self._rows.items():
+            if name != "query_start":
+                setattr(told, name, array.ctypes.data)
+        rows = count + told.step.threads * BAND_STEP
+        self._buffers = {name: torch.empty(rows * each) for name, each in self._widths.items()}
+        for name, buffer in self._buffers.items():
+            setattr(told.step, name, buffer.data_ptr())
+        self._held, self._lengths = [], []

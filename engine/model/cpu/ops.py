@@ -1,0 +1,185 @@
+"""The decoder's operations on a CPU: compiled kernels and float32 arithmetic.
+
+The residual stream is float32. Weights are kept as the checkpoint has them: bfloat16 ones stay
+bfloat16 in memory and are widened in registers, which gives float32's results at half the traffic.
+Where bfloat16 was chosen and the CPU multiplies narrower numbers faster, inputs of products are
+rounded to them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from engine.model.batch import Batch, Limits
+from engine.model.config import ModelConfig
+from engine.model.cpu.attention import CpuAttention
+from engine.model.cpu.decode import CpuDecode
+from engine.model.cpu.linear import (
+    ACTIVATIONS,
+    CpuLinear,
+    Experts,
+    Heads,
+    Matrix,
+    owned,
+    quickest_kind,
+)
+from engine.model.cpu.step import CpuStep, ExpertsStruct, described_experts
+from engine.model.weights import ExpertsWeights, Weights
+
+
+class CpuOps:
+    """Owned by one runner, used from one thread at a time. Result buffers grow to the largest step
+    seen and are reused from layer to layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: torch.Tensor,
+        dtype: torch.dtype,
+        max_positions: int,
+        library: ctypes.CDLL,
+        num_threads: int,
+        quantization: str = "none",
+        narrowed: int | None = None,
+    ) -> None:
+        """pool: as `CpuAttention` takes it; quantization: of weights, "none" or "int8"; narrowed:
+        the kind (cpu_linear) of products with rounded factors, or 0 for none; None: if `dtype` is
+        bfloat16, what is quickest on this CPU. Raises KernelsUnavailable for what the kernels do
+        not know."""
+        self._config, self._lib, self._threads = config, library, num_threads
+        self._buffers: dict[str, torch.Tensor] = {}
+        if narrowed is None:
+            narrowed = quickest_kind(library) if dtype == torch.bfloat16 else 0
+        self._attention = CpuAttention(config, pool, max_positions, library, num_threads, narrowed)
+        self._linear = CpuLinear(
+            library,
+            num_threads,
+            dtype,
+            self._buffer,
+            quantization,
+            narrowed,
+            ACTIVATIONS[config.activation],
+        )
+        assert library.kvr_mixture_bytes() == ctypes.sizeof(ExpertsStruct)
+        self._step = CpuStep(config, library, num_threads, self._attention, self._buffer)
+
+    def table(self, weight: torch.Tensor) -> torch.Tensor:
+        kind = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+        return owned(weight, kind)
+
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
+        return self._linear.matrix(weight, bias, role)
+
+    def gated_matrix(self, weight: torch.Tensor, role: str) -> Matrix:
+        return self._linear.gated_matrix(weight, role)
+
+    def vector(self, weight: torch.Tensor) -> torch.Tensor:
+        return owned(weight, torch.float32)
+
+    def heads(self, weight: torch.Tensor, role: str) -> Heads:
+        return self._linear.heads(weight, role)
+
+    def router(self, weight: torch.Tensor) -> Matrix:
+        return self._linear.exact(weight, "router")
+
+    def begin(self, batch: Batch) -> None:
+        self._attention.begin(batch)
+
+    def run_layers(self, hidden: torch.Tensor, layers: Sequence[Any], batch: Batch) -> torch.Tensor:
+        return self._step.run(hidden, layers, batch)
+
+    def decode(self, weights: Weights, limits: Limits) -> CpuDecode:
+        """What runs decodes without the calls below."""
+        attention = self._attention.for_decodes()
+        return CpuDecode(
+            self._config, limits, self._lib, self._threads, attention, weights, self._buffer
+        )
+
+    def _buffer(self, role: str, rows: int, width: int) -> torch.Tensor:
+        held = self._buffers.get(role)
+        if held is None or held.numel() < rows * width:
+            held = self._buffers[role] = torch.empty(rows * width)
+        return held[: rows * width].view(rows, width)
+
+    def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.empty(len(tokens), table.shape[1])
+        bf16 = table.dtype == torch.bfloat16
+        self._lib.kvr_embed(
+            table.data_ptr(), bf16, tokens.data_ptr(), *hidden.shape, hidden.data_ptr()
+        )
+        return hidden
+
+    def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        return self._linear.linear(x, matrix)
+
+    def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
+        self._linear.add_linear(hidden, x, matrix)
+
+    def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        return self._linear.gated(x, matrix)
+
+    def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        assert logits.is_contiguous()
+        self._lib.kvr_cap(logits.data_ptr(), logits.numel(), cap, self._threads)
+        return logits
+
+    def per_head(self, x: torch.Tensor, heads: Heads) -> torch.Tensor:
+        return self._linear.per_head(x, heads)
+
+    def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Experts:
+        return self._linear.experts(gate_ups, downs)
+
+    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
+        assert hidden.is_contiguous()
+        assert x.is_contiguous()
+        self._lib.kvr_add_experts(
+            ctypes.byref(described_experts(layer, self._config)),
+            x.data_ptr(),
+            hidden.data_ptr(),
+            *hidden.shape,
+            ACTIVATIONS[self._config.activation],
+            self._threads,
+        )
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x: [n, width]; may be columns of wider rows."""
+        assert x.stride(1) == 1
+        out = self._buffer("norm", *x.shape)
+        self._lib.kvr_rms_norm(
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            out.data_ptr(),
+            *x.shape,
+            self._config.rms_norm_eps,
+            self._threads,
+        )
+        return out
+
+    def rope_write(
+        self,
+        qkv: torch.Tensor,
+        layer: int,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+    ) -> None:
+        self._attention.write(qkv, layer, q_norm, k_norm)
+
+    def attention(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+        out = self._buffer("attention", len(qkv), self._config.num_heads * self._config.head_dim)
+        self._attention.attend(qkv, layer, out)
+        return out
+
+    def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
+        self._attention.write_latent(q_rope, latent, layer)
+
+    def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
+        assert self._config.latent is not None
+        heads, rank = self._config.num_heads, self._config.latent.rank
+        out = self._buffer("attention", len(queries), heads * rank)
+        self._attention.attend(queries, layer, out)
+        return out.view(len(queries), heads, rank)

@@ -1,0 +1,1 @@
+"""GGUF files: read, and converted once to a Hugging Face directory."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: one worker's model over several processes."""

@@ -1,0 +1,201 @@
+"""Tensor parallelism seen from the decoder: a set of operations that is one of several.
+
+Weights arrive whole and are cut where they are prepared, by the role of the matrix. Projections
+into heads and MLPs are cut by rows, so each rank has its own results; projections back are cut by
+columns, and their results are summed over the ranks: one all-reduce after attention, one after the
+MLP. The head is cut by rows of the vocabulary, and rank 0 gathers the logits.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine.model.config import ModelConfig
+from engine.model.errors import ModelError
+from engine.model.ops import Ops
+from engine.model.parallel.shard import Shard
+
+COLLECTIVE_TIMEOUT_S = 60.0
+"""A rank that the others wait for this long is taken for dead. One that has died is noticed at
+once, by its connections."""
+
+
+class Group:
+    """The ranks of one worker, from inside one of them. Collectives are called by all ranks, in
+    the same order, from the thread that computes."""
+
+    def __init__(self, shard: Shard, meeting: str, device: torch.device) -> None:
+        """Waits until all ranks are here. `meeting`: a file that the ranks find each other by."""
+        self.shard = shard
+        self.was_used = False  # some collective was called; reset by whoever wants to know
+        c10d: Any = dist  # whose stubs leave these out
+        store = c10d.FileStore(meeting, shard.size)
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        self._ranks: Any
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            dist.init_process_group(
+                "nccl", timeout=timeout, store=store, rank=shard.rank, world_size=shard.size
+            )
+            self._ranks = dist.group.WORLD
+            return
+        # Not the process-wide group: a process may host several workers, and the address by which
+        # a machine is known elsewhere may not be one that it can reach itself by.
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self._ranks = c10d.ProcessGroupGloo(store, shard.rank, shard.size, options)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Add up what all ranks have in `tensor`, in place."""
+        self.was_used = True
+        self._ranks.allreduce([tensor]).wait()
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[n, width] of each rank -> [n, size * width] on rank 0; elsewhere of that shape only."""
+        self.was_used = True
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        if self.shard.rank:
+            self._ranks.gather([], [tensor], options).wait()
+            return tensor.repeat(1, self.shard.size)
+        parts = [torch.empty_like(tensor) for _ in range(self.shard.size)]
+        self._ranks.gather([parts], [tensor], options).wait()
+        return torch.cat(parts, dim=1)
+
+
+class Member:
+    """A process as one rank of a worker: what its runner does otherwise than one that is alone."""
+
+    def __init__(self, group: Group, memory: int | None) -> None:
+        """memory: file descriptor of the memory that all ranks share; None on GPUs."""
+        self.group = group
+        self._memory = memory
+
+    def config(self, model: ModelConfig) -> ModelConfig:
+        return self.group.shard.config(model)
+
+    def memory(self, num_bytes: int) -> torch.Tensor | None:
+        """The whole worker's KV pool, the same bytes in every rank; zeroed, [num_bytes] uint8.
+        None on GPUs: each rank has its heads in a pool of its own. Raises ModelError."""
+        if self._memory is None:
+            return None
+        try:
+            os.ftruncate(self._memory, num_bytes)
+            return torch.frombuffer(mmap.mmap(self._memory, num_bytes), dtype=torch.uint8)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"no shared memory for {num_bytes} bytes of KV: {error}") from error
+
+    def view(self, pool: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+        """Its heads of the pool of all: not contiguous, but each head's part of a block is. A pool
+        that has no others is returned as it is."""
+        heads = self.group.shard.kv_heads(model.num_kv_heads)
+        if pool.shape[3] == len(heads):
+            return pool
+        return pool[:, :, :, heads.start : heads.stop]
+
+    def ops(self, inner: Ops, model: ModelConfig) -> Ops:
+        ops: Any = ParallelOps(inner, self.group, model)
+        return ops
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    inner: Any  # as the rank's own operations made it
+    is_sum: bool = False  # the result is the sum over all ranks
+    is_gathered: bool = False  # the result is that of all ranks, side by side, on rank 0
+
+
+class ParallelOps:
+    """Implements Ops by those of one rank, which know the rank's smaller model only. What is not
+    here needs no other rank. Owned by one runner."""
+
+    def __init__(self, inner: Ops, group: Group, model: ModelConfig) -> None:
+        """model: the whole one."""
+        self._inner = inner
+        self._group = group
+        self._shard = group.shard
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Any) -> None:
+        return None  # ranks add up their results within each layer
+
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> _Matrix:
+        """The rank's part of a whole weight [out, in]."""
+        inner, part = self._inner, self._shard.part
+        if role in SUMMED:
+            own = weight[:, part(weight.shape[1])]
+            once = bias if self._shard.rank == 0 else None
+            return _Matrix(inner.matrix(own.contiguous(), once, role), is_sum=True)
+        if role == "logits":
+            rows = -(-len(weight) // self._shard.size)
+            own = weight[self._shard.rank * rows :][:rows]
+            own = torch.cat([own, own.new_zeros(rows - len(own), weight.shape[1])])
+            return _Matrix(inner.matrix(own, None, role), is_gathered=True)
+        if role in ROWS:
+            weight = self._rows(weight, role)
+            bias = None if bias is None else self._rows(bias, role)
+        return _Matrix(inner.matrix(weight, bias, role))
+
+    def _rows(self, whole: torch.Tensor, role: str) -> torch.Tensor:
+        """Of each of the projections that are stacked in `whole` the rank's rows."""
+        model, part = self._model, self._shard.part
+        if role == "qkv":
+            dim, kv = model.head_dim, self._shard.kv_heads(model.num_kv_heads)
+            keys = slice(kv.start * dim, kv.stop * dim)
+            widths = [heads * dim for heads in (model.num_heads, *(model.num_kv_heads,) * 2)]
+            queries, *others = whole.split(widths)
+            return torch.cat([queries[part(len(queries))], *(each[keys] for each in others)])
+        stacked = whole.chunk(ROWS[role])
+        return torch.cat([each[part(len(each))] for each in stacked])
+
+    def gated_matrix(self, weight: torch.Tensor, role: str) -> Any:
+        return self._inner.gated_matrix(self._rows(weight, role), role)
+
+    def heads(self, weight: torch.Tensor, role: str) -> Any:
+        """[num_heads, in, out] -> those of the rank's heads."""
+        return self._inner.heads(weight[self._shard.part(len(weight))], role)
+
+    def linear(self, x: torch.Tensor, matrix: _Matrix) -> torch.Tensor:
+        out = self._inner.linear(x, matrix.inner)
+        if matrix.is_sum:
+            self._group.sum(out)
+        elif matrix.is_gathered and len(out):
+            out = self._group.gather(out)[:, : self._model.vocab_size].contiguous()
+        return out
+
+    def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, matrix: _Matrix) -> None:
+        if not matrix.is_sum:
+            self._inner.add_linear(hidden, x, matrix.inner)
+            return
+        own = torch.zeros_like(hidden)
+        self._inner.add_linear(own, x, matrix.inner)
+        self._group.sum(own)
+        hidden += own
+
+    def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Any:
+        part = self._shard.part(downs.shape[2])
+        halves = [half[:, part] for half in gate_ups.chunk(2, dim=1)]
+        return self._inner.experts(torch.cat(halves, dim=1), downs[:, :, part].contiguous())
+
+    def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: Any) -> None:
+        own = torch.zeros_like(hidden)
+        self._inner.add_experts(own, x, layer)
+        self._group.sum(own)
+        hidden += own
+
+
+SUMMED = ("out", "down", "shared_down")
+"""Roles of matrices that are cut by columns."""
+ROWS = {"qkv": 3, "queries": 1, "gate_up": 2, "shared_gate_up": 2}
+"""Roles of matrices that are cut by rows, and how many projections are stacked in each."""

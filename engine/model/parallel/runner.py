@@ -1,0 +1,258 @@
+"""A worker's model over several processes: the leader's side of tensor parallelism.
+
+Life: the follower processes are started and meet; each rank loads its part; then every step is sent
+to the followers and run by all ranks at once, and rank 0, in the worker's own process, samples.
+Followers end with the leader, whose end closes their connection. A follower that ends by itself is
+noticed at once, and the worker is lost with it: its ranks no longer agree on what was computed.
+
+On CPUs the KV pool is one piece of memory that all ranks map, each reading and writing its heads,
+so whoever moves or checks blocks sees them whole. On GPUs every rank has a pool of its own heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.model.config import ModelConfig
+from engine.model.errors import ModelError
+from engine.model.parallel.ops import Group, Member
+from engine.model.parallel.shard import Shard, check_divides
+from engine.model.runner import ModelRunner, find_device
+from engine.request import SamplingParams
+from engine.step import Step, StepDone
+
+log = logging.getLogger("kvrelay.parallel")
+
+START_TIMEOUT_S = 600.0  # for a follower to import, and then to load its weights
+STOP_TIMEOUT_S = 5.0
+GREEDY = SamplingParams(temperature=0.0)
+
+OnLost = Callable[[Exception], None]
+
+
+class RanksLost(Exception):
+    """The processes of a worker are no longer in step; it cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a follower is told first."""
+
+    shard: Shard
+    meeting: str
+    memory: int | None  # file descriptor of the KV pool's memory
+    device: str
+    model_dir: Path
+    options: dict[str, Any]  # of its ModelRunner
+
+
+class Follower:
+    """A process of rank `rank`, seen from the leader. What it sends is "" when it has done a stage
+    of its start, or why it cannot go on."""
+
+    def __init__(self, rank: int, memory: int | None) -> None:
+        self.rank = rank
+        self._ours, theirs = socket.socketpair()
+        kept = [theirs.fileno()] + ([] if memory is None else [memory])
+        root = str(Path(__file__).parents[3])
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "engine.model.parallel.follower", str(theirs.fileno())],
+            pass_fds=kept,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        )
+        theirs.close()
+        self._connection = Connection(os.dup(self._ours.fileno()))
+        self._watcher: threading.Thread | None = None
+
+    def send(self, message: Setup | Step) -> None:
+        """Raises OSError if it has ended."""
+        self._connection.send(message)
+
+    def receive(self) -> str:
+        """Blocks until it says something, or has ended."""
+        try:
+            return str(self._connection.recv())
+        except (EOFError, OSError):
+            return "it has ended"
+
+    def wait_started(self) -> None:
+        """Until it has done the next stage. Raises ModelError."""
+        late = f"nothing was heard of it for {START_TIMEOUT_S:g} s"
+        error = self.receive() if self._connection.poll(START_TIMEOUT_S) else late
+        if error:
+            raise ModelError(f"rank {self.rank} of this worker did not start: {error}")
+
+    def watch(self, on_end: Callable[[str], None]) -> None:
+        """From now on `on_end` is told, from another thread, why it has ended."""
+
+        def wait() -> None:
+            on_end(f"rank {self.rank}: {self.receive()}")
+
+        self._watcher = threading.Thread(target=wait, name=f"rank-{self.rank}", daemon=True)
+        self._watcher.start()
+
+    def stop(self) -> None:
+        """It ends as soon as its connection does."""
+        with contextlib.suppress(OSError):  # it may have ended
+            self._ours.shutdown(socket.SHUT_RDWR)
+        if self._watcher is not None:
+            self._watcher.join()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._connection.close()
+        self._ours.close()
+
+
+class ParallelRunner:
+    """As ModelRunner, over `size` processes of this machine. Owns the followers till `close`.
+
+    Invariant: between steps all ranks have run the same ones, or the worker is lost."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        size: int,
+        *,
+        device: str = "auto",
+        num_threads: int | None = None,
+        progress: Callable[[str], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """options: of ModelRunner; num_threads: of all ranks together. Raises ModelError."""
+        check_divides(ModelConfig.from_dir(model_dir), size)
+        kind = find_device(device).type
+        _check_devices(kind, size)
+        options["num_threads"] = max(1, (num_threads or torch.get_num_threads()) // size)
+        memory = None if kind == "cuda" else os.memfd_create("kvrelay-kv")
+        self._lost: Exception | None = None
+        self._on_lost: OnLost | None = None
+        self._closing = False
+        self._lock = threading.Lock()  # of the three above
+        self._followers: list[Follower] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-ranks-")
+        try:
+            own, *others = (
+                Setup(
+                    Shard(rank, size),
+                    str(Path(self._folder.name) / "meeting"),
+                    memory,
+                    f"cuda:{rank}" if kind == "cuda" else kind,
+                    model_dir,
+                    options,
+                )
+                for rank in range(size)
+            )
+            self._start_followers(others)
+            self._group, self._runner = open_rank(own, progress)
+            for follower in self._followers:
+                follower.wait_started()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            if memory is not None:
+                os.close(memory)  # it stays mapped
+                self._folder.cleanup()  # NCCL meets again when it first computes, Gloo does not
+        for follower in self._followers:
+            follower.watch(self._lose)
+
+    def __getattr__(self, name: str) -> Any:
+        """What can be asked of the runner of rank 0: its pool, its dtype, its notices."""
+        if name == "_runner":
+            raise AttributeError(name)  # it was not made
+        return getattr(self._runner, name)
+
+    def execute(self, step: Step) -> StepDone:
+        """As ModelRunner. Raises RanksLost if a rank has failed."""
+        if self._lost is not None:
+            raise self._lost
+        step = replace(step, repeats=1)  # what is sampled is known to rank 0 only
+        lean = replace(step, seqs=[replace(s, sampling=GREEDY, context=[]) for s in step.seqs])
+        self._group.was_used = False
+        try:
+            for follower in self._followers:
+                follower.send(lean)
+            return self._runner.execute(step)
+        except Exception as error:
+            # Before the first collective all ranks refuse a step for the same reason.
+            if isinstance(error, OSError) or self._group.was_used:
+                self._lose(f"step {step.step_id}: {error}")
+            raise
+
+    def when_lost(self, call: OnLost) -> None:
+        """`call` is told once, from any thread, when the worker cannot go on."""
+        with self._lock:
+            self._on_lost = call
+            lost = self._lost
+        if lost is not None:
+            call(lost)
+
+    def close(self) -> None:
+        """End the followers and wait for them."""
+        with self._lock:
+            self._closing = True
+        for follower in self._followers:
+            follower.stop()
+        self._followers = []
+        self._folder.cleanup()
+
+    def _start_followers(self, setups: list[Setup]) -> None:
+        """Returns when all are about to join their group."""
+        for setup in setups:
+            self._followers.append(Follower(setup.shard.rank, setup.memory))
+        for follower, setup in zip(self._followers, setups, strict=True):
+            try:
+                follower.send(setup)
+            except OSError as error:
+                raise ModelError(f"rank {follower.rank} did not start: {error}") from error
+        for follower in self._followers:
+            follower.wait_started()
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            if self._lost is not None or self._closing:
+                return
+            self._lost = lost = RanksLost(reason)
+            call = self._on_lost
+        log.error("the ranks of this worker are no longer in step: %s", reason)
+        if call is not None:
+            call(lost)
+
+
+def open_rank(
+    setup: Setup, progress: Callable[[str], None] | None = None
+) -> tuple[Group, ModelRunner]:
+    """Join the group and load this rank's part. Raises ModelError."""
+    group = Group(setup.shard, setup.meeting, torch.device(setup.device))
+    member = Member(group, setup.memory)
+    runner = ModelRunner(
+        setup.model_dir, device=setup.device, member=member, progress=progress, **setup.options
+    )
+    return group, runner
+
+
+def _check_devices(kind: str, size: int) -> None:
+    """Raises ModelError."""
+    count = torch.cuda.device_count()
+    if kind == "cuda" and count < size:
+        raise ModelError(f"tensor_parallel_size = {size} needs as many GPUs, {count} are here")
+    if kind == "cpu" and not hasattr(os, "memfd_create"):
+        raise ModelError(f"tensor_parallel_size = {size} on CPUs needs Linux")

@@ -1,0 +1,1 @@
+"""KV that another worker holds: both sides of reading it, then confirming."""

@@ -1,0 +1,158 @@
+"""One request's KV on its way into device memory: from a peer, from this worker's own lower tiers,
+or from both.
+
+Which blocks: `[first, end)` of the sequence's table. Those before `first` were in the prefix cache;
+those from `end` on are computed. Blocks `[first, first + len(own))` come from the own host memory
+or disk, the rest from the producer. Where the table has no block, as a window has left it, none
+comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.kv.tier import Tier
+from engine.node import NodeId, Note
+from engine.request import TokenLogprobs
+from engine.sequence import NO_BLOCK, Sequence
+from kvtransfer.peer.handoff import ConsumerState
+from kvtransfer.tiers.manager import Source
+
+Key = tuple[str, int]  # (request_id, attempt)
+
+
+class Mode(StrEnum):
+    """What the producer does for it."""
+
+    HANDOFF = "handoff"  # computes all of the prompt and samples the next token
+    FETCH = "fetch"  # lends what it holds of the prefix
+    LOAD = "load"  # there is none: everything comes from the own tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Where the producer has a block."""
+
+    tier: Tier
+    block: int
+    checksum: int
+
+
+@dataclass(slots=True)
+class Read:
+    """A transfer in flight. `tier` is that of the own source, None for a peer's."""
+
+    indices: list[int]
+    tier: Tier | None
+    posted_at: float
+
+
+@dataclass(slots=True)
+class Arrival:
+    """The consumer's side of a handoff. Owned by the connector.
+
+    Invariant: `seq.num_reads == len(reads)`; indices in `posted` have been or are being read, those
+    in `good` have arrived with the right bytes; `own` are pinned until it has settled."""
+
+    seq: Sequence
+    mode: Mode
+    producer: NodeId | None
+    deadline: float
+    state: ConsumerState = ConsumerState.WAITING
+    epoch: int | None = None  # of the producer that announced the blocks
+    lease: int | None = None  # under which it holds them
+    first: int = 0
+    own: list[Source | None] = field(default_factory=list)  # None: the table has no block there
+    offers: dict[int, Offer] = field(default_factory=dict)
+    posted: set[int] = field(default_factory=set)
+    good: set[int] = field(default_factory=set)
+    reads: dict[int, Read] = field(default_factory=dict)  # by transfer id
+    started_at: float = 0.0
+    final: bool = False  # the producer offers no more
+    next_token: int | None = None
+    next_logprobs: TokenLogprobs | None = None
+    final_at: float = 0.0
+
+    @property
+    def key(self) -> Key:
+        return self.seq.key
+
+    @property
+    def own_end(self) -> int:
+        return self.first + len(self.own)
+
+    @property
+    def own_sources(self) -> list[Source]:
+        return [source for source in self.own if source is not None]
+
+    @property
+    def end(self) -> int:
+        """Where what is awaited ends, as far as is known."""
+        if self.mode is Mode.HANDOFF:
+            return len(self.seq.block_ids)
+        end, limit = self.own_end, len(self.seq.block_ids)
+        while end in self.offers and end < limit:
+            end += 1
+        return end
+
+    @property
+    def has_all(self) -> bool:
+        """Nothing more will come, and nothing is in flight."""
+        complete = self.final or self.mode is Mode.LOAD
+        if not complete or self.reads:
+            return False
+        missing = set(range(self.first, self.end)) - self.posted
+        return all(self.seq.block_ids[index] == NO_BLOCK for index in missing)
+
+    def good_end(self, *, trust_producer: bool) -> int:
+        """The end of the blocks that may be used: in order, with the right bytes, and of those of
+        the producer only if it has confirmed them."""
+        end = self.first
+        limit = self.end if trust_producer else self.own_end
+        table = self.seq.block_ids
+        while end < limit and (end in self.good or table[end] == NO_BLOCK):
+            end += 1
+        return end
+
+    def takes_offer(self, index: int) -> bool:
+        """Whether what the producer has of this block is wanted."""
+        table = self.seq.block_ids
+        return self.own_end <= index < len(table) and table[index] != NO_BLOCK
+
+    def own_source(self, index: int) -> Source:
+        """Where a block that the table has, and that the own tiers have, is loaded from."""
+        source = self.own[index - self.first]
+        assert source is not None
+        return source
+
+    def checksum(self, index: int) -> int:
+        if index < self.own_end:
+            return self.own_source(index).checksum
+        return self.offers[index].checksum
+
+    def source_of(self, read: Read) -> str:
+        """Who the bytes of `read` come from, for people."""
+        return f"{self.producer}" if read.tier is None else f"the own {read.tier} tier"
+
+    def source_tier(self, index: int) -> str:
+        """Where a block came from, for metrics and `usage`."""
+        return self.own_source(index).tier if index < self.own_end else "peer"
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """An arrival has ended and nothing writes to its blocks. Blocks `[arrival.first, end)` may be
+    used. `complete`: all KV of the prompt is here, and the next token is known."""
+
+    arrival: Arrival
+    end: int
+    complete: bool
+
+
+def mismatch(arrival: Arrival, read: Read, count: int) -> Note:
+    text = (
+        f"{count} KV blocks of {arrival.seq.request_id} from {arrival.source_of(read)} do not"
+        " have the bytes that were stored or sent; they are computed again"
+    )
+    return Note("error", "kv_checksum_mismatch", text)

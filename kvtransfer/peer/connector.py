@@ -1,0 +1,345 @@
+"""The consumer's side: which KV comes from elsewhere, and when it may be used.
+
+Life of an arrival here: expected (the request has come) -> started (destination blocks are
+allocated) -> reading, as blocks are known -> confirming, if a producer held them -> settled.
+Whatever goes wrong settles it too, with what is certain to be good; the worker computes the rest.
+One mechanism for all sources: a peer's pool, a peer's host memory, the own host memory and disk.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from engine.config import WorkerConfig
+from engine.cost import Rate
+from engine.kv.cache_manager import KVCacheManager
+from engine.kv.tier import Tier
+from engine.node import Effect, NodeId, Note, Send
+from engine.sequence import Sequence
+from kvtransfer.agent import PeerConnected, ReadBlocks, ReadDone
+from kvtransfer.messages import KVConnected, KVFetch, KVRead, KVReady, KVRefused, KVRelease
+from kvtransfer.peer.arrival import Arrival, Key, Mode, Offer, Read, Settled, mismatch
+from kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, next_consumer
+from kvtransfer.peer.handshake import Peers, Reach
+from kvtransfer.tiers.loads import choose_loads
+from kvtransfer.tiers.manager import Source, Tiers
+
+MAX_EARLY = 256  # handoffs announced before their request has come
+CONFIRM_TIMEOUT_S = 5.0
+LEND_TIMEOUT_S = 2.0  # for the first word of a worker that is asked to lend; it computes nothing
+UNMEASURED_BYTES_PER_S = {Tier.HOST: 2e9, Tier.DISK: 0.5e9}
+
+
+class Connector:
+    """Owns the arrivals of one worker. Its transfers have even numbers.
+
+    Invariant: an arrival is here until no transfer can write to its destination; the sources that
+    it loads from are pinned as long."""
+
+    def __init__(self, config: WorkerConfig, kv: KVCacheManager, tiers: Tiers) -> None:
+        self.config = config
+        self.tiers = tiers
+        self._kv = kv
+        self.peers = Peers(config)
+        self.arrivals: dict[Key, Arrival] = {}
+        self.settled: list[Settled] = []
+        self.failures: dict[str, int] = {}  # why arrivals failed -> how often
+        self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
+        self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:LANE", and seconds
+        self._early: OrderedDict[Key, list[KVReady]] = OrderedDict()
+        self._planned: dict[Key, list[Source | None]] = {}
+        self._by_transfer: dict[int, Arrival] = {}
+        self._next_transfer_id = 0
+
+    @property
+    def num_reads(self) -> int:
+        return len(self._by_transfer)
+
+    def take_settled(self) -> list[Settled]:
+        settled, self.settled = self.settled, []
+        return settled
+
+    def expect(self, now: float, seq: Sequence, mode: Mode, producer: NodeId) -> list[Effect]:
+        """KV of `seq` is to come from `producer`; what it announced already is remembered."""
+        patience_s = self.config.handoff_timeout_s if mode is Mode.HANDOFF else float("inf")
+        arrival = Arrival(seq, mode, producer, now + patience_s)
+        self.arrivals[seq.key] = arrival
+        effects: list[Effect] = []
+        for ready in self._early.pop(seq.key, ()):
+            effects += self.on_ready(now, ready)
+        return effects + self.peers.reach(now, producer, arrival.epoch)[1]
+
+    def plan(self, seq: Sequence, prefill_tokens_per_s: float) -> bool:
+        """Whether KV of `seq`, which has just got its blocks, comes from elsewhere. Decides what is
+        loaded from the own tiers rather than computed, and pins it."""
+        compute_s = self.config.block_size / (prefill_tokens_per_s or 1e-9)
+        sources = choose_loads(seq, self._kv, self.tiers, self._load_s, compute_s)
+        if sources:
+            self.tiers.pin(source for source in sources if source is not None)
+            self._planned[seq.key] = sources
+        return bool(sources) or seq.key in self.arrivals
+
+    def start(self, now: float, seq: Sequence) -> list[Effect]:
+        """`seq` has its blocks; the cached prefix among them is not read."""
+        own = self._planned.pop(seq.key, [])
+        arrival = self.arrivals.get(seq.key)
+        if arrival is None:
+            deadline = now + self.config.handoff_timeout_s
+            arrival = self.arrivals[seq.key] = Arrival(seq, Mode.LOAD, None, deadline)
+        arrival.own, arrival.first, arrival.started_at = own, seq.num_sealed, now
+        arrival.state = next_consumer(arrival.state, ConsumerEvent.START)
+        effects: list[Effect] = []
+        if arrival.mode is Mode.FETCH:
+            arrival.deadline = now + min(LEND_TIMEOUT_S, self.config.handoff_timeout_s)
+            effects += self._ask_to_lend(arrival)
+        seq.num_arriving = arrival.own_end
+        return effects + self._advance(now, arrival)
+
+    def on_ready(self, now: float, ready: KVReady) -> list[Effect]:
+        key = (ready.request_id, ready.attempt)
+        arrival = self.arrivals.get(key)
+        if arrival is None:
+            self._early.setdefault(key, []).append(ready)
+            if len(self._early) > MAX_EARLY:
+                self._early.popitem(last=False)
+            return []
+        late = arrival.state in (ConsumerState.DRAINING, ConsumerState.CONFIRMING)
+        if late or ready.producer != arrival.producer:
+            return []
+        known = (arrival.epoch, arrival.lease)
+        if arrival.epoch is not None and known != (ready.epoch, ready.lease):
+            return self.fail(arrival, "producer_changed")
+        arrival.epoch, arrival.lease = ready.epoch, ready.lease
+        arrival.deadline = now + self.config.handoff_timeout_s
+        blocks = zip(ready.block_ids, ready.checksums, strict=True)
+        for index, (block, checksum) in enumerate(blocks, start=ready.first):
+            arrival.offers.setdefault(index, Offer(ready.tier, block, checksum))
+        if ready.final:
+            arrival.final = True
+            arrival.final_at = now
+            arrival.next_token = ready.next_token
+            arrival.next_logprobs = ready.next_logprobs
+        return self._advance(now, arrival)
+
+    def on_connected(self, message: KVConnected) -> list[Effect]:
+        fits, effects = self.peers.on_connected(message)
+        return effects if fits else effects + self._unreachable(message.producer, "incompatible")
+
+    def on_peer_connected(self, now: float, message: PeerConnected) -> list[Effect]:
+        connected, effects = self.peers.on_peer_connected(message)
+        if connected is False:
+            return effects + self._unreachable(message.peer, "connect_failed")
+        if connected:
+            for arrival in list(self.arrivals.values()):
+                if arrival.producer == message.peer:
+                    effects += self._advance(now, arrival)
+        return effects
+
+    def on_read_done(self, now: float, done: ReadDone) -> list[Effect]:
+        arrival = self._by_transfer.pop(done.transfer_id)
+        read = arrival.reads.pop(done.transfer_id)
+        arrival.seq.num_reads -= 1
+        if done.error is None and now > read.posted_at:
+            self._count_read(arrival, read, done.num_bytes, now - read.posted_at)
+        if arrival.state is ConsumerState.DRAINING:
+            if not arrival.reads:
+                self._settle(arrival, ConsumerEvent.DONE)
+            return []
+        effects: list[Effect] = []
+        if done.error is not None:
+            effects.append(
+                Note("warning", "kv_read_failed", f"{arrival.source_of(read)}: {done.error}")
+            )
+            bad = read.indices
+        else:
+            sums = zip(read.indices, done.checksums, strict=True)
+            bad = [index for index, value in sums if value != arrival.checksum(index)]
+            if bad:
+                effects.append(mismatch(arrival, read, len(bad)))
+        arrival.good.update(set(read.indices) - set(bad))
+        if bad and read.tier is not None:
+            for index in bad:
+                self.tiers.discard(arrival.own_source(index))
+        why = "read_failed" if done.error is not None else "checksum_mismatch"
+        # The prefix up to a bad block of the own tiers is still of use; a producer's is not.
+        if bad and (read.tier is None or arrival.mode is Mode.HANDOFF):
+            return effects + self.fail(arrival, why)
+        if bad:
+            self._count_failure(why)
+        return effects + self._advance(now, arrival)
+
+    def on_confirmed(self, key: Key) -> None:
+        arrival = self.arrivals.get(key)
+        if arrival is not None and arrival.state is ConsumerState.CONFIRMING:
+            self._settle(arrival, ConsumerEvent.CONFIRMED)
+
+    def on_refused(self, message: KVRefused) -> list[Effect]:
+        arrival = self.arrivals.get((message.request_id, message.attempt))
+        if arrival is None or arrival.state is not ConsumerState.CONFIRMING:
+            return []
+        self._count_failure("refused")
+        self._settle(arrival, ConsumerEvent.REFUSED)
+        return []
+
+    def fail(self, arrival: Arrival, why: str) -> list[Effect]:
+        """Give `arrival` up. It settles now, or when its last transfer has."""
+        if arrival.state is ConsumerState.DRAINING:
+            return []
+        self._count_failure(why)
+        if arrival.reads:
+            arrival.state = next_consumer(arrival.state, ConsumerEvent.CANCEL)
+        elif arrival.state is ConsumerState.READING:
+            self._settle(arrival, ConsumerEvent.ERROR)
+        else:
+            self._settle(arrival, ConsumerEvent.CANCEL)
+        return [Send(arrival.producer, KVRelease(*arrival.key))] if arrival.producer else []
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time out what has had no news; ask again those who have not answered."""
+        effects: list[Effect] = []
+        for arrival in list(self.arrivals.values()):
+            if now >= arrival.deadline:
+                effects += self.fail(arrival, f"timeout_{arrival.state}")
+            elif arrival.state in (ConsumerState.HANDSHAKING, ConsumerState.READING):
+                effects += self._advance(now, arrival)
+        return effects
+
+    def _advance(self, now: float, arrival: Arrival) -> list[Effect]:
+        """Post what can be read; confirm or settle when all is here."""
+        effects: list[Effect] = []
+        reach = Reach.CONNECTED if arrival.producer is None else Reach.WAITING
+        if arrival.producer is not None and arrival.epoch is not None:
+            reach, effects = self.peers.reach(now, arrival.producer, arrival.epoch)
+            if reach is Reach.CHANGED and arrival.state is not ConsumerState.WAITING:
+                return self.fail(arrival, "producer_changed")
+        if arrival.state is ConsumerState.HANDSHAKING and (arrival.own or reach is Reach.CONNECTED):
+            arrival.state = next_consumer(arrival.state, ConsumerEvent.READY)
+        if arrival.state is not ConsumerState.READING:
+            return effects
+        effects += self._post_own(now, arrival)
+        if arrival.producer is not None and reach is Reach.CONNECTED:
+            effects += self._post_offers(now, arrival)
+        if arrival.has_all:
+            arrival.state = next_consumer(arrival.state, ConsumerEvent.DONE)
+            if arrival.mode is not Mode.HANDOFF and not arrival.offers:
+                self._settle(arrival, ConsumerEvent.CONFIRMED)  # own blocks: they were pinned
+            else:
+                effects += self._ask_confirmation(now, arrival)
+        return effects
+
+    def _ask_confirmation(self, now: float, arrival: Arrival) -> list[Effect]:
+        arrival.deadline = now + CONFIRM_TIMEOUT_S
+        assert arrival.lease is not None
+        assert arrival.producer is not None
+        read = KVRead(*arrival.key, consumer=self.config.node_id, lease=arrival.lease)
+        return [Send(arrival.producer, read)]
+
+    def _ask_to_lend(self, arrival: Arrival) -> list[Effect]:
+        assert arrival.producer is not None
+        seq = arrival.seq
+        end = min(len(seq.block_ids), (len(seq.tokens) - 1) // self.config.block_size)
+        names = tuple(seq.names[arrival.own_end : end])
+        fetch = KVFetch(*arrival.key, self.config.node_id, arrival.own_end, names)
+        return [Send(arrival.producer, fetch)]
+
+    def _post_own(self, now: float, arrival: Arrival) -> list[Effect]:
+        effects: list[Effect] = []
+        for tier in (Tier.HOST, Tier.DISK):
+            todo = [
+                index
+                for index, source in enumerate(arrival.own, start=arrival.first)
+                if source is not None and source.tier is tier and index not in arrival.posted
+            ]
+            if todo:
+                slots = tuple(arrival.own_source(index).slot for index in todo)
+                effects.append(self._post(now, arrival, todo, tier, tier, slots))
+        return effects
+
+    def _post_offers(self, now: float, arrival: Arrival) -> list[Effect]:
+        effects: list[Effect] = []
+        new = sorted(filter(arrival.takes_offer, arrival.offers.keys() - arrival.posted))
+        for tier in (Tier.DEVICE, Tier.HOST):
+            todo = [index for index in new if arrival.offers[index].tier is tier]
+            if todo:
+                blocks = tuple(arrival.offers[index].block for index in todo)
+                effects.append(self._post(now, arrival, todo, None, tier, blocks))
+        return effects
+
+    def _post(
+        self,
+        now: float,
+        arrival: Arrival,
+        indices: list[int],
+        own_tier: Tier | None,
+        src_tier: Tier,
+        src: tuple[int, ...],
+    ) -> ReadBlocks:
+        transfer_id = self._next_transfer_id
+        self._next_transfer_id += 2
+        arrival.posted.update(indices)
+        arrival.reads[transfer_id] = Read(indices, own_tier, now)
+        arrival.seq.num_reads += 1
+        self._by_transfer[transfer_id] = arrival
+        is_own = own_tier is not None
+        peer = self.config.node_id if is_own else arrival.producer
+        epoch = self.config.epoch if is_own else arrival.epoch
+        assert peer is not None
+        assert epoch is not None
+        return ReadBlocks(
+            transfer_id=transfer_id,
+            peer=peer,
+            epoch=epoch,
+            src=src,
+            dst=tuple(arrival.seq.block_ids[index] for index in indices),
+            timeout_s=self.config.read_timeout_s,
+            src_tier=src_tier,
+        )
+
+    def _load_s(self, tier: Tier) -> float:
+        rate = self.bytes_per_s(tier) or UNMEASURED_BYTES_PER_S[tier]
+        return self.config.bytes_per_block / rate
+
+    def bytes_per_s(self, tier: Tier | None) -> float:
+        """Measured rate of reads into device memory; until there was one, that of copies down to
+        the tier, which take the same way, if it is better than what is assumed. 0: not known."""
+        own = self.read_bytes_per_s[tier].value
+        if own or tier is None:
+            return own
+        written = self.tiers.written_bytes_per_s(tier)
+        return written if written > UNMEASURED_BYTES_PER_S.get(tier, 0.0) else 0.0
+
+    def _unreachable(self, producer: NodeId, why: str) -> list[Effect]:
+        effects: list[Effect] = []
+        for arrival in list(self.arrivals.values()):
+            if arrival.producer == producer and all(i < arrival.own_end for i in arrival.posted):
+                effects += self.fail(arrival, why)
+        return effects
+
+    def _settle(self, arrival: Arrival, event: ConsumerEvent) -> None:
+        assert not arrival.reads
+        arrival.state = next_consumer(arrival.state, event)
+        del self.arrivals[arrival.key]
+        self.tiers.unpin(arrival.own_sources)
+        done = arrival.state is ConsumerState.DONE
+        end = arrival.good_end(trust_producer=done)
+        complete = done and arrival.mode is Mode.HANDOFF
+        self.settled.append(Settled(arrival, end, complete))
+
+    def _count_read(self, arrival: Arrival, read: Read, num_bytes: int, elapsed_s: float) -> None:
+        self.read_bytes_per_s[read.tier].add(num_bytes, elapsed_s)
+        lane = self.peers.lane(arrival.producer or "") if read.tier is None else ""
+        source = f"{read.tier or 'peer'}:{lane}"
+        for name, amount in (("bytes", num_bytes), ("seconds", elapsed_s)):
+            key = f"kv_read_{name}:{source}"
+            self.counters[key] = self.counters.get(key, 0.0) + amount
+
+    def _count_failure(self, why: str) -> None:
+        self.failures[why] = self.failures.get(why, 0) + 1
+
+    def check_idle(self) -> list[str]:
+        left = [f"arrival {a.key} is {a.state}" for a in self.arrivals.values()]
+        if self._by_transfer:
+            left.append(f"transfers {sorted(self._by_transfer)} are live")
+        if self._planned:
+            left.append(f"loads of {sorted(self._planned)} are planned and not begun")
+        return left

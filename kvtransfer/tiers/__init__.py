@@ -1,0 +1,1 @@
+"""The tiers of a worker below its device memory."""

@@ -1,0 +1,338 @@
+"""The tiers of a worker below its device memory: what is copied down, kept, brought up, forgotten.
+
+Life of a block: sealed on the device -> copied to host memory at once -> written to disk when it
+was not used for a while -> evicted where something is worth more, and forgotten when its retention
+is over. Requests load it from the fastest tier that has it. Orders of a router park, resume, pin
+and drop the blocks of a session that rests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine.config import WorkerConfig
+from engine.kv.cache_manager import KVCacheManager
+from engine.kv.tier import DiskRecord, Retention, Tier, TierNames
+from engine.node import Effect, Note, Send
+from kvtransfer.agent import ReadDone, StoreFailed
+from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
+from kvtransfer.tiers.blocks import TierBlocks
+from kvtransfer.tiers.moves import TierMoves
+
+MAX_ORDERS = 256  # live; one more is answered at once
+ORDER_TIMEOUT_S = 30.0
+ORDER_WINDOW = 64  # blocks of one order that are looked at before the first ones have come true
+RESUME_SHARE = 4  # one order brings up at most 1 / 4 of the device pool
+MAX_EXPIRED = 1024  # blocks of a tier that are forgotten in a tick because their time is over
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where this worker can load a block from."""
+
+    tier: Tier  # host or disk
+    slot: int
+    name: bytes
+    checksum: int
+
+
+@dataclass(slots=True, eq=False)
+class LiveOrder:
+    """An order that has not been answered. `left`: blocks of which it is not known whether it comes
+    true for them; `asked`: what was asked for already, so that nothing is tried twice."""
+
+    order: CacheOrder
+    deadline: float
+    left: deque[bytes]
+    num_done: int = 0
+    asked: set[tuple[Tier, bytes]] = field(default_factory=set)  # the tier it should come to
+
+
+class Tiers:
+    """Owned by a worker node, beside its KVCacheManager. Without lower tiers it does nothing.
+
+    Invariant: a block is found in a lower tier only with the bytes of its checksum in its slot, and
+    a slot that is pinned, or being read or written, is given to no other block. Every order is
+    answered exactly once. No move is waited for without a deadline, and no queue is unbounded."""
+
+    def __init__(self, config: WorkerConfig, kv: KVCacheManager) -> None:
+        self._config = config
+        self._kv = kv
+        self._blocks = TierBlocks(config)
+        self._moves = TierMoves(config, kv, self._blocks)
+        self._pools = self._blocks.pools
+        self._orders: list[LiveOrder] = []
+        self._orders_due = False  # something has changed since they were looked at
+        self._now = 0.0
+        self.counters = self._blocks.counters
+        kv.collect_sealed = bool(self._pools)
+
+    def start(self, now: float, records: Sequence[DiskRecord]) -> None:
+        """`records`: what the disk store held when it was opened."""
+        self._blocks.start(now, records)
+
+    def find(self, names: Sequence[bytes]) -> list[Source]:
+        """The longest run from `names[0]` that can be read now, each from its fastest tier."""
+        sources: list[Source] = []
+        for name in names:
+            for tier, pool in self._pools.items():
+                entry = pool.get(name)
+                if entry is not None:
+                    sources.append(Source(tier, entry.slot, name, entry.checksum))
+                    break
+            else:
+                break
+        return sources
+
+    def pin(self, sources: Iterable[Source]) -> None:
+        """Just found: their slots stay as they are until `unpin`."""
+        for source in sources:
+            self._pools[source.tier].pin(source.slot)
+
+    def unpin(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            self._pools[source.tier].unpin(source.slot)
+
+    def use(self, now: float, names: Sequence[bytes], retention: Retention) -> None:
+        """A request that covers these blocks, in order, begins or ends."""
+        if not self._pools:
+            return
+        self._take_sealed(now)
+        for name in reversed(names):  # the beginning is forgotten last
+            self._blocks.use(now, name, retention)
+
+    def discard(self, source: Source) -> None:
+        """Its bytes are bad or unreadable: forget this copy."""
+        self._blocks.discard(source.tier, source.slot, source.name, "bad")
+
+    def promote(self, names: Sequence[bytes]) -> None:
+        """Wanted in host memory soon; `advance` starts the moves."""
+        self._blocks.want_promotion(names)
+
+    def advance(self, now: float) -> list[Effect]:
+        """After every message: start what is due."""
+        if not self._pools:
+            return []
+        self._now = now
+        self._take_sealed(now)
+        answers = self._step_orders(now) if self._orders_due else []
+        return [*self._moves.advance(now), *answers]
+
+    def on_read_done(self, now: float, done: ReadDone) -> list[Effect] | None:
+        """None if it is not a transfer of the tiers."""
+        self._orders_due = bool(self._orders)
+        return self._moves.finish(now, done)
+
+    def on_store_failed(self, now: float, failed: StoreFailed) -> list[Effect]:
+        text = f"{self._config.node_id}: {failed.error}"
+        if failed.lost:
+            self._blocks.forget_disk()
+            return [Note("warning", "disk_store_lost", text)]
+        return self._blocks.store_failed(now, text)
+
+    def tick(self, now: float) -> list[Effect]:
+        """About four times a second: what is due because time has passed."""
+        self._blocks.expire(now, MAX_EXPIRED)
+        self._blocks.index.refresh(now)
+        self._orders_due = bool(self._orders)
+        return self.advance(now)
+
+    def order(self, now: float, order: CacheOrder) -> list[Effect]:
+        """A wish of a router, answered by `CacheOrderDone` now or within ORDER_TIMEOUT_S."""
+        names = tuple(dict.fromkeys(order.names))
+        self._blocks.count(f"cache_orders_{order.action}")
+        left = self._read_again(order, names)
+        live = LiveOrder(order, now + ORDER_TIMEOUT_S, deque(left), len(names) - len(left))
+        if not self._pools:
+            return [self._answer(live)]
+        if len(self._orders) >= MAX_ORDERS:
+            self._blocks.count("cache_orders_refused")
+            return [self._answer(live)]
+        self._take_sealed(now)
+        if order.action in (CacheAction.PARK, CacheAction.PIN):
+            self._copy_all(now, live)
+        elif order.action is CacheAction.RESUME:
+            self._limit(live)
+        self._orders.append(live)
+        return self._step_orders(now)
+
+    def _read_again(self, order: CacheOrder, names: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of a session's names that an order is carried out for: with a window, its next turn
+        reads no others; to park them is to let them go."""
+        window = self._kv.window
+        if not window.size or order.action in (CacheAction.UNPIN, CacheAction.DROP):
+            return names
+        sinks = window.num_sink_blocks
+        # The KV of the last token may not be computed: then the turn goes on one block earlier.
+        start = max(sinks, window.start(len(names) * window.block_size) - 1)
+        if order.action is CacheAction.PARK:
+            self._kv.pool.evict(names[sinks:start])
+        return [*names[:sinks], *names[start:]]
+
+    def take_changes(self) -> tuple[TierNames, ...]:
+        """Net changes since the last call, of blocks that can be read."""
+        changes = [pool.take_changes() for pool in self._pools.values()]
+        return tuple(change for change in changes if change is not None)
+
+    def snapshot(self) -> tuple[TierNames, ...]:
+        """All blocks that can be read."""
+        return tuple(TierNames(tier, pool.names()) for tier, pool in self._pools.items())
+
+    def written_bytes_per_s(self, tier: Tier) -> float:
+        """Of the copies down to `tier`, since the start; 0 before the first."""
+        way = f"device_{tier}" if tier is Tier.HOST else f"host_{tier}"
+        seconds = self.counters.get(f"moved_s_{way}", 0.0)
+        return self.counters[f"moved_bytes_{way}"] / seconds if seconds else 0.0
+
+    def num_blocks(self, tier: Tier) -> int:
+        """Slots in use: of blocks that can be read, are written, or were forgotten and are read."""
+        return self._pools[tier].num_used if tier in self._pools else 0
+
+    def num_pinned(self, tier: Tier) -> int:
+        """Slots that are being read or written."""
+        return self._pools[tier].num_pinned if tier in self._pools else 0
+
+    @property
+    def num_moves(self) -> int:
+        return len(self._moves.live)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is in flight, and at the time of the last call nothing was due."""
+        waiting = self._kv.newly_sealed or self._orders or self._moves.live or self._moves.to_load
+        return not self._pools or not (waiting or self._blocks.has_work(self._now))
+
+    def check_integrity(self) -> None:
+        """Assert the class invariants. Cost: O(number of blocks)."""
+        self._blocks.check_integrity()
+
+    def check_idle(self) -> list[str]:
+        """Pins, moves and orders that are left when nothing should be; empty if all is well."""
+        left = [
+            f"{self.num_pinned(tier)} blocks of the {tier} tier are pinned"
+            for tier in self._pools
+            if self.num_pinned(tier)
+        ]
+        if self._moves.live:
+            left.append(f"moves {sorted(self._moves.live)} are live")
+        return left + [f"order {live.order.order_id} is live" for live in self._orders]
+
+    def _take_sealed(self, now: float) -> None:
+        if self._kv.newly_sealed:
+            sealed, self._kv.newly_sealed = self._kv.newly_sealed, []
+            for _, name, retention in sealed:
+                self._blocks.want_copy(now, name, retention)
+
+    def _copy_all(self, now: float, live: LiveOrder) -> None:
+        """Copy down what only the device has."""
+        blocks = self._blocks
+        for name in live.left:
+            there = blocks.is_below(name) or blocks.is_coming(name)
+            if not there and self._kv.pool.is_cached(name):
+                blocks.want_copy(now, name, self._config.retention)
+            if live.order.action is CacheAction.PARK:
+                blocks.park(name)
+
+    def _limit(self, live: LiveOrder) -> None:
+        """What is on the device already should stay there, and not too much should come."""
+        pool = self._kv.pool
+        hits = pool.lookup(live.left)
+        pool.acquire(hits)
+        pool.release(hits)
+        most = len(hits) + pool.num_blocks // RESUME_SHARE
+        live.left = deque(list(live.left)[:most])
+        waiting = [name for name in list(live.left)[len(hits) :] if not pool.is_cached(name)]
+        first = self._pools[self._blocks.first_tier]
+        self._blocks.want_promotion([name for name in waiting if first.get(name) is None])
+
+    def _step_orders(self, now: float) -> list[Effect]:
+        self._orders_due = False
+        answers: list[Effect] = []
+        for live in list(self._orders):
+            self._step(now, live)
+            if live.left and now < live.deadline:
+                continue
+            self._stop_loading(live.left)
+            self._orders.remove(live)
+            answers.append(self._answer(live))
+        return answers
+
+    def _step(self, now: float, live: LiveOrder) -> None:
+        """Look at the blocks that are next; those that have to be waited for stay in `left`."""
+        waiting: list[bytes] = []
+        while live.left and len(waiting) < ORDER_WINDOW:
+            name = live.left.popleft()
+            done = self._try(live, name)
+            if done is None:
+                waiting.append(name)
+            elif done:
+                live.num_done += 1
+            elif live.order.action is CacheAction.RESUME:
+                self._stop_loading(live.left)  # without this one they are of no use
+                live.left.clear()
+        live.left.extendleft(reversed(waiting))
+
+    def _try(self, live: LiveOrder, name: bytes) -> bool | None:
+        """Whether the order has come true for this block; None: it may, later."""
+        match live.order.action:
+            case CacheAction.PARK:
+                return self._park(name)
+            case CacheAction.RESUME:
+                return self._resume(live, name)
+            case CacheAction.PIN:
+                if self._blocks.is_below(name):
+                    return self._blocks.keep(name)
+                return None if self._blocks.is_coming(name) else False
+            case CacheAction.UNPIN:
+                return self._blocks.stop_keeping(name)
+            case CacheAction.DROP:
+                return self._drop(name)
+
+    def _park(self, name: bytes) -> bool | None:
+        if not self._blocks.is_below(name):
+            return None if self._blocks.is_coming(name) else False
+        self._kv.pool.evict([name])
+        return not self._kv.pool.is_cached(name)
+
+    def _resume(self, live: LiveOrder, name: bytes) -> bool | None:
+        """From the disk to the first tier, and from there to the device, each tried once."""
+        blocks, first = self._blocks, self._blocks.first_tier
+        if self._kv.pool.is_cached(name):
+            return True
+        if name in self._moves.to_load or self._moves.is_moving(name, first, Tier.DEVICE):
+            return None
+        if self._pools[first].get(name) is not None:
+            if (Tier.DEVICE, name) in live.asked:
+                return False
+            live.asked.add((Tier.DEVICE, name))
+            self._moves.to_load[name] = None
+            return None
+        if name in blocks.to_promote or self._pools[first].is_coming(name):
+            return None
+        if not blocks.is_below(name) or (first, name) in live.asked:
+            return False
+        live.asked.add((first, name))
+        blocks.want_promotion([name])
+        return None
+
+    def _drop(self, name: bytes) -> bool | None:
+        """Sessions may share a block: one that an order keeps, or a request uses, stays there."""
+        pool = self._kv.pool
+        if name not in self._blocks.usages and not pool.is_cached(name):
+            return False
+        self._blocks.drop(name)
+        pool.evict([name])
+        if not pool.is_cached(name):
+            return name not in self._blocks.usages
+        being_copied = self._moves.is_moving(name, Tier.DEVICE, self._blocks.first_tier)
+        return None if being_copied else False
+
+    def _stop_loading(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            self._moves.to_load.pop(name, None)
+
+    def _answer(self, live: LiveOrder) -> Send:
+        done = CacheOrderDone(self._config.node_id, live.order.order_id, live.num_done)
+        return Send(live.order.router, done)

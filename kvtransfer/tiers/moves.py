@@ -1,0 +1,264 @@
+"""Blocks on their way between the tiers of one worker.
+
+Life of a move: a batch is taken from the queue of its direction -> posted, its blocks pinned at the
+source and unreadable at the destination -> done: each block whose bytes have the right checksum can
+be read, the others are forgotten, and so is a source that turns out to be bad.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from engine.config import WorkerConfig
+from engine.kv.cache_manager import KVCacheManager
+from engine.kv.tier import Tier
+from engine.node import Effect, Note
+from kvtransfer.agent import ReadBlocks, ReadDone
+from kvtransfer.tiers.blocks import TierBlocks
+from kvtransfer.tiers.pool import Entry, TierPool
+
+MAX_MOVE_BLOCKS = 32  # of one move; there is one at a time in each direction
+MOVE_SHARE = 8  # and it has at most 1 / 8 of the blocks of either tier
+FREE_SHARE = 8  # 1 / 8 of the device pool is left to requests when blocks are loaded ahead of them
+RETRY_S = 1.0  # before a direction is tried again in which a move has failed
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """One block of a move. `entry`: at the destination, unless that is the device."""
+
+    name: bytes
+    src: int
+    dst: int
+    checksum: int
+    entry: Entry | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    src: Tier
+    dst: Tier
+    blocks: list[Moving]
+
+    @property
+    def way(self) -> tuple[Tier, Tier]:
+        return self.src, self.dst
+
+
+class TierMoves:
+    """Owned by `Tiers`.
+
+    Invariant: at most one move each way; exactly the blocks of `live` are pinned by it, in the
+    tiers and on the device. What the disk's index has to be told of forgotten slots goes before
+    the next move to the disk."""
+
+    def __init__(self, config: WorkerConfig, kv: KVCacheManager, blocks: TierBlocks) -> None:
+        self.live: dict[int, Move] = {}  # by transfer id
+        self.to_load: OrderedDict[bytes, None] = OrderedDict()  # from the first tier to the device
+        self._config = config
+        self._kv = kv
+        self._blocks = blocks
+        self._sizes = {tier: pool.num_blocks for tier, pool in blocks.pools.items()}
+        self._sizes[Tier.DEVICE] = config.num_blocks
+        self._not_before: dict[tuple[Tier, Tier], float] = {}
+        self._next_transfer_id = 1  # odd; the connector's are even
+
+    def is_moving(self, name: bytes, src: Tier, dst: Tier) -> bool:
+        moves = (move for move in self.live.values() if move.way == (src, dst))
+        return any(block.name == name for move in moves for block in move.blocks)
+
+    def advance(self, now: float) -> list[Effect]:
+        """Start what is due."""
+        moves = [
+            *self._copy_down(now),
+            *self._write_to_disk(now),
+            *self._promote(now),
+            *self._load(now),
+        ]
+        self._blocks.take_forgotten()
+        return [*self._blocks.index.take(now), *moves]
+
+    def finish(self, now: float, done: ReadDone) -> list[Effect] | None:
+        """A move has settled; None if it is not one of these."""
+        move = self.live.pop(done.transfer_id, None)
+        if move is None:
+            return None
+        way, count = f"{move.src}_{move.dst}", self._blocks.count
+        if move.src is Tier.DEVICE:
+            self._kv.pool.release([block.src for block in move.blocks])
+        else:
+            for block in move.blocks:
+                self._blocks.pools[move.src].unpin(block.src)
+        if done.error is None:
+            assert len(done.checksums) == len(move.blocks)
+            arrived = [b.checksum == c for b, c in zip(move.blocks, done.checksums, strict=True)]
+            count(f"moved_blocks_{way}", sum(arrived))
+            count(f"moved_bytes_{way}", done.num_bytes)
+            count(f"moved_s_{way}", done.elapsed_s)
+            effects = self._blame(move, arrived)
+        else:
+            arrived = [False] * len(move.blocks)
+            count(f"moves_failed_{way}")
+            effects = self._fail(now, move, done)
+        for block, good in zip(move.blocks, arrived, strict=True):
+            self._settle(move.dst, block, good)
+        if move.dst is Tier.DEVICE:
+            self._kv.pool.release([block.dst for block in move.blocks])
+        return effects
+
+    def _copy_down(self, now: float) -> list[Effect]:
+        blocks, pool = self._blocks, self._blocks.pools[self._blocks.first_tier]
+        moving: list[Moving] = []
+        room = self._room(now, Tier.DEVICE, pool.tier)
+        while blocks.to_copy and len(moving) < room:
+            name, _ = blocks.to_copy.popitem(last=False)
+            found = self._kv.pool.lookup([name])
+            entry = None
+            if not found:
+                blocks.count("tier_missed")
+            elif name not in pool:
+                entry = self._allocate(now, pool, name)
+            if entry is None:
+                blocks.forget_usage(name)
+                continue
+            (block,) = found
+            moving.append(Moving(name, block, entry.slot, self._kv.checksums[block], entry))
+        return self._post(Tier.DEVICE, pool.tier, moving)
+
+    def _write_to_disk(self, now: float) -> list[Effect]:
+        blocks = self._blocks
+        if blocks.disk is None or blocks.host is None:
+            return []
+        moving: list[Moving] = []
+        room = self._room(now, Tier.HOST, Tier.DISK)
+        while len(moving) < room and (source := blocks.next_to_write(now)) is not None:
+            entry = self._allocate(now, blocks.disk, source.name)
+            if entry is None:
+                blocks.consider_writing(source.name)
+                break
+            moving.append(Moving(source.name, source.slot, entry.slot, source.checksum, entry))
+        return self._post(Tier.HOST, Tier.DISK, moving)
+
+    def _promote(self, now: float) -> list[Effect]:
+        blocks = self._blocks
+        if blocks.disk is None or blocks.host is None:
+            return []
+        moving: list[Moving] = []
+        room = self._room(now, Tier.DISK, Tier.HOST)
+        while blocks.to_promote and len(moving) < room:
+            name, _ = blocks.to_promote.popitem(last=False)
+            source = blocks.disk.get(name)
+            if source is None or name in blocks.host:
+                continue
+            entry = self._allocate(now, blocks.host, name)
+            if entry is not None:
+                moving.append(Moving(name, source.slot, entry.slot, source.checksum, entry))
+        return self._post(Tier.DISK, Tier.HOST, moving)
+
+    def _load(self, now: float) -> list[Effect]:
+        device, pool = self._kv.pool, self._blocks.pools[self._blocks.first_tier]
+        sources: list[Entry] = []
+        room = self._room(now, pool.tier, Tier.DEVICE)
+        room = min(room, device.num_free - device.num_blocks // FREE_SHARE)
+        while self.to_load and len(sources) < room:
+            name, _ = self.to_load.popitem(last=False)
+            source = pool.get(name)
+            if source is not None and not device.is_cached(name):
+                sources.append(source)
+        targets = self._kv.allocate(len(sources)) or []
+        moving = [
+            Moving(source.name, source.slot, block, source.checksum)
+            for source, block in zip(sources, targets, strict=True)
+        ]
+        return self._post(pool.tier, Tier.DEVICE, moving)
+
+    def _room(self, now: float, src: Tier, dst: Tier) -> int:
+        """How many blocks may be moved that way now."""
+        if any(move.way == (src, dst) for move in self.live.values()):
+            return 0
+        if now < self._not_before.get((src, dst), now):
+            return 0
+        if dst is Tier.DISK and not self._blocks.index.may_write(now):
+            return 0
+        share = min(self._sizes[src], self._sizes[dst]) // MOVE_SHARE
+        return max(1, min(MAX_MOVE_BLOCKS, share))
+
+    def _allocate(self, now: float, pool: TierPool, name: bytes) -> Entry | None:
+        entry = pool.allocate(now, self._blocks.usages[name])
+        if entry is None:
+            self._blocks.count(f"tier_no_room_{pool.tier}")
+        return entry
+
+    def _post(self, src: Tier, dst: Tier, moving: list[Moving]) -> list[Effect]:
+        if not moving:
+            return []
+        sources = tuple(block.src for block in moving)
+        if src is Tier.DEVICE:
+            self._kv.pool.acquire(sources)
+        else:
+            for slot in sources:
+                self._blocks.pools[src].pin(slot)
+        transfer_id = self._next_transfer_id
+        self._next_transfer_id += 2
+        self.live[transfer_id] = Move(src, dst, moving)
+        config = self._config
+        return [
+            ReadBlocks(
+                transfer_id=transfer_id,
+                peer=config.node_id,
+                epoch=config.epoch,
+                src=sources,
+                dst=tuple(block.dst for block in moving),
+                timeout_s=config.read_timeout_s,
+                src_tier=src,
+                dst_tier=dst,
+            )
+        ]
+
+    def _settle(self, dst: Tier, block: Moving, good: bool) -> None:
+        """Nothing writes to the destination any more."""
+        entry, blocks = block.entry, self._blocks
+        if entry is None:
+            if good and self._kv.pool.seal(block.dst, block.name):
+                self._kv.checksums[block.dst] = block.checksum
+            return
+        pool = blocks.pools[dst]
+        if not good:
+            pool.abandon(entry, "failed")
+        elif pool.commit(entry, block.checksum):
+            if any(other.is_kept(block.name) for other in blocks.pools.values()):
+                pool.keep(block.name)
+            if dst is Tier.DISK:
+                blocks.index.put(entry)
+        blocks.consider_writing(block.name)
+
+    def _blame(self, move: Move, arrived: list[bool]) -> list[Effect]:
+        """Bytes that do not fit their checksum: the source is forgotten, but for the device's,
+        which has been computed there and is not read back."""
+        bad = [block for block, good in zip(move.blocks, arrived, strict=True) if not good]
+        if not bad:
+            return []
+        self._blocks.count(f"moved_bad_{move.src}_{move.dst}", len(bad))
+        if move.src is not Tier.DEVICE:
+            for block in bad:
+                self._blocks.discard(move.src, block.src, block.name, "bad")
+        text = (
+            f"{self._config.node_id}: {len(bad)} blocks moved from {move.src} to {move.dst} do not"
+            " have the bytes that were computed; these copies are not used"
+        )
+        return [Note("error", "tier_checksum_mismatch", text)]
+
+    def _fail(self, now: float, move: Move, done: ReadDone) -> list[Effect]:
+        self._not_before[move.way] = now + RETRY_S
+        # What was refused took no time: nobody has tried to read it.
+        if move.src is Tier.DISK and done.elapsed_s > 0:
+            for block in move.blocks:
+                self._blocks.discard(Tier.DISK, block.src, block.name, "unreadable")
+        text = (
+            f"{self._config.node_id}: {len(move.blocks)} blocks were not moved from {move.src} to"
+            f" {move.dst}: {done.error}"
+        )
+        if move.dst is Tier.DISK:
+            return self._blocks.store_failed(now, text)
+        return [Note("warning", "tier_move_failed", text)]

@@ -1,0 +1,1 @@
+"""The laboratory: simulator, replay, profiling, benchmarks. Nothing below it needs it."""

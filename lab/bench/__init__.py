@@ -1,0 +1,1 @@
+"""Benchmarks: load on an HTTP endpoint, and the engine alone."""

@@ -1,0 +1,36 @@
+"""A fresh process up to its first token: what `kvrelay bench engine` starts and times.
+
+`python -m lab.bench.engine_start SPEC` writes one JSON object: when each stage was reached, on the
+clock that all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+
+def main(text: str) -> None:
+    reached = {"python": time.monotonic()}
+    from cluster.worker.build import prepare_model
+    from engine.model.runner import find_device
+    from lab.bench.engine import EngineSpec, Prompts, greedy
+    from lab.bench.lone_worker import LoneWorker
+
+    reached["imports"] = time.monotonic()
+    given = json.loads(text)
+    spec = EngineSpec(**given | {name: tuple(given[name]) for name in ("batches", "prefills")})
+    config = spec.config()
+    model = prepare_model(config, 1, lambda _: None)
+    on_gpu = find_device(spec.device).type == "cuda"
+    with LoneWorker(config, model, on_gpu=on_gpu, threads=spec.num_threads) as worker:
+        reached["weights"] = time.monotonic()
+        prompts = Prompts(model.config.vocab_size, spec.seed).take(1, spec.input_len)
+        worker.generate(prompts, greedy(1))
+        reached["first token"] = time.monotonic()
+    sys.stdout.write(json.dumps(reached) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

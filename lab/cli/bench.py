@@ -1,0 +1,128 @@
+"""`kvrelay bench`: put load on a server, or on the engine alone, and show what it did."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cluster.cli.client import plain_errors, url_option
+from lab.bench.load import PERCENTILES, LoadSpec, Timing, run_load, summarize
+from lab.cli.bench_engine import engine
+
+
+@click.group()
+def bench() -> None:
+    """Measure a server, or the engine alone."""
+
+
+bench.add_command(engine)
+
+
+@bench.command()
+@url_option
+@click.option("--model", help="Model to ask; default: the server's first.")
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests/s, open loop.")
+@click.option("--concurrency", type=click.IntRange(1, 4096), help="Requests in flight, instead.")
+@click.option("--num-requests", type=click.IntRange(1, 1_000_000), default=100, show_default=True)
+@click.option("--input-len", type=click.IntRange(1), default=128, show_default=True)
+@click.option("--output-len", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--prefix-groups", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--prefix-len", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--endpoint", type=click.Choice(["chat", "completions"]), default="chat", show_default=True
+)
+@click.option("--stream/--no-stream", default=True, show_default=True)
+@click.option("--ignore-eos/--no-ignore-eos", default=True, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of prompts and arrivals.")
+@click.option("--timeout-s", type=click.FloatRange(min=0.1), default=600.0, show_default=True)
+@click.option("--ttft-slo-ms", type=click.FloatRange(min=0), help="For goodput.")
+@click.option("--itl-slo-ms", type=click.FloatRange(min=0), help="For goodput.")
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="Default: $OPENAI_API_KEY.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results there.")
+def serve(url: str, model: str | None, json_path: Path | None, **options: Any) -> None:
+    """Load any OpenAI-compatible endpoint, and report latency, throughput and goodput.
+
+    Each prompt has --prefix-len words shared by its group, then --input-len of its own.
+    """
+    if (options["rate"] is None) == (options["concurrency"] is None):
+        raise click.UsageError("give either --rate or --concurrency")
+    if options["prefix_groups"] and not options["prefix_len"]:
+        raise click.UsageError("--prefix-groups needs a --prefix-len")
+    url = url.rstrip("/").removesuffix("/v1")
+    console = Console(stderr=True)
+    with plain_errors(url):
+        spec = LoadSpec(url=url, model=model or _first_model(url, options["api_key"]), **options)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[errors]} errors"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("requests", total=spec.num_requests, errors=0)
+        num_errors = 0
+
+        def on_done(timing: Timing) -> None:
+            nonlocal num_errors
+            num_errors += timing.error is not None
+            progress.update(task, advance=1, errors=num_errors)
+
+        timings, elapsed_s = asyncio.run(run_load(spec, on_done))
+    result = summarize(spec, timings, elapsed_s)
+    if json_path is not None:
+        text = json.dumps(result, indent=2) + "\n"
+        if str(json_path) == "-":
+            click.echo(text, nl=False)
+        else:
+            json_path.write_text(text)
+    if json_path is None or str(json_path) != "-":
+        Console().print(result_table(result))
+    if not result["num_completed"]:
+        raise click.ClickException(f"no request was answered: {result['errors']}")
+
+
+def _first_model(url: str, api_key: str | None) -> str:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    response = httpx.get(f"{url}/v1/models", headers=headers, timeout=10)
+    models = response.json().get("data") if response.is_success else None
+    if not models:
+        raise click.ClickException(f"{url} does not say which models it has: give --model")
+    return str(models[0]["id"])
+
+
+def result_table(result: dict[str, Any]) -> Group:
+    """A result for reading."""
+    table = Table(title=f"{result['parameters']['model']} at {result['parameters']['url']}")
+    table.add_column("")
+    for percent in PERCENTILES:
+        table.add_column(f"p{percent}", justify="right")
+    for key, name in (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("e2e_ms", "end to end")):
+        values = (result[key][f"p{percent}"] for percent in PERCENTILES)
+        table.add_row(name, *("-" if value is None else f"{value:.1f} ms" for value in values))
+    lines = [
+        f"{result['num_completed']} of {result['num_requests']} requests in "
+        f"{result['elapsed_s']:.1f} s: {result['requests_per_s']:.2f} requests/s, "
+        f"{result['output_tokens_per_s']:.1f} output tokens/s",
+    ]
+    if result["cached_tokens_share"] is not None:
+        lines.append(f"{100 * result['cached_tokens_share']:.1f} % of prompt tokens were cached")
+    if result["goodput_per_s"] is not None:
+        lines.append(
+            f"goodput {result['goodput_per_s']:.2f} requests/s "
+            f"({100 * result['share_within_slo']:.1f} % within the SLO)"
+        )
+    if result["errors"]:
+        lines.append(
+            "errors: " + ", ".join(f"{n} x {kind}" for kind, n in result["errors"].items())
+        )
+    return Group(table, *lines)

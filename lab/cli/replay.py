@@ -1,0 +1,296 @@
+"""`kvrelay replay`: what would a cluster do with this traffic? Answered without the cluster.
+
+Reads or makes a trace, replays it under each policy that was named, and shows the figures as a
+table, JSON and a picture. What is wrong with the input is one line, and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from cluster.config import ConfigError, load_config
+from lab.replay.config import ORACLE, Fault, ReplayConfig
+from lab.replay.generators import PRESETS, preset
+from lab.replay.readers import TraceError, read_trace
+from lab.replay.report import Slo, Summary, summary
+from lab.replay.tables import comparison_table, result_table
+from lab.replay.trace import Trace
+from lab.timing.file import load_timing
+from lab.timing.timing import Timing, TimingError
+from router.config import POLICIES
+
+if TYPE_CHECKING:
+    from lab.replay.results import ReplayResult
+
+SYNTHETIC = "synthetic:"
+GIB = 1 << 30
+DEFAULT_REQUESTS = 2_000
+DEFAULT_RATE = 1.0  # requests/s
+MAX_REQUESTS = 10_000_000
+STATS_PER_S = 100.0  # of all workers, at most, and of each at most one: a router reads them all
+_SECONDS = r"(\d+(?:\.\d+)?)"
+_FAULT = re.compile(rf"kill\s+(\S+)\s+at\s+{_SECONDS}\s+for\s+{_SECONDS}")
+
+
+class BadInputError(click.ClickException):
+    """One line, and the exit code of a wrong command line."""
+
+    exit_code = 2
+
+
+def _kinds() -> str:
+    lines = (f"  {SYNTHETIC + name:<20}{about}" for name, (about, _) in PRESETS.items())
+    return "\n".join(("\b", "Synthetic traffic:", *lines))
+
+
+KNOWN_POLICIES = (*POLICIES, ORACLE)
+_COUNT = click.IntRange(min=1)
+_NONE_OR_MORE = click.IntRange(min=0)
+_ABOVE_0 = click.FloatRange(min=0, min_open=True)
+_FILE = click.Path(path_type=Path)
+
+
+@click.command("replay", epilog=_kinds())
+@click.argument("traffic", metavar="TRACE|synthetic:NAME")
+@click.option("--prefill", type=_NONE_OR_MORE, default=1, show_default=True, help="Workers.")
+@click.option("--decode", type=_COUNT, default=1, show_default=True, help="Workers.")
+@click.option("--blocks", type=_COUNT, default=400, show_default=True, help="Of each worker.")
+@click.option("--block-size", type=_COUNT, default=512, show_default=True, help="Tokens.")
+@click.option(
+    "--timing",
+    "timing_name",
+    metavar="FILE|GPU:MODEL",
+    default="h100:llama-3-8b",
+    show_default=True,
+    help="How long things take: a timing file, or a roofline.",
+)
+@click.option("--host-gib", type=_ABOVE_0, help="Host memory for KV, of each worker.")
+@click.option("--host-blocks", type=_NONE_OR_MORE, help="The same in blocks.")
+@click.option("--disk-gib", type=_ABOVE_0, help="Disk for KV, of each worker.")
+@click.option("--disk-blocks", type=_NONE_OR_MORE, help="The same in blocks.")
+@click.option("--policy", metavar="NAME[,NAME...]", help=f"{', '.join(KNOWN_POLICIES)}, or all.")
+@click.option("--speedup", type=_ABOVE_0, default=1.0, show_default=True, help="Of arrivals.")
+@click.option("--max-seqs", type=_COUNT, default=64, show_default=True, help="In a step.")
+@click.option("--max-batched-tokens", type=_COUNT, default=8192, show_default=True)
+@click.option("--timeout-s", type=_ABOVE_0, default=600.0, show_default=True, help="Of a request.")
+@click.option("--limit", type=_COUNT, help="Only the first so many requests of the trace.")
+@click.option(
+    "--requests",
+    type=click.IntRange(1, MAX_REQUESTS),
+    help=f"Of synthetic:NAME; default {DEFAULT_REQUESTS}.",
+)
+@click.option(
+    "--rate", type=_ABOVE_0, help=f"Of synthetic:NAME, requests/s; default {DEFAULT_RATE:g}."
+)
+@click.option("--seed", type=_NONE_OR_MORE, default=0, show_default=True)
+@click.option("--faults", default="", metavar='"kill WORKER at S for S; ..."')
+@click.option("--ttft-slo-ms", type=_ABOVE_0, default=2000.0, show_default=True)
+@click.option("--itl-slo-ms", type=_ABOVE_0, default=50.0, show_default=True)
+@click.option("--json", "json_path", type=_FILE, help="Write the figures there; - for stdout.")
+@click.option("--plot", "plot_path", type=_FILE, help="Write a picture (PNG) there.")
+@click.option("--config", "config_path", type=_FILE, help="TOML, of which [router] counts.")
+def replay_command(
+    traffic: str, json_path: Path | None, plot_path: Path | None, **options: Any
+) -> None:
+    """Replay traffic against a cluster that is not there.
+
+    TRACE is a file of Mooncake's (JSON lines) or Azure's (CSV); synthetic:NAME makes --requests of
+    the kinds below. The router and the workers are those of `kvrelay serve`; only the model and the
+    transfers are replaced, by how long they would take.
+    """
+    console = Console(stderr=True)
+    configs = _configs(options)
+    for path in (json_path, plot_path):
+        _check_writable(path)
+    trace = load_traffic(traffic, options)
+    for note in trace.notes:
+        console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
+    results = _replay_all(console, trace, configs)
+    slo = Slo(options["ttft_slo_ms"], options["itl_slo_ms"])
+    found = [summary(result, slo) for result in results]
+    if str(json_path) != "-":
+        Console().print(result_table(found[0]) if len(found) == 1 else comparison_table(found))
+    try:
+        if json_path is not None:
+            _write_json(json_path, trace, configs[0], found)
+        if plot_path is not None:
+            from lab.replay.plot import save_plot
+
+            save_plot(results, plot_path, slo)
+    except OSError as error:
+        raise click.ClickException(f"{error.filename}: {error.strerror}") from error
+
+
+def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
+    """One for each policy. Raises BadInputError."""
+    try:
+        timing = load_timing(options["timing_name"])
+        router = load_config(options["config_path"], {}).router
+        default = router.policy
+        stats_interval_s = max(1.0, (options["prefill"] + options["decode"]) / STATS_PER_S)
+        patience_s = max(router.probe_after_s, 2.5 * stats_interval_s)
+        router = replace(router, policy=POLICIES[0], probe_after_s=patience_s)
+        config = ReplayConfig(
+            timing=timing,
+            router=router,
+            num_prefill=options["prefill"],
+            num_decode=options["decode"],
+            num_blocks=options["blocks"],
+            block_size=options["block_size"],
+            max_num_seqs=options["max_seqs"],
+            max_num_batched_tokens=options["max_batched_tokens"],
+            num_host_blocks=_tier_blocks("host", options, timing),
+            num_disk_blocks=_tier_blocks("disk", options, timing),
+            speedup=options["speedup"],
+            seed=options["seed"],
+            faults=parse_faults(options["faults"]),
+            timeout_s=options["timeout_s"],
+            stats_interval_s=stats_interval_s,
+        )
+        policies = parse_policies(options["policy"] or default)
+        return [
+            replace(config, oracle=True)
+            if name == ORACLE
+            else replace(config, router=replace(router, policy=name))
+            for name in policies
+        ]
+    except (TimingError, ConfigError, ValueError) as error:
+        raise BadInputError(str(error)) from error
+
+
+def _tier_blocks(tier: str, options: dict[str, Any], timing: Timing) -> int:
+    """Of one worker. Raises ValueError."""
+    gib, blocks = options[f"{tier}_gib"], options[f"{tier}_blocks"]
+    if gib is None:
+        return int(blocks or 0)
+    if blocks is not None:
+        raise ValueError(f"--{tier}-gib {gib:g} and --{tier}-blocks {blocks}: give one of them")
+    block_bytes = timing.links.bytes_per_token * options["block_size"]
+    if gib * GIB < block_bytes:
+        raise ValueError(
+            f"--{tier}-gib {gib:g} holds no block; one has {block_bytes / GIB:.3g} GiB"
+        )
+    return int(gib * GIB // block_bytes)
+
+
+def parse_policies(text: str) -> tuple[str, ...]:
+    """`all`, or names with commas between them. Raises ValueError."""
+    names = KNOWN_POLICIES if text == "all" else tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in KNOWN_POLICIES:
+            raise ValueError(
+                f"policy {name!r} is unknown; there are {', '.join(KNOWN_POLICIES)}, all"
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """`kill WORKER at SECONDS for SECONDS`, with semicolons between several. Raises ValueError."""
+    faults = []
+    for part in filter(None, map(str.strip, text.split(";"))):
+        match = _FAULT.fullmatch(part)
+        if match is None:
+            raise ValueError(f"fault {part!r}: write kill decode-3 at 600 for 30, for example")
+        faults.append(Fault(match[1], float(match[2]), float(match[3])))
+    return tuple(faults)
+
+
+def load_traffic(traffic: str, options: dict[str, Any]) -> Trace:
+    """Read or made. Raises BadInputError."""
+    requests, rate, limit = options["requests"], options["rate"], options["limit"]
+    if not traffic.startswith(SYNTHETIC):
+        if requests is not None or rate is not None:
+            raise BadInputError(
+                "--requests and --rate are for synthetic:NAME; of a file, --limit takes the first "
+                "requests and --speedup makes them come faster"
+            )
+        try:
+            return read_trace(Path(traffic), limit)
+        except TraceError as error:
+            raise BadInputError(str(error)) from error
+    name = traffic.removeprefix(SYNTHETIC)
+    if name not in PRESETS:
+        known = ", ".join(SYNTHETIC + each for each in PRESETS)
+        raise BadInputError(f"there is no {traffic}; there are {known}")
+    number = min(requests or DEFAULT_REQUESTS, limit or MAX_REQUESTS)
+    return preset(name, number, rate or DEFAULT_RATE, options["seed"], options["block_size"])
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before hours of work, not after them. Raises BadInputError."""
+    if path is None or str(path) == "-":
+        return
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise BadInputError(f"{path} cannot be written; name a file in a folder that is there")
+
+
+def _replay_all(
+    console: Console, trace: Trace, configs: Sequence[ReplayConfig]
+) -> list[ReplayResult]:
+    from lab.replay.replay import replay
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[news]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    results = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        for config in configs:
+            task = progress.add_task(config.policy, total=1.0, news="")
+            begun_at = time.monotonic()
+
+            def tell(
+                share: float, virtual_s: float, task: TaskID = task, begun_at: float = begun_at
+            ) -> None:
+                speed = virtual_s / max(time.monotonic() - begun_at, 1e-3)
+                news = f"{virtual_s:,.0f} s, {speed:,.0f} x real time"
+                progress.update(task, completed=share, news=news)
+
+            results.append(replay(trace, config, tell))
+    return results
+
+
+def _write_json(path: Path, trace: Trace, config: ReplayConfig, found: list[Summary]) -> None:
+    """Settings, and what came of them under each policy."""
+    names = [
+        each.name for each in fields(config) if each.name not in ("timing", "router", "faults")
+    ]
+    settings = {
+        "timing": config.timing.name,
+        "links": asdict(config.timing.links),
+        **{name: getattr(config, name) for name in names},
+        "router": {k: v for k, v in asdict(config.router).items() if k != "policy"},
+        "faults": [asdict(fault) for fault in config.faults],
+    }
+    everything = {
+        "trace": trace.name,
+        "notes": trace.notes,
+        "settings": settings,
+        "results": found,
+    }
+    text = json.dumps(everything, indent=2) + "\n"
+    if str(path) == "-":
+        click.echo(text, nl=False)
+    else:
+        path.write_text(text)

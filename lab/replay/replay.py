@@ -1,0 +1,286 @@
+"""One replay from beginning to end: the cluster is put together, the trace runs through it, and
+what its clients saw becomes a `ReplayResult`.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from decode_worker.worker import DecodeWorker
+from engine.config import WorkerConfig
+from engine.kv.block_hash import UNSALTED, CacheScope
+from engine.node import NodeId
+from engine.request import SamplingParams
+from engine.stats import Role, RouterUp
+from lab.replay.config import Fault, ReplayConfig
+from lab.replay.results import LoadSeries, ReplayResult, Sample
+from lab.replay.runtime import ReplayRuntime
+from lab.replay.trace import Trace, TraceRequest
+from lab.timing.timing import overheads_of
+from prefill_worker.worker import PrefillWorker
+from router.messages import Failed, Output, Submit, WorkerDown, WorkerUp
+from router.router import Router
+
+ROUTER: NodeId = "router-0"
+CLIENT: NodeId = "client"
+FINGERPRINT = b"replayed"
+NOTICE_S = 0.5  # from the death of a worker to the router's knowing
+NUM_LOAD_SAMPLES = 240
+EVENTS_PER_SLICE = 5_000
+INFINITE = 1e15  # bytes per second
+UNSHARED = 1 << 30  # ids of blocks that nothing shares; those of traces are below
+
+OnProgress = Callable[[float, float], None]
+"""Called with the share of the requests that has ended, and the virtual time."""
+
+
+class Replay:
+    """Owned by `replay`. Invariant: a request is in `_open` from its arrival to its end."""
+
+    def __init__(self, trace: Trace, config: ReplayConfig) -> None:
+        self.trace = trace
+        if config.oracle:
+            config = _with_infinite_cache(trace, config)
+        self.config = config
+        self.runtime = ReplayRuntime(
+            config.timing, config.block_size, self._on_answer, client=CLIENT
+        )
+        self.router = Router(ROUTER, config.router)
+        self._request_s = overheads_of(config.timing).request_s
+        self.samples: list[Sample] = []
+        self._open: dict[str, Sample] = {}
+        self._arrivals: Iterator[tuple[int, TraceRequest]] = enumerate(trace.requests)
+        self._num_ended = 0
+        self._next_unshared = UNSHARED
+        self._load_times: list[float] = []
+        self._loads: list[list[tuple[float, float, float]]] = []
+        longest = max((r.input_length + r.output_length for r in trace.requests), default=1)
+        self._max_model_len = longest + 1
+        self._workers = [
+            *(self._worker_config(Role.PREFILL, i) for i in range(config.num_prefill)),
+            *(self._worker_config(Role.DECODE, i) for i in range(config.num_decode)),
+        ]
+
+    def run(self, on_progress: OnProgress | None) -> ReplayResult:
+        started = time.perf_counter()
+        self.runtime.begin(self.router)
+        for worker in self._workers:
+            self._start(worker, 1)
+        for fault in self.config.faults:
+            self._plan(fault)
+        self._submit_next()
+        self._sample_load()
+        total = len(self.trace.requests)
+        while not self.runtime.run(lambda: self._num_ended >= total, EVENTS_PER_SLICE):
+            if on_progress is not None:
+                on_progress(self._num_ended / total, self.runtime.now)
+        if on_progress is not None:
+            on_progress(1.0, self.runtime.now)
+        return self._result(time.perf_counter() - started)
+
+    # -- the cluster -----------------------------------------------------------------------------
+
+    def _worker_config(self, role: Role, number: int) -> WorkerConfig:
+        config = self.config
+        return WorkerConfig(
+            node_id=f"{role}-{number}",
+            role=role,
+            epoch=0,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            bytes_per_block=config.block_size * config.timing.links.bytes_per_token,
+            max_model_len=self._max_model_len,
+            fingerprint=FINGERPRINT,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            num_host_blocks=config.num_host_blocks,
+            num_disk_blocks=config.num_disk_blocks,
+            stats_interval_s=config.stats_interval_s,
+            itl_target_s=config.itl_target_s if role is Role.DECODE else 0.0,
+        )
+
+    def _start(self, worker: WorkerConfig, epoch: int) -> None:
+        config = replace(worker, epoch=epoch)
+        make = PrefillWorker if config.role is Role.PREFILL else DecodeWorker
+        runtime = self.runtime
+        runtime.begin(make(config), epoch, config.num_blocks * config.block_size)
+        runtime.post(worker.node_id, RouterUp(ROUTER))
+        runtime.post(ROUTER, WorkerUp(config.info()))
+
+    def _plan(self, fault: Fault) -> None:
+        worker = next(w for w in self._workers if w.node_id == fault.worker)
+
+        def kill() -> None:
+            life = self.runtime.lives[fault.worker]
+            if not life.alive:
+                return
+            epoch = self.runtime.end(fault.worker)
+            down = WorkerDown(fault.worker, epoch, "killed")
+            self.runtime.post(ROUTER, down, NOTICE_S)
+            back_s = self.runtime.now + max(fault.down_s, 2 * NOTICE_S)
+            self.runtime.call_at(back_s, lambda: self._start(worker, epoch + 1))
+
+        self.runtime.call_at(fault.at_s, kill)
+
+    # -- the clients -----------------------------------------------------------------------------
+
+    def _submit_next(self) -> None:
+        """Let the next request arrive in its time, and the one after it then."""
+        number, request = next(self._arrivals, (0, None))
+        if request is None:
+            return
+        at_s = request.at_s / self.config.speedup
+
+        def submit() -> None:
+            self._submit(number, request)
+            self._submit_next()
+
+        self.runtime.call_at(at_s, submit)
+
+    def _submit(self, number: int, request: TraceRequest) -> None:
+        request_id = f"r{number}"
+        sample = Sample(
+            request_id,
+            self.runtime.now,
+            request.input_length,
+            request.output_length,
+            request.tenant,
+            request.priority,
+        )
+        self._open[request_id] = sample
+        submit = Submit(
+            request_id,
+            CLIENT,
+            self._tokens(request),
+            SamplingParams(max_tokens=max(1, request.output_length), temperature=0.0, seed=number),
+            self.config.timeout_s,
+            priority=request.priority,
+            scope=CacheScope(request.tenant.encode()) if request.tenant else UNSALTED,
+            tenant=request.tenant,
+            session=request.session,
+        )
+        self.runtime.post(ROUTER, submit, self._request_s)
+
+    def _tokens(self, request: TraceRequest) -> tuple[int, ...]:
+        """A block is its id, over and over: equal ids, equal tokens."""
+        size, length = self.trace.block_tokens, request.input_length
+        ids = request.block_ids
+        if not ids:
+            count = -(-length // size)
+            ids = tuple(range(self._next_unshared, self._next_unshared + count))
+            self._next_unshared += count
+        tokens: list[int] = []
+        for block in ids:
+            tokens += [block] * size
+        return tuple(tokens[:length])
+
+    def _on_answer(self, now: float, answer: Any) -> None:
+        sample = self._open.get(answer.request_id)
+        if sample is None:
+            return
+        if isinstance(answer, Output):
+            if sample.ttft_s is None and answer.tokens:
+                sample.ttft_s = now - sample.at_s
+            sample.num_output += len(answer.tokens)
+            if answer.finish is not None:
+                sample.cached = answer.cached_by_source
+                self._end(now, sample)
+                sample.e2e_s = now - sample.at_s
+        elif isinstance(answer, Failed):
+            sample.refused = str(answer.reason)
+            sample.refused_s = now - sample.at_s
+            sample.retry_after_s = answer.retry_after_s
+            self._end(now, sample)
+
+    def _end(self, now: float, sample: Sample) -> None:
+        del self._open[sample.request_id]
+        self._num_ended += 1
+        second_at = self.runtime.log.forget(int(sample.request_id[1:]))
+        sample.second_s = None if second_at is None else second_at - sample.at_s
+        decisions = self.router.explain(sample.request_id)
+        if decisions:
+            decision = decisions[-1]
+            sample.prefill, sample.decode = decision.prefill, decision.decode
+            waited_s = decision.at_s - sample.at_s  # by then that was known
+            sample.predicted_ttft_s = waited_s + decision.predicted_ttft_s
+        self.samples.append(sample)
+
+    # -- the result ------------------------------------------------------------------------------
+
+    def _sample_load(self) -> None:
+        every_s = max(1.0, self.trace.duration_s / self.config.speedup / NUM_LOAD_SAMPLES)
+        self._load_times.append(self.runtime.now)
+        self._loads.append([self._load(worker.node_id) for worker in self._workers])
+        self.runtime.call_at(self.runtime.now + every_s, self._sample_load)
+
+    def _load(self, worker: NodeId) -> tuple[float, float, float]:
+        life = self.runtime.lives[worker]
+        if not life.alive:
+            return (0.0, 0.0, 0.0)
+        node: Any = life.node
+        pool, scheduler = node.core.kv.pool, node.core.scheduler
+        used = 1.0 - pool.num_free / pool.num_blocks
+        return (float(len(scheduler.running)), used, float(scheduler.pending_tokens))
+
+    def _result(self, wall_s: float) -> ReplayResult:
+        log, config = self.runtime.log, self.config
+        loads = np.asarray(self._loads, dtype=np.float64).transpose(2, 1, 0)
+        counters: dict[str, float] = {}
+        for worker in self._workers:
+            node: Any = self.runtime.lives[worker.node_id].node
+            for name, value in node.core.counters.items():
+                counters[name] = counters.get(name, 0.0) + value
+        status = self.router.status(self.runtime.now)
+        return ReplayResult(
+            trace=self.trace.name,
+            policy=config.policy,
+            timing=config.timing.name,
+            speedup=config.speedup,
+            samples=sorted(self.samples, key=lambda sample: sample.at_s),
+            itl_s=np.frombuffer(log.gap_s, dtype=np.float32).copy(),
+            itl_counts=np.frombuffer(log.gap_counts, dtype=np.int32).copy(),
+            load=LoadSeries(
+                tuple(worker.node_id for worker in self._workers),
+                np.asarray(self._load_times),
+                *loads,
+            ),
+            virtual_s=self.runtime.now,
+            wall_s=wall_s,
+            num_events=self.runtime.num_events,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            retries=dict(status.totals.retries),
+            counters=counters,
+        )
+
+
+def _with_infinite_cache(trace: Trace, config: ReplayConfig) -> ReplayConfig:
+    """The oracle: whatever was computed once is had for nothing, anywhere and for ever."""
+    tokens = sum(r.input_length + r.output_length for r in trace.requests)
+    links = replace(
+        config.timing.links, transfer_s=0.0, peer_bytes_per_s=INFINITE, host_bytes_per_s=INFINITE
+    )
+    return replace(
+        config,
+        timing=replace(config.timing, links=links),  # type: ignore[type-var]
+        num_host_blocks=tokens // config.block_size,
+    )
+
+
+def replay(
+    trace: Trace, config: ReplayConfig, on_progress: OnProgress | None = None
+) -> ReplayResult:
+    """Run `trace` through the cluster of `config`. Equal arguments give equal results."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(200_000, 20, 100)  # most of what is made lives long; cycles are few
+    try:
+        return Replay(trace, config).run(on_progress)
+    finally:
+        gc.set_threshold(*thresholds)

@@ -1,0 +1,252 @@
+"""The runtime of a replay: production nodes under virtual time, made to be fast.
+
+One heap of messages on their way, one clock. Passes of the model and transfers are replaced by how
+long they take. Many decode steps in a row, in which nobody else has a part, are one event, as
+`Step.repeats` allows; whatever changes who runs ends them at the step that is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from math import ceil, sqrt
+from typing import Any
+
+from engine.kv.tier import Tier
+from engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.step import Execute, Step
+from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone, StoreIndex
+from lab.replay.contention import Contention
+from lab.replay.passes import Passes, PassLog
+from lab.timing.timing import Timing, overheads_of
+
+MAX_BURST_S = 2.0
+"""Longest run of decode steps that is one event: tokens come to the router in time."""
+
+
+@dataclass(slots=True, eq=False)
+class Burst:
+    """Decode steps in a row that are under way. Step j (from 1) ends `ends_s(j)` after the start;
+    each takes a little longer than the one before, because there is more KV to read."""
+
+    step: Step
+    start_s: float
+    first_s: float
+    growth_s: float
+    repeats: int
+    running: list[Sequence]  # when it began
+
+    def ends_s(self, count: int) -> float:
+        return count * (self.first_s + self.growth_s * (count - 1) / 2)
+
+    def count_at(self, now: float) -> int:
+        """Steps that have to end before the burst may: those that have begun by now."""
+        elapsed_s = now - self.start_s
+        linear = self.first_s - self.growth_s / 2
+        if self.growth_s > 1e-12:
+            root = sqrt(linear * linear + 2 * self.growth_s * elapsed_s)
+            count = (root - linear) / self.growth_s
+        else:
+            count = elapsed_s / self.first_s
+        return min(self.repeats, max(1, ceil(count - 1e-9)))
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One incarnation of a node. Nothing of it happens after `alive` is False."""
+
+    node: Node
+    epoch: int
+    scheduler: Scheduler | None  # of a worker
+    pool_tokens: int = 0
+    alive: bool = True
+    burst: Burst | None = None
+    busy_until: dict[str, float] = field(default_factory=dict)  # by link: "in", "out", "disk", ...
+
+
+@dataclass(frozen=True, slots=True)
+class BurstEnd:
+    burst: Burst
+    count: int
+
+
+@dataclass(slots=True)
+class ReplayRuntime:
+    """Owns the heap, the clock and the lives. Invariant: the clock never goes back; what was on its
+    way to a life that has ended never arrives."""
+
+    timing: Timing
+    block_size: int
+    to_client: Callable[[float, Any], None]
+    now: float = 0.0
+    num_events: int = 0
+    lives: dict[NodeId, Life] = field(default_factory=dict)
+    log: PassLog = field(default_factory=PassLog)
+    notes: dict[str, int] = field(default_factory=dict)
+    client: NodeId = "client"
+    _heap: list[tuple[float, int, Life | None, Any]] = field(default_factory=list)
+    _sequence: int = 0
+    _passes: Passes = field(init=False)
+    _contention: Contention | None = None  # None: no two workers share anything but links
+
+    def __post_init__(self) -> None:
+        self._passes = Passes(self.timing, self.log)
+        overheads = overheads_of(self.timing)
+        if overheads.shares_cores:
+            self._contention = Contention(overheads)
+
+    def begin(self, node: Node, epoch: int = 0, pool_tokens: int = 0) -> Life:
+        """Start a node, or the next life of one whose last has ended."""
+        old = self.lives.get(node.node_id)
+        assert old is None or not old.alive
+        scheduler = node.core.scheduler if hasattr(node, "core") else None
+        life = self.lives[node.node_id] = Life(node, epoch, scheduler, pool_tokens)
+        self._perform(life, node.start(self.now))
+        return life
+
+    def end(self, node_id: NodeId) -> int:
+        """End the life of a node at once. Returns its epoch."""
+        life = self.lives[node_id]
+        life.alive = False
+        if self._contention is not None and life.burst is not None:
+            self._contention.end(self.now, node_id)
+            self._retime(self._contention)
+        return life.epoch
+
+    def call_at(self, at_s: float, call: Callable[[], None]) -> None:
+        self._push(max(at_s, self.now), None, call)
+
+    def post(self, to: NodeId, message: Any, after_s: float = 0.0) -> None:
+        life = self.lives.get(to)
+        if life is not None and life.alive:
+            self._push(self.now + after_s, life, message)
+
+    def run(self, until: Callable[[], bool], num_events: int) -> bool:
+        """Up to `num_events` events, or until `until`. True: there is nothing left to do."""
+        heap = self._heap
+        for _ in range(num_events):
+            if not heap or until():
+                return True
+            at_s, _, life, message = heappop(heap)
+            self.now = at_s
+            self.num_events += 1
+            if life is None:
+                message()
+            elif life.alive:
+                if type(message) is BurstEnd:
+                    if message.burst is not life.burst:
+                        continue  # it ended earlier
+                    life.burst = None
+                    if self._contention is not None:
+                        self._contention.end(self.now, life.node.node_id)
+                        self._retime(self._contention)
+                    message = self._passes.finish(message.burst, message.count, self.now)
+                self._deliver(life, message)
+        return False
+
+    def _deliver(self, life: Life, message: Any) -> None:
+        self._perform(life, life.node.receive(self.now, message))
+        burst = life.burst
+        if burst is None or burst.repeats == 1:
+            return
+        assert life.scheduler is not None
+        if life.scheduler.running != burst.running:
+            count = burst.count_at(self.now)
+            if count < burst.repeats:
+                self._start(life, burst, count)
+
+    def _perform(self, life: Life, effects: list[Effect]) -> None:
+        message_s = self.timing.links.message_s
+        for effect in effects:
+            kind = type(effect)
+            if kind is Send:
+                if effect.to == self.client:
+                    self.to_client(self.now, effect.message)
+                else:
+                    peer = self.lives.get(effect.to)
+                    if peer is not None and peer.alive:
+                        self._push(self.now + message_s, peer, effect.message)
+            elif kind is Execute:
+                self._execute(life, effect.step)
+            elif kind is ReadBlocks:
+                self._read(life, effect)
+            elif kind is Wake:
+                self._push(self.now + effect.after_s, life, Woken(effect.tag))
+            elif kind is ConnectPeer:
+                self._connect(life, effect)
+            elif kind is Note:
+                self.notes[effect.counter] = self.notes.get(effect.counter, 0) + 1
+            else:
+                assert kind is StoreIndex, f"unknown effect {effect!r}"
+
+    def _execute(self, life: Life, step: Step) -> None:
+        assert life.scheduler is not None
+        first_s, growth_s = self._passes.seconds(step, life.pool_tokens)
+        repeats = step.repeats
+        if repeats > 1:
+            repeats = max(1, min(repeats, int(MAX_BURST_S / first_s)))
+        running = life.scheduler.running.copy()
+        if self._contention is not None:
+            life.burst = Burst(step, self.now, first_s, 0.0, 1, running)
+            role = life.node.config.role  # type: ignore[attr-defined]
+            has_prompts = any(len(share.tokens) > 1 for share in step.seqs)
+            self._contention.begin(self.now, life.node.node_id, role, has_prompts, first_s)
+            self._retime(self._contention)
+            return
+        burst = Burst(step, self.now, first_s, growth_s, repeats, running)
+        self._start(life, burst, repeats)
+
+    def _retime(self, contention: Contention) -> None:
+        """Passes under way end at other times than before."""
+        for node_id, at_s in contention.ends().items():
+            life = self.lives[node_id]
+            assert life.burst is not None
+            life.burst = replace(life.burst)
+            self._push(max(at_s, self.now), life, BurstEnd(life.burst, 1))
+
+    def _start(self, life: Life, burst: Burst, count: int) -> None:
+        """Let the burst end after `count` steps."""
+        shorter = Burst(
+            burst.step, burst.start_s, burst.first_s, burst.growth_s, count, burst.running
+        )
+        life.burst = shorter
+        self._push(burst.start_s + shorter.ends_s(count), life, BurstEnd(shorter, count))
+
+    def _connect(self, life: Life, effect: ConnectPeer) -> None:
+        peer = self.lives.get(effect.peer)
+        there = peer is not None and peer.alive and peer.epoch == effect.epoch
+        error = None if there else f"{effect.peer} epoch {effect.epoch} is not there"
+        done = PeerConnected(effect.peer, effect.epoch, error, "replayed")
+        self._push(self.now + 2 * self.timing.links.message_s, life, done)
+
+    def _read(self, life: Life, effect: ReadBlocks) -> None:
+        """A transfer waits for the ends of the links that it takes."""
+        links, own = self.timing.links, effect.peer == life.node.node_id
+        source = self.lives.get(effect.peer)
+        num_bytes = len(effect.dst) * self.block_size * links.bytes_per_token
+        error = None
+        if source is None or not source.alive or source.epoch != effect.epoch:
+            error = f"{effect.peer} epoch {effect.epoch} is gone"
+            ends_s = self.now + links.transfer_s
+        else:
+            if not own:
+                rate, ends = links.peer_bytes_per_s, ((source, "out"), (life, "in"))
+            elif Tier.DISK in (effect.src_tier, effect.dst_tier):
+                rate, ends = links.disk_bytes_per_s, ((life, "disk"), (life, "disk"))
+            else:
+                lane = "up" if effect.dst_tier is Tier.DEVICE else "down"
+                rate, ends = links.host_bytes_per_s, ((life, lane), (life, lane))
+            begins_s = max(self.now, *(end.busy_until.get(link, 0.0) for end, link in ends))
+            ends_s = begins_s + links.transfer_s + num_bytes / rate
+            for end, link in ends:
+                end.busy_until[link] = ends_s
+        checksums = (0,) * len(effect.dst) if error is None else ()
+        done = ReadDone(effect.transfer_id, error, checksums, ends_s - self.now, num_bytes)
+        self._push(ends_s, life, done)
+
+    def _push(self, at_s: float, life: Life | None, message: Any) -> None:
+        self._sequence += 1
+        heappush(self._heap, (at_s, self._sequence, life, message))

@@ -1,0 +1,1 @@
+"""The simulator: production nodes under virtual time, with faults chosen by a seed."""

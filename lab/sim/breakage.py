@@ -1,0 +1,79 @@
+"""Handoffs with a safeguard taken out, to show that the checkers notice. Only the simulator can
+build them.
+
+- `confirm`: a read that has finished is used without asking whether the blocks were still held.
+- `drain`: destination blocks are given back while a transfer may still write to them.
+- `checksum`: the bytes that were read are not compared with those that were stored or sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+
+from decode_worker.worker import DecodeWorker
+from engine.config import WorkerConfig
+from engine.kv.tier import DiskRecord
+from engine.node import Effect, Send
+from kvtransfer.agent import ReadDone
+from kvtransfer.messages import KVRelease
+from kvtransfer.peer.arrival import Arrival
+from kvtransfer.peer.connector import Connector
+from kvtransfer.peer.handoff import ConsumerEvent
+
+
+class Break(StrEnum):
+    CONFIRM = "confirm"
+    DRAIN = "drain"
+    CHECKSUM = "checksum"
+
+
+class TrustingConnector(Connector):
+    """Takes every finished read for a good one."""
+
+    def _ask_confirmation(self, now: float, arrival: Arrival) -> list[Effect]:
+        self._settle(arrival, ConsumerEvent.CONFIRMED)
+        assert arrival.producer is not None
+        return [Send(arrival.producer, KVRelease(*arrival.key))]
+
+
+class HastyConnector(Connector):
+    """Forgets the transfers of a handoff that is given up, and so frees their destination."""
+
+    def fail(self, arrival: Arrival, why: str) -> list[Effect]:
+        for transfer_id in arrival.reads:
+            del self._by_transfer[transfer_id]
+        arrival.reads.clear()
+        arrival.seq.num_reads = 0
+        return super().fail(arrival, why)
+
+    def on_read_done(self, now: float, done: ReadDone) -> list[Effect]:
+        known = done.transfer_id in self._by_transfer
+        return super().on_read_done(now, done) if known else []
+
+
+class CredulousConnector(Connector):
+    """Takes what it has read for what was stored."""
+
+    def on_read_done(self, now: float, done: ReadDone) -> list[Effect]:
+        arrival = self._by_transfer[done.transfer_id]
+        indices = arrival.reads[done.transfer_id].indices
+        checksums = tuple(arrival.checksum(index) for index in indices)
+        return super().on_read_done(now, replace(done, checksums=checksums))
+
+
+_CONNECTORS: dict[Break, type[Connector]] = {
+    Break.CONFIRM: TrustingConnector,
+    Break.DRAIN: HastyConnector,
+    Break.CHECKSUM: CredulousConnector,
+}
+
+
+class BrokenDecodeWorker(DecodeWorker):
+    """The production worker, but for one method of its connector."""
+
+    def __init__(
+        self, config: WorkerConfig, broken: Break, records: list[DiskRecord] | None = None
+    ) -> None:
+        super().__init__(config, records or ())
+        self.exchange.connector = _CONNECTORS[broken](config, self.core.kv, self.exchange.tiers)

@@ -1,0 +1,128 @@
+"""What must hold in every run, beyond what the executor, the agent and the client see for
+themselves.
+
+During the run: no queue above its bound. At its end, with all faults over and every lease run out:
+nothing is left on any node, and the router's prefix index says what the workers hold.
+"""
+
+from __future__ import annotations
+
+from decode_worker.worker import DecodeWorker
+from engine.kv.tier import Tier
+from engine.node import NodeId
+from engine.request import Refusal
+from engine.stats import Role
+from lab.sim.client import Client, JudgeFailure, Order
+from lab.sim.runtime import Life, SimRuntime
+from lab.sim.scenario import BLOCK_SIZE, Scenario
+from prefill_worker.worker import PrefillWorker
+from router.messages import Failed
+from router.router import Router
+
+ROUTER_SAMPLING = 8
+"""One event in so many: its status costs more to make than a message to decide."""
+
+
+def failure_judge(scenario: Scenario) -> JudgeFailure:
+    """Which refusals are honest: each has a condition that the run has to meet."""
+    plan = scenario.faults
+    max_model_len = scenario.workers[0].max_model_len
+    pools = [BLOCK_SIZE * w.num_blocks for w in scenario.workers if w.role is Role.DECODE]
+
+    def judge(order: Order, failed: Failed, now: float) -> str | None:
+        job, reason = order.job, failed.reason
+        assert order.submitted_at is not None
+        if reason is Refusal.CONTEXT_LENGTH:
+            return None if job.num_tokens > max_model_len else "it fits into the context"
+        if reason is Refusal.NEVER_FITS:
+            # While there are faults, the workers with the larger pools may be down.
+            pool_tokens = max(pools) if job.after_faults else min(pools)
+            return None if job.num_tokens > pool_tokens else "it fits into the pool"
+        if reason is Refusal.DEADLINE:
+            late = now >= order.submitted_at + job.timeout_s
+            return None if late else "its deadline has not passed"
+        if job.after_faults:
+            return "the faults are over"
+        if reason in (Refusal.QUEUE_FULL, Refusal.OVERLOADED):
+            return None
+        if reason in (Refusal.NO_WORKERS, Refusal.ATTEMPTS):
+            return None if plan.breaks_attempts else "no fault explains it"
+        return f"a client must not be told {reason}"
+
+    return judge
+
+
+class QueueBounds:
+    """After every event of a node: no queue is above its bound.
+
+    Preempted sequences wait again on a worker: they had a place already. Requests that come back to
+    the router were dispatched: there are at most as many as the decode workers had slots for."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        config = scenario.router
+        num_decode = sum(w.role is Role.DECODE for w in scenario.workers)
+        self._max_queued = config.max_queue + num_decode * config.max_inflight_per_worker
+
+    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+        node = life.node
+        if isinstance(node, PrefillWorker | DecodeWorker):
+            config, waiting = node.config, len(node.core.scheduler.waiting)
+            if waiting > config.max_waiting + config.max_num_seqs:
+                runtime.violate("queue above its bound", f"{node.node_id}: {waiting} waiting")
+        elif isinstance(node, Router) and runtime.num_events % ROUTER_SAMPLING == 0:
+            queued = node.status(runtime.now).num_queued
+            if queued > self._max_queued:
+                runtime.violate("queue above its bound", f"{node.node_id}: {queued} queued")
+
+
+def check_idle(runtime: SimRuntime, router: NodeId, workers: list[NodeId]) -> None:
+    """Nothing is left over on any node."""
+    for node_id in (router, *workers):
+        life = runtime.life(node_id)
+        assert life is not None
+        for left in life.node.check_idle():  # type: ignore[attr-defined]
+            runtime.violate("left over", f"{node_id}: {left}")
+        if life.agent.num_live:
+            runtime.violate("left over", f"{node_id}: {life.agent.num_live} live transfers")
+
+
+def check_index(runtime: SimRuntime, router_id: NodeId, workers: list[NodeId]) -> None:
+    """The router's index is what the workers hold, worker by worker."""
+    router_life = runtime.life(router_id)
+    assert router_life is not None
+    router = router_life.node
+    assert isinstance(router, Router)
+    for node_id in workers:
+        life = runtime.life(node_id)
+        assert life is not None
+        worker = life.node
+        assert isinstance(worker, PrefillWorker | DecodeWorker)
+        held = {Tier.DEVICE: set(worker.core.kv.pool.names())}
+        held |= {part.tier: set(part.stored) for part in worker.exchange.tiers.snapshot()}
+        for tier in Tier:
+            here, known = held.get(tier, set()), router.index.names(node_id, tier)
+            if here != known:
+                runtime.violate(
+                    "index differs",
+                    f"{node_id}, {tier}: {len(here - known)} blocks unknown to the router,"
+                    f" {len(known - here)} that the worker has no more",
+                )
+        _check_disk(runtime, node_id, held.get(Tier.DISK, set()))
+
+
+def _check_disk(runtime: SimRuntime, node_id: NodeId, held: set[bytes]) -> None:
+    """The index on disk is what the worker believes, unless a change of it failed or, after the
+    disk failed otherwise, is put off."""
+    indexed = {record.name for record, _ in runtime.disk(node_id).index.values()}
+    missing, surplus = held - indexed, indexed - held
+    failed = runtime.faults.injected["store error"] or runtime.notes["disk_store_failed"]
+    if (missing or surplus) and not failed:
+        runtime.violate(
+            "disk index differs",
+            f"{node_id}: {len(missing)} blocks are not in it, {len(surplus)} are that should not",
+        )
+
+
+def check_finished(runtime: SimRuntime, client: Client) -> None:
+    for left in client.describe_open():
+        runtime.violate("stuck", left)

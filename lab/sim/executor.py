@@ -1,0 +1,156 @@
+"""The executor of a simulated worker: its KV pool, and steps that run in virtual time.
+
+A step is checked when it starts: every slot that it relies on must hold what the oracle says. It
+reads and writes the pool when it ends, so a block that is given away while a step is in flight is
+overwritten by that step, as it would be by a kernel. A failed step leaves rubbish behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.kv.tier import Tier
+from engine.step import Sampled, ScheduledSeq, Step, StepDone
+from lab.sim.model import UNWRITTEN, checksum, extend_slots, next_token, slot_value
+
+OnViolation = Callable[[str, str], None]
+"""Called with the kind of a violation and a text that says what happened."""
+
+
+@dataclass(slots=True)
+class _Chain:
+    """What the oracle says of one request: tokens seen so far and their slots."""
+
+    tokens: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+
+class SimPool:
+    """`[num_blocks, block_size]` slots of 64 bits. Owned by one life of one worker."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, with_checksums: bool) -> None:
+        self.block_size = block_size
+        self.with_checksums = with_checksums
+        self.blocks = [[UNWRITTEN] * block_size for _ in range(num_blocks)]
+
+    def checksum(self, block: int) -> int:
+        """0 where the deployment runs without checksums: the handoff alone has to be enough."""
+        return checksum(self.blocks[block]) if self.with_checksums else 0
+
+    def gather(self, block_ids: list[int], end: int) -> list[int]:
+        """Slots of positions `[0, end)` of a block table."""
+        slots: list[int] = []
+        for block in block_ids[: -(-end // self.block_size)]:
+            slots += self.blocks[block]
+        del slots[end:]
+        return slots
+
+    def write(self, block_ids: list[int], position: int, value: int) -> None:
+        self.blocks[block_ids[position // self.block_size]][position % self.block_size] = value
+
+
+class SimExecutor:
+    """Runs the steps of one life of one worker. Invariant: at most one step is in flight."""
+
+    def __init__(self, pools: dict[Tier, SimPool], on_violation: OnViolation) -> None:
+        """`pools`: the device's, host memory's, and the disk's, which outlives this life."""
+        self.pools = pools
+        self.pool = pools[Tier.DEVICE]
+        # Blocks that a transfer in flight may write to.
+        self.writable: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+        self._on_violation = on_violation
+        self._chains: dict[str, _Chain] = {}
+        self._in_flight: Step | None = None
+        self._tables: list[list[int]] = []
+
+    def begin(self, step: Step) -> None:
+        assert self._in_flight is None, "two steps in flight"
+        assert step.seqs, "an empty step"
+        self._in_flight = step
+        self._tables = [list(seq.block_ids) for seq in step.seqs]
+        for seq, table in zip(step.seqs, self._tables, strict=True):
+            self._check(seq, table)
+
+    def finish(self, elapsed_s: float, error: str | None) -> StepDone:
+        """End the step in flight. With `error`, what it wrote is rubbish."""
+        step = self._in_flight
+        assert step is not None
+        self._in_flight = None
+        sampled = [
+            self._run(seq, table, failed=error is not None)
+            for seq, table in zip(step.seqs, self._tables, strict=True)
+        ]
+        if error is not None:
+            return StepDone(step.step_id, [None] * len(sampled), [], elapsed_s, error)
+        checksums = [self.pool.checksum(block) for block in step.checksum_blocks]
+        return StepDone(step.step_id, self._repeat(step, sampled), checksums, elapsed_s)
+
+    def _repeat(self, step: Step, sampled: list[Sampled | None]) -> list[Sampled | None]:
+        """Run the step again as often as it allows, or less often; until a stop token comes."""
+        if step.repeats == 1:
+            return sampled
+        tokens, pool = [[first.token] for first in sampled if first is not None], self.pool
+        for repeat in range(step.step_id % step.repeats):
+            ended = zip(step.seqs, tokens, strict=True)
+            if any(new[-1] in seq.sampling.stop_token_ids for seq, new in ended):
+                break
+            for seq, table, new in zip(step.seqs, self._tables, tokens, strict=True):
+                position = seq.start + 1 + repeat
+                slots = pool.gather(table, position)
+                slots.append(slot_value(slots[-1], new[-1], position))
+                pool.write(table, position, slots[-1])
+                new.append(next_token(sum(slots), seq.sampling, position + 1))
+        return [Sampled(new[0], None, tuple(new[1:])) for new in tokens]
+
+    def _run(self, seq: ScheduledSeq, table: list[int], *, failed: bool) -> Sampled | None:
+        pool, end = self.pool, seq.start + len(seq.tokens)
+        previous = pool.gather(table, seq.start)[-1] if seq.start else 0
+        for position, token in enumerate(seq.tokens, start=seq.start):
+            previous = slot_value(previous, token, position)
+            pool.write(table, position, UNWRITTEN if failed else previous)
+        if failed or not seq.sample:
+            return None
+        drawn = [next_token(sum(pool.gather(table, end)), seq.sampling, end)]
+        for position, token in enumerate(seq.draft, start=end):
+            previous = slot_value(previous, token, position)
+            pool.write(table, position, previous)
+            attended = sum(pool.gather(table, position + 1))
+            drawn.append(next_token(attended, seq.sampling, position + 1))
+        return seq.verified(drawn)
+
+    def _check(self, seq: ScheduledSeq, table: list[int]) -> None:
+        """Assert the contract of a scheduled sequence; report KV that is not what it should be."""
+        size, start, end = self.pool.block_size, seq.start, seq.start + len(seq.tokens)
+        assert seq.tokens
+        assert seq.context[start:end] == seq.tokens
+        assert len(table) * size >= end
+        if seq.draft:
+            assert start // size == (seq.end - 1) // size, "a draft leaves its block"
+        used = table[: -(-end // size)]
+        assert len(set(used)) == len(used), "a block twice in one table"
+        writable = self.writable[Tier.DEVICE]
+        if not writable.isdisjoint(used):
+            shared = sorted(writable.intersection(used))
+            self._on_violation(
+                "block in use while a transfer can write to it", f"{seq.request_id} {shared}"
+            )
+        have = self.pool.gather(table, start)
+        want = self._oracle(seq)
+        if have != want[:start]:
+            position = next(p for p in range(start) if have[p] != want[p])
+            self._on_violation(
+                "block used with wrong content",
+                f"{seq.request_id} block {table[position // size]} position {position}"
+                f" of [0, {start})",
+            )
+
+    def _oracle(self, seq: ScheduledSeq) -> list[int]:
+        chain = self._chains.setdefault(seq.request_id, _Chain())
+        if seq.context[: len(chain.tokens)] != chain.tokens:
+            chain.tokens, chain.slots = [], []
+        fresh = seq.context[len(chain.tokens) :]
+        if fresh:
+            chain.tokens += fresh
+            extend_slots(chain.slots, fresh)
+        return chain.slots

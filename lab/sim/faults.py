@@ -1,0 +1,271 @@
+"""Faults: which kinds, how strong and when, drawn from the seed before the run.
+
+Half of the kinds are off in any one run, so that each is also seen alone. All stop at `until_s`:
+from then on the network only has latency, reads succeed and nobody dies.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from engine.kv.tier import LOWER_TIERS, Tier
+from engine.node import NodeId
+from kvtransfer.agent import ReadBlocks
+from lab.sim.transfers import ReadFate
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """A worker dies at `at_s` and is back after `down_s`; the controller notices after a while."""
+
+    worker: NodeId
+    at_s: float
+    down_s: float
+    notice_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """No message between the two nodes, in either direction, is delivered in this time."""
+
+    ends: frozenset[NodeId]
+    from_s: float
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A worker that is alive and does nothing: what it should hear waits until the end."""
+
+    worker: NodeId
+    from_s: float
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rot:
+    """Bytes of a block at rest change: one slot of one block of a tier, if it has so many."""
+
+    worker: NodeId
+    tier: Tier
+    at_s: float
+    block: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """Probabilities are per message, read, connection or step. Plain data, printed with a seed."""
+
+    until_s: float = 0.0
+    lose: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0
+    delay_s: float = 0.0  # at most; a delayed message is overtaken by later ones
+    read_error: float = 0.0
+    read_stall: float = 0.0
+    read_slow: float = 0.0
+    read_slow_s: float = 0.0  # at most
+    flip: float = 0.0
+    connect_error: float = 0.0
+    step_error: float = 0.0
+    step_slow: float = 0.0
+    crashes: tuple[Crash, ...] = ()
+    partitions: tuple[Partition, ...] = ()
+    pauses: tuple[Pause, ...] = ()
+    disk_error: float = 0.0
+    disk_slow: float = 0.0
+    disk_slow_s: float = 0.0  # at most
+    store_error: float = 0.0
+    rots: tuple[Rot, ...] = ()
+
+    @property
+    def breaks_attempts(self) -> bool:
+        """Whether a request can honestly run out of attempts."""
+        return bool(self.crashes or self.partitions or self.pauses) or any(
+            (self.lose, self.delay, self.step_error, self.step_slow, self.read_stall)
+        )
+
+
+def draw_faults(
+    rng: random.Random,
+    router: NodeId,
+    workers: list[NodeId],
+    until_s: float,
+    *,
+    checksums: bool,
+) -> FaultPlan:
+    """Damaged blocks need checksums to be noticed, so without them none are drawn."""
+
+    def maybe(low: float, high: float, chance: float = 0.5) -> float:
+        return rng.uniform(low, high) if rng.random() < chance else 0.0
+
+    return FaultPlan(
+        until_s=until_s,
+        lose=maybe(0.005, 0.08),
+        duplicate=maybe(0.005, 0.1),
+        delay=maybe(0.01, 0.15),
+        delay_s=rng.uniform(0.01, 1.5),
+        read_error=maybe(0.02, 0.3),
+        read_stall=maybe(0.02, 0.3),
+        read_slow=maybe(0.05, 0.5),
+        read_slow_s=rng.uniform(0.1, 3.0),
+        flip=maybe(0.02, 0.3) if checksums else 0.0,
+        connect_error=maybe(0.05, 0.4, chance=0.3),
+        step_error=maybe(0.002, 0.02, chance=0.3),
+        step_slow=maybe(0.01, 0.05, chance=0.3),
+        crashes=_draw_crashes(rng, workers, until_s),
+        partitions=_draw_partitions(rng, [router, *workers], until_s),
+        pauses=_draw_pauses(rng, workers, until_s),
+        disk_error=maybe(0.02, 0.3),
+        disk_slow=maybe(0.02, 0.3),
+        disk_slow_s=rng.uniform(0.1, 3.0),
+        # An index that could not be changed may name what was overwritten.
+        store_error=maybe(0.05, 0.4) if checksums else 0.0,
+        rots=_draw_rots(rng, workers, until_s) if checksums else (),
+    )
+
+
+def _draw_crashes(rng: random.Random, workers: list[NodeId], until_s: float) -> tuple[Crash, ...]:
+    """Up to four, in order of time; no worker dies again before it is back."""
+    crashes: list[Crash] = []
+    free_at = dict.fromkeys(workers, 0.1)
+    for _ in range(rng.choice((0, 0, 1, 2, 4))):
+        worker = rng.choice(workers)
+        at = free_at[worker] + rng.uniform(0.0, until_s * 0.6)
+        down, notice = rng.uniform(0.02, 2.0), rng.uniform(0.01, 1.0)
+        if at + max(down, notice) < until_s:
+            crashes.append(Crash(worker, at, down, notice))
+            free_at[worker] = at + max(down, notice)
+    return tuple(sorted(crashes, key=lambda c: c.at_s))
+
+
+def _draw_partitions(
+    rng: random.Random, nodes: list[NodeId], until_s: float
+) -> tuple[Partition, ...]:
+    partitions = []
+    for _ in range(rng.choice((0, 0, 0, 1, 3))):
+        from_s = rng.uniform(0.0, until_s * 0.8)
+        until = min(until_s, from_s + rng.uniform(0.05, 2.0))
+        partitions.append(Partition(frozenset(rng.sample(nodes, 2)), from_s, until))
+    return tuple(partitions)
+
+
+def _draw_pauses(rng: random.Random, workers: list[NodeId], until_s: float) -> tuple[Pause, ...]:
+    pauses = []
+    for _ in range(rng.choice((0, 0, 0, 1, 3))):
+        from_s = rng.uniform(0.0, until_s * 0.8)
+        until = min(until_s, from_s + rng.uniform(0.05, 2.0))
+        pauses.append(Pause(rng.choice(workers), from_s, until))
+    return tuple(pauses)
+
+
+def _draw_rots(rng: random.Random, workers: list[NodeId], until_s: float) -> tuple[Rot, ...]:
+    return tuple(
+        Rot(
+            rng.choice(workers),
+            rng.choice(LOWER_TIERS),
+            rng.uniform(0.0, until_s),
+            rng.randrange(1000),
+            rng.randrange(1000),
+        )
+        for _ in range(rng.choice((0, 0, 4, 40)))
+    )
+
+
+@dataclass(slots=True)
+class Faults:
+    """Draws what happens to each message, read and step, and counts what it injected."""
+
+    rng: random.Random
+    plan: FaultPlan = field(default_factory=FaultPlan)
+    injected: Counter[str] = field(default_factory=Counter)
+    active: bool = False
+
+    def _hits(self, kind: str, probability: float) -> bool:
+        if not self.active or probability == 0.0 or self.rng.random() >= probability:
+            return False
+        self.injected[kind] += 1
+        return True
+
+    def latencies(self, now: float, source: NodeId, to: NodeId) -> list[tuple[float, bool]]:
+        """(latency, in order?) of each copy of a message that arrives; empty if it is lost."""
+        plan, rng = self.plan, self.rng
+        if self.active:
+            for cut in plan.partitions:
+                if cut.from_s <= now < cut.until_s and source in cut.ends and to in cut.ends:
+                    self.injected["message cut off"] += 1
+                    return []
+        if self._hits("message lost", plan.lose):
+            return []
+        copies = [(0.0002 + 0.0008 * rng.random(), True)]
+        if self._hits("message delayed", plan.delay):
+            copies[0] = (copies[0][0] + rng.uniform(0.0, plan.delay_s), False)
+        if self._hits("message duplicated", plan.duplicate):
+            copies.append((copies[0][0] + rng.uniform(0.0, max(plan.delay_s, 0.01)), False))
+        return copies
+
+    def paused_until(self, now: float, node_id: NodeId) -> float:
+        """When a node that is paused now goes on; 0 if it is not."""
+        if self.active:
+            for pause in self.plan.pauses:
+                if pause.worker == node_id and pause.from_s <= now < pause.until_s:
+                    self.injected["paused"] += 1
+                    return pause.until_s
+        return 0.0
+
+    def connect(self) -> str | None:
+        """Why a connection fails, or None."""
+        return "injected" if self._hits("connect error", self.plan.connect_error) else None
+
+    def step(self, num_tokens: int) -> tuple[float, str | None]:
+        """(duration of a step, why it fails or None)."""
+        duration = (0.002 + 0.0001 * num_tokens) * self.rng.uniform(0.8, 1.5)
+        if self._hits("step slow", self.plan.step_slow):
+            duration += self.rng.uniform(0.1, 1.0)
+        return duration, "injected" if self._hits("step error", self.plan.step_error) else None
+
+    def read(self, effect: ReadBlocks, block_size: int, *, peer_alive: bool) -> ReadFate:
+        """What becomes of a read that is posted now."""
+        rng, plan, count = self.rng, self.plan, len(effect.src)
+        if effect.src_tier is Tier.DISK or effect.dst_tier is Tier.DISK:
+            return self._disk(effect)
+        duration = 0.0005 + 0.0003 * count * rng.uniform(0.5, 2.0)
+        if self._hits("read slow", plan.read_slow):
+            duration += rng.uniform(0.0, plan.read_slow_s)
+        stalled = self._hits("read stalled", plan.read_stall)
+        if stalled or (not peer_alive and rng.random() < 0.5) or duration >= effect.timeout_s:
+            settle = effect.timeout_s + 0.002 * rng.random()
+            return ReadFate(settle, "timed out", self._moments(count, settle, copied=0.8))
+        if self._hits("read error", plan.read_error) or not peer_alive:
+            duration *= rng.random()
+            return ReadFate(duration, "failed", self._moments(count, duration, copied=0.5))
+        flip = None
+        if self._hits("slot flipped", plan.flip):
+            flip = (rng.randrange(count), rng.randrange(block_size))
+        return ReadFate(duration, None, self._moments(count, duration, copied=1.0), flip)
+
+    def _disk(self, effect: ReadBlocks) -> ReadFate:
+        """What becomes of a move from or to the disk."""
+        rng, plan, count = self.rng, self.plan, len(effect.src)
+        duration = 0.001 + 0.001 * count * rng.uniform(0.5, 2.0)
+        if self._hits("disk slow", plan.disk_slow):
+            duration += rng.uniform(0.0, plan.disk_slow_s)
+        if self._hits("disk error", plan.disk_error) or duration >= effect.timeout_s:
+            settle = min(duration * rng.random(), effect.timeout_s)
+            return ReadFate(settle, "failed", self._moments(count, settle, copied=0.5))
+        return ReadFate(duration, None, self._moments(count, duration, copied=1.0))
+
+    def store(self) -> str | None:
+        """Why the index cannot be changed, or None."""
+        return "injected" if self._hits("store error", self.plan.store_error) else None
+
+    def _moments(self, count: int, duration_s: float, *, copied: float) -> tuple[float | None, ...]:
+        """One moment for each block within `[0, duration]`, or None for those never copied."""
+        rng = self.rng
+        return tuple(
+            rng.uniform(0.0, duration_s) if copied == 1.0 or rng.random() < copied else None
+            for _ in range(count)
+        )

@@ -1,0 +1,185 @@
+"""One seed from beginning to end: faults, then none, then quiet, then the last checks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from decode_worker.worker import DecodeWorker
+from engine.config import WorkerConfig
+from engine.kv.tier import DiskRecord
+from engine.node import Node, NodeId
+from engine.stats import Role, RouterUp
+from lab.sim import checkers
+from lab.sim.breakage import Break, BrokenDecodeWorker
+from lab.sim.client import Client, Outcome, SecondWave
+from lab.sim.faults import Crash, Rot
+from lab.sim.operator import OPERATOR, GiveOrder, Operator
+from lab.sim.runtime import PoolShape, SimRuntime, Violation
+from lab.sim.scenario import ROUTER, Scenario, draw_scenario
+from prefill_worker.worker import PrefillWorker
+from router.messages import WorkerDown, WorkerUp
+from router.router import Router
+
+CLIENT: NodeId = "client"
+CONTROLLER: NodeId = "controller"
+FINISH_WITHIN_S = 60.0
+"""Virtual seconds after the last fault in which everything must end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What happened in one run. Equal seeds give equal reports."""
+
+    seed: int
+    num_events: int
+    virtual_s: float
+    outcomes: Counter[str]
+    injected: Counter[str]
+    notes: Counter[str]
+    sources: Counter[str]  # blocks that were read rather than computed, by where they were
+    violations: tuple[Violation, ...]
+    event_hash: str
+
+
+class Cluster:
+    """The nodes of one run, and the controller's part: starting workers and saying who lives."""
+
+    def __init__(self, seed: int, broken: Break | None) -> None:
+        self.runtime = SimRuntime(seed)
+        self.scenario: Scenario = draw_scenario(self.runtime.rng)
+        self._configs = {config.node_id: config for config in self.scenario.workers}
+        self.worker_ids = list(self._configs)
+        runtime = self.runtime
+        runtime.trusted = {ROUTER, CLIENT}
+        runtime.after_receive = checkers.QueueBounds(self.scenario)
+        runtime.faults.plan = self.scenario.faults
+        runtime.faults.active = True
+        runtime.add(ROUTER, lambda epoch, records: Router(ROUTER, self.scenario.router))
+        for config in self.scenario.workers:
+            shape = PoolShape(
+                config.num_blocks,
+                config.block_size,
+                self.scenario.checksums,
+                config.num_host_blocks,
+                config.num_disk_blocks,
+            )
+            runtime.add(config.node_id, _WorkerMaker(config, broken), shape)
+            self._announce(config.node_id)
+        self.client = Client(
+            CLIENT,
+            ROUTER,
+            list(self.scenario.jobs),
+            checkers.failure_judge(self.scenario),
+            runtime.violate,
+        )
+        runtime.add(CLIENT, lambda epoch, records: self.client)
+        for crash in self.scenario.faults.crashes:
+            runtime.call_at(crash.at_s, lambda crash=crash: self._crash(crash))  # type: ignore[misc]
+
+        self.operator = Operator(runtime.violate)
+        runtime.add(OPERATOR, lambda epoch, records: self.operator)
+        self._give_orders(after_faults=False)
+        for rot in self.scenario.faults.rots:
+            runtime.call_at(rot.at_s, lambda rot=rot: self._rot(rot))  # type: ignore[misc]
+
+    def run(self) -> None:
+        runtime, scenario = self.runtime, self.scenario
+        runtime.run_until(scenario.faults.until_s)
+        runtime.faults.active = False
+        bound_s = scenario.faults.until_s + FINISH_WITHIN_S
+        runtime.run_until(bound_s, done=lambda: self.client.num_open == 0)
+        runtime.post("", CLIENT, SecondWave())
+        self._give_orders(after_faults=True)
+        runtime.run_until(runtime.now)
+        runtime.run_until(runtime.now + FINISH_WITHIN_S, done=lambda: self.client.num_open == 0)
+        if not runtime.stopped:
+            checkers.check_finished(runtime, self.client)
+            runtime.run_until(runtime.now + scenario.quiet_s)
+        if not runtime.stopped:
+            checkers.check_idle(runtime, ROUTER, self.worker_ids)
+            checkers.check_index(runtime, ROUTER, self.worker_ids)
+            self.operator.check()
+
+    def _crash(self, crash: Crash) -> None:
+        runtime, worker = self.runtime, crash.worker
+        epoch = runtime.crash(worker)
+        runtime.faults.injected["crash"] += 1
+        down = WorkerDown(worker, epoch, "killed")
+        runtime.post(CONTROLLER, ROUTER, down, crash.notice_s)
+        runtime.call_at(runtime.now + crash.down_s, lambda: self._restart(worker))
+
+    def sources(self) -> Counter[str]:
+        """Of the workers that live at the end."""
+        found: Counter[str] = Counter()
+        for worker in self.worker_ids:
+            node: Any = getattr(self.runtime.life(worker), "node", None)
+            for source in ("host", "disk", "peer"):
+                found[source] += node.core.counters.get(f"blocks_from_{source}", 0) if node else 0
+        return +found
+
+    def _give_orders(self, *, after_faults: bool) -> None:
+        runtime = self.runtime
+        for planned in self.scenario.orders:
+            if planned.after_faults is after_faults:
+                runtime.post("", OPERATOR, GiveOrder(planned), planned.at_s)
+
+    def _rot(self, rot: Rot) -> None:
+        life = self.runtime.life(rot.worker)
+        blocks = [] if life is None else life.executor.pools[rot.tier].blocks
+        if blocks:
+            block = blocks[rot.block % len(blocks)]
+            block[rot.slot % len(block)] ^= 1 << 23
+            self.runtime.faults.injected[f"{rot.tier} rots"] += 1
+
+    def _restart(self, worker: NodeId) -> None:
+        self.runtime.restart(worker)
+        self._announce(worker)
+
+    def _announce(self, worker: NodeId) -> None:
+        """Worker and router hear of each other at moments of their own."""
+        runtime, life = self.runtime, self.runtime.life(worker)
+        assert life is not None
+        info = replace(self._configs[worker], epoch=life.epoch).info()
+        runtime.post(CONTROLLER, worker, RouterUp(ROUTER), 0.01 * runtime.rng.random())
+        runtime.post(CONTROLLER, ROUTER, WorkerUp(info), 0.01 * runtime.rng.random())
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkerMaker:
+    config: WorkerConfig
+    broken: Break | None
+
+    def __call__(self, epoch: int, records: list[DiskRecord]) -> Node:
+        metadata = f"{self.config.node_id}:{epoch}".encode()
+        config = replace(self.config, epoch=epoch, agent_metadata=metadata)
+        if config.role is Role.PREFILL:
+            return PrefillWorker(config, records)
+        if self.broken is not None:
+            return BrokenDecodeWorker(config, self.broken, records)
+        return DecodeWorker(config, records)
+
+
+def run_seed(seed: int, broken: Break | None = None) -> Report:
+    """Run one seed. The same seed gives the same events, in every process."""
+    cluster = Cluster(seed, broken)
+    cluster.run()
+    runtime = cluster.runtime
+    outcomes: Counter[str] = Counter()
+    for order in cluster.client.orders.values():
+        reason = f": {order.failure.reason}" if order.failure else ""
+        if order.outcome is Outcome.FINISHED:
+            reason = f": {order.job.finish}"
+        outcomes[f"{order.outcome}{reason}"] += 1
+    return Report(
+        seed,
+        runtime.num_events,
+        runtime.now,
+        outcomes,
+        runtime.faults.injected,
+        runtime.notes,
+        cluster.sources(),
+        tuple(runtime.violations),
+        runtime.event_hash(),
+    )

@@ -1,0 +1,304 @@
+"""The simulated runtime: production nodes under virtual time, with faults chosen by a seed.
+
+One heap of events, one clock, one random source. An event is a message that arrives or something
+that an executor does. Events at the same time run in the order in which they were made, so a seed
+decides everything, and `event_hash` (over time, source, destination and content of every message
+delivered) tells whether two runs were the same.
+
+A worker has lives: each has an epoch, a pool, an executor and a transfer agent. A crash ends a life
+and all that belonged to it: steps, transfers, wake-ups, and messages on their way to it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import msgspec
+
+from engine.kv.tier import DiskRecord, Tier
+from engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
+from engine.step import Execute, StepDone
+from kvtransfer.agent import ConnectPeer, ReadBlocks, ReadDone, StoreFailed, StoreIndex
+from lab.sim.disk import SimDisk
+from lab.sim.executor import SimExecutor, SimPool
+from lab.sim.faults import Faults
+from lab.sim.transfers import SimAgent
+
+_MAX_EVENTS = 400_000
+"""A run that makes more than this is taken for a livelock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Something that must never happen did. `at_s` is virtual time."""
+
+    at_s: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    num_blocks: int
+    block_size: int
+    with_checksums: bool = True
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+
+    def pool(self, num_blocks: int) -> SimPool:
+        return SimPool(num_blocks, self.block_size, with_checksums=self.with_checksums)
+
+
+@dataclass(eq=False, slots=True)
+class Life:
+    """One incarnation of a node. Nothing of it happens after `alive` is False."""
+
+    node_id: NodeId
+    epoch: int
+    node: Node
+    executor: SimExecutor
+    agent: SimAgent
+    clock_s: float  # what its clock shows at virtual time 0: no two processes agree
+    alive: bool = True
+
+
+class MakeNode(Protocol):
+    def __call__(self, epoch: int, records: list[DiskRecord]) -> Node:
+        """`records`: what the node's disk held when it was opened."""
+        ...
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a node lives: how to make one, its disk, and the current life, if any."""
+
+    make: MakeNode
+    shape: PoolShape
+    disk: SimDisk
+    life: Life | None = None
+    next_epoch: int = 1
+
+
+@dataclass(slots=True)
+class SimRuntime:
+    """Owns the heap, the clock and every node.
+
+    Invariant: the clock never goes back; an event of a dead life does nothing. Nodes in `trusted`
+    share a process, and its clock: what they say to each other always arrives, in order.
+    """
+
+    seed: int
+    rng: random.Random = field(init=False)
+    faults: Faults = field(init=False)
+    now: float = 0.0
+    num_events: int = 0
+    violations: list[Violation] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+    trusted: set[NodeId] = field(default_factory=set)
+    stopped: bool = False  # a node raised: its state means nothing any more
+    after_receive: Callable[[SimRuntime, Life], None] | None = None  # a check on every event
+    _heap: list[tuple[float, int, Life | None, Callable[[], None]]] = field(default_factory=list)
+    _sequence: int = 0
+    _places: dict[NodeId, _Place] = field(default_factory=dict)
+    _last_arrival: dict[tuple[NodeId, NodeId], float] = field(default_factory=dict)
+    _hash: Any = field(default_factory=lambda: blake2b(digest_size=16))
+    _encoder: msgspec.msgpack.Encoder = field(
+        default_factory=lambda: msgspec.msgpack.Encoder(order="deterministic")
+    )
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.faults = Faults(self.rng)
+
+    # -- nodes ---------------------------------------------------------------------------------
+
+    def add(self, node_id: NodeId, make: MakeNode, shape: PoolShape | None = None) -> Node:
+        """Start a node now. Nodes without a pool (`shape`) must not ask for steps or reads."""
+        assert node_id not in self._places
+        shape = shape or PoolShape(0, 1)
+        self._places[node_id] = _Place(make, shape, SimDisk(shape.pool(shape.num_disk_blocks)))
+        return self.restart(node_id)
+
+    def disk(self, node_id: NodeId) -> SimDisk:
+        return self._places[node_id].disk
+
+    def life(self, node_id: NodeId) -> Life | None:
+        """The current life of a node; None while it is down or if there never was one."""
+        place = self._places.get(node_id)
+        return place.life if place else None
+
+    def crash(self, node_id: NodeId) -> int:
+        """End the current life of a node at once. Returns its epoch."""
+        life = self.life(node_id)
+        assert life is not None
+        life.alive = False
+        self._places[node_id].life = None
+        return life.epoch
+
+    def restart(self, node_id: NodeId) -> Node:
+        """Begin the next life of a node that is down: an empty pool, a new epoch."""
+        place = self._places[node_id]
+        assert place.life is None
+        epoch, shape = place.next_epoch, place.shape
+        place.next_epoch += 1
+        pools = {
+            Tier.DEVICE: shape.pool(shape.num_blocks),
+            Tier.HOST: shape.pool(shape.num_host_blocks),
+            Tier.DISK: place.disk.pool,
+        }
+
+        def violated(kind: str, text: str) -> None:
+            self.violate(kind, f"{node_id} epoch {epoch}: {text}")
+
+        executor = SimExecutor(pools, violated)
+        agent = SimAgent(
+            node_id,
+            executor,
+            self.life,
+            lambda after_s, call: self._push(after_s, life, call),
+            violated,
+        )
+        clock_s = 0.0 if node_id in self.trusted else self.rng.uniform(0.0, 1000.0)
+        node = place.make(epoch, place.disk.records(self.now))
+        life = Life(node_id, epoch, node, executor, agent, clock_s)
+        place.life = life
+        self._guard(life, lambda: life.node.start(clock_s + self.now))
+        return life.node
+
+    def violate(self, kind: str, text: str) -> None:
+        self.violations.append(Violation(self.now, kind, text))
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def call_at(self, at_s: float, call: Callable[[], None]) -> None:
+        """Do something at a virtual time that belongs to no node."""
+        self._push(at_s - self.now, None, call)
+
+    def post(self, source: NodeId, to: NodeId, message: Any, after_s: float = 0.0) -> None:
+        """Deliver `message`, reliably, after that many seconds."""
+        life = self.life(to)
+        if life is not None:
+            self._push(after_s, life, lambda: self._deliver(source, life, message))
+
+    def run_until(self, until_s: float, done: Callable[[], bool] | None = None) -> bool:
+        """Run events up to a virtual time, or until `done`. False if `done` never came true."""
+        heap = self._heap
+        while not self.stopped and not (done is not None and done()):
+            if not heap or heap[0][0] > until_s:
+                self.now = max(self.now, until_s)
+                return done is None
+            at_s, _, life, call = heapq.heappop(heap)
+            if life is not None and not life.alive:
+                continue
+            assert at_s >= self.now
+            self.now = at_s
+            self.num_events += 1
+            if self.num_events > _MAX_EVENTS:
+                self.violate("livelock", f"{_MAX_EVENTS} events")
+                self.stopped = True
+            call()
+        return not self.stopped
+
+    def event_hash(self) -> str:
+        return str(self._hash.hexdigest())
+
+    # -- effects -------------------------------------------------------------------------------
+
+    def _perform(self, life: Life, effect: Effect) -> None:
+        match effect:
+            case Send(to, message):
+                self._send(life.node_id, to, message)
+            case Wake(after_s, tag):
+                self._to_self(life, after_s, Woken(tag))
+            case Execute(step):
+                life.executor.begin(step)
+                duration_s, error = self.faults.step(step.num_tokens)
+                self._push(duration_s, life, lambda: self._finish_step(life, duration_s, error))
+            case ReadBlocks():
+                peer = life.agent.source(effect)
+                fate = self.faults.read(
+                    effect,
+                    life.executor.pool.block_size,
+                    peer_alive=peer is not None and peer.alive,
+                )
+                life.agent.read(effect, fate, lambda done: self._read_done(life, done))
+            case StoreIndex():
+                self._store(life, effect)
+            case ConnectPeer():
+                error = self.faults.connect()
+                after_s = 0.001 + 0.01 * self.rng.random()
+                self._push(after_s, life, lambda: self._connect(life, effect, error))
+            case Note(_, counter, _):
+                self.notes[counter] += 1
+            case _:
+                raise AssertionError(f"unknown effect {effect!r}")
+
+    def _send(self, source: NodeId, to: NodeId, message: Any) -> None:
+        life = self.life(to)
+        if source in self.trusted and to in self.trusted:
+            self.post(source, to, message)
+            return
+        for latency_s, in_order in self.faults.latencies(self.now, source, to):
+            arrival = self.now + latency_s
+            if in_order:
+                arrival = max(arrival, self._last_arrival.get((source, to), 0.0))
+                self._last_arrival[source, to] = arrival
+            if life is not None:  # else the connection is gone, and the message with it
+                self._push(arrival - self.now, life, lambda: self._deliver(source, life, message))
+
+    def _store(self, life: Life, change: StoreIndex) -> None:
+        error = self.faults.store()
+        if error is not None:
+            self._to_self(life, 0.001, StoreFailed(error))
+            return
+        wrong = self.disk(life.node_id).update(
+            self.now, change, lossless=not self.faults.injected["store error"]
+        )
+        if wrong is not None:
+            self.violate("disk index", f"{life.node_id} epoch {life.epoch}: {wrong}")
+
+    def _finish_step(self, life: Life, duration_s: float, error: str | None) -> None:
+        done: StepDone = life.executor.finish(duration_s, error)
+        self._deliver(life.node_id, life, done)
+
+    def _read_done(self, life: Life, done: ReadDone) -> None:
+        self._deliver(life.node_id, life, done)
+
+    def _connect(self, life: Life, effect: ConnectPeer, error: str | None) -> None:
+        self._deliver(life.node_id, life, life.agent.connect(effect, error))
+
+    def _to_self(self, life: Life, after_s: float, message: Any) -> None:
+        self._push(after_s, life, lambda: self._deliver(life.node_id, life, message))
+
+    def _push(self, after_s: float, life: Life | None, call: Callable[[], None]) -> None:
+        assert after_s >= 0
+        self._sequence += 1
+        heapq.heappush(self._heap, (self.now + after_s, self._sequence, life, call))
+
+    def _deliver(self, source: NodeId, life: Life, message: Any) -> None:
+        paused_until = self.faults.paused_until(self.now, life.node_id)
+        if paused_until > self.now:
+            self._push(paused_until - self.now, life, lambda: self._deliver(source, life, message))
+            return
+        head = f"{self.now!r} {source} {life.node_id} {life.epoch} {type(message).__name__} "
+        self._hash.update(head.encode())
+        self._hash.update(self._encoder.encode(message))
+        self._guard(life, lambda: life.node.receive(life.clock_s + self.now, message))
+
+    def _guard(self, life: Life, act: Callable[[], list[Effect]]) -> None:
+        """A node that raises has broken its own assertions: that is a finding, and the end."""
+        try:
+            for effect in act():
+                self._perform(life, effect)
+            if self.after_receive is not None:
+                self.after_receive(self, life)
+        except Exception:
+            self.violate("node raised", f"{life.node_id}: {traceback.format_exc(limit=-6)}")
+            self.stopped = True

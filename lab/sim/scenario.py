@@ -1,0 +1,117 @@
+"""A run: the cluster, the workload and the faults that belong to a seed, and what to expect.
+
+Everything here is drawn from the seed before the first event. Timeouts are drawn without regard to
+each other, so that leases run out during reads and reads outlive their handoff.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from engine.config import WorkerConfig
+from engine.kv.tier import Retention
+from engine.node import NodeId
+from engine.stats import Role
+from lab.sim.faults import FaultPlan, draw_faults
+from lab.sim.operator import PlannedOrder, draw_orders
+from lab.sim.workload import Job, Limits, draw_jobs
+from router.config import POLICIES, RouterConfig
+
+ROUTER: NodeId = "router-0"
+BLOCK_SIZE = 4
+FINGERPRINT = b"simulated model, one layout"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What the seed chose. `workers` have epoch 0: each life of a worker gets its own."""
+
+    workers: tuple[WorkerConfig, ...]
+    router: RouterConfig
+    checksums: bool
+    jobs: tuple[Job, ...]
+    faults: FaultPlan
+    orders: tuple[PlannedOrder, ...]
+
+    @property
+    def quiet_s(self) -> float:
+        """After the last answer: long enough for every lease, handoff and read to time out."""
+        worst_s = max(w.lease_s + w.handoff_timeout_s + 3 * w.read_timeout_s for w in self.workers)
+        behind_s = 40.0 if any(o.after_faults for o in self.orders) else 5.0  # orders, and the disk
+        return behind_s + worst_s
+
+
+def draw_scenario(rng: random.Random) -> Scenario:
+    workers = _draw_workers(rng)
+    checksums = rng.random() < 0.5
+    until_s = rng.uniform(1.0, 6.0)
+    names: list[NodeId] = [w.node_id for w in workers]
+    faults = draw_faults(rng, ROUTER, names, until_s, checksums=checksums)
+    limits = Limits(
+        max_model_len=workers[0].max_model_len,
+        pool_tokens=BLOCK_SIZE * min(w.num_blocks for w in workers if w.role is Role.DECODE),
+    )
+    jobs = draw_jobs(rng, limits, until_s)
+    router = _draw_router(rng)
+    orders = draw_orders(rng, names, jobs, until_s, FINGERPRINT, BLOCK_SIZE)
+    return Scenario(tuple(workers), router, checksums, tuple(jobs), faults, tuple(orders))
+
+
+def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
+    num_prefill, num_decode = rng.choice((0, 1, 1, 2, 3)), rng.randint(1, 3)
+    max_model_len = rng.choice((104, 128, 160))
+    lease_s = rng.choice((rng.uniform(0.03, 0.3), rng.uniform(0.3, 3.0)))
+    handoff_s, read_s = rng.uniform(0.3, 3.0), rng.uniform(0.2, 4.0)
+    host, disk = rng.choice((0, 8, 16, 60)), rng.choice((0, 10, 30, 100))
+    retention = Retention(rng.choice((3600.0, rng.uniform(0.5, 5.0))), rng.random() < 0.8)
+    disk_after_s = rng.choice((0.05, rng.uniform(0.1, 2.0)))
+    budget, seqs = rng.choice((8, 16, 32, 64)), rng.choice((2, 4, 8, 16))
+    waiting = rng.choice((4, 16, 64))
+    guesses = rng.choice((0, 2, 7))
+
+    def config(role: Role, number: int) -> WorkerConfig:
+        return WorkerConfig(
+            node_id=f"{role}-{number}",
+            role=role,
+            epoch=0,
+            num_blocks=rng.choice((rng.randint(24, 36), rng.randint(24, 80))),
+            block_size=BLOCK_SIZE,
+            bytes_per_block=BLOCK_SIZE * 8,
+            max_model_len=max_model_len,
+            fingerprint=FINGERPRINT,
+            max_num_batched_tokens=budget,
+            max_num_seqs=seqs,
+            num_speculative_tokens=guesses,
+            max_waiting=waiting,
+            lease_s=lease_s,
+            handoff_timeout_s=handoff_s,
+            read_timeout_s=read_s,
+            stats_interval_s=0.25,
+            num_host_blocks=host,
+            num_disk_blocks=disk,
+            retention=retention,
+            disk_after_s=disk_after_s,
+        )
+
+    return [config(Role.PREFILL, n) for n in range(num_prefill)] + [
+        config(Role.DECODE, n) for n in range(num_decode)
+    ]
+
+
+def _draw_router(rng: random.Random) -> RouterConfig:
+    """Short waits, and limits that a burst reaches."""
+    return RouterConfig(
+        policy=rng.choice(("prefix", "prefix", *POLICIES)),
+        max_queue=rng.choice((8, 32, 128)),
+        max_inflight_per_worker=rng.choice((2, 8, 32)),
+        max_attempts=rng.randint(4, 8),
+        no_workers_wait_s=rng.uniform(0.5, 10.0),
+        probe_after_s=rng.uniform(0.3, 2.0),
+        max_silent_probes=rng.randint(2, 3),
+        tick_s=rng.uniform(0.1, 0.3),
+        snapshot_retry_s=rng.uniform(0.2, 1.0),
+        speculative_s=rng.uniform(0.5, 5.0),
+        backoff_s=rng.uniform(0.02, 0.3),
+        max_backoff_s=rng.uniform(0.5, 3.0),
+    )

@@ -1,0 +1,153 @@
+"""The transfer agent of a simulated worker: reads that really tear.
+
+A read copies each block at its own moment between its start and its end, so a source block that is
+overwritten meanwhile arrives torn or stale. A read that fails or stalls may have copied some blocks
+and not others. Up to the moment of its `ReadDone` it can write to its destination, never after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.kv.tier import Tier
+from engine.node import NodeId
+from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone
+from lab.sim.executor import OnViolation, SimExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFate:
+    """What becomes of one read, decided when it is posted."""
+
+    duration_s: float
+    error: str | None = None
+    moments: tuple[float | None, ...] = ()  # when block i is copied, after the start; None: never
+    flip: tuple[int, int] | None = None  # (index of the block, index of the slot) damaged
+
+
+class Peer(Protocol):
+    """One life of a worker, as its peers see it."""
+
+    node_id: NodeId
+    epoch: int
+    alive: bool
+    executor: SimExecutor
+
+
+class SimAgent:
+    """Moves blocks into the pool of one life of one worker.
+
+    Invariant: `executor.writable` are the destination blocks of the live transfers, by tier, and no
+    block belongs to two of them.
+    """
+
+    def __init__(
+        self,
+        own: NodeId,
+        executor: SimExecutor,
+        find_peer: Callable[[NodeId], Peer | None],
+        after: Callable[[float, Callable[[], None]], None],
+        on_violation: OnViolation,
+    ) -> None:
+        self._own = own
+        self._executor = executor
+        self._find_peer = find_peer
+        self._after = after  # calls back after that many seconds, unless this worker died
+        self._on_violation = on_violation
+        self._peers: dict[NodeId, Peer] = {}
+        self._live: dict[int, ReadBlocks] = {}
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def connect(self, effect: ConnectPeer, error: str | None) -> PeerConnected:
+        """Make the peer readable if it is still the process that `effect` means."""
+        peer = self._find_peer(effect.peer)
+        if error is None and (peer is None or not peer.alive or peer.epoch != effect.epoch):
+            error = f"{effect.peer} epoch {effect.epoch} is not there"
+        if error is None:
+            assert peer is not None
+            assert effect.num_blocks == len(peer.executor.pool.blocks)
+            self._peers[effect.peer] = peer
+        return PeerConnected(effect.peer, effect.epoch, error)
+
+    def source(self, effect: ReadBlocks) -> Peer | None:
+        """The process to read from, dead or alive; None if it was never connected. Its own blocks
+        a worker can always move."""
+        peer = self._peers.get(effect.peer)
+        if effect.peer == self._own:
+            peer = self._find_peer(effect.peer)
+        return peer if peer is not None and peer.epoch == effect.epoch else None
+
+    def read(self, effect: ReadBlocks, fate: ReadFate, done: Callable[[ReadDone], None]) -> None:
+        """Post the read: copies and the end are events from now on. `done` gets its `ReadDone`."""
+        assert effect.transfer_id not in self._live
+        assert len(effect.src) == len(effect.dst) > 0
+        assert len(set(effect.dst)) == len(effect.dst)
+        executor, source = self._executor, self.source(effect)
+        writable = executor.writable[effect.dst_tier]
+        if not writable.isdisjoint(effect.dst):
+            self._on_violation("two transfers write to one block", f"transfer {effect.transfer_id}")
+        if effect.peer == self._own:
+            self._check_own(effect)
+        else:
+            assert Tier.DISK not in (effect.src_tier, effect.dst_tier), "a peer's disk"
+        self._live[effect.transfer_id] = effect
+        writable.update(effect.dst)
+        # What is written to disk has its checksum taken before.
+        before = (
+            self._checksums(effect.src_tier, effect.src) if effect.dst_tier is Tier.DISK else None
+        )
+        if source is not None:
+            for index, moment in enumerate(fate.moments):
+                if moment is not None:
+                    self._after(moment, self._copy(effect, source, index, fate.flip))
+        self._after(fate.duration_s, lambda: done(self._settle(effect, source, fate, before)))
+
+    def _check_own(self, effect: ReadBlocks) -> None:
+        """A worker knows what happens to its own blocks: it must not read one that is written."""
+        overlap = self._executor.writable[effect.src_tier].intersection(effect.src)
+        if overlap:
+            text = f"transfer {effect.transfer_id}, {effect.src_tier} {sorted(overlap)}"
+            self._on_violation("a move reads a block that is being written", text)
+
+    def _checksums(self, tier: Tier, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self._executor.pools[tier].checksum(block) for block in blocks)
+
+    def _copy(
+        self, effect: ReadBlocks, source: Peer, index: int, flip: tuple[int, int] | None
+    ) -> Callable[[], None]:
+        def copy() -> None:
+            if not source.alive:
+                return
+            block = list(source.executor.pools[effect.src_tier].blocks[effect.src[index]])
+            if flip is not None and flip[0] == index:
+                block[flip[1]] ^= 1 << 17
+            self._executor.pools[effect.dst_tier].blocks[effect.dst[index]] = block
+
+        return copy
+
+    def _settle(
+        self,
+        effect: ReadBlocks,
+        source: Peer | None,
+        fate: ReadFate,
+        before: tuple[int, ...] | None,
+    ) -> ReadDone:
+        del self._live[effect.transfer_id]
+        self._executor.writable[effect.dst_tier].difference_update(effect.dst)
+        error = fate.error
+        if error is None and (source is None or not source.alive):
+            error = f"{effect.peer} epoch {effect.epoch} is gone"
+        if error is not None:
+            return ReadDone(effect.transfer_id, error, elapsed_s=fate.duration_s)
+        return ReadDone(
+            effect.transfer_id,
+            None,
+            self._checksums(effect.dst_tier, effect.dst) if before is None else before,
+            fate.duration_s,
+            len(effect.dst) * self._executor.pool.block_size * 8,
+        )

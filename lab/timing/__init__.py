@@ -1,0 +1,1 @@
+"""How long passes and transfers take on hardware that is not here."""

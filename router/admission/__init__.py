@@ -1,0 +1,1 @@
+"""Who may come in, who goes next, and when a refused client should come back."""

@@ -1,0 +1,332 @@
+"""The requests that wait for a worker, and the order in which they get one.
+
+Life of a request here: pushed -> charged, when it is sent to a worker -> settled, when it has
+ended; `restore` brings one back whose attempt failed. The order, by the first rule that decides:
+
+1. The lowest priority number goes first. While others wait behind it, a small share of the service
+   is theirs (`low_share`, split evenly between the priorities): each earns its part of what is
+   served, and goes first as soon as it has earned what its next request takes. So none starves.
+2. Within a priority, what came back after a failed attempt, in order of arrival.
+3. Tenants share by weight: start-time fair queueing (Goyal, Vin, Cheng 1996). A tenant's next
+   request starts, in virtual time, where its last one finished; the earliest start goes first.
+4. Within a tenant, the order of arrival.
+
+Service is in units of work (`router.admission.estimates`): charged as estimated when a
+request is sent, and set right by what it really took when it has ended.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from router.messages import TenantShare
+from router.record import LoggedRequest
+from router.state import TenantLoad
+
+MAX_PASSED = 32  # so many later requests may be served before one that found no place
+LEAST_LEFT = 0.25  # of a request, until it ends: estimates are means, and some take far more
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A live request, from `push` to `settle`."""
+
+    log: LoggedRequest
+    units: float  # of service, as estimated
+    level: Level
+    flow: Flow
+    sent_at: float | None = None  # of its first attempt; None: it was never sent, or came back
+    is_charged: bool = False
+    is_served: bool = False  # it has an attempt
+    units_left: float = 0.0  # while it is served
+    num_passed: int = 0  # later requests served before it, since it found no place
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """A tenant's requests of one priority. Invariant: `units` is the sum over `waiting`."""
+
+    tenant: str
+    share: TenantShare
+    floor: float = 0.0  # virtual time when it began to wait
+    finish: float = 0.0  # virtual finish of the last request that was charged
+    waiting: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
+    units: float = 0.0
+
+    @property
+    def start(self) -> float:
+        """Virtual start of its next request."""
+        return max(self.floor, self.finish)
+
+    @property
+    def newest(self) -> LoggedRequest:
+        return next(reversed(self.waiting.values())).log
+
+
+@dataclass(slots=True, eq=False)
+class Level:
+    """A priority. Invariant: it is in the queue's `_levels` while anything of it waits."""
+
+    priority: int
+    flows: dict[str, Flow] = field(default_factory=dict)
+    returned: list[tuple[int, Entry]] = field(default_factory=list)  # by arrival
+    virtual: float = 0.0  # start of the last request that was charged
+    credit: float = 0.0  # service that it has earned behind others
+    units: float = 0.0  # of all that waits
+    num_new: int = 0  # that were never served
+
+    def __bool__(self) -> bool:
+        return bool(self.num_new or self.returned)
+
+
+class FairQueue:
+    """Owned by the router. Invariant: a live request waits here at most once; `num_running` counts
+    each tenant's requests that have an attempt, `num_queued` those that wait for their first."""
+
+    def __init__(self, low_share: float) -> None:
+        self._low_share = low_share
+        self._levels: list[Level] = []  # by priority, those where something waits
+        self._entries: dict[str, Entry] = {}
+        self._num_waiting = 0
+        self.units_running = self.units_left = 0.0  # of all that are served
+        self.num_running: Counter[str] = Counter()
+        self.num_queued: Counter[str] = Counter()
+        self.elsewhere: Mapping[str, TenantLoad] = {}  # at other routers, by tenant
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __contains__(self, log: LoggedRequest) -> bool:
+        entry = self._entries.get(log.request_id)
+        return entry is not None and not entry.is_served
+
+    @property
+    def num_new(self) -> int:
+        return sum(level.num_new for level in self._levels)
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """Where something waits, first things first. Not to be changed."""
+        return tuple(self._levels)
+
+    def in_order(self) -> Iterator[LoggedRequest]:
+        """All that wait, by priority and tenant: not the order of service."""
+        for level in self.levels:
+            yield from [entry.log for _, entry in level.returned]
+            for flow in list(level.flows.values()):
+                yield from [entry.log for entry in flow.waiting.values()]
+
+    def entry(self, log: LoggedRequest) -> Entry:
+        return self._entries[log.request_id]
+
+    def is_limited(self, flow: Flow) -> bool:
+        """Whether its tenant has as many running as it may. The limit is of all routers together:
+        here it is what others leave of it, or the part of it that has come here where requests wait
+        at others too; but at least one."""
+        limit, running = flow.share.max_concurrent, self.num_running[flow.tenant]
+        if not limit or running < 1:
+            return False
+        others = self.elsewhere.get(flow.tenant)
+        if others is None:
+            return running >= limit
+        here, there = running + self.num_queued[flow.tenant], others.num_running + others.num_queued
+        left = limit - others.num_running
+        if others.num_queued:
+            left = min(left, limit * here // (here + there))
+        return running >= left
+
+    def find(self, priority: int, tenant: str) -> tuple[Level | None, Flow | None]:
+        """Where requests of a tenant wait; None where none does."""
+        level = next((each for each in self._levels if each.priority == priority), None)
+        return level, None if level is None else level.flows.get(tenant)
+
+    def sent_at(self, log: LoggedRequest) -> float | None:
+        """When it was sent to the workers that still have it; None: another attempt failed before,
+        or it never came here."""
+        entry = self._entries.get(log.request_id)
+        return None if entry is None else entry.sent_at
+
+    def push(self, log: LoggedRequest, units: float) -> None:
+        """A new request, to the end of its tenant's."""
+        assert log.request_id not in self._entries, f"{log.request_id} is known already"
+        level = self._level(log.submit.priority)
+        flow = level.flows.get(log.submit.tenant)
+        if flow is None:
+            flow = level.flows[log.submit.tenant] = Flow(log.submit.tenant, log.submit.share)
+        flow.share = log.submit.share
+        entry = self._entries[log.request_id] = Entry(log, units, level, flow)
+        self._add(entry)
+
+    def restore(self, log: LoggedRequest) -> None:
+        """A request whose attempt failed: before all new ones of its priority."""
+        entry = self._entries[log.request_id]
+        assert entry.is_served, f"{log.request_id} waits already"
+        self._stop_running(entry)
+        entry.sent_at = None
+        entry.level = self._level(log.submit.priority)
+        insort(entry.level.returned, (log.arrival, entry), key=lambda pair: pair[0])
+        entry.level.units += entry.units
+        self._num_waiting += 1
+
+    def next(self, skip: Mapping[str, Entry]) -> Entry | None:
+        """The next request to be served; None: none, or only those in `skip` and of tenants that
+        have as many running as they may. It waits until it is charged."""
+        first: Entry | None = None
+        earned: tuple[float, Entry] | None = None
+        for level in self._levels:
+            entry = self._head(level, skip)
+            if entry is None:
+                continue
+            if first is None:
+                first = entry
+            elif level.credit >= entry.units and (earned is None or level.credit > earned[0]):
+                earned = level.credit, entry
+        return first if earned is None else earned[1]
+
+    def charge(self, now: float, log: LoggedRequest) -> None:
+        """It is sent to a worker. Its service is its tenant's, and earns those behind it theirs."""
+        entry = self._entries[log.request_id]
+        level, flow = entry.level, entry.flow
+        self._take_out(entry)
+        entry.is_served = True
+        self.num_running[log.submit.tenant] += 1
+        entry.units_left = entry.units
+        self.units_running += entry.units
+        self.units_left += entry.units
+        if entry.is_charged:
+            return
+        entry.is_charged, entry.sent_at = True, now
+        level.virtual = max(level.virtual, flow.start)
+        flow.finish = flow.start + entry.units / flow.share.weight
+        for idle in [f for f in level.flows.values() if not f.waiting]:
+            if idle.finish <= level.virtual:  # it would begin anew from here anyway
+                del level.flows[idle.tenant]
+        top = min(each.priority for each in (level, *self._levels[:1]))
+        if level.priority > top:
+            level.credit = max(0.0, level.credit - entry.units)
+        behind = [each for each in self._levels if each.priority > top]
+        for each in behind:
+            earned = self._low_share * entry.units / len(behind)
+            each.credit = min(each.credit + earned, each.units)
+
+    def work_on(self, log: LoggedRequest, units: float) -> None:
+        """So much more of its service is done."""
+        entry = self._entries.get(log.request_id)
+        if entry is not None and entry.is_served:
+            left = max(entry.units_left - units, LEAST_LEFT * entry.units)
+            self.units_left += left - entry.units_left
+            entry.units_left = left
+
+    def settle(self, log: LoggedRequest, units: float) -> None:
+        """It has ended, wherever it was, after `units` of service: its tenant's account is set
+        right by the difference to the estimate."""
+        entry = self._entries.get(log.request_id)
+        if entry is None:
+            return
+        if entry.is_served:
+            self._stop_running(entry)
+        else:
+            self._take_out(entry)
+        if entry.is_charged:
+            entry.flow.finish += (units - entry.units) / entry.flow.share.weight
+        del self._entries[log.request_id]
+
+    def surplus(self, max_new: int) -> LoggedRequest | None:
+        """Which new request has to go because more than `max_new` wait; None: none has to.
+
+        It is the newest of the tenant that holds most for its weight, in the lowest priority that
+        holds more than its guaranteed share of the places."""
+        if self.num_new <= max_new:
+            return None
+        levels = [level for level in self._levels if level.num_new]
+        chosen = levels[0]
+        if len(levels) > 1:
+            guaranteed = int(self._low_share * max_new / (len(levels) - 1))
+            lower = (each for each in reversed(levels[1:]) if each.num_new > guaranteed)
+            chosen = next(lower, chosen)
+
+        def excess(flow: Flow) -> tuple[float, int]:
+            return len(flow.waiting) / flow.share.weight, flow.newest.arrival
+
+        flow = max((f for f in chosen.flows.values() if f.waiting), key=excess)
+        return flow.newest
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where a sum is not what it counts."""
+        counted: Counter[str] = Counter()
+        for entry in self._entries.values():
+            counted[entry.log.submit.tenant] += entry.is_served
+        assert +self.num_running == +counted, (self.num_running, counted)
+        left = sum(entry.units_left for entry in self._entries.values() if entry.is_served)
+        assert abs(self.units_left - left) < 1e-6 * max(1.0, left), (self.units_left, left)
+        assert self._num_waiting == sum(1 for _ in self.in_order())
+        for level in self._levels:
+            assert level, f"nothing of priority {level.priority} waits"
+            flows = level.flows.values()
+            assert level.num_new == sum(len(flow.waiting) for flow in flows)
+            units = sum(flow.units for flow in flows) + sum(e.units for _, e in level.returned)
+            assert abs(level.units - units) < 1e-6 * max(1.0, units), (level.units, units)
+
+    def _level(self, priority: int) -> Level:
+        for level in self._levels:
+            if level.priority == priority:
+                return level
+        level = Level(priority)
+        insort(self._levels, level, key=lambda each: each.priority)
+        return level
+
+    def _head(self, level: Level, skip: Mapping[str, Entry]) -> Entry | None:
+        """What is next of `level`."""
+        for _, entry in level.returned:
+            if entry.log.request_id not in skip:
+                return entry
+        best: tuple[float, int] | None = None
+        found = None
+        for flow in level.flows.values():
+            if not flow.waiting or self.is_limited(flow):
+                continue
+            head = next((e for name, e in flow.waiting.items() if name not in skip), None)
+            if head is not None and (best is None or (flow.start, head.log.arrival) < best):
+                best, found = (flow.start, head.log.arrival), head
+        return found
+
+    def _add(self, entry: Entry) -> None:
+        level, flow = entry.level, entry.flow
+        if not flow.waiting:
+            flow.floor = level.virtual
+        flow.waiting[entry.log.request_id] = entry
+        flow.units += entry.units
+        level.units += entry.units
+        level.num_new += 1
+        self.num_queued[flow.tenant] += 1
+        self._num_waiting += 1
+
+    def _take_out(self, entry: Entry) -> None:
+        """It waits no more."""
+        level, flow, name = entry.level, entry.flow, entry.log.request_id
+        if name in flow.waiting:
+            del flow.waiting[name]
+            flow.units = flow.units - entry.units if flow.waiting else 0.0
+            level.num_new -= 1
+            _decrement(self.num_queued, flow.tenant)
+        else:
+            level.returned = [pair for pair in level.returned if pair[1] is not entry]
+        level.units -= entry.units
+        self._num_waiting -= 1
+        if not level:
+            self._levels.remove(level)
+
+    def _stop_running(self, entry: Entry) -> None:
+        entry.is_served = False
+        _decrement(self.num_running, entry.log.submit.tenant)
+        self.units_running = self.units_running - entry.units if self.num_running else 0.0
+        self.units_left = self.units_left - entry.units_left if self.num_running else 0.0
+
+
+def _decrement(counts: Counter[str], name: str) -> None:
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]

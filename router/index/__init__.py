@@ -1,0 +1,1 @@
+"""Which worker holds which block: the prefix index, and what routers tell each other of it."""

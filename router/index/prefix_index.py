@@ -1,0 +1,308 @@
+"""Which worker holds which sealed block in which tier, as far as one router knows.
+
+Life of a view of one worker: added with an epoch and empty; a snapshot fills it; events keep it up
+to date; a gap in their sequence freezes it until the next snapshot; a new epoch empties it; removal
+forgets it. Between the routing of a prompt and the worker's own events, speculative entries stand
+in for the blocks that are about to come into its device memory.
+
+A lookup asks four things of each worker: how far its device holds the prefix, how far its memory,
+how far any of its tiers, and how far it has said so itself. The blocks are in a native table
+(`router.index.table`), and a lookup asks it about some of them only: the first 16 one by one, then
+one at every stride (32 blocks; in a prompt of more than 2,048 its 64th part, at most 128) and the
+last, and between two of these only where fewer workers hold the second. That is right wherever a
+prefix is held without holes, as eviction from its end leaves it. Among the first blocks every hole
+is seen; one behind them may be overlooked, and then the worker finds out for itself what it has to
+compute. What is claimed always ends before any block that was asked about and was not there.
+
+Work that grows with what one worker holds is put off: when a worker goes or starts anew its blocks
+count no more, and are taken out some at a time by later calls. Only a snapshot of a worker that has
+blocks already replaces them in one call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.kv.block_hash import unpack
+from engine.kv.events import KVEvents, KVSnapshot
+from engine.kv.tier import Tier, TierNames
+from engine.node import NodeId
+from router.index.table import EXPECTED, FACT, NUM_RUNS, SAID, IndexTable, Names
+
+STRIDE = 32  # blocks; the least distance between those that a lookup asks about
+TIDY_BUDGET = 8192  # blocks taken out at a tick, when nothing else happens
+
+
+class Held(NamedTuple):
+    """How much of a prefix a worker holds, as three runs one after the other, in blocks (or, after
+    `times`, in tokens). A block that is in several tiers counts for the fastest.
+
+    `said` is how much of it, from the first block on, the worker itself has said it holds, in
+    whatever tier: the rest is only on its way there, and cannot be lent."""
+
+    device: int = 0
+    host: int = 0  # each of them in device or host memory
+    disk: int = 0  # each in any tier
+    said: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.disk
+
+    def times(self, factor: int) -> Held:
+        """The same in another unit."""
+        return Held(
+            self.device * factor, self.host * factor, self.disk * factor, self.said * factor
+        )
+
+
+NOTHING = Held()
+
+
+class Export(NamedTuple):
+    """All that a worker has said it holds, as of its event `seq`; names packed, in no order."""
+
+    epoch: int
+    seq: int
+    tiers: dict[Tier, bytes]
+
+
+@dataclass(slots=True, eq=False)
+class _View:
+    """What is known of one worker. In step with it exactly when `seq == seen`."""
+
+    worker: NodeId
+    slot: int  # its blocks in the table
+    group: int
+    epoch: int
+    seq: int | None = None  # last event (or snapshot) applied; None: nothing yet
+    seen: int = -1  # highest event heard of, applied or not
+    asked_at: float | None = None
+
+    @property
+    def in_step(self) -> bool:
+        return self.seq is not None and self.seq >= self.seen
+
+
+class Matches:
+    """What a lookup found. Ask it before the index changes: a worker that has started anew since
+    has no answer here."""
+
+    __slots__ = ("_best", "_index", "ends")
+
+    def __init__(self, index: PrefixIndex, ends: ctypes.Array[ctypes.c_uint32]) -> None:
+        self._index = index
+        self.ends = ends  # NUM_RUNS lengths for each slot
+        self._best: dict[tuple[int, int], list[NodeId]] = {}
+
+    def held(self, worker: NodeId) -> Held:
+        """How much of the prefix `worker` holds."""
+        view = self._index.views.get(worker)
+        if view is None:
+            return NOTHING
+        at, ends = NUM_RUNS * view.slot, self.ends
+        if at >= len(ends) or not ends[at + 2]:
+            return NOTHING
+        device, memory, anywhere, said = ends[at : at + NUM_RUNS]
+        return Held(device, memory - device, anywhere - memory, said)
+
+    def best(self, group: int, limit: int = 8) -> list[NodeId]:
+        """The workers of `group` that hold most of the prefix in any tier, most first; none that
+        holds nothing. Among equals the one first that was returned longest ago, so that the holders
+        of a prefix that all of them have take turns, lookup by lookup. Not to be changed."""
+        found = self._best.get((group, limit))
+        if found is None:
+            slots = self._index.slots
+            best = self._index.table.best(self.ends, group, limit)
+            found = self._best[group, limit] = [slots[slot].worker for slot in best]
+        return found
+
+    def workers(self) -> list[NodeId]:
+        """All that hold some of it, in no order."""
+        slots = self._index.slots
+        found = enumerate(self.ends[2::NUM_RUNS])
+        return [slots[slot].worker for slot, length in found if length and slot in slots]
+
+
+class PrefixIndex:
+    """Owned by a router. Invariant: the view in `slots[s]` has slot s of the table, and every open
+    slot of it has a view; `_lagging` are the views with a gap."""
+
+    def __init__(
+        self,
+        snapshot_retry_s: float = 1.0,
+        speculative_s: float = 10.0,
+        max_speculative: int = 200_000,
+        stride: int = STRIDE,
+    ) -> None:
+        if not 1 <= stride <= 1 << 16:
+            raise ValueError(f"stride {stride}: expected 1 to 65536 blocks")
+        self._snapshot_retry_s = snapshot_retry_s
+        self.speculative_s = speculative_s
+        self.table = IndexTable(stride, max_speculative)
+        self.views: dict[NodeId, _View] = {}
+        self.slots: dict[int, _View] = {}
+        self._lagging: dict[NodeId, _View] = {}
+        self.on_slot: Callable[[NodeId, int | None], None] = lambda worker, slot: None
+        """Told which slot of the table a worker has from now on; None: none any more."""
+
+    def add(self, worker: NodeId, epoch: int, group: int = 0) -> None:
+        """Begin to follow `worker`; it is due to be asked for a snapshot. `group` is the kind of
+        workers that it is to be found among."""
+        view = self.views.get(worker)
+        if view is None:
+            slot = self.table.open(group)
+            view = self.views[worker] = self.slots[slot] = _View(worker, slot, group, epoch)
+            self.on_slot(worker, slot)
+        elif epoch > view.epoch:
+            self._restart(view, epoch)
+        if view.group != group:
+            view.group = group
+            self.table.regroup(view.slot, group)
+        self._note(view)
+
+    def remove(self, worker: NodeId) -> None:
+        view = self.views.pop(worker, None)
+        if view is not None:
+            self.on_slot(worker, None)
+            del self.slots[view.slot]
+            self.table.close(view.slot)
+            self._lagging.pop(worker, None)
+
+    def apply(self, now: float, news: KVEvents | KVSnapshot) -> bool:
+        """Take `news` in. True: the worker has to be asked for a snapshot now.
+
+        News of an unknown worker or a past epoch, and news that is older than what is known, change
+        nothing. A later epoch than the known one empties the view.
+        """
+        if isinstance(news, KVSnapshot):
+            told = (TierNames(Tier.DEVICE, news.hashes), *news.tiers)
+            tiers = {part.tier: b"".join(part.stored) for part in told}
+            return self.restore(now, news.worker, news.epoch, news.seq, tiers)
+        view = self._hear(news.worker, news.epoch, news.seq)
+        if view is None:
+            return False
+        if view.seq is not None and news.seq == view.seq + 1:
+            for change in (TierNames(Tier.DEVICE, news.stored, news.removed), *news.tiers):
+                fact = FACT[change.tier]
+                self.table.change(view.slot, b"".join(change.stored), add=fact)
+                self.table.change(view.slot, b"".join(change.removed), drop=fact)
+            view.seq = news.seq
+        self._note(view)
+        return self._ask(now, view)
+
+    def restore(
+        self, now: float, worker: NodeId, epoch: int, seq: int, tiers: dict[Tier, bytes]
+    ) -> bool:
+        """What `apply` does with a snapshot, its names packed. They are all that `worker` held at
+        its event `seq`."""
+        view = self._hear(worker, epoch, seq)
+        if view is None:
+            return False
+        if view.seq is None or seq > view.seq:
+            if self.table.held(view.slot, SAID):
+                self.table.drop_all(view.slot, SAID)
+            for tier, names in tiers.items():
+                self.table.change(view.slot, names, add=FACT[tier])
+            view.seq = seq
+        self._note(view)
+        return self._ask(now, view)
+
+    def export(self, worker: NodeId) -> Export | None:
+        """What `restore` takes; None: nothing is known of `worker`."""
+        view = self.views.get(worker)
+        if view is None or view.seq is None:
+            return None
+        return Export(view.epoch, view.seq, self.table.export(view.slot))
+
+    def hear(self, now: float, worker: NodeId, epoch: int, event_seq: int) -> bool:
+        """The last event of `worker` was `event_seq`, whether it came or not. True: ask it now."""
+        view = self.views.get(worker)
+        if view is None or epoch != view.epoch:
+            return False
+        view.seen = max(view.seen, event_seq)
+        self._note(view)
+        return self._ask(now, view)
+
+    def due(self, now: float) -> list[NodeId]:
+        """Workers that have to be asked (again) for a snapshot now."""
+        self.table.tidy(now, TIDY_BUDGET)
+        return [view.worker for view in self._lagging.values() if self._ask(now, view)]
+
+    @property
+    def in_step(self) -> bool:
+        """True when no view has a gap."""
+        return not self._lagging
+
+    def speculate(self, now: float, worker: NodeId, names: Names) -> None:
+        """Count the blocks as in device memory of `worker` until it says so itself, or the time is
+        over; those that count already do so no longer. O(blocks): leave out those that it is known
+        to hold."""
+        view = self.views.get(worker)
+        if view is not None:
+            self.table.expect(view.slot, names, now, now + self.speculative_s)
+
+    def lookup(self, now: float, names: Names, limit: int | None = None) -> Matches:
+        """How much each worker holds of the prompt whose blocks have these names; with `limit`, of
+        its first blocks. It asks about some 80 blocks, and log(stride) more for each place where
+        fewer workers go on; see the module's docstring."""
+        return Matches(self, self.table.lookup(now, names, limit))
+
+    def names(self, worker: NodeId, tier: Tier = Tier.DEVICE) -> frozenset[bytes]:
+        """The blocks that `worker` has said it holds in `tier`."""
+        view = self.views.get(worker)
+        return (
+            frozenset() if view is None else frozenset(unpack(self.table.export(view.slot)[tier]))
+        )
+
+    def holdings(self, hashes: Iterable[bytes]) -> dict[NodeId, dict[Tier, int]]:
+        """How many of `hashes` each worker has said it holds, by tier; no zeros."""
+        counts = self.table.count(b"".join(hashes))
+        return {self.slots[s].worker: held for s, held in counts.items() if s in self.slots}
+
+    def num_blocks(self, worker: NodeId) -> int:
+        """Blocks counted as in device memory of `worker`, speculative ones too."""
+        view = self.views.get(worker)
+        return 0 if view is None else self.table.held(view.slot, FACT[Tier.DEVICE] | EXPECTED)
+
+    def check_integrity(self) -> None:
+        """Assert the class invariant. O(everything): for tests and the simulator."""
+        assert self.slots == {view.slot: view for view in self.views.values()}
+        assert len(self.slots) == len(self.views)
+        assert self._lagging == {w: v for w, v in self.views.items() if not v.in_step}
+        self.table.check_integrity()
+
+    def _hear(self, worker: NodeId, epoch: int, seq: int) -> _View | None:
+        """The view that is to take news in, of this epoch; None: it is no news."""
+        view = self.views.get(worker)
+        if view is None or epoch < view.epoch:
+            return None
+        if epoch > view.epoch:
+            self._restart(view, epoch)
+        view.seen = max(view.seen, seq)
+        return view
+
+    def _note(self, view: _View) -> None:
+        if view.in_step:
+            self._lagging.pop(view.worker, None)
+        else:
+            self._lagging[view.worker] = view
+
+    def _ask(self, now: float, view: _View) -> bool:
+        if view.in_step:
+            return False
+        if view.asked_at is not None and now - view.asked_at < self._snapshot_retry_s:
+            return False
+        view.asked_at = now
+        return True
+
+    def _restart(self, view: _View, epoch: int) -> None:
+        del self.slots[view.slot]
+        self.table.close(view.slot)
+        view.slot = self.table.open(view.group)
+        self.slots[view.slot] = view
+        self.on_slot(view.worker, view.slot)
+        view.epoch, view.seq, view.seen, view.asked_at = epoch, None, -1, None

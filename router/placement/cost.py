@@ -1,0 +1,98 @@
+"""What a placement costs, in seconds: one sum for the request itself and for those it delays.
+
+total = queue + load + fetch + prefill + transfer + memory + decode   the request's own time
+      + delay + stall + crowd                                         what it takes from others
+  queue     prompts that go before it: those that are shorter
+  load      reading KV from the worker's own host memory and disk into its device
+  fetch     reading KV from a peer that holds more of the prefix
+  prefill   computing the tokens that are missing then
+  transfer  reading KV from the prefill worker, as far as it does not hide behind the prefill
+  memory    waiting for blocks, where there are too few
+  decode    its output at the worker's step time, with the KV that is there then
+  delay     to the longer prompts, which now wait for this one
+  stall     prefill time on a decode worker, once for each sequence that decodes there meanwhile;
+            the few tokens that ride along in a decode step are free
+  crowd     to the sequences there: each step takes longer
+
+KV is loaded or fetched only where that is quicker than computing it. queue + load + fetch + prefill
+is the time to the first token.
+
+The sums are worked out in `router/native/cost.h`, from the rates that are kept here and in the
+endpoints.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_int64
+
+from engine.stats import WorkerStats
+from router.placement.endpoint import RATES, Rates
+
+SMOOTHING = 0.05  # weight of one worker's statistics in the fleet's rates
+
+
+class CostModel(ctypes.Structure):
+    """Owned by a router. The rates are the fleet's, for workers that have measured none yet; the
+    numbers here are only believed until the first worker has reported one. `cost_model` of
+    native/cost.h."""
+
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    handoff_s: float
+    stalled_at_least: float
+    free_tokens: int
+    has_prompt_weights: bool
+
+    _anonymous_ = ("fleet",)
+    _fields_ = (
+        ("fleet", Rates),
+        ("handoff_s", c_double),
+        ("stalled_at_least", c_double),
+        ("free_tokens", c_int64),
+    )
+
+    def __init__(
+        self,
+        *,
+        prefill_tokens_per_s: float = 1000.0,
+        handoff_s: float = 0.01,
+        stalled_at_least: float = 0.5,
+        free_tokens: int = 16,
+    ) -> None:
+        """`handoff_s`: messages and connection of one handoff, whatever its size.
+        `stalled_at_least`: sequences that will come to decode while a prompt is computed.
+        `free_tokens` of a prompt cost a decode step nothing: it waits for the weights anyway."""
+        super().__init__(
+            fleet=Rates(prefill_tokens_per_s, 0.03, 1e9, 2e9, 5e8),
+            handoff_s=handoff_s,
+            stalled_at_least=stalled_at_least,
+            free_tokens=free_tokens,
+        )
+        self.address = ctypes.addressof(self)
+        self._measured: set[str] = set()
+        self._prompt_weights: tuple[float, ...] = ()
+        self._decode_weights: tuple[float, ...] = ()
+
+    def observe(self, stats: WorkerStats) -> None:
+        """Let one worker's rates count for the fleet; 0 is "not measured"."""
+        fleet = self.fleet
+        for name in RATES:
+            value = getattr(stats, name)
+            if value > 0:
+                known = getattr(fleet, name)
+                weight = SMOOTHING if name in self._measured else 1.0
+                setattr(fleet, name, known + weight * (value - known))
+                self._measured.add(name)
+        self._prompt_weights = _nearer(self._prompt_weights, stats.prompt_weights)
+        self._decode_weights = _nearer(self._decode_weights, stats.decode_weights)
+        fleet.set_weights(self._prompt_weights, self._decode_weights)
+
+
+def _nearer(known: tuple[float, ...], told: tuple[float, ...]) -> tuple[float, ...]:
+    """`known`, a step towards what one worker told."""
+    if not told:
+        return known
+    if not known:
+        return told
+    return tuple(a + SMOOTHING * (b - a) for a, b in zip(known, told, strict=True))

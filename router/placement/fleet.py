@@ -1,0 +1,72 @@
+"""The living workers of one role, the least busy first, so that a choice need not look at all.
+
+An endpoint's place is that of its last `update`; the dispatcher updates it whenever what it knows
+of the worker changes. A decode worker is as busy as its KV pool is full, and then as it has
+sequences; a prefill worker by when it will have nothing to do. The order is kept in
+`router/native/worker.h`, where choices read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ctypes import c_void_p
+from weakref import finalize
+from zlib import crc32
+
+from engine.node import NodeId
+from router.native.bindings import library
+from router.placement.cost import CostModel
+from router.placement.endpoint import Endpoint
+
+
+class Fleet:
+    """Owned by a dispatcher. Invariant: the native order has the `_endpoints`, each once. Equally
+    busy ones come in the order in which they were last chosen; among those never chosen the order
+    is one of this router's own, so that several routers do not herd."""
+
+    def __init__(self, salt: str, cost: CostModel) -> None:
+        self._salt = salt
+        self._cost = cost
+        self._lib = library()
+        self.address: int = self._lib.fleet_new()
+        finalize(self, self._lib.fleet_free, self.address)
+        self._endpoints: dict[NodeId, Endpoint] = {}
+        self._by_address: dict[int, Endpoint] = {}
+
+    def __len__(self) -> int:
+        return len(self._endpoints)
+
+    def __iter__(self) -> Iterator[Endpoint]:
+        """By name."""
+        return (self._endpoints[worker] for worker in sorted(self._endpoints))
+
+    def get(self, worker: NodeId) -> Endpoint | None:
+        return self._endpoints.get(worker)
+
+    def add(self, now: float, endpoint: Endpoint) -> None:
+        self._endpoints[endpoint.worker] = endpoint
+        self._by_address[endpoint.address] = endpoint
+        endpoint.is_placed = False
+        endpoint.tie = crc32(f"{self._salt} {endpoint.worker}".encode())
+        self.update(now, endpoint)
+
+    def remove(self, endpoint: Endpoint) -> None:
+        if self._endpoints.get(endpoint.worker) is endpoint:
+            self._lib.fleet_drop(self.address, endpoint.address)
+            del self._endpoints[endpoint.worker]
+            del self._by_address[endpoint.address]
+
+    def update(self, now: float, endpoint: Endpoint) -> None:
+        if endpoint.address in self._by_address:
+            rate = self._cost.prefill_tokens_per_s
+            self._lib.fleet_update(self.address, endpoint.address, now, rate)
+
+    def has_room(self, now: float, max_inflight: int) -> bool:
+        """Whether anybody could take one more request."""
+        has: bool = self._lib.fleet_has_room(self.address, now, max_inflight)
+        return has
+
+    def least_busy(self) -> list[Endpoint]:
+        addresses = (c_void_p * len(self))()
+        self._lib.fleet_list(self.address, addresses)
+        return [self._by_address[address] for address in addresses]  # type: ignore[index]

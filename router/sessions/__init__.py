@@ -1,0 +1,1 @@
+"""Sessions: conversations whose KV outlives their requests."""

@@ -1,0 +1,348 @@
+"""Sessions as durable objects: conversations whose KV outlives their requests.
+
+A session is a name that a tenant gives to a conversation. Every Submit that carries it is a turn;
+between turns its KV may be parked, resumed, pinned, forked or dropped, by its tenant's commands or
+because time goes by. The router decides and asks the workers that hold the blocks (`CacheOrder`); a
+command is answered when they have, or when its time is over. What has to outlive the router is told
+to a store, change by change.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from math import inf
+
+from engine.kv.tier import Tier
+from engine.node import Effect, NodeId, Send, Wake
+from kvtransfer.messages import CacheAction, CacheOrderDone
+from router.dispatch import Dispatcher
+from router.messages import (
+    SessionCommand,
+    SessionInfo,
+    SessionOp,
+    SessionRefusal,
+    SessionReply,
+    Submit,
+)
+from router.record import Attempt, LoggedRequest
+from router.sessions.blocks import SessionBlocks
+from router.sessions.commands import PendingCommand, PendingCommands
+from router.sessions.sharing import DeleteSession, SaveSession, SessionsLearned, learn
+from router.sessions.table import (
+    Session,
+    SessionConfig,
+    SessionRecord,
+    SessionTable,
+    kind_of,
+    restored,
+)
+
+TICK = "sessions"
+MIN_WAKE_S = 0.25  # sessions that are due soon after each other share a wake-up
+EARLY_S = 0.001  # a wake-up may come this much too early
+PIN_AFTER_S = 1.0  # after a worker has started
+MAX_LISTED_BLOCKS = 16_384  # a page ends where it would have to look at more
+
+
+class Sessions:
+    """Owned by the router, which calls it after its own requests have moved on, and then takes its
+    effects. Invariant: a command is answered once; one that waits has a deadline; while anything
+    will be due, a wake-up is under way for it."""
+
+    def __init__(
+        self,
+        router: NodeId,
+        config: SessionConfig,
+        dispatcher: Dispatcher,
+        records: Iterable[SessionRecord] = (),
+    ) -> None:
+        self._config = config
+        self._records = tuple(records)
+        self._effects: list[Effect] = []
+        self._pending = PendingCommands()
+        self._wakes: list[float] = []  # that were asked for, each before all earlier ones
+        self._pin_at = inf  # when what is pinned is to be pinned again
+        self.table = SessionTable(config)
+        self._blocks = SessionBlocks(router, dispatcher, self.table)
+
+    def start(self, now: float) -> None:
+        """Take in what the store has kept."""
+        for record in sorted(self._records, key=lambda record: -record.idle_s):
+            session = restored(now, record)
+            if record.idle_s >= record.retention.keep_s and not record.pinned:
+                self._delete(session)
+            elif self.table.find(session.tenant, session.name) is None:
+                self.table.add(session)
+                self._make_room(session.tenant)
+        self._records = ()
+
+    def take_effects(self, now: float) -> list[Effect]:
+        """What has to be done, and a wake-up for what will be due, if none comes early enough."""
+        due_at = min(self._pending.next_deadline, self.table.next_due, self._pin_at)
+        due_at = max(due_at, now + MIN_WAKE_S)
+        if due_at < (self._wakes[-1] if self._wakes else inf):
+            self._wakes.append(due_at)
+            self._effects.append(Wake(due_at - now, TICK))
+        effects, self._effects = self._effects, []
+        return effects
+
+    def counts(self) -> dict[str, int]:
+        """Sessions by state."""
+        return dict(Counter(str(session.state) for session in self.table))
+
+    def check_idle(self) -> list[str]:
+        """A line for each command that waits."""
+        return self._pending.describe()
+
+    def begin(self, now: float, submit: Submit) -> None:
+        """A turn is live. Told again, nothing changes."""
+        if submit.session is None:
+            return
+        session = self.table.find(submit.tenant, submit.session)
+        if session is None:
+            retention = submit.retention or self._config.retention
+            session = Session(submit.tenant, submit.session, submit.scope, retention, now, now, now)
+            self.table.add(session)
+        session.live.add(submit.request_id)
+        session.parked = False
+        self.table.touch(session)
+
+    def end(self, now: float, log: LoggedRequest, attempt: Attempt | None) -> None:
+        """A turn has ended, however. Where tokens came, they are what the session stands for:
+        a client that stops an answer halfway goes on from what it has seen."""
+        submit = log.submit
+        session = self.table.find(submit.tenant, submit.session or "")
+        if session is None or submit.request_id not in session.live:
+            return
+        session.live.remove(submit.request_id)
+        if log.num_output_tokens:
+            session.scope = submit.scope
+            session.retention = submit.retention or self._config.retention
+            session.used_at = now
+            session.num_turns += 1
+            self.table.set_tokens(session, array("I", log.tokens).tobytes())
+            if attempt is not None:
+                info = attempt.decode.info
+                session.worker = info.worker
+                session.set_names(kind_of(info), log.block_names(info))
+            if session.pinned:
+                self._order(CacheAction.PIN, session)
+            self._save(now, session)
+        elif not session.tokens and not session.live:
+            self.table.remove(session)
+            return
+        session.touched_at = now
+        self.table.touch(session)
+        self._make_room(session.tenant)
+
+    def command(self, now: float, command: SessionCommand) -> None:
+        """Carry it out, or refuse it."""
+        if command in self._pending:
+            return  # repeated: it will be answered
+        if command.op is SessionOp.LIST:
+            self._list(now, command)
+            return
+        session = self.table.find(command.tenant, command.session)
+        if session is None:
+            detail = f"there is no session {command.session!r}"
+            self._refuse(command, SessionRefusal.UNKNOWN, detail)
+        elif command.op is SessionOp.SHOW:
+            self._reply(now, command, session)
+        elif command.op is SessionOp.FORK:
+            self._fork(now, command, session)
+        elif len(self._pending) >= self._config.max_commands:
+            detail = f"{len(self._pending)} commands wait for workers, which is the limit"
+            self._refuse(command, SessionRefusal.BUSY, detail)
+        elif session.live and command.op in (SessionOp.PARK, SessionOp.CLOSE):
+            detail = f"session {session.name!r} is active: a turn is running"
+            self._refuse(command, SessionRefusal.CONFLICT, detail)
+        else:
+            self._carry_out(now, command, session)
+
+    def _carry_out(self, now: float, command: SessionCommand, session: Session) -> None:
+        """Change the session, ask the workers, and answer once they have."""
+        match command.op:
+            case SessionOp.PARK:
+                session.parked = True
+                self.table.schedule(session)
+                orders = self._order(CacheAction.PARK, session)
+                self._share(now, session)
+            case SessionOp.RESUME:
+                session.parked = False
+                session.touched_at = now
+                self.table.touch(session)
+                orders = self._order(CacheAction.RESUME, session, at_most=1)
+                self._share(now, session)
+            case SessionOp.PIN:
+                session.pinned = True
+                orders = self._order(CacheAction.PIN, session)
+                self._save(now, session)
+            case SessionOp.UNPIN:
+                orders = self._unpin(session)
+                self.table.schedule(session)
+                self._save(now, session)
+            case _:
+                assert command.op is SessionOp.CLOSE, command.op
+                if session.pinned:
+                    self._unpin(session)
+                orders = self._order(CacheAction.DROP, session)
+                self._forget(session)
+        if orders:
+            deadline = now + self._config.order_timeout_s
+            self._pending.add(command, session, deadline, orders)
+        else:
+            self._reply(now, command, session)
+
+    def _fork(self, now: float, command: SessionCommand, session: Session) -> None:
+        name = command.argument
+        if self.table.find(command.tenant, name) is not None:
+            detail = f"session {name!r} exists: close it first, or choose another name"
+            self._refuse(command, SessionRefusal.CONFLICT, detail)
+            return
+        if not session.tokens:
+            detail = f"session {session.name!r} has no finished turn yet"
+            self._refuse(command, SessionRefusal.CONFLICT, detail)
+            return
+        fork = restored(now, session.record(now))  # its blocks are as old as those of the first
+        fork.name, fork.created_at, fork.touched_at = name, now, now
+        fork.parked, fork.pinned, fork.saved = session.parked, False, False
+        self.table.touch(session)
+        self.table.add(fork)
+        self._save(now, fork)
+        self._make_room(command.tenant)
+        self._reply(now, command, fork)
+
+    def _list(self, now: float, command: SessionCommand) -> None:
+        """By name, so that pages fit together whatever happens between them."""
+        after, limit = command.session, max(1, command.limit)
+        found = [s for s in self.table.of_tenant(command.tenant) if not after or s.name > after]
+        page: list[SessionInfo] = []
+        num_blocks = 0
+        for session in sorted(found, key=lambda session: session.name)[:limit]:
+            info = self._blocks.info(now, session)
+            num_blocks += info.num_blocks
+            if page and num_blocks > MAX_LISTED_BLOCKS:
+                break
+            page.append(info)
+        more = len(page) < len(found)
+        reply = SessionReply(command.command_id, sessions=tuple(page), has_more=more)
+        self._effects.append(Send(command.reply_to, reply))
+
+    def _refuse(self, command: SessionCommand, refusal: SessionRefusal, detail: str) -> None:
+        reply = SessionReply(command.command_id, refusal, detail)
+        self._effects.append(Send(command.reply_to, reply))
+
+    def _reply(
+        self,
+        now: float,
+        command: SessionCommand,
+        session: Session,
+        pending: PendingCommand | None = None,
+    ) -> None:
+        """Say that it is done; of one that still waits, who has not answered."""
+        refusal, detail = None, ""
+        if pending is not None and pending.waiting:
+            refusal = SessionRefusal.DEADLINE
+            silent = ", ".join(sorted(pending.waiting.values()))
+            detail = f"no answer within {self._config.order_timeout_s:g} s from {silent}"
+        closed = command.op is SessionOp.CLOSE
+        infos = () if closed else (self._blocks.info(now, session),)
+        done = {} if pending is None else pending.done
+        reply = SessionReply(command.command_id, refusal, detail, infos, done=done)
+        self._effects.append(Send(command.reply_to, reply))
+
+    def on_order_done(self, now: float, done: CacheOrderDone) -> None:
+        pending = self._pending.settle(done)
+        if pending is not None:
+            self._reply(now, pending.command, pending.session, pending)
+
+    def learn(self, now: float, learned: SessionsLearned) -> None:
+        """Take in what other routers have made of sessions since."""
+        for tenant in learn(now, self.table, learned):
+            self._make_room(tenant)
+
+    def save_all(self, now: float) -> None:
+        """The store was away: tell it all again. What it has of the same version it keeps."""
+        self._effects += [SaveSession(s.record(now)) for s in self.table if s.saved]
+
+    def gain(self, now: float) -> None:
+        """A worker has started. It may have KV on disk, but knows of no pins: once its index has
+        come, it is told."""
+        if any(session.pinned for session in self.table):
+            self._pin_at = now + PIN_AFTER_S
+
+    def lose(self, now: float, worker: NodeId) -> None:
+        """What `worker` held is gone, and what it was asked will not be answered."""
+        for pending in self._pending.lose(worker):
+            self._reply(now, pending.command, pending.session, pending)
+
+    def tick(self, now: float) -> None:
+        """A wake-up has come: park, forget, pin, and answer what is overdue."""
+        now += EARLY_S
+        while self._wakes and self._wakes[-1] <= now:
+            self._wakes.pop()
+        for pending in self._pending.take_overdue(now):
+            self._reply(now, pending.command, pending.session, pending)
+        for session in self.table.take_due(now, self._config.max_parks_at_once):
+            if self.table.expires_at(session) <= now:
+                session.saved &= not self._config.shared  # the store sees itself what has expired
+                self._forget(session)
+            else:
+                session.parked = True
+                self._order(CacheAction.PARK, session, only=Tier.DEVICE)
+                self.table.schedule(session)
+                self._share(now, session)
+        if self._pin_at <= now:
+            self._pin_at = inf
+            for session in self.table:
+                if session.pinned:
+                    self._order(CacheAction.PIN, session)
+
+    def _order(
+        self,
+        action: CacheAction,
+        session: Session,
+        only: Tier | None = None,
+        at_most: int | None = None,
+    ) -> dict[str, NodeId]:
+        """Send orders; returns which to whom."""
+        sends = self._blocks.orders(action, session, only, at_most)
+        self._effects += sends
+        return {send.message.order_id: send.to for send in sends}
+
+    def _make_room(self, tenant: str) -> None:
+        while (session := self.table.surplus(tenant)) is not None:
+            self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        """Its blocks go when their own retention is over; nothing may stay pinned for it."""
+        if session.pinned:
+            self._unpin(session)
+        self.table.remove(session)
+        self._delete(session)
+
+    def _unpin(self, session: Session) -> dict[str, NodeId]:
+        session.pinned = False
+        return self._order(CacheAction.UNPIN, session)
+
+    def _save(self, now: float, session: Session) -> None:
+        """What may not be on disk as KV may not be there as tokens either."""
+        if not session.retention.to_disk:
+            self._delete(session)
+        elif self._config.durable and session.tokens:
+            session.saved, session.foreign = True, False
+            session.version += 1
+            self._effects.append(SaveSession(session.record(now)))
+
+    def _share(self, now: float, session: Session) -> None:
+        """A change that only other routers have to know of."""
+        if self._config.shared:
+            self._save(now, session)
+
+    def _delete(self, session: Session) -> None:
+        if self._config.durable and session.saved:
+            session.saved = False
+            session.version += 1
+            self._effects.append(DeleteSession(session.tenant, session.name, session.version))

@@ -1,0 +1,220 @@
+"""The real application on a real server, with a scripted router behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client import CollectorRegistry
+
+from cluster.api.app import create_app
+from cluster.api.client import RouterClient
+from cluster.api.context import ApiContext, ApiLimits
+from cluster.api.metrics import ApiMetrics, ClusterCollector
+from cluster.api.server import bind_socket, serve_app
+from cluster.api.text.tokenizer import Tokenizer
+from tests.cluster.api.fake_router import FakeRouter
+from tests.cluster.api.routed import RealRouter
+
+MODEL = "smollm2-135m"
+MAX_MODEL_LEN = 512
+
+STATUS = {
+    "model": MODEL,
+    "cache_hit_rate": 0.25,
+    "num_live": 1,
+    "num_queued": 0,
+    "totals": {
+        "requests": {"stop": 7},
+        "retries": {},
+        "prompt_tokens": 400,
+        "cached_tokens": 100,
+        "cached_tokens_by_source": {"device": 60, "disk": 40},
+    },
+    "workers": [
+        {
+            "worker": "decode-0",
+            "role": "decode",
+            "state": "up",
+            "num_blocks": 100,
+            "num_used_blocks": 40,
+            "num_cached_blocks": 30,
+            "num_host_blocks": 70,
+            "num_disk_blocks": 900,
+            "num_running": 2,
+            "num_waiting": 1,
+            "num_handoffs": 0,
+            "cache_hit_rate": 0.25,
+            "counters": {"preemptions": 3},
+        }
+    ],
+}
+
+AUDIT = {
+    "clean": True,
+    "live": 0,
+    "left": [],
+    "wrong": [],
+    "workers": [
+        {
+            "worker": "decode-0",
+            "epoch": 2,
+            "counts": {
+                "device.blocks": 100,
+                "device.in_use": 0,
+                "device.evictable": 30,
+                "device.blank": 70,
+                "host.blocks": 400,
+                "host.used": 31,
+                "host.pinned": 0,
+                "disk.blocks": 0,
+                "disk.used": 0,
+                "disk.pinned": 0,
+                "transfers": 0,
+                "leases": 0,
+            },
+        }
+    ],
+}
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_dir: Path) -> Tokenizer:
+    return Tokenizer(smollm2_dir)
+
+
+@dataclass
+class Served:
+    """A running server; its loop runs in a thread of its own."""
+
+    url: str
+    port: int
+    router: FakeRouter
+    client: RouterClient
+    ctx: ApiContext
+    health: list[Any]  # [is_healthy, detail], may be changed
+    audits: list[Any]  # what `/audit` answers next; when it is used up, AUDIT
+    http: httpx.Client
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+
+    def post(self, body: Any, path: str = "/v1/chat/completions") -> httpx.Response:
+        if isinstance(body, bytes):
+            return self.http.post(path, content=body)
+        return self.http.post(path, json=body)
+
+    def wait_idle(self) -> None:
+        """Nothing is live, neither here nor at the router; fails after a bounded time."""
+        wait_until(lambda: self.client.num_live == 0 and self.router.num_live == 0)
+        wait_until(lambda: self.ctx.live.num_taken == 0)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not become true"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def serve(
+    tokenizer: Tokenizer,
+    limits: ApiLimits,
+    sock: socket.socket | None = None,
+    context: dict[str, Any] | None = None,
+    real_router: RealRouter | None = None,
+    **options: Any,
+) -> Iterator[Served]:
+    """`sock`: to listen on; `context`: more of the `ApiContext`; `real_router`: instead of a fake
+    one; `options`: of `serve_app`."""
+    answer = [*tokenizer.encode(" The capital of France is Paris."), tokenizer.eos_token_ids[0]]
+    router: Any = real_router or FakeRouter(answer=lambda submit: answer)
+    client = router.client = RouterClient("api-0", "router-0", router.deliver)
+    router.reply = lambda message: client.receive(asyncio.get_running_loop().time(), message)
+    registry = CollectorRegistry()
+    audits: list[Any] = []
+    health: list[Any] = [True, {}]
+
+    async def audit() -> dict[str, Any]:
+        return audits.pop(0) if audits else AUDIT
+
+    ctx = ApiContext(
+        model_name=MODEL,
+        tokenizer=tokenizer,
+        client=client,
+        max_model_len=MAX_MODEL_LEN,
+        status=lambda: STATUS,
+        healthy=lambda: (health[0], health[1]),
+        audit=audit,
+        metrics=ApiMetrics(registry),
+        explanations=router.explanations,
+        limits=limits,
+        **(context or {}),
+    )
+    ClusterCollector(registry, ctx.status)
+    sock = sock or bind_socket("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    ready = threading.Event()
+    stop: list[Callable[[], None]] = []
+
+    async def run() -> None:
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
+        app = create_app(ctx)
+        await serve_app(
+            app,
+            "127.0.0.1",
+            port,
+            sock=sock,
+            stop=stopping,
+            on_ready=lambda _: ready.set(),
+            shutdown_timeout_s=2,
+            **options,
+        )
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20)
+    served = Served(f"http://127.0.0.1:{port}", port, router, client, ctx, health, audits, http)
+    try:
+        yield served
+    finally:
+        stop[0]()
+        thread.join(20)
+        http.close()
+        assert not thread.is_alive()
+        assert client.num_live == 0
+        assert router.num_live == 0
+
+
+@pytest.fixture(scope="session")
+def shared_server(tokenizer: Tokenizer) -> Iterator[Served]:
+    limits = ApiLimits(max_body_bytes=64 * 1024, max_live_requests=64, request_timeout_s=20)
+    with serve(tokenizer, limits) as running:
+        yield running
+
+
+@pytest.fixture
+def served(shared_server: Served) -> Iterator[Served]:
+    """One server for all tests, its router as new for each, and idle after each."""
+    router = shared_server.router
+    kept = {name: getattr(router, name) for name in vars(router)}
+    router.submits, router.cancels, router.commands = [], [], []
+    yield shared_server
+    shared_server.wait_idle()
+    vars(router).update(kept)
+    shared_server.health[:] = [True, {}]
+    shared_server.audits.clear()

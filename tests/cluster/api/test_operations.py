@@ -1,0 +1,158 @@
+"""Health, metrics and status; starting and stopping the server; a bug of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.api.context import ApiLimits
+from cluster.api.metrics import status_dict
+from cluster.api.server import PortTaken, bind_socket, serve_app
+from cluster.api.text.tokenizer import Tokenizer
+from engine.stats import Role
+from router.status import RouterStatus, Totals, WorkerStatus
+from tests.cluster.api.conftest import MODEL, STATUS, Served, serve, wait_until
+
+ASK = [{"role": "user", "content": "Hi"}]
+
+
+def samples(served: Served) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    text = served.http.get("/metrics").text
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_health_says_why_not(served: Served) -> None:
+    response = served.http.get("/health")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    served.health[:] = [False, {"reasons": ["no decode worker is up"]}]
+    response = served.http.get("/health")
+    assert response.status_code == 503
+    assert response.json() == {"status": "unavailable", "reasons": ["no decode worker is up"]}
+
+
+def test_metrics_count_requests_tokens_and_latencies(served: Served, tokenizer: Tokenizer) -> None:
+    served.router.num_cached_tokens = 3
+    before = samples(served)
+    answer = served.post({"model": MODEL, "messages": ASK}).json()
+    served.post({"model": "unknown", "messages": ASK})
+    served.wait_idle()
+    after = samples(served)
+
+    def grown(name: str, **labels: str) -> float:
+        key = (name, tuple(sorted(labels.items())))
+        return after[key] - before.get(key, 0)
+
+    assert grown("kvrelay_requests_total", endpoint="chat", outcome="stop") == 1
+    assert grown("kvrelay_requests_total", endpoint="chat", outcome="model_not_found") == 1
+    assert grown("kvrelay_prompt_tokens_total") == answer["usage"]["prompt_tokens"]
+    assert grown("kvrelay_output_tokens_total") == answer["usage"]["completion_tokens"]
+    assert grown("kvrelay_cached_prompt_tokens_total") == 3
+    assert grown("kvrelay_ttft_seconds_count") == 1
+    assert grown("kvrelay_itl_seconds_count") >= 1
+    assert grown("kvrelay_e2e_seconds_count") == 2
+    assert grown("kvrelay_phase_seconds_count", phase="tokenise") == 1
+    assert after["kvrelay_live_requests", ()] == 0
+
+
+def test_metrics_show_the_cluster(served: Served) -> None:
+    found = samples(served)
+    decode = (("role", "decode"), ("worker", "decode-0"))
+    assert found["kvrelay_worker_up", (decode[0], ("state", "up"), decode[1])] == 1
+    assert found["kvrelay_worker_used_blocks", decode] == 40
+    assert found["kvrelay_worker_running", decode] == 2
+    assert found["kvrelay_worker_events_total", (("event", "preemptions"), *decode)] == 3
+    assert found["kvrelay_router_requests_total", (("reason", "stop"),)] == 7
+    assert found["kvrelay_router_prompt_tokens_total", ()] == 400
+    by_source = "kvrelay_router_cached_tokens_by_source_total"
+    assert found[by_source, (("source", "device"),)] == 60
+    assert found[by_source, (("source", "disk"),)] == 40
+    assert found["kvrelay_worker_host_blocks", decode] == 70
+    assert found["kvrelay_worker_disk_blocks", decode] == 900
+    assert found["kvrelay_router_live", ()] == 1
+
+
+def test_status_is_the_routers(served: Served) -> None:
+    assert served.http.get("/status").json() == STATUS
+
+
+def test_status_of_a_router_becomes_plain_data() -> None:
+    totals = Totals(prompt_tokens=8, cached_tokens=4)
+    totals.requests["stop"] += 3
+    totals.cached_tokens_by_source["host"] += 4
+    worker = WorkerStatus(
+        "decode-0", Role.DECODE, 1, "up", 10, 2, 3, 1, 0, 0, 1, 5, 0.5, 1.0, 2.0, 3.0, {"a": 1}
+    )
+    plain = status_dict(RouterStatus("router-0", "seconds", 1, 0, totals, (worker,)), MODEL)
+    assert (plain["model"], plain["cache_hit_rate"]) == (MODEL, 0.5)
+    assert plain["totals"]["requests"] == {"stop": 3}
+    assert plain["totals"]["cached_tokens_by_source"] == {"host": 4}
+    assert plain["workers"][0]["num_disk_blocks"] == 0
+    assert plain["workers"][0]["role"] == "decode"
+    assert plain["workers"][0]["counters"] == {"a": 1}
+
+
+def test_a_bug_is_logged_and_shows_no_traceback(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> Any:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(served.ctx, "status", broken)
+    with caplog.at_level(logging.ERROR, "kvrelay.api"):
+        response = served.http.get("/status")
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert error["type"] == "server_error"
+    assert response.headers["x-request-id"] in error["message"]
+    assert "secret detail" not in response.text
+    assert "secret detail" in caplog.text
+
+
+def test_a_port_that_is_taken_is_one_clear_line(served: Served) -> None:
+    with pytest.raises(PortTaken, match=rf"port {served.port} of 127\.0\.0\.1 is taken"):
+        bind_socket("127.0.0.1", served.port)
+    with pytest.raises(PortTaken):
+        asyncio.run(serve_app(lambda *_: None, "127.0.0.1", served.port))  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="assign"):
+        bind_socket("192.0.2.1", 0)
+
+
+def test_tokens_are_sent_at_once() -> None:
+    with bind_socket("127.0.0.1", 0) as listening:
+        listening.setblocking(True)
+        with socket.create_connection(listening.getsockname()), listening.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert accepted.proto == socket.IPPROTO_TCP
+
+
+def test_stopping_waits_for_live_requests_but_not_for_ever(tokenizer: Tokenizer) -> None:
+    answers: list[Any] = []
+
+    def post(served: Served, max_tokens: int) -> None:
+        # With a client of its own: that of `served` is closed as soon as the server has stopped.
+        body = {"model": MODEL, "messages": ASK, "max_tokens": max_tokens}
+        answers.append(httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=20))
+
+    with serve(tokenizer, ApiLimits()) as served:
+        served.router.answer = lambda submit: tokenizer.encode("word " * 400)
+        served.router.delay_s = 0.1
+        posts = [threading.Thread(target=post, args=(served, n)) for n in (5, 400)]
+        for thread in posts:
+            thread.start()
+        wait_until(lambda: len(served.router.submits) == 2)
+    for thread in posts:
+        thread.join(20)
+    assert answers[0].status_code == 200  # was done in time
+    assert answers[1].status_code == 503  # was not; `serve` checked that nothing is left of it
+    assert answers[1].json()["error"]["code"] == "shutting_down"

@@ -1,0 +1,193 @@
+"""Tenants: keys decide who calls, and nothing else decides whose KV may be shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cluster.api.context import ApiLimits
+from cluster.api.tenants import Tenants
+from cluster.api.text.public_prompts import PublicPrompts
+from cluster.api.text.tokenizer import Tokenizer
+from cluster.config import TenantEntry
+from engine.kv.block_hash import CacheScope, hash_blocks
+from router.messages import SessionReply, Submit
+from tests.cluster.api.conftest import MODEL, Served, serve
+from tests.cluster.api.test_bad_input import error_of
+
+BLOCK = 4
+PUBLIC = "You are a helpful assistant that answers in one short sentence, and never swears."
+ENTRIES = (
+    TenantEntry("red", keys=("red-key", "second-red-key")),
+    TenantEntry("blue", key_hashes=(sha256(b"blue-key").hexdigest().upper(),)),
+)
+BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture(scope="module")
+def guarded(tokenizer: Tokenizer) -> Iterator[Served]:
+    context = {
+        "tenants": Tenants(ENTRIES, b"a secret"),
+        "public_prompts": PublicPrompts.of_texts(tokenizer, [PUBLIC, "Short and public."]),
+    }
+    with serve(tokenizer, ApiLimits(), context=context) as served:
+        yield served
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def submitted(served: Served, key: str, body: Any = BODY, path: str = "chat/completions") -> Submit:
+    """What the router gets of such a call."""
+    response = served.http.post(f"/v1/{path}", json=body, headers=bearer(key))
+    assert response.status_code == 200, response.text
+    return served.router.submits[-1]
+
+
+def names(submit: Submit) -> list[bytes]:
+    return hash_blocks(b"model", submit.scope, submit.tokens, BLOCK)
+
+
+CALLS = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("GET", "/v1/models"),
+    ("GET", f"/v1/models/{MODEL}"),
+    ("GET", "/v1/sessions"),
+    ("GET", "/v1/sessions/s"),
+    ("DELETE", "/v1/sessions/s"),
+    ("POST", "/v1/sessions/s/park"),
+    ("POST", "/v1/sessions/s/fork"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), CALLS)
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer", "Bearer wrong", "red-key", "Basic red-key"]
+)
+def test_without_a_key_of_this_server_every_call_is_a_401(
+    guarded: Served, method: str, path: str, authorization: str | None
+) -> None:
+    num_before = len(guarded.router.submits)
+    headers = {} if authorization is None else {"authorization": authorization}
+    response = guarded.http.request(method, path, headers=headers)
+    error = error_of(response, 401)
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert "wrong" not in response.text
+    assert "red" not in response.text
+    assert len(guarded.router.submits) == num_before
+    assert guarded.router.commands == []
+
+
+def test_a_key_that_is_no_text_is_a_401(guarded: Served) -> None:
+    raw = {"authorization": b"Bearer \xff\xfe\xe4"}
+    error_of(httpx.post(f"{guarded.url}/v1/completions", headers=raw, content=b"{}"), 401)  # type: ignore[arg-type]
+
+
+def test_the_openai_client_is_told_in_its_own_way(guarded: Served) -> None:
+    client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="nobody", max_retries=0)
+    with pytest.raises(openai.AuthenticationError, match="not one of this server's"):
+        client.models.list()
+    good = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="blue-key", max_retries=0)
+    assert good.models.list().data[0].id == MODEL
+
+
+def test_operations_need_no_key(guarded: Served) -> None:
+    for path in ("/health", "/metrics", "/status"):
+        assert guarded.http.get(path).status_code == 200
+
+
+def test_tenants_have_scopes_of_their_own_which_a_restart_does_not_change(guarded: Served) -> None:
+    red, again = submitted(guarded, "red-key"), submitted(guarded, "second-red-key")
+    blue = submitted(guarded, "blue-key")
+    assert (red.tenant, blue.tenant) == ("red", "blue")
+    assert red.tokens == blue.tokens
+    assert red.scope == again.scope
+    assert set(names(red)).isdisjoint(names(blue))
+    later = Tenants(reversed(ENTRIES), b"a secret")
+    for key, submit in (("red-key", red), ("blue-key", blue)):
+        tenant = later.find(key)
+        assert tenant is not None
+        assert tenant.salt == submit.scope.salt
+    other_server = Tenants(ENTRIES, b"another secret").find("red-key")
+    assert other_server is not None
+    assert other_server.salt != red.scope.salt
+
+
+def test_nothing_in_a_body_changes_the_scope(guarded: Served) -> None:
+    wanted = submitted(guarded, "red-key").scope
+    for change in (
+        {"user": "blue"},
+        {"prompt_cache_key": "blue"},
+        {"salt": "x", "cache_salt": "x", "tenant": "blue", "scope": {"salt": ""}},
+        {"metadata": {"tenant": "blue"}, "safety_identifier": "blue"},
+        {"prompt_cache_retention": "24h"},
+    ):
+        found = submitted(guarded, "red-key", BODY | change)
+        assert (found.scope, found.tenant) == (wanted, "red")
+
+
+def test_without_tenants_everybody_is_the_same_and_any_key_will_do(served: Served) -> None:
+    for headers in ({}, bearer("anything"), {"authorization": "Basic x"}):
+        served.http.post("/v1/chat/completions", json=BODY, headers=headers)
+        submit = served.router.submits[-1]
+        assert (submit.scope, submit.tenant) == (CacheScope(), "")
+
+
+def chat(system: str, user: str) -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    return BODY | {"messages": messages}
+
+
+def test_a_public_system_prompt_is_shared_and_what_follows_is_not(guarded: Served) -> None:
+    red = submitted(guarded, "red-key", chat(PUBLIC, "What is my secret?"))
+    blue = submitted(guarded, "blue-key", chat(PUBLIC, "What is my secret?"))
+    num_public = red.scope.num_public_tokens
+    assert red.tokens == blue.tokens
+    assert BLOCK < num_public < len(red.tokens)
+    num_shared = num_public // BLOCK
+    assert names(red)[:num_shared] == names(blue)[:num_shared]
+    assert set(names(red)[num_shared:]).isdisjoint(names(blue)[num_shared:])
+    assert len(names(red)) > num_shared
+
+
+def test_a_public_text_is_shared_as_the_beginning_of_a_completion(
+    guarded: Served, tokenizer: Tokenizer
+) -> None:
+    for rest in (" What now?", "\n\nWhat now?", "What now?"):
+        body = {"model": MODEL, "prompt": PUBLIC + rest}
+        submit = submitted(guarded, "red-key", body, "completions")
+        num_public = submit.scope.num_public_tokens
+        assert num_public >= len(tokenizer.encode(PUBLIC)) - 1
+        assert PUBLIC.startswith(tokenizer.decode(submit.tokens[:num_public]))
+
+
+def test_what_is_nearly_public_is_not(guarded: Served) -> None:
+    for system in (PUBLIC[:-1] + "!", PUBLIC.replace("short", "long"), f"Hi. {PUBLIC}"):
+        submit = submitted(guarded, "red-key", chat(system, "Hi"))
+        assert submit.scope.num_public_tokens == 0
+    assert submitted(guarded, "red-key").scope.num_public_tokens == 0
+
+
+def test_the_longest_of_several_public_prompts_counts() -> None:
+    public = PublicPrompts([(1, 2), (1, 2, 3, 4), (9,), (), (1, 2)])
+    found = [public.num_public_tokens(t) for t in ((1, 2, 3, 4, 5), (1, 2, 3), (1,), (9,), (8, 9))]
+    assert found == [4, 2, 0, 1, 0]
+
+
+def test_commands_are_for_the_callers_own_sessions(guarded: Served) -> None:
+    guarded.router.answer_command = lambda command: SessionReply(command.command_id)
+    try:
+        for key in ("red-key", "blue-key"):
+            guarded.http.get("/v1/sessions?tenant=other", headers=bearer(key))
+        assert [command.tenant for command in guarded.router.commands] == ["red", "blue"]
+    finally:
+        guarded.router.commands.clear()
+        guarded.router.answer_command = lambda command: None

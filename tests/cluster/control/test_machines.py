@@ -1,0 +1,56 @@
+"""Where workers go."""
+
+from __future__ import annotations
+
+from cluster.control.machines import Machine, Placed, place
+from engine.stats import Role
+
+P, D = Role.PREFILL, Role.DECODE
+
+
+def machines(*names: str, gpus: float = 0.0) -> list[Machine]:
+    return [Machine(name, f"host-{name}", 8.0, gpus) for name in names]
+
+
+def fill(roles: list[Role], on: list[Machine]) -> list[tuple[str, Role]]:
+    placed: list[Placed] = []
+    for role in roles:
+        machine = place(role, on, placed)
+        assert machine is not None
+        placed.append(Placed(machine, role))
+    return [(p.machine_id, p.role) for p in placed]
+
+
+def test_one_machine_takes_everything() -> None:
+    assert fill([P, D, D], machines("a")) == [("a", P), ("a", D), ("a", D)]
+
+
+def test_two_machines_are_split_by_role() -> None:
+    assert fill([P, D], machines("a", "b")) == [("a", P), ("b", D)]
+    assert fill([P, D, P, D], machines("a", "b")) == [("a", P), ("b", D), ("a", P), ("b", D)]
+
+
+def test_workers_of_one_role_spread_out() -> None:
+    assert fill([D, D, D], machines("a", "b", "c")) == [("a", D), ("b", D), ("c", D)]
+
+
+def test_a_bigger_machine_takes_more() -> None:
+    on = [Machine("big", "h1", 16.0), Machine("small", "h2", 4.0)]
+    names = [name for name, _ in fill([D] * 5, on)]
+    assert names.count("big") == 4
+
+
+def test_where_there_are_gpus_each_takes_one_worker_and_no_more() -> None:
+    on = [*machines("a", "b", gpus=1.0), *machines("cpu-only")]
+    assert sorted(fill([P, D], on)) == [("a", P), ("b", D)]
+    assert place(D, on, [Placed("a", P), Placed("b", D)]) is None
+
+
+def test_without_a_machine_there_is_no_place() -> None:
+    assert place(P, [], []) is None
+
+
+def test_the_machine_that_failed_is_the_last_choice() -> None:
+    on = machines("a", "b")
+    assert place(P, on, [Placed("b", D)], avoid="a") == "b"
+    assert place(P, machines("a"), [], avoid="a") == "a"

@@ -1,0 +1,165 @@
+"""From configuration to a worker: sizes, memory, and what is said when it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import Config, EngineSection, ModelSection
+from cluster.worker.build import WorkerSpec, prepare_model, worker_config
+from cluster.worker.kv_plan import (
+    SPARE_BYTES,
+    BuildError,
+    check_memory,
+    kv_lines,
+    plan_kv,
+    plan_tiers,
+    resolve_max_model_len,
+)
+from engine.model.config import ModelConfig, Rope
+from engine.stats import Role, WorkerInfo
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    num_layers=30,
+    hidden_size=576,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=49152,
+    rms_norm_eps=1e-5,
+    ropes=(Rope(1e5, 64),),
+    tie_word_embeddings=True,
+    attention_bias=False,
+    output_bias=False,
+    qk_norm=False,
+    max_position_embeddings=8192,
+    bos_token_id=1,
+    eos_token_ids=(2,),
+)
+
+
+def test_the_memory_for_kv_decides_the_number_of_blocks() -> None:
+    plan = plan_kv(MODEL, EngineSection(kv_cache_gib=1.0), "float32")
+    assert plan.spec.bytes_per_token == 2 * 30 * 3 * 64 * 4
+    assert plan.num_blocks == (1 << 30) // (46_080 * 16)
+    assert plan.kv_bytes <= 1 << 30
+    assert plan_kv(MODEL, EngineSection(num_blocks=7), "bfloat16").num_blocks == 7
+
+
+def test_too_little_for_a_block_is_said() -> None:
+    with pytest.raises(BuildError, match=r"engine.kv_cache_gib = 0.0001: too little for one KV"):
+        plan_kv(MODEL, EngineSection(kv_cache_gib=0.0001), "float32")
+
+
+def test_too_little_memory_is_said_with_what_is_needed() -> None:
+    plan = plan_kv(MODEL, EngineSection(kv_cache_gib=1.0), "float32")
+    needed = plan.kv_bytes + plan.weights_bytes + SPARE_BYTES
+    check_memory(plan, 2, 2 * needed)
+    check_memory(plan, 0, 0)
+    with pytest.raises(BuildError, match=r"2 worker\(s\) need 4\.\d GiB .* 4\.\d GiB are avail"):
+        check_memory(plan, 2, 2 * needed - 1)
+
+
+def test_weights_in_eight_bits_leave_room_for_what_they_save() -> None:
+    engine = EngineSection(num_blocks=8)
+    wide, int8 = plan_kv(MODEL, engine, "float32"), plan_kv(MODEL, engine, "float32", "int8")
+    table = MODEL.vocab_size * MODEL.hidden_size  # rows of it are read: it stays as it is
+    assert wide.weights_bytes == 4 * (MODEL.num_parameters + table)
+    matrices = MODEL.num_parameters - MODEL.num_float32
+    assert int8.weights_bytes == 4 * (table + MODEL.num_float32) + matrices * (1 + 2 / 64)
+    check_memory(int8, 1, int8.needed_bytes)
+    with pytest.raises(BuildError, match=r"each 0.23 weights \+"):
+        check_memory(int8, 1, int8.needed_bytes - 1)
+
+
+def test_the_context_is_the_models_as_far_as_kv_holds_it() -> None:
+    def resolve(**settings: int) -> int:
+        engine = EngineSection(**settings)  # type: ignore[arg-type]
+        return resolve_max_model_len(MODEL, engine, plan_kv(MODEL, engine, "float32"))
+
+    assert resolve() == 8192
+    assert resolve(max_model_len=100) == 100
+    assert resolve(num_blocks=64) == 64 * 16
+    assert resolve(num_blocks=64, max_model_len=8192) == 8192, "what is asked for is kept"
+    with pytest.raises(BuildError, match="max_model_len = 8193: the model has 8192 positions"):
+        resolve(max_model_len=8193)
+
+
+def test_what_kv_costs_is_told_from_what_a_worker_reports() -> None:
+    info = WorkerInfo("decode-0", Role.DECODE, 1, 1000, 16, 46_080 * 8, 8192, 512, b"f")
+    first, second = kv_lines(MODEL, [info, info])
+    assert "23,040 bytes a token = 2 (K, V) x 30 layers x 3 KV heads x 64 head_dim x 2" in first
+    assert "1,000 blocks of 16 tokens = 16,000 tokens = 0.34 GiB" in second
+
+
+def test_what_the_tiers_hold_is_told_of_all_workers_that_have_them() -> None:
+    info = WorkerInfo("prefill-0", Role.PREFILL, 1, 1000, 16, 46_080 * 8, 8192, 512, b"f")
+    below = dataclasses.replace(info, num_host_blocks=2000, num_disk_blocks=30_000)
+    *_, host, disk = kv_lines(MODEL, [info, below, below])
+    assert host == "host:     4,000 blocks of 16 tokens = 64,000 tokens = 1.37 GiB in 2 worker(s)"
+    assert disk.startswith("disk:     60,000 blocks of 16 tokens = 960,000 tokens = 20.6")
+
+
+def spec_of(**changes: Any) -> WorkerSpec:
+    spec = WorkerSpec(
+        cluster="c",
+        worker="decode-0",
+        role=Role.DECODE,
+        epoch=1,
+        model_dir="",
+        model_name="",
+        cache_dir="",
+        dtype="float32",
+        device="cpu",
+        on_gpu=False,
+        threads=1,
+        engine=EngineSection(num_blocks=8),
+    )
+    return dataclasses.replace(spec, **changes)
+
+
+def test_tiers_hold_as_many_blocks_as_fit() -> None:
+    plan = plan_kv(MODEL, EngineSection(num_blocks=8), "float32")
+    size = plan.spec.bytes_per_block
+    off = plan_tiers(plan, 0, 0)
+    assert (off.num_host_blocks, off.num_disk_blocks, off.host_bytes) == (0, 0, 0)
+    both = plan_tiers(plan, 3 * size - 1, 70 * size)
+    assert (both.num_host_blocks, both.num_disk_blocks) == (2, 70)
+    assert (both.host_bytes, both.needed_bytes) == (2 * size, plan.needed_bytes)
+    with pytest.raises(BuildError, match=r"tiers.disk_gib: this worker's share of 0.0006\d+ GiB"):
+        plan_tiers(plan, 0, size - 1)
+
+
+def test_memory_of_the_host_tier_counts() -> None:
+    plan = plan_kv(MODEL, EngineSection(kv_cache_gib=1.0), "float32")
+    host = 1 << 30
+    check_memory(plan, 1, plan.needed_bytes + host, host)
+    with pytest.raises(BuildError, match=r"spare \+ 1.00 for the host tier\).*, tiers.host_gib or"):
+        check_memory(plan, 1, plan.needed_bytes + host - 1, host)
+    with pytest.raises(BuildError, match=r"the host tier needs 1.0 GiB, 1.0 GiB are available"):
+        check_memory(plan, 0, host - 1, host)
+
+
+def test_a_worker_can_say_what_its_kv_is_made_of() -> None:
+    plan = plan_kv(MODEL, EngineSection(num_blocks=8), "float32")
+    ours = worker_config(spec_of(retention_s=60.0), plan, 8192, bytes(32), b"")
+    half = dataclasses.replace(plan, spec=MODEL.kv_spec(16, "bfloat16"))
+    theirs = worker_config(spec_of(), half, 8192, bytes(32), b"")
+    assert ours.retention.keep_s == 60.0
+    assert ours.fingerprint != theirs.fingerprint
+    assert dict(ours.compatibility)["model"] == "0" * 12
+    differing = set(ours.compatibility) ^ set(theirs.compatibility)
+    assert differing == {("dtype", "float32"), ("dtype", "bfloat16")}
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    config = dataclasses.replace(Config(), model=ModelSection(name=str(tmp_path / "none")))
+    with pytest.raises(BuildError) as caught:
+        prepare_model(config, 1, lambda _news: None)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path / "none") in str(caught.value)

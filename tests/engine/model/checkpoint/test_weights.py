@@ -1,0 +1,107 @@
+"""What is wrong with a checkpoint is told by name, whatever the family."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.model.config import ModelConfig
+from engine.model.errors import ModelError
+from engine.model.torch_ops import TorchOps
+from engine.model.weights import Weights, load_weights
+from tests.engine.model.tiny import MAX_LEN, make_checkpoint, make_pool
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    made = {}
+
+    def of(family: str):
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            make_checkpoint(family, made[family])
+        return made[family]
+
+    return of
+
+
+def load(path) -> Weights:
+    config = ModelConfig.from_dir(path)
+    ops = TorchOps(config, make_pool(config, torch.float32), torch.float32, MAX_LEN)
+    return load_weights(path, config, ops, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("phi3", "model.layers.1.self_attn.qkv_proj.weight"),
+        ("gemma2", "model.layers.0.post_feedforward_layernorm.weight"),
+        ("gemma3-part", "language_model.model.layers.0.self_attn.q_norm.weight"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.3.w2.weight"),
+        ("qwen3-moe", "model.layers.2.mlp.gate.weight"),
+        ("deepseek2", "model.layers.1.mlp.shared_experts.up_proj.weight"),
+        ("deepseek3", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("deepseek3", "model.layers.0.self_attn.kv_b_proj.weight"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(checkpoints, tmp_path, family, name):
+    tensors = load_file(checkpoints(family) / "model.safetensors")
+    shape = list(tensors[name].shape)
+    tensors[name] = torch.zeros(3, 5)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((checkpoints(family) / "config.json").read_text())
+    with pytest.raises(ModelError) as error:
+        load(tmp_path)
+    assert f"{name} has shape [3, 5], {shape} is needed" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "told"),
+    [
+        ("phi3", "model.layers.1.self_attn.qkv_proj.weight", "self_attn.q_proj.weight"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.3.w2.weight", ""),
+        ("deepseek3", "model.layers.1.mlp.gate.e_score_correction_bias", ""),
+    ],
+)
+def test_a_missing_tensor_is_named(checkpoints, tmp_path, family, name, told):
+    tensors = load_file(checkpoints(family) / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((checkpoints(family) / "config.json").read_text())
+    with pytest.raises(ModelError, match=f"has no tensor .*{told or name}"):
+        load(tmp_path)
+
+
+def test_weights_in_a_type_that_is_not_known_are_named(checkpoints, tmp_path):
+    tensors = load_file(checkpoints("qwen2") / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((checkpoints("qwen2") / "config.json").read_text())
+    with pytest.raises(ModelError, match=f"{name} is torch.float8_e4m3fn, which is not supported"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek3"])
+def test_what_is_loaded_does_not_keep_the_files_mapped(checkpoints, tmp_path, family):
+    """Weights are copies: the file may be replaced while the model runs."""
+    path = checkpoints(family)
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    weights = load(tmp_path)
+    first = [tensor.clone() for tensor in tensors_of(weights)]
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.seek(100_000)
+        file.write(b"\xff" * 300_000)
+    assert len(first) > 10
+    assert all(torch.equal(a, b) for a, b in zip(first, tensors_of(weights), strict=True))
+
+
+def tensors_of(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple):
+        return [tensor for each in value for tensor in tensors_of(each)]
+    if hasattr(value, "__slots__"):
+        return [tensor for name in value.__slots__ for tensor in tensors_of(getattr(value, name))]
+    return []

@@ -1,0 +1,163 @@
+"""Attention kernels against float64, on every kind of edge; interpreted where there is no GPU."""
+
+import pytest
+import torch
+
+from tests.engine.model.paged import DEVICE, expected, paged
+
+pytest.importorskip("triton")
+
+from engine.model.gpu import attention_decode as decode
+from engine.model.gpu import attention_prefill as prefill
+from engine.model.gpu import latent
+from engine.model.gpu.attention_tile import Tiling
+
+TILING = Tiling(16, 32, num_warps=4, num_stages=2)
+ONES = [(1, 1), (1, 75)]
+MIXED = [(5, 5), (1, 20), (9, 73)]
+VARIANTS = {
+    "plain": {},
+    "window": {"window": 12},
+    "sinks": {"window": 12, "num_sinks": 4},
+    "softcap": {"softcap": 5.0},
+}
+SHAPES = {  # num_heads, kv_heads, head_dim, block_size, dtype, FP8
+    "groups": (4, 2, 32, 16, torch.float32, False),
+    "odd": (6, 2, 24, 24, torch.float32, False),
+    "half": (4, 1, 64, 64, torch.float16, False),
+    "fp8": (4, 2, 32, 16, torch.float32, True),
+}
+CASES = [
+    *(("groups", name) for name in VARIANTS),
+    ("odd", "plain"),
+    ("half", "plain"),
+    ("fp8", "sinks"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def attend(kernel, lengths, shape, variant, check_rows):
+    """Runs `kernel(out, queries, case, options)` and compares the rows of check_rows(spans); the
+    others must have stayed."""
+    heads, kv_heads, head_dim, block_size, dtype, kv_fp8 = SHAPES[shape]
+    options = VARIANTS[variant]
+    window, sinks = options.get("window", 0), options.get("num_sinks", 0)
+    case = paged(
+        lengths, kv_heads, head_dim, dtype=dtype, kv_fp8=kv_fp8, block_size=block_size,
+        given_back=window, sinks=sinks,
+    )  # fmt: skip
+    # Queries as they lie in qkv, between rows of other numbers.
+    queries = torch.randn(case.num_tokens, (heads + 2) * head_dim, dtype=dtype, device=DEVICE)
+    late = torch.randn(case.num_tokens, heads * head_dim, dtype=dtype, device=DEVICE)
+    out = torch.full((case.num_tokens, heads * head_dim), 7.0, dtype=dtype, device=DEVICE)
+    kernel(out, queries, case, {
+        "num_heads": heads, "scale": 0.2, "sink_queries": late if sinks else None, **options,
+    })  # fmt: skip
+    answer = expected(
+        case, queries[:, : heads * head_dim].unflatten(1, (heads, head_dim)), heads, 0.2,
+        window=window, sinks=sinks, sink_queries=late.unflatten(1, (heads, head_dim)),
+        softcap=options.get("softcap", 0.0),
+    ).flatten(1)  # fmt: skip
+    rows = check_rows(case.spans)
+    answer[~rows] = 7.0
+    # FP8 is multiplied in float16.
+    tolerance = 5e-3 if kv_fp8 or dtype == torch.float16 else 1e-5
+    torch.testing.assert_close(out.double().cpu(), answer, rtol=tolerance, atol=tolerance)
+
+
+def rows_of(wanted):
+    return lambda spans: torch.cat([torch.full((span[1],), wanted(span)) for span in spans])
+
+
+@pytest.mark.parametrize(("shape", "variant"), CASES)
+def test_decode_attends_to_what_each_sequence_may_see(shape, variant, monkeypatch):
+    monkeypatch.setattr(decode, "MIN_KEYS", 32)
+
+    num_splits = 3 if shape == "groups" else 1
+
+    def kernel(out, queries, case, options):
+        decode.decode_attention(
+            out,
+            queries,
+            case.pool,
+            1,
+            *case.tensors,
+            num_splits=num_splits,
+            tiling=TILING,
+            **options,
+        )
+
+    attend(kernel, [*ONES, (2, 9)], shape, variant, rows_of(lambda span: span[1] == 1))
+
+
+@pytest.mark.parametrize(("shape", "variant"), CASES)
+def test_prefill_attends_to_what_each_token_may_see(shape, variant):
+    def kernel(out, queries, case, options):
+        tiles = prefill.prefill_tiles(case.spans, options["num_heads"], case.pool, TILING)
+        prefill.prefill_attention(
+            out, queries, case.pool, 1, torch.from_numpy(tiles).to(DEVICE), *case.tensors,
+            tiling=TILING, **options,
+        )  # fmt: skip
+
+    attend(kernel, MIXED, shape, variant, rows_of(lambda span: span[1] > 1))
+
+
+@pytest.mark.parametrize(
+    ("heads", "rank", "rope_dim", "kv_fp8"), [(4, 64, 16, False), (9, 48, 8, True)]
+)
+def test_latent_attention_reads_keys_and_values_from_one_vector(
+    heads, rank, rope_dim, kv_fp8, monkeypatch
+):
+    monkeypatch.setattr(latent, "MIN_KEYS", 32)
+    monkeypatch.setattr(decode, "MIN_KEYS", 32)
+    case = paged(
+        [(1, 1), (1, 100), (3, 70)],
+        1,
+        rank + rope_dim,
+        dtype=torch.float32,
+        kv_fp8=kv_fp8,
+        planes=1,
+    )
+    queries = torch.randn(case.num_tokens, heads, rank + rope_dim, device=DEVICE)
+    answer = expected(case, queries, heads, 0.1, softcap=8.0, value_dim=rank)
+    tiles = torch.from_numpy(latent.latent_tiles(case.spans, heads, case.pool, TILING)).to(DEVICE)
+    options = {"rank": rank, "scale": 0.1, "softcap": 8.0, "tiling": TILING}
+    splits, tolerance = (1, 5e-3) if kv_fp8 else (3, 1e-5)
+    out = torch.full((case.num_tokens, heads, rank), float("nan"), device=DEVICE)
+    latent.latent_prefill(out, queries, case.pool, 1, tiles, *case.tensors, **options)
+    assert out.isnan().flatten(1).all(1).sum() == 2  # the single tokens' rows
+    latent.latent_decode(out, queries, case.pool, 1, *case.tensors, num_splits=splits, **options)
+    torch.testing.assert_close(out.double().cpu(), answer, rtol=tolerance, atol=tolerance)
+
+
+def test_padding_of_a_captured_step_is_not_computed():
+    case = paged(ONES, 1, 32, dtype=torch.float32)
+    queries = torch.randn(len(ONES), 2 * 32, device=DEVICE)
+    out = torch.full_like(queries, 7.0)
+    case.query_len[1] = case.context_len[1] = 0
+    for splits in (1, 2):
+        decode.decode_attention(
+            out, queries, case.pool, 1, *case.tensors, num_heads=2, scale=1.0, num_splits=splits,
+            tiling=TILING,
+        )  # fmt: skip
+        assert (out[1] == 7.0).all()
+        assert not out.isnan().any()
+
+
+def test_prefill_tiles_cover_every_row_once_and_the_longest_come_first():
+    spans = [(0, 5, 5), (5, 1, 900), (6, 40, 700)]
+    tiles = prefill.list_tiles(spans, 3, 16).tolist()
+    assert tiles[0] == [2, 112]
+    assert sorted(tiles) == [[0, 0], *([2, row] for row in range(0, 120, 16))]
+    assert len(prefill.list_tiles([(0, 1, 9)], 3, 16)) == 0
+
+
+def test_decode_is_split_as_far_as_a_device_needs():
+    few = decode.decode_splits(1, 8, 100_000, DEVICE)
+    many = decode.decode_splits(512, 8, 100_000, DEVICE)
+    assert few > many == 1
+    assert decode.decode_splits(1, 1, 100, DEVICE) == 1

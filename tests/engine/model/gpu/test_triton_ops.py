@@ -1,0 +1,117 @@
+"""The GPU's operations but attention, and whole steps: interpreted where there is no GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.engine.model.paged import DEVICE
+
+pytest.importorskip("triton")
+
+from engine.model import sampler
+from engine.model.gpu import experts, int8, sampling
+from engine.model.gpu.activation import gated
+from engine.model.gpu.norm import rms_norm
+from engine.model.quantize import dequantize, quantize
+from engine.request import SamplingParams
+from tests.engine.model.tiny import scheduled
+
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def randn(*shape):
+    return torch.randn(*shape, device=DEVICE)
+
+
+@pytest.mark.parametrize("width", [96, 130])
+def test_rms_norm_is_that_of_the_reference_for_rows_of_any_stride(width):
+    wide, weight = randn(5, 2 * width), randn(width)
+    x = wide[:, :width]
+    expected = weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5))
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_gate_is_activated_and_multiplied(activation):
+    gate_up = randn(3, 2 * 1100)
+    gate, up = gate_up.chunk(2, dim=-1)
+    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    torch.testing.assert_close(gated(gate_up, activation), active * up, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("depth", [192, 200])
+@pytest.mark.parametrize("rows", [1, 17, 65])
+def test_int8_products_are_those_of_the_widened_weights(rows, depth):
+    weight, bias, x = randn(70, depth), randn(70), randn(rows, depth)
+    expected = F.linear(x, dequantize(*quantize(weight)), bias)
+    torch.testing.assert_close(int8.linear(x, int8.int8_matrix(weight, bias)), expected, **CLOSE)
+
+
+def test_int8_experts_are_those_of_the_widened_weights():
+    gate_ups, downs, x, weights = randn(3, 48, 70), randn(3, 70, 24), randn(5, 70), randn(5, 2)
+    chosen = torch.tensor([[0, 2], [2, 1], [1, 0], [2, 0], [2, 1]], device=DEVICE)
+    both = [quantize(each) for each in (gate_ups, downs)]
+    wide = experts.ExpertWeights(*(dequantize(*each) for each in both))
+    narrow = experts.ExpertWeights(*(each[0] for each in both), *(each[1] for each in both))
+    found = [torch.zeros(5, 70, device=DEVICE) for _ in range(2)]
+    for hidden, stacked in zip(found, (wide, narrow), strict=True):
+        experts.add_experts(hidden, x, stacked, chosen, weights, "silu")
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "each"), [(1, 8, 3), (11, 8, 3), (140, 2, 1)]
+)
+def test_experts_add_what_each_token_chose(num_tokens, num_experts, each):
+    gate_ups, downs = randn(num_experts, 48, 40), randn(num_experts, 40, 24)
+    x, hidden, weights = randn(num_tokens, 40), randn(num_tokens, 40), randn(num_tokens, each)
+    chosen = torch.stack([torch.randperm(num_experts)[:each] for _ in range(num_tokens)]).to(DEVICE)
+    expected = hidden.clone()
+    for k in range(each):
+        gate, up = torch.einsum("nh,nwh->nw", x, gate_ups[chosen[:, k]]).chunk(2, dim=1)
+        product = torch.einsum("nw,nhw->nh", F.silu(gate) * up, downs[chosen[:, k]])
+        expected += weights[:, k, None] * product
+    stacked = experts.ExpertWeights(gate_ups, downs)
+    experts.add_experts(hidden, x, stacked, chosen, weights, "silu")
+    torch.testing.assert_close(hidden, expected, **CLOSE)
+
+
+FILTERS = (  # top_k, top_p, min_p
+    *((0, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.1), (40, 0.9, 0.02)),
+    *((1, 1.0, 0.0), (5000, 0.5, 0.0), (0, 0.0, 0.0), (3, 0.3, 0.9)),
+)
+SEEDS = (1, -(2**63) + 5, 2**64 + 12)
+TEMPERATURES = (0.0, 0.7, 1.5)
+
+
+def test_draws_are_the_hosts():
+    """Every filter alone and with others; rows of one launch do not disturb one another."""
+    params = [
+        SamplingParams(temperature=temperature, top_k=k, top_p=p, min_p=min_p, seed=seed)
+        for temperature in TEMPERATURES
+        for k, p, min_p in FILTERS
+        for seed in SEEDS
+    ]
+    if DEVICE.type == "cpu":  # interpreted: every filter once
+        params = [*params[27:54:3], params[1], params[-2]]
+    logits = torch.randn(len(params), 700) * 2.0
+    logits[:, 13] = -torch.inf
+    logits[::2] = logits[::2].round()  # ties at the cuts
+    seqs = [
+        scheduled([1], row, [0], context=list(range(row + 1)), sampling=each)
+        for row, each in enumerate(params)
+    ]
+    expected = [each.token for each in sampler.sample(logits.clone(), seqs)]
+    values = {name: torch.from_numpy(v) for name, v in sampling.draw_values(params).items()}
+    values["position"] = torch.arange(len(params))
+    draws = sampling.Draws(**{name: value.to(DEVICE) for name, value in values.items()})
+    out = torch.full((len(params),), -1, device=DEVICE)
+    sampling.draw(logits.to(DEVICE), draws, out)
+    assert out.tolist() == expected
+    assert len(set(expected)) > len(params) // 2

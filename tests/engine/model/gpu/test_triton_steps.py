@@ -1,0 +1,161 @@
+"""Whole steps by the GPU's kernels: the tokens of plain torch, however the work is cut. Interpreted
+where there is no GPU, and then without graphs."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+from engine.request import SamplingParams
+from tests.engine.model import tiny
+from tests.engine.model.gpu.triton_world import DEVICE, World
+from tests.engine.model.talks import GREEDY, Talk, alone, guessing, step
+from tests.engine.model.tiny import make_checkpoint, tokens_of
+
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+DRAWN = SamplingParams(temperature=1.0, seed=11)
+LONG, SHORT = tokens_of(18, seed=1), tokens_of(3, seed=2)  # a block is of 16 tokens
+INTERPRETED = DEVICE.type == "cpu"  # and slow
+ON_GPU = pytest.mark.skipif(INTERPRETED, reason="takes a minute without a GPU")
+NUM_TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.SHAPE, "num_hidden_layers", 1 if INTERPRETED else 3)
+        make_checkpoint("llama", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def triton(path):
+    return World(path, "triton")
+
+
+@pytest.fixture(scope="module")
+def expected(path):
+    """What follows each prompt, by plain torch."""
+    world = World(path, "torch")
+    return {
+        "long": alone(world, Talk(LONG, [9, 4]), NUM_TOKENS),
+        "short": alone(world, Talk(SHORT, [2], DRAWN), NUM_TOKENS),
+        "greedy": alone(world, Talk(SHORT, [3]), NUM_TOKENS),
+    }
+
+
+def test_chunks_mixed_steps_and_repeats_give_the_tokens_of_torch(triton, expected):
+    triton.pool.zero_()
+    long, short, greedy = Talk(LONG, [9, 4]), Talk(SHORT, [2], DRAWN), Talk(SHORT, [3])
+    step(triton, long, counts=[4])  # a chunk
+    step(triton, long, short)  # the rest of one prompt beside a whole other
+    step(triton, long, short, greedy)  # a prompt beside decodes
+    while len(greedy.output) < NUM_TOKENS:
+        step(triton, long, short, greedy, repeats=NUM_TOKENS - len(greedy.output))
+    assert long.output[:NUM_TOKENS] == expected["long"]
+    assert short.output[:NUM_TOKENS] == expected["short"]
+    assert greedy.output == expected["greedy"]
+    # Rows that fill a pass up to four have written nothing.
+    written = triton.pool.flatten(1).abs().sum(1).nonzero().flatten().tolist()
+    assert written == [2, 3, 4, 9]
+
+
+def test_drafts_give_the_tokens_of_torch(triton, expected):
+    """And are left out where a pass has no rows for them: it has four."""
+    several = [Talk(LONG, [9, 4]), Talk(SHORT, [2], DRAWN), Talk(SHORT, [3])]
+    tokens = [expected[name] for name in ("long", "short", "greedy")]
+    step(triton, *several)
+    assert guessing(triton, several[:1], tokens[:1]) + guessing(triton, several[1:], tokens[1:]) > 1
+    assert [talk.output for talk in several] == tokens
+    again = Talk(SHORT, [3])
+    step(triton, again)
+    got = triton.run(again.next(draft=[*tokens[2][1:], 1]))[0]  # five rows
+    assert (got.token, got.more) == (tokens[2][1], ())
+
+
+def test_passes_in_a_row_end_with_a_stop_token_for_all(triton, expected):
+    stop = expected["greedy"][2]
+    assert stop not in expected["greedy"][:2]
+    ends = Talk(SHORT, [3], replace(GREEDY, stop_token_ids=(stop,)))
+    goes_on = Talk(SHORT, [2], DRAWN)
+    step(triton, ends, goes_on)
+    while len(ends.output) < 3:
+        step(triton, ends, goes_on, repeats=8)
+    assert ends.output == expected["greedy"][:3]
+    assert goes_on.output == expected["short"][:3]
+
+
+def test_rows_whose_logits_are_edited_or_told_are_sampled_as_by_the_host(triton, path, expected):
+    banned = expected["greedy"][0]
+    asked = SamplingParams(
+        temperature=0.0, logit_bias={banned: -1000.0}, repetition_penalty=1.3, logprobs=2
+    )
+    reference, edited = Talk(SHORT, [3], asked), Talk(SHORT, [3], asked)
+    told = World(path, "torch").run(reference.next())[0]
+    got = triton.run(edited.next(), Talk(SHORT, [2], DRAWN).next())
+    assert got[0].token == told.token != banned
+    assert got[0].logprobs.logprob == pytest.approx(told.logprobs.logprob, abs=1e-4)
+    assert [token for token, _ in got[0].logprobs.top] == [token for token, _ in told.logprobs.top]
+    assert got[1].token == expected["short"][0]
+    edited.take(edited.next(), got[0])
+    decode = triton.run(edited.next(), repeats=4)[0]
+    assert decode.logprobs is not None
+    assert decode.more == ()  # what follows depends on the token, by way of the host
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"block_ids": [12]}, "block ids 12 to 12 are outside the pool of 12 blocks"),
+        ({"start": 16}, "1 blocks for 17 positions, 2 are needed"),
+        ({"tokens": [131]}, "token ids 131 to 131 are outside the vocabulary"),
+        ({"draft": [2, 131]}, "token ids 1 to 131 are outside the vocabulary"),
+        ({"start": 14, "draft": [2, 2]}, "1 blocks for 17 positions, 2 are needed"),
+        ({"start": 600}, "exceed the model's length"),
+    ],
+)
+def test_a_faulty_decode_is_refused_by_name_before_anything_is_written(triton, changes, told):
+    triton.pool.zero_()
+    good = Talk([1], [5]).next()
+    with pytest.raises(ValueError, match=f"request r: .*{told}"):
+        triton.run(good, replace(Talk([1], [3]).next(), **changes))
+    assert triton.pool.abs().max() == 0
+    assert triton.run(good)[0] is not None
+
+
+def test_blocks_that_moved_are_looked_up_anew(triton, expected):
+    """A sequence that was preempted comes back with the same positions in other blocks."""
+    talk = Talk(SHORT, [3])
+    step(triton, talk)
+    step(triton, talk)
+    again = Talk(talk.tokens, [8])
+    step(triton, again, counts=[len(talk.tokens) - 1])
+    again.prompt = talk.prompt
+    assert alone(triton, again, 4) == expected["greedy"][:4]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "kv_dtype"),
+    [
+        ("qwen3-moe", "int8", "float8_e4m3"),
+        pytest.param("llama", "int8", "float32", marks=ON_GPU),
+        pytest.param("llama", "", "float8_e4m3", marks=ON_GPU),
+        pytest.param("gemma2", "", "float32", marks=ON_GPU),
+        pytest.param("gemma3", "", "float32", marks=ON_GPU),
+        pytest.param("mixtral", "", "float32", marks=ON_GPU),
+        pytest.param("deepseek3", "", "float32", marks=ON_GPU),
+        pytest.param("deepseek3", "", "float8_e4m3", marks=ON_GPU),
+    ],
+)
+def test_every_kind_of_model_gives_the_tokens_of_torch(
+    family, kind, kv_dtype, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(tiny.SHAPE, "num_hidden_layers", 2 if INTERPRETED else 4)
+    make_checkpoint(family, tmp_path)
+    tokens = []
+    for name in ("torch", "triton"):
+        world = World(tmp_path, f"{name}-{kind}" if kind else name, kv_dtype)
+        tokens.append(alone(world, Talk(LONG[:4] if INTERPRETED else LONG, [9, 4]), 3))
+    assert tokens[0] == tokens[1]

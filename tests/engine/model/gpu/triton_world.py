@@ -1,0 +1,83 @@
+"""A tiny model run step by step: by the GPU's kernels, and by plain torch for the answers.
+
+Kernels are interpreted where there is no GPU: import this module before any of engine.model.gpu.
+"""
+
+from pathlib import Path
+
+import torch
+
+from engine.model.batch import Batch, Limits
+from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.sampler import sample
+from engine.model.torch_ops import TorchOps
+from engine.model.weights import load_weights
+from engine.step import ScheduledSeq, Step
+from tests.engine.model.paged import DEVICE
+from tests.engine.model.tiny import BLOCK_SIZE
+
+from engine.model.gpu.ops import FULL_ROLES, TritonOps  # isort: skip
+from engine.model.gpu.steps import GpuSteps  # isort: skip
+
+NUM_BLOCKS, MAX_NUM_SEQS = 12, 4
+MAX_LEN = 64 if DEVICE.type == "cpu" else 512  # contexts that an interpreter splits take long
+
+
+class RoundedOps(TorchOps):
+    """The reference for int8 weights on a GPU: the head and the inputs of products are as they
+    were."""
+
+    def matrix(self, weight, bias, role):
+        if role in FULL_ROLES:
+            return self.table(weight), bias
+        return super().matrix(weight, bias, role)
+
+    def _inputs(self, x):
+        return x
+
+
+class World:
+    """One model over a pool of its own. `run` is a step; its answers are (first, *more)."""
+
+    def __init__(self, path: Path, kind: str, kv_dtype="float32", graphs=False, dtype="float32"):
+        """kind: "torch" or "triton", with "-int8" for such weights."""
+        name, _, weights = kind.partition("-")
+        config = ModelConfig.from_dir(path)
+        number = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        spec = config.kv_spec(BLOCK_SIZE, kv_dtype)
+        shape = (NUM_BLOCKS, spec.num_layers, spec.num_planes, spec.num_kv_heads)
+        if kv_dtype == "float8_e4m3":
+            self.pool = torch.zeros((*shape, spec.bytes_per_head), dtype=torch.uint8, device=DEVICE)
+        else:
+            tail = (BLOCK_SIZE, spec.head_dim)
+            self.pool = torch.zeros((*shape, *tail), dtype=number, device=DEVICE)
+        self.limits = Limits(NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, config.vocab_size)
+        with torch.inference_mode():
+            if name == "torch":
+                ops = RoundedOps if weights else TorchOps
+                made = ops(config, self.pool, number, MAX_LEN, weights or "none")
+            else:
+                made = TritonOps(config, self.pool, number, MAX_LEN, weights or "none")
+            parameters = load_weights(path, config, made, lambda _: None)
+            self.decoder = Decoder(config, parameters, made)
+            self.steps = None
+            if name == "triton":
+                self.steps = GpuSteps(
+                    self.decoder,
+                    self.limits,
+                    DEVICE,
+                    max_num_seqs=MAX_NUM_SEQS,
+                    graphs=graphs,
+                    progress=lambda _: None,
+                )
+                assert self.steps.notices == []
+
+    def run(self, *seqs: ScheduledSeq, repeats: int = 1) -> list:
+        step = Step(0, list(seqs), repeats=repeats)
+        with torch.inference_mode():
+            if self.steps is not None:
+                return self.steps.execute(step)
+            batch = Batch.from_step(step, self.limits, DEVICE)
+            asked = iter(sample(self.decoder.forward(batch), [seq for seq in seqs if seq.sample]))
+        return [next(asked) if seq.sample else None for seq in seqs]

@@ -1,0 +1,85 @@
+"""Sequences that are fed step by step to something that runs steps."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Protocol
+
+from engine.request import SamplingParams
+from engine.step import Sampled, ScheduledSeq
+from tests.engine.model.tiny import BLOCK_SIZE, scheduled
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class World(Protocol):
+    def run(self, *seqs: ScheduledSeq, repeats: int = 1) -> list[Sampled | None]: ...
+
+
+class Talk:
+    """One sequence: what is known of it, and how much of that was fed."""
+
+    def __init__(self, prompt: list[int], blocks: list[int], sampling: SamplingParams = GREEDY):
+        self.tokens, self.prompt, self.blocks = list(prompt), len(prompt), blocks
+        self.sampling, self.fed = sampling, 0
+
+    def next(self, count: int | None = None, draft: Sequence[int] = ()) -> ScheduledSeq:
+        """The share of a step that feeds `count` tokens, or all that are left, and `draft`."""
+        end = len(self.tokens) if count is None else self.fed + count
+        return scheduled(
+            self.tokens[self.fed : end],
+            self.fed,
+            self.blocks,
+            sample=end == len(self.tokens),
+            context=self.tokens[:end],
+            num_prompt_tokens=self.prompt,
+            sampling=self.sampling,
+            draft=list(draft),
+        )
+
+    def take(self, seq: ScheduledSeq, sampled) -> None:
+        self.fed = seq.start + len(seq.tokens)
+        if sampled is not None:
+            self.tokens += [sampled.token, *sampled.more]
+            self.fed += len(sampled.more)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt :]
+
+
+def step(world: World, *talks: Talk, counts=None, repeats: int = 1) -> None:
+    """One step of `world` over `talks`, each fed counts[i] tokens or what it lacks."""
+    shares = [talk.next(count) for talk, count in zip(talks, counts or [None] * 9, strict=False)]
+    for talk, share, sampled in zip(
+        talks, shares, world.run(*shares, repeats=repeats), strict=True
+    ):
+        talk.take(share, sampled)
+
+
+def alone(world: World, talk: Talk, count: int) -> list[int]:
+    """`count` tokens of `talk` and nothing beside it, one pass at a time."""
+    while len(talk.output) < count:
+        step(world, talk)
+    return talk.output
+
+
+def guessing(world: World, talks: Sequence[Talk], expected: Sequence[list[int]]) -> int:
+    """Feed each of `talks`, until it has its expected tokens, drafts some of which hold. Returns
+    how many did."""
+    random, num_held = Random(5), 0
+    left = list(zip(talks, expected, strict=True))
+    while left:
+        shares = []
+        for talk, tokens in left:
+            told = len(talk.output)
+            room = min(len(tokens) - told - 1, -len(talk.tokens) % BLOCK_SIZE, random.randint(0, 5))
+            draft = tokens[told : told + room] if told else []
+            if draft and random.random() < 0.5:
+                draft[random.randrange(len(draft))] ^= 1
+            shares.append(talk.next(draft=draft))
+        for (talk, _), share, sampled in zip(left, shares, world.run(*shares), strict=True):
+            assert sampled is not None
+            talk.take(share, sampled)
+            num_held += len(sampled.more)
+        left = [(talk, tokens) for talk, tokens in left if len(talk.output) < len(tokens)]
+    return num_held

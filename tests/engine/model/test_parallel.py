@@ -1,0 +1,122 @@
+"""Tensor parallelism: ranks that share a model compute what one process computes alone."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.model.config import Experts, ModelConfig
+from engine.model.cpu import kernels
+from engine.model.errors import ModelError
+from engine.model.parallel.ops import Group, Member
+from engine.model.parallel.shard import Shard, check_divides
+from engine.model.runner import ModelRunner
+from engine.request import SamplingParams
+from engine.step import Step
+from tests.engine.model.tiny import FAMILIES, VOCAB, make_checkpoint, scheduled, tokens_of
+
+OPTIONS = {"num_blocks": 24, "dtype": "float32", "device": "cpu", "num_threads": 1}
+EVERY_LOGPROB = SamplingParams(temperature=0.0, logprobs=VOCAB)
+LONG, SHORT = tokens_of(75, seed=1), tokens_of(9, seed=2)
+BLOCKS = {"a": [5, 3, 1, 7, 9], "b": [2]}
+CHOSEN = ("llama", "linear", "qwen2", "gemma3", "mixtral", "qwen3-moe", "deepseek2", "deepseek3")
+
+
+class Ranks:
+    """The ranks of one worker as threads of this process."""
+
+    def __init__(self, path: Path, size: int, meeting: Path) -> None:
+        self._threads = ThreadPoolExecutor(size)
+        self._memory = os.memfd_create("ranks")
+
+        def build(rank: int) -> ModelRunner:
+            group = Group(Shard(rank, size), str(meeting), torch.device("cpu"))
+            return ModelRunner(path, member=Member(group, self._memory), **OPTIONS)
+
+        self.runners = list(self._threads.map(build, range(size)))
+
+    def execute(self, step: Step):
+        """What rank 0 answers, when all have run the step."""
+        first, *_ = self._threads.map(lambda runner: runner.execute(step), self.runners)
+        return first
+
+
+def logprobs(execute: Callable, *parts: tuple[str, list[int], int]) -> torch.Tensor:
+    """One step over (name, tokens, start) parts: log probabilities [len(parts), VOCAB]."""
+    seqs = [scheduled(t, s, BLOCKS[n], sampling=EVERY_LOGPROB) for n, t, s in parts]
+    rows = []
+    for sampled in execute(Step(0, seqs)).sampled:
+        row = torch.empty(VOCAB)
+        for token, value in sampled.logprobs.top:
+            row[token] = value
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def compare(path: Path, ranks: Ranks) -> None:
+    alone = ModelRunner(path, **OPTIONS)
+    steps = [
+        (("a", LONG[:40], 0), ("b", SHORT[:5], 0)),
+        (("a", LONG[40:74], 40), ("b", SHORT[5:6], 5)),
+        (("a", LONG[74:], 74), ("b", SHORT[6:7], 6)),
+    ]
+    for parts in steps:
+        expected = logprobs(alone.execute, *parts)
+        assert expected.std() > 0.5, "probabilities this even would prove nothing"
+        got = logprobs(ranks.execute, *parts)
+        torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-4)
+    for runner in ranks.runners:  # every rank sees all heads of all blocks
+        torch.testing.assert_close(runner.kv_pool, alone.kv_pool, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", CHOSEN)
+def test_two_ranks_compute_what_one_process_does(family, tmp_path):
+    make_checkpoint(family, tmp_path)
+    compare(tmp_path, Ranks(tmp_path, 2, tmp_path / "meeting"))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "deepseek3"])
+def test_without_kernels_too(family, tmp_path, monkeypatch):
+    def unavailable(_folder: Path) -> None:
+        raise kernels.KernelsUnavailable("no compiler")
+
+    monkeypatch.setattr(kernels, "load", unavailable)
+    make_checkpoint(family, tmp_path)
+    compare(tmp_path, Ranks(tmp_path, 2, tmp_path / "meeting"))
+
+
+def test_more_ranks_than_kv_heads_have_copies_of_them(tmp_path, monkeypatch):
+    kind, changes = FAMILIES["qwen2"]
+    monkeypatch.setitem(FAMILIES, "qwen2", (kind, changes | {"num_attention_heads": 4}))
+    make_checkpoint("qwen2", tmp_path)
+    compare(tmp_path, Ranks(tmp_path, 4, tmp_path / "meeting"))
+
+
+def test_sizes_that_do_not_divide_the_model_are_refused_with_those_that_do(tmp_path):
+    make_checkpoint("llama", tmp_path)
+    model = ModelConfig.from_dir(tmp_path)
+    assert (model.num_heads, model.num_kv_heads, model.intermediate_size) == (6, 2, 160)
+    check_divides(model, 2)
+    with pytest.raises(ModelError, match=r"= 4 does not divide .* heads \(6\); possible: 1, 2$"):
+        check_divides(model, 4)
+    with pytest.raises(ModelError, match=r"= 3 does not divide .* intermediate_size \(160\)"):
+        check_divides(model, 3)
+    nine = replace(model, num_heads=9, num_kv_heads=3, intermediate_size=1536 * 9)
+    with pytest.raises(ModelError, match=r"heads \(9\); possible: 1, 3, 9$"):
+        check_divides(nine, 2)
+    six = replace(model, num_heads=12, num_kv_heads=4, intermediate_size=1536)
+    with pytest.raises(ModelError, match=r"KV heads \(4\); possible: 1, 2, 4, 12$"):
+        check_divides(six, 6)
+    experts = Experts(num_experts=4, num_per_token=2, intermediate_size=33, normalize=True)
+    with pytest.raises(ModelError, match=r"size of an expert \(33\); possible: 1$"):
+        check_divides(replace(model, experts=experts), 2)
+
+
+def test_ranks_have_every_head_once_or_evenly_often():
+    for size, count in ((1, 3), (3, 3), (2, 8), (8, 2), (4, 1)):
+        heads = [h for rank in range(size) for h in Shard(rank, size).kv_heads(count)]
+        assert heads == sorted(list(range(count)) * max(1, size // count))

@@ -1,0 +1,71 @@
+"""A worker's ranks as processes: steps reach all of them, and none outlives or outwaits another."""
+
+import queue
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from engine.model.parallel.runner import ParallelRunner, RanksLost
+from engine.model.runner import ModelRunner
+from engine.step import Step
+from tests.engine.model.test_runner import generate
+from tests.engine.model.tiny import make_checkpoint, scheduled, tokens_of
+
+OPTIONS = {"num_blocks": 24, "dtype": "float32", "device": "cpu", "num_threads": 2}
+DEADLINE_S = 30.0  # far below the timeout of a collective
+PROMPT, BLOCKS = tokens_of(40, seed=1), [5, 3, 1, 7]
+
+
+def children() -> list[psutil.Process]:
+    return [
+        p for p in psutil.Process().children() if "engine.model.parallel.follower" in p.cmdline()
+    ]
+
+
+def test_the_life_of_a_worker_with_two_ranks(tmp_path):
+    """One start for all, because it takes seconds."""
+    make_checkpoint("qwen2", tmp_path)
+    runner = ParallelRunner(tmp_path, 2, **OPTIONS)
+    (follower,) = children()
+    alone = ModelRunner(tmp_path, **OPTIONS)
+    drawn = {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3}
+    assert generate(runner, PROMPT, BLOCKS, 8, **drawn) == generate(
+        alone, PROMPT, BLOCKS, 8, **drawn
+    )
+
+    bad, good = scheduled([9999], 0, [9]), scheduled(PROMPT, 0, BLOCKS)
+    assert "outside the vocabulary" in runner.execute(Step(1, [bad])).failed[0]
+    done, expected = (each.execute(Step(2, [bad, good])) for each in (runner, alone))
+    assert list(done.failed) == [0]
+    assert done.sampled == expected.sampled == [None, expected.sampled[1]]
+
+    told: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    runner.when_lost(told.put)
+    step = Step(2, [scheduled(PROMPT, 0, BLOCKS)])
+    follower.suspend()  # so that the step cannot end before it dies
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(runner.execute, step)
+        follower.kill()
+        with pytest.raises((RanksLost, RuntimeError, OSError)):
+            running.result(DEADLINE_S)
+    assert isinstance(told.get(timeout=DEADLINE_S), RanksLost)
+    assert told.empty(), "it is told once"
+    with pytest.raises(RanksLost):
+        runner.execute(step)
+    runner.close()
+    assert not children()
+
+
+@pytest.mark.e2e
+def test_the_default_model_has_the_same_tokens_over_three_ranks(smollm2_dir):
+    """It has 9 heads and 3 KV heads."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    question = tokenizer.encode("The capital of France is Paris. The capital of Italy is")
+    options = {"num_blocks": 16, "dtype": "float32", "device": "cpu", "num_threads": 2}
+    expected = generate(ModelRunner(smollm2_dir, **options), question, BLOCKS, 8, temperature=0.0)
+    runner = ParallelRunner(smollm2_dir, 3, **options)
+    assert generate(runner, question, BLOCKS, 8, temperature=0.0) == expected
+    assert "Rome" in tokenizer.decode(expected)
+    runner.close()

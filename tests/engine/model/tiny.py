@@ -1,0 +1,259 @@
+"""Tiny random checkpoints of every family, and a decoder over them driven block by block."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from engine.model.batch import Batch, Limits
+from engine.model.cache import default_cache_dir
+from engine.model.config import ModelConfig
+from engine.model.cpu import kernels
+from engine.model.cpu.linear import HALVES, INT16, PAIRS, TILES
+from engine.model.cpu.ops import CpuOps
+from engine.model.decoder import Decoder
+from engine.model.torch_ops import TorchOps
+from engine.model.weights import load_weights
+from engine.request import SamplingParams
+from engine.step import ScheduledSeq, Step
+
+torch.set_num_threads(1)  # threads cost more than they bring at these sizes
+VOCAB, BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 131, 16, 64, 512
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+    "initializer_range": 0.2,
+    **ENDS,
+}
+WINDOW = 24  # not a whole number of blocks, and less than what the tests feed
+
+
+def rope(kind: str, **fields) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **fields}}
+
+
+ORIGINAL = {"original_max_position_embeddings": 64}
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, **ORIGINAL)
+YARN = rope("yarn", factor=8.0, **ORIGINAL)
+MSCALE = rope("yarn", factor=8.0, mscale=0.707, mscale_all_dim=0.9, **ORIGINAL)
+LONGROPE = {
+    **rope("longrope", short_factor=[1.0, 1.1, 1.2, 1.5], long_factor=[1.0, 2.0, 4.0, 8.0]),
+    "partial_rotary_factor": 0.5,
+}
+PHI3 = {"pad_token_id": 0}
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+GROUPS = {"n_group": 4, "topk_group": 2, "q_lora_rank": 48}
+GEMMA3 = {
+    "head_dim": 32,
+    "sliding_window": WINDOW,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, {}),
+    "llama3": (transformers.LlamaConfig, LLAMA3),
+    "linear": (
+        transformers.LlamaConfig,
+        {**rope("linear", factor=4.0), "attention_bias": True},
+    ),
+    "yarn": (transformers.Qwen2Config, YARN),
+    "mistral": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 32}),
+    "mistral-window": (transformers.MistralConfig, {"sliding_window": WINDOW}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2-window": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
+    "smollm3": (transformers.SmolLM3Config, {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "phi3": (transformers.Phi3Config, {**PHI3, "sliding_window": WINDOW}),
+    "phi3-short": (
+        transformers.Phi3Config,
+        {**PHI3, **LONGROPE, "original_max_position_embeddings": MAX_LEN},
+    ),
+    "phi3-long": (transformers.Phi3Config, {**PHI3, **LONGROPE, **ORIGINAL}),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {
+            "head_dim": 32,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (transformers.Gemma3TextConfig, GEMMA3),
+    "gemma3-part": (transformers.Gemma3Config, GEMMA3),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen3-moe": (
+        transformers.Qwen3MoeConfig,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "deepseek2": (transformers.DeepseekV2Config, {**LATENT, **MSCALE, "q_lora_rank": None}),
+    "deepseek2-groups": (
+        transformers.DeepseekV2Config,
+        {**LATENT, **GROUPS, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek3": (transformers.DeepseekV3Config, {**LATENT, **GROUPS, **MSCALE}),
+}
+
+
+def make_checkpoint(family: str, path: Path, **saving) -> torch.nn.Module:
+    """Write a random checkpoint of `family` to `path`; returns transformers' model of it."""
+    kind, changes = FAMILIES[family]
+    torch.manual_seed(7)
+    if kind is transformers.Gemma3Config:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        vision = {**sizes, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+        config = kind(text_config=SHAPE | changes, vision_config=vision, **ENDS)
+        model = transformers.Gemma3ForConditionalGeneration._from_config(
+            config, dtype=torch.float32
+        )
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(
+            kind(**(SHAPE | changes)), dtype=torch.float32, attn_implementation="eager"
+        )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:  # not all zeros or ones
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            if name.endswith("gate.weight") or "experts." in name:  # nor all alike
+                parameter.copy_(torch.randn_like(parameter) * SHAPE["initializer_range"])
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
+    model.save_pretrained(path, **saving)
+    return model.eval()
+
+
+def narrowed_kind(name: str) -> int:
+    """The kind of products with rounded factors; 0 for any other name. Skips where the CPU does
+    not multiply so."""
+    kind = {"pairs": PAIRS, "halves": HALVES, "tiles": TILES, "int16": INT16}.get(name, 0)
+    # Pairs are multiplied in float32 where there is nothing better, and integers anywhere.
+    if kind in (HALVES, TILES) and not kernels.load(default_cache_dir()).kvr_multiplies(kind):
+        pytest.skip(f"this CPU does not multiply {name}, or other numbers as fast")
+    return kind
+
+
+def make_pool(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
+    """Not zeroed: what a sequence has not written must not matter."""
+    planes = config.kv_spec(BLOCK_SIZE, "float32").num_planes
+    heads = (NUM_BLOCKS, config.num_layers, planes, config.num_kv_heads)
+    if dtype == torch.uint8:
+        return torch.randint(0, 120, (*heads, BLOCK_SIZE * (config.head_dim + 1))).to(dtype)
+    return torch.randn(*heads, BLOCK_SIZE, config.head_dim).to(dtype)
+
+
+def make_ops(
+    kind: str,
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    narrowed: int | None = None,
+    pool: torch.Tensor | None = None,
+    quantization: str = "none",
+):
+    pool = make_pool(config, dtype) if pool is None else pool
+    if kind == "torch":
+        return TorchOps(config, pool, dtype, MAX_LEN, quantization)
+    library = kernels.load(default_cache_dir())
+    return CpuOps(config, pool, dtype, MAX_LEN, library, 2, quantization, narrowed)
+
+
+class Driver:
+    """Feeds sequences to a decoder; each has its own scattered blocks."""
+
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        config: ModelConfig | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        fp8: bool = False,
+        narrowed: int | None = None,
+        quantization: str = "none",
+    ) -> None:
+        """config: other than that of the directory."""
+        self.config = config or ModelConfig.from_dir(path)
+        self.pool = make_pool(self.config, torch.uint8 if fp8 else dtype)
+        made = make_ops(kind, self.config, dtype, narrowed, self.pool, quantization)
+        with torch.inference_mode():
+            weights = load_weights(path, self.config, made, lambda _: None)
+        self._decoder = Decoder(self.config, weights, made)
+        order = torch.Generator().manual_seed(3)
+        self._free = torch.randperm(NUM_BLOCKS, generator=order).tolist()
+        self._blocks: dict[str, list[int]] = {}
+        self._start: dict[str, int] = {}
+
+    def feed(self, *parts: tuple[str, list[int]], mute: tuple[str, ...] = ()) -> torch.Tensor:
+        """One step over (name, next tokens) pairs: logits after each that is not in `mute`,
+        [R, VOCAB]."""
+        seqs = []
+        for name, tokens in parts:
+            blocks = self._blocks.setdefault(name, [])
+            start = self._start.get(name, 0)
+            while len(blocks) * BLOCK_SIZE < start + len(tokens):
+                blocks.append(self._free.pop())
+            self._start[name] = start + len(tokens)
+            seqs.append(scheduled(tokens, start, blocks, sample=name not in mute))
+        window, sinks = self.config.flat_window, self.config.num_sinks
+        limits = Limits(
+            NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, self.config.vocab_size, window=window, num_sinks=sinks
+        )
+        batch = Batch.from_step(Step(0, seqs), limits, torch.device("cpu"))
+        with torch.inference_mode():
+            return self._decoder.forward(batch).clone()
+
+    def give_back(self, name: str, first: int, end: int) -> None:
+        """Entries [first, end) of its block table; whoever reads those blocks now finds NaN."""
+        for entry in range(first, end):
+            self.pool[self._blocks[name][entry]] = torch.nan
+            self._blocks[name][entry] = -1
+
+
+def scheduled(tokens: list[int], start: int, blocks: list[int], **changes) -> ScheduledSeq:
+    fields = {
+        "request_id": "r",
+        "tokens": tokens,
+        "start": start,
+        "block_ids": blocks,
+        "sample": True,
+        "sampling": SamplingParams(temperature=0.0),
+        "context": tokens,
+        "num_prompt_tokens": len(tokens),
+    }
+    return ScheduledSeq(**(fields | changes))
+
+
+def tokens_of(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (count,), generator=generator).tolist()

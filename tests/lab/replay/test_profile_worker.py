@@ -1,0 +1,74 @@
+"""`kvrelay profile` measures the worker that is configured, with all its processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.config import Config, EngineSection, ModelSection
+from cluster.worker.build import PreparedModel
+from cluster.worker.kv_plan import plan_kv
+from lab.profiling import passes
+from lab.profiling.passes import ProfileError, running
+from tests.cluster.worker.test_build import MODEL
+
+ENGINE = EngineSection(num_blocks=9, tensor_parallel_size=2, kv_dtype="float8_e4m3", threads=3)
+CONFIG = Config(
+    model=ModelSection(dtype="float32", device="cpu", quantization="int8"), engine=ENGINE
+)
+PREPARED = PreparedModel(Path("model"), MODEL, "m", 100, plan_kv(MODEL, ENGINE, "float32"))
+
+
+class Ranks:
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was opened instead of a model: its arguments, and its processes."""
+    found: list[Any] = []
+
+    def open_runner(*arguments: Any) -> tuple[Any, Any]:
+        found.append((*arguments, Ranks()))
+        return "runner", found[-1][-1]
+
+    monkeypatch.setattr(passes, "open_runner", open_runner)
+    return found
+
+
+def test_it_has_the_processes_and_the_weights_that_are_configured(opened: list[Any]) -> None:
+    with running(CONFIG, PREPARED, 2) as runner:
+        ((spec, path, plan, dtype, max_model_len, ranks),) = opened
+        assert not ranks.is_closed
+    assert runner == "runner"
+    assert ranks.is_closed
+    assert (spec.engine, spec.quantization, spec.threads) == (ENGINE, "int8", 2)
+    assert (path, plan.num_blocks, dtype, max_model_len) == (Path("model"), 9, "float32", 100)
+
+
+def test_its_processes_end_when_measuring_fails(opened: list[Any]) -> None:
+    with pytest.raises(ProfileError, match="a pass"), running(CONFIG, PREPARED, 2):
+        raise ProfileError("a pass failed")
+    assert opened[0][-1].is_closed
+
+
+def test_several_gpus_for_one_worker_are_refused_in_a_line(
+    opened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "find_device", lambda _: torch.device("cuda"))
+    with (
+        pytest.raises(ProfileError, match=r"^engine.tensor_parallel_size = 2 on GPUs .* to 1$"),
+        running(CONFIG, PREPARED, 2),
+    ):
+        pass
+    assert opened == []
+    one = replace(CONFIG, engine=replace(ENGINE, tensor_parallel_size=1))
+    with running(one, PREPARED, 2):
+        assert opened[0][0].on_gpu

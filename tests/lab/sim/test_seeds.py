@@ -1,0 +1,109 @@
+"""100 seeds over the production nodes, in CI. A failing one says how to repeat it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from lab.cli.fuzz import repeat_command
+from lab.sim.breakage import Break
+from lab.sim.run import Report, run_seed
+
+NUM_SEEDS = 100
+GROUP = 25
+
+
+@cache
+def report_of(seed: int) -> Report:
+    return run_seed(seed)
+
+
+def describe(report: Report) -> str:
+    lines = [f"{v.at_s:.6f} s {v.kind}: {v.text}" for v in report.violations[:5]]
+    return "\n".join([*lines, f"repeat it: {repeat_command(report.seed)}"])
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, GROUP))
+def test_no_seed_finds_a_violation(first: int) -> None:
+    for seed in range(first, first + GROUP):
+        report = report_of(seed)
+        assert not report.violations, describe(report)
+
+
+def test_the_seeds_see_every_outcome_and_every_fault() -> None:
+    """A simulator in which nothing happens finds nothing."""
+    outcomes: set[str] = set()
+    injected: set[str] = set()
+    sources: set[str] = set()
+    for seed in range(60):
+        report = report_of(seed)
+        outcomes |= set(report.outcomes)
+        injected |= set(report.injected)
+        sources |= set(report.sources)
+    assert {"finished: stop", "finished: length", "cancelled"} <= outcomes
+    assert "failed: deadline_exceeded" in outcomes
+    assert sources == {"host", "disk", "peer"}
+    assert injected == {
+        "connect error",
+        "crash",
+        "disk error",
+        "disk rots",
+        "disk slow",
+        "host rots",
+        "message cut off",
+        "message delayed",
+        "message duplicated",
+        "message lost",
+        "paused",
+        "read error",
+        "read slow",
+        "read stalled",
+        "slot flipped",
+        "step error",
+        "step slow",
+        "store error",
+    }
+
+
+def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
+    program = (
+        "from lab.sim.run import run_seed\nfor seed in range(8): print(run_seed(seed).event_hash)\n"
+    )
+    here = [report_of(seed).event_hash for seed in range(8)]
+    assert len(set(here)) == len(here)
+    for hash_seed in ("1", "2"):
+        run = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert run.stdout.split() == here
+
+
+@pytest.mark.parametrize(
+    ("broken", "kinds"),
+    [
+        (Break.CONFIRM, {"block used with wrong content", "wrong tokens"}),
+        (
+            Break.DRAIN,
+            {"block in use while a transfer can write to it", "two transfers write to one block"},
+        ),
+        (
+            Break.CHECKSUM,
+            {"block used with wrong content", "a move reads a block that is being written"},
+        ),
+    ],
+)
+def test_the_checkers_notice_a_missing_safeguard(broken: Break, kinds: set[str]) -> None:
+    found: set[str] = set()
+    for seed in range(100):
+        found |= {violation.kind for violation in run_seed(seed, broken).violations}
+        if found & kinds:
+            return
+    pytest.fail(f"100 seeds without {broken}, and the checkers saw only {found}")

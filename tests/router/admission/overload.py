@@ -1,0 +1,188 @@
+"""A router with workers that are always late: requests come at a rate, workers give each of the
+requests that they have a token at a time, and who is refused may come back as it was told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+from decode_worker.messages import Decode
+from engine.kv.events import KVSnapshot
+from engine.messages import TokenDeltas
+from engine.node import Send, Wake, Woken
+from engine.request import Abort, FinishReason, SamplingParams, TokenDelta
+from router.config import RouterConfig
+from router.messages import Failed, Output, Submit, TenantShare, WorkerUp
+from router.router import TICK, Router
+from tests.router.script import worker_info
+
+WORKER = "decode-0"
+TOKEN_S = 0.1
+NUM_TOKENS = 10
+PROMPT = 5  # tokens
+
+
+@dataclass(slots=True)
+class Client:
+    """One request as its client sees it, with all the times that it was sent."""
+
+    submit: Submit
+    sent_at: list[float] = field(default_factory=list)
+    refused: list[Failed] = field(default_factory=list)
+    first_at: float | None = None
+    ended_at: float | None = None
+    num_tokens: int = 0
+    num_endings: int = 0
+
+    @property
+    def returned(self) -> bool:
+        return len(self.sent_at) > 1
+
+
+class Overload:
+    """Drives one router with one decode worker of `slots` requests at once, each of which takes a
+    second: it serves `slots` requests a second. With `tokens_per_s` it gives no more than that to
+    all together, and each takes the longer the more there are."""
+
+    def __init__(self, slots: int = 2, tokens_per_s: float | None = None, **config: Any) -> None:
+        self.now = 0.0
+        self.router = Router("router-0", RouterConfig(max_inflight_per_worker=slots, **config))
+        self.clients: list[Client] = []
+        self._by_id: dict[str, Client] = {}
+        self.running: dict[str, Decode] = {}
+        self.returns: Callable[[Client], bool] = lambda client: False
+        self._token_s = TOKEN_S
+        self.tokens_per_s = tokens_per_s
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._tell(WorkerUp(worker_info(WORKER, num_blocks=10_000, max_model_len=4096)))
+        self._tell(KVSnapshot(WORKER, 1, 0, ()))
+
+    def at(self, at_s: float, call: Callable[[], None]) -> None:
+        heappush(self._events, (at_s, next(self._numbers), call))
+
+    def offer(
+        self,
+        rate: float,
+        from_s: float,
+        until_s: float,
+        tenant: str = "",
+        share: TenantShare | None = None,
+        **submit: Any,
+    ) -> None:
+        """Requests at even distances."""
+        for number in range(int((until_s - from_s) * rate)):
+            self.at(
+                from_s + number / rate,
+                lambda: self.submit(tenant, share or TenantShare(), **submit),
+            )
+
+    def submit(
+        self,
+        tenant: str = "",
+        share: TenantShare | None = None,
+        timeout_s: float = 600.0,
+        priority: int = 0,
+        call: bytes = b"",
+    ) -> Client:
+        number = len(self.clients)
+        submit = Submit(
+            request_id="",
+            reply_to="api",
+            tokens=(number,) * PROMPT,
+            sampling=SamplingParams(max_tokens=NUM_TOKENS),
+            timeout_s=timeout_s,
+            priority=priority,
+            tenant=tenant,
+            share=share or TenantShare(),
+            call=call,
+        )
+        client = Client(submit)
+        self.clients.append(client)
+        self._send(client)
+        return client
+
+    def run(self, until_s: float) -> None:
+        while self._events and self._events[0][0] <= until_s:
+            self.now, _, call = heappop(self._events)
+            call()
+        self.now = until_s
+
+    def slow_down(self, times: float) -> None:
+        self._token_s *= times
+
+    def drain(self) -> None:
+        """Until all have their answers."""
+        self.returns = lambda client: False
+        while self.router.status(self.now).num_live:
+            self.run(self.now + 1.0)
+        assert self.router.check_idle() == []
+        assert all(client.num_endings == len(client.sent_at) for client in self.clients)
+
+    def served(self, **where: Any) -> int:
+        """Requests that ended well, of those whose Submit is so."""
+        return sum(
+            client.ended_at is not None
+            for client in self.clients
+            if all(getattr(client.submit, name) == value for name, value in where.items())
+        )
+
+    def _send(self, client: Client) -> None:
+        """Each time under another id, as over HTTP."""
+        client.sent_at.append(self.now)
+        request_id = f"r{len(self._by_id)}"
+        self._by_id[request_id] = client
+        self._tell(replace(client.submit, request_id=request_id))
+
+    def _tell(self, message: Any) -> None:
+        for effect in self.router.receive(self.now, message):
+            match effect:
+                case Send(_, Decode() as decode):
+                    self.running[decode.request_id] = decode
+                    self._work_on(decode, 1)
+                case Send(_, Abort() as abort):
+                    self.running.pop(abort.request_id, None)
+                case Send(_, Failed() as failed):
+                    self._on_failed(self._by_id[failed.request_id], failed)
+                case Send(_, Output() as output):
+                    self._on_output(self._by_id[output.request_id], output)
+                case Wake(after_s, tag):
+                    assert tag == TICK
+                    self.at(self.now + after_s, lambda: self._tell(Woken(TICK)))
+
+    def _work_on(self, decode: Decode, number: int) -> None:
+        step_s = self._token_s
+        if self.tokens_per_s is not None:
+            step_s = max(step_s, len(self.running) / self.tokens_per_s)
+        self.at(self.now + step_s, lambda: self._work(decode, number))
+
+    def _work(self, decode: Decode, number: int) -> None:
+        """Token `number` of a request is there."""
+        if self.running.get(decode.request_id) is not decode:
+            return
+        is_last = number == NUM_TOKENS
+        if is_last:
+            del self.running[decode.request_id]
+        else:
+            self._work_on(decode, number + 1)
+        finish = FinishReason.LENGTH if is_last else None
+        position = PROMPT + number - 1
+        delta = TokenDelta(decode.request_id, decode.attempt, position, (7,), finish=finish)
+        self._tell(TokenDeltas(WORKER, 1, (delta,)))
+
+    def _on_failed(self, client: Client, failed: Failed) -> None:
+        client.refused.append(failed)
+        client.num_endings += 1
+        if failed.retry_after_s is not None and self.returns(client):
+            self.at(self.now + failed.retry_after_s, lambda: self._send(client))
+
+    def _on_output(self, client: Client, output: Output) -> None:
+        client.num_tokens += len(output.tokens)
+        if client.first_at is None:
+            client.first_at = self.now
+        if output.finish is not None:
+            client.ended_at = self.now
+            client.num_endings += 1

@@ -1,0 +1,52 @@
+"""Requests for a `FairQueue`, and what it serves."""
+
+from __future__ import annotations
+
+from engine.request import SamplingParams
+from router.admission.fair_queue import FairQueue
+from router.messages import Submit, TenantShare
+from router.record import LoggedRequest
+
+
+class QueueScript:
+    """Feeds one queue, and serves from it one request after the other."""
+
+    def __init__(self, low_share: float = 0.05) -> None:
+        self.queue = FairQueue(low_share)
+        self.served: dict[tuple[int, str], float] = {}  # units by priority and tenant
+        self.order: list[str] = []
+        self.num_pushed = 0
+
+    def push(
+        self, tenant: str = "", units: float = 1.0, priority: int = 0, **share: float
+    ) -> LoggedRequest:
+        self.num_pushed += 1
+        submit = Submit(
+            request_id=f"{tenant}{self.num_pushed}",
+            reply_to="api",
+            tokens=(1,),
+            sampling=SamplingParams(),
+            timeout_s=60.0,
+            priority=priority,
+            tenant=tenant,
+            share=TenantShare(**share),  # type: ignore[arg-type]
+        )
+        log = LoggedRequest(submit, submit.sampling, self.num_pushed, 0.0, 60.0, 0.0)
+        self.queue.push(log, units)
+        return log
+
+    def serve(self) -> LoggedRequest | None:
+        """Send the next request to a worker; None: none may go."""
+        entry = self.queue.next({})
+        if entry is None:
+            return None
+        log = entry.log
+        if not entry.is_charged:
+            key = log.submit.priority, log.submit.tenant
+            self.served[key] = self.served.get(key, 0.0) + entry.units
+        self.order.append(log.request_id)
+        self.queue.charge(0.0, log)
+        return log
+
+    def end(self, log: LoggedRequest, units: float | None = None) -> None:
+        self.queue.settle(log, self.queue.entry(log).units if units is None else units)

@@ -1,0 +1,235 @@
+"""Who is served next: shares of tenants, priorities, limits, and what comes back."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.record import LoggedRequest
+from tests.router.admission.queue_script import QueueScript
+
+SIZES = st.lists(st.floats(0.1, 10.0), min_size=20, max_size=60)
+
+
+@settings(max_examples=25, deadline=None)
+@given(SIZES, SIZES, st.floats(0.2, 8.0))
+def test_backlogged_tenants_share_within_one_request_of_their_weights(
+    reds: list[float], blues: list[float], weight: float
+) -> None:
+    s = QueueScript()
+    for units in reds:
+        s.push("red", units, weight=weight)
+    for units in blues:
+        s.push("blue", units)
+    bound = max(reds) / weight + max(blues)
+    while s.queue.num_queued["red"] and s.queue.num_queued["blue"]:
+        s.serve()
+        red, blue = s.served.get((0, "red"), 0.0), s.served.get((0, "blue"), 0.0)
+        assert abs(red / weight - blue) <= bound + 1e-6
+
+
+def test_three_to_one_is_three_to_one() -> None:
+    s = QueueScript()
+    for _ in range(40):
+        s.push("red", weight=3.0)
+        s.push("blue")
+    for served in range(1, 41):
+        s.serve()
+        assert abs(s.served.get((0, "red"), 0.0) - served * 0.75) <= 1.0
+
+
+def test_one_tenant_is_served_in_the_order_of_arrival() -> None:
+    s = QueueScript()
+    logs = [s.push("red", units) for units in (5.0, 1.0, 3.0)]
+    assert [s.serve() for _ in range(3)] == logs
+    assert s.serve() is None
+
+
+def test_who_was_away_has_saved_nothing_up() -> None:
+    s = QueueScript()
+    for _ in range(30):
+        s.push("red")
+    for _ in range(10):
+        s.serve()
+    for _ in range(10):
+        s.push("blue")
+    s.order.clear()
+    for _ in range(10):
+        s.serve()
+    assert sum(name.startswith("blue") for name in s.order) == 5
+
+
+def test_one_request_at_a_time_does_not_evade_a_small_weight() -> None:
+    """Its queue is empty whenever it is served: what it had is remembered nevertheless."""
+    s = QueueScript()
+    for _ in range(100):
+        s.push("red", weight=9.0)
+    s.push("blue")
+    for _ in range(50):
+        log = s.serve()
+        assert log is not None
+        s.end(log)
+        if log.submit.tenant == "blue":
+            s.push("blue")
+    assert s.served[0, "blue"] <= 50 / 10 + 1
+
+
+def test_what_took_longer_than_estimated_is_paid_for_afterwards() -> None:
+    s = QueueScript()
+    for _ in range(60):
+        s.push("red")
+        s.push("blue")
+    work = {"red": 0.0, "blue": 0.0}
+    for _ in range(60):
+        log = s.serve()
+        assert log is not None
+        took = 3.0 if log.submit.tenant == "red" else 1.0
+        work[log.submit.tenant] += took
+        s.end(log, took)
+    assert abs(work["red"] - work["blue"]) <= 3.0
+
+
+def test_a_lower_number_goes_first_and_the_others_get_their_small_share() -> None:
+    s = QueueScript(low_share=0.1)
+    for _ in range(300):
+        s.push("low", priority=5)
+        s.push("high", priority=-5)
+    for served in range(1, 201):
+        s.serve()
+        assert abs(s.served.get((5, "low"), 0.0) - 0.1 * served) <= 1.2
+
+
+def test_without_a_share_priorities_are_strict() -> None:
+    s = QueueScript(low_share=0.0)
+    for _ in range(10):
+        s.push("low", priority=1)
+        s.push("high")
+    for _ in range(20):
+        s.serve()
+    assert [name[:3] for name in s.order] == ["hig"] * 10 + ["low"] * 10
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6, unique=True), st.floats(0.5, 20.0))
+def test_no_priority_starves(priorities: list[int], units: float) -> None:
+    """However much of higher priority comes, each is served within what its share takes."""
+    s = QueueScript(low_share=0.1)
+    for priority in priorities:
+        s.push("low", units, priority)
+    patience = len(priorities) * units / 0.1 + 2 * len(priorities) * units + 2
+    while s.queue.num_queued["low"]:
+        s.push("high")
+        s.serve()
+        assert len(s.order) <= patience
+
+
+def test_a_tenant_has_no_more_running_than_it_may() -> None:
+    s = QueueScript()
+    for _ in range(4):
+        s.push("red", max_concurrent=2)
+    s.push("blue")
+    first = [s.serve() for _ in range(3)]
+    names = [log.submit.tenant for log in first if log is not None]
+    assert sorted(names) == ["blue", "red", "red"]
+    assert s.serve() is None
+    ended = next(log for log in first if log is not None and log.submit.tenant == "red")
+    s.end(ended)
+    assert s.serve() is not None
+    assert s.serve() is None
+
+
+def test_what_comes_back_goes_before_new_ones_and_is_not_charged_again() -> None:
+    s = QueueScript()
+    reds = [s.push("red") for _ in range(6)]
+    for _ in range(6):
+        s.push("blue")
+    taken = [s.serve(), s.serve(), s.serve()]
+    lost = [log for log in taken if log in reds]
+    for log in reversed(lost):
+        s.queue.restore(log)
+    assert len(lost) == 2
+    assert [s.serve(), s.serve()] == lost
+    s.order.clear()
+    for _ in range(6):
+        s.serve()
+    assert sum(name.startswith("blue") for name in s.order) == 3
+
+
+def test_what_comes_back_still_waits_for_higher_priorities() -> None:
+    s = QueueScript()
+    low = s.push("low", priority=1)
+    s.serve()
+    high = s.push("high")
+    s.queue.restore(low)
+    assert [s.serve(), s.serve()] == [high, low]
+
+
+def test_a_full_queue_takes_from_the_tenant_that_holds_most_for_its_weight() -> None:
+    s = QueueScript()
+    reds = [s.push("red") for _ in range(4)]
+    blues = [s.push("blue", weight=4.0) for _ in range(4)]
+    assert s.queue.surplus(8) is None
+    assert s.queue.surplus(7) is reds[-1]
+    more = [s.push("blue", weight=4.0) for _ in range(13)]
+    assert s.queue.surplus(8) is more[-1]  # the newest of the one that is furthest above now
+    assert blues[0] in s.queue
+
+
+def test_a_newcomer_below_its_share_displaces_one_above_and_none_else() -> None:
+    s = QueueScript()
+    reds = [s.push("red") for _ in range(5)]
+    s.push("blue")
+    assert s.queue.surplus(5) is reds[-1]
+    s.end(reds[-1], 0.0)
+    fresh = s.push("red")
+    assert s.queue.surplus(5) is fresh
+
+
+def test_a_full_queue_takes_from_the_lowest_priority_but_leaves_it_its_places() -> None:
+    s = QueueScript(low_share=0.1)
+    lows = [s.push("low", priority=3) for _ in range(20)]
+    high = s.push("high")
+    assert s.queue.surplus(20) is lows[-1]
+    for log in lows[2:]:
+        s.end(log, 0.0)
+    highs = [high, *(s.push("high") for _ in range(18))]
+    assert s.queue.surplus(20) is highs[-1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_sums_hold_and_each_request_is_served_once_whatever_happens(data: st.DataObject) -> None:
+    s = QueueScript()
+    waiting: list[LoggedRequest] = []
+    running: list[LoggedRequest] = []
+    for _ in range(data.draw(st.integers(1, 60))):
+        match data.draw(st.sampled_from(("push", "push", "serve", "serve", "back", "end", "drop"))):
+            case "push":
+                tenant, limit = data.draw(st.sampled_from((("a", 0), ("b", 0), ("c", 2))))
+                units = data.draw(st.floats(0.5, 5.0))
+                priority = data.draw(st.integers(0, 2))
+                waiting.append(s.push(tenant, units, priority, max_concurrent=limit))
+            case "serve":
+                log = s.serve()
+                if log is not None:
+                    waiting.remove(log)
+                    running.append(log)
+            case "back" if running:
+                log = running.pop(data.draw(st.integers(0, len(running) - 1)))
+                s.queue.restore(log)
+                waiting.append(log)
+            case "end" if running:
+                s.end(running.pop(), data.draw(st.floats(0.0, 9.0)))
+            case "drop" if waiting:
+                s.end(waiting.pop(data.draw(st.integers(0, len(waiting) - 1))), 0.0)
+        s.queue.check_integrity()
+        assert sorted(log.request_id for log in s.queue.in_order()) == sorted(
+            log.request_id for log in waiting
+        )
+    for log in running:
+        s.end(log)
+    while (log := s.serve()) is not None:
+        waiting.remove(log)
+        s.end(log)
+    assert waiting == []
+    s.queue.check_integrity()

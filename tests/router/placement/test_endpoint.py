@@ -1,0 +1,79 @@
+"""The books of a worker: what was dispatched, what its statistics say, when it is left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from router.placement.cost import CostModel
+from router.placement.fleet import Fleet
+from tests.router.fleet import STATS, endpoint
+
+
+def test_booked_load_counts_at_once_and_statistics_replace_it() -> None:
+    e = endpoint("decode-0")
+    e.book(1.0, "a", 500, 20)
+    e.book(1.0, "b", 300, 10)
+    assert (e.pending_prefill_tokens, e.num_seqs, e.num_free_blocks) == (800, 2, 970)
+    stats = replace(STATS, num_waiting=1, num_running=1, num_free_blocks=970)
+    e.observe(1.05, replace(stats, pending_prefill_tokens=0, num_free_blocks=1000))
+    assert e.pending_prefill_tokens == 800, "sent before the worker can have heard of them"
+    assert e.num_free_blocks == 970
+    e.observe(1.5, replace(stats, pending_prefill_tokens=601))
+    assert e.pending_prefill_tokens == 600, "200 tokens of the first one are computed"
+    assert (e.num_seqs, e.num_free_blocks) == (2, 970)
+    e.start_decoding(1.5, "a")
+    assert e.pending_prefill_tokens == 300
+    assert e.num_decoding == 1
+    assert e.release("a")
+    assert not e.release("a")
+    assert e.release("b")
+    assert (e.pending_prefill_tokens, e.num_seqs, e.num_decoding) == (0, 0, 0)
+    assert e.check_integrity() == []
+
+
+def test_load_of_other_routers_is_what_statistics_have_beyond_the_books() -> None:
+    e = endpoint("decode-0")
+    e.book(0.0, "a", 100, 5)
+    e.observe(1.0, replace(STATS, num_running=4, pending_prefill_tokens=704))
+    assert (e.pending_prefill_tokens, e.num_seqs) == (700, 4)
+    e.start_decoding(1.0, "a")
+    e.release("a")
+    assert (e.pending_prefill_tokens, e.num_seqs) == (600, 3)
+
+
+def test_blocks_are_free_only_where_nobody_waits_for_them() -> None:
+    e = endpoint("decode-0", num_free_blocks=100, num_wanted_blocks=130)
+    assert e.num_free_blocks == -30
+    e.book(0.0, "a", 0, 20)
+    assert e.num_free_blocks == -50
+    e.observe(1.0, replace(STATS, num_waiting=1, num_free_blocks=100, num_wanted_blocks=150))
+    assert e.num_free_blocks == -50, "the statistics count what was booked"
+
+
+def test_a_prompt_waits_there_until_its_first_token_comes_or_it_is_given_up() -> None:
+    e = endpoint("decode-0")
+    e.book(0.0, "a", 500, 20, prefill_s=0.5)
+    e.book(0.0, "b", 0, 20)  # computed elsewhere
+    e.book(0.0, "c", 900, 20, prefill_s=0.9)
+    assert len(e.prompts) == 2
+    e.start_decoding(0.4, "a")
+    assert len(e.prompts) == 1
+    e.start_decoding(0.4, "b")
+    assert e.release("c")
+    assert len(e.prompts) == 0
+    assert e.check_integrity() == []
+
+
+def test_back_off_grows_to_its_limit_and_success_ends_its_growth() -> None:
+    e, fleet = endpoint("decode-0"), Fleet("", CostModel())
+    fleet.add(0.0, e)
+    waits = []
+    for _ in range(5):
+        e.fail(10.0, 0.5, 3.0)
+        waits.append(e.excluded_until - 10.0)
+    assert waits == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert not fleet.has_room(12.9, 10)
+    assert fleet.has_room(13.0, 10)
+    e.succeed()
+    e.fail(20.0, 0.5, 3.0)
+    assert fleet.has_room(20.5, 10)

@@ -1,0 +1,111 @@
+"""How deltas fit to the log, when a log is complete, and what its blocks are called."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
+from engine.request import FinishReason, SamplingParams, TokenDelta
+from router.messages import Submit
+from router.record import LoggedRequest, Verdict
+from tests.router.script import BLOCK, worker_info
+
+PROMPT = tuple(range(10))
+
+
+def log_of(*output: int, scope: CacheScope = UNSALTED, **sampling: object) -> LoggedRequest:
+    params = SamplingParams(**{"max_tokens": 8, "stop_token_ids": (999,), **sampling})  # type: ignore[arg-type]
+    submit = Submit("r", "api", PROMPT, params, 60.0, scope=scope)
+    log = LoggedRequest(submit, params, 1, 0.0, 60.0, 0.0)
+    log.tokens += output
+    return log
+
+
+def delta(position: int, *tokens: int, finish: FinishReason | None = None) -> TokenDelta:
+    return TokenDelta("r", 1, position, tokens, finish=finish)
+
+
+@pytest.mark.parametrize(
+    ("sent", "verdict", "output"),
+    [
+        (delta(12, 22, 23), Verdict.NEXT, (20, 21, 22, 23)),
+        (delta(12), Verdict.NEXT, (20, 21)),
+        (delta(10), Verdict.NEXT, (20, 21)),
+        (delta(10, 20, 21), Verdict.NEXT, (20, 21)),
+        (delta(11, 21, 22), Verdict.NEXT, (20, 21, 22)),
+        (delta(8, 8, 9, 20, 21, 22), Verdict.NEXT, (20, 21, 22)),
+        (delta(13, 23), Verdict.GAP, (20, 21)),
+        (delta(13), Verdict.GAP, (20, 21)),
+        (delta(11, 5), Verdict.DIVERGED, (20, 21)),
+        (delta(11, 5, 22), Verdict.DIVERGED, (20, 21)),
+        (delta(8, 9, 9), Verdict.DIVERGED, (20, 21)),
+        (delta(-2, 8), Verdict.DIVERGED, (20, 21)),
+        (delta(11, 21, finish=FinishReason.STOP), Verdict.NEXT, (20, 21)),
+        (delta(12, finish=FinishReason.STOP), Verdict.NEXT, (20, 21)),
+        (delta(10, 20, finish=FinishReason.STOP), Verdict.DIVERGED, (20, 21)),
+    ],
+)
+def test_a_delta_is_next_a_gap_or_a_contradiction(
+    sent: TokenDelta, verdict: Verdict, output: tuple[int, ...]
+) -> None:
+    log = log_of(20, 21)
+    assert log.accept(sent) is verdict
+    assert tuple(log.tokens) == PROMPT + output
+
+
+@pytest.mark.parametrize(
+    ("output", "sampling", "reason"),
+    [
+        ((), {}, None),
+        ((), {"max_tokens": 0}, FinishReason.LENGTH),
+        ((5, 6), {}, None),
+        ((5, 999), {}, FinishReason.STOP),
+        ((5, 999), {"min_tokens": 3}, None),
+        ((5, 999), {"min_tokens": 2}, FinishReason.STOP),
+        ((999, 5), {}, None),
+        ((5, 6), {"max_tokens": 2}, FinishReason.LENGTH),
+        ((5, 999), {"max_tokens": 2}, FinishReason.STOP),
+        ((5, 999), {"stop_token_ids": ()}, None),
+    ],
+)
+def test_a_log_knows_when_it_is_complete(
+    output: tuple[int, ...], sampling: dict[str, object], reason: FinishReason | None
+) -> None:
+    assert log_of(*output, **sampling).complete() is reason
+
+
+def test_a_stop_token_at_the_end_of_the_prompt_ends_nothing() -> None:
+    assert log_of(stop_token_ids=(9,)).complete() is None
+
+
+def test_block_names_grow_with_the_log_and_are_those_of_the_engine() -> None:
+    info = worker_info("decode-0")
+    log = log_of(scope=CacheScope(b"tenant"))
+    scope = CacheScope(b"tenant")
+    assert log.block_names(info) == hash_blocks(info.fingerprint, scope, PROMPT, BLOCK)
+    log.tokens += range(50, 59)
+    assert log.block_names(info) == hash_blocks(info.fingerprint, scope, log.tokens, BLOCK)
+    other = replace(info, fingerprint=b"another", block_size=8)
+    assert log.block_names(other) == hash_blocks(b"another", scope, log.tokens, 8)
+    assert log_of().block_names(info)[0] != log.block_names(info)[0]
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "by_source", "expected"),
+    [
+        (8, {"device": 4, "host": 4}, {"device": 4, "host": 4}),
+        (12, {"peer": 4, "disk": 4, "device": 4}, {"device": 4, "disk": 4, "peer": 2}),
+        (4, {}, {}),
+        (4, {"device": 4, "host": 0, "the moon": 3}, {"device": 4}),
+        (0, {"device": 4}, {}),
+    ],
+)
+def test_cached_tokens_are_those_of_the_prompt_from_known_sources(
+    num_cached: int, by_source: dict[str, int], expected: dict[str, int]
+) -> None:
+    log = log_of(20, 21)
+    log.note_cached(num_cached, by_source)
+    assert log.num_cached_tokens == min(num_cached, len(PROMPT))
+    assert log.cached_by_source == expected
