@@ -164,11 +164,13 @@ class RouterProcess:
 
 def serve_as_router() -> None:
     """The child: what `cluster.runtime.actors.RouterActor` does."""
-    from cluster.serve.router_process import FrontendProcess, FrontendSpec
+    from cluster.serve.router_process import RouterProcess, RouterProcessSpec
 
     spec, token, peers = pickle.load(sys.stdin.buffer)
     began_at = time.time()
-    process = FrontendProcess(FrontendSpec(**spec), Listening("127.0.0.1", token, MAX_FRAME_BYTES))
+    process = RouterProcess(
+        RouterProcessSpec(**spec), Listening("127.0.0.1", token, MAX_FRAME_BYTES)
+    )
     started = process.start()
     process.introduce(peers)
     told = {"host": started.peer.host, "port": started.peer.port, "began_at": began_at}

@@ -12,7 +12,7 @@ from engine.request import SamplingParams
 from engine.stats import Role, WorkerInfo, WorkerStats
 from router.dispatch import Dispatcher
 from router.messages import Submit
-from router.record import LoggedRequest
+from router.record import RequestRecord
 
 BLOCK_SIZE = 16
 NUM_DECISIONS = 100
@@ -62,13 +62,13 @@ def decision(dispatcher: Dispatcher, load: RoutingLoad, num_blocks: int) -> dict
         for n in range(NUM_DECISIONS):
             tokens = tuple(rng.randrange(1 << 17) for _ in range(num_blocks * BLOCK_SIZE + 1))
             submit = Submit(f"{kind} {num_blocks} {n}", "api", tokens, SamplingParams(), 60.0)
-            log = LoggedRequest(submit, submit.sampling, n, 0.0, 60.0, 0.0)
+            log = RequestRecord(submit, submit.sampling, n, 0.0, 60.0, 0.0)
             holder = dispatcher.endpoint(name_of(1 + n % (load.num_workers - 1)), 1)
             assert holder is not None
-            times["names"].append(timed(lambda: log.packed_names(holder.info)))  # noqa: B023
+            times["names"].append(timed(lambda: log.packed_hashes(holder.info)))  # noqa: B023
             if kind == "hit":
                 slot = dispatcher.index.views[holder.worker].slot
-                dispatcher.index.table.change(slot, log.packed_names(holder.info), add=1)
+                dispatcher.index.table.change(slot, log.packed_hashes(holder.info), add=1)
             logs.append(log)
         for log in logs:
             began = time.perf_counter()

@@ -27,7 +27,7 @@ from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Retention, Tier
 from engine.node import Effect
 from engine.stats import Role
-from kvtransfer.agent import ReadBlocks, ReadDone
+from kvtransfer.agent import CopyBlocks, CopyDone
 from kvtransfer.tiers.manager import Tiers
 
 TICK_S = 1.0
@@ -58,7 +58,7 @@ class Result:
 
 
 class Replay:
-    """One worker. Moves are `(time, number, ReadDone)` in `pending` until they are done."""
+    """One worker. Moves are `(time, number, CopyDone)` in `pending` until they are done."""
 
     def __init__(
         self, sizes: dict[Tier, int], bytes_per_block: int, gib_s: dict[Tier, float], keep_s: float
@@ -79,7 +79,7 @@ class Replay:
         self.tiers = Tiers(self.config, self.kv)
         self.gib_s = gib_s
         self.retention = Retention(keep_s)
-        self.pending: list[tuple[float, int, ReadDone]] = []
+        self.pending: list[tuple[float, int, CopyDone]] = []
         self.next_tick = TICK_S
         self.found = dict.fromkeys(Tier, 0)
         # A block's "bytes" are its name, so its checksum follows it wherever it is moved.
@@ -119,7 +119,7 @@ class Replay:
                 return
             if moved_at <= now:
                 done = heapq.heappop(self.pending)[2]
-                effects = self.tiers.on_read_done(now, done)
+                effects = self.tiers.on_copy_done(now, done)
                 assert effects is not None
                 self._perform(now, [*effects, *self.tiers.advance(now)])
             else:
@@ -128,22 +128,22 @@ class Replay:
 
     def _perform(self, now: float, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, ReadBlocks):
+            if isinstance(effect, CopyBlocks):
                 self._move(now, effect)
         while self.pending and self.pending[0][0] <= now:
             done = heapq.heappop(self.pending)[2]
-            settled = self.tiers.on_read_done(now, done)
+            settled = self.tiers.on_copy_done(now, done)
             assert settled is not None
             self._perform(now, [*settled, *self.tiers.advance(now)])
 
-    def _move(self, now: float, read: ReadBlocks) -> None:
+    def _move(self, now: float, read: CopyBlocks) -> None:
         source, target = self.content[read.src_tier], self.content[read.dst_tier]
         checksums = tuple(source[slot] for slot in read.src)
         target.update(zip(read.dst, checksums, strict=True))
         num_bytes = len(checksums) * self.config.bytes_per_block
         slowest = min(self.gib_s[tier] for tier in (read.src_tier, read.dst_tier))
         elapsed_s = num_bytes / (slowest * GIB)
-        done = ReadDone(read.transfer_id, None, checksums, elapsed_s, num_bytes)
+        done = CopyDone(read.transfer_id, None, checksums, elapsed_s, num_bytes)
         heapq.heappush(self.pending, (now + elapsed_s, read.transfer_id, done))
 
 

@@ -14,7 +14,7 @@ from engine.config import WorkerConfig
 from engine.kv.block_hash import HASH_BYTES, BlockChain
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.kv.tier import Retention, Tier, TierNames
+from engine.kv.tier import Retention, Tier, TierHashes
 from engine.messages import Refused, TokenDeltas
 from engine.node import Effect, NodeId, Note, Send
 from engine.request import FinishReason, Refusal, TokenDelta
@@ -22,7 +22,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
 from engine.stats import RouterDown, RouterUp, WorkerStats
 from engine.step import Step, StepDone
-from engine.step_timing import Pace
+from engine.step_timing import StepTiming
 from engine.work import WorkRequest
 
 MAX_ENDED = 4096  # ended attempts that are remembered, so that a late repeat is not served again
@@ -31,10 +31,10 @@ MAX_ENDED = 4096  # ended attempts that are remembered, so that a late repeat is
 class LowerTiers(Protocol):
     """What lies below device memory, as far as the core publishes it."""
 
-    def take_changes(self) -> tuple[TierNames, ...]: ...
-    def snapshot(self) -> tuple[TierNames, ...]: ...
+    def take_changes(self) -> tuple[TierHashes, ...]: ...
+    def snapshot(self) -> tuple[TierHashes, ...]: ...
     def num_blocks(self, tier: Tier) -> int: ...
-    def use(self, now: float, names: Seq[bytes], retention: Retention) -> None: ...
+    def use(self, now: float, block_hashes: Seq[bytes], retention: Retention) -> None: ...
 
 
 class EngineCore:
@@ -50,7 +50,7 @@ class EngineCore:
         self.seqs: dict[tuple[str, int], Sequence] = {}
         self.routers: list[NodeId] = []
         self.counters: dict[str, float] = {}
-        self.pace = Pace(config)
+        self.pace = StepTiming(config)
         self.lower: LowerTiers | None = None
         self.now = 0.0  # of the message that is being handled
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -106,10 +106,10 @@ class EngineCore:
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
         )
-        # A router's word is as good as the worker's own hashing: its names only say what is shared
+        # A router's word is as good as the worker's own hashing: its hashes only say what is shared
         # among requests that it has sent, and their number is checked.
-        if len(work.names) == len(work.tokens) // config.block_size * HASH_BYTES:
-            seq.chain.adopt(work.names)
+        if len(work.block_hashes) == len(work.tokens) // config.block_size * HASH_BYTES:
+            seq.chain.adopt(work.block_hashes)
         self.seqs[seq.key] = seq
         self.scheduler.add(seq)
         self.count("requests")
@@ -123,7 +123,7 @@ class EngineCore:
     def used(self, seq: Sequence) -> None:
         """The blocks of `seq` are, or have just been, of use: what lies below keeps them longer."""
         if self.lower is not None:
-            self.lower.use(self.now, seq.names, seq.retention)
+            self.lower.use(self.now, seq.block_hashes, seq.retention)
 
     def remove(self, seq: Sequence) -> None:
         """Forget `seq`; its blocks go back as soon as nothing writes to them."""
@@ -278,9 +278,11 @@ class EngineCore:
 
     def _snapshot(self, router: NodeId) -> Send:
         config = self.config
-        names = self.kv.pool.names()
+        block_hashes = self.kv.pool.block_hashes()
         tiers = self.lower.snapshot() if self.lower is not None else ()
-        return Send(router, KVSnapshot(config.node_id, config.epoch, self._event_seq, names, tiers))
+        return Send(
+            router, KVSnapshot(config.node_id, config.epoch, self._event_seq, block_hashes, tiers)
+        )
 
     def expired(self, now: float) -> list[Sequence]:
         """Sequences whose deadline has passed, the held ones aside: those have a lease."""

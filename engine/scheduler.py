@@ -72,7 +72,7 @@ class Scheduler:
         admitted: list[Sequence] = []
         if not self.waiting:  # as after most messages
             return admitted
-        computing = self._names_under_way()
+        computing = self._hashes_under_way()
         for seq in list(self.waiting):
             if computing and self._first_missing(seq) in computing:
                 continue
@@ -86,7 +86,7 @@ class Scheduler:
             else:
                 seq.state = SeqState.RUNNING
                 self.running.append(seq)
-                computing.update(self.kv.usable_names(seq)[seq.num_sealed :])
+                computing.update(self.kv.usable_hashes(seq)[seq.num_sealed :])
         return admitted
 
     def compute_here(self, seq: Sequence) -> None:
@@ -301,20 +301,20 @@ class Scheduler:
         return sound
 
     def _first_missing(self, seq: Sequence) -> bytes | None:
-        names, count = self.kv.usable_names(seq), self.kv.num_cached(seq)
-        return names[count] if count < len(names) else None
+        block_hashes, count = self.kv.usable_hashes(seq), self.kv.num_cached(seq)
+        return block_hashes[count] if count < len(block_hashes) else None
 
-    def _names_under_way(self) -> set[bytes]:
+    def _hashes_under_way(self) -> set[bytes]:
         """Of blocks that will be cache hits once a prompt is computed or a load is done."""
-        names = {
-            name
+        block_hashes = {
+            each
             for seq in self.running
             if seq.num_missing > 1
-            for name in self.kv.usable_names(seq)[seq.num_sealed :]
+            for each in self.kv.usable_hashes(seq)[seq.num_sealed :]
         }
         for seq in self.remote:
-            names.update(seq.names[seq.num_sealed : seq.num_arriving])
-        return names
+            block_hashes.update(seq.block_hashes[seq.num_sealed : seq.num_arriving])
+        return block_hashes
 
     def _share(self, seq: Sequence, count: int) -> ScheduledSeq:
         start, end = seq.num_computed, seq.num_computed + count

@@ -26,8 +26,8 @@ class Sequence:
     """One attempt at one request. Owned by one worker's scheduler.
 
     Invariant: `block_ids` covers `tokens` (with a window, what comes next of them) unless WAITING
-    or DEAD; entries [0, num_sealed) are full, computed blocks whose names are
-    `names[:num_sealed]`, or -1 where a window has left them; `num_computed <= len(tokens)`.
+    or DEAD; entries [0, num_sealed) are full, computed blocks whose hashes are
+    `block_hashes[:num_sealed]`, or -1 where a window has left them; `num_computed <= len(tokens)`.
     """
 
     request_id: str
@@ -84,7 +84,7 @@ class Sequence:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
-    def names(self) -> list[bytes]:
+    def block_hashes(self) -> list[bytes]:
         """Names of all full blocks of `tokens`."""
         return self.chain.extend(self.tokens)
 

@@ -7,7 +7,7 @@ from engine.cost import FittedCost, Rate, decode_features, prompt_features, row_
 from engine.step import Step
 
 
-class Pace:
+class StepTiming:
     """Owned by a worker's core. Rates are plain averages of the recent past; fits know what a pass
     costs by what is in it."""
 

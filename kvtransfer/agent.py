@@ -32,9 +32,9 @@ class PeerConnected:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadBlocks:
+class CopyBlocks:
     """Effect: READ block src[i] of `peer`'s `src_tier` into own block dst[i] of `dst_tier`. Always
-    answered by `ReadDone`: after `timeout_s` it is given up, and `ReadDone` comes once nothing can
+    answered by `CopyDone`: after `timeout_s` it is given up, and `CopyDone` comes once nothing can
     write to dst.
 
     With the node's own name as `peer` (at its own epoch) blocks move between its own tiers; it need
@@ -70,7 +70,7 @@ class StoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadDone:
+class CopyDone:
     """The transfer has settled: no byte of dst will be written by it from now on."""
 
     transfer_id: int

@@ -14,14 +14,14 @@ from engine.kv.tier import DiskRecord, Tier
 from engine.node import Effect, Send
 from engine.sequence import NO_BLOCK, SeqState, Sequence
 from engine.stats import Audit
-from kvtransfer.agent import PeerConnected, ReadDone, StoreFailed
+from kvtransfer.agent import CopyDone, PeerConnected, StoreFailed
 from kvtransfer.messages import (
     CacheOrder,
     KVConfirmed,
+    KVConfirmRequest,
     KVConnect,
     KVConnected,
     KVFetch,
-    KVRead,
     KVReady,
     KVRefused,
     KVRelease,
@@ -33,7 +33,7 @@ from kvtransfer.tiers.manager import Tiers
 
 
 class KVExchange:
-    """Owned by a worker node, over its core. Invariant: every `ReadDone` belongs to the connector
+    """Owned by a worker node, over its core. Invariant: every `CopyDone` belongs to the connector
     or to the tiers."""
 
     def __init__(self, config: WorkerConfig, core: EngineCore) -> None:
@@ -43,7 +43,7 @@ class KVExchange:
         self.lender = Lender(config, core.kv, self.tiers)
         core.lower = self.tiers
         self._handlers: dict[type, Callable[[float, Any], list[Effect] | None]] = {
-            ReadDone: self._on_read_done,
+            CopyDone: self._on_copy_done,
             KVReady: lambda now, message: self.connector.on_ready(now, message),
             KVConfirmed: self._on_confirmed,
             KVRefused: lambda now, message: self.connector.on_refused(message),
@@ -51,7 +51,7 @@ class KVExchange:
             KVConnected: lambda now, message: self.connector.on_connected(message),
             PeerConnected: lambda now, message: self.connector.on_peer_connected(now, message),
             KVFetch: lambda now, message: self.lender.on_fetch(now, message),
-            KVRead: self._on_read,
+            KVConfirmRequest: self._on_read,
             KVRelease: self._on_release,
             CacheOrder: lambda now, message: self.tiers.order(now, message),
             StoreFailed: lambda now, message: self.tiers.on_store_failed(now, message),
@@ -146,18 +146,18 @@ class KVExchange:
         self.connector.on_confirmed((message.request_id, message.attempt))
         return []
 
-    def _on_read(self, now: float, message: KVRead) -> list[Effect]:
+    def _on_read(self, now: float, message: KVConfirmRequest) -> list[Effect]:
         return self.lender.on_read(message) or [self._refuse(message)]
 
     def _on_release(self, now: float, message: KVRelease) -> list[Effect]:
         self.lender.release((message.request_id, message.attempt))
         return []
 
-    def _on_read_done(self, now: float, done: ReadDone) -> list[Effect]:
-        effects = self.tiers.on_read_done(now, done)
-        return self.connector.on_read_done(now, done) if effects is None else effects
+    def _on_copy_done(self, now: float, done: CopyDone) -> list[Effect]:
+        effects = self.tiers.on_copy_done(now, done)
+        return self.connector.on_copy_done(now, done) if effects is None else effects
 
-    def _refuse(self, message: KVRead) -> Send:
+    def _refuse(self, message: KVConfirmRequest) -> Send:
         self._core.count("kv_refused")
         why = f"no lease {message.lease} is held"
         return Send(message.consumer, KVRefused(message.request_id, message.attempt, why))

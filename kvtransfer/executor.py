@@ -21,9 +21,9 @@ from kvtransfer.agent import (
     Agent,
     AgentError,
     ConnectPeer,
+    CopyBlocks,
+    CopyDone,
     PeerConnected,
-    ReadBlocks,
-    ReadDone,
     StoreFailed,
     StoreIndex,
 )
@@ -33,7 +33,7 @@ from kvtransfer.store import DiskStore, StoreError
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
-Corrupt = Callable[[ReadBlocks, Any], None]
+Corrupt = Callable[[CopyBlocks, Any], None]
 
 SETTLE_POLL_S = 500e-6
 STORE_CHECK_BUSY_S = 1.0
@@ -77,7 +77,7 @@ class StepExecutor:
 
 @dataclass(slots=True)
 class _Read:
-    request: ReadBlocks
+    request: CopyBlocks
     handle: Any
     started: float
     checksums: tuple[int, ...] | None  # taken before it was posted: of what goes to disk
@@ -88,7 +88,7 @@ class TransferExecutor:
     """Blocking calls on one agent, from the one thread that owns it.
 
     Invariant: a read is in `_reads` from `post` until the agent has released its handle, and
-    leaves with its only ReadDone.
+    leaves with its only CopyDone.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class TransferExecutor:
         self._own_epoch = epoch
         self._epochs: dict[NodeId, int] = {}
         self._reads: dict[int, _Read] = {}
-        self._answered: list[ReadDone] = []  # by `post` itself, for the next `poll_reads`
+        self._answered: list[CopyDone] = []  # by `post` itself, for the next `poll_reads`
 
     def connect(self, request: ConnectPeer) -> PeerConnected:
         self._epochs.pop(request.peer, None)
@@ -125,7 +125,7 @@ class TransferExecutor:
         self._epochs[request.peer] = request.epoch
         return PeerConnected(request.peer, request.epoch, lane=lane)
 
-    def post(self, request: ReadBlocks) -> None:
+    def post(self, request: CopyBlocks) -> None:
         """Begin a read; `poll_reads` returns its end."""
         assert request.transfer_id not in self._reads, request.transfer_id
         started = self._clock()
@@ -135,11 +135,11 @@ class TransferExecutor:
             self._answered.append(failed_read(request, _one_line(error), self._clock() - started))
             return
         if read is None:
-            self._answered.append(ReadDone(request.transfer_id, None))
+            self._answered.append(CopyDone(request.transfer_id, None))
         else:
             self._reads[request.transfer_id] = read
 
-    def poll_reads(self) -> list[ReadDone]:
+    def poll_reads(self) -> list[CopyDone]:
         """The reads that have settled since the last call. Does not wait."""
         done, self._answered = self._answered, []
         for transfer_id, read in list(self._reads.items()):
@@ -153,7 +153,7 @@ class TransferExecutor:
         """Live transfer handles and answers not fetched: 0 when idle."""
         return len(self._reads) + len(self._answered)
 
-    def close(self, timeout_s: float) -> list[ReadDone]:
+    def close(self, timeout_s: float) -> list[CopyDone]:
         """Give up every read, wait up to `timeout_s` for them to settle, then close the agent,
         which settles the rest. Returns the answers."""
         for read in self._reads.values():
@@ -168,7 +168,7 @@ class TransferExecutor:
         self._reads.clear()
         return done
 
-    def _begin(self, request: ReadBlocks, started: float) -> _Read | None:
+    def _begin(self, request: CopyBlocks, started: float) -> _Read | None:
         """None if there is nothing to move."""
         own = request.peer == self._node
         epoch = self._own_epoch if own else self._epochs.get(request.peer)
@@ -192,7 +192,7 @@ class TransferExecutor:
         )
         return _Read(request, handle, started, checksums)
 
-    def _check_tiers(self, request: ReadBlocks, own: bool) -> None:
+    def _check_tiers(self, request: CopyBlocks, own: bool) -> None:
         """Raises AgentError for tiers between which this executor cannot move anything."""
         tiers = (request.src_tier, request.dst_tier)
         if Tier.DISK in tiers and (not own or tiers[0] is tiers[1]):
@@ -201,7 +201,7 @@ class TransferExecutor:
             if tier is not Tier.DISK and tier not in self._pools:
                 raise AgentError(f"read from {request.peer}: {self._node} has no {tier} memory")
 
-    def _advance(self, read: _Read) -> ReadDone | None:
+    def _advance(self, read: _Read) -> CopyDone | None:
         """The answer, once the read has settled."""
         if read.error is None:
             try:
@@ -219,7 +219,7 @@ class TransferExecutor:
             return None
         return self._given_up(read)
 
-    def _finish(self, read: _Read) -> ReadDone | None:
+    def _finish(self, read: _Read) -> CopyDone | None:
         """The answer to a good read; None if its handle cannot be released yet."""
         if not self._agent.release(read.handle):
             return None
@@ -230,7 +230,7 @@ class TransferExecutor:
             if self._corrupt is not None:
                 self._corrupt(request, pool)
             checksums = tuple(checksum_blocks(pool, request.dst))
-        return ReadDone(
+        return CopyDone(
             transfer_id=request.transfer_id,
             error=None,
             checksums=checksums,
@@ -238,7 +238,7 @@ class TransferExecutor:
             num_bytes=len(request.dst) * pool.shape[1],
         )
 
-    def _given_up(self, read: _Read) -> ReadDone:
+    def _given_up(self, read: _Read) -> CopyDone:
         assert read.error is not None
         return failed_read(read.request, read.error, self._clock() - read.started)
 
@@ -286,8 +286,8 @@ class StoreExecutor:
             logger.warning("the disk store was not closed properly: %s", _one_line(error))
 
 
-def failed_read(request: ReadBlocks, error: str, elapsed_s: float = 0.0) -> ReadDone:
-    return ReadDone(request.transfer_id, error, elapsed_s=elapsed_s)
+def failed_read(request: CopyBlocks, error: str, elapsed_s: float = 0.0) -> CopyDone:
+    return CopyDone(request.transfer_id, error, elapsed_s=elapsed_s)
 
 
 def _one_line(error: Exception) -> str:

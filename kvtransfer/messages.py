@@ -1,7 +1,8 @@
 """What a consumer (decode worker) and a producer (prefill worker) say to each other.
 
 Life of a handoff: KVConnect / KVConnected once per pair and epoch; KVReady after each chunk; the
-consumer reads; KVRead asks whether the blocks were held all the while; KVConfirmed or KVRefused.
+consumer reads; KVConfirmRequest asks whether the blocks were held all the while; the answer is
+KVConfirmed or KVRefused.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ class KVConnected:
 
 @dataclass(frozen=True, slots=True)
 class KVFetch:
-    """Consumer to a worker that holds the prefix: lend me the blocks of these names, from the
+    """Consumer to a worker that holds the prefix: lend me the blocks of these hashes, from the
     first on. Answered by `KVReady`s, the last one `final`, whose blocks may be fewer."""
 
     request_id: str
     attempt: int
     consumer: NodeId
-    first: int  # index of names[0] in the sequence
-    names: tuple[bytes, ...]
+    first: int  # index of block_hashes[0] in the sequence
+    block_hashes: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class KVReady:
 
 
 @dataclass(frozen=True, slots=True)
-class KVRead:
+class KVConfirmRequest:
     """Consumer to producer: I have read them all; was the lease held throughout?"""
 
     request_id: str
@@ -121,7 +122,7 @@ class CacheOrder:
     order_id: str
     router: NodeId
     action: CacheAction
-    names: tuple[bytes, ...]  # in the order of the sequence
+    block_hashes: tuple[bytes, ...]  # in the order of the sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,16 @@ from collections.abc import Callable
 
 from kvtransfer.agent import (
     ConnectPeer,
+    CopyBlocks,
+    CopyDone,
     PeerConnected,
-    ReadBlocks,
-    ReadDone,
     StoreFailed,
     StoreIndex,
 )
 from kvtransfer.executor import StoreExecutor, TransferExecutor, failed_read
 
-Request = ConnectPeer | ReadBlocks | StoreIndex
-Answer = PeerConnected | ReadDone | StoreFailed
+Request = ConnectPeer | CopyBlocks | StoreIndex
+Answer = PeerConnected | CopyDone | StoreFailed
 
 SPINS = 20
 """Polls without a pause after something happened: a read within one host is done in as many."""
@@ -122,9 +122,9 @@ class TransferLoop:
         match request:
             case ConnectPeer():
                 self._answer(self._executor.connect(request))
-            case ReadBlocks() if self._stopped:
+            case CopyBlocks() if self._stopped:
                 self._answer(failed_read(request, SHUTS_DOWN))
-            case ReadBlocks():
+            case CopyBlocks():
                 self._executor.post(request)
             case StoreIndex():
                 assert self._store is not None, request
@@ -155,7 +155,7 @@ def _refused(request: Request, reason: str) -> Answer:
     match request:
         case ConnectPeer():
             return PeerConnected(request.peer, request.epoch, reason)
-        case ReadBlocks():
+        case CopyBlocks():
             return failed_read(request, reason)
         case StoreIndex():
             return StoreFailed(f"the index was not changed: {reason}")

@@ -21,7 +21,7 @@ from engine.sequence import SeqState, Sequence
 from engine.stats import Audit, AuditRequest, RouterDown
 from engine.step import Execute, StepDone
 from kvtransfer.exchange import KVExchange
-from kvtransfer.messages import KVConfirmed, KVRead, KVReady, KVRelease
+from kvtransfer.messages import KVConfirmed, KVConfirmRequest, KVReady, KVRelease
 from kvtransfer.peer.arrival import Mode
 from kvtransfer.peer.handoff import ProducerEvent, ProducerState, next_producer
 from prefill_worker.messages import Prefill
@@ -74,7 +74,7 @@ class PrefillWorker:
     def _produce(self, message: Any) -> list[Effect] | None:
         """What a consumer of a production says; None if it is something else, perhaps of a loan."""
         match message:
-            case KVRead():
+            case KVConfirmRequest():
                 return self._on_read(message)
             case KVRelease(request_id, attempt) if (request_id, attempt) in self.productions:
                 return self._free(self.productions[request_id, attempt], ProducerEvent.RELEASE)
@@ -224,7 +224,7 @@ class PrefillWorker:
             lease=production.lease,
         )
 
-    def _on_read(self, message: KVRead) -> list[Effect] | None:
+    def _on_read(self, message: KVConfirmRequest) -> list[Effect] | None:
         """A lease that exists was held throughout: it ends the moment its blocks are freed.
 
         Its number tells it from a later one of the same request, computed into other blocks. None

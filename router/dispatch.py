@@ -21,10 +21,10 @@ from router.placement.cost import CostModel
 from router.placement.endpoint import Endpoint, model_number
 from router.placement.fleet import Fleet
 from router.placement.policy import Decision, Policy, Question
-from router.placement.retention_policy import Keepers
+from router.placement.retention_policy import RetentionPolicy
 from router.placement.ttft_predictor import TtftPredictor
-from router.placement.work import NamedPrompt, Work
-from router.record import Attempt, LoggedRequest
+from router.placement.work import HashedPrompt, Work
+from router.record import Attempt, RequestRecord
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 EXPECTED_OUTPUT = 128.0  # tokens, until requests have ended
@@ -56,7 +56,7 @@ class Dispatcher:
             max_memory_wait_s=config.max_memory_wait_s,
             probe_after_s=config.probe_after_s,
         )
-        self._keepers = Keepers(self._fleets[Role.DECODE], self._fleets[Role.PREFILL])
+        self._keepers = RetentionPolicy(self._fleets[Role.DECODE], self._fleets[Role.PREFILL])
         self._expected_output = EXPECTED_OUTPUT
         self._shapes: list[WorkerInfo] = []  # of the decode workers, one of each; always a new list
         self._now = 0.0  # of the last message that was about a worker
@@ -129,7 +129,7 @@ class Dispatcher:
     def has_room(self, now: float) -> bool:
         return self._fleets[Role.DECODE].has_room(now, self._config.max_inflight_per_worker)
 
-    def check(self, log: LoggedRequest) -> Rejection | None:
+    def check(self, log: RequestRecord) -> Rejection | None:
         """Why none of the decode workers could ever serve `log`. Cuts max_tokens the first time."""
         if not self._shapes or log.fits is self._shapes:
             return None
@@ -140,7 +140,7 @@ class Dispatcher:
         log.fits = self._shapes
         return None
 
-    def place(self, now: float, log: LoggedRequest) -> Attempt | Rejection | None:
+    def place(self, now: float, log: RequestRecord) -> Attempt | Rejection | None:
         """Begin the next attempt of `log`. None: nobody can take it now."""
         rejection = self.check(log)
         if rejection is not None or not self.has_decode:
@@ -155,7 +155,7 @@ class Dispatcher:
         seconds, intake = best.seconds, best.intake
         attempt = log.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
         if self._config.policy == "prefix":
-            named = log.block_names(choice.decode.info)
+            named = log.block_hashes(choice.decode.info)
             attempt.keeper = self._keepers.choose(now, log, named, choice.prefill)
         others_decode = choice.decode.num_decoding > 0
         self._book(now, log, best, work, computes=first is None)
@@ -202,14 +202,14 @@ class Dispatcher:
         """A request ended after `num_tokens` of output."""
         self._expected_output += OUTPUT_SMOOTHING * (num_tokens - self._expected_output)
 
-    def _question(self, now: float, log: LoggedRequest) -> Question:
+    def _question(self, now: float, log: RequestRecord) -> Question:
         left = log.sampling.max_tokens - log.num_output_tokens
         work = Work(
             num_tokens=len(log.tokens),
             total_tokens=log.num_prompt_tokens + log.sampling.max_tokens,
             output_tokens=min(float(left), self._expected_output),
             prompts=[
-                NamedPrompt(model_number(fingerprint), size, size, log.packed_names(info))
+                HashedPrompt(model_number(fingerprint), size, size, log.packed_hashes(info))
                 for (fingerprint, size), info in self._kinds.items()
             ],
             avoid=log.avoid,
@@ -224,7 +224,7 @@ class Dispatcher:
         )
 
     def _book(
-        self, now: float, log: LoggedRequest, option: Option, work: Work, *, computes: bool
+        self, now: float, log: RequestRecord, option: Option, work: Work, *, computes: bool
     ) -> None:
         """`computes`: the prompt is computed there."""
         endpoint, info, device = option.endpoint, option.endpoint.info, option.held.device
@@ -261,13 +261,13 @@ class Dispatcher:
         self._shapes = list(shapes.values())
 
 
-def _sticky(log: LoggedRequest, kinds: Iterable[WorkerInfo]) -> bytes:
+def _sticky(log: RequestRecord, kinds: Iterable[WorkerInfo]) -> bytes:
     """A session's name; else the name of how the prompt begins."""
     submit = log.submit
     if submit.session is not None:
         return f"{submit.tenant} {submit.session}".encode()
     for info in kinds:
-        names = log.block_names(info)
-        if names:
-            return names[min(len(names), STICKY_BLOCKS) - 1]
+        block_hashes = log.block_hashes(info)
+        if block_hashes:
+            return block_hashes[min(len(block_hashes), STICKY_BLOCKS) - 1]
     return log.request_id.encode()

@@ -29,7 +29,7 @@ from statistics import median
 from engine.node import NodeId
 from engine.request import FinishReason, Refusal
 from router.placement.policy import Candidate, Decision
-from router.record import Attempt, LoggedRequest
+from router.record import Attempt, RequestRecord
 
 MAX_ERRORS = 512  # predictions that the median is taken over
 TINY_S = 1e-9  # what is left by rounding
@@ -101,7 +101,7 @@ class Explanations:
         self._by_id: OrderedDict[str, Explanation] = OrderedDict()
         self._errors: deque[float] = deque(maxlen=MAX_ERRORS)
 
-    def add(self, now: float, log: LoggedRequest, outcome: FinishReason | Refusal) -> None:
+    def add(self, now: float, log: RequestRecord, outcome: FinishReason | Refusal) -> None:
         """`log` has ended."""
         prediction = _prediction(log)
         if prediction is not None:
@@ -202,7 +202,7 @@ def _explained(
         yield Phase("messages", rest_s, attempt, "", to_first)
 
 
-def _prediction(log: LoggedRequest) -> Prediction | None:
+def _prediction(log: RequestRecord) -> Prediction | None:
     """Of the attempt that brought the first token."""
     for attempt in log.attempts:
         if attempt.first_at is not None:

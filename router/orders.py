@@ -10,11 +10,11 @@ from engine.node import NodeId, Send
 from engine.request import Abort
 from prefill_worker.messages import Prefill
 from router.placement.endpoint import Endpoint
-from router.record import Attempt, LoggedRequest
-from router.retention import SPARE, Keeper
+from router.record import Attempt, RequestRecord
+from router.retention import SPARE, RetainOn
 
 
-def orders(router: NodeId, log: LoggedRequest, attempt: Attempt, timeout_s: float) -> list[Send]:
+def orders(router: NodeId, log: RequestRecord, attempt: Attempt, timeout_s: float) -> list[Send]:
     """Decode, and Prefill where there is a prefill worker. Whoever computes is told who lends: a
     decode worker that waits for a prefill worker reads from that one alone."""
     decode, prefill = attempt.decode.worker, attempt.prefill
@@ -27,11 +27,11 @@ def orders(router: NodeId, log: LoggedRequest, attempt: Attempt, timeout_s: floa
         "sampling": log.sampling,
         "timeout_s": timeout_s,
         "scope": log.submit.scope,
-        "names": bytes(log.packed_names(attempt.decode.info)),
+        "block_hashes": bytes(log.packed_hashes(attempt.decode.info)),
     }
     kept = log.submit.retention
-    here = kept if attempt.keeper in (Keeper.DECODE, Keeper.BOTH) else SPARE
-    there = kept if attempt.keeper in (Keeper.PREFILL, Keeper.BOTH) else SPARE
+    here = kept if attempt.keeper in (RetainOn.DECODE, RetainOn.BOTH) else SPARE
+    there = kept if attempt.keeper in (RetainOn.PREFILL, RetainOn.BOTH) else SPARE
     if prefill is None:
         alone = Decode(prefill_from=None, retention=here, fetch_from=attempt.fetch_from, **common)
         return [Send(decode, alone)]
@@ -42,7 +42,7 @@ def orders(router: NodeId, log: LoggedRequest, attempt: Attempt, timeout_s: floa
     ]
 
 
-def aborts(log: LoggedRequest, attempt: Attempt, keep: Endpoint | None) -> Iterator[Send]:
+def aborts(log: RequestRecord, attempt: Attempt, keep: Endpoint | None) -> Iterator[Send]:
     """To the workers of `attempt` that still have it, except `keep`."""
     for endpoint in (attempt.decode, attempt.prefill):
         if endpoint is None or endpoint is keep or not endpoint.alive:

@@ -19,7 +19,7 @@ from engine.stats import WorkerInfo
 from router.messages import Submit
 from router.placement.endpoint import Endpoint
 from router.placement.policy import Decision
-from router.retention import Keeper
+from router.retention import RetainOn
 
 CACHE_SOURCES = (*Tier, "peer")  # in the order in which a prefix is put together from them
 
@@ -41,7 +41,7 @@ class Attempt:
     prefill: Endpoint | None
     sent_at: float
     fetch_from: NodeId | None = None  # lends its KV to whichever of the two computes
-    keeper: Keeper = Keeper.BOTH  # of its KV; a policy that knows of prefixes chooses
+    keeper: RetainOn = RetainOn.BOTH  # of its KV; a policy that knows of prefixes chooses
     decision: Decision | None = None  # what was known when it was sent
     route_s: float = 0.0  # that deciding took
     heard_at: float = field(init=False)  # last news of this attempt, or when it was sent
@@ -82,7 +82,7 @@ class Attempt:
 
 
 @dataclass(slots=True, eq=False)
-class LoggedRequest:
+class RequestRecord:
     """Owned by the router. Invariant: `tokens` begins with the prompt, only grows, and its output
     part is exactly what was sent to the client."""
 
@@ -152,11 +152,11 @@ class LoggedRequest:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_output >= self.sampling.max_tokens else None
 
-    def block_names(self, info: WorkerInfo) -> list[bytes]:
+    def block_hashes(self, info: WorkerInfo) -> list[bytes]:
         """Names of the full blocks of `tokens` on workers like `info`. Not to be changed."""
         return self._chain(info).extend(self.tokens)
 
-    def packed_names(self, info: WorkerInfo) -> bytearray:
+    def packed_hashes(self, info: WorkerInfo) -> bytearray:
         """The same, one after the other. Not to be changed either, nor kept."""
         chain = self._chain(info)
         chain.extend(self.tokens)

@@ -18,11 +18,11 @@ from router.admission.fair_queue import MAX_PASSED, Entry, FairQueue
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.explain import Explanations
-from router.index.replica_sync import Placements
+from router.index.replica_sync import ReplicaSync
 from router.messages import Failed, Output, Submit
 from router.orders import aborts, orders
 from router.placement.endpoint import Endpoint
-from router.record import Attempt, LoggedRequest
+from router.record import Attempt, RequestRecord
 from router.status import Totals
 
 MAX_TRIED = 4  # requests that find no place, in one message: each costs a look at the workers
@@ -54,14 +54,14 @@ class Requests:
         self._ended: dict[str, NodeId] = {}  # id -> client; oldest first
         self._no_decode_since: float | None = None
         self.dispatcher = Dispatcher(config, router)
-        self.placements = Placements(self.dispatcher.index)
+        self.placements = ReplicaSync(self.dispatcher.index)
         self.totals = Totals()
         self.explanations = Explanations(config.max_decisions)
         self.now = 0.0  # of the message that is being handled
-        self.live: dict[str, LoggedRequest] = {}
+        self.live: dict[str, RequestRecord] = {}
         self.queue = FairQueue(config.low_priority_share)
         self.admission = Admission(config, self.queue)
-        self.ended_turns: list[tuple[LoggedRequest, Attempt | None]] = []  # for `Sessions`
+        self.ended_turns: list[tuple[RequestRecord, Attempt | None]] = []  # for `Sessions`
         self._is_held_back = False  # somebody would wait too long at the workers
         self.room_changed = False  # True: somebody in the queue may find a place now
 
@@ -84,7 +84,7 @@ class Requests:
         if self._ended.get(submit.request_id) == submit.reply_to:
             return
         self.totals.submitted += 1
-        log = LoggedRequest(
+        log = RequestRecord(
             submit=submit,
             sampling=submit.sampling,
             arrival=self.totals.submitted,
@@ -113,7 +113,7 @@ class Requests:
         self.totals.refused(call.tenant, rejection.reason)
         return Failed("", rejection.reason, rejection.detail, rejection.retry_after_s)
 
-    def _admit(self, now: float, log: LoggedRequest) -> None:
+    def _admit(self, now: float, log: RequestRecord) -> None:
         """A place, or one in the queue; or somebody is turned away."""
         is_expected = self.admission.expects(now, log)
         self.queue.push(log, self.admission.units(log))
@@ -158,7 +158,7 @@ class Requests:
     def advance(
         self,
         now: float,
-        log: LoggedRequest,
+        log: RequestRecord,
         attempt: Attempt,
         endpoint: Endpoint,
         delta: TokenDelta,
@@ -191,7 +191,7 @@ class Requests:
     def retry(
         self,
         now: float,
-        log: LoggedRequest,
+        log: RequestRecord,
         cause: Cause,
         detail: str,
         gone: Endpoint | None = None,
@@ -226,12 +226,12 @@ class Requests:
             self.queue.restore(log)
             log.enqueue(now)
 
-    def cancel(self, log: LoggedRequest) -> None:
+    def cancel(self, log: RequestRecord) -> None:
         """End it without a word to the client."""
         self._stop(log)
         self._forget(log, Refusal.CANCELLED)
 
-    def fail(self, log: LoggedRequest, rejection: Rejection) -> None:
+    def fail(self, log: RequestRecord, rejection: Rejection) -> None:
         """End it with `Failed`."""
         self._stop(log)
         self._refuse(log.submit, rejection)
@@ -250,7 +250,7 @@ class Requests:
         while turned_away := self.admission.shed(now):
             self.fail(*turned_away)
 
-    def _overdue(self, now: float, log: LoggedRequest) -> Rejection | None:
+    def _overdue(self, now: float, log: RequestRecord) -> Rejection | None:
         waited_s = now - log.queued_at
         if log.current is None and self._no_decode_since is not None:
             alone_s = now - max(log.queued_at, self._no_decode_since)
@@ -267,7 +267,7 @@ class Requests:
             Refusal.DEADLINE, f"its {allowed_s:g} s are over; it was {where}, and {done}"
         )
 
-    def _send_attempt(self, now: float, log: LoggedRequest, attempt: Attempt) -> None:
+    def _send_attempt(self, now: float, log: RequestRecord, attempt: Attempt) -> None:
         self.queue.charge(now, log)
         self.totals.sent(log.submit.tenant, now - log.queued_at)
         self.totals.attempts += 1
@@ -277,7 +277,7 @@ class Requests:
         self._effects += self.placements.tell(now, log, attempt)
 
     def _count_prefix_hit(
-        self, log: LoggedRequest, endpoint: Endpoint, num_cached: int, by_source: Mapping[str, int]
+        self, log: RequestRecord, endpoint: Endpoint, num_cached: int, by_source: Mapping[str, int]
     ) -> None:
         log.note_cached(num_cached, by_source)
         assert log.num_cached_tokens is not None
@@ -288,7 +288,7 @@ class Requests:
 
     def _output(
         self,
-        log: LoggedRequest,
+        log: RequestRecord,
         new: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
         finish: FinishReason | None = None,
@@ -308,7 +308,7 @@ class Requests:
     def _finish(
         self,
         now: float,
-        log: LoggedRequest,
+        log: RequestRecord,
         reason: FinishReason,
         new: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
@@ -318,7 +318,7 @@ class Requests:
         self.admission.ended(now, log)
         self._forget(log, reason)
 
-    def _stop(self, log: LoggedRequest) -> None:
+    def _stop(self, log: RequestRecord) -> None:
         if log.current is not None:
             self._effects += aborts(log, log.current, keep=None)
 
@@ -328,7 +328,7 @@ class Requests:
         )
         self.send(submit.reply_to, failed)
 
-    def _forget(self, log: LoggedRequest, outcome: FinishReason | Refusal) -> None:
+    def _forget(self, log: RequestRecord, outcome: FinishReason | Refusal) -> None:
         self.explanations.add(self.now, log, outcome)
         if log.submit.session is not None:
             self.ended_turns.append((log, log.current))

@@ -10,7 +10,7 @@ SPARE = Retention(keep_s=0.0, to_disk=False)
 """Of a copy that need not be kept: it goes first, and is copied nowhere."""
 
 
-class Keeper(StrEnum):
+class RetainOn(StrEnum):
     """Who keeps the KV of a request. The others' copies are spare."""
 
     BOTH = "both"

@@ -26,7 +26,7 @@ from router.index.replica_sync import Placed
 from router.messages import Cancel, Failed, SessionCommand, Submit, WorkerDown, WorkerUp
 from router.placement.endpoint import Endpoint
 from router.placement.policy import Decision
-from router.record import Attempt, LoggedRequest, Verdict
+from router.record import Attempt, RequestRecord, Verdict
 from router.requests import Cause, Requests
 from router.sessions.sessions import TICK as SESSIONS_TICK
 from router.sessions.sessions import Sessions
@@ -300,7 +300,7 @@ class Router:
         self._requests.queue.elsewhere = others.tenants
         self._requests.room_changed = True  # a tenant may have its share back
 
-    def _watch(self, now: float, log: LoggedRequest, attempt: Attempt) -> None:
+    def _watch(self, now: float, log: RequestRecord, attempt: Attempt) -> None:
         """Ask a silent decode worker; give it up when it answers none of several probes."""
         patience_s = self._config.probe_after_s
         if attempt.probed_at is None:
@@ -314,7 +314,7 @@ class Router:
                 detail = f"{silent.worker} left {attempt.silent_probes} probes unanswered"
                 self._requests.retry(now, log, Cause.SILENT, detail, blamed=silent)
 
-    def _probe(self, now: float, log: LoggedRequest, attempt: Attempt) -> None:
+    def _probe(self, now: float, log: RequestRecord, attempt: Attempt) -> None:
         """Ask the decode worker for what is missing, at most once in a while."""
         if attempt.probed_at is None or now - attempt.probed_at >= self._config.probe_after_s:
             attempt.probed_at = now

@@ -41,16 +41,16 @@ class StateConfig:
 
 @dataclass(frozen=True, slots=True)
 class IndexView:
-    """The blocks of one worker as of its event `seq`. `names` is packed: 16 bytes a block."""
+    """The blocks of one worker as of its event `seq`. Hashes are packed: 16 bytes a block."""
 
     worker: NodeId
     epoch: int
     seq: int
-    names: dict[Tier, bytes]
+    block_hashes: dict[Tier, bytes]
 
     @property
     def num_blocks(self) -> int:
-        return sum(map(len, self.names.values())) // HASH_BYTES
+        return sum(map(len, self.block_hashes.values())) // HASH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class SharedState:
         if loaded is None or loaded.view is None or loaded.view.epoch != epoch:
             return
         view = loaded.view
-        self._index.restore(now, worker, epoch, view.seq, view.names)
+        self._index.restore(now, worker, epoch, view.seq, view.block_hashes)
         for events in loaded.events:
             is_new = events.epoch == epoch and events.seq > view.seq
             if is_new and self._index.apply(now, events):  # some are missing

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cluster.api.calls import Calls
 from cluster.api.client import RouterClient
-from cluster.api.limiter import Places
+from cluster.api.limiter import ConcurrencyLimiter
 from cluster.api.metrics import ApiMetrics
 from cluster.api.tenants import Tenants
 from cluster.api.text.public_prompts import PublicPrompts
@@ -65,15 +65,15 @@ class ApiContext:
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     tracing: Tracing | None = None
     calls: Calls = field(init=False)
-    live: Places = field(init=False)  # HTTP requests that generate
-    commands: Places = field(init=False)  # about sessions
+    live: ConcurrencyLimiter = field(init=False)  # HTTP requests that generate
+    commands: ConcurrencyLimiter = field(init=False)  # about sessions
     _pool: ThreadPoolExecutor = field(init=False, repr=False)
     _pool_of_large: ThreadPoolExecutor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.calls = Calls(self.model_name, self.explanations, self.metrics, self.tracing)
-        self.live = Places(self.limits.max_live_requests)
-        self.commands = Places(self.limits.max_session_commands)
+        self.live = ConcurrencyLimiter(self.limits.max_live_requests)
+        self.commands = ConcurrencyLimiter(self.limits.max_session_commands)
         self._pool = ThreadPoolExecutor(self.limits.tokenizer_threads, "tokenizer")
         self._pool_of_large = ThreadPoolExecutor(1, "tokenizer-large")
 

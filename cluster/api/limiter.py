@@ -14,7 +14,7 @@ UNKNOWN_RETRY_AFTER_S = 1.0  # before any call has taken any time
 SMOOTHING = 0.05
 
 
-class PlacesTaken(Exception):
+class LimitReached(Exception):
     """No place is free; `retry_after_s`: until one should be."""
 
     def __init__(self, retry_after_s: float) -> None:
@@ -22,7 +22,7 @@ class PlacesTaken(Exception):
         self.retry_after_s = retry_after_s
 
 
-class Places:
+class ConcurrencyLimiter:
     """Owned by the API's context; used in its loop. Invariant: `num_taken <= limit`."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,9 +37,9 @@ class Places:
 
     @contextmanager
     def take(self) -> Iterator[None]:
-        """Keep a place. Raises PlacesTaken."""
+        """Keep a place. Raises LimitReached."""
         if self.num_taken >= self.limit:
-            raise PlacesTaken(self._retry_after_s())
+            raise LimitReached(self._retry_after_s())
         began = self._clock()
         self.num_taken += 1
         self._since += began

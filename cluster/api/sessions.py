@@ -16,7 +16,7 @@ from cluster.api.body import read_body
 from cluster.api.caller import caller, limit_of
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid, overloaded, session_refused
-from cluster.api.limiter import PlacesTaken
+from cluster.api.limiter import LimitReached
 from cluster.api.openai.schema import MAX_SESSION_CHARS, ForkRequest, parse
 from engine.kv.tier import Tier
 from router.messages import SessionInfo, SessionOp, SessionReply
@@ -121,7 +121,7 @@ class SessionCalls:
                 reply = await ctx.client.command(
                     op, tenant.name, session, argument, limit=limit, timeout_s=timeout_s
                 )
-        except PlacesTaken as taken:
+        except LimitReached as taken:
             message = f"{ctx.commands.limit} session commands are waiting, which is the limit"
             raise overloaded(message, taken.retry_after_s) from None
         except TimeoutError:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from cluster.control.machines import Machine, Placed, place
+from cluster.control.machines import Assigned, Machine, assign_machine
 from cluster.control.messages import (
     GiveUp,
     Introduce,
@@ -36,7 +36,7 @@ from cluster.control.messages import (
     WorkerStarted,
 )
 from cluster.control.router_processes import TAG as ROUTER_TAG
-from cluster.control.router_processes import FrontendLimits, Frontends
+from cluster.control.router_processes import RouterProcesses, RouterProcessLimits
 from engine.node import Effect, NodeId, Note, Send, Wake, Woken
 from engine.stats import Role, RouterUp, WorkerInfo
 from router.messages import WorkerDown, WorkerUp
@@ -99,14 +99,14 @@ class Controller:
         self.workers = {
             node: Worker(node, role, config.first_epoch - 1) for node, role in config.workers
         }
-        limits = FrontendLimits(
+        limits = RouterProcessLimits(
             config.start_timeout_s,
             config.backoff_s,
             config.max_backoff_s,
             config.stable_s,
             config.max_first_failures,
         )
-        self.frontends = Frontends(config.frontends, config.routers, limits, node_id)
+        self.frontends = RouterProcesses(config.frontends, config.routers, limits, node_id)
         self._ever_up = False
         self._gave_up = False
 
@@ -162,11 +162,11 @@ class Controller:
 
     def _start(self, worker: Worker) -> list[Effect]:
         placed = [
-            Placed(other.machine_id, other.role)
+            Assigned(other.machine_id, other.role)
             for other in self.workers.values()
             if other is not worker and other.machine_id is not None and other.state in RUNNING
         ]
-        machine_id = place(worker.role, self.machines, placed, worker.avoid)
+        machine_id = assign_machine(worker.role, self.machines, placed, worker.avoid)
         if machine_id is None:
             worker.state = WorkerState.DOWN  # until the machines change
             worker.last_error = "no machine has room"

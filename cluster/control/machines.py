@@ -23,34 +23,34 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Assigned:
     """A worker that is starting or up, and where."""
 
     machine_id: str
     role: Role
 
 
-def place(
-    role: Role, machines: Iterable[Machine], placed: Iterable[Placed], avoid: str | None = None
+def assign_machine(
+    role: Role, machines: Iterable[Machine], assigned: Iterable[Assigned], avoid: str | None = None
 ) -> str | None:
     """The machine for one more worker of `role`; None if none has room.
 
     Where any machine has GPUs, only those count, one worker a GPU. `avoid` is where the last
     attempt failed: it is taken only if there is no other.
     """
-    machines, placed = list(machines), list(placed)
+    machines, assigned = list(machines), list(assigned)
     if any(machine.num_gpus for machine in machines):
-        machines = [m for m in machines if _num_on(m, placed) < int(m.num_gpus)]
+        machines = [m for m in machines if _num_on(m, assigned) < int(m.num_gpus)]
     if not machines:
         return None
 
     def cost(machine: Machine) -> tuple[bool, int, float, str]:
-        others = sum(p.machine_id == machine.machine_id and p.role != role for p in placed)
-        load = _num_on(machine, placed) / max(machine.num_gpus or machine.num_cpus, 1.0)
+        others = sum(p.machine_id == machine.machine_id and p.role != role for p in assigned)
+        load = _num_on(machine, assigned) / max(machine.num_gpus or machine.num_cpus, 1.0)
         return machine.machine_id == avoid, others, load, machine.machine_id
 
     return min(machines, key=cost).machine_id
 
 
-def _num_on(machine: Machine, placed: list[Placed]) -> int:
-    return sum(p.machine_id == machine.machine_id for p in placed)
+def _num_on(machine: Machine, assigned: list[Assigned]) -> int:
+    return sum(p.machine_id == machine.machine_id for p in assigned)

@@ -45,7 +45,7 @@ class RouterState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class FrontendLimits:
+class RouterProcessLimits:
     start_timeout_s: float = 180.0
     backoff_s: float = 0.25
     max_backoff_s: float = 30.0
@@ -87,7 +87,7 @@ class Frontend:
         return self.offered, self.greeted, self.knows, self.known_by, self.told
 
 
-class Frontends:
+class RouterProcesses:
     """Owned by the controller. Invariant: at most one epoch of a router is starting or up, the
     latest; `told` of a router that is up has exactly the workers it believes to be up."""
 
@@ -95,7 +95,7 @@ class Frontends:
         self,
         names: Iterable[NodeId],
         fixed: Iterable[Peer],
-        limits: FrontendLimits,
+        limits: RouterProcessLimits,
         controller: NodeId,
     ) -> None:
         """`fixed`: routers that live as long as the controller, in its process."""

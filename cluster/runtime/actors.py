@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.control.messages import Peer, RouterFailed, RouterStarted, StartFailed, WorkerStarted
 from cluster.control.router_processes import RouterLoad
-from cluster.serve.router_process import FrontendError, FrontendProcess, FrontendSpec
+from cluster.serve.router_process import RouterProcess, RouterProcessError, RouterProcessSpec
 from cluster.worker.process import Listening, WorkerProcess
 from engine.node import NodeId
 from engine.stats import Role
@@ -70,11 +70,11 @@ class WorkerActor(_Actor):
 
 
 class RouterActor(_Actor):
-    def start(self, spec: FrontendSpec, listening: Listening) -> RouterStarted | RouterFailed:
+    def start(self, spec: RouterProcessSpec, listening: Listening) -> RouterStarted | RouterFailed:
         try:
-            self._process = process = FrontendProcess(spec, listening)
+            self._process = process = RouterProcess(spec, listening)
             return process.start()
-        except FrontendError as error:
+        except RouterProcessError as error:
             return RouterFailed(spec.router, spec.epoch, str(error), permanent=True)
 
     def load(self) -> RouterLoad:

@@ -40,7 +40,7 @@ from cluster.control.router_loads import Questions
 from cluster.control.router_processes import RouterLoad
 from cluster.runtime.actors import RouterActor, WorkerActor
 from cluster.runtime.host import NodeHost
-from cluster.serve.router_process import FrontendSpec
+from cluster.serve.router_process import RouterProcessSpec
 from cluster.worker.build import WorkerSpec
 from cluster.worker.process import Listening
 from engine.node import Effect, NodeId
@@ -135,7 +135,7 @@ def first_line(error: BaseException) -> str:
 
 @dataclass(slots=True)
 class _Running:
-    spec: WorkerSpec | FrontendSpec
+    spec: WorkerSpec | RouterProcessSpec
     actor: Any
     task: asyncio.Task[None]
 
@@ -166,7 +166,7 @@ class RayWorkers:
         host: NodeHost,
         controller: NodeId,
         spec_of: Callable[[StartWorker], WorkerSpec],
-        router_spec_of: Callable[[StartRouter], FrontendSpec],
+        router_spec_of: Callable[[StartRouter], RouterProcessSpec],
         listening: Listening,
         introduce_here: Callable[[tuple[Peer, ...]], None],
         on_give_up: Callable[[str], None],
@@ -229,7 +229,7 @@ class RayWorkers:
         return {
             (spec.node, spec.epoch): partial(_load, actor)
             for spec, actor in running
-            if isinstance(spec, FrontendSpec)
+            if isinstance(spec, RouterProcessSpec)
         }
 
     async def close_all(self) -> None:
@@ -251,7 +251,7 @@ class RayWorkers:
         return task
 
     def _launch(
-        self, kind: _Kind, spec: WorkerSpec | FrontendSpec, machine_id: str, **options: Any
+        self, kind: _Kind, spec: WorkerSpec | RouterProcessSpec, machine_id: str, **options: Any
     ) -> None:
         run = self._run(kind, spec, machine_id, options)
         self._running[spec.node] = _Running(spec, None, self._spawn(run))
@@ -270,7 +270,7 @@ class RayWorkers:
     async def _run(
         self,
         kind: _Kind,
-        spec: WorkerSpec | FrontendSpec,
+        spec: WorkerSpec | RouterProcessSpec,
         machine_id: str,
         options: dict[str, Any],
     ) -> None:

@@ -23,7 +23,7 @@ from cluster.control.router_loads import RouterLoads
 from cluster.control.router_processes import RouterState, router_entry, status_of
 from cluster.runtime.host import NodeHost
 from cluster.serve.router_api import ServedModel, load_of
-from cluster.serve.router_process import FrontendSpec
+from cluster.serve.router_process import RouterProcessSpec
 from cluster.state.opening import open_state
 from cluster.wire.link import WireLimits
 from cluster.wire.wire import Wire
@@ -250,9 +250,9 @@ class Deployment:
             num_gpus=min(engine.tensor_parallel_size, int(machine.num_gpus)),
         )
 
-    def _router_spec_of(self, start: StartRouter) -> FrontendSpec:
+    def _router_spec_of(self, start: StartRouter) -> RouterProcessSpec:
         config, number = self.config, self._routers.index(start.router)
-        return FrontendSpec(
+        return RouterProcessSpec(
             cluster=self.cluster,
             router=start.router,
             epoch=start.epoch,

@@ -35,12 +35,12 @@ from router.router import Router
 START_TIMEOUT_S = 120.0
 
 
-class FrontendError(Exception):
+class RouterProcessError(Exception):
     """It cannot serve here; one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
-class FrontendSpec:
+class RouterProcessSpec:
     """Everything that a process needs to become a further router."""
 
     cluster: str  # this life of the cluster
@@ -57,10 +57,10 @@ class FrontendSpec:
         return self.router
 
 
-class FrontendProcess:
+class RouterProcess:
     """Owns everything of one router. Its methods may be called from any thread, `start` first."""
 
-    def __init__(self, spec: FrontendSpec, listening: Listening) -> None:
+    def __init__(self, spec: RouterProcessSpec, listening: Listening) -> None:
         self.config = spec.config
         self.served_model = spec.model
         self._spec = spec
@@ -86,7 +86,7 @@ class FrontendProcess:
         self._failure: BaseException | None = None
 
     def start(self) -> RouterStarted:
-        """Take the port, listen, and begin to serve. Raises FrontendError."""
+        """Take the port, listen, and begin to serve. Raises RouterProcessError."""
         return self._thread.submit(self._start()).result(START_TIMEOUT_S)
 
     async def _start(self) -> RouterStarted:
@@ -194,12 +194,12 @@ def _load_tokenizer(path: Path) -> Any:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Raises FrontendError."""
+    """Raises RouterProcessError."""
     from cluster.api.server import PortTaken, bind_socket
 
     try:
         return bind_socket(host, port)
     except PortTaken as error:
-        raise FrontendError(str(error)) from error
+        raise RouterProcessError(str(error)) from error
     except OSError as error:
-        raise FrontendError(f"cannot listen at {host}:{port}: {error.strerror}") from error
+        raise RouterProcessError(f"cannot listen at {host}:{port}: {error.strerror}") from error

@@ -20,7 +20,7 @@ from cluster.api.tenants import Access, load_access
 from cluster.config import Config
 from cluster.serve.deployment import Deployment, ServeError, Tell
 from cluster.serve.router_api import serve_api
-from cluster.serve.router_process import FrontendError, bind
+from cluster.serve.router_process import RouterProcessError, bind
 from cluster.state.opening import with_url
 from cluster.worker.build import PreparedModel, prepare_model
 from cluster.worker.kv_plan import BuildError
@@ -121,7 +121,7 @@ def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
 def _bind(config: Config) -> socket.socket:
     try:
         return bind(config.api.host, config.api.port)
-    except FrontendError as error:
+    except RouterProcessError as error:
         raise ServeError(str(error)) from error
 
 

@@ -2,7 +2,7 @@
 
     PREFIX:index:RUN:writer         lease of the one router that writes (SET NX PX)
     PREFIX:index:RUN:workers        set of the workers that have a view
-    PREFIX:index:RUN:view:WORKER    hash: `meta`, and the packed names of each tier in chunks
+    PREFIX:index:RUN:view:WORKER    hash: `meta`, and the packed hashes of each tier in chunks
     PREFIX:index:RUN:events         stream of batches of KVEvents
 
 A view is replaced in one transaction, so a reader sees all of it or none. RUN is one life of the
@@ -111,13 +111,13 @@ class IndexKeys:
 
     def save(self, redis: Redis, view: IndexView) -> None:
         key = self._view + view.worker
-        meta = _Meta(view.epoch, view.seq, {tier: len(n) for tier, n in view.names.items()})
+        meta = _Meta(view.epoch, view.seq, {tier: len(n) for tier, n in view.block_hashes.items()})
         with redis.pipeline(transaction=True) as pipe:
             pipe.delete(key)
             pipe.hset(key, "meta", msgspec.msgpack.encode(meta))
-            for tier, names in view.names.items():
-                for number, at in enumerate(range(0, len(names), CHUNK_BYTES)):
-                    pipe.hset(key, f"{tier}.{number}", names[at : at + CHUNK_BYTES])
+            for tier, block_hashes in view.block_hashes.items():
+                for number, at in enumerate(range(0, len(block_hashes), CHUNK_BYTES)):
+                    pipe.hset(key, f"{tier}.{number}", block_hashes[at : at + CHUNK_BYTES])
             pipe.expire(key, TTL_S)
             pipe.sadd(self._workers, view.worker)
             pipe.expire(self._workers, TTL_S)
@@ -157,7 +157,7 @@ class IndexKeys:
             return None  # it has expired, or was removed a moment ago
         try:
             meta = _meta.decode(fields[b"meta"])
-            names = {
+            block_hashes = {
                 tier: b"".join(
                     fields[f"{tier}.{number}".encode()]
                     for number in range(-(-length // CHUNK_BYTES))
@@ -167,10 +167,10 @@ class IndexKeys:
         except (KeyError, msgspec.MsgspecError):
             self.num_unreadable += 1
             return None
-        if any(len(names[tier]) != n or n % HASH_BYTES for tier, n in meta.lengths.items()):
+        if any(len(block_hashes[tier]) != n or n % HASH_BYTES for tier, n in meta.lengths.items()):
             self.num_unreadable += 1
             return None
-        return IndexView(worker, meta.epoch, meta.seq, names)
+        return IndexView(worker, meta.epoch, meta.seq, block_hashes)
 
     def _read_events(
         self, batches: Iterable[tuple[bytes, dict[bytes, bytes]]]

@@ -36,7 +36,7 @@ MESSAGE_TYPES: tuple[type, ...] = (
     kv.KVConnected,
     kv.KVFetch,
     kv.KVReady,
-    kv.KVRead,
+    kv.KVConfirmRequest,
     kv.KVRelease,
     kv.KVConfirmed,
     kv.KVRefused,

@@ -14,7 +14,7 @@ from cluster.worker.disk_tier import DiskTier
 from engine.kv.tier import Tier
 from engine.node import Effect, NodeId
 from engine.step import Execute, Step, StepDone
-from kvtransfer.agent import ConnectPeer, ReadBlocks, StoreFailed, StoreIndex
+from kvtransfer.agent import ConnectPeer, CopyBlocks, StoreFailed, StoreIndex
 from kvtransfer.executor import StepExecutor, TransferExecutor, failed_read
 from kvtransfer.transfer_loop import TransferLoop
 
@@ -79,10 +79,10 @@ class WorkerThreads:
                 self._steps.submit(step)
             case StoreIndex():
                 self._on_disk(effect)
-            case ReadBlocks() if Tier.DISK in (effect.src_tier, effect.dst_tier):
+            case CopyBlocks() if Tier.DISK in (effect.src_tier, effect.dst_tier):
                 self._on_disk(effect)
             case _:
-                assert isinstance(effect, ConnectPeer | ReadBlocks), effect
+                assert isinstance(effect, ConnectPeer | CopyBlocks), effect
                 self._memory.submit(effect)
 
     def close(self) -> None:
@@ -98,10 +98,10 @@ class WorkerThreads:
                 log.warning("%s: the %s thread has not ended in time", self._name, name)
         self._model.close()
 
-    def _on_disk(self, effect: ReadBlocks | StoreIndex) -> None:
+    def _on_disk(self, effect: CopyBlocks | StoreIndex) -> None:
         if self._disk is not None:
             self._disk.submit(effect)
-        elif isinstance(effect, ReadBlocks):
+        elif isinstance(effect, CopyBlocks):
             self._deliver(failed_read(effect, "this worker has no disk tier"))
         else:
             self._deliver(StoreFailed("this worker has no disk tier"))

@@ -59,7 +59,7 @@ static void compress(uint64_t h[8], const uint8_t *block, uint64_t total, int la
 
 /* names[i] = BLAKE2b-128(tokens of block i, key = names[i - 1]); names[-1] is `parent`.
  * tokens: count * size bytes, size > 0. */
-void chain_names(const uint8_t *parent, const uint8_t *tokens, uint64_t count, uint64_t size,
+void chain_hashes(const uint8_t *parent, const uint8_t *tokens, uint64_t count, uint64_t size,
                  uint8_t *names) {
     for (uint64_t i = 0; i < count; i++, tokens += size) {
         uint8_t block[BLOCK] = {0};

@@ -1,11 +1,11 @@
-"""Names of sealed blocks: a chained, keyed 128-bit hash, the same in every process and tier.
+"""Hashes of sealed blocks: a chained, keyed 128-bit hash, the same in every process and tier.
 
-name(block) = BLAKE2b-128(parent name + token ids, key = fingerprint); the first block's parent is
-the root of (fingerprint, tenant salt). Equal names mean equal model, layout, tenant and tokens up
+hash(block) = BLAKE2b-128(parent hash + token ids, key = fingerprint); the first block's parent is
+the root of (fingerprint, tenant salt). Equal hashes mean equal model, layout, tenant and tokens up
 to the end of the block. Where a prompt begins with a public region, its blocks have the root
 without a salt, and the tenant's salt goes into the chain behind them.
 
-Many names are kept packed, one after the other: 16 bytes each, and nothing around them. They are
+Many hashes are kept packed, one after the other: 16 bytes each, and nothing around them. They are
 hashed in C (`c/block_chain.c`); without a C compiler hashlib finds the same, a sixth as fast.
 """
 
@@ -46,80 +46,82 @@ def root_hash(fingerprint: bytes, salt: bytes = b"") -> bytes:
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Name of the block that holds `tokens` after the prefix named `parent`."""
+    """Hash of the block that holds `tokens` after the prefix named `parent`."""
     return blake2b(array("I", tokens).tobytes(), digest_size=HASH_BYTES, key=parent).digest()
 
 
 def unpack(packed: bytes | bytearray | memoryview) -> list[bytes]:
-    """The names in `packed`, in order."""
+    """The hashes in `packed`, in order."""
     whole = bytes(packed)
     return [whole[i : i + HASH_BYTES] for i in range(0, len(whole), HASH_BYTES)]
 
 
 class BlockChain:
-    """Names of the full blocks of a sequence that grows. Invariant: `names` belong to the tokens
+    """Hashes of the full blocks of a sequence that grows. Invariant: `block_hashes` are of tokens
     that it was last extended with, whose beginning never changes; `_packed` is their beginning."""
 
-    __slots__ = ("_num_public", "_packed", "_salt", "block_size", "fingerprint", "names")
+    __slots__ = ("_num_public", "_packed", "_salt", "block_hashes", "block_size", "fingerprint")
 
     def __init__(self, fingerprint: bytes, scope: CacheScope, block_size: int) -> None:
         self.fingerprint = fingerprint
         self.block_size = block_size
-        self.names: list[bytes] = []
+        self.block_hashes: list[bytes] = []
         self._packed = bytearray()
         self._salt = scope.salt
         self._num_public = scope.num_public_tokens // block_size
 
     @property
     def packed(self) -> bytearray:
-        """`names`, packed. Not to be changed. Whoever slices a memoryview of it has to let that go
+        """`block_hashes`, packed. Not to be changed. A memoryview of it has to be released
         before the chain grows."""
-        missing = self.names[len(self._packed) // HASH_BYTES :]
+        missing = self.block_hashes[len(self._packed) // HASH_BYTES :]
         if missing:
             self._packed += b"".join(missing)
         return self._packed
 
     def adopt(self, packed: bytes | bytearray | memoryview) -> None:
-        """Begin with these names, which somebody else has found by hashing the same tokens: they
+        """Begin with these hashes, which somebody else has found by hashing the same tokens: they
         are not hashed again. Before the first `extend`."""
-        assert not self.names, f"{len(self.names)} blocks have names already"
+        assert not self.block_hashes, f"{len(self.block_hashes)} blocks have block_hashes already"
         if len(packed) % HASH_BYTES:
-            raise ValueError(f"packed names of {len(packed)} bytes: expected {HASH_BYTES} each")
-        self.names = unpack(packed)
+            raise ValueError(
+                f"packed block_hashes of {len(packed)} bytes: expected {HASH_BYTES} each"
+            )
+        self.block_hashes = unpack(packed)
 
     def extend(self, tokens: Sequence[int]) -> list[bytes]:
-        """Names of all full blocks of `tokens`. Not to be changed."""
-        names, size = self.names, self.block_size
-        done, total = len(names), len(tokens) // size
+        """Hashes of all full blocks of `tokens`. Not to be changed."""
+        block_hashes, size = self.block_hashes, self.block_size
+        done, total = len(block_hashes), len(tokens) // size
         if done < total:
             new = array("I", tokens[done * size : total * size]).tobytes()
             step = size * TOKEN_BYTES
             parent = self._parent(done)
             if self._salt and done <= self._num_public < total and self._num_public:
                 at = (self._num_public - done) * step
-                names += _chain(parent, new[:at], step)
+                block_hashes += _chain(parent, new[:at], step)
                 parent, new = root_hash(self._parent(self._num_public), self._salt), new[at:]
-            names += _chain(parent, new, step)
-        return names
+            block_hashes += _chain(parent, new, step)
+        return block_hashes
 
     def _parent(self, index: int) -> bytes:
-        """The name before block `index`, or the root."""
+        """The hash before block `index`, or the root."""
         if index == 0:
             return root_hash(self.fingerprint, b"" if self._num_public else self._salt)
-        return self.names[index - 1]
+        return self.block_hashes[index - 1]
 
 
 def _chain(parent: bytes, tokens: bytes, step: int) -> list[bytes]:
-    """Names of the blocks of `step` bytes each that follow `parent`."""
+    """Hashes of the blocks of `step` bytes each that follow `parent`."""
     count = len(tokens) // step
     hashed = _hasher()
     if hashed is None:
-        names = []
+        block_hashes = []
         for at in range(0, count * step, step):
             block = tokens[at : at + step]
             parent = blake2b(block, digest_size=HASH_BYTES, key=parent).digest()
-            names.append(parent)
-        return names
+            block_hashes.append(parent)
+        return block_hashes
     packed = ctypes.create_string_buffer(max(1, HASH_BYTES * count))
     hashed(parent, tokens, count, step, packed)
     return unpack(packed.raw[: HASH_BYTES * count])
@@ -127,9 +129,9 @@ def _chain(parent: bytes, tokens: bytes, step: int) -> list[bytes]:
 
 @cache
 def _hasher() -> Callable[..., None] | None:
-    """`chain_names` of block_chain.c; None: it cannot be compiled here."""
+    """`chain_hashes` of block_chain.c; None: it cannot be compiled here."""
     try:
-        function = load(SOURCE, hold_gil=True).chain_names
+        function = load(SOURCE, hold_gil=True).chain_hashes
     except NativeBuildError:
         return None
     function.restype = None
@@ -144,5 +146,5 @@ def _hasher() -> Callable[..., None] | None:
 def hash_blocks(
     fingerprint: bytes, scope: CacheScope, tokens: Sequence[int], block_size: int
 ) -> list[bytes]:
-    """Names of all full blocks of `tokens`, in order."""
+    """Hashes of all full blocks of `tokens`, in order."""
     return BlockChain(fingerprint, scope, block_size).extend(tokens)

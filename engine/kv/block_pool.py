@@ -11,28 +11,30 @@ from collections.abc import Iterable, Sequence
 
 
 class NetChanges:
-    """How a set of names differs from what a listener was told last. Owned by whoever has the set.
+    """How a set of hashes differs from what a listener was told last. Owned by whoever has the set.
 
-    Invariant: a name that came and went again, or the other way round, is not in it."""
+    Invariant: a hash that came and went again, or the other way round, is not in it."""
 
     __slots__ = ("_is_stored",)
 
     def __init__(self) -> None:
-        self._is_stored: dict[bytes, bool] = {}  # name -> came (True) or left
+        self._is_stored: dict[bytes, bool] = {}  # hash -> came (True) or left
 
-    def note(self, name: bytes, *, stored: bool) -> None:
-        """`name` has come into the set, or left it."""
-        if self._is_stored.get(name) is (not stored):
-            del self._is_stored[name]  # back to what listeners know
+    def note(self, block_hash: bytes, *, stored: bool) -> None:
+        """`block_hash` has come into the set, or left it."""
+        if self._is_stored.get(block_hash) is (not stored):
+            del self._is_stored[block_hash]  # back to what listeners know
         else:
-            self._is_stored[name] = stored
+            self._is_stored[block_hash] = stored
 
     def take(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Net (stored, removed) names since the last call."""
+        """Net (stored, removed) hashes since the last call."""
         if not self._is_stored:
             return (), ()
-        stored = tuple(name for name, is_stored in self._is_stored.items() if is_stored)
-        removed = tuple(name for name, is_stored in self._is_stored.items() if not is_stored)
+        stored = tuple(block_hash for block_hash, is_stored in self._is_stored.items() if is_stored)
+        removed = tuple(
+            block_hash for block_hash, is_stored in self._is_stored.items() if not is_stored
+        )
         self._is_stored.clear()
         return stored, removed
 
@@ -41,15 +43,15 @@ class BlockPool:
     """Owns every block id in [0, num_blocks).
 
     Invariant: a block is in exactly one of blank, evictable, or in use (reference count > 0); a
-    name belongs to at most one block; an evictable block has a name, a blank one has none.
+    hash belongs to at most one block; an evictable block has a hash, a blank one has none.
     """
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self._refs = [0] * num_blocks
-        self._names: list[bytes | None] = [None] * num_blocks
-        self._by_name: dict[bytes, int] = {}
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._by_hash: dict[bytes, int] = {}
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._changes = NetChanges()
@@ -66,7 +68,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._by_name)
+        return len(self._by_hash)
 
     def is_idle(self) -> bool:
         return self.num_free == self.num_blocks
@@ -76,24 +78,24 @@ class BlockPool:
         return sum(self._refs)
 
     def is_private(self, block: int) -> bool:
-        """Whether `block` may be written: it has one user and no name."""
-        return self._refs[block] == 1 and self._names[block] is None
+        """Whether `block` may be written: it has one user and no hash."""
+        return self._refs[block] == 1 and self._hashes[block] is None
 
-    def has_name(self, block: int, name: bytes) -> bool:
-        return self._names[block] == name
+    def has_hash(self, block: int, block_hash: bytes) -> bool:
+        return self._hashes[block] == block_hash
 
-    def names(self) -> tuple[bytes, ...]:
+    def block_hashes(self) -> tuple[bytes, ...]:
         """Names of all sealed blocks, in the order in which they were sealed."""
-        return tuple(self._by_name)
+        return tuple(self._by_hash)
 
-    def is_cached(self, name: bytes) -> bool:
-        return name in self._by_name
+    def is_cached(self, block_hash: bytes) -> bool:
+        return block_hash in self._by_hash
 
-    def lookup(self, names: Sequence[bytes]) -> list[int]:
-        """Blocks that hold the longest cached prefix of `names`."""
+    def lookup(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """Blocks that hold the longest cached prefix of `block_hashes`."""
         blocks: list[int] = []
-        for name in names:
-            block = self._by_name.get(name)
+        for block_hash in block_hashes:
+            block = self._by_hash.get(block_hash)
             if block is None:
                 break
             blocks.append(block)
@@ -102,7 +104,7 @@ class BlockPool:
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more user for each of `blocks`, which are sealed."""
         for block in blocks:
-            assert self._names[block] is not None
+            assert self._hashes[block] is not None
             if self._refs[block] == 0:
                 del self._evictable[block]
             self._refs[block] += 1
@@ -119,7 +121,7 @@ class BlockPool:
                 block = self._blank.pop()
             else:
                 block, _ = self._evictable.popitem(last=False)
-                self._forget_name(block)
+                self._forget_hash(block)
                 self.num_evictions += 1
             self._refs[block] = 1
             blocks.append(block)
@@ -133,39 +135,39 @@ class BlockPool:
             assert self._refs[block] > 0
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                if self._names[block] is None:
+                if self._hashes[block] is None:
                     self._blank.append(block)
                 else:
                     self._evictable[block] = None
                     if first_to_go:
                         self._evictable.move_to_end(block, last=False)
 
-    def seal(self, block: int, name: bytes) -> bool:
-        """Give a full block its name. False if another block has it: this one stays private."""
+    def seal(self, block: int, block_hash: bytes) -> bool:
+        """Give a full block its hash. False if another block has it: this one stays private."""
         assert self._refs[block] > 0
-        assert self._names[block] is None
-        if name in self._by_name:
+        assert self._hashes[block] is None
+        if block_hash in self._by_hash:
             return False
-        self._names[block] = name
-        self._by_name[name] = block
-        self._changes.note(name, stored=True)
+        self._hashes[block] = block_hash
+        self._by_hash[block_hash] = block
+        self._changes.note(block_hash, stored=True)
         return True
 
-    def evict(self, names: Iterable[bytes]) -> int:
-        """Blank those blocks of `names` that nobody uses; returns how many. The others stay."""
+    def evict(self, block_hashes: Iterable[bytes]) -> int:
+        """Blank those of the blocks that have no user; returns how many. The others stay."""
         count = 0
-        for name in names:
-            block = self._by_name.get(name)
+        for block_hash in block_hashes:
+            block = self._by_hash.get(block_hash)
             if block is None or self._refs[block] > 0:
                 continue
             del self._evictable[block]
-            self._forget_name(block)
+            self._forget_hash(block)
             self._blank.append(block)
             count += 1
         return count
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Net (stored, removed) names since the last call."""
+        """Net (stored, removed) hashes since the last call."""
         return self._changes.take()
 
     def check_integrity(self) -> None:
@@ -177,15 +179,15 @@ class BlockPool:
             in_use = self._refs[block] > 0
             assert self._refs[block] >= 0
             assert in_use == (block not in blank and block not in evictable)
-            name = self._names[block]
-            assert (name is None) or self._by_name[name] == block
-            assert block not in blank or name is None
-            assert block not in evictable or name is not None
-        assert len(self._by_name) == sum(name is not None for name in self._names)
+            block_hash = self._hashes[block]
+            assert (block_hash is None) or self._by_hash[block_hash] == block
+            assert block not in blank or block_hash is None
+            assert block not in evictable or block_hash is not None
+        assert len(self._by_hash) == sum(block_hash is not None for block_hash in self._hashes)
 
-    def _forget_name(self, block: int) -> None:
-        name = self._names[block]
-        assert name is not None
-        self._names[block] = None
-        del self._by_name[name]
-        self._changes.note(name, stored=False)
+    def _forget_hash(self, block: int) -> None:
+        block_hash = self._hashes[block]
+        assert block_hash is not None
+        self._hashes[block] = None
+        del self._by_hash[block_hash]
+        self._changes.note(block_hash, stored=False)

@@ -29,24 +29,26 @@ class KVCacheManager:
         self.collect_sealed = False  # True: somebody takes `newly_sealed` after every message
         self.newly_sealed: list[
             tuple[int, bytes, Retention]
-        ] = []  # block, its name, of the request
+        ] = []  # block, its hash, of the request
         self._tables: dict[Sequence, list[int]] = {}
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def usable_names(self, seq: Sequence) -> list[bytes]:
+    def usable_hashes(self, seq: Sequence) -> list[bytes]:
         """Names of the blocks that a prefix hit may cover: the last token is always computed,
         because its logits are wanted."""
-        return seq.names[: (len(seq.tokens) - 1) // self.block_size]
+        return seq.block_hashes[: (len(seq.tokens) - 1) // self.block_size]
 
     def num_cached(self, seq: Sequence) -> int:
-        """How many of the usable names need not be computed; with a window, some of them may be
+        """How many of the usable hashes need not be computed; with a window, some of them may be
         missing."""
-        names = self.usable_names(seq)
+        block_hashes = self.usable_hashes(seq)
         if not self.window.size:
-            return len(self.pool.lookup(names))
-        return self.window.reach(len(names), lambda index: self.pool.is_cached(names[index]))
+            return len(self.pool.lookup(block_hashes))
+        return self.window.reach(
+            len(block_hashes), lambda index: self.pool.is_cached(block_hashes[index])
+        )
 
     def admit(self, seq: Sequence, headroom: int) -> bool:
         """Give `seq` blocks for all its tokens, the cached prefix among them, or with a window for
@@ -140,12 +142,12 @@ class KVCacheManager:
 
     def seal_computed(self, seq: Sequence) -> None:
         """Seal the blocks that `num_computed` has filled."""
-        names, table = seq.names, self._tables[seq]
+        block_hashes, table = seq.block_hashes, self._tables[seq]
         collect = self.collect_sealed and seq.retention.keep_s > 0 and not self.window.size
         while (seq.num_sealed + 1) * self.block_size <= seq.num_computed:
-            block, name = table[seq.num_sealed], names[seq.num_sealed]
-            if block != NO_BLOCK and self.pool.seal(block, name) and collect:
-                self.newly_sealed.append((block, name, seq.retention))
+            block, block_hash = table[seq.num_sealed], block_hashes[seq.num_sealed]
+            if block != NO_BLOCK and self.pool.seal(block, block_hash) and collect:
+                self.newly_sealed.append((block, block_hash, seq.retention))
             seq.num_sealed += 1
 
     def release(self, seq: Sequence) -> None:
@@ -209,24 +211,24 @@ class KVCacheManager:
 
     def _cached(self, seq: Sequence) -> list[int]:
         """The beginning of a table: cached blocks, none where none is needed."""
-        names, pool, window = self.usable_names(seq), self.pool, self.window
+        block_hashes, pool, window = self.usable_hashes(seq), self.pool, self.window
         if not window.size:
-            return pool.lookup(names)
+            return pool.lookup(block_hashes)
         end = self.num_cached(seq)
         kept = window.kept(end * self.block_size)
         if seq.is_remote:  # it need not be able to go on before its end
-            kept = [index for index in window.kept(len(seq.tokens)) if index < len(names)]
-            found = len(pool.lookup([names[index] for index in kept]))
-            end = len(names) if found == len(kept) else kept[found]
+            kept = [index for index in window.kept(len(seq.tokens)) if index < len(block_hashes)]
+            found = len(pool.lookup([block_hashes[index] for index in kept]))
+            end = len(block_hashes) if found == len(kept) else kept[found]
             kept = kept[:found]
         table = [NO_BLOCK] * end
-        for index, block in zip(kept, pool.lookup([names[i] for i in kept]), strict=True):
+        for index, block in zip(kept, pool.lookup([block_hashes[i] for i in kept]), strict=True):
             table[index] = block
         return table
 
     def _collect_kept(self, seq: Sequence, table: list[int]) -> None:
         """What a later request can go on with is worth copying to the tiers below."""
-        names = seq.names
+        block_hashes = seq.block_hashes
         for index in self.window.kept(seq.num_sealed * self.block_size):
-            if table[index] != NO_BLOCK and self.pool.has_name(table[index], names[index]):
-                self.newly_sealed.append((table[index], names[index], seq.retention))
+            if table[index] != NO_BLOCK and self.pool.has_hash(table[index], block_hashes[index]):
+                self.newly_sealed.append((table[index], block_hashes[index], seq.retention))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.kv.tier import TierNames
+from engine.kv.tier import TierHashes
 from engine.node import NodeId
 
 
@@ -23,7 +23,7 @@ class KVEvents:
     seq: int
     stored: tuple[bytes, ...]
     removed: tuple[bytes, ...]
-    tiers: tuple[TierNames, ...] = ()
+    tiers: tuple[TierHashes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class KVSnapshot:
     epoch: int
     seq: int
     hashes: tuple[bytes, ...]
-    tiers: tuple[TierNames, ...] = ()  # the same of host memory and disk; nothing is `removed`
+    tiers: tuple[TierHashes, ...] = ()  # the same of host memory and disk; nothing is `removed`
 
 
 @dataclass(frozen=True, slots=True)

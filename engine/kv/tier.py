@@ -1,6 +1,6 @@
 """Where KV blocks are kept: device memory, and the tiers below it.
 
-A block has the same name in every tier, so a sequence can be continued from wherever its prefix is.
+A block has the same hash in every tier, so a sequence can be continued from wherever its prefix is.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LOWER_TIERS = (Tier.HOST, Tier.DISK)
 
 
 @dataclass(frozen=True, slots=True)
-class TierNames:
-    """Names that came into one tier of a worker, and names that left it; none is in both."""
+class TierHashes:
+    """Blocks that came into one tier of a worker, and blocks that left it; none is in both."""
 
     tier: Tier
     stored: tuple[bytes, ...]
@@ -45,6 +45,6 @@ class DiskRecord:
     """One block of a disk store: what its index says of it."""
 
     slot: int
-    name: bytes
+    block_hash: bytes
     checksum: int
     keep_s: float  # retention that is left, from the moment the record is read or written

@@ -125,7 +125,7 @@ def _matrices(path: Path, device: str, dtype: str) -> Iterator[tuple[str, int, s
                     yield name, prod(shape), kept
 
 
-def decode_floor_s(
+def decode_roofline_s(
     rates: Rates, weights: Weights, batch: int, context: float, kv_bytes_per_token: float
 ) -> float:
     """Of one step of `batch` decodes, each after `context` tokens."""
@@ -133,7 +133,9 @@ def decode_floor_s(
     return max(read / rates.read_bytes_per_s, weights.flops(batch, batch) / rates.flops_per_s)
 
 
-def prefill_floor_s(rates: Rates, weights: Weights, config: ModelConfig, num_tokens: int) -> float:
+def prefill_roofline_s(
+    rates: Rates, weights: Weights, config: ModelConfig, num_tokens: int
+) -> float:
     """Of a prompt of `num_tokens` up to its first token."""
     pairs = sum(
         _pairs(num_tokens, config.window(layer)) for layer in range(config.num_layers)

@@ -16,8 +16,15 @@ from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Tier
 from engine.node import Effect, NodeId, Note, Send
 from engine.sequence import Sequence
-from kvtransfer.agent import PeerConnected, ReadBlocks, ReadDone
-from kvtransfer.messages import KVConnected, KVFetch, KVRead, KVReady, KVRefused, KVRelease
+from kvtransfer.agent import CopyBlocks, CopyDone, PeerConnected
+from kvtransfer.messages import (
+    KVConfirmRequest,
+    KVConnected,
+    KVFetch,
+    KVReady,
+    KVRefused,
+    KVRelease,
+)
 from kvtransfer.peer.arrival import Arrival, Key, Mode, Offer, Read, Settled, mismatch
 from kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, next_consumer
 from kvtransfer.peer.handshake import Peers, Reach
@@ -135,7 +142,7 @@ class Connector:
                     effects += self._advance(now, arrival)
         return effects
 
-    def on_read_done(self, now: float, done: ReadDone) -> list[Effect]:
+    def on_copy_done(self, now: float, done: CopyDone) -> list[Effect]:
         arrival = self._by_transfer.pop(done.transfer_id)
         read = arrival.reads.pop(done.transfer_id)
         arrival.seq.num_reads -= 1
@@ -229,17 +236,16 @@ class Connector:
 
     def _ask_confirmation(self, now: float, arrival: Arrival) -> list[Effect]:
         arrival.deadline = now + CONFIRM_TIMEOUT_S
-        assert arrival.lease is not None
-        assert arrival.producer is not None
-        read = KVRead(*arrival.key, consumer=self.config.node_id, lease=arrival.lease)
-        return [Send(arrival.producer, read)]
+        assert arrival.lease is not None and arrival.producer is not None
+        request = KVConfirmRequest(*arrival.key, self.config.node_id, arrival.lease)
+        return [Send(arrival.producer, request)]
 
     def _ask_to_lend(self, arrival: Arrival) -> list[Effect]:
         assert arrival.producer is not None
         seq = arrival.seq
         end = min(len(seq.block_ids), (len(seq.tokens) - 1) // self.config.block_size)
-        names = tuple(seq.names[arrival.own_end : end])
-        fetch = KVFetch(*arrival.key, self.config.node_id, arrival.own_end, names)
+        hashes = tuple(seq.block_hashes[arrival.own_end : end])
+        fetch = KVFetch(*arrival.key, self.config.node_id, arrival.own_end, hashes)
         return [Send(arrival.producer, fetch)]
 
     def _post_own(self, now: float, arrival: Arrival) -> list[Effect]:
@@ -273,7 +279,7 @@ class Connector:
         own_tier: Tier | None,
         src_tier: Tier,
         src: tuple[int, ...],
-    ) -> ReadBlocks:
+    ) -> CopyBlocks:
         transfer_id = self._next_transfer_id
         self._next_transfer_id += 2
         arrival.posted.update(indices)
@@ -285,7 +291,7 @@ class Connector:
         epoch = self.config.epoch if is_own else arrival.epoch
         assert peer is not None
         assert epoch is not None
-        return ReadBlocks(
+        return CopyBlocks(
             transfer_id=transfer_id,
             peer=peer,
             epoch=epoch,

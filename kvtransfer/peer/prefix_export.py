@@ -2,8 +2,8 @@
 
 Life of a loan: asked for (`KVFetch`) -> the blocks that are in device or host memory are pinned and
 announced (`KVReady`); those on disk only are brought into host memory first -> final -> the pins
-end with the consumer's `KVRead` (which is confirmed: they were held throughout), its `KVRelease`,
-or the lease. It is the producer's side of a handoff without the computing.
+end with the consumer's `KVConfirmRequest` (confirmed: they were held throughout), its
+`KVRelease`, or the lease. It is the producer's side of a handoff without the computing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.config import WorkerConfig
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Tier
 from engine.node import Effect, NodeId, Send
-from kvtransfer.messages import KVConfirmed, KVFetch, KVRead, KVReady
+from kvtransfer.messages import KVConfirmed, KVConfirmRequest, KVFetch, KVReady
 from kvtransfer.tiers.manager import Source, Tiers
 
 MAX_LOANS = 64
@@ -32,7 +32,7 @@ class Loan:
     consumer: NodeId
     lease: int
     first: int
-    names: tuple[bytes, ...]
+    block_hashes: tuple[bytes, ...]
     until: float  # end of the lease; before `final`, of the wait for the disk
     num_lent: int = 0
     final: bool = False
@@ -60,7 +60,7 @@ class Lender:
         self._num_leases += 1
         timeout_s = min(STAGE_TIMEOUT_S, self._config.lease_s)
         loan = Loan(
-            key, fetch.consumer, self._num_leases, fetch.first, fetch.names, now + timeout_s
+            key, fetch.consumer, self._num_leases, fetch.first, fetch.block_hashes, now + timeout_s
         )
         if len(self.loans) >= MAX_LOANS:
             self._count("loans_refused")
@@ -68,12 +68,16 @@ class Lender:
         self._count("loans")
         self.loans[key] = loan
         if self._config.num_host_blocks:
-            on_disk = [s.name for s in self._tiers.find(loan.names) if s.tier is Tier.DISK]
-            loan.staged = {name for name in on_disk if not self._kv.pool.is_cached(name)}
-            self._tiers.promote([name for name in on_disk if name in loan.staged])
+            on_disk = [
+                s.block_hash for s in self._tiers.find(loan.block_hashes) if s.tier is Tier.DISK
+            ]
+            loan.staged = {
+                block_hash for block_hash in on_disk if not self._kv.pool.is_cached(block_hash)
+            }
+            self._tiers.promote([block_hash for block_hash in on_disk if block_hash in loan.staged])
         return self._announce(now, loan, at_least_a_word=True)
 
-    def on_read(self, message: KVRead) -> list[Effect] | None:
+    def on_read(self, message: KVConfirmRequest) -> list[Effect] | None:
         """The answer to a consumer that has read a loan; None if the lease is none of these."""
         loan = self.loans.get((message.request_id, message.attempt))
         if loan is None or loan.lease != message.lease:
@@ -112,8 +116,8 @@ class Lender:
             tier, blocks, sums = found
             effects.append(self._ready(loan, tier, blocks, sums, final=False))
             loan.num_lent += len(blocks)
-        rest = self._tiers.find(loan.names[loan.num_lent :])
-        if rest and rest[0].tier is Tier.DISK and rest[0].name in loan.staged:
+        rest = self._tiers.find(loan.block_hashes[loan.num_lent :])
+        if rest and rest[0].tier is Tier.DISK and rest[0].block_hash in loan.staged:
             # It is on its way into host memory.
             if at_least_a_word and not effects:
                 effects.append(self._ready(loan, Tier.HOST, (), (), final=False))
@@ -122,15 +126,15 @@ class Lender:
 
     def _lend_run(self, loan: Loan) -> tuple[Tier, tuple[int, ...], tuple[int, ...]] | None:
         """Pin the next blocks that are all in one tier; None if there are none."""
-        pool, names = self._kv.pool, loan.names[loan.num_lent :]
+        pool, block_hashes = self._kv.pool, loan.block_hashes[loan.num_lent :]
         room = int(LENT_SHARE * pool.num_blocks) - sum(len(n.blocks) for n in self.loans.values())
-        blocks = pool.lookup(names)[: max(0, room)]
+        blocks = pool.lookup(block_hashes)[: max(0, room)]
         if blocks:
             pool.acquire(blocks)
             loan.blocks += blocks
             return Tier.DEVICE, tuple(blocks), tuple(self._kv.checksums[b] for b in blocks)
         sources: list[Source] = []
-        for source in self._tiers.find(names):
+        for source in self._tiers.find(block_hashes):
             if source.tier is not Tier.HOST:
                 break
             sources.append(source)
@@ -182,4 +186,7 @@ class Lender:
         self.counters[name] = self.counters.get(name, 0) + amount
 
     def check_idle(self) -> list[str]:
-        return [f"{len(loan.names)} blocks are lent for {key}" for key, loan in self.loans.items()]
+        return [
+            f"{len(loan.block_hashes)} blocks are lent for {key}"
+            for key, loan in self.loans.items()
+        ]

@@ -34,7 +34,7 @@ COUNTERS = (
     "expired",  # records not loaded because their time was over
     "damaged",  # because the row was altered
     "outside",  # because the slot lies beyond the file or max_blocks
-    "duplicate",  # because an earlier slot has the same name
+    "duplicate",  # because an earlier slot has the same hash
     "emptied",  # times that the index was made anew in place of another
     "recreated",  # times that the store was made anew because it had vanished
     "updates",
@@ -122,11 +122,11 @@ class DiskStore:
         usable, and the next update makes up for this one's `remove`."""
         for record in change.put:
             assert 0 <= record.slot < self.max_blocks, record
-            assert len(record.name) == HASH_BYTES, record
+            assert len(record.block_hash) == HASH_BYTES, record
             assert 0 <= record.checksum < 1 << 64, record
             assert not math.isnan(record.keep_s), record
         now = self._clock()
-        put = [Row(r.slot, r.name, r.checksum, now + r.keep_s) for r in change.put]
+        put = [Row(r.slot, r.block_hash, r.checksum, now + r.keep_s) for r in change.put]
         with self._mutex:
             remove = self._owed.union(change.remove)
             try:
@@ -206,8 +206,8 @@ class DiskStore:
         counters = self.counters
         drop = list(damaged)
         cut = 0
-        names: set[bytes] = set()
-        for slot, name, checksum, expires_at in rows:
+        seen: set[bytes] = set()
+        for slot, block_hash, checksum, expires_at in rows:
             if not 0 <= slot < self.max_blocks:
                 counters["outside"] += 1
             elif slot * self.slot_bytes + self.bytes_per_block > found_bytes:
@@ -215,11 +215,11 @@ class DiskStore:
                 cut += 1
             elif expires_at <= now:
                 counters["expired"] += 1
-            elif name in names:
+            elif block_hash in seen:
                 counters["duplicate"] += 1
             else:
-                names.add(name)
-                self.records.append(DiskRecord(slot, name, checksum, expires_at - now))
+                seen.add(block_hash)
+                self.records.append(DiskRecord(slot, block_hash, checksum, expires_at - now))
                 continue
             drop.append(slot)
         counters["loaded"] = len(self.records)

@@ -55,7 +55,7 @@ _ROW = struct.Struct(f"<q{HASH_BYTES}sqd")
 
 class Row(NamedTuple):
     slot: int
-    name: bytes
+    block_hash: bytes
     checksum: int  # unsigned, 64 bits
     expires_at: float  # seconds since 1970
 
@@ -139,9 +139,9 @@ class Index:
 
     def _sealed(self, row: Row) -> tuple[int, bytes, int, float, int]:
         checksum = _signed(row.checksum)
-        packed = _ROW.pack(row.slot, row.name, checksum, row.expires_at)
+        packed = _ROW.pack(row.slot, row.block_hash, checksum, row.expires_at)
         check_sum = _signed(xxh3_64_intdigest(packed, self._seed))
-        return row.slot, row.name, checksum, row.expires_at, check_sum
+        return row.slot, row.block_hash, checksum, row.expires_at, check_sum
 
     def _prepare(self, identity: Mapping[str, str]) -> None:
         # Ours alone, so the log's index is in memory: no -shm file, which could be cut under us.
@@ -193,16 +193,19 @@ class Index:
 
     def _load(self) -> None:
         pack, seed = _ROW.pack, self._seed
-        for slot, name, checksum, expires_at, check_sum in self._db.execute(
+        for slot, block_hash, checksum, expires_at, check_sum in self._db.execute(
             "SELECT slot, name, checksum, expires_at, check_sum FROM records ORDER BY slot"
         ):
             try:
-                packed = pack(slot, name, checksum, expires_at)
+                packed = pack(slot, block_hash, checksum, expires_at)
             except struct.error:  # not even the types are right
                 self.altered.append(slot)
                 continue
-            if _signed(xxh3_64_intdigest(packed, seed)) == check_sum and len(name) == HASH_BYTES:
-                self.rows.append(Row(slot, name, checksum & MAX_CHECKSUM, expires_at))
+            if (
+                _signed(xxh3_64_intdigest(packed, seed)) == check_sum
+                and len(block_hash) == HASH_BYTES
+            ):
+                self.rows.append(Row(slot, block_hash, checksum & MAX_CHECKSUM, expires_at))
             else:
                 self.altered.append(slot)
 

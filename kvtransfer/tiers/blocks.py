@@ -21,8 +21,8 @@ WRITE_AHEAD_SHARE = 0.25  # of host memory: with fewer blank blocks, the oldest 
 class TierBlocks:
     """Owned by `Tiers`. Owns the pools of the lower tiers.
 
-    Invariant: `usages` holds exactly the names that are in a lower tier, on their way to one, or in
-    `to_copy`; no two have the same recency. Each queue is bounded by the size of a tier, and may
+    Invariant: `usages` holds exactly the blocks that are in a lower tier, on their way to one, or
+    in `to_copy`; no two have the same recency. Each queue is bounded by the size of a tier, and may
     name what has gone meanwhile."""
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -48,20 +48,20 @@ class TierBlocks:
             return
         found = []
         for record in records:
-            usage = self._add_usage(now, record.name, Retention(record.keep_s))
+            usage = self._add_usage(now, record.block_hash, Retention(record.keep_s))
             found.append((record.slot, record.checksum, usage))
         self.disk.fill(found)
 
-    def is_below(self, name: bytes) -> bool:
-        return any(pool.get(name) is not None for pool in self.pools.values())
+    def is_below(self, block_hash: bytes) -> bool:
+        return any(pool.get(block_hash) is not None for pool in self.pools.values())
 
-    def is_coming(self, name: bytes) -> bool:
+    def is_coming(self, block_hash: bytes) -> bool:
         """Whether it is on its way from the device."""
-        return name in self.to_copy or self.pools[self.first_tier].is_coming(name)
+        return block_hash in self.to_copy or self.pools[self.first_tier].is_coming(block_hash)
 
-    def use(self, now: float, name: bytes, retention: Retention) -> None:
+    def use(self, now: float, block_hash: bytes, retention: Retention) -> None:
         """A request that covers this block begins or ends."""
-        usage = self.usages.get(name)
+        usage = self.usages.get(block_hash)
         if usage is None:
             return
         usage.parked = False
@@ -69,51 +69,51 @@ class TierBlocks:
         usage.num_uses += 1
         if usage.num_uses == 2:
             for pool in self.pools.values():
-                pool.on_reuse(name)
+                pool.on_reuse(block_hash)
 
-    def want_copy(self, now: float, name: bytes, retention: Retention) -> None:
+    def want_copy(self, now: float, block_hash: bytes, retention: Retention) -> None:
         """A block that is sealed on the device: copy it down, if it is worth it."""
-        usage = self.usages.get(name)
+        usage = self.usages.get(block_hash)
         if usage is not None:
             self._touch(now, usage, retention)
         elif retention.keep_s > 0 and (self.host is not None or retention.to_disk):
-            usage = self._add_usage(now, name, retention)
+            usage = self._add_usage(now, block_hash, retention)
         if usage is None:
             return
-        self.to_copy[name] = None
+        self.to_copy[block_hash] = None
         if len(self.to_copy) > self._max_to_copy:
             oldest, _ = self.to_copy.popitem(last=False)
             self.count("tier_missed")
             self.forget_usage(oldest)
 
-    def want_promotion(self, names: Sequence[bytes]) -> None:
-        """Names that are on disk: wanted in host memory soon, and there the last to be evicted."""
+    def want_promotion(self, block_hashes: Sequence[bytes]) -> None:
+        """Hashes that are on disk: wanted in host memory soon, and there the last to be evicted."""
         if self.host is None or self.disk is None:
             return
-        for name in reversed(names):
-            if (usage := self.usages.get(name)) is not None:
+        for block_hash in reversed(block_hashes):
+            if (usage := self.usages.get(block_hash)) is not None:
                 self._recency += 1
                 usage.recency = self._recency
-        for name in names:
-            there = self.disk.get(name) is not None and name not in self.host
+        for block_hash in block_hashes:
+            there = self.disk.get(block_hash) is not None and block_hash not in self.host
             if there and len(self.to_promote) < self.host.num_blocks:
-                self.to_promote[name] = None
+                self.to_promote[block_hash] = None
 
-    def park(self, name: bytes) -> None:
+    def park(self, block_hash: bytes) -> None:
         """Write it to disk as soon as it is in host memory."""
-        usage = self.usages.get(name)
+        usage = self.usages.get(block_hash)
         if self.host is None or self.disk is None or usage is None:
             return
         usage.parked = True
-        if self.host.get(name) is not None and len(self._to_park) < self.host.num_blocks:
-            self._to_park[name] = None
+        if self.host.get(block_hash) is not None and len(self._to_park) < self.host.num_blocks:
+            self._to_park[block_hash] = None
 
     def next_to_write(self, now: float) -> Entry | None:
         """A host entry that is due to be written to disk; it is queued no more."""
         assert self.host is not None
         while self._to_park:
-            name, _ = self._to_park.popitem(last=False)
-            entry = self.host.get(name)
+            block_hash, _ = self._to_park.popitem(last=False)
+            entry = self.host.get(block_hash)
             if entry is not None and entry.usage.parked and self._disk_lacks(entry):
                 return entry
         while self._is_due(entry := self._to_write.first(), now):
@@ -123,35 +123,35 @@ class TierBlocks:
                 return entry
         return None
 
-    def consider_writing(self, name: bytes) -> None:
+    def consider_writing(self, block_hash: bytes) -> None:
         """If the disk should have it: once it was not used for a while, or at once if parked."""
-        entry = self.host.get(name) if self.host is not None else None
+        entry = self.host.get(block_hash) if self.host is not None else None
         if entry is not None and self._disk_lacks(entry):
             self._to_write.add(entry)
             if entry.usage.parked:
-                self.park(name)
+                self.park(block_hash)
 
-    def drop(self, name: bytes) -> None:
+    def drop(self, block_hash: bytes) -> None:
         """Forget it in each lower tier, unless an order keeps it there; copy it no more."""
         for pool in self.pools.values():
-            pool.drop(name)
-        self.to_copy.pop(name, None)
+            pool.drop(block_hash)
+        self.to_copy.pop(block_hash, None)
         self.take_forgotten()
-        self.forget_usage(name)
+        self.forget_usage(block_hash)
 
-    def discard(self, tier: Tier, slot: int, name: bytes, why: str) -> None:
+    def discard(self, tier: Tier, slot: int, block_hash: bytes, why: str) -> None:
         """This copy is of no use, whoever keeps it."""
-        entry = self.pools[tier].get(name)
+        entry = self.pools[tier].get(block_hash)
         if entry is not None and entry.slot == slot:
             self.pools[tier].forget(entry, why)
 
-    def keep(self, name: bytes) -> bool:
+    def keep(self, block_hash: bytes) -> bool:
         """In every tier where it is, as far as the quotas go; False if in none."""
-        kept = [pool.keep(name) for pool in self.pools.values()]
+        kept = [pool.keep(block_hash) for pool in self.pools.values()]
         return any(kept)
 
-    def stop_keeping(self, name: bytes) -> bool:
-        stopped = [pool.stop_keeping(name) for pool in self.pools.values()]
+    def stop_keeping(self, block_hash: bytes) -> bool:
+        stopped = [pool.stop_keeping(block_hash) for pool in self.pools.values()]
         return any(stopped)
 
     def expire(self, now: float, at_most: int) -> None:
@@ -165,14 +165,14 @@ class TierBlocks:
                 self.count(f"tier_{entry.gone}_{tier}")
                 if tier is Tier.DISK:
                     self.index.remove(entry)
-                if self.forget_usage(entry.name) and entry.gone == "evicted":
+                if self.forget_usage(entry.block_hash) and entry.gone == "evicted":
                     self.count("tier_lost")
 
-    def forget_usage(self, name: bytes) -> bool:
+    def forget_usage(self, block_hash: bytes) -> bool:
         """True if there is nothing of it below the device any more."""
-        if name in self.to_copy or any(name in pool for pool in self.pools.values()):
+        if block_hash in self.to_copy or any(block_hash in pool for pool in self.pools.values()):
             return False
-        return self.usages.pop(name, None) is not None
+        return self.usages.pop(block_hash, None) is not None
 
     def store_failed(self, now: float, error: str) -> list[Effect]:
         self.count("disk_store_failed")
@@ -181,8 +181,8 @@ class TierBlocks:
     def forget_disk(self) -> None:
         """The disk store has begun again, empty. What is being written will fail by itself."""
         disk = self.disk
-        for name in disk.names() if disk is not None else ():
-            entry = disk.get(name) if disk is not None else None
+        for block_hash in disk.block_hashes() if disk is not None else ():
+            entry = disk.get(block_hash) if disk is not None else None
             if disk is not None and entry is not None:
                 entry.indexed_until = None  # there is no record to remove
                 disk.forget(entry, "lost")
@@ -203,7 +203,7 @@ class TierBlocks:
         self.take_forgotten()
         for pool in self.pools.values():
             pool.check_integrity()
-        held = {name for pool in self.pools.values() for name in pool}
+        held = {block_hash for pool in self.pools.values() for block_hash in pool}
         assert set(self.usages) == held | set(self.to_copy)
         assert len({usage.recency for usage in self.usages.values()}) == len(self.usages)
 
@@ -213,19 +213,19 @@ class TierBlocks:
         usage.last_used = max(usage.last_used, now)
         usage.expires_at = max(usage.expires_at, now + retention.keep_s)
         usage.to_disk |= retention.to_disk
-        self.consider_writing(usage.name)
-        if self.disk is not None and (entry := self.disk.get(usage.name)) is not None:
+        self.consider_writing(usage.block_hash)
+        if self.disk is not None and (entry := self.disk.get(usage.block_hash)) is not None:
             self.index.used(now, entry)
 
-    def _add_usage(self, now: float, name: bytes, retention: Retention) -> Usage:
-        assert name not in self.usages
+    def _add_usage(self, now: float, block_hash: bytes, retention: Retention) -> Usage:
+        assert block_hash not in self.usages
         self._recency += 1
-        usage = Usage(name, self._recency, now, now + retention.keep_s, retention.to_disk)
-        self.usages[name] = usage
+        usage = Usage(block_hash, self._recency, now, now + retention.keep_s, retention.to_disk)
+        self.usages[block_hash] = usage
         return usage
 
     def _disk_lacks(self, entry: Entry) -> bool:
-        return self.disk is not None and entry.usage.to_disk and entry.name not in self.disk
+        return self.disk is not None and entry.usage.to_disk and entry.block_hash not in self.disk
 
     def _is_due(self, entry: Entry | None, now: float) -> bool:
         """Not used for a while; or about to be evicted, while the disk still has room."""

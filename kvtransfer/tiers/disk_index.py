@@ -63,7 +63,7 @@ class DiskIndex:
             if not entry.gone:
                 until = entry.indexed_until = entry.usage.expires_at
                 record = DiskRecord(
-                    entry.slot, entry.name, entry.checksum, keep_s=max(0.0, until - now)
+                    entry.slot, entry.block_hash, entry.checksum, keep_s=max(0.0, until - now)
                 )
                 records.append(record)
         removed = tuple(self._removed)

@@ -25,7 +25,7 @@ def choose_loads(
         return []
     if kv.window.size:
         return _choose_window(seq, kv, tiers, load_s, compute_s)
-    sources = tiers.find(kv.usable_names(seq)[seq.num_sealed :])
+    sources = tiers.find(kv.usable_hashes(seq)[seq.num_sealed :])
     count = blocks_worth_loading((load_s(source.tier) for source in sources), compute_s)
     return [*sources[:count]]
 
@@ -39,16 +39,16 @@ def _choose_window(
 ) -> list[Source | None]:
     """All or nothing: a part of a window is of no use. One that comes from a prefill worker is not
     mixed with what is here."""
-    names, first = kv.usable_names(seq), seq.num_sealed
+    block_hashes, first = kv.usable_hashes(seq), seq.num_sealed
     found: dict[int, Source] = {}
 
     def has(index: int) -> bool:
         if index < first:
             return seq.block_ids[index] != NO_BLOCK
-        found.update((index, source) for source in tiers.find(names[index : index + 1]))
+        found.update((index, source) for source in tiers.find(block_hashes[index : index + 1]))
         return index in found
 
-    end = 0 if seq.is_remote else kv.window.reach(len(names), has)
+    end = 0 if seq.is_remote else kv.window.reach(len(block_hashes), has)
     needed = [index for index in kv.window.kept(end * kv.block_size) if index >= first]
     cost_s = sum(load_s(found[index].tier) for index in needed)
     if cost_s >= (end - first) * compute_s or not kv.expect(seq, end):

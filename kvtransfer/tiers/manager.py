@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from engine.config import WorkerConfig
 from engine.kv.cache_manager import KVCacheManager
-from engine.kv.tier import DiskRecord, Retention, Tier, TierNames
+from engine.kv.tier import DiskRecord, Retention, Tier, TierHashes
 from engine.node import Effect, Note, Send
-from kvtransfer.agent import ReadDone, StoreFailed
+from kvtransfer.agent import CopyDone, StoreFailed
 from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from kvtransfer.tiers.blocks import TierBlocks
 from kvtransfer.tiers.moves import TierMoves
@@ -34,7 +34,7 @@ class Source:
 
     tier: Tier  # host or disk
     slot: int
-    name: bytes
+    block_hash: bytes
     checksum: int
 
 
@@ -73,14 +73,14 @@ class Tiers:
         """`records`: what the disk store held when it was opened."""
         self._blocks.start(now, records)
 
-    def find(self, names: Sequence[bytes]) -> list[Source]:
-        """The longest run from `names[0]` that can be read now, each from its fastest tier."""
+    def find(self, block_hashes: Sequence[bytes]) -> list[Source]:
+        """The longest run from the first that can be read now, each from its fastest tier."""
         sources: list[Source] = []
-        for name in names:
+        for block_hash in block_hashes:
             for tier, pool in self._pools.items():
-                entry = pool.get(name)
+                entry = pool.get(block_hash)
                 if entry is not None:
-                    sources.append(Source(tier, entry.slot, name, entry.checksum))
+                    sources.append(Source(tier, entry.slot, block_hash, entry.checksum))
                     break
             else:
                 break
@@ -95,21 +95,21 @@ class Tiers:
         for source in sources:
             self._pools[source.tier].unpin(source.slot)
 
-    def use(self, now: float, names: Sequence[bytes], retention: Retention) -> None:
+    def use(self, now: float, block_hashes: Sequence[bytes], retention: Retention) -> None:
         """A request that covers these blocks, in order, begins or ends."""
         if not self._pools:
             return
         self._take_sealed(now)
-        for name in reversed(names):  # the beginning is forgotten last
-            self._blocks.use(now, name, retention)
+        for block_hash in reversed(block_hashes):  # the beginning is forgotten last
+            self._blocks.use(now, block_hash, retention)
 
     def discard(self, source: Source) -> None:
         """Its bytes are bad or unreadable: forget this copy."""
-        self._blocks.discard(source.tier, source.slot, source.name, "bad")
+        self._blocks.discard(source.tier, source.slot, source.block_hash, "bad")
 
-    def promote(self, names: Sequence[bytes]) -> None:
+    def promote(self, block_hashes: Sequence[bytes]) -> None:
         """Wanted in host memory soon; `advance` starts the moves."""
-        self._blocks.want_promotion(names)
+        self._blocks.want_promotion(block_hashes)
 
     def advance(self, now: float) -> list[Effect]:
         """After every message: start what is due."""
@@ -120,7 +120,7 @@ class Tiers:
         answers = self._step_orders(now) if self._orders_due else []
         return [*self._moves.advance(now), *answers]
 
-    def on_read_done(self, now: float, done: ReadDone) -> list[Effect] | None:
+    def on_copy_done(self, now: float, done: CopyDone) -> list[Effect] | None:
         """None if it is not a transfer of the tiers."""
         self._orders_due = bool(self._orders)
         return self._moves.finish(now, done)
@@ -141,10 +141,10 @@ class Tiers:
 
     def order(self, now: float, order: CacheOrder) -> list[Effect]:
         """A wish of a router, answered by `CacheOrderDone` now or within ORDER_TIMEOUT_S."""
-        names = tuple(dict.fromkeys(order.names))
+        block_hashes = tuple(dict.fromkeys(order.block_hashes))
         self._blocks.count(f"cache_orders_{order.action}")
-        left = self._read_again(order, names)
-        live = LiveOrder(order, now + ORDER_TIMEOUT_S, deque(left), len(names) - len(left))
+        left = self._read_again(order, block_hashes)
+        live = LiveOrder(order, now + ORDER_TIMEOUT_S, deque(left), len(block_hashes) - len(left))
         if not self._pools:
             return [self._answer(live)]
         if len(self._orders) >= MAX_ORDERS:
@@ -158,27 +158,27 @@ class Tiers:
         self._orders.append(live)
         return self._step_orders(now)
 
-    def _read_again(self, order: CacheOrder, names: Sequence[bytes]) -> Sequence[bytes]:
-        """Those of a session's names that an order is carried out for: with a window, its next turn
-        reads no others; to park them is to let them go."""
+    def _read_again(self, order: CacheOrder, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of a session's blocks that an order is carried out for: with a window, its next
+        turn reads no others; to park them is to let them go."""
         window = self._kv.window
         if not window.size or order.action in (CacheAction.UNPIN, CacheAction.DROP):
-            return names
+            return block_hashes
         sinks = window.num_sink_blocks
         # The KV of the last token may not be computed: then the turn goes on one block earlier.
-        start = max(sinks, window.start(len(names) * window.block_size) - 1)
+        start = max(sinks, window.start(len(block_hashes) * window.block_size) - 1)
         if order.action is CacheAction.PARK:
-            self._kv.pool.evict(names[sinks:start])
-        return [*names[:sinks], *names[start:]]
+            self._kv.pool.evict(block_hashes[sinks:start])
+        return [*block_hashes[:sinks], *block_hashes[start:]]
 
-    def take_changes(self) -> tuple[TierNames, ...]:
+    def take_changes(self) -> tuple[TierHashes, ...]:
         """Net changes since the last call, of blocks that can be read."""
         changes = [pool.take_changes() for pool in self._pools.values()]
         return tuple(change for change in changes if change is not None)
 
-    def snapshot(self) -> tuple[TierNames, ...]:
+    def snapshot(self) -> tuple[TierHashes, ...]:
         """All blocks that can be read."""
-        return tuple(TierNames(tier, pool.names()) for tier, pool in self._pools.items())
+        return tuple(TierHashes(tier, pool.block_hashes()) for tier, pool in self._pools.items())
 
     def written_bytes_per_s(self, tier: Tier) -> float:
         """Of the copies down to `tier`, since the start; 0 before the first."""
@@ -222,18 +222,18 @@ class Tiers:
     def _take_sealed(self, now: float) -> None:
         if self._kv.newly_sealed:
             sealed, self._kv.newly_sealed = self._kv.newly_sealed, []
-            for _, name, retention in sealed:
-                self._blocks.want_copy(now, name, retention)
+            for _, block_hash, retention in sealed:
+                self._blocks.want_copy(now, block_hash, retention)
 
     def _copy_all(self, now: float, live: LiveOrder) -> None:
         """Copy down what only the device has."""
         blocks = self._blocks
-        for name in live.left:
-            there = blocks.is_below(name) or blocks.is_coming(name)
-            if not there and self._kv.pool.is_cached(name):
-                blocks.want_copy(now, name, self._config.retention)
+        for block_hash in live.left:
+            there = blocks.is_below(block_hash) or blocks.is_coming(block_hash)
+            if not there and self._kv.pool.is_cached(block_hash):
+                blocks.want_copy(now, block_hash, self._config.retention)
             if live.order.action is CacheAction.PARK:
-                blocks.park(name)
+                blocks.park(block_hash)
 
     def _limit(self, live: LiveOrder) -> None:
         """What is on the device already should stay there, and not too much should come."""
@@ -243,9 +243,15 @@ class Tiers:
         pool.release(hits)
         most = len(hits) + pool.num_blocks // RESUME_SHARE
         live.left = deque(list(live.left)[:most])
-        waiting = [name for name in list(live.left)[len(hits) :] if not pool.is_cached(name)]
+        waiting = [
+            block_hash
+            for block_hash in list(live.left)[len(hits) :]
+            if not pool.is_cached(block_hash)
+        ]
         first = self._pools[self._blocks.first_tier]
-        self._blocks.want_promotion([name for name in waiting if first.get(name) is None])
+        self._blocks.want_promotion(
+            [block_hash for block_hash in waiting if first.get(block_hash) is None]
+        )
 
     def _step_orders(self, now: float) -> list[Effect]:
         self._orders_due = False
@@ -263,10 +269,10 @@ class Tiers:
         """Look at the blocks that are next; those that have to be waited for stay in `left`."""
         waiting: list[bytes] = []
         while live.left and len(waiting) < ORDER_WINDOW:
-            name = live.left.popleft()
-            done = self._try(live, name)
+            block_hash = live.left.popleft()
+            done = self._try(live, block_hash)
             if done is None:
-                waiting.append(name)
+                waiting.append(block_hash)
             elif done:
                 live.num_done += 1
             elif live.order.action is CacheAction.RESUME:
@@ -274,64 +280,66 @@ class Tiers:
                 live.left.clear()
         live.left.extendleft(reversed(waiting))
 
-    def _try(self, live: LiveOrder, name: bytes) -> bool | None:
+    def _try(self, live: LiveOrder, block_hash: bytes) -> bool | None:
         """Whether the order has come true for this block; None: it may, later."""
         match live.order.action:
             case CacheAction.PARK:
-                return self._park(name)
+                return self._park(block_hash)
             case CacheAction.RESUME:
-                return self._resume(live, name)
+                return self._resume(live, block_hash)
             case CacheAction.PIN:
-                if self._blocks.is_below(name):
-                    return self._blocks.keep(name)
-                return None if self._blocks.is_coming(name) else False
+                if self._blocks.is_below(block_hash):
+                    return self._blocks.keep(block_hash)
+                return None if self._blocks.is_coming(block_hash) else False
             case CacheAction.UNPIN:
-                return self._blocks.stop_keeping(name)
+                return self._blocks.stop_keeping(block_hash)
             case CacheAction.DROP:
-                return self._drop(name)
+                return self._drop(block_hash)
 
-    def _park(self, name: bytes) -> bool | None:
-        if not self._blocks.is_below(name):
-            return None if self._blocks.is_coming(name) else False
-        self._kv.pool.evict([name])
-        return not self._kv.pool.is_cached(name)
+    def _park(self, block_hash: bytes) -> bool | None:
+        if not self._blocks.is_below(block_hash):
+            return None if self._blocks.is_coming(block_hash) else False
+        self._kv.pool.evict([block_hash])
+        return not self._kv.pool.is_cached(block_hash)
 
-    def _resume(self, live: LiveOrder, name: bytes) -> bool | None:
+    def _resume(self, live: LiveOrder, block_hash: bytes) -> bool | None:
         """From the disk to the first tier, and from there to the device, each tried once."""
         blocks, first = self._blocks, self._blocks.first_tier
-        if self._kv.pool.is_cached(name):
+        if self._kv.pool.is_cached(block_hash):
             return True
-        if name in self._moves.to_load or self._moves.is_moving(name, first, Tier.DEVICE):
+        if block_hash in self._moves.to_load or self._moves.is_moving(
+            block_hash, first, Tier.DEVICE
+        ):
             return None
-        if self._pools[first].get(name) is not None:
-            if (Tier.DEVICE, name) in live.asked:
+        if self._pools[first].get(block_hash) is not None:
+            if (Tier.DEVICE, block_hash) in live.asked:
                 return False
-            live.asked.add((Tier.DEVICE, name))
-            self._moves.to_load[name] = None
+            live.asked.add((Tier.DEVICE, block_hash))
+            self._moves.to_load[block_hash] = None
             return None
-        if name in blocks.to_promote or self._pools[first].is_coming(name):
+        if block_hash in blocks.to_promote or self._pools[first].is_coming(block_hash):
             return None
-        if not blocks.is_below(name) or (first, name) in live.asked:
+        if not blocks.is_below(block_hash) or (first, block_hash) in live.asked:
             return False
-        live.asked.add((first, name))
-        blocks.want_promotion([name])
+        live.asked.add((first, block_hash))
+        blocks.want_promotion([block_hash])
         return None
 
-    def _drop(self, name: bytes) -> bool | None:
+    def _drop(self, block_hash: bytes) -> bool | None:
         """Sessions may share a block: one that an order keeps, or a request uses, stays there."""
         pool = self._kv.pool
-        if name not in self._blocks.usages and not pool.is_cached(name):
+        if block_hash not in self._blocks.usages and not pool.is_cached(block_hash):
             return False
-        self._blocks.drop(name)
-        pool.evict([name])
-        if not pool.is_cached(name):
-            return name not in self._blocks.usages
-        being_copied = self._moves.is_moving(name, Tier.DEVICE, self._blocks.first_tier)
+        self._blocks.drop(block_hash)
+        pool.evict([block_hash])
+        if not pool.is_cached(block_hash):
+            return block_hash not in self._blocks.usages
+        being_copied = self._moves.is_moving(block_hash, Tier.DEVICE, self._blocks.first_tier)
         return None if being_copied else False
 
-    def _stop_loading(self, names: Iterable[bytes]) -> None:
-        for name in names:
-            self._moves.to_load.pop(name, None)
+    def _stop_loading(self, block_hashes: Iterable[bytes]) -> None:
+        for block_hash in block_hashes:
+            self._moves.to_load.pop(block_hash, None)
 
     def _answer(self, live: LiveOrder) -> Send:
         done = CacheOrderDone(self._config.node_id, live.order.order_id, live.num_done)

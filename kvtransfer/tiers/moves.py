@@ -14,7 +14,7 @@ from engine.config import WorkerConfig
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Tier
 from engine.node import Effect, Note
-from kvtransfer.agent import ReadBlocks, ReadDone
+from kvtransfer.agent import CopyBlocks, CopyDone
 from kvtransfer.tiers.blocks import TierBlocks
 from kvtransfer.tiers.pool import Entry, TierPool
 
@@ -28,7 +28,7 @@ RETRY_S = 1.0  # before a direction is tried again in which a move has failed
 class Moving:
     """One block of a move. `entry`: at the destination, unless that is the device."""
 
-    name: bytes
+    block_hash: bytes
     src: int
     dst: int
     checksum: int
@@ -64,9 +64,9 @@ class TierMoves:
         self._not_before: dict[tuple[Tier, Tier], float] = {}
         self._next_transfer_id = 1  # odd; the connector's are even
 
-    def is_moving(self, name: bytes, src: Tier, dst: Tier) -> bool:
+    def is_moving(self, block_hash: bytes, src: Tier, dst: Tier) -> bool:
         moves = (move for move in self.live.values() if move.way == (src, dst))
-        return any(block.name == name for move in moves for block in move.blocks)
+        return any(block.block_hash == block_hash for move in moves for block in move.blocks)
 
     def advance(self, now: float) -> list[Effect]:
         """Start what is due."""
@@ -79,7 +79,7 @@ class TierMoves:
         self._blocks.take_forgotten()
         return [*self._blocks.index.take(now), *moves]
 
-    def finish(self, now: float, done: ReadDone) -> list[Effect] | None:
+    def finish(self, now: float, done: CopyDone) -> list[Effect] | None:
         """A move has settled; None if it is not one of these."""
         move = self.live.pop(done.transfer_id, None)
         if move is None:
@@ -112,18 +112,18 @@ class TierMoves:
         moving: list[Moving] = []
         room = self._room(now, Tier.DEVICE, pool.tier)
         while blocks.to_copy and len(moving) < room:
-            name, _ = blocks.to_copy.popitem(last=False)
-            found = self._kv.pool.lookup([name])
+            block_hash, _ = blocks.to_copy.popitem(last=False)
+            found = self._kv.pool.lookup([block_hash])
             entry = None
             if not found:
                 blocks.count("tier_missed")
-            elif name not in pool:
-                entry = self._allocate(now, pool, name)
+            elif block_hash not in pool:
+                entry = self._allocate(now, pool, block_hash)
             if entry is None:
-                blocks.forget_usage(name)
+                blocks.forget_usage(block_hash)
                 continue
             (block,) = found
-            moving.append(Moving(name, block, entry.slot, self._kv.checksums[block], entry))
+            moving.append(Moving(block_hash, block, entry.slot, self._kv.checksums[block], entry))
         return self._post(Tier.DEVICE, pool.tier, moving)
 
     def _write_to_disk(self, now: float) -> list[Effect]:
@@ -133,11 +133,13 @@ class TierMoves:
         moving: list[Moving] = []
         room = self._room(now, Tier.HOST, Tier.DISK)
         while len(moving) < room and (source := blocks.next_to_write(now)) is not None:
-            entry = self._allocate(now, blocks.disk, source.name)
+            entry = self._allocate(now, blocks.disk, source.block_hash)
             if entry is None:
-                blocks.consider_writing(source.name)
+                blocks.consider_writing(source.block_hash)
                 break
-            moving.append(Moving(source.name, source.slot, entry.slot, source.checksum, entry))
+            moving.append(
+                Moving(source.block_hash, source.slot, entry.slot, source.checksum, entry)
+            )
         return self._post(Tier.HOST, Tier.DISK, moving)
 
     def _promote(self, now: float) -> list[Effect]:
@@ -147,13 +149,13 @@ class TierMoves:
         moving: list[Moving] = []
         room = self._room(now, Tier.DISK, Tier.HOST)
         while blocks.to_promote and len(moving) < room:
-            name, _ = blocks.to_promote.popitem(last=False)
-            source = blocks.disk.get(name)
-            if source is None or name in blocks.host:
+            block_hash, _ = blocks.to_promote.popitem(last=False)
+            source = blocks.disk.get(block_hash)
+            if source is None or block_hash in blocks.host:
                 continue
-            entry = self._allocate(now, blocks.host, name)
+            entry = self._allocate(now, blocks.host, block_hash)
             if entry is not None:
-                moving.append(Moving(name, source.slot, entry.slot, source.checksum, entry))
+                moving.append(Moving(block_hash, source.slot, entry.slot, source.checksum, entry))
         return self._post(Tier.DISK, Tier.HOST, moving)
 
     def _load(self, now: float) -> list[Effect]:
@@ -162,13 +164,13 @@ class TierMoves:
         room = self._room(now, pool.tier, Tier.DEVICE)
         room = min(room, device.num_free - device.num_blocks // FREE_SHARE)
         while self.to_load and len(sources) < room:
-            name, _ = self.to_load.popitem(last=False)
-            source = pool.get(name)
-            if source is not None and not device.is_cached(name):
+            block_hash, _ = self.to_load.popitem(last=False)
+            source = pool.get(block_hash)
+            if source is not None and not device.is_cached(block_hash):
                 sources.append(source)
         targets = self._kv.allocate(len(sources)) or []
         moving = [
-            Moving(source.name, source.slot, block, source.checksum)
+            Moving(source.block_hash, source.slot, block, source.checksum)
             for source, block in zip(sources, targets, strict=True)
         ]
         return self._post(pool.tier, Tier.DEVICE, moving)
@@ -184,8 +186,8 @@ class TierMoves:
         share = min(self._sizes[src], self._sizes[dst]) // MOVE_SHARE
         return max(1, min(MAX_MOVE_BLOCKS, share))
 
-    def _allocate(self, now: float, pool: TierPool, name: bytes) -> Entry | None:
-        entry = pool.allocate(now, self._blocks.usages[name])
+    def _allocate(self, now: float, pool: TierPool, block_hash: bytes) -> Entry | None:
+        entry = pool.allocate(now, self._blocks.usages[block_hash])
         if entry is None:
             self._blocks.count(f"tier_no_room_{pool.tier}")
         return entry
@@ -204,7 +206,7 @@ class TierMoves:
         self.live[transfer_id] = Move(src, dst, moving)
         config = self._config
         return [
-            ReadBlocks(
+            CopyBlocks(
                 transfer_id=transfer_id,
                 peer=config.node_id,
                 epoch=config.epoch,
@@ -220,18 +222,18 @@ class TierMoves:
         """Nothing writes to the destination any more."""
         entry, blocks = block.entry, self._blocks
         if entry is None:
-            if good and self._kv.pool.seal(block.dst, block.name):
+            if good and self._kv.pool.seal(block.dst, block.block_hash):
                 self._kv.checksums[block.dst] = block.checksum
             return
         pool = blocks.pools[dst]
         if not good:
             pool.abandon(entry, "failed")
         elif pool.commit(entry, block.checksum):
-            if any(other.is_kept(block.name) for other in blocks.pools.values()):
-                pool.keep(block.name)
+            if any(other.is_kept(block.block_hash) for other in blocks.pools.values()):
+                pool.keep(block.block_hash)
             if dst is Tier.DISK:
                 blocks.index.put(entry)
-        blocks.consider_writing(block.name)
+        blocks.consider_writing(block.block_hash)
 
     def _blame(self, move: Move, arrived: list[bool]) -> list[Effect]:
         """Bytes that do not fit their checksum: the source is forgotten, but for the device's,
@@ -242,19 +244,19 @@ class TierMoves:
         self._blocks.count(f"moved_bad_{move.src}_{move.dst}", len(bad))
         if move.src is not Tier.DEVICE:
             for block in bad:
-                self._blocks.discard(move.src, block.src, block.name, "bad")
+                self._blocks.discard(move.src, block.src, block.block_hash, "bad")
         text = (
             f"{self._config.node_id}: {len(bad)} blocks moved from {move.src} to {move.dst} do not"
             " have the bytes that were computed; these copies are not used"
         )
         return [Note("error", "tier_checksum_mismatch", text)]
 
-    def _fail(self, now: float, move: Move, done: ReadDone) -> list[Effect]:
+    def _fail(self, now: float, move: Move, done: CopyDone) -> list[Effect]:
         self._not_before[move.way] = now + RETRY_S
         # What was refused took no time: nobody has tried to read it.
         if move.src is Tier.DISK and done.elapsed_s > 0:
             for block in move.blocks:
-                self._blocks.discard(Tier.DISK, block.src, block.name, "unreadable")
+                self._blocks.discard(Tier.DISK, block.src, block.block_hash, "unreadable")
         text = (
             f"{self._config.node_id}: {len(move.blocks)} blocks were not moved from {move.src} to"
             f" {move.dst}: {done.error}"

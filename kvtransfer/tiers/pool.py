@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from engine.kv.block_pool import NetChanges
-from engine.kv.tier import Tier, TierNames
+from engine.kv.tier import Tier, TierHashes
 
 PROBATION_SHARE = 0.7
 """Of a tier, left to blocks that no second request has used. The rest is for those that one has, so
@@ -80,7 +80,7 @@ class Usage:
 
     Invariant: no two blocks have the same `recency`; no number here ever shrinks."""
 
-    name: bytes
+    block_hash: bytes
     recency: int  # grows from use to use; within one, the beginning of the sequence has more
     last_used: float
     expires_at: float
@@ -107,14 +107,14 @@ class Entry:
     gone: str = ""
 
     @property
-    def name(self) -> bytes:
-        return self.usage.name
+    def block_hash(self) -> bytes:
+        return self.usage.block_hash
 
 
 class TierPool:
     """Owns the slots [0, num_blocks) of one tier.
 
-    Invariant: a slot is blank, or an entry's, or a forgotten entry's and pinned; a name has at
+    Invariant: a slot is blank, or an entry's, or a forgotten entry's and pinned; a hash has at
     most one entry; the slot of an entry that is not readable is pinned by its writer; entries that
     are readable and not pinned are in `_expiry`, and unless kept in `_probation` or `_protected`.
     """
@@ -147,23 +147,23 @@ class TierPool:
     def num_pinned(self) -> int:
         return sum(pins > 0 for pins in self._pins)
 
-    def __contains__(self, name: bytes) -> bool:
+    def __contains__(self, block_hash: bytes) -> bool:
         """Whether it is here or on its way."""
-        return name in self._entries
+        return block_hash in self._entries
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._entries)
 
-    def get(self, name: bytes) -> Entry | None:
+    def get(self, block_hash: bytes) -> Entry | None:
         """The entry, if it can be read."""
-        entry = self._entries.get(name)
+        entry = self._entries.get(block_hash)
         return entry if entry is not None and entry.readable else None
 
-    def is_coming(self, name: bytes) -> bool:
-        return name in self._entries and not self._entries[name].readable
+    def is_coming(self, block_hash: bytes) -> bool:
+        return block_hash in self._entries and not self._entries[block_hash].readable
 
-    def names(self) -> tuple[bytes, ...]:
-        return tuple(name for name, entry in self._entries.items() if entry.readable)
+    def block_hashes(self) -> tuple[bytes, ...]:
+        return tuple(block_hash for block_hash, entry in self._entries.items() if entry.readable)
 
     def fill(self, found: Iterable[tuple[int, int, Usage]]) -> None:
         """Slot, checksum and usage of each block that is here from the start."""
@@ -172,7 +172,7 @@ class TierPool:
             entry = self._enter(usage, slot)
             entry.checksum, entry.readable = checksum, True
             entry.indexed_until = usage.expires_at
-            self._changes.note(usage.name, stored=True)
+            self._changes.note(usage.block_hash, stored=True)
             self._enlist(entry)
         self._blank = [s for s in range(self.num_blocks - 1, -1, -1) if self._owners[s] is None]
 
@@ -190,7 +190,7 @@ class TierPool:
         """It is written. False if it was forgotten meanwhile."""
         if not entry.gone:
             entry.checksum, entry.readable = checksum, True
-            self._changes.note(entry.name, stored=True)
+            self._changes.note(entry.block_hash, stored=True)
         self.unpin(entry.slot)
         return not entry.gone
 
@@ -203,19 +203,19 @@ class TierPool:
     def forget(self, entry: Entry, why: str) -> None:
         assert not entry.gone
         entry.gone = why
-        del self._entries[entry.name]
+        del self._entries[entry.block_hash]
         self._owners[entry.slot] = None
         self.num_reused -= entry.usage.is_reused
         self.num_kept -= entry.kept
         if entry.readable:
-            self._changes.note(entry.name, stored=False)
+            self._changes.note(entry.block_hash, stored=False)
         if not self._pins[entry.slot]:
             self._blank.append(entry.slot)
         self._forgotten.append(entry)
 
-    def drop(self, name: bytes) -> None:
+    def drop(self, block_hash: bytes) -> None:
         """Forget it, if it is here or on its way, unless an order keeps it."""
-        entry = self._entries.get(name)
+        entry = self._entries.get(block_hash)
         if entry is not None and not entry.kept:
             self.forget(entry, "dropped")
 
@@ -240,9 +240,9 @@ class TierPool:
         else:
             self._enlist(entry)
 
-    def keep(self, name: bytes) -> bool:
+    def keep(self, block_hash: bytes) -> bool:
         """Have it neither evicted nor expire. False if it is not here, or the quota is used up."""
-        entry = self.get(name)
+        entry = self.get(block_hash)
         if entry is None:
             return False
         if not entry.kept:
@@ -252,11 +252,11 @@ class TierPool:
             self.num_kept += 1
         return True
 
-    def is_kept(self, name: bytes) -> bool:
-        return name in self._entries and self._entries[name].kept
+    def is_kept(self, block_hash: bytes) -> bool:
+        return block_hash in self._entries and self._entries[block_hash].kept
 
-    def stop_keeping(self, name: bytes) -> bool:
-        entry = self.get(name)
+    def stop_keeping(self, block_hash: bytes) -> bool:
+        entry = self.get(block_hash)
         if entry is None or not entry.kept:
             return False
         entry.kept = False
@@ -264,9 +264,9 @@ class TierPool:
         self._enlist(entry)
         return True
 
-    def on_reuse(self, name: bytes) -> None:
+    def on_reuse(self, block_hash: bytes) -> None:
         """Its usage `is_reused` now, and was not before."""
-        entry = self._entries.get(name)
+        entry = self._entries.get(block_hash)
         if entry is not None:
             self.num_reused += 1
             self._enlist(entry)
@@ -282,10 +282,10 @@ class TierPool:
             count += 1
         return count
 
-    def take_changes(self) -> TierNames | None:
-        """Net change of the readable names since the last call."""
+    def take_changes(self) -> TierHashes | None:
+        """Net change of the readable hashes since the last call."""
         stored, removed = self._changes.take()
-        return TierNames(self.tier, stored, removed) if stored or removed else None
+        return TierHashes(self.tier, stored, removed) if stored or removed else None
 
     def check_integrity(self) -> None:
         """Assert the class invariant. Cost: O(num_blocks)."""
@@ -296,7 +296,7 @@ class TierPool:
             assert pins >= 0
             assert (slot in blank) == (entry is None and pins == 0)
             if entry is not None:
-                assert self._entries[entry.name] is entry
+                assert self._entries[entry.block_hash] is entry
                 assert entry.slot == slot
                 assert not entry.gone
                 assert entry.readable or pins
@@ -306,8 +306,8 @@ class TierPool:
         assert self.num_kept == sum(e.kept for e in entries) <= KEPT_SHARE * self.num_blocks + 1
 
     def _enter(self, usage: Usage, slot: int) -> Entry:
-        assert usage.name not in self._entries
-        entry = self._entries[usage.name] = self._owners[slot] = Entry(usage, slot)
+        assert usage.block_hash not in self._entries
+        entry = self._entries[usage.block_hash] = self._owners[slot] = Entry(usage, slot)
         self.num_reused += usage.is_reused
         return entry
 

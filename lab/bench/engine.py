@@ -24,9 +24,9 @@ from engine.model.roofline import (
     Rates,
     Weights,
     count_weights,
-    decode_floor_s,
+    decode_roofline_s,
     measure_rates,
-    prefill_floor_s,
+    prefill_roofline_s,
 )
 from engine.model.runner import ModelRunner, cpu_has_bf16, find_device
 from engine.request import SamplingParams
@@ -154,11 +154,11 @@ def measure(spec: EngineSpec, tell: Tell) -> dict[str, Any]:
     tell("done", total, total)
     context = spec.input_len + spec.output_len / 2
     decode = [
-        _decode_row(b, found, decode_floor_s(rates, weights, b, context, kv_bytes))
+        _decode_row(b, found, decode_roofline_s(rates, weights, b, context, kv_bytes))
         for b, found in decode_s.items()
     ]
     prefill = [
-        _prefill_row(n, found, prefill_floor_s(rates, weights, model.config, n))
+        _prefill_row(n, found, prefill_roofline_s(rates, weights, model.config, n))
         for n, found in prefill_s.items()
     ]
     return {
@@ -209,7 +209,7 @@ def _decode_row(batch: int, found_s: list[float], floor_s: float) -> dict[str, A
         "tokens_per_s": round(batch / step_s, 2),
         "step_ms": round(step_s * 1e3, 3),
         "floor_ms": round(floor_s * 1e3, 3),
-        "share_of_floor": round(floor_s / step_s, 3),
+        "share_of_roofline": round(floor_s / step_s, 3),
     }
 
 
@@ -220,7 +220,7 @@ def _prefill_row(num_tokens: int, found_s: list[float], floor_s: float) -> dict[
         "tokens_per_s": round(num_tokens / seconds, 2),
         "seconds": round(seconds, 4),
         "floor_s": round(floor_s, 4),
-        "share_of_floor": round(floor_s / seconds, 3),
+        "share_of_roofline": round(floor_s / seconds, 3),
     }
 
 

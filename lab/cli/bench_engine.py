@@ -101,7 +101,7 @@ def engine_tables(result: dict[str, Any]) -> Group:
             f"{row['tokens_per_s']:,.1f}",
             f"{row['step_ms']:,.2f}",
             f"{row['floor_ms']:,.2f}",
-            f"{100 * row['share_of_floor']:.0f} %",
+            f"{100 * row['share_of_roofline']:.0f} %",
         )
     prefill = Table(
         *("prompt tokens", "tokens/s", "seconds", "floor, s", "share of it"),
@@ -113,7 +113,7 @@ def engine_tables(result: dict[str, Any]) -> Group:
             f"{row['tokens_per_s']:,.0f}",
             f"{row['seconds']:,.3f}",
             f"{row['floor_s']:,.3f}",
-            f"{100 * row['share_of_floor']:.0f} %",
+            f"{100 * row['share_of_roofline']:.0f} %",
         )
     return Group(decode, prefill)
 

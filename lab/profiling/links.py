@@ -21,7 +21,7 @@ from cluster.worker.disk_tier import open_disk_tier
 from engine.config import WorkerConfig
 from engine.kv.tier import Tier
 from engine.stats import Role
-from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone
+from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
 from kvtransfer.agents.nixl import NixlAgent
 from kvtransfer.agents.pool import block_bytes, is_on_gpu, make_host_arena
 from kvtransfer.executor import TransferExecutor
@@ -55,12 +55,12 @@ class Mover:
         """Of one transfer of `count` blocks, from its effect to its answer."""
         self._num_transfers += 1
         blocks = tuple(range(count))
-        request = ReadBlocks(self._num_transfers, peer, EPOCH, blocks, blocks, TIMEOUT_S, src, dst)
+        request = CopyBlocks(self._num_transfers, peer, EPOCH, blocks, blocks, TIMEOUT_S, src, dst)
         started = time.perf_counter()
         self._loop.submit(request)
         answer = self._answer()
         elapsed_s = time.perf_counter() - started
-        if not isinstance(answer, ReadDone) or answer.error is not None:
+        if not isinstance(answer, CopyDone) or answer.error is not None:
             raise ProfileError(f"{count} blocks from {peer}, {src} to {dst}: {answer}")
         return elapsed_s
 

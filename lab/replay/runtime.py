@@ -18,7 +18,7 @@ from engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import Execute, Step
-from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone, StoreIndex
+from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, StoreIndex
 from lab.replay.contention import Contention
 from lab.replay.passes import Passes, PassLog
 from lab.timing.timing import Timing, overheads_of
@@ -171,7 +171,7 @@ class ReplayRuntime:
                         self._push(self.now + message_s, peer, effect.message)
             elif kind is Execute:
                 self._execute(life, effect.step)
-            elif kind is ReadBlocks:
+            elif kind is CopyBlocks:
                 self._read(life, effect)
             elif kind is Wake:
                 self._push(self.now + effect.after_s, life, Woken(effect.tag))
@@ -222,7 +222,7 @@ class ReplayRuntime:
         done = PeerConnected(effect.peer, effect.epoch, error, "replayed")
         self._push(self.now + 2 * self.timing.links.message_s, life, done)
 
-    def _read(self, life: Life, effect: ReadBlocks) -> None:
+    def _read(self, life: Life, effect: CopyBlocks) -> None:
         """A transfer waits for the ends of the links that it takes."""
         links, own = self.timing.links, effect.peer == life.node.node_id
         source = self.lives.get(effect.peer)
@@ -244,7 +244,7 @@ class ReplayRuntime:
             for end, link in ends:
                 end.busy_until[link] = ends_s
         checksums = (0,) * len(effect.dst) if error is None else ()
-        done = ReadDone(effect.transfer_id, error, checksums, ends_s - self.now, num_bytes)
+        done = CopyDone(effect.transfer_id, error, checksums, ends_s - self.now, num_bytes)
         self._push(ends_s, life, done)
 
     def _push(self, at_s: float, life: Life | None, message: Any) -> None:

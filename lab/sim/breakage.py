@@ -15,7 +15,7 @@ from decode_worker.worker import DecodeWorker
 from engine.config import WorkerConfig
 from engine.kv.tier import DiskRecord
 from engine.node import Effect, Send
-from kvtransfer.agent import ReadDone
+from kvtransfer.agent import CopyDone
 from kvtransfer.messages import KVRelease
 from kvtransfer.peer.arrival import Arrival
 from kvtransfer.peer.connector import Connector
@@ -47,19 +47,19 @@ class HastyConnector(Connector):
         arrival.seq.num_reads = 0
         return super().fail(arrival, why)
 
-    def on_read_done(self, now: float, done: ReadDone) -> list[Effect]:
+    def on_copy_done(self, now: float, done: CopyDone) -> list[Effect]:
         known = done.transfer_id in self._by_transfer
-        return super().on_read_done(now, done) if known else []
+        return super().on_copy_done(now, done) if known else []
 
 
 class CredulousConnector(Connector):
     """Takes what it has read for what was stored."""
 
-    def on_read_done(self, now: float, done: ReadDone) -> list[Effect]:
+    def on_copy_done(self, now: float, done: CopyDone) -> list[Effect]:
         arrival = self._by_transfer[done.transfer_id]
         indices = arrival.reads[done.transfer_id].indices
         checksums = tuple(arrival.checksum(index) for index in indices)
-        return super().on_read_done(now, replace(done, checksums=checksums))
+        return super().on_copy_done(now, replace(done, checksums=checksums))
 
 
 _CONNECTORS: dict[Break, type[Connector]] = {

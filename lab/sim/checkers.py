@@ -97,10 +97,10 @@ def check_index(runtime: SimRuntime, router_id: NodeId, workers: list[NodeId]) -
         assert life is not None
         worker = life.node
         assert isinstance(worker, PrefillWorker | DecodeWorker)
-        held = {Tier.DEVICE: set(worker.core.kv.pool.names())}
+        held = {Tier.DEVICE: set(worker.core.kv.pool.block_hashes())}
         held |= {part.tier: set(part.stored) for part in worker.exchange.tiers.snapshot()}
         for tier in Tier:
-            here, known = held.get(tier, set()), router.index.names(node_id, tier)
+            here, known = held.get(tier, set()), router.index.block_hashes(node_id, tier)
             if here != known:
                 runtime.violate(
                     "index differs",
@@ -113,7 +113,7 @@ def check_index(runtime: SimRuntime, router_id: NodeId, workers: list[NodeId]) -
 def _check_disk(runtime: SimRuntime, node_id: NodeId, held: set[bytes]) -> None:
     """The index on disk is what the worker believes, unless a change of it failed or, after the
     disk failed otherwise, is put off."""
-    indexed = {record.name for record, _ in runtime.disk(node_id).index.values()}
+    indexed = {record.block_hash for record, _ in runtime.disk(node_id).index.values()}
     missing, surplus = held - indexed, indexed - held
     failed = runtime.faults.injected["store error"] or runtime.notes["disk_store_failed"]
     if (missing or surplus) and not failed:

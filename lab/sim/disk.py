@@ -26,18 +26,18 @@ class SimDisk:
         wrong = None
         for slot in change.remove:
             self.index.pop(slot, None)
-        slots = {record.name: slot for slot, (record, _) in self.index.items()}
+        slots = {record.block_hash: slot for slot, (record, _) in self.index.items()}
         for record in change.put:
             if not 0 <= record.slot < len(self.pool.blocks):
                 return f"slot {record.slot} of {len(self.pool.blocks)}"
             there = self.index.get(record.slot)  # the same block: its retention is renewed
-            if lossless and there is not None and there[0].name != record.name:
+            if lossless and there is not None and there[0].block_hash != record.block_hash:
                 wrong = f"slot {record.slot} is in the index"
-            if lossless and slots.get(record.name, record.slot) != record.slot:
-                wrong = f"{record.name.hex()} is in the index twice"
-            self.index.pop(slots.get(record.name, -1), None)
+            if lossless and slots.get(record.block_hash, record.slot) != record.slot:
+                wrong = f"{record.block_hash.hex()} is in the index twice"
+            self.index.pop(slots.get(record.block_hash, -1), None)
             self.index[record.slot] = (record, now)
-            slots[record.name] = record.slot
+            slots[record.block_hash] = record.slot
         return wrong
 
     def records(self, now: float) -> list[DiskRecord]:

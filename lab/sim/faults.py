@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from engine.kv.tier import LOWER_TIERS, Tier
 from engine.node import NodeId
-from kvtransfer.agent import ReadBlocks
+from kvtransfer.agent import CopyBlocks
 from lab.sim.transfers import ReadFate
 
 
@@ -227,7 +227,7 @@ class Faults:
             duration += self.rng.uniform(0.1, 1.0)
         return duration, "injected" if self._hits("step error", self.plan.step_error) else None
 
-    def read(self, effect: ReadBlocks, block_size: int, *, peer_alive: bool) -> ReadFate:
+    def read(self, effect: CopyBlocks, block_size: int, *, peer_alive: bool) -> ReadFate:
         """What becomes of a read that is posted now."""
         rng, plan, count = self.rng, self.plan, len(effect.src)
         if effect.src_tier is Tier.DISK or effect.dst_tier is Tier.DISK:
@@ -247,7 +247,7 @@ class Faults:
             flip = (rng.randrange(count), rng.randrange(block_size))
         return ReadFate(duration, None, self._moments(count, duration, copied=1.0), flip)
 
-    def _disk(self, effect: ReadBlocks) -> ReadFate:
+    def _disk(self, effect: CopyBlocks) -> ReadFate:
         """What becomes of a move from or to the disk."""
         rng, plan, count = self.rng, self.plan, len(effect.src)
         duration = 0.001 + 0.001 * count * rng.uniform(0.5, 2.0)

@@ -48,13 +48,13 @@ def draw_orders(
     for number in range(rng.choice((0, 0, 6, 30))):
         job = rng.choice(jobs)
         tokens = (*job.prompt, *job.expected)
-        names = hash_blocks(fingerprint, UNSALTED, tokens, block_size)
+        block_hashes = hash_blocks(fingerprint, UNSALTED, tokens, block_size)
         after = rng.random() < 0.3
         order = CacheOrder(
             f"o{number}",
             OPERATOR,
             rng.choice(list(CacheAction)),
-            tuple(names[: rng.randint(1, 30)]),
+            tuple(block_hashes[: rng.randint(1, 30)]),
         )
         at_s = rng.uniform(0.0, 1.0 if after else until_s)
         orders.append(PlannedOrder(at_s, rng.choice(workers), order, after))
@@ -81,7 +81,9 @@ class Operator:
             case CacheOrderDone(worker, order_id, num_blocks):
                 planned = self._given[order_id]
                 self.answers[order_id] += 1
-                if worker != planned.worker or not 0 <= num_blocks <= len(planned.order.names):
+                if worker != planned.worker or not 0 <= num_blocks <= len(
+                    planned.order.block_hashes
+                ):
                     self._violated("order", f"{order_id}: {message}")
             case _:
                 self._violated("order", f"the operator was told {message}")

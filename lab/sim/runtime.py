@@ -25,7 +25,7 @@ import msgspec
 from engine.kv.tier import DiskRecord, Tier
 from engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
 from engine.step import Execute, StepDone
-from kvtransfer.agent import ConnectPeer, ReadBlocks, ReadDone, StoreFailed, StoreIndex
+from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, StoreFailed, StoreIndex
 from lab.sim.disk import SimDisk
 from lab.sim.executor import SimExecutor, SimPool
 from lab.sim.faults import Faults
@@ -221,7 +221,7 @@ class SimRuntime:
                 life.executor.begin(step)
                 duration_s, error = self.faults.step(step.num_tokens)
                 self._push(duration_s, life, lambda: self._finish_step(life, duration_s, error))
-            case ReadBlocks():
+            case CopyBlocks():
                 peer = life.agent.source(effect)
                 fate = self.faults.read(
                     effect,
@@ -268,7 +268,7 @@ class SimRuntime:
         done: StepDone = life.executor.finish(duration_s, error)
         self._deliver(life.node_id, life, done)
 
-    def _read_done(self, life: Life, done: ReadDone) -> None:
+    def _read_done(self, life: Life, done: CopyDone) -> None:
         self._deliver(life.node_id, life, done)
 
     def _connect(self, life: Life, effect: ConnectPeer, error: str | None) -> None:

@@ -2,7 +2,7 @@
 
 A read copies each block at its own moment between its start and its end, so a source block that is
 overwritten meanwhile arrives torn or stale. A read that fails or stalls may have copied some blocks
-and not others. Up to the moment of its `ReadDone` it can write to its destination, never after it.
+and not others. Up to the moment of its `CopyDone` it can write to its destination, never after it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from engine.kv.tier import Tier
 from engine.node import NodeId
-from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone
+from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
 from lab.sim.executor import OnViolation, SimExecutor
 
 
@@ -57,7 +57,7 @@ class SimAgent:
         self._after = after  # calls back after that many seconds, unless this worker died
         self._on_violation = on_violation
         self._peers: dict[NodeId, Peer] = {}
-        self._live: dict[int, ReadBlocks] = {}
+        self._live: dict[int, CopyBlocks] = {}
 
     @property
     def num_live(self) -> int:
@@ -74,7 +74,7 @@ class SimAgent:
             self._peers[effect.peer] = peer
         return PeerConnected(effect.peer, effect.epoch, error)
 
-    def source(self, effect: ReadBlocks) -> Peer | None:
+    def source(self, effect: CopyBlocks) -> Peer | None:
         """The process to read from, dead or alive; None if it was never connected. Its own blocks
         a worker can always move."""
         peer = self._peers.get(effect.peer)
@@ -82,8 +82,8 @@ class SimAgent:
             peer = self._find_peer(effect.peer)
         return peer if peer is not None and peer.epoch == effect.epoch else None
 
-    def read(self, effect: ReadBlocks, fate: ReadFate, done: Callable[[ReadDone], None]) -> None:
-        """Post the read: copies and the end are events from now on. `done` gets its `ReadDone`."""
+    def read(self, effect: CopyBlocks, fate: ReadFate, done: Callable[[CopyDone], None]) -> None:
+        """Post the read: copies and the end are events from now on. `done` gets its `CopyDone`."""
         assert effect.transfer_id not in self._live
         assert len(effect.src) == len(effect.dst) > 0
         assert len(set(effect.dst)) == len(effect.dst)
@@ -107,7 +107,7 @@ class SimAgent:
                     self._after(moment, self._copy(effect, source, index, fate.flip))
         self._after(fate.duration_s, lambda: done(self._settle(effect, source, fate, before)))
 
-    def _check_own(self, effect: ReadBlocks) -> None:
+    def _check_own(self, effect: CopyBlocks) -> None:
         """A worker knows what happens to its own blocks: it must not read one that is written."""
         overlap = self._executor.writable[effect.src_tier].intersection(effect.src)
         if overlap:
@@ -118,7 +118,7 @@ class SimAgent:
         return tuple(self._executor.pools[tier].checksum(block) for block in blocks)
 
     def _copy(
-        self, effect: ReadBlocks, source: Peer, index: int, flip: tuple[int, int] | None
+        self, effect: CopyBlocks, source: Peer, index: int, flip: tuple[int, int] | None
     ) -> Callable[[], None]:
         def copy() -> None:
             if not source.alive:
@@ -132,19 +132,19 @@ class SimAgent:
 
     def _settle(
         self,
-        effect: ReadBlocks,
+        effect: CopyBlocks,
         source: Peer | None,
         fate: ReadFate,
         before: tuple[int, ...] | None,
-    ) -> ReadDone:
+    ) -> CopyDone:
         del self._live[effect.transfer_id]
         self._executor.writable[effect.dst_tier].difference_update(effect.dst)
         error = fate.error
         if error is None and (source is None or not source.alive):
             error = f"{effect.peer} epoch {effect.epoch} is gone"
         if error is not None:
-            return ReadDone(effect.transfer_id, error, elapsed_s=fate.duration_s)
-        return ReadDone(
+            return CopyDone(effect.transfer_id, error, elapsed_s=fate.duration_s)
+        return CopyDone(
             effect.transfer_id,
             None,
             self._checksums(effect.dst_tier, effect.dst) if before is None else before,

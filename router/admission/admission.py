@@ -24,11 +24,11 @@ from engine.request import Refusal
 from engine.stats import WorkerInfo
 from router.admission.estimates import Drain, Estimates
 from router.admission.fair_queue import FairQueue
-from router.admission.reservations import MAX_AHEAD_S, ClientKey, Promises
+from router.admission.reservations import MAX_AHEAD_S, ClientKey, Reservations
 from router.admission.wait_forecast import Newcomer, WaitForecast
 from router.config import RouterConfig
 from router.messages import Submit
-from router.record import LoggedRequest
+from router.record import RequestRecord
 
 MIN_RETRY_AFTER_S = 0.1
 UNKNOWN_RETRY_AFTER_S = 1.0  # while nobody knows how fast the queue drains
@@ -103,38 +103,38 @@ class Admission:
         self._config = config
         self._queue = queue
         self._drain = Drain()
-        self._promises = Promises()
+        self._reservations = Reservations()
         self._estimates = Estimates()
         share = config.low_priority_share
-        self._forecast = WaitForecast(queue, self._drain, self._promises, share)
+        self._forecast = WaitForecast(queue, self._drain, self._reservations, share)
 
     def watch(self, now: float, *, has_decode: bool) -> None:
         """To be told whenever the queue has changed."""
         waits, serves = len(self._queue) > 0, len(self._queue.num_running) > 0
         self._drain.watch(now, waits=waits and has_decode, serves=serves)
 
-    def done(self, log: LoggedRequest, units: float) -> None:
+    def done(self, log: RequestRecord, units: float) -> None:
         """Workers have done so much work for `log`."""
         self._drain.done(units)
         self._queue.work_on(log, units)
 
-    def units(self, log: LoggedRequest) -> float:
+    def units(self, log: RequestRecord) -> float:
         """Work that `log` will take."""
         return self._estimates.units(log.num_prompt_tokens, log.sampling.max_tokens)
 
-    def joined(self, log: LoggedRequest) -> None:
+    def joined(self, log: RequestRecord) -> None:
         """`log` is admitted."""
         self._drain.joined(log.submit.priority, self._queue.entry(log).units)
 
-    def ended(self, now: float, log: LoggedRequest) -> None:
+    def ended(self, now: float, log: RequestRecord) -> None:
         """`log` was served to its end."""
         self._estimates.observe(now, log, self._queue.sent_at(log))
 
-    def late(self, now: float, log: LoggedRequest) -> None:
+    def late(self, now: float, log: RequestRecord) -> None:
         """`log` is past its deadline."""
         self._estimates.time(now, log, self._queue.sent_at(log))
 
-    def may_send(self, log: LoggedRequest) -> bool:
+    def may_send(self, log: RequestRecord) -> bool:
         """Whether `log` can be expected to end in time beside all that is at the workers.
 
         Of each request, in the mean, half is left. Reckoned from what is left, room comes with
@@ -153,9 +153,9 @@ class Admission:
         stay_s = self._queue.units_running / rate if rate else 0.0
         return max(self._estimates.service_s(num_prompt, max_tokens), stay_s)
 
-    def expects(self, now: float, log: LoggedRequest) -> bool:
+    def expects(self, now: float, log: RequestRecord) -> bool:
         """Whether `log`, which has just come, is somebody who was told to come back now."""
-        return len(self._promises) > 0 and self._promises.redeem(now, _client(log.submit))
+        return len(self._reservations) > 0 and self._reservations.redeem(now, _client(log.submit))
 
     def plainly_refused(self, now: float, call: Call) -> Rejection | None:
         """Why `call`, which is not yet submitted, would be refused if it was: as far as that is
@@ -174,21 +174,21 @@ class Admission:
             timeout_s=call.timeout_s,
             left_s=call.timeout_s,
         )
-        is_expected = self._promises.is_due(now, newcomer.client)
+        is_expected = self._reservations.is_due(now, newcomer.client)
         return self._too_many(now, newcomer) or self._too_late(now, newcomer, is_expected)
 
     def turn_away(
-        self, now: float, log: LoggedRequest, *, is_expected: bool
-    ) -> tuple[LoggedRequest, Rejection] | None:
+        self, now: float, log: RequestRecord, *, is_expected: bool
+    ) -> tuple[RequestRecord, Rejection] | None:
         """`log` has come and has to wait: who is not admitted because of that, and why."""
-        self._promises.pass_time(now)
+        self._reservations.pass_time(now)
         newcomer = self._newcomer(now, log)
         rejection = self._too_many(now, newcomer) or self._too_late(now, newcomer, is_expected)
         if rejection is not None:
             return log, rejection
         self.joined(log)
-        # Places are kept, too, for those who were told to come now.
-        kept = 0 if is_expected else min(self._promises.num_ripe, self._config.max_queue // 2)
+        # ConcurrencyLimiter are kept, too, for those who were told to come now.
+        kept = 0 if is_expected else min(self._reservations.num_ripe, self._config.max_queue // 2)
         loser = self._queue.surplus(self._config.max_queue - kept)
         if loser is None:
             return None
@@ -197,7 +197,7 @@ class Admission:
         place_s = newcomer.units / (self._drain.units_per_s or inf)
         return loser, self._refusal(now, newcomer, Refusal.QUEUE_FULL, detail, place_s)
 
-    def shed(self, now: float) -> tuple[LoggedRequest, Rejection] | None:
+    def shed(self, now: float) -> tuple[RequestRecord, Rejection] | None:
         """Who waits and has to go, since the queue drains more slowly than was thought when it
         came: the newest of a tenant first. None: nobody (any more)."""
         for level in self._queue.levels:
@@ -213,7 +213,7 @@ class Admission:
                 return flow.newest, self._refusal(now, who, Refusal.OVERLOADED, detail)
         return None
 
-    def hopeless(self, now: float, log: LoggedRequest) -> Rejection | None:
+    def hopeless(self, now: float, log: RequestRecord) -> Rejection | None:
         """Why it would be in vain to serve `log`, if it waits and was never sent to a worker."""
         if log not in self._queue or self._queue.entry(log).is_charged:
             return None
@@ -226,7 +226,7 @@ class Admission:
         )
         return self._refusal(now, self._newcomer(now, log), Refusal.OVERLOADED, detail)
 
-    def _newcomer(self, now: float, log: LoggedRequest) -> Newcomer:
+    def _newcomer(self, now: float, log: RequestRecord) -> Newcomer:
         """`log` waits already: it is judged as if it came now."""
         entry = self._queue.entry(log)
         return Newcomer(
@@ -256,14 +256,14 @@ class Admission:
         wait_s = self._forecast.wait_s(who)
         if wait_s is None:
             return None
-        is_new = not is_expected and len(self._promises) > 0
+        is_new = not is_expected and len(self._reservations) > 0
         if is_new:
             allowed_s = self._allowed_new_s(who)
         else:
             allowed_s = self._allowed_s(who, PROMISED_WAIT if is_expected else 1.0)
         if is_new and allowed_s / 2 < wait_s <= allowed_s:
             # There is room, but part of it is for those who were told to come now.
-            wait_s = self._forecast.wait_s(who, self._promises.ripe_units()) or 0.0
+            wait_s = self._forecast.wait_s(who, self._reservations.ripe_units()) or 0.0
         if wait_s <= allowed_s:
             return None
         detail = f"it would wait for about {wait_s:.1f} s, and "
@@ -295,7 +295,7 @@ class Admission:
             units_per_s = self._drain.units_per_s or 1.0
             if who.own_units > 0 and wait_s > 0:  # as fast as its line moves
                 units_per_s = who.own_units / wait_s
-        due = self._promises.make(who.client, now + after_s, who.units, units_per_s)
+        due = self._reservations.make(who.client, now + after_s, who.units, units_per_s)
         return Rejection(reason, detail, MAX_AHEAD_S if due is None else due - now)
 
 

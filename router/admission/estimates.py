@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import exp
 
-from router.record import LoggedRequest
+from router.record import RequestRecord
 
 OUTPUT_UNITS = 2.0  # an output token against one of a prompt, as in VTC (Sheng et al. 2024)
 WINDOW_S = 10.0  # time constant of the rate at which the queue drains
@@ -143,7 +143,7 @@ class Estimates:
         output_s = min(max_tokens, self._output_tokens) * self._output_s.value
         return num_prompt * self._prompt_s.value + output_s
 
-    def observe(self, now: float, log: LoggedRequest, sent_at: float | None) -> None:
+    def observe(self, now: float, log: RequestRecord, sent_at: float | None) -> None:
         """Learn from a request that was served to its end."""
         self._output_tokens += SMOOTHING * (log.num_output_tokens - self._output_tokens)
         if log.num_cached_tokens is not None:
@@ -151,7 +151,7 @@ class Estimates:
             self._computed_share += SMOOTHING * (share - self._computed_share)
         self.time(now, log, sent_at)
 
-    def time(self, now: float, log: LoggedRequest, sent_at: float | None) -> None:
+    def time(self, now: float, log: RequestRecord, sent_at: float | None) -> None:
         """Learn how long it took, as far as it came; None: it was sent more than once."""
         if sent_at is None:
             return
@@ -161,12 +161,12 @@ class Estimates:
             self._output_s.add(now - first_at, log.num_output_tokens - 1)
 
 
-def units_done(log: LoggedRequest) -> float:
+def units_done(log: RequestRecord) -> float:
     """What `log` has taken up to now."""
     if log.first_token_at is None:
         return 0.0
     return computed_tokens(log) + OUTPUT_UNITS * log.num_output_tokens
 
 
-def computed_tokens(log: LoggedRequest) -> int:
+def computed_tokens(log: RequestRecord) -> int:
     return log.num_prompt_tokens - (log.num_cached_tokens or 0)

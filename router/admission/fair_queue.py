@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from router.messages import TenantShare
-from router.record import LoggedRequest
+from router.record import RequestRecord
 from router.state import TenantLoad
 
 MAX_PASSED = 32  # so many later requests may be served before one that found no place
@@ -34,7 +34,7 @@ LEAST_LEFT = 0.25  # of a request, until it ends: estimates are means, and some 
 class Entry:
     """A live request, from `push` to `settle`."""
 
-    log: LoggedRequest
+    log: RequestRecord
     units: float  # of service, as estimated
     level: Level
     flow: Flow
@@ -62,7 +62,7 @@ class Flow:
         return max(self.floor, self.finish)
 
     @property
-    def newest(self) -> LoggedRequest:
+    def newest(self) -> RequestRecord:
         return next(reversed(self.waiting.values())).log
 
 
@@ -99,7 +99,7 @@ class FairQueue:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def __contains__(self, log: LoggedRequest) -> bool:
+    def __contains__(self, log: RequestRecord) -> bool:
         entry = self._entries.get(log.request_id)
         return entry is not None and not entry.is_served
 
@@ -112,14 +112,14 @@ class FairQueue:
         """Where something waits, first things first. Not to be changed."""
         return tuple(self._levels)
 
-    def in_order(self) -> Iterator[LoggedRequest]:
+    def in_order(self) -> Iterator[RequestRecord]:
         """All that wait, by priority and tenant: not the order of service."""
         for level in self.levels:
             yield from [entry.log for _, entry in level.returned]
             for flow in list(level.flows.values()):
                 yield from [entry.log for entry in flow.waiting.values()]
 
-    def entry(self, log: LoggedRequest) -> Entry:
+    def entry(self, log: RequestRecord) -> Entry:
         return self._entries[log.request_id]
 
     def is_limited(self, flow: Flow) -> bool:
@@ -143,13 +143,13 @@ class FairQueue:
         level = next((each for each in self._levels if each.priority == priority), None)
         return level, None if level is None else level.flows.get(tenant)
 
-    def sent_at(self, log: LoggedRequest) -> float | None:
+    def sent_at(self, log: RequestRecord) -> float | None:
         """When it was sent to the workers that still have it; None: another attempt failed before,
         or it never came here."""
         entry = self._entries.get(log.request_id)
         return None if entry is None else entry.sent_at
 
-    def push(self, log: LoggedRequest, units: float) -> None:
+    def push(self, log: RequestRecord, units: float) -> None:
         """A new request, to the end of its tenant's."""
         assert log.request_id not in self._entries, f"{log.request_id} is known already"
         level = self._level(log.submit.priority)
@@ -160,7 +160,7 @@ class FairQueue:
         entry = self._entries[log.request_id] = Entry(log, units, level, flow)
         self._add(entry)
 
-    def restore(self, log: LoggedRequest) -> None:
+    def restore(self, log: RequestRecord) -> None:
         """A request whose attempt failed: before all new ones of its priority."""
         entry = self._entries[log.request_id]
         assert entry.is_served, f"{log.request_id} waits already"
@@ -186,7 +186,7 @@ class FairQueue:
                 earned = level.credit, entry
         return first if earned is None else earned[1]
 
-    def charge(self, now: float, log: LoggedRequest) -> None:
+    def charge(self, now: float, log: RequestRecord) -> None:
         """It is sent to a worker. Its service is its tenant's, and earns those behind it theirs."""
         entry = self._entries[log.request_id]
         level, flow = entry.level, entry.flow
@@ -212,7 +212,7 @@ class FairQueue:
             earned = self._low_share * entry.units / len(behind)
             each.credit = min(each.credit + earned, each.units)
 
-    def work_on(self, log: LoggedRequest, units: float) -> None:
+    def work_on(self, log: RequestRecord, units: float) -> None:
         """So much more of its service is done."""
         entry = self._entries.get(log.request_id)
         if entry is not None and entry.is_served:
@@ -220,7 +220,7 @@ class FairQueue:
             self.units_left += left - entry.units_left
             entry.units_left = left
 
-    def settle(self, log: LoggedRequest, units: float) -> None:
+    def settle(self, log: RequestRecord, units: float) -> None:
         """It has ended, wherever it was, after `units` of service: its tenant's account is set
         right by the difference to the estimate."""
         entry = self._entries.get(log.request_id)
@@ -234,7 +234,7 @@ class FairQueue:
             entry.flow.finish += (units - entry.units) / entry.flow.share.weight
         del self._entries[log.request_id]
 
-    def surplus(self, max_new: int) -> LoggedRequest | None:
+    def surplus(self, max_new: int) -> RequestRecord | None:
         """Which new request has to go because more than `max_new` wait; None: none has to.
 
         It is the newest of the tenant that holds most for its weight, in the lowest priority that

@@ -2,7 +2,7 @@
 
 Life of a promise: made with a refusal -> ripe shortly before it is due: from then on its place is
 kept from new requests -> kept, when its client comes back, or lapsed, when it has not for a while.
-A client that comes back is known by its tenant, its priority and what it asks. Promises fill a
+A client that comes back is known by its tenant, its priority and what it asks. Reservations fill a
 calendar as fast as their tenant's line moves, so that those refused at the same time are told
 different times, and not more are due in a second than can be served in one; of clients, only the
 share that did come back, of late, is reckoned with.
@@ -29,7 +29,7 @@ ClientKey = tuple[int, str, bytes]  # and what the client asks, in short
 
 
 @dataclass(slots=True, eq=False)
-class Promise:
+class Reservation:
     client: ClientKey
     due: float
     units: float
@@ -81,14 +81,14 @@ class Calendar:
         return not self._booked
 
 
-class Promises:
+class Reservations:
     """Owned by the router's admission. Invariant: `ripe_units` are the sums over the ripe promises
     that are not over, `num_by_flow` counts all that are not."""
 
     def __init__(self) -> None:
-        self._by_client: dict[ClientKey, deque[Promise]] = {}  # each by the time it was made
-        self._unripe: list[tuple[float, int, Promise]] = []  # a heap
-        self._ripe: deque[Promise] = deque()  # by when they are due
+        self._by_client: dict[ClientKey, deque[Reservation]] = {}  # each by the time it was made
+        self._unripe: list[tuple[float, int, Reservation]] = []  # a heap
+        self._ripe: deque[Reservation] = deque()  # by when they are due
         self._numbers = count()
         self._num_open = self._num_ripe = 0
         self.num_by_flow: Counter[FlowKey] = Counter()  # of those that are open
@@ -126,7 +126,7 @@ class Promises:
         due = calendar.book(earliest, units, units_per_s / self._share)
         if due is None:
             return None
-        promise = Promise(client, due, units)
+        promise = Reservation(client, due, units)
         self._by_client.setdefault(promise.client, deque()).append(promise)
         heappush(self._unripe, (due, next(self._numbers), promise))
         self._num_open += 1
@@ -164,11 +164,11 @@ class Promises:
             for flow in [flow for flow, each in self._calendars.items() if each.forget(now)]:
                 del self._calendars[flow]
 
-    def _due(self, now: float, client: ClientKey) -> Promise | None:
+    def _due(self, now: float, client: ClientKey) -> Reservation | None:
         of_client = self._by_client.get(client, ())
         return next((p for p in of_client if p.is_ripe and p.due <= now + ROUNDING_S), None)
 
-    def _end(self, promise: Promise, *, was_kept: bool) -> None:
+    def _end(self, promise: Reservation, *, was_kept: bool) -> None:
         """Of a ripe one."""
         promise.is_over = True
         of_client = self._by_client[promise.client]

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from router.admission.estimates import Drain
 from router.admission.fair_queue import FairQueue, Flow, Level
-from router.admission.reservations import ClientKey, FlowKey, Promises
+from router.admission.reservations import ClientKey, FlowKey, Reservations
 
 NOTHING: Mapping[FlowKey, float] = MappingProxyType({})
 
@@ -39,11 +39,11 @@ class WaitForecast:
     """Owned by the router's admission, whose parts it reads."""
 
     def __init__(
-        self, queue: FairQueue, drain: Drain, promises: Promises, low_share: float
+        self, queue: FairQueue, drain: Drain, promises: Reservations, low_share: float
     ) -> None:
         self._queue = queue
         self._drain = drain
-        self._promises = promises
+        self._reservations = promises
         self._low_share = low_share
 
     def wait_s(self, who: Newcomer, promised: Mapping[FlowKey, float] = NOTHING) -> float | None:
@@ -55,7 +55,7 @@ class WaitForecast:
         levels, (priority, tenant) = self._queue.levels, who.key
         above = sum(level.units for level in levels if level.priority < priority)
         above += sum(units for (number, _), units in promised.items() if number < priority)
-        beside = _ahead(who, promised, self._promises.num_by_flow)
+        beside = _ahead(who, promised, self._reservations.num_by_flow)
         # What those above leave once their queue is empty, or at least the guaranteed share.
         least = self._low_share * rate / max(1, len(levels) - 1)
         left = max(rate - self._drain.joining_above(priority), least)
@@ -69,7 +69,7 @@ class WaitForecast:
 
 
 def _ahead(
-    who: Newcomer, promised: Mapping[FlowKey, float], num_promised: Mapping[FlowKey, int]
+    who: Newcomer, promised: Mapping[FlowKey, float], num_reserved: Mapping[FlowKey, int]
 ) -> float:
     """Work of its priority that is served before it: all of its tenant's, and of others what they
     start earlier in virtual time. A tenant to whom places were promised will not run out of work:
@@ -82,7 +82,7 @@ def _ahead(
         if priority == level.priority:
             others[tenant] = others.get(tenant, 0.0) + units
     for tenant in level.flows:
-        if num_promised.get((level.priority, tenant)):
+        if num_reserved.get((level.priority, tenant)):
             others[tenant] = inf
     others.pop(flow.tenant, None)
     ahead = own + sum(each.units for _, each in level.returned)

@@ -28,9 +28,9 @@ from typing import NamedTuple
 
 from engine.kv.block_hash import unpack
 from engine.kv.events import KVEvents, KVSnapshot
-from engine.kv.tier import Tier, TierNames
+from engine.kv.tier import Tier, TierHashes
 from engine.node import NodeId
-from router.index.table import EXPECTED, FACT, NUM_RUNS, SAID, IndexTable, Names
+from router.index.table import EXPECTED, FACT, NUM_RUNS, SAID, Hashes, IndexTable
 
 STRIDE = 32  # blocks; the least distance between those that a lookup asks about
 TIDY_BUDGET = 8192  # blocks taken out at a tick, when nothing else happens
@@ -63,7 +63,7 @@ NOTHING = Held()
 
 
 class Export(NamedTuple):
-    """All that a worker has said it holds, as of its event `seq`; names packed, in no order."""
+    """All that a worker has said it holds, as of its event `seq`; hashes packed, in no order."""
 
     epoch: int
     seq: int
@@ -179,14 +179,14 @@ class PrefixIndex:
         nothing. A later epoch than the known one empties the view.
         """
         if isinstance(news, KVSnapshot):
-            told = (TierNames(Tier.DEVICE, news.hashes), *news.tiers)
+            told = (TierHashes(Tier.DEVICE, news.hashes), *news.tiers)
             tiers = {part.tier: b"".join(part.stored) for part in told}
             return self.restore(now, news.worker, news.epoch, news.seq, tiers)
         view = self._hear(news.worker, news.epoch, news.seq)
         if view is None:
             return False
         if view.seq is not None and news.seq == view.seq + 1:
-            for change in (TierNames(Tier.DEVICE, news.stored, news.removed), *news.tiers):
+            for change in (TierHashes(Tier.DEVICE, news.stored, news.removed), *news.tiers):
                 fact = FACT[change.tier]
                 self.table.change(view.slot, b"".join(change.stored), add=fact)
                 self.table.change(view.slot, b"".join(change.removed), drop=fact)
@@ -197,7 +197,7 @@ class PrefixIndex:
     def restore(
         self, now: float, worker: NodeId, epoch: int, seq: int, tiers: dict[Tier, bytes]
     ) -> bool:
-        """What `apply` does with a snapshot, its names packed. They are all that `worker` held at
+        """What `apply` does with a snapshot, its hashes packed. They are all that `worker` held at
         its event `seq`."""
         view = self._hear(worker, epoch, seq)
         if view is None:
@@ -205,8 +205,8 @@ class PrefixIndex:
         if view.seq is None or seq > view.seq:
             if self.table.held(view.slot, SAID):
                 self.table.drop_all(view.slot, SAID)
-            for tier, names in tiers.items():
-                self.table.change(view.slot, names, add=FACT[tier])
+            for tier, block_hashes in tiers.items():
+                self.table.change(view.slot, block_hashes, add=FACT[tier])
             view.seq = seq
         self._note(view)
         return self._ask(now, view)
@@ -237,21 +237,21 @@ class PrefixIndex:
         """True when no view has a gap."""
         return not self._lagging
 
-    def speculate(self, now: float, worker: NodeId, names: Names) -> None:
+    def speculate(self, now: float, worker: NodeId, block_hashes: Hashes) -> None:
         """Count the blocks as in device memory of `worker` until it says so itself, or the time is
         over; those that count already do so no longer. O(blocks): leave out those that it is known
         to hold."""
         view = self.views.get(worker)
         if view is not None:
-            self.table.expect(view.slot, names, now, now + self.speculative_s)
+            self.table.expect(view.slot, block_hashes, now, now + self.speculative_s)
 
-    def lookup(self, now: float, names: Names, limit: int | None = None) -> Matches:
-        """How much each worker holds of the prompt whose blocks have these names; with `limit`, of
+    def lookup(self, now: float, block_hashes: Hashes, limit: int | None = None) -> Matches:
+        """How much each worker holds of the prompt whose blocks have these hashes; with `limit`, of
         its first blocks. It asks about some 80 blocks, and log(stride) more for each place where
         fewer workers go on; see the module's docstring."""
-        return Matches(self, self.table.lookup(now, names, limit))
+        return Matches(self, self.table.lookup(now, block_hashes, limit))
 
-    def names(self, worker: NodeId, tier: Tier = Tier.DEVICE) -> frozenset[bytes]:
+    def block_hashes(self, worker: NodeId, tier: Tier = Tier.DEVICE) -> frozenset[bytes]:
         """The blocks that `worker` has said it holds in `tier`."""
         view = self.views.get(worker)
         return (

@@ -14,7 +14,7 @@ from engine.kv.block_hash import HASH_BYTES
 from engine.node import NodeId, Send
 from engine.stats import RouterDown, RouterUp
 from router.index.prefix_index import PrefixIndex
-from router.record import Attempt, LoggedRequest
+from router.record import Attempt, RequestRecord
 
 MAX_TOLD = 4096  # blocks of one prompt; what is longer waits for the worker's own events
 
@@ -22,14 +22,14 @@ MAX_TOLD = 4096  # blocks of one prompt; what is longer waits for the worker's o
 @dataclass(frozen=True, slots=True)
 class Placed:
     """From another router: these blocks are about to come into device memory of `worker`.
-    `names` is packed: 16 bytes a block."""
+    `block_hashes` is packed: 16 bytes a block."""
 
     worker: NodeId
     epoch: int
-    names: bytes
+    block_hashes: bytes
 
 
-class Placements:
+class ReplicaSync:
     """Owned by a router. `routers` are the others that the controller has named."""
 
     def __init__(self, index: PrefixIndex) -> None:
@@ -47,18 +47,18 @@ class Placements:
     def learn(self, now: float, placed: Placed) -> None:
         view = self._index.views.get(placed.worker)
         if view is not None and view.epoch == placed.epoch:
-            self._index.speculate(now, placed.worker, placed.names)
+            self._index.speculate(now, placed.worker, placed.block_hashes)
 
-    def tell(self, now: float, log: LoggedRequest, attempt: Attempt) -> list[Send]:
+    def tell(self, now: float, log: RequestRecord, attempt: Attempt) -> list[Send]:
         """To all other routers: what `attempt` will bring its workers that they do not hold."""
         sends: list[Send] = []
         for endpoint in (attempt.decode, attempt.prefill):
             if endpoint is None or not self.routers:
                 continue
             info = endpoint.info
-            names = log.packed_names(info)
-            held = self._index.lookup(now, names).held(info.worker).said
-            new = names[held * HASH_BYTES : (held + MAX_TOLD) * HASH_BYTES]
+            block_hashes = log.packed_hashes(info)
+            held = self._index.lookup(now, block_hashes).held(info.worker).said
+            new = block_hashes[held * HASH_BYTES : (held + MAX_TOLD) * HASH_BYTES]
             if new:
                 placed = Placed(info.worker, info.epoch, bytes(new))
                 sends += [Send(router, placed) for router in self.routers]

@@ -1,7 +1,7 @@
 """The native table behind the prefix index: `router/native/prefix_index.h`.
 
 A worker is a slot here, a small number; what is known of a block at a slot are facts, one bit each.
-Names are packed, 16 bytes each.
+Hashes are packed, 16 bytes each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.kv.block_hash import HASH_BYTES
 from engine.kv.tier import Tier
 from router.native.bindings import library
 
-Names = bytes | bytearray | memoryview  # packed
+Hashes = bytes | bytearray | memoryview  # packed
 
 # Facts; the same as in native/holders.h.
 FACT = {Tier.DEVICE: 1, Tier.HOST: 2, Tier.DISK: 4}
@@ -25,18 +25,20 @@ SAID = 1 | 2 | 4
 NUM_RUNS = 4  # what a lookup asks: in device memory, in any memory, in any tier, said by the worker
 
 
-def count_names(names: Names) -> int:
-    count, rest = divmod(len(names), HASH_BYTES)
+def count_hashes(block_hashes: Hashes) -> int:
+    count, rest = divmod(len(block_hashes), HASH_BYTES)
     if rest:
-        raise ValueError(f"packed names of {len(names)} bytes: expected {HASH_BYTES} each")
+        raise ValueError(
+            f"packed block_hashes of {len(block_hashes)} bytes: expected {HASH_BYTES} each"
+        )
     return count
 
 
-def _address(names: Names) -> Any:
-    """`names` as an argument, without a copy where that can be."""
-    if isinstance(names, bytes) or not names:
-        return bytes(names)
-    view = memoryview(names)
+def _address(block_hashes: Hashes) -> Any:
+    """`block_hashes` as an argument, without a copy where that can be."""
+    if isinstance(block_hashes, bytes) or not block_hashes:
+        return bytes(block_hashes)
+    view = memoryview(block_hashes)
     return bytes(view) if view.readonly else ctypes.byref(c_uint8.from_buffer(view))
 
 
@@ -65,33 +67,33 @@ class IndexTable:
     def regroup(self, slot: int, group: int) -> None:
         self._lib.index_regroup(self.address, slot, group)
 
-    def change(self, slot: int, names: Names, add: int = 0, drop: int = 0) -> None:
+    def change(self, slot: int, block_hashes: Hashes, add: int = 0, drop: int = 0) -> None:
         """Facts `add` come to be true of the blocks, or facts `drop` are true no more."""
-        count = count_names(names)
+        count = count_hashes(block_hashes)
         if count:
-            self._lib.index_change(self.address, slot, _address(names), count, add, drop)
+            self._lib.index_change(self.address, slot, _address(block_hashes), count, add, drop)
 
     def drop_all(self, slot: int, facts: int) -> None:
         self._lib.index_drop_all(self.address, slot, facts)
 
-    def expect(self, slot: int, names: Names, now: float, until: float) -> None:
+    def expect(self, slot: int, block_hashes: Hashes, now: float, until: float) -> None:
         """The blocks count as in device memory until `until`, where they are not yet."""
-        count = count_names(names)
+        count = count_hashes(block_hashes)
         if count:
-            self._lib.index_expect(self.address, slot, _address(names), count, now, until)
+            self._lib.index_expect(self.address, slot, _address(block_hashes), count, now, until)
 
     def tidy(self, now: float, budget: int) -> None:
         """Take out what is over, at most `budget` blocks of each kind."""
         self._lib.index_tidy(self.address, now, budget)
 
-    def lookup(self, now: float, names: Names, limit: int | None) -> ctypes.Array[c_uint32]:
+    def lookup(self, now: float, block_hashes: Hashes, limit: int | None) -> ctypes.Array[c_uint32]:
         """NUM_RUNS lengths for each slot, of the first `limit` blocks."""
         ends = (c_uint32 * (NUM_RUNS * self._num_slots))()
-        count = count_names(names)
+        count = count_hashes(block_hashes)
         if limit is not None and limit < count:
             count = max(0, limit)
         if count and self._num_slots:
-            self._lib.index_lookup(self.address, now, _address(names), count, ends)
+            self._lib.index_lookup(self.address, now, _address(block_hashes), count, ends)
         return ends
 
     def best(self, ends: ctypes.Array[c_uint32], group: int, limit: int) -> list[int]:
@@ -102,12 +104,12 @@ class IndexTable:
         count = self._lib.index_best(self.address, ends, num_slots, group, limit, found)
         return found[:count]
 
-    def count(self, names: Names) -> dict[int, dict[Tier, int]]:
+    def count(self, block_hashes: Hashes) -> dict[int, dict[Tier, int]]:
         """How many of the blocks each slot has in each tier; no zeros."""
         counts = (c_uint32 * (len(FACT) * self._num_slots))()
-        count = count_names(names)
+        count = count_hashes(block_hashes)
         if count:
-            self._lib.index_count(self.address, _address(names), count, counts)
+            self._lib.index_count(self.address, _address(block_hashes), count, counts)
         found: dict[int, dict[Tier, int]] = {}
         for at, number in enumerate(counts):
             if number:
@@ -120,7 +122,7 @@ class IndexTable:
         sizes = [self.held(slot, fact) * HASH_BYTES for fact in FACT.values()]
         buffers = [(c_uint8 * size)() for size in sizes]
         self._lib.index_export(self.address, slot, *buffers)
-        return {tier: bytes(names) for tier, names in zip(FACT, buffers, strict=True)}
+        return {tier: bytes(block_hashes) for tier, block_hashes in zip(FACT, buffers, strict=True)}
 
     def held(self, slot: int, facts: int) -> int:
         """Number of blocks of which one of `facts`, that exclude each other, is true."""

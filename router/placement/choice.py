@@ -165,8 +165,16 @@ class Chooser:
         failed this request, are better than none."""
         num_tokens, total_tokens, output_tokens, prompts, avoid = work
         named = bytearray(_NAMED.size * len(prompts))
-        for number, (model, block_size, unit, names) in enumerate(prompts):
-            told = model, block_size, unit, _address(names), len(names) // HASH_BYTES, 0, 0
+        for number, (model, block_size, unit, block_hashes) in enumerate(prompts):
+            told = (
+                model,
+                block_size,
+                unit,
+                _address(block_hashes),
+                len(block_hashes) // HASH_BYTES,
+                0,
+                0,
+            )
             _NAMED.pack_into(named, _NAMED.size * number, *told)
         question = self._question
         told_work = now, output_tokens, num_tokens, _address(named), len(prompts), 0, 0

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from router.placement.endpoint import Endpoint
 from router.placement.fleet import Fleet
 from router.placement.reuse import Reuse
-from router.record import LoggedRequest
-from router.retention import Keeper
+from router.record import RequestRecord
+from router.retention import RetainOn
 
 REFRESH_S = 2.0  # room and reuse change slowly
 MIN_REQUESTS = 500  # before anything is kept nowhere
 
 
-class Keepers:
+class RetentionPolicy:
     """Owned by a dispatcher. Invariant: of any run of handoffs, the share that prefill workers keep
     is theirs of the room, to within one request; of each kind likewise what is kept at all."""
 
@@ -38,27 +38,31 @@ class Keepers:
         self._owed = [0.0] * len(self._reuse.kinds)
 
     def choose(
-        self, now: float, log: LoggedRequest, names: Sequence[bytes], prefill: Endpoint | None
-    ) -> Keeper:
-        """Of a request that is dispatched now. `names`: of its full blocks."""
-        kind = self._reuse.note(now, names, log.num_prompt_tokens)
+        self,
+        now: float,
+        log: RequestRecord,
+        block_hashes: Sequence[bytes],
+        prefill: Endpoint | None,
+    ) -> RetainOn:
+        """Of a request that is dispatched now. `block_hashes`: of its full blocks."""
+        kind = self._reuse.note(now, block_hashes, log.num_prompt_tokens)
         if now >= self._due_at:
             self._due_at = now + REFRESH_S
             self._refresh()
         self._num_seen += 1
         if log.submit.session is not None:
-            return Keeper.DECODE
+            return RetainOn.DECODE
         self._owed[kind] = min(2.0, self._owed[kind] + self._shares[kind])
         if self._owed[kind] < 1.0:
-            return Keeper.NOBODY
+            return RetainOn.NOBODY
         self._owed[kind] -= 1.0
         if prefill is None:
-            return Keeper.DECODE
+            return RetainOn.DECODE
         self._prefill_owed += self._prefill_share
         if self._prefill_owed < 1.0:
-            return Keeper.DECODE
+            return RetainOn.DECODE
         self._prefill_owed -= 1.0
-        return Keeper.PREFILL
+        return RetainOn.PREFILL
 
     def _refresh(self) -> None:
         ours, theirs = _room(self._prefills), _room(self._decodes)

@@ -1,6 +1,6 @@
 """How likely KV is to be used again, and how soon: learned from the prompts that come.
 
-A prompt that continues an earlier one is found by names of blocks at a few positions of each, so
+A prompt that continues an earlier one is found by hashes of blocks at a few positions of each, so
 that it costs the same whatever is still cached anywhere. Requests are told apart by what is known
 when they end: how many turns went before, and whether they are long enough to be continued at all.
 """
@@ -77,13 +77,13 @@ class Reuse:
         self._tokens_s = 0.0  # time over which tokens were counted, with the same weights
         self._weight = 1.0  # of what comes now
 
-    def note(self, now: float, names: Sequence[bytes], num_tokens: int) -> int:
-        """A prompt has come, whose blocks have these names. Returns its kind."""
+    def note(self, now: float, block_hashes: Sequence[bytes], num_tokens: int) -> int:
+        """A prompt has come, whose blocks have these hashes. Returns its kind."""
         turn, kind = 0, 0
-        last = bisect_right(POSITIONS, len(names))
+        last = bisect_right(POSITIONS, len(block_hashes))
         seen_at = self._seen.get
         for position in POSITIONS[last - 1 : 0 : -1] if last else ():
-            seen = seen_at(names[position - 1])
+            seen = seen_at(block_hashes[position - 1])
             if seen is not None:
                 turn = seen.turn + 1
                 if not seen.continued:
@@ -92,7 +92,7 @@ class Reuse:
                 break
         if last:
             longest = POSITIONS[last - 1]
-            name = names[longest - 1]
+            name = block_hashes[longest - 1]
             kind = _kind_number(turn, longest)
             self._seen[name] = _Seen(now, turn)
             self._seen.move_to_end(name)

@@ -45,13 +45,13 @@ class Intake(NamedTuple):
     fetch_from: NodeId | None = None
 
 
-class NamedPrompt(NamedTuple):
+class HashedPrompt(NamedTuple):
     """A prompt as workers of one kind name it."""
 
     model: int  # as `Endpoint.model`
     block_size: int
     unit: int  # tokens that a name stands for
-    names: bytearray  # of its full blocks, packed
+    block_hashes: bytearray  # of its full blocks, packed
 
 
 class Work(NamedTuple):
@@ -60,5 +60,5 @@ class Work(NamedTuple):
     num_tokens: int  # prompt and output so far: KV that must be there before the next token
     total_tokens: int  # that it may come to have
     output_tokens: float  # expected from now on
-    prompts: Sequence[NamedPrompt]  # one for each kind of workers
+    prompts: Sequence[HashedPrompt]  # one for each kind of workers
     avoid: Sequence[Endpoint] = ()  # these have failed it

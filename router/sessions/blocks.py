@@ -33,11 +33,11 @@ class SessionBlocks:
         workers = self._workers()
         sends: list[Send] = []
         for holder in self._holders(session, workers)[:at_most]:
-            names = self._names(action, session, workers[holder.worker])
-            if names and (only is None or only in holder.num_blocks):
+            block_hashes = self._hashes(action, session, workers[holder.worker])
+            if block_hashes and (only is None or only in holder.num_blocks):
                 self._num_orders += 1
                 order_id = f"{self._router}/{self._num_orders}"
-                order = CacheOrder(order_id, self._router, action, tuple(names))
+                order = CacheOrder(order_id, self._router, action, tuple(block_hashes))
                 sends.append(Send(holder.worker, order))
         return sends
 
@@ -68,7 +68,7 @@ class SessionBlocks:
         turn, of which the index may not have heard yet."""
         held: dict[NodeId, dict[Tier, int]] = {}
         for kind in {kind_of(info) for info in workers.values()}:
-            found = self._dispatcher.index.holdings(session.names(kind))
+            found = self._dispatcher.index.holdings(session.block_hashes(kind))
             held.update((w, counts) for w, counts in found.items() if kind_of(workers[w]) == kind)
         if session.tokens and session.worker in workers:
             held.setdefault(session.worker, {})
@@ -82,16 +82,16 @@ class SessionBlocks:
         best_first = sorted(sorted(held), key=rank, reverse=True)
         return [SessionHolder(worker, held[worker]) for worker in best_first]
 
-    def _names(self, action: CacheAction, session: Session, info: WorkerInfo) -> list[bytes]:
+    def _hashes(self, action: CacheAction, session: Session, info: WorkerInfo) -> list[bytes]:
         """What an order is about. What another session stands for too (the beginning of a fork) is
         not dropped, and not unpinned while that one is pinned; nor is a public region dropped."""
-        names = session.names(kind_of(info))
+        block_hashes = session.block_hashes(kind_of(info))
         num_kept = 0
         if action is CacheAction.DROP:
             num_kept = session.scope.num_public_tokens // info.block_size
         elif action is not CacheAction.UNPIN:
-            return names
+            return block_hashes
         for other in self._table.of_tenant(session.tenant):
             if other is not session and (action is CacheAction.DROP or other.pinned):
                 num_kept = max(num_kept, session.num_shared(other, info.block_size))
-        return names[num_kept:]
+        return block_hashes[num_kept:]

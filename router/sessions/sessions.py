@@ -26,7 +26,7 @@ from router.messages import (
     SessionReply,
     Submit,
 )
-from router.record import Attempt, LoggedRequest
+from router.record import Attempt, RequestRecord
 from router.sessions.blocks import SessionBlocks
 from router.sessions.commands import PendingCommand, PendingCommands
 from router.sessions.sharing import DeleteSession, SaveSession, SessionsLearned, learn
@@ -109,7 +109,7 @@ class Sessions:
         session.parked = False
         self.table.touch(session)
 
-    def end(self, now: float, log: LoggedRequest, attempt: Attempt | None) -> None:
+    def end(self, now: float, log: RequestRecord, attempt: Attempt | None) -> None:
         """A turn has ended, however. Where tokens came, they are what the session stands for:
         a client that stops an answer halfway goes on from what it has seen."""
         submit = log.submit
@@ -126,7 +126,7 @@ class Sessions:
             if attempt is not None:
                 info = attempt.decode.info
                 session.worker = info.worker
-                session.set_names(kind_of(info), log.block_names(info))
+                session.set_hashes(kind_of(info), log.block_hashes(info))
             if session.pinned:
                 self._order(CacheAction.PIN, session)
             self._save(now, session)

@@ -2,7 +2,7 @@
 
 Life of a session: made by the first Submit that names it, refreshed by the end of every turn,
 forgotten when its retention is over, when it is closed, or when there are too many. Its tokens
-stand for its KV: the names of its blocks follow from them on any worker.
+stand for its KV: the hashes of its blocks follow from them on any worker.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Session:
     foreign: bool = False  # its last change was another router's
     live: set[str] = field(default_factory=set)  # requests that are turns of it
     due_at: float | None = None  # of its entry in the table's heap; None: it has none
-    _names: dict[Kind, bytes] = field(default_factory=dict)
+    _hashes: dict[Kind, bytes] = field(default_factory=dict)
 
     @property
     def state(self) -> SessionState:
@@ -100,24 +100,24 @@ class Session:
     def set_tokens(self, tokens: bytes) -> None:
         """As array("I") writes them."""
         self.tokens = tokens
-        self._names.clear()
+        self._hashes.clear()
 
-    def set_names(self, kind: Kind, names: list[bytes]) -> None:
-        """What `names` would find by hashing, where that was done already."""
-        self._names[kind] = b"".join(names[: self.num_blocks(kind)])
+    def set_hashes(self, kind: Kind, block_hashes: list[bytes]) -> None:
+        """What `block_hashes` would find by hashing, where that was done already."""
+        self._hashes[kind] = b"".join(block_hashes[: self.num_blocks(kind)])
 
     def num_blocks(self, kind: Kind) -> int:
         """The last token was sampled, not computed: it has no KV yet."""
         return max(0, self.num_tokens - 1) // kind[1]
 
-    def names(self, kind: Kind) -> list[bytes]:
+    def block_hashes(self, kind: Kind) -> list[bytes]:
         """Names of the blocks of its KV, in order. Kept packed: a session may have thousands."""
-        packed = self._names.get(kind)
+        packed = self._hashes.get(kind)
         if packed is None:
             fingerprint, size = kind
             tokens = array("I", self.tokens[: self.num_blocks(kind) * size * TOKEN_BYTES])
             packed = b"".join(hash_blocks(fingerprint, self.scope, tokens, size))
-            self._names[kind] = packed
+            self._hashes[kind] = packed
         return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
 
     def num_shared(self, other: Session, block_size: int) -> int:

@@ -77,7 +77,7 @@ def test_one_request_at_a_time_and_again_from_every_tier(
                 check([cluster.submit(p, sampling).result(120) for p in all_prompts], reference)
                 wait_until_on_disk(cluster)
                 pool = cluster.workers["decode-0"].node.core.kv.pool
-                cluster.run(lambda pool=pool: pool.evict(pool.names()))
+                cluster.run(lambda pool=pool: pool.evict(pool.block_hashes()))
             answers = [cluster.submit(p, sampling).result(120) for p in all_prompts]
             check(answers, reference)
             cluster.wait_idle()

@@ -89,14 +89,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert not set(stored) & self.known
         assert set(removed) <= self.known
         self.known = (self.known | set(stored)) - set(removed)
-        assert self.known == set(self.pool.names())
+        assert self.known == set(self.pool.block_hashes())
 
     @invariant()
     def consistent(self) -> None:
         self.pool.check_integrity()
         in_use = {block for table in self.users for block in table}
         assert self.pool.num_free == NUM_BLOCKS - len(in_use)
-        assert set(self.pool.names()) == set(self.content.values())
+        assert set(self.pool.block_hashes()) == set(self.content.values())
         assert self.pool.num_evictable == len(self.evictable)
 
 
@@ -132,9 +132,9 @@ def test_spare_copies_go_before_everything_else_and_their_ends_first() -> None:
     pool.release(later)
     order = []
     for _ in range(6):
-        before = set(pool.names())
+        before = set(pool.block_hashes())
         pool.allocate(1)
-        order += before - set(pool.names())
+        order += before - set(pool.block_hashes())
     assert order == [b"s\1", b"s\0", b"k\1", b"k\0", b"l\1", b"l\0"]
 
 
@@ -146,7 +146,7 @@ def test_a_spare_copy_that_is_used_again_is_worth_as_much_as_any() -> None:
     pool.acquire(spare)
     pool.release(spare)
     pool.allocate(2)
-    assert set(pool.names()) == {b"s\0", b"s\1"}
+    assert set(pool.block_hashes()) == {b"s\0", b"s\1"}
 
 
 def test_blank_blocks_are_used_before_cached_ones() -> None:
@@ -172,6 +172,6 @@ def test_evicted_names_are_removed_and_their_blocks_blank() -> None:
     pool.take_changes()
     assert pool.evict([b"a", b"b", b"c"]) == 1
     assert pool.take_changes() == ((), (b"a",))
-    assert pool.names() == (b"b",)
+    assert pool.block_hashes() == (b"b",)
     assert pool.num_evictable == 0
     assert pool.num_free == 2

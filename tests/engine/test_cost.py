@@ -21,7 +21,7 @@ from engine.cost import (
 from engine.request import SamplingParams
 from engine.stats import Role
 from engine.step import ScheduledSeq, Step
-from engine.step_timing import Pace
+from engine.step_timing import StepTiming
 
 BUDGET = 8192
 TRUE = (0.004, 0.35, 0.02, 0.06)  # a pass, 4,096 tokens of it, their squares, what lies before them
@@ -179,9 +179,9 @@ def share(start: int, count: int) -> ScheduledSeq:
     return ScheduledSeq("r#1", [1] * count, start, [], True, SamplingParams(), [], 0)
 
 
-def paced(**limits: float) -> Pace:
+def paced(**limits: float) -> StepTiming:
     config = WorkerConfig("w", Role.DECODE, 1, 100, 16, 32, 4096, b"f", **limits)  # type: ignore[arg-type]
-    return Pace(config)
+    return StepTiming(config)
 
 
 def test_a_worker_learns_what_prompts_cost_from_its_steps() -> None:

@@ -38,7 +38,8 @@ def test_newly_sealed_blocks_are_collected_with_their_retention() -> None:
     kv.collect_sealed = True
     seq = compute(kv, list(range(10)))
     assert kv.newly_sealed == [
-        (block, name, RETENTION) for block, name in zip(seq.block_ids, seq.names, strict=False)
+        (block, name, RETENTION)
+        for block, name in zip(seq.block_ids, seq.block_hashes, strict=False)
     ]
 
 
@@ -73,7 +74,7 @@ def test_a_spare_copy_goes_first_but_what_was_here_before_it_keeps_its_place() -
     kv.release(compute(kv, prompt[:8]))
     kv.release(compute(kv, [50 + i for i in range(8)]))  # used later
     spare = compute(kv, prompt, SPARE)
-    names = list(spare.names)
+    names = list(spare.block_hashes)
     assert spare.num_hits == 2
     kv.release(spare)
     kv.allocate(4)  # two are blank, two go
@@ -90,7 +91,7 @@ def test_a_request_that_is_kept_saves_a_spare_copy_that_it_hits() -> None:
     kv.release(compute(kv, [50 + i for i in range(8)]))
     kv.release(compute(kv, prompt))
     kv.allocate(4)
-    assert kv.pool.lookup(sequence(prompt).names) != []
+    assert kv.pool.lookup(sequence(prompt).block_hashes) != []
     assert kv.pool.num_cached == 2
 
 

@@ -80,7 +80,7 @@ def serve(world: World, *, remote: bool, **sampling: Any) -> World:
 
 
 def cached(world: World) -> dict[str, set[bytes]]:
-    return {name: set(worker.core.kv.pool.names()) for name, worker in world.workers.items()}
+    return {name: set(worker.core.kv.pool.block_hashes()) for name, worker in world.workers.items()}
 
 
 def ends(world: World) -> dict[str, FinishReason]:

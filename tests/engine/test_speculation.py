@@ -57,7 +57,7 @@ class Guessing(World):
     def assert_checksums(self) -> None:
         """Sealed blocks hold what their checksums say."""
         kv, slots = self.decode.core.kv, self.slots["decode"]
-        for name in kv.pool.names():
+        for name in kv.pool.block_hashes():
             block = kv.pool.lookup([name])[0]
             assert kv.checksums[block] == checksum(slots[block])
 
@@ -93,7 +93,7 @@ def test_what_a_full_draft_fills_is_sealed_with_its_checksum() -> None:
     world = serve(Guessing(BLOCK_SIZE - 1))
     assert (BLOCK_SIZE - 1, BLOCK_SIZE - 1) in world.drafts
     kv = world.decode.core.kv
-    sealed = {kv.pool.lookup([name])[0] for name in kv.pool.names()}
+    sealed = {kv.pool.lookup([name])[0] for name in kv.pool.block_hashes()}
     assert set(kv.checksums) == sealed, "and a block that was not filled has none"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.kv.tier import Tier
-from kvtransfer.agent import AgentError, ReadBlocks
+from kvtransfer.agent import AgentError, CopyBlocks
 
 
 @dataclass
@@ -66,5 +66,5 @@ class FakeAgent:
 
 def a_read(
     transfer_id: int = 1, peer: str = "p", epoch: int = 1, timeout_s: float = 5, **tiers: Tier
-) -> ReadBlocks:
-    return ReadBlocks(transfer_id, peer, epoch, (0, 1), (2, 3), timeout_s, **tiers)
+) -> CopyBlocks:
+    return CopyBlocks(transfer_id, peer, epoch, (0, 1), (2, 3), timeout_s, **tiers)

@@ -13,9 +13,9 @@ from engine.request import SamplingParams
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
 from kvtransfer.agent import (
     ConnectPeer,
+    CopyBlocks,
+    CopyDone,
     PeerConnected,
-    ReadBlocks,
-    ReadDone,
     StoreFailed,
     StoreIndex,
 )
@@ -111,7 +111,7 @@ class TestReads:
         bench.clock.now = 2.0
         bench.agent.states[0] = "done"
         checksums = tuple(checksum_blocks(bench.pool, [2, 3]))
-        assert bench.executor.poll_reads() == [ReadDone(1, None, checksums, 2.0, 2 * BLOCK)]
+        assert bench.executor.poll_reads() == [CopyDone(1, None, checksums, 2.0, 2 * BLOCK)]
         assert bench.executor.poll_reads() == []
 
     def test_reads_settle_in_any_order(self, bench: Bench) -> None:
@@ -173,14 +173,14 @@ class TestReads:
         ],
     )
     def test_a_read_that_cannot_begin_is_answered(
-        self, bench: Bench, request_: ReadBlocks, error: str
+        self, bench: Bench, request_: CopyBlocks, error: str
     ) -> None:
         bench.executor.post(request_)
         assert [d.error for d in bench.executor.poll_reads()] == [error]
 
     def test_a_read_of_nothing_is_done(self, bench: Bench) -> None:
-        bench.executor.post(ReadBlocks(4, "p", 1, (), (), 1.0))
-        assert bench.executor.poll_reads() == [ReadDone(4, None)]
+        bench.executor.post(CopyBlocks(4, "p", 1, (), (), 1.0))
+        assert bench.executor.poll_reads() == [CopyDone(4, None)]
         assert bench.agent.num_reads == 0
 
     def test_a_failed_connection_says_why_and_ends_the_older_one(self, bench: Bench) -> None:
@@ -232,7 +232,7 @@ def test_faults_are_put_into_the_memory_that_was_read_into_and_never_on_disk() -
     pool, host = content(NUM_BLOCKS, BLOCK, 0), content(NUM_BLOCKS, BLOCK, 1)
     hit: list[str] = []
 
-    def corrupt(request: ReadBlocks, pool_bytes: np.ndarray) -> None:
+    def corrupt(request: CopyBlocks, pool_bytes: np.ndarray) -> None:
         hit.append("host" if pool_bytes is host else "pool")
 
     agent, pools = FakeAgent(states=["done"] * 4), {Tier.DEVICE: pool, HOST: host}
@@ -315,13 +315,13 @@ def test_bad_bytes_in_one_block_change_its_checksum_alone() -> None:
     pool, source = content(NUM_BLOCKS, BLOCK, 0), content(NUM_BLOCKS, BLOCK, 1)
     producer = LocalAgent("p", source, registry)
 
-    def corrupt(request: ReadBlocks, pool_bytes: np.ndarray) -> None:
+    def corrupt(request: CopyBlocks, pool_bytes: np.ndarray) -> None:
         pool_bytes[request.dst[1], 100] ^= 1
 
     agent = LocalAgent("r", pool, registry)
     executor = TransferExecutor("r", 1, agent, {Tier.DEVICE: pool}, corrupt=corrupt)
     assert executor.connect(ConnectPeer("p", 1, NUM_BLOCKS, producer.metadata())).error is None
-    executor.post(ReadBlocks(1, "p", 1, (4, 5, 6), (1, 2, 3), 5.0))
+    executor.post(CopyBlocks(1, "p", 1, (4, 5, 6), (1, 2, 3), 5.0))
     (done,) = executor.poll_reads()
     expected = checksum_blocks(source, [4, 5, 6])
     assert [a == b for a, b in zip(done.checksums, expected, strict=True)] == [True, False, True]

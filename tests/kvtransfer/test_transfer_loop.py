@@ -14,9 +14,9 @@ from kvtransfer import transfer_loop
 from kvtransfer.agent import (
     Agent,
     ConnectPeer,
+    CopyBlocks,
+    CopyDone,
     PeerConnected,
-    ReadBlocks,
-    ReadDone,
     StoreFailed,
     StoreIndex,
 )
@@ -70,13 +70,13 @@ class TestTransferLoop:
         loop = start(executor)
         loop.submit(ConnectPeer("p", 3, NUM_BLOCKS, producer.metadata()))
         for i in range(200):
-            loop.submit(ReadBlocks(i, "p", 3, (i % 8,), (i % 8,), 5.0))
+            loop.submit(CopyBlocks(i, "p", 3, (i % 8,), (i % 8,), 5.0))
         assert loop.next() == PeerConnected("p", 3, lane="memcpy")
         answers = [loop.next() for _ in range(200)]
         for answer in answers:
-            assert isinstance(answer, ReadDone)
+            assert isinstance(answer, CopyDone)
             assert answer.checksums == tuple(checksum_blocks(source, [answer.transfer_id % 8]))
-        assert sorted(a.transfer_id for a in answers if isinstance(a, ReadDone)) == [*range(200)]
+        assert sorted(a.transfer_id for a in answers if isinstance(a, CopyDone)) == [*range(200)]
         assert np.array_equal(pool, source)
         assert executor.audit() == 0
 
@@ -87,7 +87,7 @@ class TestTransferLoop:
         loop.submit(a_read(timeout_s=0.05))
         assert loop.next() == PeerConnected("p", 1)
         answer = loop.next()
-        assert isinstance(answer, ReadDone)
+        assert isinstance(answer, CopyDone)
         assert "not done after 0.05 s" in (answer.error or "")
         assert not agent.live
 
@@ -99,7 +99,7 @@ class TestTransferLoop:
         for transfer_id in (1, 2, 3):
             loop.submit(a_read(transfer_id, timeout_s=1000))
         refusal = loop.next()
-        assert isinstance(refusal, ReadDone)
+        assert isinstance(refusal, CopyDone)
         assert refusal.transfer_id == 3
         assert refusal.error == "2 transfers are outstanding, the most allowed"
 
@@ -123,7 +123,7 @@ class TestTransferLoop:
         class Counting(TransferExecutor):
             polls = 0
 
-            def poll_reads(self) -> list[ReadDone]:
+            def poll_reads(self) -> list[CopyDone]:
                 self.polls += 1
                 return super().poll_reads()
 
@@ -173,12 +173,12 @@ class TestTheDisksLoop:
     def test_the_index_is_changed_in_order_with_the_reads(self) -> None:
         events: list[Any] = []
         loop = Loop(executor_of(RecordingAgent(events)), store=FakeStore(events))
-        write = ReadBlocks(1, "me", 1, (0,), (5,), 5.0, dst_tier=Tier.DISK)
+        write = CopyBlocks(1, "me", 1, (0,), (5,), 5.0, dst_tier=Tier.DISK)
         loop.submit(StoreIndex(remove=(5,)))
         loop.submit(write)
         loop.submit(StoreIndex(remove=(6,)))
         answer = loop.next()
-        assert isinstance(answer, ReadDone)
+        assert isinstance(answer, CopyDone)
         assert answer.transfer_id == 1
         assert loop.loop.close(DEADLINE_S)
         assert events == [

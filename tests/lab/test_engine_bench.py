@@ -14,7 +14,13 @@ from safetensors.torch import load_file
 from cluster.worker.build import prepare_model
 from engine.model import roofline as floor
 from engine.model.config import Experts, ModelConfig
-from engine.model.roofline import Rates, Weights, count_weights, decode_floor_s, prefill_floor_s
+from engine.model.roofline import (
+    Rates,
+    Weights,
+    count_weights,
+    decode_roofline_s,
+    prefill_roofline_s,
+)
 from engine.request import FinishReason
 from lab.bench import engine as engine_bench
 from lab.bench import engine_start
@@ -113,7 +119,7 @@ def test_the_command_measures_and_tells(
     assert [row["batch"] for row in result["decode"]] == [1, 3]
     for row in (*result["decode"], *result["prefill"]):
         assert row["tokens_per_s"] > 0
-        assert row["share_of_floor"] > 0
+        assert row["share_of_roofline"] > 0
     assert result["start_s"] == START_S
     assert "first token 2.50 s" in done.output
 
@@ -154,9 +160,9 @@ def test_weights_are_counted_as_they_are_kept(model_dir: Path) -> None:
 def test_the_slower_of_reading_and_multiplying_is_the_floor(model_dir: Path) -> None:
     rates = Rates(read_bytes_per_s=1e9, flops_per_s=1e10)
     weights = Weights(every=1_000_000, head=0, experts=0, share=0.0, bytes_per_number=2.0)
-    assert decode_floor_s(rates, weights, 1, 0, 0) == pytest.approx(2e-3)
-    assert decode_floor_s(rates, weights, 100, 0, 0) == pytest.approx(2e-2)
-    assert decode_floor_s(rates, weights, 1, 1000, 3000) == pytest.approx(5e-3)
+    assert decode_roofline_s(rates, weights, 1, 0, 0) == pytest.approx(2e-3)
+    assert decode_roofline_s(rates, weights, 100, 0, 0) == pytest.approx(2e-2)
+    assert decode_roofline_s(rates, weights, 1, 1000, 3000) == pytest.approx(5e-3)
     experts = replace(weights, experts=8_000_000, share=0.25)
     assert experts.num_bytes(1) == 2 * (1_000_000 + 2_000_000)
     assert experts.num_bytes(1000) == pytest.approx(2 * 9_000_000)
@@ -164,5 +170,5 @@ def test_the_slower_of_reading_and_multiplying_is_the_floor(model_dir: Path) -> 
     near = replace(config, windows=(10,) * config.num_layers)
     free = replace(weights, every=0)
     pairs = config.num_layers * 4 * config.num_heads * config.head_dim / 1e10
-    assert prefill_floor_s(rates, free, config, 100) == pytest.approx(pairs * 5050)
-    assert prefill_floor_s(rates, free, near, 100) == pytest.approx(pairs * (55 + 90 * 10))
+    assert prefill_roofline_s(rates, free, config, 100) == pytest.approx(pairs * 5050)
+    assert prefill_roofline_s(rates, free, near, 100) == pytest.approx(pairs * (55 + 90 * 10))

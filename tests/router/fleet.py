@@ -18,7 +18,7 @@ from router.placement.cost import CostModel
 from router.placement.endpoint import Endpoint
 from router.placement.fleet import Fleet
 from router.placement.policy import Choice, Policy, Question
-from router.placement.work import NamedPrompt, Work
+from router.placement.work import HashedPrompt, Work
 from tests.router.script import worker_info, worker_stats
 
 STATS = worker_stats("", prefill_tokens_per_s=1000.0, decode_step_s=0.01)
@@ -110,7 +110,7 @@ class Chooser:
         for worker in self.workers:
             self.hold(worker, names, todo.held.get(worker.worker, NOTHING))
         models = {worker.model: worker.block_size for worker in self.workers}
-        prompts = [NamedPrompt(model, size, 1, names) for model, size in models.items()]
+        prompts = [HashedPrompt(model, size, 1, names) for model, size in models.items()]
         return Work(todo.num_tokens, todo.num_tokens, todo.output_tokens, prompts)
 
     def hold(self, worker: Endpoint, names: bytearray, held: Held) -> None:

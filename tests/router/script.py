@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from decode_worker.messages import Decode
 from engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
 from engine.kv.events import KVSnapshot
-from engine.kv.tier import Tier, TierNames
+from engine.kv.tier import Tier, TierHashes
 from engine.messages import Refused, TokenDeltas
 from engine.node import Note, Send, Wake, Woken
 from engine.request import FinishReason, Refusal, SamplingParams, TokenDelta
@@ -108,7 +108,7 @@ class Script(Outbox):
             tuple(hash_blocks(fingerprint, UNSALTED, tuple(tokens), BLOCK))
             for tokens in (device, host, disk)
         ]
-        tiers = (TierNames(Tier.HOST, names[1]), TierNames(Tier.DISK, names[2]))
+        tiers = (TierHashes(Tier.HOST, names[1]), TierHashes(Tier.DISK, names[2]))
         self.tell(KVSnapshot(worker, 1, self.num_snapshots, names[0], tiers))
 
     def submit(

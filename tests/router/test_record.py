@@ -9,16 +9,16 @@ import pytest
 from engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
 from engine.request import FinishReason, SamplingParams, TokenDelta
 from router.messages import Submit
-from router.record import LoggedRequest, Verdict
+from router.record import RequestRecord, Verdict
 from tests.router.script import BLOCK, worker_info
 
 PROMPT = tuple(range(10))
 
 
-def log_of(*output: int, scope: CacheScope = UNSALTED, **sampling: object) -> LoggedRequest:
+def log_of(*output: int, scope: CacheScope = UNSALTED, **sampling: object) -> RequestRecord:
     params = SamplingParams(**{"max_tokens": 8, "stop_token_ids": (999,), **sampling})  # type: ignore[arg-type]
     submit = Submit("r", "api", PROMPT, params, 60.0, scope=scope)
-    log = LoggedRequest(submit, params, 1, 0.0, 60.0, 0.0)
+    log = RequestRecord(submit, params, 1, 0.0, 60.0, 0.0)
     log.tokens += output
     return log
 
@@ -84,12 +84,12 @@ def test_block_names_grow_with_the_log_and_are_those_of_the_engine() -> None:
     info = worker_info("decode-0")
     log = log_of(scope=CacheScope(b"tenant"))
     scope = CacheScope(b"tenant")
-    assert log.block_names(info) == hash_blocks(info.fingerprint, scope, PROMPT, BLOCK)
+    assert log.block_hashes(info) == hash_blocks(info.fingerprint, scope, PROMPT, BLOCK)
     log.tokens += range(50, 59)
-    assert log.block_names(info) == hash_blocks(info.fingerprint, scope, log.tokens, BLOCK)
+    assert log.block_hashes(info) == hash_blocks(info.fingerprint, scope, log.tokens, BLOCK)
     other = replace(info, fingerprint=b"another", block_size=8)
-    assert log.block_names(other) == hash_blocks(b"another", scope, log.tokens, 8)
-    assert log_of().block_names(info)[0] != log.block_names(info)[0]
+    assert log.block_hashes(other) == hash_blocks(b"another", scope, log.tokens, 8)
+    assert log_of().block_hashes(info)[0] != log.block_hashes(info)[0]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from decode_worker.messages import Decode
 from engine.kv.block_hash import HASH_BYTES
 from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.kv.tier import Tier, TierNames
+from engine.kv.tier import Tier, TierHashes
 from engine.node import Send, Wake, Woken
 from engine.request import SamplingParams
 from router.messages import Submit, TenantShare, WorkerDown, WorkerUp
@@ -95,7 +95,7 @@ def test_only_the_writer_writes_each_worker_once() -> None:
         "decode-0": (1, 5, 10),
         "decode-1": (1, 5, 3),
     }
-    assert set(found["decode-0"].names) >= {Tier.DEVICE}
+    assert set(found["decode-0"].block_hashes) >= {Tier.DEVICE}
     sharing.now += 1000.0
     assert sharing.views() == {}  # nothing has changed
     sharing.say(IndexWriter(True))  # what was written is lost
@@ -113,7 +113,7 @@ def test_events_are_written_beside_the_view_until_they_change_enough_of_it() -> 
     sharing.say(first)
     assert sharing.take(SaveEvents) == []  # no view is there yet
     assert sharing.views()["decode-0"].seq == 6
-    told = (TierNames(Tier.HOST, names(0, 999)),)
+    told = (TierHashes(Tier.HOST, names(0, 999)),)
     second = KVEvents("decode-0", 1, 7, names(9001, 500), names(0, 500), told)
     sharing.say(second)
     assert sharing.take(SaveEvents) == [SaveEvents(second)]
@@ -160,11 +160,11 @@ def test_what_was_kept_of_a_living_worker_is_known_at_once(is_late: bool) -> Non
         sharing.say(kept, WorkerUp(worker_info("decode-0")))
         assert sharing.asked() == []
     index = sharing.router.index
-    assert index.names("decode-0") == {*names(0, 50), name(106)} - {name(6)}
-    assert index.names("decode-0", Tier.HOST) == {name(0)}
+    assert index.block_hashes("decode-0") == {*names(0, 50), name(106)} - {name(6)}
+    assert index.block_hashes("decode-0", Tier.HOST) == {name(0)}
     assert index.in_step
     sharing.say(KVEvents("decode-0", 1, 7, (name(107),), ()))
-    assert name(107) in index.names("decode-0")
+    assert name(107) in index.block_hashes("decode-0")
     index.check_integrity()
 
 
@@ -174,9 +174,9 @@ def test_a_gap_in_the_events_that_were_kept_is_asked_about() -> None:
     sharing.say(loaded("decode-0", 1, 5, 50, gap), WorkerUp(worker_info("decode-0")))
     assert sharing.asked() == ["decode-0"]
     index = sharing.router.index
-    assert index.names("decode-0") == {*names(0, 50)}
+    assert index.block_hashes("decode-0") == {*names(0, 50)}
     sharing.say(KVSnapshot("decode-0", 1, 9, names(40, 20)))  # what is stale vanishes
-    assert index.names("decode-0") == {*names(40, 20)}
+    assert index.block_hashes("decode-0") == {*names(40, 20)}
     assert index.in_step
 
 
@@ -186,16 +186,16 @@ def test_what_was_kept_of_another_life_means_nothing(epoch: int) -> None:
     sharing.say(loaded("decode-0", epoch, 5, 50))
     sharing.say(WorkerUp(worker_info("decode-0", epoch=2)))
     assert sharing.asked() == ["decode-0"]
-    assert sharing.router.index.names("decode-0") == frozenset()
+    assert sharing.router.index.block_hashes("decode-0") == frozenset()
 
 
 def test_what_was_kept_does_not_undo_what_is_known() -> None:
     sharing = Sharing()
     sharing.up("decode-0", 7, seq=8)
     sharing.say(loaded("decode-0", 1, 5, 50))
-    assert sharing.router.index.names("decode-0") == {*names(0, 7)}
+    assert sharing.router.index.block_hashes("decode-0") == {*names(0, 7)}
     sharing.say(WorkerDown("decode-0", 1, "killed"))
-    assert sharing.router.index.names("decode-0") == frozenset()
+    assert sharing.router.index.block_hashes("decode-0") == frozenset()
 
 
 def test_what_tenants_have_here_is_told_and_what_they_have_elsewhere_is_known() -> None:

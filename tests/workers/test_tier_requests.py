@@ -35,7 +35,7 @@ def push_out(world: World, name: str = "other", **options: Any) -> None:
     finish(world, name, OTHER, **options)
 
 
-def sink_to_disk(world: World) -> None:
+def demote_to_disk(world: World) -> None:
     for _ in range(20):
         world.tick(1.0)
         world.drain()
@@ -64,12 +64,12 @@ def test_a_prefix_that_left_the_device_comes_back_from_host_memory() -> None:
 def test_a_prefix_that_left_host_memory_comes_back_from_disk() -> None:
     world = world_of(num_host_blocks=10)
     finish(world, "a", PROMPT)
-    sink_to_disk(world)
+    demote_to_disk(world)
     for turn in range(3):
         push_out(world, f"other{turn}")
-        sink_to_disk(world)
+        demote_to_disk(world)
         finish(world, f"more{turn}", [90 - i for i in range(40)])
-        sink_to_disk(world)
+        demote_to_disk(world)
     finish(world, "b", PROMPT)
     assert sources(world, "b").get("disk", 0) > 0
     world.assert_idle()
@@ -78,7 +78,7 @@ def test_a_prefix_that_left_host_memory_comes_back_from_disk() -> None:
 def test_the_disk_survives_the_worker() -> None:
     before = world_of()
     finish(before, "a", PROMPT)
-    sink_to_disk(before)
+    demote_to_disk(before)
     records = list(before.indexed["decode"].values())
     assert len(records) >= 10
     after = world_of(records={"decode": records})
@@ -92,7 +92,7 @@ def test_the_disk_survives_the_worker() -> None:
 def test_a_changed_byte_below_the_device_is_noticed_and_the_answer_right(tier: Tier) -> None:
     world = world_of(num_host_blocks=40 if tier is Tier.HOST else 0)
     finish(world, "a", PROMPT)
-    sink_to_disk(world)
+    demote_to_disk(world)
     push_out(world)
     for slots in world.lower["decode"][tier]:
         slots[1] ^= 1
@@ -107,7 +107,7 @@ def test_what_comes_before_a_changed_block_is_used() -> None:
     finish(world, "a", PROMPT)
     push_out(world)
     (source, *_) = world.decode.exchange.tiers.find(
-        [s.name for s in world.decode.exchange.tiers.find(_names(world))[3:]]
+        [s.block_hash for s in world.decode.exchange.tiers.find(_block_hashes(world))[3:]]
     )
     world.lower["decode"][Tier.HOST][source.slot][0] ^= 1
     finish(world, "b", PROMPT)
@@ -115,7 +115,7 @@ def test_what_comes_before_a_changed_block_is_used() -> None:
     world.assert_idle()
 
 
-def _names(world: World) -> list[bytes]:
+def _block_hashes(world: World) -> list[bytes]:
     from engine.kv.block_hash import UNSALTED, hash_blocks
 
     return hash_blocks(b"tiny", UNSALTED, PROMPT, 4)
@@ -180,10 +180,10 @@ def test_a_prefix_is_fetched_from_a_peer_wherever_it_has_it(where: str) -> None:
     world = world_of(num_decode=2, num_host_blocks=0 if where == "device" else 12)
     finish(world, "a", PROMPT)
     if where != "device":
-        sink_to_disk(world)
+        demote_to_disk(world)
         push_out(world)
     if where == "disk":
-        sink_to_disk(world)
+        demote_to_disk(world)
     finish(world, "b", PROMPT, decode="decode-1", fetch_from="decode")
     assert sources(world, "b")["peer"] >= 20
     world.assert_idle()

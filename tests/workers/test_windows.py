@@ -145,7 +145,7 @@ def test_the_next_turn_goes_on_behind_the_blocks_that_were_given_back() -> None:
     world.drain()
     assert world.output("b", turn) == reference(turn, 6)
     assert world.decode.core.counters["tokens_fed"] - fed <= BLOCK_SIZE + 3 + 6
-    names = world.decode.core.kv.pool.names()
+    names = world.decode.core.kv.pool.block_hashes()
     assert len(names) < len(turn) // BLOCK_SIZE
     world.assert_idle()
 

@@ -13,7 +13,7 @@ from engine.request import Abort, FinishReason, Probe, Refusal
 from engine.sequence import SeqState
 from engine.stats import RouterDown, RouterUp
 from engine.step import StepDone
-from kvtransfer.messages import KVConfirmed, KVRead, KVReady
+from kvtransfer.messages import KVConfirmed, KVConfirmRequest, KVReady
 from tests.workers.world import BLOCK_SIZE, World, reference
 
 PROMPT = list(range(1, 23))  # five full blocks and a partial one
@@ -158,7 +158,7 @@ def test_abort_during_a_step_frees_after_the_step(world: World) -> None:
     assert world.decode.core.kv.pool.is_idle()
 
 
-@pytest.mark.parametrize("lost", [KVReady, KVRead, KVConfirmed])
+@pytest.mark.parametrize("lost", [KVReady, KVConfirmRequest, KVConfirmed])
 def test_lost_messages_end_in_local_compute(world: World, lost: type) -> None:
     world.lost = (lost,)
     world.submit("a", PROMPT, 6, remote=True)
@@ -249,7 +249,7 @@ def test_routers_hear_of_sealed_blocks(world: World) -> None:
             known = set(message.hashes)
         elif isinstance(message, KVEvents):
             known = (known | set(message.stored)) - set(message.removed)
-    assert known == set(world.decode.core.kv.pool.names())
+    assert known == set(world.decode.core.kv.pool.block_hashes())
     assert len(known) == (len(PROMPT) + 3) // BLOCK_SIZE
 
 

@@ -17,7 +17,7 @@ from engine.node import Send, Wake, Woken
 from engine.request import SamplingParams
 from engine.stats import Role
 from engine.step import Execute, Sampled, Step, StepDone
-from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone, StoreIndex
+from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, StoreIndex
 from prefill_worker.messages import Prefill
 from prefill_worker.worker import PrefillWorker
 
@@ -64,9 +64,9 @@ class World:
         self.indexed: dict[str, dict[int, DiskRecord]] = {}  # what the disk's index says, by slot
         self.queue: deque[tuple[str, Any]] = deque()
         self.to_router: list[Any] = []
-        self.reads: list[tuple[str, ReadBlocks]] = []
+        self.reads: list[tuple[str, CopyBlocks]] = []
         self.hold_reads = False
-        self.log: list[tuple[str, ReadBlocks]] = []  # every read that was asked for
+        self.log: list[tuple[str, CopyBlocks]] = []  # every read that was asked for
         self.lost: tuple[type, ...] = ()
         kinds: list[tuple[str, Role, type[PrefillWorker | DecodeWorker], int]] = [
             ("prefill", Role.PREFILL, PrefillWorker, prefill_blocks)
@@ -120,7 +120,7 @@ class World:
                     self.queue.append((node, self.run(node, step)))
                 case ConnectPeer(peer, epoch, _, _):
                     self.queue.append((node, PeerConnected(peer, epoch)))
-                case ReadBlocks():
+                case CopyBlocks():
                     self.reads.append((node, effect))
                     self.log.append((node, effect))
                 case StoreIndex(remove, put):
@@ -162,7 +162,7 @@ class World:
         moved = [source[i] for i in read.src] if read.dst_tier is Tier.DISK else None
         moved = moved or [target[i] for i in read.dst]
         sums = tuple(checksum(slots) for slots in moved)
-        self.queue.append((node, ReadDone(read.transfer_id, error, sums, 0.01, 1)))
+        self.queue.append((node, CopyDone(read.transfer_id, error, sums, 0.01, 1)))
 
     def deliver(self, node: str, message: Any) -> None:
         self.perform(node, self.workers[node].receive(self.now, message))

@@ -25,7 +25,7 @@ from cluster.api.caller import caller
 from cluster.api.calls import Call
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, overloaded, refused
-from cluster.api.limiter import PlacesTaken
+from cluster.api.limiter import LimitReached
 from cluster.api.openai.formats import Format
 from cluster.api.openai.generation import Generation, Piece
 from cluster.api.openai.plan import Plan, call_of
@@ -110,7 +110,7 @@ class GenerateEndpoint(Generic[Request]):
             with live.take():
                 gauge.set(live.num_taken)
                 yield
-        except PlacesTaken as taken:
+        except LimitReached as taken:
             message = f"{live.limit} requests are being served, which is the limit"
             raise overloaded(message, taken.retry_after_s) from None
         finally:

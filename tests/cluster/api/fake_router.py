@@ -11,7 +11,7 @@ from typing import Any
 from engine.request import FinishReason, Refusal, TokenLogprobs
 from router.explain import Explanations
 from router.messages import Cancel, Failed, Output, SessionCommand, SessionReply, Submit
-from router.record import LoggedRequest
+from router.record import RequestRecord
 
 
 @dataclass
@@ -59,7 +59,7 @@ class FakeRouter:
         """Each ends with an explanation, as at a real router."""
         clock = asyncio.get_running_loop().time
         began = clock()
-        log = LoggedRequest(submit, submit.sampling, 1, began, began + 60, began)
+        log = RequestRecord(submit, submit.sampling, 1, began, began + 60, began)
         try:
             await self._answer(submit)
         finally:

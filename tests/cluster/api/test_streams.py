@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from cluster.api.context import ApiLimits
-from cluster.api.limiter import Places
+from cluster.api.limiter import ConcurrencyLimiter
 from cluster.api.server import bind_socket
 from cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve, wait_until
@@ -158,7 +158,7 @@ def test_a_body_that_does_not_come_is_a_408(impatient: Served) -> None:
 def test_more_requests_than_the_limit_are_a_429(impatient: Served) -> None:
     impatient.router.delay_s = 60
     clock = [100.0]
-    impatient.ctx.live = Places(2, lambda: clock[0])
+    impatient.ctx.live = ConcurrencyLimiter(2, lambda: clock[0])
     waiting = [raw_post(impatient, body()) for _ in range(2)]
     wait_until(lambda: len(impatient.router.submits) == 2)
     told = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.control.machines import Machine, Placed, place
+from cluster.control.machines import Assigned, Machine, assign_machine
 from engine.stats import Role
 
 P, D = Role.PREFILL, Role.DECODE
@@ -13,12 +13,12 @@ def machines(*names: str, gpus: float = 0.0) -> list[Machine]:
 
 
 def fill(roles: list[Role], on: list[Machine]) -> list[tuple[str, Role]]:
-    placed: list[Placed] = []
+    assigned: list[Assigned] = []
     for role in roles:
-        machine = place(role, on, placed)
+        machine = assign_machine(role, on, assigned)
         assert machine is not None
-        placed.append(Placed(machine, role))
-    return [(p.machine_id, p.role) for p in placed]
+        assigned.append(Assigned(machine, role))
+    return [(p.machine_id, p.role) for p in assigned]
 
 
 def test_one_machine_takes_everything() -> None:
@@ -43,14 +43,14 @@ def test_a_bigger_machine_takes_more() -> None:
 def test_where_there_are_gpus_each_takes_one_worker_and_no_more() -> None:
     on = [*machines("a", "b", gpus=1.0), *machines("cpu-only")]
     assert sorted(fill([P, D], on)) == [("a", P), ("b", D)]
-    assert place(D, on, [Placed("a", P), Placed("b", D)]) is None
+    assert assign_machine(D, on, [Assigned("a", P), Assigned("b", D)]) is None
 
 
 def test_without_a_machine_there_is_no_place() -> None:
-    assert place(P, [], []) is None
+    assert assign_machine(P, [], []) is None
 
 
 def test_the_machine_that_failed_is_the_last_choice() -> None:
     on = machines("a", "b")
-    assert place(P, on, [Placed("b", D)], avoid="a") == "b"
-    assert place(P, machines("a"), [], avoid="a") == "a"
+    assert assign_machine(P, on, [Assigned("b", D)], avoid="a") == "b"
+    assert assign_machine(P, machines("a"), [], avoid="a") == "a"

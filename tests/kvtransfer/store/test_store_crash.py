@@ -90,7 +90,7 @@ def test_a_store_survives_kill_9_at_any_moment(tmp_path: Path) -> None:
             good, refused = serve(store)
             assert not refused
             assert store.warnings == []
-            expected.compare({found.slot: found.name for found in store.records})
+            expected.compare({found.slot: found.block_hash for found in store.records})
             assert good == expected.listed.keys()
         finally:
             store.close()

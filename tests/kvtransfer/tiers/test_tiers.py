@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.kv.tier import DiskRecord, Tier
-from kvtransfer.agent import ReadDone
+from kvtransfer.agent import CopyDone
 from kvtransfer.tiers.moves import MAX_MOVE_BLOCKS
 from tests.kvtransfer.tiers.tier_world import (
     KEEP,
@@ -28,7 +28,7 @@ def test_sealed_blocks_are_copied_to_host_memory_while_they_are_in_use() -> None
     assert not world.tiers.is_quiet
     world.settle()
     found = world.tiers.find(names(1, 2, 3))
-    assert [(s.tier, s.name, s.checksum) for s in found] == [
+    assert [(s.tier, s.block_hash, s.checksum) for s in found] == [
         (HOST, name, content(name)) for name in names(1, 2)
     ]
     world.kv.pool.release(blocks)
@@ -92,7 +92,7 @@ def test_blocks_are_written_to_disk_when_they_were_not_used_for_a_while() -> Non
     assert world.held(DISK) == [1]
     world.rest(1.0)
     assert world.held(DISK) == [1, 2]
-    assert {record.name for record in world.index.values()} == set(names(1, 2))
+    assert {record.block_hash for record in world.index.values()} == set(names(1, 2))
     assert world.held(HOST) == [1, 2]
     assert [s.tier for s in world.tiers.find(names(1))] == [HOST]
     world.assert_idle()
@@ -144,7 +144,7 @@ def test_without_lower_tiers_nothing_happens() -> None:
     assert world.tiers.find(names(1)) == []
     assert world.tiers.take_changes() == world.tiers.snapshot() == ()
     assert world.kv.newly_sealed == []
-    assert world.tiers.on_read_done(0.0, ReadDone(1, None)) is None
+    assert world.tiers.on_copy_done(0.0, CopyDone(1, None)) is None
     assert world.tiers.num_blocks(HOST) == world.tiers.num_pinned(DISK) == 0
     world.assert_idle()
 

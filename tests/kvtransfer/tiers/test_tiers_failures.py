@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.kv.tier import DiskRecord, Retention, Tier
-from kvtransfer.agent import ReadBlocks, StoreIndex
+from kvtransfer.agent import CopyBlocks, StoreIndex
 from tests.kvtransfer.tiers.tier_world import TierWorld, content, disk_records, names
 
 HOST, DISK = Tier.HOST, Tier.DISK
@@ -50,7 +50,7 @@ def test_a_host_copy_that_changed_is_forgotten_and_not_written() -> None:
         world.advance()
     assert world.held(HOST) == [2]
     assert world.held(DISK) == [2]
-    assert [record.name for record in world.index.values()] == names(2)
+    assert [record.block_hash for record in world.index.values()] == names(2)
     assert world.tiers.counters["moved_bad_host_disk"] == 1
     assert world.tiers.counters["tier_bad_host"] == 1
     world.assert_idle()
@@ -119,7 +119,7 @@ def test_a_slot_leaves_the_index_before_it_is_written_again() -> None:
     effects = world.tiers.advance(world.now)
     index, read = effects
     assert isinstance(index, StoreIndex)
-    assert isinstance(read, ReadBlocks)
+    assert isinstance(read, CopyBlocks)
     assert index.remove == read.dst
     world.perform(effects)
     world.assert_idle()

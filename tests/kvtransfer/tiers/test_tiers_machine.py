@@ -41,7 +41,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.running: list[tuple[list[bytes], list[int], Retention]] = []
         self.orders = 0
         self.given: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
-        self.given[Tier.DISK] = {record.name for record in records}
+        self.given[Tier.DISK] = {record.block_hash for record in records}
 
     def names_of(self, read: Any) -> list[bytes]:
         source = self.world.memory[read.src_tier]
@@ -90,11 +90,11 @@ class TiersMachine(RuleBasedStateMachine):
     def pin(self, session: int, skip: int) -> None:
         wanted = chain(session, 8)[skip:]
         found = self.world.tiers.find(wanted)
-        assert [source.name for source in found] == wanted[: len(found)]
+        assert [source.block_hash for source in found] == wanted[: len(found)]
         below = [set(self.world.readable(tier)) for tier in (Tier.HOST, Tier.DISK)]
         run = next((i for i, n in enumerate(wanted) if not any(n in b for b in below)), 8 - skip)
         assert len(found) == run
-        assert all(s.tier is Tier.HOST for s in found if s.name in below[0])
+        assert all(s.tier is Tier.HOST for s in found if s.block_hash in below[0])
         if len(self.world.pinned) < 12:
             self.world.tiers.pin(found)
             self.world.pinned += found
@@ -103,7 +103,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(data=st.data(), discard=st.booleans())
     def unpin(self, data: st.DataObject, discard: bool) -> None:
         source = data.draw(st.sampled_from(self.world.pinned))
-        assert self.world.memory[source.tier][source.slot] == content(source.name)
+        assert self.world.memory[source.tier][source.slot] == content(source.block_hash)
         if discard:
             self.world.tiers.discard(source)
         self.world.pinned.remove(source)

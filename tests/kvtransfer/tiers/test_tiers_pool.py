@@ -93,7 +93,9 @@ class PoolMachine(RuleBasedStateMachine):
         """Also one that was dropped while it was written."""
         model = self.model
         being_written = [*model.entries.values(), *model.ghosts]
-        entry = next((e for e in being_written if e.name[0] == number and not e.readable), None)
+        entry = next(
+            (e for e in being_written if e.block_hash[0] == number and not e.readable), None
+        )
         if entry is None:
             return
         was_gone = bool(entry.gone)
@@ -172,7 +174,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert not set(change.stored) & self.known
             assert set(change.removed) <= self.known
             self.known = (self.known | set(change.stored)) - set(change.removed)
-        assert self.known == set(self.pool.names())
+        assert self.known == set(self.pool.block_hashes())
 
     @invariant()
     def agrees(self) -> None:
@@ -180,7 +182,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
         assert {name[0] for name in self.pool} == set(model.entries)
         readable = {number for number, entry in model.entries.items() if entry.readable}
-        assert {name[0] for name in self.pool.names()} == readable
+        assert {name[0] for name in self.pool.block_hashes()} == readable
         assert self.pool.num_used == len(model.entries) + len(model.ghosts)
         assert self.pool.num_pinned == sum(pins > 0 for pins in model.pins.values())
         assert all(entry.gone for entry in self.pool.take_forgotten())

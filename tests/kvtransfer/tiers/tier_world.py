@@ -14,7 +14,7 @@ from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import DiskRecord, Retention, Tier
 from engine.node import Effect, Note, Send
 from engine.stats import Role
-from kvtransfer.agent import ReadBlocks, ReadDone, StoreFailed, StoreIndex
+from kvtransfer.agent import CopyBlocks, CopyDone, StoreFailed, StoreIndex
 from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from kvtransfer.tiers.manager import Source, Tiers
 
@@ -63,11 +63,11 @@ class TierWorld:
         self.memory: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
         self.memory[Tier.DISK] = {record.slot: record.checksum for record in records}
         self.index = {record.slot: record for record in records}
-        self.reads: list[ReadBlocks] = []  # not done
+        self.reads: list[CopyBlocks] = []  # not done
         self.pinned: list[Source] = []  # by the test
         self.notes: list[Note] = []
         self.answers: list[CacheOrderDone] = []
-        self.posted: list[ReadBlocks] = []
+        self.posted: list[CopyBlocks] = []
         self.known: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}  # by a listener
         self.tiers.start(0.0, records)
         self.listen()
@@ -75,7 +75,7 @@ class TierWorld:
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case ReadBlocks():
+                case CopyBlocks():
                     self._check_post(effect)
                     self.reads.append(effect)
                     self.posted.append(effect)
@@ -93,7 +93,7 @@ class TierWorld:
                 case _:
                     raise AssertionError(effect)
 
-    def _check_post(self, read: ReadBlocks) -> None:
+    def _check_post(self, read: CopyBlocks) -> None:
         """Nobody reads what it writes, nobody else writes it, and the index does not list it."""
         assert (read.peer, read.epoch) == ("w", 7)
         assert read.transfer_id % 2 == 1
@@ -113,7 +113,7 @@ class TierWorld:
     def readable(self, tier: Tier) -> dict[bytes, Source]:
         """What can be loaded from there. Host memory hides the disk, so ask the pools."""
         pool = self.tiers._pools.get(tier)
-        found = {name: pool.get(name) for name in pool.names()} if pool is not None else {}
+        found = {name: pool.get(name) for name in pool.block_hashes()} if pool is not None else {}
         return {
             name: Source(tier, entry.slot, name, entry.checksum)
             for name, entry in found.items()
@@ -123,7 +123,7 @@ class TierWorld:
     def held(self, tier: Tier) -> list[int]:
         """The numbers of the names that can be read there."""
         if tier is Tier.DEVICE:
-            return sorted(name[0] for name in self.kv.pool.names())
+            return sorted(name[0] for name in self.kv.pool.block_hashes())
         return sorted(name[0] for name in self.readable(tier))
 
     def listen(self) -> None:
@@ -171,7 +171,7 @@ class TierWorld:
         self.kv.pool.release(blocks)
         self.settle()
 
-    def finish(self, read: ReadBlocks, error: str | None = None, *, damage: int = 0) -> None:
+    def finish(self, read: CopyBlocks, error: str | None = None, *, damage: int = 0) -> None:
         """`damage`: how many blocks arrive with other bytes."""
         self.reads.remove(read)
         source, target = self.memory[read.src_tier], self.memory[read.dst_tier]
@@ -179,10 +179,10 @@ class TierWorld:
         for index, (src, dst) in enumerate(zip(read.src, read.dst, strict=True)):
             target[dst] = source[src] ^ (index < damage) if error is None else -1
             checksums.append(target[dst])
-        done = ReadDone(read.transfer_id, None, tuple(checksums), 0.1, 10 * len(checksums))
+        done = CopyDone(read.transfer_id, None, tuple(checksums), 0.1, 10 * len(checksums))
         if error is not None:
-            done = ReadDone(read.transfer_id, error, elapsed_s=0.0 if "refused" in error else 0.1)
-        effects = self.tiers.on_read_done(self.now, done)
+            done = CopyDone(read.transfer_id, error, elapsed_s=0.0 if "refused" in error else 0.1)
+        effects = self.tiers.on_copy_done(self.now, done)
         assert effects is not None
         self.perform(effects)
 
@@ -203,7 +203,7 @@ class TierWorld:
 
     def clear_device(self) -> None:
         """Everything that no request uses leaves the device."""
-        self.kv.pool.evict(self.kv.pool.names())
+        self.kv.pool.evict(self.kv.pool.block_hashes())
 
     def order(self, action: CacheAction, *numbers: int, order_id: str = "o") -> None:
         order = CacheOrder(order_id, "router", action, tuple(names(*numbers)))
@@ -224,7 +224,7 @@ class TierWorld:
         assert self.tiers.check_idle() == []
         assert self.tiers.is_quiet
         assert self.kv.pool.is_idle()
-        listed = {record.name: record.slot for record in self.index.values()}
+        listed = {record.block_hash: record.slot for record in self.index.values()}
         assert listed == {name: s.slot for name, s in self.readable(Tier.DISK).items()}
 
 

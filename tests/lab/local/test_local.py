@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from cluster.config import EngineSection
 from engine.request import FinishReason, Refusal, SamplingParams
-from kvtransfer.agent import ReadBlocks
+from kvtransfer.agent import CopyBlocks
 from lab.local import LocalCluster
 from router.config import RouterConfig
 from router.messages import WorkerUp
@@ -98,9 +98,9 @@ def test_two_pools_answer_as_one(
 def test_bytes_that_were_corrupted_on_the_way_are_computed_again(
     model_dir: Path, expected: list[list[int]]
 ) -> None:
-    corrupted: list[ReadBlocks] = []
+    corrupted: list[CopyBlocks] = []
 
-    def corrupt(read: ReadBlocks, pool: NDArray[np.uint8]) -> None:
+    def corrupt(read: CopyBlocks, pool: NDArray[np.uint8]) -> None:
         if not corrupted:
             pool[read.dst[0], 5] ^= 0xFF
             corrupted.append(read)

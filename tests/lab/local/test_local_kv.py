@@ -16,7 +16,7 @@ from cluster.config import EngineSection
 from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
 from engine.step import ScheduledSeq, Step
-from kvtransfer.agent import ReadBlocks
+from kvtransfer.agent import CopyBlocks
 from lab.local import LocalCluster
 from tests.lab.local.test_local import GREEDY, REMOTE, VOCAB, small
 from tests.lab.local.test_local import model_dir as model_dir
@@ -74,9 +74,9 @@ def expected(model_dir: Path, kind: str) -> list[list[int]]:
 def test_two_pools_answer_as_one_and_damage_on_the_way_is_noticed(
     model_dir: Path, kind: str, expected: list[list[int]]
 ) -> None:
-    corrupted: list[ReadBlocks] = []
+    corrupted: list[CopyBlocks] = []
 
-    def corrupt(read: ReadBlocks, pool: NDArray[np.uint8]) -> None:
+    def corrupt(read: CopyBlocks, pool: NDArray[np.uint8]) -> None:
         if len(corrupted) < 1:
             pool[read.dst[0], -1] ^= 0x01  # with FP8: of a scale
             corrupted.append(read)

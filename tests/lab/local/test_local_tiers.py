@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.kv.tier import Tier
 from engine.request import SamplingParams
-from kvtransfer.agent import ReadBlocks
+from kvtransfer.agent import CopyBlocks
 from lab.local import LocalCluster
 from tests.lab.local.test_local import GREEDY, REMOTE, VOCAB, small
 from tests.lab.local.test_local import model_dir as model_dir
@@ -112,9 +112,9 @@ def test_evicted_kv_comes_back_from_host_memory(
 def test_bytes_that_went_bad_in_host_memory_are_computed_again(
     model_dir: Path, expected: list[list[int]]
 ) -> None:
-    corrupted: list[ReadBlocks] = []
+    corrupted: list[CopyBlocks] = []
 
-    def corrupt(read: ReadBlocks, pool: NDArray[np.uint8]) -> None:
+    def corrupt(read: CopyBlocks, pool: NDArray[np.uint8]) -> None:
         if read.src_tier is Tier.HOST and len(corrupted) < 3:
             pool[read.dst[-1], 7] ^= 0x10
             corrupted.append(read)

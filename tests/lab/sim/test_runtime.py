@@ -8,7 +8,7 @@ from engine.kv.tier import Tier
 from engine.node import Note, Send, Wake, Woken
 from engine.request import SamplingParams
 from engine.step import Execute, StepDone
-from kvtransfer.agent import ConnectPeer, PeerConnected, ReadBlocks, ReadDone
+from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
 from lab.sim.executor import SimPool
 from lab.sim.faults import FaultPlan, Faults, Partition, Pause
 from lab.sim.model import UNWRITTEN, extend_slots, generate
@@ -209,7 +209,7 @@ def pair() -> tuple[SimRuntime, Recorder]:
 
 
 def read(timeout_s: float = 1.0, epoch: int = 1) -> Do:
-    return Do(ReadBlocks(0, "p", epoch, (0, 1, 2, 3), (4, 5, 6, 7), timeout_s))
+    return Do(CopyBlocks(0, "p", epoch, (0, 1, 2, 3), (4, 5, 6, 7), timeout_s))
 
 
 def test_a_read_brings_blocks_and_their_checksums(pair: tuple[SimRuntime, Recorder]) -> None:
@@ -304,7 +304,7 @@ def test_reading_a_worker_that_died_fails_even_when_it_is_back(
     runtime.post("test", "c", read())
     runtime.run_until(3.0)
     (done,) = consumer.messages
-    assert isinstance(done, ReadDone)
+    assert isinstance(done, CopyDone)
     assert done.error is not None
     assert pool(runtime, "c").blocks[4:] == [[UNWRITTEN] * 4] * 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.request import SamplingParams
 from router.admission.fair_queue import FairQueue
 from router.messages import Submit, TenantShare
-from router.record import LoggedRequest
+from router.record import RequestRecord
 
 
 class QueueScript:
@@ -19,7 +19,7 @@ class QueueScript:
 
     def push(
         self, tenant: str = "", units: float = 1.0, priority: int = 0, **share: float
-    ) -> LoggedRequest:
+    ) -> RequestRecord:
         self.num_pushed += 1
         submit = Submit(
             request_id=f"{tenant}{self.num_pushed}",
@@ -31,11 +31,11 @@ class QueueScript:
             tenant=tenant,
             share=TenantShare(**share),  # type: ignore[arg-type]
         )
-        log = LoggedRequest(submit, submit.sampling, self.num_pushed, 0.0, 60.0, 0.0)
+        log = RequestRecord(submit, submit.sampling, self.num_pushed, 0.0, 60.0, 0.0)
         self.queue.push(log, units)
         return log
 
-    def serve(self) -> LoggedRequest | None:
+    def serve(self) -> RequestRecord | None:
         """Send the next request to a worker; None: none may go."""
         entry = self.queue.next({})
         if entry is None:
@@ -48,5 +48,5 @@ class QueueScript:
         self.queue.charge(0.0, log)
         return log
 
-    def end(self, log: LoggedRequest, units: float | None = None) -> None:
+    def end(self, log: RequestRecord, units: float | None = None) -> None:
         self.queue.settle(log, self.queue.entry(log).units if units is None else units)

@@ -11,7 +11,7 @@ from router.admission.admission import Rejection
 from router.admission.fair_queue import MAX_PASSED
 from router.dispatch import Dispatcher
 from router.messages import Cancel, Failed
-from router.record import Attempt, LoggedRequest
+from router.record import Attempt, RequestRecord
 from router.requests import MAX_TRIED
 from tests.router.script import CLIENT, Script
 
@@ -233,7 +233,7 @@ def test_a_message_looks_at_few_of_those_that_find_no_place(
     tried: list[str] = []
     place = Dispatcher.place
 
-    def counted(self: Dispatcher, now: float, log: LoggedRequest) -> Attempt | Rejection | None:
+    def counted(self: Dispatcher, now: float, log: RequestRecord) -> Attempt | Rejection | None:
         tried.append(log.request_id)
         return place(self, now, log)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.record import LoggedRequest
+from router.record import RequestRecord
 from tests.router.admission.queue_script import QueueScript
 
 SIZES = st.lists(st.floats(0.1, 10.0), min_size=20, max_size=60)
@@ -200,8 +200,8 @@ def test_a_full_queue_takes_from_the_lowest_priority_but_leaves_it_its_places() 
 @given(st.data())
 def test_sums_hold_and_each_request_is_served_once_whatever_happens(data: st.DataObject) -> None:
     s = QueueScript()
-    waiting: list[LoggedRequest] = []
-    running: list[LoggedRequest] = []
+    waiting: list[RequestRecord] = []
+    running: list[RequestRecord] = []
     for _ in range(data.draw(st.integers(1, 60))):
         match data.draw(st.sampled_from(("push", "push", "serve", "serve", "back", "end", "drop"))):
             case "push":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.kv.events import KVEvents, KVSnapshot
-from engine.kv.tier import Tier, TierNames
+from engine.kv.tier import Tier, TierHashes
 from router.index.prefix_index import Held, PrefixIndex
 
 RETRY_S = 1.0
@@ -197,8 +197,8 @@ def test_many_workers_are_told_apart(num_workers: int) -> None:
 # -- tiers ------------------------------------------------------------------------------------
 
 
-def below(tier: Tier, stored: tuple[bytes, ...], removed: tuple[bytes, ...] = ()) -> TierNames:
-    return TierNames(tier, stored, removed)
+def below(tier: Tier, stored: tuple[bytes, ...], removed: tuple[bytes, ...] = ()) -> TierHashes:
+    return TierHashes(tier, stored, removed)
 
 
 def test_a_prefix_goes_on_from_tier_to_tier() -> None:
@@ -236,10 +236,10 @@ def test_names_and_numbers_are_told_apart_by_tier() -> None:
     host, disk = below(Tier.HOST, CHAIN[:3]), below(Tier.DISK, CHAIN[:4])
     index.apply(0.0, KVEvents("a", 1, 1, CHAIN[:2], (), (host, disk)))
     index.speculate(0.0, "a", b"".join(CHAIN[2:5]))
-    assert index.names("a") == index.names("a", Tier.DEVICE) == set(CHAIN[:2])
-    assert index.names("a", Tier.HOST) == set(CHAIN[:3])
-    assert index.names("a", Tier.DISK) == set(CHAIN[:4])
-    assert index.names("stranger", Tier.DISK) == frozenset()
+    assert index.block_hashes("a") == index.block_hashes("a", Tier.DEVICE) == set(CHAIN[:2])
+    assert index.block_hashes("a", Tier.HOST) == set(CHAIN[:3])
+    assert index.block_hashes("a", Tier.DISK) == set(CHAIN[:4])
+    assert index.block_hashes("stranger", Tier.DISK) == frozenset()
     assert index.num_blocks("a") == 5, "in device memory, and about to be there"
 
 
@@ -249,7 +249,7 @@ def test_a_snapshot_tells_all_of_every_tier() -> None:
     index.apply(0.0, KVEvents("a", 1, 1, CHAIN, (), every))
     index.apply(0.0, KVSnapshot("a", 1, 2, CHAIN[:1], (below(Tier.DISK, CHAIN[:3]),)))
     assert found_by(index, 0.0, CHAIN) == {"a": Held(device=1, disk=2, said=3)}
-    assert index.names("a", Tier.HOST) == frozenset()
+    assert index.block_hashes("a", Tier.HOST) == frozenset()
     index.check_integrity()
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.kv.events import KVEvents, KVSnapshot
-from engine.kv.tier import LOWER_TIERS, Tier, TierNames
+from engine.kv.tier import LOWER_TIERS, Tier, TierHashes
 from router.index.prefix_index import PrefixIndex
 
 RETRY_S = 1.0
@@ -110,14 +110,14 @@ class IndexMachine(RuleBasedStateMachine):
                 self.epoch[worker],
                 self.seq[worker],
                 *net[Tier.DEVICE],
-                tuple(TierNames(tier, *net[tier]) for tier in LOWER_TIERS if any(net[tier])),
+                tuple(TierHashes(tier, *net[tier]) for tier in LOWER_TIERS if any(net[tier])),
             )
         )
 
     @rule(worker=worker)
     def publish_snapshot(self, worker: str) -> None:
         cache = self.cache[worker]
-        tiers = tuple(TierNames(tier, tuple(cache[tier])) for tier in LOWER_TIERS if cache[tier])
+        tiers = tuple(TierHashes(tier, tuple(cache[tier])) for tier in LOWER_TIERS if cache[tier])
         epoch, seq = self.epoch[worker], self.seq[worker]
         self.published.append(KVSnapshot(worker, epoch, seq, tuple(cache[Tier.DEVICE]), tiers))
 
@@ -142,10 +142,10 @@ class IndexMachine(RuleBasedStateMachine):
         if isinstance(news, KVSnapshot):
             if applied is None or news.seq > applied:
                 self.known[worker], applied = empty(), news.seq
-                for tier in (TierNames(Tier.DEVICE, news.hashes), *news.tiers):
+                for tier in (TierHashes(Tier.DEVICE, news.hashes), *news.tiers):
                     self.known[worker][tier.tier] = set(tier.stored)
         elif applied is not None and news.seq == applied + 1:
-            for tier in (TierNames(Tier.DEVICE, news.stored, news.removed), *news.tiers):
+            for tier in (TierHashes(Tier.DEVICE, news.stored, news.removed), *news.tiers):
                 self.known[worker][tier.tier] |= set(tier.stored)
                 self.known[worker][tier.tier] -= set(tier.removed)
             applied = news.seq
@@ -192,7 +192,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.cache[worker][Tier.DEVICE] |= set(blocks)
             self.seq[worker] += 1
             held = tuple(self.cache[worker][Tier.DEVICE])
-            tiers = tuple(TierNames(tier, tuple(self.cache[worker][tier])) for tier in LOWER_TIERS)
+            tiers = tuple(TierHashes(tier, tuple(self.cache[worker][tier])) for tier in LOWER_TIERS)
             snapshot = KVSnapshot(worker, self.epoch[worker], self.seq[worker], held, tiers)
             self.published.append(snapshot)
             self.take(snapshot)
@@ -207,7 +207,7 @@ class IndexMachine(RuleBasedStateMachine):
             if export is not None:
                 moved.add(worker, export.epoch)
                 moved.restore(self.now, worker, *export)
-                assert {tier: moved.names(worker, tier) for tier in Tier} == known
+                assert {tier: moved.block_hashes(worker, tier) for tier in Tier} == known
                 assert moved.export(worker) is not None
         moved.check_integrity()
 
@@ -232,7 +232,7 @@ class IndexMachine(RuleBasedStateMachine):
             totals = [matches.held(worker).total for worker in best]
             assert sorted(best) == sorted(w for w in holders if GROUPS[w] == group)
             assert totals == sorted(totals, reverse=True)
-        names = {w: {tier: self.index.names(w, tier) for tier in Tier} for w in self.known}
+        names = {w: {tier: self.index.block_hashes(w, tier) for tier in Tier} for w in self.known}
         assert names == self.known
         self.index.check_integrity()
 

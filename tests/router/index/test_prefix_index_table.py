@@ -8,7 +8,7 @@ import pytest
 
 from engine.kv.block_hash import HASH_BYTES
 from engine.kv.events import KVEvents, KVSnapshot
-from engine.kv.tier import Tier, TierNames
+from engine.kv.tier import Tier, TierHashes
 from router.index.prefix_index import NOTHING, Held, PrefixIndex
 from router.index.table import IndexTable
 
@@ -121,17 +121,17 @@ def test_many_blocks_of_many_holders_come_and_go() -> None:
         names = pool[start : start + rng.randint(1, 60)]
         there = held[worker][tier]
         if rng.random() < 0.6:
-            change = TierNames(tier, tuple(names))
+            change = TierHashes(tier, tuple(names))
             there |= set(names)
         else:
-            change = TierNames(tier, (), tuple(names))
+            change = TierHashes(tier, (), tuple(names))
             there -= set(names)
         seq[worker] += 1
         index.apply(0.0, KVEvents(worker, 1, seq[worker], (), (), (change,)))
         if step % 250 == 0:
             index.check_integrity()
     settle(index)
-    assert {w: {t: index.names(w, t) for t in Tier} for w in workers} == held
+    assert {w: {t: index.block_hashes(w, t) for t in Tier} for w in workers} == held
     counts = index.holdings(pool)
     assert counts == {
         w: {t: len(names) for t, names in tiers.items() if names}
@@ -150,7 +150,7 @@ def test_the_blocks_of_a_worker_that_went_are_taken_out_bit_by_bit() -> None:
     index.check_integrity()
     settle(index)
     assert index.table.num_blocks == 11
-    assert index.names("c") == frozenset()
+    assert index.block_hashes("c") == frozenset()
 
 
 def test_a_block_takes_less_than_48_bytes_and_room_is_given_back() -> None:

@@ -26,7 +26,7 @@ def test_a_prompt_that_begins_like_one_of_another_router_goes_where_that_one_wen
     first.submit("b", [7] * 30)  # to the worker that is not busy
     (placed, other) = first.take(Placed, "the other")
     assert {placed.worker, other.worker} == {"decode-0", "decode-1"}
-    assert len(placed.names) == 16 * (len(PROMPT) // BLOCK)
+    assert len(placed.block_hashes) == 16 * (len(PROMPT) // BLOCK)
     for script, told in ((second, placed), (two()[1], other)):
         script.tell(told)
         script.submit("c", [*(PROMPT if told is placed else [7] * 30), 99])
@@ -40,19 +40,21 @@ def test_only_what_the_worker_does_not_hold_is_told() -> None:
     first.submit("a", PROMPT)
     (placed,) = first.take(Placed)
     assert placed.worker == "decode-0"
-    assert len(placed.names) == 16 * (len(PROMPT) - 20) // BLOCK
+    assert len(placed.block_hashes) == 16 * (len(PROMPT) - 20) // BLOCK
 
 
 def test_what_is_said_of_another_life_of_a_worker_means_nothing() -> None:
     first, second = two()
     first.submit("a", PROMPT)
     (placed,) = first.take(Placed)
-    second.tell(Placed(placed.worker, 2, placed.names))
-    second.tell(Placed("nobody", 1, placed.names))
+    second.tell(Placed(placed.worker, 2, placed.block_hashes))
+    second.tell(Placed("nobody", 1, placed.block_hashes))
     assert second.router.index.num_blocks(placed.worker) == 0
     second.tell(placed)
     assert second.router.index.num_blocks(placed.worker) == len(PROMPT) // BLOCK
-    assert second.router.index.names(placed.worker) == frozenset()  # it has not said so itself
+    assert (
+        second.router.index.block_hashes(placed.worker) == frozenset()
+    )  # it has not said so itself
     second.tell(KVSnapshot(placed.worker, 1, 1, ()))
 
 

@@ -12,8 +12,8 @@ from engine.request import FinishReason, SamplingParams
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.messages import Cancel, Submit
-from router.record import Attempt, LoggedRequest
-from router.retention import Keeper
+from router.record import Attempt, RequestRecord
+from router.retention import RetainOn
 from tests.router.script import BLOCK, CLIENT, Script, worker_info, worker_stats
 
 FULL: dict[str, Any] = {"num_free_blocks": 0, "num_running": 8, "decode_step_s": 1.0}
@@ -157,10 +157,10 @@ def test_predictions_learn_from_first_tokens_that_come_late(s: Script) -> None:
 # -- the books --------------------------------------------------------------------------------
 
 
-def logged(request_id: str, tokens: range, now: float) -> LoggedRequest:
+def logged(request_id: str, tokens: range, now: float) -> RequestRecord:
     sampling = SamplingParams(max_tokens=8)
     submit = Submit(request_id, CLIENT, tuple(tokens), sampling, 60.0)
-    return LoggedRequest(submit, sampling, 1, now, now + 60.0, now)
+    return RequestRecord(submit, sampling, 1, now, now + 60.0, now)
 
 
 def dispatcher(*workers: str, **config: Any) -> Dispatcher:
@@ -170,7 +170,7 @@ def dispatcher(*workers: str, **config: Any) -> Dispatcher:
     return made
 
 
-def place(fleet: Dispatcher, log: LoggedRequest) -> Attempt:
+def place(fleet: Dispatcher, log: RequestRecord) -> Attempt:
     attempt = fleet.place(1.0, log)
     assert isinstance(attempt, Attempt)
     return attempt
@@ -211,7 +211,7 @@ def test_the_beginning_of_what_was_placed_counts_as_cached(num_blocks: int, held
     fleet.up(0.0, worker_info("decode-0", num_blocks=9000, max_model_len=10**6))
     log = logged("a", range(num_blocks * BLOCK + 1), 1.0)
     place(fleet, log)
-    names = log.packed_names(worker_info("decode-0"))
+    names = log.packed_hashes(worker_info("decode-0"))
     assert fleet.index.lookup(0.0, names).held("decode-0").device == held
     other = names[: 2 * HASH_BYTES] + bytes(20 * HASH_BYTES)
     assert fleet.index.lookup(0.0, other).held("decode-0").device == min(2, num_blocks)
@@ -229,5 +229,5 @@ def test_of_a_run_of_handoffs_one_copy_each_is_kept() -> None:
         fleet.release(attempt, log.request_id)
     assert all(is_handed_over for is_handed_over, _ in keepers)
     kept_by = [keeper for _, keeper in keepers]
-    assert set(kept_by) == {Keeper.DECODE, Keeper.PREFILL}
-    assert 8 <= kept_by.count(Keeper.PREFILL) <= 12, "there is as much room here as there"
+    assert set(kept_by) == {RetainOn.DECODE, RetainOn.PREFILL}
+    assert 8 <= kept_by.count(RetainOn.PREFILL) <= 12, "there is as much room here as there"

@@ -15,9 +15,9 @@ from router.orders import orders
 from router.placement.cost import CostModel
 from router.placement.endpoint import Endpoint
 from router.placement.fleet import Fleet
-from router.placement.retention_policy import MIN_REQUESTS, REFRESH_S, Keepers
-from router.record import Attempt, LoggedRequest
-from router.retention import SPARE, Keeper
+from router.placement.retention_policy import MIN_REQUESTS, REFRESH_S, RetentionPolicy
+from router.record import Attempt, RequestRecord
+from router.retention import SPARE, RetainOn
 from tests.router.fleet import endpoint
 from tests.router.placement.test_reuse import names
 from tests.router.script import CLIENT
@@ -26,7 +26,7 @@ NUM_TOKENS = 160
 
 
 class Copies:
-    """Keepers over one worker of each role. Every request is a prompt that nobody continues, unless
+    """The policy over one worker of each role. No prompt is continued by a later one, unless
     it is said whose it is."""
 
     def __init__(self, decode_blocks: int, prefill_blocks: int, **info: int) -> None:
@@ -35,7 +35,7 @@ class Copies:
         decodes, prefills = Fleet("", CostModel()), Fleet("", CostModel())
         decodes.add(0.0, self.decode)
         prefills.add(0.0, self.prefill)
-        self.keepers = Keepers(decodes, prefills)
+        self.keepers = RetentionPolicy(decodes, prefills)
         self.numbers = count()
         self.now = 0.0
 
@@ -46,7 +46,7 @@ class Copies:
         num_blocks: int = 10,
         session: str | None = None,
         handed_over: bool = True,
-    ) -> Keeper:
+    ) -> RetainOn:
         self.now += 1.0
         number = next(self.numbers)
         blocks = names(f"one-off {number}" if conversation is None else conversation, num_blocks)
@@ -54,10 +54,10 @@ class Copies:
         return self.keepers.choose(self.now, log, blocks, self.prefill if handed_over else None)
 
 
-def logged(request_id: str, session: str | None = None) -> LoggedRequest:
+def logged(request_id: str, session: str | None = None) -> RequestRecord:
     sampling = SamplingParams(max_tokens=8)
     submit = Submit(request_id, CLIENT, (1,) * NUM_TOKENS, sampling, 60.0, session=session)
-    return LoggedRequest(submit, sampling, 1, 0.0, 60.0, 0.0)
+    return RequestRecord(submit, sampling, 1, 0.0, 60.0, 0.0)
 
 
 @pytest.mark.parametrize(("prefill_blocks", "share"), [(1000, 0.25), (3000, 0.5), (9000, 0.75)])
@@ -65,16 +65,16 @@ def test_copies_are_shared_in_proportion_to_room(prefill_blocks: int, share: flo
     copies = Copies(3000, prefill_blocks)
     kept = [copies.choose() for _ in range(200)]
     for end in range(1, len(kept) + 1):
-        here = kept[:end].count(Keeper.PREFILL)
+        here = kept[:end].count(RetainOn.PREFILL)
         assert abs(here - share * end) <= 1, "of any run of them"
-    assert Keeper.NOBODY not in kept
+    assert RetainOn.NOBODY not in kept
 
 
 def test_lower_tiers_are_room_and_what_requests_hold_is_not() -> None:
     copies = Copies(4000, 1000, num_host_blocks=2000, num_disk_blocks=1000)
     copies.decode.book(0.0, "other", 0, 2000)
     kept = Counter(copies.choose() for _ in range(300))
-    assert kept[Keeper.PREFILL] == pytest.approx(300 * 4 / 6, abs=2)
+    assert kept[RetainOn.PREFILL] == pytest.approx(300 * 4 / 6, abs=2)
 
 
 def test_shares_follow_the_room() -> None:
@@ -84,15 +84,15 @@ def test_shares_follow_the_room() -> None:
     copies.prefill.book(0.0, "other", 0, 3000)  # full now
     copies.now += REFRESH_S
     copies.choose()
-    assert {copies.choose() for _ in range(100)} == {Keeper.DECODE}
+    assert {copies.choose() for _ in range(100)} == {RetainOn.DECODE}
 
 
 def test_what_is_computed_where_it_is_decoded_is_kept_there() -> None:
     copies = Copies(1000, 9000)
-    assert {copies.choose(handed_over=False) for _ in range(100)} == {Keeper.DECODE}
+    assert {copies.choose(handed_over=False) for _ in range(100)} == {RetainOn.DECODE}
 
 
-def requests(copies: Copies, session: str | None = None) -> Iterator[tuple[str, Keeper]]:
+def requests(copies: Copies, session: str | None = None) -> Iterator[tuple[str, RetainOn]]:
     """Mostly prompts that nobody continues, and three conversations that go on every 10 s."""
     rng = Random(1)
     turns = [0] * 3
@@ -112,37 +112,37 @@ def requests(copies: Copies, session: str | None = None) -> Iterator[tuple[str, 
 
 def test_what_is_unlikely_to_come_again_is_dropped_where_room_is_short() -> None:
     counts = Counter(requests(Copies(90, 90)))
-    talk = {keeper: counts["talk", keeper] for keeper in Keeper}
-    one_off = {keeper: counts["one-off", keeper] for keeper in Keeper}
-    assert one_off[Keeper.NOBODY] > 0.6 * sum(one_off.values())
-    assert talk[Keeper.NOBODY] < 0.2 * sum(talk.values())
+    talk = {keeper: counts["talk", keeper] for keeper in RetainOn}
+    one_off = {keeper: counts["one-off", keeper] for keeper in RetainOn}
+    assert one_off[RetainOn.NOBODY] > 0.6 * sum(one_off.values())
+    assert talk[RetainOn.NOBODY] < 0.2 * sum(talk.values())
 
 
 def test_where_there_is_room_everything_is_kept() -> None:
     kept = {keeper for _, keeper in requests(Copies(1_000_000, 1_000_000))}
-    assert kept == {Keeper.DECODE, Keeper.PREFILL}
+    assert kept == {RetainOn.DECODE, RetainOn.PREFILL}
 
 
 def test_kv_of_a_session_is_always_kept_where_it_is_decoded() -> None:
-    assert {keeper for _, keeper in requests(Copies(90, 90), session="s")} == {Keeper.DECODE}
+    assert {keeper for _, keeper in requests(Copies(90, 90), session="s")} == {RetainOn.DECODE}
 
 
 def test_nothing_is_dropped_before_enough_is_known() -> None:
     copies = Copies(1, 1)
     kept = [copies.choose() for _ in range(MIN_REQUESTS)]
-    assert Keeper.NOBODY not in kept
+    assert RetainOn.NOBODY not in kept
 
 
 @pytest.mark.parametrize(
     ("keeper", "here", "there"),
     [
-        (Keeper.BOTH, True, True),
-        (Keeper.DECODE, True, False),
-        (Keeper.PREFILL, False, True),
-        (Keeper.NOBODY, False, False),
+        (RetainOn.BOTH, True, True),
+        (RetainOn.DECODE, True, False),
+        (RetainOn.PREFILL, False, True),
+        (RetainOn.NOBODY, False, False),
     ],
 )
-def test_workers_are_told_whose_copy_is_spare(keeper: Keeper, here: bool, there: bool) -> None:
+def test_workers_are_told_whose_copy_is_spare(keeper: RetainOn, here: bool, there: bool) -> None:
     def told(prefill: Endpoint | None) -> list[bool]:
         attempt = Attempt(1, endpoint("decode-0"), prefill, 0.0, keeper=keeper)
         sends = orders("router-0", logged("r"), attempt, 60.0)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from decode_worker.messages import Decode
 from engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
 from engine.kv.events import KVSnapshot
-from engine.kv.tier import Retention, Tier, TierNames
+from engine.kv.tier import Retention, Tier, TierHashes
 from engine.messages import TokenDeltas
 from engine.node import Note, Send, Wake, Woken
 from engine.request import FinishReason, SamplingParams, TokenDelta
@@ -77,7 +77,7 @@ class SessionScript(Outbox):
     def holds(self, worker: str, epoch: int = 1, **names: Iterable[bytes]) -> None:
         """The worker says that it holds these blocks, by tier, and no others."""
         by_tier = {Tier(tier): tuple(found) for tier, found in names.items()}
-        lower = tuple(TierNames(t, found) for t, found in by_tier.items() if t is not Tier.DEVICE)
+        lower = tuple(TierHashes(t, found) for t, found in by_tier.items() if t is not Tier.DEVICE)
         device = by_tier.get(Tier.DEVICE, ())
         self.tell(KVSnapshot(worker, epoch, next(self._seqs), device, lower))
 
@@ -155,7 +155,7 @@ class SessionScript(Outbox):
         self.take(CacheOrder)
         self.obeyed += orders
         for worker, order in orders:
-            self.tell(CacheOrderDone(worker, order.order_id, len(order.names)))
+            self.tell(CacheOrderDone(worker, order.order_id, len(order.block_hashes)))
         return orders
 
     def pass_time(self, seconds: float) -> None:

@@ -27,7 +27,7 @@ def test_idle_sessions_are_parked_and_a_turn_or_a_resume_starts_the_time_anew() 
     assert script.show("s").state is SessionState.IDLE
     script.pass_time(1.5)
     ((worker, order),) = script.obey()
-    assert (worker, order.action, order.names) == ("decode-0", CacheAction.PARK, names)
+    assert (worker, order.action, order.block_hashes) == ("decode-0", CacheAction.PARK, names)
     assert script.show("s").state is SessionState.PARKED
     script.pass_time(100.0)
     assert script.obey() == []  # once
@@ -149,7 +149,9 @@ def test_nothing_stays_pinned_for_a_session_that_is_forgotten() -> None:
     script.ask("pin", "b")
     script.deliver(request_id, 50, finish=FinishReason.STOP)
     assert script.names() == ["b"]
-    unpinned = [order.names for _, order in script.obeyed if order.action is CacheAction.UNPIN]
+    unpinned = [
+        order.block_hashes for _, order in script.obeyed if order.action is CacheAction.UNPIN
+    ]
     assert unpinned == [names_of(tokens)]
 
 

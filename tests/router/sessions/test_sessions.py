@@ -149,7 +149,11 @@ def test_park_asks_all_that_hold_blocks_and_waits_for_all() -> None:
     orders = {to: m for to, m in script.sent if isinstance(m, CacheOrder)}
     assert set(orders) == {worker, "prefill-0"}
     for order in orders.values():
-        assert (order.action, order.names, order.router) == (CacheAction.PARK, names, "router-0")
+        assert (order.action, order.block_hashes, order.router) == (
+            CacheAction.PARK,
+            names,
+            "router-0",
+        )
     script.tell(CacheOrderDone(other, orders[worker].order_id, 7))  # nobody has asked it
     script.tell(CacheOrderDone("prefill-0", orders["prefill-0"].order_id, 3))
     assert script.take(SessionReply) == []
@@ -165,7 +169,7 @@ def test_the_worker_of_the_last_turn_is_asked_though_the_index_knows_nothing() -
     names = names_of(script.turn("s"))
     worker = script.show("s").worker
     script.command("pin", "s")
-    assert [(to, m.names) for to, m in script.sent if isinstance(m, CacheOrder)] == [
+    assert [(to, m.block_hashes) for to, m in script.sent if isinstance(m, CacheOrder)] == [
         (worker, names)
     ]
 
@@ -260,13 +264,13 @@ def test_close_drops_what_no_other_session_stands_for() -> None:
     shared = len(tokens) // BLOCK
     script.command("close", "t")
     ((_, order),) = script.obey()
-    assert (order.action, order.names) == (CacheAction.DROP, names_of(longer)[shared:])
+    assert (order.action, order.block_hashes) == (CacheAction.DROP, names_of(longer)[shared:])
     reply = script.one(SessionReply)
     assert (reply.refusal, reply.sessions) == (None, ())
     assert script.names() == ["s"]
     script.command("close", "s")
     ((_, order),) = script.obey()
-    assert order.names == names_of(tokens)
+    assert order.block_hashes == names_of(tokens)
     assert script.names() == []
 
 
@@ -285,7 +289,7 @@ def test_close_does_not_drop_a_public_region() -> None:
     tokens = script.turn("s", range(20), scope=scope)
     script.command("close", "s")
     ((_, order),) = script.obey()
-    assert order.names == names_of(tokens, scope)[2:]
+    assert order.block_hashes == names_of(tokens, scope)[2:]
 
 
 def test_pins_follow_the_session_as_it_grows() -> None:
@@ -293,14 +297,14 @@ def test_pins_follow_the_session_as_it_grows() -> None:
     tokens = script.turn("s")
     script.command("pin", "s")
     ((_, order),) = script.obey()
-    assert (order.action, order.names) == (CacheAction.PIN, names_of(tokens))
+    assert (order.action, order.block_hashes) == (CacheAction.PIN, names_of(tokens))
     assert script.one(SessionReply).sessions[0].pinned
     longer = script.turn("s", [*tokens, *range(20)])
     ((_, order),) = script.obey()
-    assert (order.action, order.names) == (CacheAction.PIN, names_of(longer))
+    assert (order.action, order.block_hashes) == (CacheAction.PIN, names_of(longer))
     script.command("unpin", "s")
     ((_, order),) = script.obey()
-    assert (order.action, order.names) == (CacheAction.UNPIN, names_of(longer))
+    assert (order.action, order.block_hashes) == (CacheAction.UNPIN, names_of(longer))
     assert not script.one(SessionReply).sessions[0].pinned
     script.turn("s", [*longer, 1])
     assert script.obey() == []
@@ -314,7 +318,7 @@ def test_what_another_pinned_session_shares_stays_pinned() -> None:
     for name in ("s", "t"):
         script.ask("pin", name)
     script.command("close", "t")
-    actions = [(order.action, order.names) for _, order in script.obey()]
+    actions = [(order.action, order.block_hashes) for _, order in script.obey()]
     own = names_of(longer)[len(tokens) // BLOCK :]
     assert actions == [(CacheAction.UNPIN, own), (CacheAction.DROP, own)]
 
@@ -326,7 +330,7 @@ def test_what_only_an_unpinned_session_shares_is_unpinned() -> None:
     script.ask("pin", "s")
     script.command("unpin", "s")
     ((_, order),) = script.obey()
-    assert (order.action, order.names) == (CacheAction.UNPIN, names_of(tokens))
+    assert (order.action, order.block_hashes) == (CacheAction.UNPIN, names_of(tokens))
 
 
 def test_pins_are_told_again_to_a_worker_that_has_restarted() -> None:
@@ -338,4 +342,4 @@ def test_pins_are_told_again_to_a_worker_that_has_restarted() -> None:
     script.holds("decode-0", epoch=2, disk=names)
     script.pass_time(2.0)
     ((_, order),) = script.obey()
-    assert (order.action, order.names) == (CacheAction.PIN, names)
+    assert (order.action, order.block_hashes) == (CacheAction.PIN, names)

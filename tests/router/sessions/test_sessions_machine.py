@@ -70,7 +70,9 @@ class Run:
                 self.epoch += 1
                 script.up("decode-0", self.epoch)
             case "publish":
-                held = [n for s in script.router.sessions.table for n in s.names((b"tiny", 4))]
+                held = [
+                    n for s in script.router.sessions.table for n in s.block_hashes((b"tiny", 4))
+                ]
                 script.holds("decode-1", device=held, host=held[::2])
             case "wait":
                 assert isinstance(first, float)
@@ -123,8 +125,8 @@ def test_names_that_are_kept_are_those_that_hashing_gives() -> None:
     script = SessionScript("decode-0")
     tokens = script.turn("s", range(30))
     (session,) = script.router.sessions.table
-    kept = session.names((b"tiny", 4))
-    session._names.clear()
-    assert kept == session.names((b"tiny", 4)) == list(names_of(tokens))
+    kept = session.block_hashes((b"tiny", 4))
+    session._hashes.clear()
+    assert kept == session.block_hashes((b"tiny", 4)) == list(names_of(tokens))
     script.command("park", "s")
-    assert script.one(CacheOrder).names == tuple(kept)
+    assert script.one(CacheOrder).block_hashes == tuple(kept)
