@@ -1,9 +1,8 @@
 """The consumer's side: which KV comes from elsewhere, and when it may be used.
 
 Life of an arrival here: expected (the request has come) -> started (destination blocks are
-allocated) -> reading, as blocks are known -> confirming, if a producer held them -> settled.
-Whatever goes wrong settles it too, with what is certain to be good; the worker computes the rest.
-One mechanism for all sources: a peer's pool, a peer's host memory, the own host memory and disk.
+allocated) -> reading, as blocks are known -> confirming, if a producer held them -> settled, also
+by whatever goes wrong, with what is certain to be good; the worker computes the rest. The same for all sources: a peer's pool, a peer's host memory, the own host memory and disk.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from kvtransfer.tiers.manager import Source, Tiers
 
 MAX_EARLY = 256  # handoffs announced before their request has come
 CONFIRM_TIMEOUT_S = 5.0
-LEND_TIMEOUT_S = 2.0  # for the first word of a worker that is asked to lend; it computes nothing
+LEND_TIMEOUT_S = 2.0  # for the first answer to a KVFetch; nothing is computed for it
 UNMEASURED_BYTES_PER_S = {Tier.HOST: 2e9, Tier.DISK: 0.5e9}
 
 
@@ -236,7 +235,8 @@ class Connector:
 
     def _ask_confirmation(self, now: float, arrival: Arrival) -> list[Effect]:
         arrival.deadline = now + CONFIRM_TIMEOUT_S
-        assert arrival.lease is not None and arrival.producer is not None
+        assert arrival.lease is not None
+        assert arrival.producer is not None
         request = KVConfirmRequest(*arrival.key, self.config.node_id, arrival.lease)
         return [Send(arrival.producer, request)]
 
@@ -327,9 +327,8 @@ class Connector:
         del self.arrivals[arrival.key]
         self.tiers.unpin(arrival.own_sources)
         done = arrival.state is ConsumerState.DONE
-        end = arrival.good_end(trust_producer=done)
-        complete = done and arrival.mode is Mode.HANDOFF
-        self.settled.append(Settled(arrival, end, complete))
+        end, is_handoff = arrival.good_end(trust_producer=done), arrival.mode is Mode.HANDOFF
+        self.settled.append(Settled(arrival, end, done and is_handoff))
 
     def _count_read(self, arrival: Arrival, read: Read, num_bytes: int, elapsed_s: float) -> None:
         self.read_bytes_per_s[read.tier].add(num_bytes, elapsed_s)
