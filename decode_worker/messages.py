@@ -1,4 +1,4 @@
-"""What a decode worker accepts, beside `engine.request.Abort` and `Probe` and the producer's."""
+"""What a decode worker accepts, beside `engine.messages.Abort` and `Probe` and the producer's."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from decode_worker.messages import Decode
 from engine.config import WorkerConfig
 from engine.core import EngineCore
 from engine.kv.tier import DiskRecord
-from engine.messages import Refused
+from engine.messages import Abort, Probe, Refused
 from engine.node import Effect, Note, Send, Wake, Woken
-from engine.request import Abort, Probe, Refusal
+from engine.request import Refusal
 from engine.sequence import SeqState, Sequence
 from engine.stats import Audit, AuditRequest, RouterDown
 from engine.step import Execute, StepDone

@@ -15,7 +15,7 @@ from engine.kv.block_hash import HASH_BYTES, BlockChain
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
 from engine.kv.tier import Retention, Tier, TierHashes
-from engine.messages import Refused, TokenDeltas
+from engine.messages import Refused, TokenDeltas, WorkRequest
 from engine.node import Effect, NodeId, Note, Send
 from engine.request import FinishReason, Refusal, TokenDelta
 from engine.scheduler import Scheduler
@@ -23,7 +23,6 @@ from engine.sequence import SeqState, Sequence
 from engine.stats import RouterDown, RouterUp, WorkerStats
 from engine.step import Step, StepDone
 from engine.step_timing import StepTiming
-from engine.work import WorkRequest
 
 MAX_ENDED = 4096  # ended attempts that are remembered, so that a late repeat is not served again
 

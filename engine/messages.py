@@ -1,11 +1,57 @@
-"""What a worker tells routers about requests."""
+"""Messages about requests, between routers and workers of either role."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+from engine.kv.block_hash import CacheScope
+from engine.kv.tier import Retention
 from engine.node import NodeId
-from engine.request import Refusal, TokenDelta
+from engine.request import Refusal, SamplingParams, TokenDelta
+
+
+class WorkRequest(Protocol):
+    """What `Prefill` and `Decode` have in common."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def router(self) -> NodeId: ...
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def scope(self) -> CacheScope: ...
+    @property
+    def retention(self) -> Retention | None: ...
+    @property
+    def block_hashes(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """To either worker: forget `request_id` if its attempt is at most `attempt`."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """To a worker: tell `router` the tokens from `position` on, or that the request is unknown."""
+
+    request_id: str
+    attempt: int
+    router: NodeId
+    position: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.node import NodeId
-
 
 class FinishReason(StrEnum):
     """Why a request that was served ended. Values are OpenAI's where OpenAI has one."""
@@ -88,21 +86,3 @@ class TokenDelta:
         default_factory=dict
     )  # "device", "host", "disk", "peer"
     phases: dict[str, float] = field(default_factory=dict)  # phase name -> seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """To either worker: forget `request_id` if its attempt is at most `attempt`."""
-
-    request_id: str
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """To a worker: tell `router` the tokens from `position` on, or that the request is unknown."""
-
-    request_id: str
-    attempt: int
-    router: NodeId
-    position: int

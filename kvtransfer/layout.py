@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from engine.config import KVSpec
+from engine.kv.spec import KVSpec
 
 LAYOUT_VERSION = 3
 """Raised whenever the same KVSpec comes to mean other bytes."""

@@ -1,4 +1,4 @@
-"""What a prefill worker accepts, beside `engine.request.Abort` and the consumer's messages.
+"""What a prefill worker accepts, beside `engine.messages.Abort` and the consumer's messages.
 
 It replies with `router.messages.TokenDeltas` / `engine.request` facts to the router, and with
 `kvtransfer.messages.KVReady` to the decode worker.

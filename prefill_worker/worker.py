@@ -14,9 +14,9 @@ from typing import Any
 from engine.config import WorkerConfig
 from engine.core import EngineCore
 from engine.kv.tier import DiskRecord
-from engine.messages import Refused
+from engine.messages import Abort, Probe, Refused
 from engine.node import Effect, NodeId, Note, Send, Wake, Woken
-from engine.request import Abort, FinishReason, Probe, Refusal
+from engine.request import FinishReason, Refusal
 from engine.sequence import SeqState, Sequence
 from engine.stats import Audit, AuditRequest, RouterDown
 from engine.step import Execute, StepDone

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from decode_worker.messages import Decode
+from engine.messages import Abort
 from engine.node import NodeId, Send
-from engine.request import Abort
 from prefill_worker.messages import Prefill
 from router.placement.endpoint import Endpoint
 from router.record import Attempt, RequestRecord

@@ -13,9 +13,9 @@ from copy import deepcopy
 from typing import Any
 
 from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.messages import Refused, TokenDeltas
+from engine.messages import Abort, Probe, Refused, TokenDeltas
 from engine.node import Effect, NodeId, Note, Wake, Woken
-from engine.request import Abort, Probe, Refusal, TokenDelta
+from engine.request import Refusal, TokenDelta
 from engine.stats import RouterDown, RouterUp, WorkerStats
 from kvtransfer.messages import CacheOrderDone
 from router.admission.admission import Call, Rejection

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from decode_worker import messages as decode
-from engine import messages, request, stats
+from engine import messages, stats
 from engine.kv import events as kv_events
 from kvtransfer import messages as kv
 from prefill_worker import messages as prefill
@@ -20,8 +20,8 @@ from router import messages as router
 from router.index import replica_sync
 
 MESSAGE_TYPES: tuple[type, ...] = (
-    request.Abort,
-    request.Probe,
+    messages.Abort,
+    messages.Probe,
     messages.TokenDeltas,
     messages.Refused,
     kv_events.KVEvents,

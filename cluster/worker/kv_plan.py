@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.config import EngineSection
-from engine.config import KVSpec
+from engine.kv.spec import KVSpec
 from engine.kv.window import Window
 from engine.model.config import ModelConfig, weights_bytes, with_window
 from engine.model.parallel.shard import extra_weights_bytes

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from engine.config import DTYPE_BYTES
+from engine.kv.spec import DTYPE_BYTES
 from engine.model.config import ModelConfig
 from engine.model.ops import TORCH_DTYPES
 from engine.model.quantize import GROUP

@@ -15,8 +15,8 @@ from cluster.control.messages import Peer
 from cluster.runtime.host import NodeHost
 from cluster.worker.process import BuiltWorker, Listening, WorkerProcess
 from cluster.worker.threads import StepThread
+from engine.messages import Abort
 from engine.node import Effect, Note, Send, Wake, Woken
-from engine.request import Abort
 from engine.stats import Role, WorkerInfo
 from engine.step import Step, StepDone
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from benchmarks.served import Served
-from engine.config import DTYPE_BYTES
+from engine.kv.spec import DTYPE_BYTES
 from engine.model.runner import ModelRunner
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

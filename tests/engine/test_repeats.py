@@ -11,8 +11,8 @@ import pytest
 
 from decode_worker.messages import Decode
 from engine.kv.events import KVEvents
-from engine.messages import TokenDeltas
-from engine.request import Abort, FinishReason, SamplingParams
+from engine.messages import Abort, TokenDeltas
+from engine.request import FinishReason, SamplingParams
 from engine.step import Sampled, Step, StepDone
 from prefill_worker.messages import Prefill
 from tests.workers.world import BLOCK_SIZE, World, next_token, reference

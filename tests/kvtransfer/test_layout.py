@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import DTYPE_BYTES, KVSpec
+from engine.kv.spec import DTYPE_BYTES, KVSpec
 from kvtransfer.layout import (
     LAYOUT_VERSION,
     BlockLayout,

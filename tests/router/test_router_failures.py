@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from decode_worker.messages import Decode
-from engine.request import Abort, FinishReason, Probe, Refusal
+from engine.messages import Abort, Probe
+from engine.request import FinishReason, Refusal
 from prefill_worker.messages import Prefill
 from router.messages import Output
 from tests.router.script import CLIENT, Script, worker_stats

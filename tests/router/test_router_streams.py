@@ -7,14 +7,8 @@ import pytest
 from decode_worker.messages import Decode
 from engine.kv.block_hash import CacheScope, hash_blocks
 from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.request import (
-    Abort,
-    FinishReason,
-    Probe,
-    Refusal,
-    SamplingParams,
-    TokenLogprobs,
-)
+from engine.messages import Abort, Probe
+from engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
 from prefill_worker.messages import Prefill
 from router.config import RouterConfig
 from router.index.prefix_index import Held

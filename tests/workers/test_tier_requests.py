@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from engine.kv.tier import Tier
-from engine.messages import TokenDeltas
-from engine.request import Abort
+from engine.messages import Abort, TokenDeltas
 from kvtransfer.messages import KVConfirmed, KVReady
 from tests.workers.world import World, reference
 

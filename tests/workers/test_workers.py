@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from engine.kv.events import KVEvents, KVSnapshot
-from engine.messages import TokenDeltas
+from engine.messages import Abort, Probe, TokenDeltas
 from engine.node import Woken
-from engine.request import Abort, FinishReason, Probe, Refusal
+from engine.request import FinishReason, Refusal
 from engine.sequence import SeqState
 from engine.stats import RouterDown, RouterUp
 from engine.step import StepDone

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.config import DTYPE_BYTES
+from engine.kv.spec import DTYPE_BYTES
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
 

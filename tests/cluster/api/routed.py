@@ -10,9 +10,9 @@ from typing import Any
 from cluster.runtime.host import NodeHost
 from decode_worker.messages import Decode
 from engine.kv.events import KVSnapshot, KVSnapshotRequest
-from engine.messages import TokenDeltas
+from engine.messages import Abort, TokenDeltas
 from engine.node import Effect, Send, Wake, Woken
-from engine.request import Abort, FinishReason, TokenDelta
+from engine.request import FinishReason, TokenDelta
 from engine.stats import WorkerInfo
 from router.explain import Explanations
 from router.messages import WorkerDown, WorkerUp

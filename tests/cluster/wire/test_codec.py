@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from cluster.wire.codec import MESSAGE_TYPES, FrameError, decode_message, encode
 from decode_worker.messages import Decode
 from engine.kv.block_hash import CacheScope
-from engine.request import Abort, SamplingParams
+from engine.messages import Abort
+from engine.request import SamplingParams
 
 U64 = st.integers(0, 2**64 - 1)
 st.register_type_strategy(int, U64)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-from engine.request import Abort
+from engine.messages import Abort
 from tests.cluster.wire.wire_peers import LIMITS, Peer, run, until
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.wire.codec import encode
 from cluster.wire.handshake import NONCE_BYTES, PREAMBLE, REPLY_BYTES, make_hello, make_proof
-from engine.request import Abort
+from engine.messages import Abort
 from tests.cluster.wire.wire_peers import TOKEN, Peer, run, until
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.config import KVSpec
+from engine.kv.spec import KVSpec
 from engine.kv.tier import Tier
 from kvtransfer.agent import AgentError
 from kvtransfer.layout import BlockLayout, HeadShare

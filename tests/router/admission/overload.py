@@ -11,9 +11,9 @@ from typing import Any
 
 from decode_worker.messages import Decode
 from engine.kv.events import KVSnapshot
-from engine.messages import TokenDeltas
+from engine.messages import Abort, TokenDeltas
 from engine.node import Send, Wake, Woken
-from engine.request import Abort, FinishReason, SamplingParams, TokenDelta
+from engine.request import FinishReason, SamplingParams, TokenDelta
 from router.config import RouterConfig
 from router.messages import Failed, Output, Submit, TenantShare, WorkerUp
 from router.router import TICK, Router

@@ -1,0 +1,39 @@
+"""The shape of the KV cache, and the bytes that a block of it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1}
+SCALE_BYTES = {"float8_e4m3": 1}  # of each token of each head of each plane; none for the others
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """Shape of the KV cache: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size,
+    head_dim]`.
+
+    In float8_e4m3 what a head holds of a block, `[block_size, head_dim]` numbers, is followed by
+    its scales, `[block_size]` bytes: a number's value is `number * 2**(scale - 127)` (E8M0, as in
+    the OCP microscaling formats). So scales travel and sleep with their block."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens
+    dtype: str  # a key of DTYPE_BYTES
+    num_planes: int = 2  # keys and values; 1: one latent for both
+
+    @property
+    def bytes_per_head(self) -> int:
+        """What one head of one plane of one layer takes in a block."""
+        per_token = self.head_dim * DTYPE_BYTES[self.dtype] + SCALE_BYTES.get(self.dtype, 0)
+        return self.block_size * per_token
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.num_layers * self.num_planes * self.num_kv_heads * self.bytes_per_head
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.bytes_per_block // self.block_size
