@@ -33,8 +33,8 @@ from rich.table import Table
 from benchmarks.report import make_console, write_json
 from benchmarks.vllm_served import BLOCK_SIZE as VLLM_BLOCK_SIZE
 from benchmarks.vllm_served import VllmSetup, check_python
+from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
-from engine.model.config import ModelConfig
 from lab.bench.engine import Prompts, WorkerFailed
 
 OURS, INT8, PEER = "KVRelay", "KVRelay int8", "vLLM"
@@ -328,7 +328,7 @@ def main(
     model_dir = resolve_model(DEFAULT_MODEL, progress=console.print)
     load = Load()
     engines = Engines(python, model_dir, threads, load)
-    prompts = Prompts(ModelConfig.from_dir(model_dir).vocab_size, 1)
+    prompts = Prompts(read_config(model_dir).vocab_size, 1)
     asked_peers = () if alone else peers
     try:
         with console.status("starts of fresh processes"):

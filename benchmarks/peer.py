@@ -33,8 +33,8 @@ from benchmarks.report import make_console, write_json
 from benchmarks.served import Served
 from benchmarks.vllm_served import BLOCK_SIZE as VLLM_BLOCK_SIZE
 from benchmarks.vllm_served import VllmServed, VllmSetup, check_python
+from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.resolve import resolve_model
-from engine.model.config import ModelConfig
 from lab.bench.load import percentile
 
 OURS, PEER = "KVRelay", "vLLM"
@@ -55,7 +55,7 @@ class Common:
     rounds: int
 
     def bytes_per_token(self) -> int:
-        return ModelConfig.from_dir(self.model_dir).kv_spec(BLOCK_SIZE, self.dtype).bytes_per_token
+        return read_config(self.model_dir).kv_spec(BLOCK_SIZE, self.dtype).bytes_per_token
 
     def ours(self, state: str, **settings: object) -> dict[str, object]:
         """Settings of ours; "a__b" is "a.b"."""

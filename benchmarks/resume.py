@@ -24,8 +24,8 @@ from benchmarks.conversations import NEXT_MESSAGES, Conversation, http_client
 from benchmarks.first_light import BLOCK_SIZE, MODEL, time_one
 from benchmarks.served import Served
 from engine.kv.tier import Tier
+from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.resolve import resolve_model
-from engine.model.config import ModelConfig
 from lab.bench.load import Client, LoadSpec, Timing, make_prompts
 
 SOURCES = ("host", "disk", "restart")
@@ -59,7 +59,7 @@ class ResumePlan:
 
     def gib(self, num_sessions: int, dtype: str = "float32") -> float:
         """Room for that many conversations in a tier."""
-        model = ModelConfig.from_dir(resolve_model(MODEL, progress=lambda _: None))
+        model = read_config(resolve_model(MODEL, progress=lambda _: None))
         block_bytes = model.kv_spec(BLOCK_SIZE, dtype).bytes_per_block
         return num_sessions * self.session_blocks * block_bytes / 2**30
 

@@ -22,8 +22,8 @@ from rich.table import Table
 from benchmarks.fp8 import BLOCK_SIZE, pieces_of, prose, score
 from benchmarks.report import make_console, write_json
 from cluster.api.text.tokenizer import Tokenizer
+from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
-from engine.model.config import ModelConfig
 from engine.model.runner import ModelRunner
 
 DEFAULT_JSON = Path(__file__).parent / "results" / "window_given.json"
@@ -132,7 +132,7 @@ def main(
     spec = Spec(num_tokens, every, window, num_sinks, dtype)
     results: dict[str, list[float]] = {}
     with Progress(console=console) as progress:
-        context_len = min(ModelConfig.from_dir(path).max_position_embeddings, len(text))
+        context_len = min(read_config(path).max_position_embeddings, len(text))
         ways = readings(spec, context_len)
         for name, reading in ways.items():
             pieces = pieces_of(range(reading.num_tokens), reading.piece_len)

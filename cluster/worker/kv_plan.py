@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.config import EngineSection
 from engine.kv.spec import KVSpec
 from engine.kv.window import Window
+from engine.model.checkpoint.families import read_config
 from engine.model.config import ModelConfig, weights_bytes, with_window
 from engine.model.parallel.shard import extra_weights_bytes
 from engine.stats import WorkerInfo
@@ -54,7 +55,7 @@ class KVPlan:
 
 def model_config(path: Path, engine: EngineSection) -> ModelConfig:
     """Of the checkpoint at `path`, with the window that is set. Raises ModelError."""
-    return with_window(ModelConfig.from_dir(path), engine.window, engine.sinks)
+    return with_window(read_config(path), engine.window, engine.sinks)
 
 
 def plan_kv(

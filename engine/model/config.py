@@ -1,7 +1,7 @@
-"""What a checkpoint is: the shape of the decoder, whatever family it is from.
+"""The configuration of a model: the shape of the decoder, whatever family it is from.
 
-`ModelConfig.from_dir` reads a Hugging Face directory: `families` accepts exactly what the decoder
-can compute and names whatever it cannot. Neither torch nor transformers is imported here.
+`checkpoint.families.read_config` makes one from a Hugging Face directory. Neither torch nor
+transformers is imported here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 from engine.kv.spec import DTYPE_BYTES, KVSpec
 from engine.model.cache import file_identity
-from engine.model.checkpoint.fields import read_json
 from engine.model.errors import ModelError
 
 INT8_GROUP = 64  # inputs that share a scale
@@ -139,24 +137,6 @@ class ModelConfig:
         """The widest window, if every layer has one: KV of older positions is never read again.
         0: some layer attends to all."""
         return max(self.windows) if self.windows and all(self.windows) else 0
-
-    @staticmethod
-    def from_dir(path: Path) -> ModelConfig:
-        """Read `path`/config.json. Raises ModelError."""
-        if not path.is_dir():
-            raise ModelError(f"model directory {path} does not exist")
-        raw = read_json(path / "config.json")
-        generation: dict[str, Any] = {}
-        if (path / "generation_config.json").is_file():
-            generation = read_json(path / "generation_config.json")
-        from engine.model.checkpoint.families import parse  # which makes values of this type
-
-        try:
-            return parse(raw, generation)
-        except KeyError as error:
-            raise ModelError(f"{path / 'config.json'} does not state {error}") from error
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ModelError(f"{path / 'config.json'} is not understood: {error}") from error
 
     def kv_spec(self, block_size: int, dtype: str) -> KVSpec:
         planes = 2 if self.latent is None else 1

@@ -17,7 +17,8 @@ import torch
 
 from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
-from engine.model.config import ModelConfig, with_window
+from engine.model.checkpoint.families import read_config
+from engine.model.config import with_window
 from engine.model.cpu import kernels
 from engine.model.cpu.decode import CpuDecode
 from engine.model.cpu.huge_pages import HugePages, make_real
@@ -85,7 +86,7 @@ class ModelRunner:
         _check_one_of("quantization", quantization, QUANTIZATIONS)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self.config = with_window(ModelConfig.from_dir(model_dir), window, num_sinks)
+        self.config = with_window(read_config(model_dir), window, num_sinks)
         self._member, self._gpu, self._quantization = member, gpu, quantization
         self._own = self.config if member is None else member.config(self.config)  # its part
         stored = self.dtype if kv_dtype == "auto" else kv_dtype

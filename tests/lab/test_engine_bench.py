@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from cluster.worker.build import prepare_model
 from engine.model import roofline as floor
-from engine.model.config import Experts, ModelConfig
+from engine.model.checkpoint.families import read_config
+from engine.model.config import Experts
 from engine.model.roofline import (
     Rates,
     Weights,
@@ -141,7 +142,7 @@ def test_options_that_make_no_sense_are_named(args: list[str], told: str) -> Non
 
 
 def test_weights_are_counted_as_they_are_kept(model_dir: Path) -> None:
-    config = ModelConfig.from_dir(model_dir)
+    config = read_config(model_dir)
     tensors = load_file(model_dir / "model.safetensors")
     matrices = sum(t.numel() for n, t in tensors.items() if t.ndim > 1 and "embed" not in n)
     weights = count_weights(model_dir, config, "cpu", "float32", "none")
@@ -166,7 +167,7 @@ def test_the_slower_of_reading_and_multiplying_is_the_floor(model_dir: Path) -> 
     experts = replace(weights, experts=8_000_000, share=0.25)
     assert experts.num_bytes(1) == 2 * (1_000_000 + 2_000_000)
     assert experts.num_bytes(1000) == pytest.approx(2 * 9_000_000)
-    config = ModelConfig.from_dir(model_dir)
+    config = read_config(model_dir)
     near = replace(config, windows=(10,) * config.num_layers)
     free = replace(weights, every=0)
     pairs = config.num_layers * 4 * config.num_heads * config.head_dim / 1e10

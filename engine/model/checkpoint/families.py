@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from engine.model.checkpoint.family_base import (
@@ -20,7 +21,7 @@ from engine.model.checkpoint.family_base import (
     optional_window,
     windows_of,
 )
-from engine.model.checkpoint.fields import count, ids, number, refuse
+from engine.model.checkpoint.fields import count, ids, number, read_json, refuse
 from engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
 from engine.model.config import Experts, Latent, ModelConfig
 from engine.model.errors import ModelError
@@ -32,6 +33,23 @@ GEMMA3_DEFAULTS: Raw = {  # files of the multimodal models leave these out
     "head_dim": 256,
     "max_position_embeddings": 131072,
 }
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The configuration of the model in directory `path`, from its config.json and, if there is
+    one, its generation_config.json. Raises ModelError."""
+    if not path.is_dir():
+        raise ModelError(f"model directory {path} does not exist")
+    raw = read_json(path / "config.json")
+    generation: Raw = {}
+    if (path / "generation_config.json").is_file():
+        generation = read_json(path / "generation_config.json")
+    try:
+        return parse(raw, generation)
+    except KeyError as error:
+        raise ModelError(f"{path / 'config.json'} does not state {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path / 'config.json'} is not understood: {error}") from error
 
 
 def parse(raw: Raw, generation: Raw) -> ModelConfig:

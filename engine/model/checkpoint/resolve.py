@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.model.cache import default_cache_dir, file_identity, publish_dir
-from engine.model.config import ModelConfig
+from engine.model.checkpoint.families import read_config
 from engine.model.errors import ModelError
 
 CONVERTER_VERSION = 2  # raised when the same file would be converted differently
@@ -45,7 +45,7 @@ def resolve_model(
 
 
 def _checked(path: Path) -> Path:
-    ModelConfig.from_dir(path)
+    read_config(path)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"{path} has no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     if not any(path.glob("*.safetensors")):

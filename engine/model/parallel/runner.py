@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from engine.model.config import ModelConfig
+from engine.model.checkpoint.families import read_config
 from engine.model.errors import ModelError
 from engine.model.parallel.ops import Group, Member
 from engine.model.parallel.shard import Shard, check_divides
@@ -137,7 +137,7 @@ class ParallelRunner:
         **options: Any,
     ) -> None:
         """options: of ModelRunner; num_threads: of all ranks together. Raises ModelError."""
-        check_divides(ModelConfig.from_dir(model_dir), size)
+        check_divides(read_config(model_dir), size)
         kind = find_device(device).type
         _check_devices(kind, size)
         options["num_threads"] = max(1, (num_threads or torch.get_num_threads()) // size)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.config import Experts, ModelConfig
+from engine.model.checkpoint.families import read_config
+from engine.model.config import Experts
 from engine.model.cpu import kernels
 from engine.model.errors import ModelError
 from engine.model.parallel.ops import Group, Member
@@ -98,7 +99,7 @@ def test_more_ranks_than_kv_heads_have_copies_of_them(tmp_path, monkeypatch):
 
 def test_sizes_that_do_not_divide_the_model_are_refused_with_those_that_do(tmp_path):
     make_checkpoint("llama", tmp_path)
-    model = ModelConfig.from_dir(tmp_path)
+    model = read_config(tmp_path)
     assert (model.num_heads, model.num_kv_heads, model.intermediate_size) == (6, 2, 160)
     check_divides(model, 2)
     with pytest.raises(ModelError, match=r"= 4 does not divide .* heads \(6\); possible: 1, 2$"):

@@ -7,7 +7,8 @@ import torch
 
 from engine.model import fp8
 from engine.model.batch import Batch
-from engine.model.config import ModelConfig, with_window
+from engine.model.checkpoint.families import read_config
+from engine.model.config import with_window
 from engine.model.errors import ModelError
 from engine.model.ops import rope_tables
 from engine.model.torch_ops import TorchOps
@@ -39,7 +40,7 @@ def turned(x: torch.Tensor, position: int, tables) -> torch.Tensor:
 
 def test_a_window_with_sinks_is_what_streaming_llm_defines(checkpoint):
     """Query by query, key by key: the distance to a sink never exceeds window and sinks."""
-    plain = ModelConfig.from_dir(checkpoint)
+    plain = read_config(checkpoint)
     config = with_window(plain, WINDOW, SINKS)
     dim, group = config.head_dim, config.num_heads // config.num_kv_heads
     tables = rope_tables(config.ropes[0], MAX_LEN, torch.device("cpu"))
@@ -82,7 +83,7 @@ def batch_of(start: int, count: int) -> Batch:
 @pytest.mark.parametrize("which", ["checkpoint", "latent_checkpoint"])
 def test_chunks_and_decode_see_the_same_window_and_sinks(request, which, sinks):
     path = request.getfixturevalue(which)
-    config = with_window(ModelConfig.from_dir(path), WINDOW, sinks)
+    config = with_window(read_config(path), WINDOW, sinks)
     whole, parts = Driver(path, "torch", config), Driver(path, "torch", config)
     expected = whole.feed(("a", LONG[:40]), ("b", LONG[50:53]))
     for first, end in ((0, 1), (1, 18), (18, 37), (37, 38), (38, 39)):
@@ -95,7 +96,7 @@ def test_chunks_and_decode_see_the_same_window_and_sinks(request, which, sinks):
 
 
 def test_blocks_that_a_window_has_left_are_not_read(checkpoint):
-    config = with_window(ModelConfig.from_dir(checkpoint), WINDOW, SINKS)
+    config = with_window(read_config(checkpoint), WINDOW, SINKS)
     kept, given_back = Driver(checkpoint, "torch", config), Driver(checkpoint, "torch", config)
     for driver in (kept, given_back):
         driver.feed(("a", LONG[:90]), ("b", LONG[:12]))
@@ -118,7 +119,7 @@ def test_an_fp8_pool_computes_with_rounded_keys_and_values_however_it_was_filled
     for first, end in ((0, 7), (7, 33), (33, 59)):
         parts.feed(("a", LONG[first:end]))
     torch.testing.assert_close(parts.feed(("a", LONG[59:60])), got, rtol=0, atol=1e-3)
-    write, config = TorchOps._write, ModelConfig.from_dir(path)
+    write, config = TorchOps._write, read_config(path)
 
     def rounded(ops: TorchOps, layer: int, plane: int, heads: torch.Tensor) -> None:
         half = config.rotated_half(layer)
@@ -150,11 +151,11 @@ def test_fp8_numbers_are_the_nearest_and_scales_the_smallest():
 @pytest.mark.parametrize(("window", "sinks"), [(-1, 0), (0, 4), (8, -1)])
 def test_impossible_windows_are_refused(checkpoint, window, sinks):
     with pytest.raises(ModelError, match=f"a window of {window} positions and {sinks} sinks"):
-        with_window(ModelConfig.from_dir(checkpoint), window, sinks)
+        with_window(read_config(checkpoint), window, sinks)
 
 
 def test_a_window_narrows_those_that_the_model_has(checkpoint):
-    model = replace(ModelConfig.from_dir(checkpoint), windows=(4, 0, 64))
+    model = replace(read_config(checkpoint), windows=(4, 0, 64))
     assert with_window(model, 10, 2).windows == (4, 10, 10)
     assert with_window(model, 10, 2).flat_window == 10
     assert model.flat_window == 0

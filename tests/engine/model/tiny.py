@@ -8,6 +8,7 @@ import transformers
 
 from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
+from engine.model.checkpoint.families import read_config
 from engine.model.config import ModelConfig
 from engine.model.cpu import kernels
 from engine.model.cpu.linear import HALVES, INT16, PAIRS, TILES
@@ -203,7 +204,7 @@ class Driver:
         quantization: str = "none",
     ) -> None:
         """config: other than that of the directory."""
-        self.config = config or ModelConfig.from_dir(path)
+        self.config = config or read_config(path)
         self.pool = make_pool(self.config, torch.uint8 if fp8 else dtype)
         made = make_ops(kind, self.config, dtype, narrowed, self.pool, quantization)
         with torch.inference_mode():

@@ -13,7 +13,7 @@ from cluster.config import Config, EngineSection, ModelSection
 from cluster.worker.build import prepare_model
 from cluster.worker.kv_plan import SPARE_BYTES, BuildError, plan_kv
 from cluster.worker.runners import open_runner
-from engine.model.config import ModelConfig
+from engine.model.checkpoint.families import read_config
 from engine.model.errors import ModelError
 from engine.model.parallel.runner import RanksLost
 from engine.request import SamplingParams
@@ -81,7 +81,7 @@ def test_a_size_that_does_not_divide_the_model_is_refused_before_anything_starts
 
 
 def test_ranks_on_gpus_are_refused_where_kv_would_have_to_move(model_dir: Path) -> None:
-    plan = plan_kv(ModelConfig.from_dir(model_dir), PARALLEL, "bfloat16")
+    plan = plan_kv(read_config(model_dir), PARALLEL, "bfloat16")
     alone: dict[str, Any] = {"on_gpu": True, "device": "cuda", "engine": PARALLEL}
     for changes in ({"num_peers": 1}, {"host_bytes": 1 << 30}):
         with pytest.raises(ModelError, match=r"= 2 on GPUs serves without KV transfer: it needs"):
@@ -89,7 +89,7 @@ def test_ranks_on_gpus_are_refused_where_kv_would_have_to_move(model_dir: Path) 
 
 
 def test_each_process_of_a_worker_takes_memory(model_dir: Path) -> None:
-    model = ModelConfig.from_dir(model_dir)
+    model = read_config(model_dir)
     one, two = (plan_kv(model, engine, "float32") for engine in (ENGINE, PARALLEL))
     table_bytes = 4 * model.vocab_size * model.hidden_size
     assert two.needed_bytes - one.needed_bytes == SPARE_BYTES + table_bytes

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.kv.spec import KVSpec
 from engine.model.cache import default_cache_dir
+from engine.model.checkpoint.families import read_config
 from engine.model.config import INT8_GROUP, ModelConfig, RopeScaling, weights_bytes
 from engine.model.cpu import kernels
 from engine.model.cpu.linear import Heads, Matrix
@@ -35,7 +36,7 @@ def read(path, generation=None, **changes) -> ModelConfig:
     (path / "config.json").write_text(json.dumps(LLAMA | changes))
     if generation is not None:
         (path / "generation_config.json").write_text(json.dumps(generation))
-    return ModelConfig.from_dir(path)
+    return read_config(path)
 
 
 def test_defaults_are_those_of_the_format(tmp_path):
@@ -111,19 +112,19 @@ def test_windows_that_hide_nothing_are_accepted(tmp_path, changes):
 
 def test_missing_and_malformed_files_are_named(tmp_path):
     with pytest.raises(ModelError, match="nowhere does not exist"):
-        ModelConfig.from_dir(tmp_path / "nowhere")
+        read_config(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config\.json is missing"):
-        ModelConfig.from_dir(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
-        ModelConfig.from_dir(tmp_path)
+        read_config(tmp_path)
 
 
 def test_digests_differ_with_the_weights_only(tmp_path):
     make_checkpoint("llama", tmp_path)
-    config = ModelConfig.from_dir(tmp_path)
+    config = read_config(tmp_path)
     first = config.digest(tmp_path)
-    assert first == ModelConfig.from_dir(tmp_path).digest(tmp_path)
+    assert first == read_config(tmp_path).digest(tmp_path)
     assert len(first) == 32
     file = tmp_path / "model.safetensors"
     tuned = {name: tensor + 0.01 for name, tensor in load_file(file).items()}
@@ -135,7 +136,7 @@ def test_digests_differ_with_the_weights_only(tmp_path):
 def test_weights_bytes_bound_the_parameters(tmp_path):
     for family in ("llama", "qwen2", "qwen3", "gemma2", "mixtral", "deepseek2", "deepseek3"):
         model = make_checkpoint(family, tmp_path)
-        config = ModelConfig.from_dir(tmp_path)
+        config = read_config(tmp_path)
         counted = {p.data_ptr(): p.numel() for n, p in model.named_parameters() if "bias" not in n}
         assert config.num_parameters == sum(counted.values())
         assert weights_bytes(config, "bfloat16") >= 2 * config.num_parameters

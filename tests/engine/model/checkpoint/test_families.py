@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from engine.model.checkpoint.families import FAMILIES
+from engine.model.checkpoint.families import FAMILIES, read_config
 from engine.model.config import Experts, Latent, ModelConfig, Rope, RopeScaling
 from engine.model.errors import ModelError
 
@@ -43,7 +43,7 @@ def read(tmp_path):
     def read(architecture: str, **changes) -> ModelConfig:
         fields = {"architectures": [architecture], **BASE, **changes}
         (tmp_path / "config.json").write_text(json.dumps(fields))
-        return ModelConfig.from_dir(tmp_path)
+        return read_config(tmp_path)
 
     return read
 

@@ -14,8 +14,8 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
+from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.resolve import resolve_model
-from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
 from engine.model.gguf.file import GGUFFile
 
@@ -190,7 +190,7 @@ def test_a_file_of_each_family_becomes_its_original(tmp_path: Path, family: str)
         torch.testing.assert_close(converted[name].float(), tensor, rtol=0, atol=1e-6, msg=name)
 
     def shape(path: Path) -> dict[str, Any]:
-        config = ModelConfig.from_dir(path)
+        config = read_config(path)
         fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
         return fields | {"bos_token_id": None, "eos_token_ids": ()}
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.resolve import resolve_model
-from engine.model.config import ModelConfig, RopeScaling
+from engine.model.config import RopeScaling
 from engine.model.errors import ModelError
 from tests.engine.model.tiny import Driver, make_checkpoint, tokens_of
 
@@ -108,7 +109,7 @@ def test_llama3_frequencies_are_recognized_from_their_table(tmp_path):
     divisors = (1 / ((1 - blend) / 8 + blend)).astype(np.float32)
     write_gguf(tmp_path / "good.gguf", model, "llama", freqs=divisors)
     path = resolve_model(str(tmp_path / "good.gguf"), cache_dir=tmp_path, progress=quiet)
-    assert ModelConfig.from_dir(path).ropes[0].scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+    assert read_config(path).ropes[0].scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
     divisors[3] = 5.0
     write_gguf(tmp_path / "odd.gguf", model, "llama", freqs=divisors)
     with pytest.raises(ModelError, match=r"rope_freqs\.weight is not Llama 3's kind"):

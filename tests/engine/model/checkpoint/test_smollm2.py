@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.model.config import ModelConfig
+from engine.model.checkpoint.families import read_config
 from engine.model.runner import ModelRunner
 from tests.engine.model.test_runner import generate
 
@@ -24,7 +24,7 @@ def prompt(tokenizer):
 
 
 def test_the_tokenizer_keeps_special_tokens_and_splits_digits(tokenizer, smollm2_dir):
-    assert ModelConfig.from_dir(smollm2_dir).eos_token_ids == (2,)
+    assert read_config(smollm2_dir).eos_token_ids == (2,)
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.encode("<|im_end|>") == [2]
     assert len(tokenizer.encode("2024")) == 4

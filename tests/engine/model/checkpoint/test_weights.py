@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model.config import ModelConfig
+from engine.model.checkpoint.families import read_config
 from engine.model.errors import ModelError
 from engine.model.torch_ops import TorchOps
 from engine.model.weights import Weights, load_weights
@@ -25,7 +25,7 @@ def checkpoints(tmp_path_factory):
 
 
 def load(path) -> Weights:
-    config = ModelConfig.from_dir(path)
+    config = read_config(path)
     ops = TorchOps(config, make_pool(config, torch.float32), torch.float32, MAX_LEN)
     return load_weights(path, config, ops, lambda _: None)
 

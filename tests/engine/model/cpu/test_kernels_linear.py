@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.model.cache import default_cache_dir
-from engine.model.config import Experts, ModelConfig
+from engine.model.checkpoint.families import read_config
+from engine.model.config import Experts
 from engine.model.cpu import kernels
 from engine.model.cpu.linear import ACTIVATIONS, CpuLinear
 from engine.model.errors import ModelError
@@ -287,7 +288,7 @@ def test_an_int8_model_is_close_to_the_model_and_the_same_on_either_set_of_ops(c
 
 
 def test_the_kv_of_int8_weights_has_another_name_on_each_kind_of_device(checkpoint):
-    config = ModelConfig.from_dir(checkpoint)
+    config = read_config(checkpoint)
     schemes = [scheme("none", "cpu"), scheme("none", "cuda")]
     schemes += [scheme("int8", "cpu"), scheme("int8", "cuda")]
     digests = [config.digest(checkpoint, quantization=each) for each in schemes]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from engine.model.batch import Batch, Limits
-from engine.model.config import ModelConfig
+from engine.model.checkpoint.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.sampler import sample
 from engine.model.torch_ops import TorchOps
@@ -43,7 +43,7 @@ class World:
     def __init__(self, path: Path, kind: str, kv_dtype="float32", graphs=False, dtype="float32"):
         """kind: "torch" or "triton", with "-int8" for such weights."""
         name, _, weights = kind.partition("-")
-        config = ModelConfig.from_dir(path)
+        config = read_config(path)
         number = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         spec = config.kv_spec(BLOCK_SIZE, kv_dtype)
         shape = (NUM_BLOCKS, spec.num_layers, spec.num_planes, spec.num_kv_heads)
