@@ -66,7 +66,7 @@ def make_runner(
     """A worker's runner with a copy of `model`'s weights."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch("engine.model.weights.Checkpoint", return_value=_Parameters(model)),
+        mock.patch("engine.model.checkpoint.load.Checkpoint", return_value=_Parameters(model)),
     ):
         model.config.save_pretrained(folder)
         runner = ModelRunner(

@@ -7,19 +7,20 @@ the batch that the following calls belong to.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 import torch
 
 from engine.model.batch import Batch
-from engine.model.config import Rope, RopeScaling
+from engine.model.config import ModelConfig
+from engine.model.weights import ExpertsWeights
 
 TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+GROUP_BEST = 2  # experts whose scores, added up, rank a group where choices are corrected
 
 
 class Ops(Protocol):
@@ -119,48 +120,29 @@ class Ops(Protocol):
         ...
 
 
-def rope_tables(
-    rope: Rope, max_positions: int, device: torch.device
+def choose_experts(
+    logits: torch.Tensor, layer: ExpertsWeights, config: ModelConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each [max_positions, rope.dim / 2], float32."""
-    half = torch.arange(0, rope.dim, 2, dtype=torch.int64).float()
-    freq = 1.0 / (rope.theta ** (half / rope.dim))
-    factor = 1.0
-    if rope.scaling is not None:
-        freq = _scaled(freq, rope, rope.scaling, max_positions)
-        factor = rope.scaling.attention_factor
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), freq)
-    return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+    """logits [N, num_experts] float32 -> chosen [N, num_per_token] int64 and weights
+    [N, num_per_token] float32.
 
-
-def _scaled(
-    freq: torch.Tensor, rope: Rope, scaling: RopeScaling, max_positions: int
-) -> torch.Tensor:
-    """Llama 3: frequencies of long wavelengths are divided by `factor`, those of short ones are
-    kept, and between the two bounds they are blended (Llama 3.1 model card). YaRN: the same with
-    bounds in rotations over the original length and a blend by index (Peng et al. 2023, sec. 3.2).
-    LongRoPE: each has a divisor of its own (Ding et al. 2024)."""
-    if scaling.kind == "linear":
-        return freq / scaling.factor
-    if scaling.kind == "longrope":
-        long = scaling.is_long(max_positions)
-        return freq / torch.tensor(scaling.long_factors if long else scaling.short_factors)
-    if scaling.kind == "llama3":
-        wavelength = 2 * torch.pi / freq
-        keep = scaling.original_max_position / wavelength - scaling.low_freq_factor
-        keep = (keep / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
+    Groups are ranked by their best expert (DeepSeek-V2), or, with a bias, by their two best
+    (DeepSeek-V3). The bias counts for the choice only."""
+    experts, bias = config.experts, layer.bias
+    assert experts is not None
+    if experts.scoring == "sigmoid":  # torch's in float32 depends on how many rows there are
+        scores = logits.double().sigmoid().float()
     else:
-        low = _index_of(scaling.beta_fast, rope, scaling)
-        high = _index_of(scaling.beta_slow, rope, scaling)
-        if scaling.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, rope.dim - 1)
-        ramp = (torch.arange(len(freq)) - low) / max(high - low, 0.001)
-        keep = 1 - ramp.clamp(0.0, 1.0)
-    return (1 - keep) * freq / scaling.factor + keep * freq
-
-
-def _index_of(rotations: float, rope: Rope, scaling: RopeScaling) -> float:
-    """Which frequency turns `rotations` times over the original length."""
-    turns = scaling.original_max_position / (rotations * 2 * math.pi)
-    return rope.dim * math.log(turns) / (2 * math.log(rope.theta))
+        scores = logits.softmax(-1)
+    ranked = scores if bias is None else scores + bias
+    if experts.num_chosen_groups < experts.num_groups:
+        groups = ranked.unflatten(-1, (experts.num_groups, -1))  # [N, num_groups, size]
+        best = groups.topk(1 if bias is None else GROUP_BEST, dim=-1).values.sum(-1)
+        kept = best.topk(experts.num_chosen_groups, dim=-1).indices
+        closed = torch.ones_like(best, dtype=torch.bool).scatter_(-1, kept, False)
+        ranked = groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
+    chosen = ranked.topk(experts.num_per_token, dim=-1).indices
+    weights = scores.gather(-1, chosen)
+    if experts.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return chosen, weights * experts.scale

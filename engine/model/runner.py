@@ -18,6 +18,7 @@ import torch
 from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
 from engine.model.checkpoint.families import read_config
+from engine.model.checkpoint.load import load_weights
 from engine.model.config import with_window
 from engine.model.cpu import kernels
 from engine.model.cpu.decode import CpuDecode
@@ -33,7 +34,6 @@ from engine.model.ops import TORCH_DTYPES, Ops
 from engine.model.quantize import QUANTIZATIONS
 from engine.model.sampler import Draw, draw, sample
 from engine.model.torch_ops import TorchOps
-from engine.model.weights import load_weights
 from engine.step import Sampled, Step, StepDone
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from engine.model import fp8
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.experts import choose_experts
-from engine.model.ops import rope_tables
+from engine.model.ops import choose_experts
 from engine.model.quantize import dequantize, quantize, round_inputs
+from engine.model.rope import rope_tables
 from engine.model.weights import ExpertsWeights
 
 MOST_SCORES = 1 << 24  # held at once where scores are computed one by one

@@ -1,1 +1,1 @@
-"""From a checkpoint's files to a model's configuration."""
+"""From a checkpoint's files to a model's configuration and weights."""

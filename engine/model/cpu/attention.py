@@ -17,7 +17,7 @@ import torch
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.cpu.kernels import KernelsUnavailable
-from engine.model.ops import rope_tables
+from engine.model.rope import rope_tables
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # as in common.h

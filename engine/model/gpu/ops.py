@@ -18,7 +18,6 @@ from triton import knobs
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.cpu.kernels import KernelsUnavailable
-from engine.model.experts import choose_experts
 from engine.model.gpu import experts as mixture
 from engine.model.gpu import int8
 from engine.model.gpu.activation import KINDS, gated
@@ -29,8 +28,9 @@ from engine.model.gpu.cache_write import latent_write, rope_write
 from engine.model.gpu.latent import latent_decode, latent_prefill, latent_row_tiles, latent_tiles
 from engine.model.gpu.norm import MAX_WIDTH, rms_norm
 from engine.model.gpu.staging import to_device
-from engine.model.ops import rope_tables
+from engine.model.ops import choose_experts
 from engine.model.quantize import quantize
+from engine.model.rope import rope_tables
 from engine.model.weights import ExpertsWeights
 
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16

@@ -1,4 +1,4 @@
-"""A follower: the process of one rank above 0, started by `parallel_runner` with a connection.
+"""A follower: the process of one rank above 0, started by `parallel.runner` with a connection.
 
 Life: told its setup; joins its group; loads its part; then runs the steps that come. It ends when
 the connection does, whatever it is doing, or with a word about why when it is out of step.
@@ -14,7 +14,8 @@ import threading
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from engine.model.parallel.runner import Setup, open_rank
+from engine.model.parallel.ops import RankSetup
+from engine.model.runner import ModelRunner
 from engine.step import Step
 
 
@@ -22,7 +23,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader ends us
     connection = Connection(int(sys.argv[1]))
     setup = connection.recv()
-    assert isinstance(setup, Setup)
+    assert isinstance(setup, RankSetup)
     steps: SimpleQueue[Step] = SimpleQueue()
     threading.Thread(target=_receive, args=(connection, steps), daemon=True).start()
     try:
@@ -42,18 +43,19 @@ def _receive(connection: Connection, steps: SimpleQueue[Step]) -> None:
             os._exit(0)
 
 
-def _run(setup: Setup, steps: SimpleQueue[Step], connection: Connection) -> None:
+def _run(setup: RankSetup, steps: SimpleQueue[Step], connection: Connection) -> None:
     """Raises what puts this rank out of step."""
     connection.send("")
-    group, runner = open_rank(setup)
+    member = setup.join()
+    runner = ModelRunner(setup.model_dir, device=setup.device, member=member, **setup.options)
     connection.send("")
     while True:
         step = steps.get()
-        group.was_used = False
+        member.group.was_used = False
         try:
             runner.execute(step)
         except Exception:
-            if group.was_used:
+            if member.group.was_used:
                 raise
             # Refused before anything was computed, as by the leader, which says so.
 

@@ -12,6 +12,7 @@ import mmap
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,6 +105,22 @@ class Member:
     def ops(self, inner: Ops, model: ModelConfig) -> Ops:
         ops: Any = ParallelOps(inner, self.group, model)
         return ops
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """What a process needs to become rank `shard.rank` of a worker."""
+
+    shard: Shard
+    meeting: str
+    memory: int | None  # file descriptor of the KV pool's memory
+    device: str
+    model_dir: Path
+    options: dict[str, Any]  # of its ModelRunner
+
+    def join(self) -> Member:
+        """Wait until all ranks are here."""
+        return Member(Group(self.shard, self.meeting, torch.device(self.device)), self.memory)
 
 
 @dataclass(frozen=True, slots=True)

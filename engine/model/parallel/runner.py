@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import torch
 
 from engine.model.checkpoint.families import read_config
 from engine.model.errors import ModelError
-from engine.model.parallel.ops import Group, Member
+from engine.model.parallel.ops import RankSetup
 from engine.model.parallel.shard import Shard, check_divides
 from engine.model.runner import ModelRunner, find_device
 from engine.request import SamplingParams
@@ -46,18 +46,6 @@ OnLost = Callable[[Exception], None]
 
 class RanksLost(Exception):
     """The processes of a worker are no longer in step; it cannot go on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a follower is told first."""
-
-    shard: Shard
-    meeting: str
-    memory: int | None  # file descriptor of the KV pool's memory
-    device: str
-    model_dir: Path
-    options: dict[str, Any]  # of its ModelRunner
 
 
 class Follower:
@@ -79,7 +67,7 @@ class Follower:
         self._connection = Connection(os.dup(self._ours.fileno()))
         self._watcher: threading.Thread | None = None
 
-    def send(self, message: Setup | Step) -> None:
+    def send(self, message: RankSetup | Step) -> None:
         """Raises OSError if it has ended."""
         self._connection.send(message)
 
@@ -150,7 +138,7 @@ class ParallelRunner:
         self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-ranks-")
         try:
             own, *others = (
-                Setup(
+                RankSetup(
                     Shard(rank, size),
                     str(Path(self._folder.name) / "meeting"),
                     memory,
@@ -161,7 +149,11 @@ class ParallelRunner:
                 for rank in range(size)
             )
             self._start_followers(others)
-            self._group, self._runner = open_rank(own, progress)
+            member = own.join()
+            self._group = member.group
+            self._runner = ModelRunner(
+                model_dir, device=own.device, member=member, progress=progress, **options
+            )
             for follower in self._followers:
                 follower.wait_started()
         except BaseException:
@@ -214,7 +206,7 @@ class ParallelRunner:
         self._followers = []
         self._folder.cleanup()
 
-    def _start_followers(self, setups: list[Setup]) -> None:
+    def _start_followers(self, setups: list[RankSetup]) -> None:
         """Returns when all are about to join their group."""
         for setup in setups:
             self._followers.append(Follower(setup.shard.rank, setup.memory))
@@ -235,18 +227,6 @@ class ParallelRunner:
         log.error("the ranks of this worker are no longer in step: %s", reason)
         if call is not None:
             call(lost)
-
-
-def open_rank(
-    setup: Setup, progress: Callable[[str], None] | None = None
-) -> tuple[Group, ModelRunner]:
-    """Join the group and load this rank's part. Raises ModelError."""
-    group = Group(setup.shard, setup.meeting, torch.device(setup.device))
-    member = Member(group, setup.memory)
-    runner = ModelRunner(
-        setup.model_dir, device=setup.device, member=member, progress=progress, **setup.options
-    )
-    return group, runner
 
 
 def _check_devices(kind: str, size: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model.checkpoint.files import Checkpoint
+from engine.model.checkpoint.load import Checkpoint
 from engine.model.cpu.kernels import KernelsUnavailable
 from tests.engine.model.tiny import FAMILIES, Driver, make_checkpoint, narrowed_kind, tokens_of
 

@@ -10,7 +10,7 @@ from engine.model.batch import Batch
 from engine.model.checkpoint.families import read_config
 from engine.model.config import with_window
 from engine.model.errors import ModelError
-from engine.model.ops import rope_tables
+from engine.model.rope import rope_tables
 from engine.model.torch_ops import TorchOps
 from tests.engine.model.tiny import MAX_LEN, Driver, make_checkpoint, make_pool, tokens_of
 

@@ -9,13 +9,13 @@ import transformers
 from engine.model.batch import Batch, Limits
 from engine.model.cache import default_cache_dir
 from engine.model.checkpoint.families import read_config
+from engine.model.checkpoint.load import load_weights
 from engine.model.config import ModelConfig
 from engine.model.cpu import kernels
 from engine.model.cpu.linear import HALVES, INT16, PAIRS, TILES
 from engine.model.cpu.ops import CpuOps
 from engine.model.decoder import Decoder
 from engine.model.torch_ops import TorchOps
-from engine.model.weights import load_weights
 from engine.request import SamplingParams
 from engine.step import ScheduledSeq, Step
 

@@ -13,7 +13,7 @@ from engine.model.config import Latent, ModelConfig, Rope, RopeScaling
 from engine.model.cpu import attention as cpu_attention
 from engine.model.cpu import kernels
 from engine.model.cpu.ops import CpuOps
-from engine.model.ops import rope_tables
+from engine.model.rope import rope_tables
 from engine.step import Step
 from tests.engine.model.cpu.test_kernels import config_of
 from tests.engine.model.tiny import narrowed_kind, scheduled

@@ -9,10 +9,10 @@ import torch
 
 from engine.model.batch import Batch, Limits
 from engine.model.checkpoint.families import read_config
+from engine.model.checkpoint.load import load_weights
 from engine.model.decoder import Decoder
 from engine.model.sampler import sample
 from engine.model.torch_ops import TorchOps
-from engine.model.weights import load_weights
 from engine.step import ScheduledSeq, Step
 from tests.engine.model.paged import DEVICE
 from tests.engine.model.tiny import BLOCK_SIZE

@@ -1,0 +1,257 @@
+"""Loading the weights of a checkpoint: safetensors files, one or several, mapped into memory.
+
+Tensors are views of the files: a page is read when it is first touched, and never written. Each is
+prepared for a set of operations, matrix by matrix, so that memory never holds much more than what
+the operations keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.model.checkpoint.fields import read_json
+from engine.model.config import Latent, ModelConfig
+from engine.model.errors import ModelError
+from engine.model.ops import Ops
+from engine.model.weights import (
+    AttentionWeights,
+    ExpertsWeights,
+    LatentWeights,
+    LayerWeights,
+    MLPWeights,
+    Weights,
+)
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ROOTS = ("model.", "model.language_model.", "language_model.model.")
+"""What names start with; the last two in checkpoints of which the language model is a part."""
+
+
+class Checkpoint:
+    """The tensors of a model directory by name. Files stay mapped as long as it lives."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError if there are no weights or a file is damaged."""
+        self._path = path
+        self._files: dict[str, Any] = {}
+        index = path / "model.safetensors.index.json"
+        if index.is_file():
+            places = read_json(index).get("weight_map")
+            if not isinstance(places, dict):
+                raise ModelError(f"{index} has no weight_map")
+            self._places: dict[str, str] = places
+            for name in sorted(set(places.values())):
+                self._open(name)
+            return
+        names = sorted(file.name for file in path.glob("*.safetensors"))
+        if not names:
+            raise ModelError(f"{path} has no *.safetensors file")
+        self._places = {key: name for name in names for key in self._open(name).keys()}  # noqa: SIM118
+
+    def _open(self, name: str) -> Any:
+        file = self._path / name
+        try:
+            self._files[name] = safe_open(str(file), framework="pt")
+        except FileNotFoundError:
+            raise ModelError(f"{file} is missing") from None
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is damaged or truncated: {error}") from error
+        return self._files[name]
+
+    def has(self, name: str) -> bool:
+        return name in self._places
+
+    def get(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor `name`. Raises ModelError if it is missing or not of `shape`."""
+        place = self._places.get(name)
+        if place is None:
+            raise ModelError(f"{self._path} has no tensor {name}")
+        try:
+            tensor = self._files[place].get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ModelError(f"{self._path / place}: {name} cannot be read: {error}") from error
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"{self._path / place}: {name} has shape {list(tensor.shape)}, "
+                f"{list(shape)} is needed"
+            )
+        if tensor.dtype not in FLOATS:
+            raise ModelError(
+                f"{self._path / place}: {name} is {tensor.dtype}, which is not supported"
+            )
+        return tensor
+
+
+def load_weights(
+    path: Path, config: ModelConfig, ops: Ops, progress: Callable[[str], None]
+) -> Weights:
+    """Read every parameter of `config` from `path`. Raises ModelError."""
+    checkpoint = Checkpoint(path)
+    table_name = "embed_tokens.weight"
+    root = next((root for root in ROOTS if checkpoint.has(root + table_name)), ROOTS[0])
+    table = checkpoint.get(root + table_name, config.vocab_size, config.hidden_size)
+    head = table
+    if not config.tie_word_embeddings:
+        head = checkpoint.get("lm_head.weight", config.vocab_size, config.hidden_size)
+    layers = []
+    for index in range(config.num_layers):
+        layers.append(_Layer(checkpoint, config, ops, root, index).load())
+        if index % 8 == 7:
+            progress(f"loading weights: layer {index + 1} of {config.num_layers}")
+    norm = checkpoint.get(root + "norm.weight", config.hidden_size)
+    return Weights(
+        table=ops.table(table),
+        layers=tuple(layers),
+        norm=_norm(norm, config, ops),
+        head=ops.matrix(head, None, "logits"),
+    )
+
+
+def _norm(weight: torch.Tensor, config: ModelConfig, ops: Ops) -> torch.Tensor:
+    return ops.vector(weight.float() + config.norm_offset if config.norm_offset else weight)
+
+
+class _Layer:
+    """The tensors of one layer, by their names within it."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, root: str, index: int
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._ops = ops
+        self._index = index
+        self._prefix = f"{root}layers.{index}."
+
+    def load(self) -> LayerWeights:
+        c, experts = self._config, self._config.experts
+        is_sparse = experts is not None and self._index >= experts.first_layer
+        if not is_sparse:
+            mlp: MLPWeights | None = self._mlp("mlp.", c.intermediate_size, "")
+        else:
+            assert experts is not None
+            has = experts.shared_size
+            mlp = self._mlp("mlp.shared_experts.", has, "shared_") if has else None
+        attention_out = mlp_out = None
+        before_mlp = "post_attention_layernorm"
+        if c.sandwich_norms:
+            attention_out = self._norm("post_attention_layernorm", c.hidden_size)
+            before_mlp = "pre_feedforward_layernorm"
+            mlp_out = self._norm("post_feedforward_layernorm", c.hidden_size)
+        return LayerWeights(
+            input_norm=self._norm("input_layernorm", c.hidden_size),
+            attention=self._attention() if c.latent is None else self._latent(c.latent),
+            attention_out_norm=attention_out,
+            mlp_norm=self._norm(before_mlp, c.hidden_size),
+            mlp=mlp,
+            experts=self._experts() if is_sparse else None,
+            mlp_out_norm=mlp_out,
+        )
+
+    def _get(self, name: str, *shape: int) -> torch.Tensor:
+        return self._checkpoint.get(self._prefix + name, *shape)
+
+    def _norm(self, name: str, width: int) -> torch.Tensor:
+        return _norm(self._get(name + ".weight", width), self._config, self._ops)
+
+    def _stacked(self, fused: str, parts: tuple[tuple[str, int], ...]) -> torch.Tensor:
+        """Projections with so many rows each as one matrix, which some checkpoints have already."""
+        width = self._config.hidden_size
+        if self._checkpoint.has(self._prefix + fused + ".weight"):
+            return self._get(fused + ".weight", sum(rows for _, rows in parts), width)
+        return torch.cat([self._get(name + ".weight", rows, width) for name, rows in parts])
+
+    def _mlp(self, prefix: str, width: int, role: str) -> MLPWeights:
+        parts = ((prefix + "gate_proj", width), (prefix + "up_proj", width))
+        gate_up = self._stacked(prefix + "gate_up_proj", parts)
+        down = self._get(prefix + "down_proj.weight", self._config.hidden_size, width)
+        return MLPWeights(
+            gate_up=self._ops.gated_matrix(gate_up, role + "gate_up"),
+            down=self._ops.matrix(down, None, role + "down"),
+        )
+
+    def _attention(self) -> AttentionWeights:
+        c = self._config
+        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        parts = tuple(zip(names, (queries, keys, keys), strict=True))
+        qkv_bias = out_bias = None
+        if c.attention_bias:
+            qkv_bias = torch.cat([self._get(f"{name}.bias", rows) for name, rows in parts])
+        if c.output_bias:
+            out_bias = self._get("self_attn.o_proj.bias", c.hidden_size)
+        qkv = self._stacked("self_attn.qkv_proj", parts)
+        out = self._get("self_attn.o_proj.weight", c.hidden_size, queries)
+        return AttentionWeights(
+            qkv=self._ops.matrix(qkv, qkv_bias, "qkv"),
+            q_norm=self._norm("self_attn.q_norm", c.head_dim) if c.qk_norm else None,
+            k_norm=self._norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None,
+            out=self._ops.matrix(out, out_bias, "out"),
+        )
+
+    def _latent(self, latent: Latent) -> LatentWeights:
+        c, ops, name = self._config, self._ops, "self_attn."
+        head, up = latent.nope_dim + latent.rope_dim, latent.nope_dim + latent.value_dim
+        compress = self._get(name + "kv_a_proj_with_mqa.weight", c.head_dim, c.hidden_size)
+        compress = _deinterleaved(compress, 1, latent)
+        q_norm, source, width = None, "q_proj", c.hidden_size
+        if latent.q_rank is not None:
+            q_norm = self._norm(name + "q_a_layernorm", latent.q_rank)
+            source, width = "q_b_proj", latent.q_rank
+            q_down = self._get(name + "q_a_proj.weight", latent.q_rank, c.hidden_size)
+            compress = torch.cat((q_down, compress))
+        queries = self._get(f"{name}{source}.weight", c.num_heads * head, width)
+        by_head = self._get(name + "kv_b_proj.weight", c.num_heads * up, latent.rank)
+        by_head = by_head.view(c.num_heads, up, latent.rank)
+        out = self._get(name + "o_proj.weight", c.hidden_size, c.num_heads * latent.value_dim)
+        return LatentWeights(
+            compress=ops.matrix(compress, None, "latent"),
+            q_norm=q_norm,
+            kv_norm=self._norm(name + "kv_a_layernorm", latent.rank),
+            queries=ops.matrix(_deinterleaved(queries, c.num_heads, latent), None, "queries"),
+            key_up=ops.heads(by_head[:, : latent.nope_dim], "key_up"),
+            value_up=ops.heads(by_head[:, latent.nope_dim :].transpose(1, 2), "value_up"),
+            out=ops.matrix(out, None, "out"),
+        )
+
+    def _experts(self) -> ExpertsWeights:
+        c, experts = self._config, self._config.experts
+        assert experts is not None
+        prefix, gate, up, down = "mlp.", "gate_proj", "up_proj", "down_proj"
+        if c.architecture == "MixtralForCausalLM":
+            prefix, gate, up, down = "block_sparse_moe.", "w1", "w3", "w2"
+        number, width = experts.num_experts, experts.intermediate_size
+        router = self._get(prefix + "gate.weight", number, c.hidden_size)
+        bias = None
+        if experts.has_bias:
+            bias = self._ops.vector(self._get(prefix + "gate.e_score_correction_bias", number))
+        gate_ups = downs = None
+        for index in range(number):
+            name = f"{prefix}experts.{index}."
+            first = self._get(f"{name}{gate}.weight", width, c.hidden_size)
+            if gate_ups is None or downs is None:
+                gate_ups = first.new_empty(number, 2 * width, c.hidden_size)
+                downs = first.new_empty(number, c.hidden_size, width)
+            gate_ups[index, :width] = first
+            gate_ups[index, width:] = self._get(f"{name}{up}.weight", width, c.hidden_size)
+            downs[index] = self._get(f"{name}{down}.weight", c.hidden_size, width)
+        return ExpertsWeights(
+            router=self._ops.router(router),
+            bias=bias,
+            experts=self._ops.experts(gate_ups, downs),
+        )
+
+
+def _deinterleaved(weight: torch.Tensor, num_heads: int, latent: Latent) -> torch.Tensor:
+    """Rows of each head's rotated part, its last, from pairs (x1, x2), (x1, x2), ... to all x1,
+    then all x2, as the other families store them."""
+    if not latent.interleaved:
+        return weight
+    heads = weight.view(num_heads, -1, weight.shape[1])
+    plain, pairs = heads.split([heads.shape[1] - latent.rope_dim, latent.rope_dim], dim=1)
+    return torch.cat((plain, pairs[:, 0::2], pairs[:, 1::2]), dim=1).view(weight.shape)
