@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from engine.config import WorkerConfig
+from engine.cost import StepTiming
 from engine.kv.block_hash import HASH_BYTES, BlockChain
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
@@ -22,7 +23,6 @@ from engine.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
 from engine.stats import RouterDown, RouterUp, WorkerStats
 from engine.step import Step, StepDone
-from engine.step_timing import StepTiming
 
 MAX_ENDED = 4096  # ended attempts that are remembered, so that a late repeat is not served again
 

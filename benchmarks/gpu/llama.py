@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 import transformers
 
-from engine.model.gpu.options import GpuOptions
 from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
 from engine.step import ScheduledSeq
@@ -61,7 +60,8 @@ def make_runner(
     max_model_len: int,
     kv_dtype: str = "auto",
     quantization: str = "none",
-    gpu: GpuOptions,
+    max_num_seqs: int,
+    cuda_graphs: bool = True,
 ) -> ModelRunner:
     """A worker's runner with a copy of `model`'s weights."""
     with (
@@ -78,7 +78,8 @@ def make_runner(
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             max_model_len=max_model_len,
-            gpu=gpu,
+            max_num_seqs=max_num_seqs,
+            cuda_graphs=cuda_graphs,
         )
     for notice in runner.notices:
         print(notice)

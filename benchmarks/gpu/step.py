@@ -20,7 +20,6 @@ import torch
 
 from benchmarks.gpu.llama import BLOCK_SIZE, make_model, make_runner, share
 from benchmarks.gpu.measure import copy_bandwidth, print_table, write_json
-from engine.model.gpu.options import GpuOptions
 from engine.model.quantize import GROUP
 from engine.model.runner import ModelRunner
 from engine.step import Step
@@ -73,7 +72,8 @@ def rows(bandwidth: float) -> Iterator[dict[str, Any]]:
             max_model_len=2 * CONTEXT,
             kv_dtype=kv_dtype,
             quantization=quantization,
-            gpu=GpuOptions(max_num_seqs=max(BATCHES), graphs=graphs),
+            max_num_seqs=max(BATCHES),
+            cuda_graphs=graphs,
         )
         for batch in BATCHES:
             seconds = pass_seconds(runner, batch, CONTEXT)

@@ -22,7 +22,6 @@ from benchmarks.gpu.measure import print_table, write_json
 from engine.config import WorkerConfig
 from engine.core import EngineCore
 from engine.kv.block_hash import BlockChain, CacheScope
-from engine.model.gpu.options import GpuOptions
 from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
 from engine.sequence import Sequence
@@ -97,8 +96,9 @@ def main() -> None:
     prompts = prompts_of(chosen.requests, chosen.prompt_len, model.config.vocab_size)
     length = chosen.prompt_len + chosen.output_len + BLOCK_SIZE
     num_blocks = (MAX_NUM_SEQS + 1) * -(-length // BLOCK_SIZE) + 64
-    gpu = GpuOptions(max_num_seqs=MAX_NUM_SEQS)
-    runner = make_runner(model, num_blocks=num_blocks, max_model_len=length, gpu=gpu)
+    runner = make_runner(
+        model, num_blocks=num_blocks, max_model_len=length, max_num_seqs=MAX_NUM_SEQS
+    )
     serve(runner, prompts[:4], 8)
     timed = {"kvrelay": serve(runner, prompts, chosen.output_len)}
     del runner

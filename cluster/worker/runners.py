@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.model.errors import ModelError
-from engine.model.gpu.options import GpuOptions
 
 if TYPE_CHECKING:
     from cluster.worker.build import WorkerSpec
@@ -31,7 +30,8 @@ def open_runner(
         "block_size": engine.block_size,
         "num_threads": spec.threads or None,
         "max_model_len": max_model_len,
-        "gpu": GpuOptions(max_num_seqs=engine.max_num_seqs, graphs=engine.cuda_graphs),
+        "max_num_seqs": engine.max_num_seqs,
+        "cuda_graphs": engine.cuda_graphs,
     }
     if size == 1:
         from engine.model.runner import ModelRunner

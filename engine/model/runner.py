@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.model.batch import Batch, Limits
+from engine.model.batch import Batch, Guard, Limits
 from engine.model.cache import default_cache_dir
 from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.load import load_weights
@@ -28,8 +28,6 @@ from engine.model.cpu.ops import CpuOps
 from engine.model.cpu.sampling import CpuDraw
 from engine.model.decoder import Decoder
 from engine.model.errors import ModelError
-from engine.model.gpu.options import GpuOptions
-from engine.model.guard import Guard
 from engine.model.ops import TORCH_DTYPES, Ops
 from engine.model.quantize import QUANTIZATIONS
 from engine.model.sampler import Draw, draw, sample
@@ -66,9 +64,10 @@ class ModelRunner:
         num_threads: int | None = None,
         max_model_len: int | None = None,
         kv_pool: torch.Tensor | None = None,
-        progress: Callable[[str], None] | None = None,
+        progress: Callable[[str], None] = lambda _: None,
         member: Member | None = None,
-        gpu: GpuOptions = GpuOptions(),
+        max_num_seqs: int = 64,
+        cuda_graphs: bool = True,
     ) -> None:
         """dtype: "auto", "float32" or "bfloat16"; device: "auto", "cpu" or "cuda[:n]".
         kv_dtype: "auto" (as `dtype`) or "float8_e4m3".
@@ -76,7 +75,7 @@ class ModelRunner:
         window, num_sinks: as of `with_window`; guard: as of `Limits`.
         kv_pool: memory to use instead of allocating it; zeroed, of the shape above or flat bytes.
         member: this process's place among those that compute the model together; None: alone.
-        gpu: what counts on a GPU only.
+        max_num_seqs, cuda_graphs: decodes that a GPU runs at once, and as captured graphs.
         Raises ModelError."""
         self.notices: list[str] = []
         self.device = find_device(device)
@@ -87,11 +86,10 @@ class ModelRunner:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.config = with_window(read_config(model_dir), window, num_sinks)
-        self._member, self._gpu, self._quantization = member, gpu, quantization
+        self._member, self._quantization = member, quantization
         self._own = self.config if member is None else member.config(self.config)  # its part
-        stored = self.dtype if kv_dtype == "auto" else kv_dtype
         held = self._own if self.device.type == "cuda" else self.config
-        self.kv_spec = held.kv_spec(block_size, stored)
+        self.kv_spec = held.kv_spec(block_size, self.dtype if kv_dtype == "auto" else kv_dtype)
         longest = self.config.max_position_embeddings
         if self.config.flat_window:  # no two positions that meet are further apart than it
             longest = max(longest, max_model_len or 0)
@@ -113,11 +111,11 @@ class ModelRunner:
             ops = self._ops(num_threads or torch.get_num_threads())
             if member is not None:
                 ops = member.ops(ops, self.config)
-            weights = load_weights(model_dir, self.config, ops, progress or (lambda _: None))
+            weights = load_weights(model_dir, self.config, ops, progress)
             self._decoder = Decoder(self.config, weights, ops)
             if isinstance(ops, CpuOps):
                 self._decode = ops.decode(weights, self._limits)
-            self._steps = self._gpu_steps(ops, progress or (lambda _: None))
+            self._steps = self._gpu_steps(ops, max_num_seqs, cuda_graphs, progress)
         if self.device.type == "cpu":
             make_real(self.kv_pool)
 
@@ -215,7 +213,9 @@ class ModelRunner:
                 self.notices.append(f"GPU kernels are not used, torch is (slower): {error}")
         return TorchOps(self._own, pool, kind, self.max_model_len, self._quantization)
 
-    def _gpu_steps(self, ops: Ops, progress: Callable[[str], None]) -> GpuSteps | None:
+    def _gpu_steps(
+        self, ops: Ops, max_num_seqs: int, graphs: bool, progress: Callable[[str], None]
+    ) -> GpuSteps | None:
         """None where steps are run one by one: on a CPU, without kernels, and among several
         processes, whose sums a graph does not hold."""
         if self.device.type != "cuda" or self._member is not None or isinstance(ops, TorchOps):
@@ -226,8 +226,8 @@ class ModelRunner:
             self._decoder,
             self._limits,
             self.device,
-            max_num_seqs=self._gpu.max_num_seqs,
-            graphs=self._gpu.graphs,
+            max_num_seqs=max_num_seqs,
+            graphs=graphs,
             progress=progress,
         )
         self.notices += steps.notices

@@ -13,6 +13,7 @@ from engine.cost import (
     MIN_SAMPLES,
     TOKENS_UNIT,
     FittedCost,
+    StepTiming,
     blocks_worth_loading,
     decode_features,
     fitted_s,
@@ -21,7 +22,6 @@ from engine.cost import (
 from engine.request import SamplingParams
 from engine.stats import Role
 from engine.step import ScheduledSeq, Step
-from engine.step_timing import StepTiming
 
 BUDGET = 8192
 TRUE = (0.004, 0.35, 0.02, 0.06)  # a pass, 4,096 tokens of it, their squares, what lies before them

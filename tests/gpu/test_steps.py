@@ -8,7 +8,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.model.gpu.options import GpuOptions
 from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
 from engine.step import Step
@@ -91,7 +90,8 @@ def test_a_runner_uses_the_kernels_and_says_nothing(path, graphs):
         device="cuda",
         dtype="float32",
         num_blocks=12,
-        gpu=GpuOptions(max_num_seqs=4, graphs=graphs),
+        max_num_seqs=4,
+        cuda_graphs=graphs,
         progress=told.append,
     )
     assert runner.notices == []

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.gpu.activation import gated
+from engine.model.gpu.norm_activation import gated
 from engine.model.quantize import GROUP
 
 BLOCK_M, BLOCK_N = 16, 64

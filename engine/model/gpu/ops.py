@@ -20,13 +20,12 @@ from engine.model.config import ModelConfig
 from engine.model.cpu.kernels import KernelsUnavailable
 from engine.model.gpu import experts as mixture
 from engine.model.gpu import int8
-from engine.model.gpu.activation import KINDS, gated
 from engine.model.gpu.attention_decode import decode_attention, decode_splits
 from engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
 from engine.model.gpu.cache_pool import Pool
 from engine.model.gpu.cache_write import latent_write, rope_write
 from engine.model.gpu.latent import latent_decode, latent_prefill, latent_row_tiles, latent_tiles
-from engine.model.gpu.norm import MAX_WIDTH, rms_norm
+from engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
 from engine.model.gpu.staging import to_device
 from engine.model.ops import choose_experts
 from engine.model.quantize import quantize

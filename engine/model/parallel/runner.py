@@ -121,7 +121,7 @@ class ParallelRunner:
         *,
         device: str = "auto",
         num_threads: int | None = None,
-        progress: Callable[[str], None] | None = None,
+        progress: Callable[[str], None] = lambda _: None,
         **options: Any,
     ) -> None:
         """options: of ModelRunner; num_threads: of all ranks together. Raises ModelError."""

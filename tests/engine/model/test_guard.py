@@ -6,8 +6,7 @@ import re
 import pytest
 import torch
 
-from engine.model.batch import Batch, Limits
-from engine.model.guard import Guard
+from engine.model.batch import Batch, Guard, Limits
 from engine.step import Step
 from tests.engine.model.tiny import scheduled
 

@@ -10,8 +10,7 @@ pytest.importorskip("triton")
 
 from engine.model import sampler
 from engine.model.gpu import experts, int8, sampling
-from engine.model.gpu.activation import gated
-from engine.model.gpu.norm import rms_norm
+from engine.model.gpu.norm_activation import gated, rms_norm
 from engine.model.quantize import dequantize, quantize
 from engine.request import SamplingParams
 from tests.engine.model.tiny import scheduled
