@@ -49,7 +49,7 @@ class EngineCore:
         self.seqs: dict[tuple[str, int], Sequence] = {}
         self.routers: list[NodeId] = []
         self.counters: dict[str, float] = {}
-        self.pace = StepTiming(config)
+        self.timing = StepTiming(config)
         self.lower: LowerTiers | None = None
         self.now = 0.0  # of the message that is being handled
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -138,13 +138,13 @@ class EngineCore:
         """The next step, which also takes the checksums of the blocks that it fills."""
         if self.scheduler.in_flight:
             return None
-        pace = self.pace
+        timing = self.timing
         step = self.scheduler.schedule(
             self.now,
-            pace.prompt_budget(),
-            pace.prompt_cost,
-            pace.decode_step_s.value,
-            pace.row_cost.published(),
+            timing.prompt_budget(),
+            timing.prompt_cost,
+            timing.decode_step_s.value,
+            timing.row_cost.published(),
         )
         if step is None or step.repeats > 1:  # a step that is repeated fills no block
             return step
@@ -163,14 +163,14 @@ class EngineCore:
         self.count("steps", repeats)
         self.count("tokens_fed", step.num_tokens * repeats)
         if done.error is None:
-            num_drafts = sum(len(share.draft) for share in step.seqs)
-            num_held = 0
-            if num_drafts:
-                num_held = sum(len(each.more) for each in done.sampled if each is not None)
-                self.count("draft_tokens", num_drafts)
-                self.count("draft_tokens_accepted", num_held)
+            num_drafted = sum(len(share.draft_tokens) for share in step.seqs)
+            num_accepted = 0
+            if num_drafted:
+                num_accepted = sum(len(each.more) for each in done.sampled if each is not None)
+                self.count("draft_tokens", num_drafted)
+                self.count("draft_tokens_accepted", num_accepted)
             if done.elapsed_s > 0:
-                self.pace.learn(step, done.elapsed_s, repeats, num_held)
+                self.timing.on_step(step, done.elapsed_s, repeats, num_accepted)
         return self.scheduler.finish_step(done)
 
     def fail_step(self, survivors: list[tuple[Sequence, int]], error: str) -> list[Effect]:
@@ -307,8 +307,8 @@ class EngineCore:
             num_running=len(scheduler.running) + len(scheduler.remote),
             num_handoffs=num_handoffs,
             pending_prefill_tokens=scheduler.pending_tokens,
-            prefill_tokens_per_s=self.pace.present_prefill_rate(is_busy=is_busy),
-            decode_step_s=self.pace.decode_step_s.value,
+            prefill_tokens_per_s=self.timing.present_prefill_rate(is_busy=is_busy),
+            decode_step_s=self.timing.decode_step_s.value,
             read_bytes_per_s=read_rates[None],
             event_seq=self._event_seq,
             counters=dict(self.counters),
@@ -316,8 +316,8 @@ class EngineCore:
             disk_read_bytes_per_s=read_rates[Tier.DISK],
             num_host_blocks=self.lower.num_blocks(Tier.HOST) if self.lower else 0,
             num_disk_blocks=self.lower.num_blocks(Tier.DISK) if self.lower else 0,
-            prompt_weights=self.pace.present_prompt_weights(is_busy=is_busy),
-            decode_weights=self.pace.decode_cost.published(),
+            prompt_weights=self.timing.present_prompt_weights(is_busy=is_busy),
+            decode_weights=self.timing.decode_cost.published(),
             num_wanted_blocks=sum(
                 self.kv.window.most_blocks(len(s.tokens)) for s in scheduler.waiting
             ),

@@ -133,18 +133,19 @@ class StepTiming:
         self.decode_cost = FittedCost(4)  # of a token for each
         self.row_cost = FittedCost(4)  # of a pass, by its rows
 
-    def learn(self, step: Step, elapsed_s: float, repeats: int, num_held: int = 0) -> None:
-        """`step` was run `repeats` times; `num_held` of its drafts held. Of a mixed step, the
-        prompts' time is what a step of decodes alone would not have taken."""
+    def on_step(self, step: Step, elapsed_s: float, repeats: int, num_accepted: int = 0) -> None:
+        """`step` was run `repeats` times and took `elapsed_s`; `num_accepted` of its draft tokens
+        were accepted. Of a mixed step, the prompts' time is what a step of decodes alone would not
+        have taken."""
         prompts = [share for share in step.seqs if len(share.tokens) > 1]
         if not prompts:
             self.decode_step_s.add(elapsed_s, repeats)
             count, pool_tokens = len(step.seqs), self._config.num_blocks * self._config.block_size
             kv_tokens = sum([share.start for share in step.seqs]) + count * repeats / 2
             used = kv_tokens / pool_tokens
-            token_s = elapsed_s / (repeats + num_held / count)
+            token_s = elapsed_s / (repeats + num_accepted / count)
             self.decode_cost.add(decode_features(count, used), token_s)
-            drafts = [(len(share.draft), share.start) for share in step.seqs if share.draft]
+            drafts = [(len(share.draft_tokens), share.start) for share in step.seqs]
             rows = count + sum(more for more, _ in drafts)
             again = sum(more * start for more, start in drafts) / pool_tokens
             self.row_cost.add(row_features(rows, used, again), elapsed_s / repeats)

@@ -1,13 +1,14 @@
-"""Drafts: guesses of the tokens that come next, so that one pass of the model yields several.
+"""Speculative decoding by n-grams (prompt lookup decoding, A. Saxena 2023): draft tokens without a
+draft model, verified by the same pass that computes the next token.
 
-A pass of few decodes is bound by reading weights, and a few rows more cost little. What followed
-the last tokens where they stood before is fed along, a row for each (prompt lookup decoding, A.
-Saxena 2023); what is drawn after each row says how far the guesses held. A draw depends on the
-logits and (seed, position) alone, so the tokens are those that would have come one by one.
+A pass of few decodes is bound by reading weights, so a few rows more cost little. The draft tokens
+of a sequence are those that followed its last n-gram where that occurred before; each is one row
+more. What is sampled after each row says how many of them are accepted. Sampling depends on the
+logits and (seed, position) alone, so the output is the same as without drafts.
 
-How many: a row more is worth it while the tokens that it is expected to add, for the time that it
-is known to take, are more than what the pass yields as it is. So long contexts, large batches and
-texts that do not repeat themselves get none.
+How many: one more row pays while the accepted tokens that it is expected to add, over the time that
+it is measured to take, exceed what the pass yields as it is. So long contexts, large batches and
+texts without repetition get no drafts.
 """
 
 from __future__ import annotations
@@ -18,132 +19,136 @@ from collections.abc import Sequence as Seq
 from engine.cost import SEQS_UNIT, fitted_s, row_features
 from engine.sequence import Sequence
 
-NGRAM = 3  # tokens that have to be the same, before what followed them is a guess
-REACH = 16_384  # tokens that are searched, the last ones
-LEARN = 0.15  # weight of a guess in the share of those that held
-PRIOR = 0.5  # of that share, where nothing was learned
-HARDLY = 0.9  # guesses are not even looked for where they would have to hold more often than that
-ROW = 1 / 16  # of a pass: what a row more is believed to take until something was measured
-DEAREST_ROW = 0.35  # what it is believed to take at most, or a few slow passes would end all drafts
-MARGIN = 1.5  # what a row more is expected to gain, over what it takes: neither is known exactly
-LONGEST = 1.5  # times a pass without drafts, which others wait for
-WORD = 4  # bytes of a token in what is searched
+NGRAM_SIZE = 3  # tokens that have to match before what followed them is proposed
+SEARCHED_TOKENS = 16_384  # the last ones of a sequence
+ACCEPTANCE_WEIGHT = 0.15  # of a draft token in the moving average of the acceptance rate
+INITIAL_ACCEPTANCE_RATE = 0.5  # before anything was verified
+MAX_NEEDED_RATE = 0.9  # no n-gram is looked up where drafts pay only above this acceptance rate
+DEFAULT_ROW_COST = 1 / 16  # of a row more, as a share of a pass, before it was measured
+MAX_ROW_COST = 0.35  # the most that is believed, or a few slow passes would end all drafts
+MIN_GAIN = 1.5  # expected gain of a row more over its cost: neither is known exactly
+MAX_SLOWDOWN = 1.5  # of a pass by its drafts, where other sequences wait for it
+TOKEN_BYTES = 4  # of a token in what is searched
 
 
-class Lookup:
-    """The guesses for one sequence. Invariant: `_words` holds its first tokens; `_source`, if not
-    0, is where a token stands that is expected to come next."""
+class NgramProposer:
+    """Proposes the draft tokens of one sequence. Invariant: `_searched` holds its first tokens;
+    `_source`, if not 0, is the index of the token that is expected to come next."""
 
-    def __init__(self, held: float) -> None:
-        """held: the share of guesses that is expected to hold."""
-        self.held = held
-        self._words = bytearray()
+    def __init__(self, acceptance_rate: float) -> None:
+        """acceptance_rate: the share of draft tokens that is expected to be accepted."""
+        self.acceptance_rate = acceptance_rate
+        self._searched = bytearray()
         self._source = 0
-        self._guess: list[int] = []
+        self._proposed: list[int] = []
 
-    def guess(self, tokens: list[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow `tokens`, which begin as when last asked."""
+    def propose(self, tokens: list[int], limit: int) -> list[int]:
+        """Up to `limit` draft tokens after `tokens`, which extend those of the last call."""
         self._follow(tokens)
-        self._guess = []
+        self._proposed = []
         if self._source:
             period = len(tokens) - self._source
-            guess = self._guess = tokens[self._source : self._source + most]
-            while len(guess) < most:  # what it is taken from goes on with the guess itself
-                guess.append(guess[-period])
-        return self._guess
+            proposed = self._proposed = tokens[self._source : self._source + limit]
+            while len(proposed) < limit:  # past the end of `tokens` the source is the draft itself
+                proposed.append(proposed[-period])
+        return self._proposed
 
-    def learn(self, drawn: Seq[int]) -> None:
-        """`drawn` is what really followed, as far as it is known."""
-        for guess, token in zip(self._guess, drawn, strict=False):
-            self.held += LEARN * ((guess == token) - self.held)
-            if guess != token:
+    def on_verified(self, sampled: Seq[int]) -> None:
+        """`sampled` came after the tokens of the last call: all that is known of them."""
+        for proposed, token in zip(self._proposed, sampled, strict=False):
+            accepted = proposed == token
+            self.acceptance_rate += ACCEPTANCE_WEIGHT * (accepted - self.acceptance_rate)
+            if not accepted:
                 break
-        self._guess = []
+        self._proposed = []
 
     def _follow(self, tokens: list[int]) -> None:
-        known = len(self._words) // WORD
+        known = len(self._searched) // TOKEN_BYTES
         for token in tokens[known:] if self._source else ():
             if tokens[self._source] != token:
                 self._source = 0
                 break
             self._source += 1
-        self._words += array("I", tokens[known:]).tobytes()
+        self._searched += array("I", tokens[known:]).tobytes()
         if not self._source:
             self._source = self._search()
 
     def _search(self) -> int:
-        """Where what follows the last tokens stands; 0: they were not there before."""
-        words = self._words
-        end, first = len(words), max(0, len(words) - REACH * WORD)
-        if end < (NGRAM + 1) * WORD:
+        """Index of the token after the latest earlier occurrence of the last n-gram; 0: none."""
+        searched = self._searched
+        end, first = len(searched), max(0, len(searched) - SEARCHED_TOKENS * TOKEN_BYTES)
+        if end < (NGRAM_SIZE + 1) * TOKEN_BYTES:
             return 0
-        last = bytes(words[-NGRAM * WORD :])
-        at = words.rfind(last, first, end - WORD)
-        while at > 0 and at % WORD:
-            at = words.rfind(last, first, at + len(last) - 1)
-        return at // WORD + NGRAM if at >= 0 and at % WORD == 0 else 0
+        ngram = bytes(searched[-NGRAM_SIZE * TOKEN_BYTES :])
+        at = searched.rfind(ngram, first, end - TOKEN_BYTES)
+        while at > 0 and at % TOKEN_BYTES:  # not where a token begins
+            at = searched.rfind(ngram, first, at + len(ngram) - 1)
+        return at // TOKEN_BYTES + NGRAM_SIZE if at >= 0 and at % TOKEN_BYTES == 0 else 0
 
 
 class Drafter:
-    """What one worker guesses. Owned by its scheduler."""
+    """Chooses the draft tokens of a worker's passes. Owned by its scheduler."""
 
-    def __init__(self, most: int, max_rows: int, pool_tokens: int) -> None:
-        """most: guesses for a sequence in a pass; max_rows: of a pass, sequences among them;
-        pool_tokens: of the KV pool."""
-        self._most, self._max_rows, self._pool_tokens = most, max_rows, pool_tokens
-        self._held = PRIOR  # of late, by all sequences
-        self._lookups: dict[Sequence, Lookup] = {}
+    def __init__(self, max_drafts: int, max_rows: int, pool_tokens: int) -> None:
+        """max_drafts: draft tokens of a sequence in a pass; max_rows: of a pass, one for each
+        sequence and draft token; pool_tokens: of the KV pool."""
+        self._max_drafts, self._max_rows, self._pool_tokens = max_drafts, max_rows, pool_tokens
+        self._acceptance_rate = INITIAL_ACCEPTANCE_RATE  # recent, of all sequences
+        self._proposers: dict[Sequence, NgramProposer] = {}
 
     def plan(
         self, seqs: Seq[Sequence], rooms: Seq[int], weights: Seq[float]
     ) -> list[list[int]] | None:
-        """The guesses that a pass over `seqs`, which are decodes, should feed along; None: of
-        nobody. rooms: how many each has room for. weights: what passes cost by `row_features`;
-        empty: that is not known."""
-        row = self._row(seqs, weights)
-        if not self._most or MARGIN * row * len(seqs) > HARDLY:
+        """The draft tokens of each of `seqs`, which are decodes, for one pass over all of them;
+        None: no sequence gets any. rooms: how many each has room for. weights: cost of passes by
+        `row_features`; empty: not measured yet."""
+        row = self._row_cost(seqs, weights)
+        if not self._max_drafts or MIN_GAIN * row * len(seqs) > MAX_NEEDED_RATE:
             return None
-        guesses = [
-            self._lookup(seq).guess(seq.tokens, min(self._most, room))
+        drafts = [
+            self._proposer(seq).propose(seq.tokens, min(self._max_drafts, room))
             for seq, room in zip(seqs, rooms, strict=True)
         ]
-        hopes = sorted(
+        candidates = sorted(
             (
-                (self._lookups[seq].held ** count, -count, index)
-                for index, (seq, guess) in enumerate(zip(seqs, guesses, strict=True))
-                for count in range(1, len(guess) + 1)
+                (self._proposers[seq].acceptance_rate ** count, -count, index)
+                for index, (seq, draft) in enumerate(zip(seqs, drafts, strict=True))
+                for count in range(1, len(draft) + 1)
             ),
             reverse=True,
         )
         counts = [0] * len(seqs)
-        tokens, passes = float(len(seqs)), 1.0  # of the pass: what it yields, and what it takes
-        for hope, _, index in hopes[: max(0, self._max_rows - len(seqs))]:
-            if hope * passes <= MARGIN * row * tokens or (len(seqs) > 1 and passes + row > LONGEST):
+        tokens, passes = float(len(seqs)), 1.0  # expected of the pass: its yield, and its cost
+        for likelihood, _, index in candidates[: max(0, self._max_rows - len(seqs))]:
+            if likelihood * passes <= MIN_GAIN * row * tokens:
+                break
+            if len(seqs) > 1 and passes + row > MAX_SLOWDOWN:
                 break
             counts[index] += 1
-            tokens, passes = tokens + hope, passes + row
+            tokens, passes = tokens + likelihood, passes + row
         if not any(counts):
             return None
-        return [guess[:count] for guess, count in zip(guesses, counts, strict=True)]
+        return [draft[:count] for draft, count in zip(drafts, counts, strict=True)]
 
-    def learn(self, seq: Sequence, drawn: Seq[int]) -> None:
-        """`drawn` followed in `seq` after its tokens of the last plan."""
-        lookup = self._lookups.get(seq)
-        if lookup is not None:
-            lookup.learn(drawn)
-            self._held += LEARN / 4 * (lookup.held - self._held)
+    def on_verified(self, seq: Sequence, sampled: Seq[int]) -> None:
+        """`sampled` came after the tokens that `seq` had at the last plan."""
+        proposer = self._proposers.get(seq)
+        if proposer is not None:
+            proposer.on_verified(sampled)
+            change = proposer.acceptance_rate - self._acceptance_rate
+            self._acceptance_rate += ACCEPTANCE_WEIGHT / 4 * change
 
     def forget(self, seq: Sequence) -> None:
-        self._lookups.pop(seq, None)
+        self._proposers.pop(seq, None)
 
-    def _lookup(self, seq: Sequence) -> Lookup:
-        return self._lookups.setdefault(seq, Lookup(self._held))
+    def _proposer(self, seq: Sequence) -> NgramProposer:
+        return self._proposers.setdefault(seq, NgramProposer(self._acceptance_rate))
 
-    def _row(self, seqs: Seq[Sequence], weights: Seq[float]) -> float:
-        """What a row more takes of a pass over `seqs`."""
+    def _row_cost(self, seqs: Seq[Sequence], weights: Seq[float]) -> float:
+        """Of one row more, as a share of a pass over `seqs`."""
         if not weights:
-            return ROW
+            return DEFAULT_ROW_COST
         used = sum(len(seq.tokens) for seq in seqs) / self._pool_tokens
         pass_s = fitted_s(weights, row_features(len(seqs), used, 0.0))
         row_s = weights[1] / SEQS_UNIT + weights[3] * used / len(seqs)
-        return min(max(row_s / pass_s, 0.0), DEAREST_ROW) if pass_s > 0 else ROW
+        return min(max(row_s / pass_s, 0.0), MAX_ROW_COST) if pass_s > 0 else DEFAULT_ROW_COST

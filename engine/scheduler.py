@@ -137,7 +137,7 @@ class Scheduler:
                 step.repeats = min(self._repeats(seq) for seq in decodes)
             else:
                 for share, draft in zip(step.seqs, drafts, strict=True):
-                    share.draft = draft
+                    share.draft_tokens = draft
         self._next_step_id += 1
         self.in_flight = step
         self._in_flight_seqs = [seq for seq, _ in chosen]
@@ -175,8 +175,8 @@ class Scheduler:
                     if sampled.more:
                         seq.tokens.extend(sampled.more)
                         seq.num_computed += len(sampled.more)
-                    self._drafter.learn(seq, (sampled.token, *sampled.more))
-                    if len(sampled.more) < len(share.draft):  # it did not fill its block
+                    self._drafter.on_verified(seq, (sampled.token, *sampled.more))
+                    if len(sampled.more) < len(share.draft_tokens):  # it did not fill its block
                         block = share.block_ids[share.start // self.config.block_size]
                         self.kv.checksums.pop(block, None)
                 self.kv.seal_computed(seq)

@@ -1,6 +1,6 @@
 """One forward pass over a ragged batch: what the scheduler asks for and what comes back.
 
-A decode step, a chunk of a prefill and a mix of both are the same thing: for each sequence, feed
+A decode step, a chunk of a prefill and a mix of both are the same thing: for each sequence, compute
 `tokens` at positions `[start, start + len(tokens))`, write their KV into the blocks of the table,
 and sample the next token where asked.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from engine.request import SamplingParams, TokenLogprobs
 
-BURST_S = 0.025  # of passes in a row: what has arrived meanwhile waits for them
+BURST_S = 0.025  # of passes in a row, at most: messages that arrive meanwhile wait for them
 
 
 @dataclass(slots=True)
@@ -20,43 +20,44 @@ class ScheduledSeq:
     """One sequence's share of a step."""
 
     request_id: str
-    tokens: list[int]  # fed in this step
+    tokens: list[int]  # computed in this step
     start: int  # position of tokens[0]; KV of [0, start) is in the blocks already
-    # Block table; covers at least start + len(tokens) positions. -1: of no use any more, where
-    # every layer has a window that has left it.
+    # Block table; covers at least start + len(tokens) positions. -1: a block outside the windows
+    # of all layers, which is not read again.
     block_ids: list[int]
     sample: bool  # True: `tokens` reaches the end of the sequence, sample its next token
     sampling: SamplingParams
     context: list[int]  # prompt + output up to and with `tokens`, for penalties; not to be changed
     num_prompt_tokens: int
-    # Of a decode: tokens that may follow, to be fed along where the executor can (speculative
-    # decoding). All have places in the block of `tokens[0]`.
-    draft: list[int] = field(default_factory=list)
+    # Speculative decoding: tokens that may follow a decode's `tokens`, verified in the same pass
+    # where the executor can. Their positions are in the block of `tokens[0]`.
+    draft_tokens: list[int] = field(default_factory=list)
 
     @property
-    def fed(self) -> list[int]:
-        """`tokens` and the draft."""
-        return [*self.tokens, *self.draft] if self.draft else self.tokens
+    def input_tokens(self) -> list[int]:
+        """`tokens` and the draft tokens."""
+        return [*self.tokens, *self.draft_tokens] if self.draft_tokens else self.tokens
 
     @property
     def end(self) -> int:
-        """After the last position that is fed."""
-        return self.start + len(self.tokens) + len(self.draft)
+        """After the last position that is computed."""
+        return self.start + len(self.tokens) + len(self.draft_tokens)
 
-    def verified(self, drawn: Sequence[int]) -> Sampled:
-        """What holds of `drawn`: the token after `tokens`, and those after each of `draft`."""
+    def verify(self, sampled: Sequence[int]) -> Sampled:
+        """Accept draft tokens up to the first that differs. `sampled`: a token after `tokens`, and
+        one after each draft token."""
         count, stops = 1, self.sampling.stop_token_ids
-        for guess, token in zip(self.draft, drawn, strict=False):
-            if guess != token or token in stops:
+        for draft_token, token in zip(self.draft_tokens, sampled, strict=False):
+            if draft_token != token or token in stops:
                 break
             count += 1
-        return Sampled(drawn[0], more=tuple(drawn[1:count]))
+        return Sampled(sampled[0], more=tuple(sampled[1:count]))
 
 
-def verified(seqs: Sequence[ScheduledSeq], drawn: Sequence[int]) -> list[Sampled]:
-    """What holds for each of `seqs`, decodes, of `drawn`: a token after each that was fed."""
-    rows = iter(drawn)
-    return [seq.verified([next(rows) for _ in seq.fed]) for seq in seqs]
+def verify_drafts(seqs: Sequence[ScheduledSeq], sampled: Sequence[int]) -> list[Sampled]:
+    """Of a pass over `seqs`, all decodes. `sampled`: a token after each input token of each."""
+    rows = iter(sampled)
+    return [seq.verify([next(rows) for _ in seq.input_tokens]) for seq in seqs]
 
 
 @dataclass(slots=True)
@@ -64,8 +65,8 @@ class Step:
     step_id: int
     seqs: list[ScheduledSeq]
     checksum_blocks: list[int] = field(default_factory=list)  # checksum these after the pass
-    # The pass may be run up to so often in a row, each sequence fed what it has just sampled, as
-    # long as nobody samples a stop token. More than once only where all are decodes.
+    # The pass may be run up to so often in a row, each sequence continued with the token that it
+    # has just sampled, until one samples a stop token. More than once only if all are decodes.
     repeats: int = 1
 
     @property
@@ -84,8 +85,8 @@ class Execute:
 class Sampled:
     token: int
     logprobs: TokenLogprobs | None = None
-    # Of the repeats, as many for every sequence of the step; or what held of its own draft, and one
-    # token more.
+    # Tokens after it: of the repeats, equally many for every sequence of the step; or, where draft
+    # tokens were accepted, one for each of them.
     more: tuple[int, ...] = ()
 
 
@@ -97,6 +98,6 @@ class StepDone:
     sampled: list[Sampled | None]
     checksums: list[int] = field(default_factory=list)  # of Step.checksum_blocks, in order
     elapsed_s: float = 0.0
-    error: str | None = None  # the pass failed: none of its results hold
-    # Index of a sequence -> why it was left out of the pass; nothing of it was computed.
+    error: str | None = None  # why the pass failed; its other results are void
+    # Index of a sequence -> why it was left out of the pass; nothing was computed for it.
     failed: dict[int, str] = field(default_factory=dict)

@@ -68,7 +68,7 @@ class KVExchange:
 
     def comes_from_elsewhere(self, seq: Sequence) -> bool:
         """Of a sequence that has just got its blocks: whether some of them are not computed."""
-        return self.connector.plan(seq, self._core.pace.prefill_tokens_per_s.value)
+        return self.connector.plan(seq, self._core.timing.prefill_tokens_per_s.value)
 
     def advance(self, now: float) -> list[Effect]:
         """After every message: what has become possible."""

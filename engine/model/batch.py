@@ -165,7 +165,7 @@ def _check_missing(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> Non
 
 def check_tokens(seq: ScheduledSeq, limits: Limits) -> None:
     """Raises ValueError for a token outside the vocabulary."""
-    lowest, highest = min(seq.fed), max(seq.fed)
+    lowest, highest = min(seq.input_tokens), max(seq.input_tokens)
     if lowest < 0 or highest >= limits.vocab_size:
         raise ValueError(
             f"request {seq.request_id}: token ids {lowest} to {highest} are outside "

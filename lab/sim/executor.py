@@ -112,12 +112,12 @@ class SimExecutor:
         if failed or not seq.sample:
             return None
         drawn = [next_token(sum(pool.gather(table, end)), seq.sampling, end)]
-        for position, token in enumerate(seq.draft, start=end):
+        for position, token in enumerate(seq.draft_tokens, start=end):
             previous = slot_value(previous, token, position)
             pool.write(table, position, previous)
             attended = sum(pool.gather(table, position + 1))
             drawn.append(next_token(attended, seq.sampling, position + 1))
-        return seq.verified(drawn)
+        return seq.verify(drawn)
 
     def _check(self, seq: ScheduledSeq, table: list[int]) -> None:
         """Assert the contract of a scheduled sequence; report KV that is not what it should be."""
@@ -125,7 +125,7 @@ class SimExecutor:
         assert seq.tokens
         assert seq.context[start:end] == seq.tokens
         assert len(table) * size >= end
-        if seq.draft:
+        if seq.draft_tokens:
             assert start // size == (seq.end - 1) // size, "a draft leaves its block"
         used = table[: -(-end // size)]
         assert len(set(used)) == len(used), "a block twice in one table"

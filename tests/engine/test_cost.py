@@ -179,47 +179,49 @@ def share(start: int, count: int) -> ScheduledSeq:
     return ScheduledSeq("r#1", [1] * count, start, [], True, SamplingParams(), [], 0)
 
 
-def paced(**limits: float) -> StepTiming:
+def timing_of(**limits: float) -> StepTiming:
     config = WorkerConfig("w", Role.DECODE, 1, 100, 16, 32, 4096, b"f", **limits)  # type: ignore[arg-type]
     return StepTiming(config)
 
 
 def test_a_worker_learns_what_prompts_cost_from_its_steps() -> None:
-    pace, rng = paced(), Random(7)
+    timing, rng = timing_of(), Random(7)
     for _ in range(500):
         num_new, start = rng.randrange(10, 2000), rng.choice((0, 512, 2000))
         seconds = fitted_s(TRUE, prompt_features(num_new, start, num_new))
-        pace.learn(Step(0, [share(start, num_new)]), seconds, 1)
-    weights = pace.present_prompt_weights(is_busy=False)
+        timing.on_step(Step(0, [share(start, num_new)]), seconds, 1)
+    weights = timing.present_prompt_weights(is_busy=False)
     assert weights == pytest.approx(TRUE, rel=0.02)
 
 
 def test_repeated_steps_count_as_the_average_of_each() -> None:
-    pace = paced()
+    timing = timing_of()
     for _ in range(20):
-        pace.learn(Step(0, [share(100, 1), share(200, 1)], repeats=10), 0.2, 10)
-    assert pace.decode_step_s.value == pytest.approx(0.02)
+        timing.on_step(Step(0, [share(100, 1), share(200, 1)], repeats=10), 0.2, 10)
+    assert timing.decode_step_s.value == pytest.approx(0.02)
     used = (100 + 200 + 2 * 10 / 2) / (100 * 16)
-    assert fitted_s(pace.decode_cost.weights, decode_features(2, used)) == pytest.approx(0.02, 0.01)
+    assert fitted_s(timing.decode_cost.weights, decode_features(2, used)) == pytest.approx(
+        0.02, 0.01
+    )
 
 
 def test_of_a_mixed_step_the_prompts_cost_what_the_decodes_alone_would_not() -> None:
-    pace = paced()
+    timing = timing_of()
     for _ in range(20):
-        pace.learn(Step(0, [share(100, 1)]), 0.02, 1)
-        pace.learn(Step(0, [share(100, 1), share(0, 100)]), 0.12, 1)
-    assert pace.prefill_tokens_per_s.value == pytest.approx(1000)
-    assert pace.decode_step_s.value == pytest.approx(0.02)
+        timing.on_step(Step(0, [share(100, 1)]), 0.02, 1)
+        timing.on_step(Step(0, [share(100, 1), share(0, 100)]), 0.12, 1)
+    assert timing.prefill_tokens_per_s.value == pytest.approx(1000)
+    assert timing.decode_step_s.value == pytest.approx(0.02)
 
 
 def test_where_a_target_holds_prompts_back_they_are_told_to_take_longer() -> None:
-    pace = paced(itl_target_s=0.03)
+    timing = timing_of(itl_target_s=0.03)
     for _ in range(20):
-        pace.learn(Step(0, [share(100, 1)]), 0.02, 1)
-        pace.learn(Step(0, [share(0, 100)]), 0.1, 1)
-    assert pace.prompt_budget() == 16, "10 tokens fit, but a block is the least"
-    idle, busy = (pace.present_prompt_weights(is_busy=b) for b in (False, True))
-    slowdown = 1000 / pace.present_prefill_rate(is_busy=True)
+        timing.on_step(Step(0, [share(100, 1)]), 0.02, 1)
+        timing.on_step(Step(0, [share(0, 100)]), 0.1, 1)
+    assert timing.prompt_budget() == 16, "10 tokens fit, but a block is the least"
+    idle, busy = (timing.present_prompt_weights(is_busy=b) for b in (False, True))
+    slowdown = 1000 / timing.present_prefill_rate(is_busy=True)
     assert slowdown > 1.5
     assert busy == pytest.approx(tuple(slowdown * weight for weight in idle))
 

@@ -1,4 +1,4 @@
-"""What is guessed of the tokens to come, and how many guesses are fed along."""
+"""Which draft tokens are proposed, and how many a pass verifies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.drafts import DEAREST_ROW, LONGEST, NGRAM, Drafter, Lookup
+from engine.drafts import MAX_ROW_COST, MAX_SLOWDOWN, NGRAM_SIZE, Drafter, NgramProposer
 from engine.kv.block_hash import BlockChain, CacheScope
 from engine.kv.tier import DEFAULT_RETENTION
 from engine.request import SamplingParams
@@ -18,45 +18,45 @@ from engine.sequence import Sequence
 POOL = 10_000
 
 
-def guess_of(tokens: list[int], most: int) -> list[int]:
-    """As a lookup that never saw `tokens` before: what followed the last time."""
-    for at in range(len(tokens) - NGRAM - 1, -1, -1):
-        if tokens[at : at + NGRAM] == tokens[-NGRAM:]:
+def followers_of(tokens: list[int], most: int) -> list[int]:
+    """As a proposer that never saw `tokens` before: what followed the last time."""
+    for at in range(len(tokens) - NGRAM_SIZE - 1, -1, -1):
+        if tokens[at : at + NGRAM_SIZE] == tokens[-NGRAM_SIZE:]:
             known = list(tokens)
-            for source in range(at + NGRAM, at + NGRAM + most):
+            for source in range(at + NGRAM_SIZE, at + NGRAM_SIZE + most):
                 known.append(known[source])
             return known[len(tokens) :]
     return []
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 9))
-def test_a_guess_is_what_followed_the_last_tokens_where_they_stood_last(tokens, most) -> None:
-    assert Lookup(0.5).guess(tokens, most) == guess_of(tokens, most)
+def test_a_draft_is_what_followed_the_last_n_gram_where_it_occurred_last(tokens, most) -> None:
+    assert NgramProposer(0.5).propose(tokens, most) == followers_of(tokens, most)
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.integers(0, 2))
-def test_after_one_that_did_not_hold_it_is_looked_for_anew(tokens, token) -> None:
-    lookup = Lookup(0.5)
-    guess = lookup.guess(tokens, 4)
+def test_after_a_rejected_draft_the_n_gram_is_looked_up_again(tokens, token) -> None:
+    proposer = NgramProposer(0.5)
+    draft = proposer.propose(tokens, 4)
     known = [*tokens, token]
-    if guess[:1] != [token]:
-        assert lookup.guess(known, 4) == guess_of(known, 4)
+    if draft[:1] != [token]:
+        assert proposer.propose(known, 4) == followers_of(known, 4)
 
 
-def test_after_one_that_held_it_goes_on_where_that_was_found() -> None:
-    """And not where the last tokens stood since."""
+def test_after_an_accepted_draft_the_next_comes_from_the_same_place() -> None:
+    """And not from a later occurrence of the last n-gram."""
     tokens = [1, 2, 3, 7, 8, 4, 4, 4, 2, 3, 7, 9, 4, 4, 1, 2, 3]
-    lookup = Lookup(0.5)
-    assert lookup.guess(tokens, 1) == [7]
-    assert lookup.guess([*tokens, 7], 2) == [8, 4]
-    assert Lookup(0.5).guess([*tokens, 7], 2) == [9, 4]
+    proposer = NgramProposer(0.5)
+    assert proposer.propose(tokens, 1) == [7]
+    assert proposer.propose([*tokens, 7], 2) == [8, 4]
+    assert NgramProposer(0.5).propose([*tokens, 7], 2) == [9, 4]
 
 
-def test_a_guess_goes_round_where_the_text_does() -> None:
+def test_a_draft_of_a_periodic_text_is_periodic() -> None:
     tokens = [9, 1, 2, 3, 1, 2, 3, 1]
-    assert Lookup(0.5).guess(tokens, 7) == [2, 3, 1, 2, 3, 1, 2]
-    assert Lookup(0.5).guess([5] * 4, 5) == [5] * 5
-    assert Lookup(0.5).guess([5] * NGRAM, 5) == []
+    assert NgramProposer(0.5).propose(tokens, 7) == [2, 3, 1, 2, 3, 1, 2]
+    assert NgramProposer(0.5).propose([5] * 4, 5) == [5] * 5
+    assert NgramProposer(0.5).propose([5] * NGRAM_SIZE, 5) == []
 
 
 def test_numbers_of_any_bytes_are_found_only_where_tokens_begin() -> None:
@@ -65,18 +65,18 @@ def test_numbers_of_any_bytes_are_found_only_where_tokens_begin() -> None:
     choices = [0, 1, 256, 65_536, 1 << 24, 257, (1 << 32) - 1]
     for _ in range(300):
         tokens = rng.choices(choices, k=40)
-        assert Lookup(0.5).guess(tokens, 3) == guess_of(tokens, 3)
+        assert NgramProposer(0.5).propose(tokens, 3) == followers_of(tokens, 3)
 
 
-def test_the_share_that_holds_is_learned_up_to_the_first_that_does_not() -> None:
-    lookup = Lookup(0.5)
-    assert lookup.guess([1, 2, 3, 4, 1, 2, 3], 3) == [4, 1, 2]
-    lookup.learn([4, 9])
+def test_the_acceptance_rate_counts_drafts_up_to_the_first_rejected_one() -> None:
+    proposer = NgramProposer(0.5)
+    assert proposer.propose([1, 2, 3, 4, 1, 2, 3], 3) == [4, 1, 2]
+    proposer.on_verified([4, 9])
     once = 0.5 + 0.15 * 0.5
-    assert lookup.held == pytest.approx(once - 0.15 * once)
-    held = lookup.held
-    lookup.learn([1, 1, 1])  # after a guess that was seen already
-    assert lookup.held == held
+    assert proposer.acceptance_rate == pytest.approx(once - 0.15 * once)
+    rate = proposer.acceptance_rate
+    proposer.on_verified([1, 1, 1])  # after a draft that was verified already
+    assert proposer.acceptance_rate == rate
 
 
 def sequence(tokens: list[int]) -> Sequence:
@@ -94,8 +94,8 @@ def sequence(tokens: list[int]) -> Sequence:
     )
 
 
-def drafter(most: int = 7, max_rows: int = 64) -> Drafter:
-    return Drafter(most, max_rows, POOL)
+def drafter(max_drafts: int = 7, max_rows: int = 64) -> Drafter:
+    return Drafter(max_drafts, max_rows, POOL)
 
 
 def looping(length: int = 40) -> Sequence:
@@ -109,13 +109,13 @@ def weights(row: float, kv: float = 0.0) -> tuple[float, ...]:
 
 
 def counts(found: list[list[int]] | None) -> list[int]:
-    return [len(guess) for guess in found or []]
+    return [len(draft) for draft in found or []]
 
 
-def taught(made: Drafter, seq: Sequence, *, holds: bool, times: int = 30) -> None:
+def trained(made: Drafter, seq: Sequence, *, accepted: bool, times: int = 30) -> None:
     for _ in range(times):
-        guess = made.plan([seq], [7], weights(0.001))
-        made.learn(seq, guess[0] if guess and holds else [99])
+        draft = made.plan([seq], [7], weights(0.001))
+        made.on_verified(seq, draft[0] if draft and accepted else [99])
 
 
 def test_cheap_rows_are_filled_as_far_as_there_is_room() -> None:
@@ -123,23 +123,23 @@ def test_cheap_rows_are_filled_as_far_as_there_is_room() -> None:
     assert drafter().plan([seq], [5], weights(0.01)) == [[1, 2, 3, 4, 5]]
     assert counts(drafter().plan([seq], [20], weights(0.01))) == [5], "0.5 ** 6 is not worth it"
     made = drafter()
-    taught(made, seq, holds=True)
+    trained(made, seq, accepted=True)
     assert counts(made.plan([seq], [20], weights(0.01))) == [7]
     assert made.plan([seq], [0], weights(0.01)) is None
-    assert drafter(most=0).plan([seq], [20], weights(0.01)) is None
+    assert drafter(max_drafts=0).plan([seq], [20], weights(0.01)) is None
 
 
-def test_what_does_not_hold_is_fed_no_more_and_tried_again_when_it_would_have_held() -> None:
+def test_rejected_drafts_end_and_come_again_when_they_would_have_been_accepted() -> None:
     made, seq = drafter(), looping()
-    taught(made, seq, holds=False)
+    trained(made, seq, accepted=False)
     assert made.plan([seq], [7], weights(0.05)) is None
     for _ in range(10):
         made.plan([seq], [7], weights(0.05))
-        made.learn(seq, [1])
+        made.on_verified(seq, [1])
     assert counts(made.plan([seq], [7], weights(0.05)))[0] > 0
 
 
-def test_dear_rows_are_left_out() -> None:
+def test_expensive_rows_get_no_drafts() -> None:
     """Of a large batch, and of long contexts."""
     many = [looping() for _ in range(30)]
     assert drafter().plan(many, [7] * 30, weights(0.9)) is None
@@ -151,40 +151,40 @@ def test_dear_rows_are_left_out() -> None:
 
 def test_a_few_slow_passes_do_not_end_drafts_of_one_sequence_for_ever() -> None:
     made, seq = drafter(), looping()
-    taught(made, seq, holds=True)
+    trained(made, seq, accepted=True)
     assert counts(made.plan([seq], [7], weights(0.95)))[0] > 0
-    assert DEAREST_ROW < 0.5
+    assert MAX_ROW_COST < 0.5
 
 
-def test_others_do_not_wait_much_longer_for_those_that_guess() -> None:
+def test_sequences_do_not_wait_much_longer_for_the_drafts_of_others() -> None:
     made = drafter()
     seqs = [looping() for _ in range(8)]
     for seq in seqs:
-        taught(made, seq, holds=True)
+        trained(made, seq, accepted=True)
     row = 0.02
     total = sum(counts(made.plan(seqs, [7] * 8, weights(row))))
     pass_s = 1.0 - row + 8 * row
-    assert 0 < total * row / pass_s <= LONGEST - 1
-    assert (total + 1) * row / pass_s > LONGEST - 1
+    assert 0 < total * row / pass_s <= MAX_SLOWDOWN - 1
+    assert (total + 1) * row / pass_s > MAX_SLOWDOWN - 1
 
 
-def test_those_whose_guesses_hold_come_first() -> None:
+def test_sequences_with_a_higher_acceptance_rate_come_first() -> None:
     made = drafter(max_rows=8)
     good, bad = looping(), looping()
-    taught(made, good, holds=True)
-    taught(made, bad, holds=False)
+    trained(made, good, accepted=True)
+    trained(made, bad, accepted=False)
     assert counts(made.plan([bad, good], [7, 7], weights(0.001))) == [0, 6], "8 rows in all"
 
 
-def test_new_ones_are_expected_to_be_as_others_were() -> None:
+def test_a_new_sequence_begins_with_the_acceptance_rate_of_the_others() -> None:
     made = drafter()
     for _ in range(20):
         seq = looping()
-        taught(made, seq, holds=False, times=10)
+        trained(made, seq, accepted=False, times=10)
         made.forget(seq)
     assert made.plan([looping()], [7], weights(0.1)) is None
 
 
-def test_before_anything_was_measured_rows_are_tried() -> None:
+def test_drafts_are_tried_before_costs_were_measured() -> None:
     found: Any = drafter().plan([looping()], [7], ())
     assert counts(found)[0] > 0

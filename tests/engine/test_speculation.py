@@ -1,4 +1,4 @@
-"""Decodes that are fed guesses along: the same tokens, blocks and ends as one by one."""
+"""Speculative decoding: the same tokens, blocks and finish reasons as one token at a time."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def reference(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class Guessing(World):
-    """Its decode worker may feed up to `guesses` along; `drafts`: how many it did, and how many of
-    them held, step by step. Without: one token at a time."""
+class Drafting(World):
+    """Its decode worker verifies up to `max_drafts` draft tokens a step; `drafts`: how many it
+    did, and how many were accepted, step by step. 0: one token at a time."""
 
-    def __init__(self, guesses: int, **options: Any) -> None:
+    def __init__(self, max_drafts: int, **options: Any) -> None:
         self.drafts: list[tuple[int, int]] = []
-        super().__init__(num_speculative_tokens=guesses, **{"num_blocks": 200, **options})
+        super().__init__(num_speculative_tokens=max_drafts, **{"num_blocks": 200, **options})
 
     def next_token(self, tokens: list[int]) -> int:
         return talked(tokens)
@@ -44,14 +44,14 @@ class Guessing(World):
     def run(self, node: str, step: Step) -> StepDone:
         done = super().run(node, step)
         for seq, sampled in zip(step.seqs, done.sampled, strict=True):
-            if seq.draft:
+            if seq.draft_tokens:
                 assert sampled is not None
                 assert (step.repeats, len(seq.tokens), seq.sample) == (1, 1, True)
-                last = seq.start + len(seq.draft)
+                last = seq.start + len(seq.draft_tokens)
                 assert last // BLOCK_SIZE == seq.start // BLOCK_SIZE, "it leaves its block"
                 num_output = len(seq.context) - seq.num_prompt_tokens
-                assert 0 < num_output < seq.sampling.max_tokens - len(seq.draft)
-                self.drafts.append((len(seq.draft), len(sampled.more)))
+                assert 0 < num_output < seq.sampling.max_tokens - len(seq.draft_tokens)
+                self.drafts.append((len(seq.draft_tokens), len(sampled.more)))
         return done
 
     def assert_checksums(self) -> None:
@@ -62,7 +62,7 @@ class Guessing(World):
             assert kv.checksums[block] == checksum(slots[block])
 
 
-def serve(world: Guessing, *, remote: bool = False, **sampling: Any) -> Guessing:
+def serve(world: Drafting, *, remote: bool = False, **sampling: Any) -> Drafting:
     for name, prompt in PROMPTS.items():
         world.submit(name, prompt, LENGTHS[name], remote=remote, sampling=sampling)
         world.step()
@@ -73,49 +73,51 @@ def serve(world: Guessing, *, remote: bool = False, **sampling: Any) -> Guessing
 
 
 @pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize("guesses", [1, 2, 7])
-def test_guesses_give_the_same_tokens_names_and_ends(remote: bool, guesses: int) -> None:
-    one, many = serve(Guessing(0), remote=remote), serve(Guessing(guesses), remote=remote)
+@pytest.mark.parametrize("max_drafts", [1, 2, 7])
+def test_drafts_give_the_same_tokens_hashes_and_finish_reasons(
+    remote: bool, max_drafts: int
+) -> None:
+    one, many = serve(Drafting(0), remote=remote), serve(Drafting(max_drafts), remote=remote)
     assert one.drafts == []
-    fed, held = (sum(column) for column in zip(*many.drafts, strict=True))
-    assert 20 < held < fed, "some hold, and some do not"
+    drafted, accepted = (sum(column) for column in zip(*many.drafts, strict=True))
+    assert 20 < accepted < drafted, "some are accepted, and some are not"
     for name, prompt in PROMPTS.items():
         assert many.output(name, prompt) == reference(prompt, LENGTHS[name])
     assert cached(many) == cached(one)
     assert ends(many) == ends(one) == dict.fromkeys(PROMPTS, FinishReason.LENGTH)
     counters = many.decode.core.counters
-    assert counters["draft_tokens"] == fed
-    assert counters["draft_tokens_accepted"] == held
+    assert counters["draft_tokens"] == drafted
+    assert counters["draft_tokens_accepted"] == accepted
     assert counters["steps"] < one.decode.core.counters["steps"]
 
 
 def test_what_a_full_draft_fills_is_sealed_with_its_checksum() -> None:
-    world = serve(Guessing(BLOCK_SIZE - 1))
+    world = serve(Drafting(BLOCK_SIZE - 1))
     assert (BLOCK_SIZE - 1, BLOCK_SIZE - 1) in world.drafts
     kv = world.decode.core.kv
     sealed = {kv.pool.lookup([name])[0] for name in kv.pool.block_hashes()}
     assert set(kv.checksums) == sealed, "and a block that was not filled has none"
 
 
-def test_a_stop_token_among_those_that_hold_is_the_last() -> None:
+def test_an_accepted_stop_token_is_the_last() -> None:
     stops = {"stop_token_ids": (21, 24)}
-    one, many = serve(Guessing(0), **stops), serve(Guessing(7), **stops)
+    one, many = serve(Drafting(0), **stops), serve(Drafting(7), **stops)
     assert FinishReason.STOP in ends(many).values()
     assert ends(many) == ends(one)
     for name, prompt in PROMPTS.items():
         assert many.output(name, prompt) == one.output(name, prompt)
 
 
-def test_where_logits_are_edited_nobody_is_fed_guesses() -> None:
-    world = serve(Guessing(7), presence_penalty=0.5)
+def test_where_logits_are_edited_there_are_no_drafts() -> None:
+    world = serve(Drafting(7), presence_penalty=0.5)
     assert world.drafts == []
 
 
-def test_guesses_in_a_small_pool_are_preempted_and_finish_right() -> None:
+def test_drafts_in_a_small_pool_are_preempted_and_finish_right() -> None:
     num_preemptions = 0
     for seed in range(6):
         rng = Random(seed)
-        world = Guessing(rng.choice((1, 3)), num_blocks=18, prefill_blocks=10)
+        world = Drafting(rng.choice((1, 3)), num_blocks=18, prefill_blocks=10)
         prompts = {f"r{i}": [i + 1, 30, 31, 32, i + 2] for i in range(8)}
         for name, prompt in prompts.items():
             world.submit(name, prompt, 22, remote=rng.random() < 0.3)
@@ -126,20 +128,20 @@ def test_guesses_in_a_small_pool_are_preempted_and_finish_right() -> None:
         for name, prompt in prompts.items():
             assert world.output(name, prompt) == reference(prompt, 22)
         world.assert_idle()
-        assert any(held for _, held in world.drafts)
+        assert any(accepted for _, accepted in world.drafts)
         num_preemptions += world.decode.core.scheduler.num_preemptions
     assert num_preemptions > 0
 
 
-def test_with_a_window_guesses_give_the_same_tokens() -> None:
-    one, many = (serve(Guessing(guesses, window=9, num_sinks=2)) for guesses in (0, 7))
-    assert any(held for _, held in many.drafts)
+def test_with_a_window_drafts_give_the_same_tokens() -> None:
+    one, many = (serve(Drafting(count, window=9, num_sinks=2)) for count in (0, 7))
+    assert any(accepted for _, accepted in many.drafts)
     for name, prompt in PROMPTS.items():
         assert many.output(name, prompt) == one.output(name, prompt)
 
 
-def test_a_worker_that_ignores_guesses_yields_a_token_a_step() -> None:
-    class Ignoring(Guessing):
+def test_a_worker_that_ignores_drafts_yields_a_token_a_step() -> None:
+    class Ignoring(Drafting):
         def run(self, node: str, step: Step) -> StepDone:
             done = super().run(node, step)
             return replace(done, sampled=[each and Sampled(each.token) for each in done.sampled])

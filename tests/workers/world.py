@@ -137,14 +137,14 @@ class World:
         slots = self.slots[node]
         sampled: list[Sampled | None] = []
         for seq in step.seqs:
-            for position, token in enumerate(seq.fed, start=seq.start):
+            for position, token in enumerate(seq.input_tokens, start=seq.start):
                 block = seq.block_ids[position // BLOCK_SIZE]
                 slots[block][position % BLOCK_SIZE] = token
-            end = seq.start + len(seq.fed)
+            end = seq.start + len(seq.input_tokens)
             seen = [slots[seq.block_ids[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(end)]
-            first = end - len(seq.draft)
+            first = end - len(seq.draft_tokens)
             drawn = [self.next_token(seen[:at]) for at in range(first, end + 1)]
-            sampled.append(seq.verified(drawn) if seq.sample else None)
+            sampled.append(seq.verify(drawn) if seq.sample else None)
         checksums = [checksum(slots[block]) for block in step.checksum_blocks]
         return StepDone(step.step_id, sampled, checksums, 0.01)
 

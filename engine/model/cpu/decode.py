@@ -30,7 +30,7 @@ from engine.model.cpu.step import (
 from engine.model.sampler import is_plain
 from engine.model.weights import Weights
 from engine.request import SamplingParams
-from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verified
+from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verify_drafts
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 
@@ -101,15 +101,15 @@ class CpuDecode:
         seqs, told = step.seqs, self._told
         if not all(len(seq.tokens) == 1 and seq.sample and is_plain(seq) for seq in seqs):
             return None
-        count = sum(len(seq.fed) for seq in seqs)
-        self._make_room(count, sum(len(seq.fed) * seq.end for seq in seqs))
+        count = sum(len(seq.input_tokens) for seq in seqs)
+        self._make_room(count, sum(len(seq.input_tokens) * seq.end for seq in seqs))
         self._fill(seqs, tables, count)
         told.step.rows, told.most = count, self._most(step) if count == len(seqs) else 1
         told.logits = self._buffer("logits", count, told.head.rows).data_ptr()
         passes = self._lib.kvr_decode(ctypes.byref(told))
         drawn = self._rows["drawn"][: passes * count].tolist()
         if count > len(seqs):
-            return verified(seqs, drawn)
+            return verify_drafts(seqs, drawn)
         columns = [drawn[row::count] for row in range(count)]
         return [Sampled(first, more=tuple(more)) for first, *more in columns]
 
@@ -124,9 +124,9 @@ class CpuDecode:
         """count: of rows."""
         rows, held, told = self._rows, self._held, self._told
         told.num_seqs = len(seqs)
-        rows["tokens"][:count] = [token for seq in seqs for token in seq.fed]
+        rows["tokens"][:count] = [token for seq in seqs for token in seq.input_tokens]
         rows["positions"][:count] = [at for seq in seqs for at in range(seq.start, seq.end)]
-        lengths = [len(seq.fed) for seq in seqs]
+        lengths = [len(seq.input_tokens) for seq in seqs]
         is_new = lengths != self._lengths  # rows are others'
         if is_new:
             self._lengths = lengths
@@ -139,7 +139,7 @@ class CpuDecode:
                 rows["block_tables"][index, : len(blocks)] = blocks
             is_new = is_new or old[1] is not sampling
         if is_new:
-            rows["draws"][:count] = [draw_of(seq) for seq in seqs for _ in seq.fed]
+            rows["draws"][:count] = [draw_of(seq) for seq in seqs for _ in seq.input_tokens]
             stops = [seq.sampling.stop_token_ids for seq in seqs]
             self._stops = np.array([token for each in stops for token in each], np.int64)
             rows["stop_ends"][: len(seqs)] = np.cumsum([len(each) for each in stops])

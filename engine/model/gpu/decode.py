@@ -32,7 +32,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodePasses:
-    """Owned by `GpuSteps`. Up to `max_num_seqs` rows: a sequence's token, and each of its draft.
+    """Owned by `GpuSteps`. Up to `max_num_seqs` rows: a sequence's token, and each draft token.
 
     Invariant: a row past the step's sequences has no slot, and reads position 0 of block 0."""
 
@@ -81,17 +81,17 @@ class DecodePasses:
         return next((size for size in self.sizes if size >= num_rows), 0)
 
     def load(self, seqs: list[ScheduledSeq]) -> None:
-        """Send a step's inputs: of each sequence a row for its token and, after it, one for each of
-        its draft. Raises ValueError for a sequence that is not within the limits; nothing is sent
+        """Send a step's inputs: of each sequence a row for its token and, after it, one for each
+        draft token. Raises ValueError for a sequence that is not within the limits; nothing is sent
         then."""
-        fed = [seq for seq in seqs for _ in seq.fed]
-        count, block_size = len(fed), self._limits.block_size
+        by_row = [seq for seq in seqs for _ in seq.input_tokens]
+        count, block_size = len(by_row), self._limits.block_size
         size, host = self.size_for(count), self._inputs.host
-        for row, seq in enumerate(fed):
+        for row, seq in enumerate(by_row):
             self._load_blocks(row, seq)
         spans = (range(seq.start, seq.end) for seq in seqs)
         starts = np.fromiter(chain.from_iterable(spans), np.int64, count)
-        tokens = np.fromiter(chain.from_iterable(seq.fed for seq in seqs), np.int64, count)
+        tokens = np.fromiter(chain.from_iterable(seq.input_tokens for seq in seqs), np.int64, count)
         for seq in seqs:
             check_tokens(seq, self._limits)
         rows, rest = slice(0, count), slice(count, size)
@@ -101,7 +101,7 @@ class DecodePasses:
         host["slots"][rows] = blocks * block_size + starts % block_size
         host["slots"][rest] = NO_SLOT
         host["context_len"][rows], host["context_len"][rest] = starts + 1, 1
-        for name, values in draw_values([seq.sampling for seq in fed]).items():
+        for name, values in draw_values([seq.sampling for seq in by_row]).items():
             host[name][rows], host[name][rest] = values, 0
         for row in range(count, size):
             host["block_tables"][row, 0] = 0

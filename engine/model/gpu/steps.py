@@ -22,7 +22,7 @@ from engine.model.gpu.sampling import Draws, draw, draw_values
 from engine.model.gpu.staging import stage, stage_arrays
 from engine.model.sampler import is_plain, sample
 from engine.request import SamplingParams
-from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verified
+from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verify_drafts
 
 AHEAD_S = 0.01
 """The next pass is launched before the tokens of the last are seen while (sequences that may stop)
@@ -72,15 +72,15 @@ class GpuSteps:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _decode(self, step: Step) -> list[Sampled]:
-        """Up to `step.repeats` passes; what follows a stop token is thrown away. One, if drafts are
-        fed."""
+        """Up to `step.repeats` passes; what follows a stop token is thrown away. One pass where
+        draft tokens are verified."""
         passes, seqs = self._passes, step.seqs
         plain = [is_plain(seq) for seq in seqs]
-        num_rows = sum(len(seq.fed) for seq in seqs)
+        num_rows = sum(len(seq.input_tokens) for seq in seqs)
         if num_rows > len(seqs):
             if all(plain) and passes.size_for(num_rows):
                 return self._verify(seqs, num_rows)
-            seqs = [replace(seq, draft=[]) for seq in seqs]
+            seqs = [replace(seq, draft_tokens=[]) for seq in seqs]
         size, count = passes.size_for(len(seqs)), len(seqs)
         most = min(step.repeats, passes.max_passes) if all(plain) else 1
         stops = [frozenset(seq.sampling.stop_token_ids) for seq in seqs]
@@ -111,7 +111,7 @@ class GpuSteps:
     def _verify(self, seqs: list[ScheduledSeq], num_rows: int) -> list[Sampled]:
         self._passes.load(seqs)
         self._passes.launch(self._passes.size_for(num_rows), 0)
-        return verified(seqs, self._passes.result(0, num_rows))
+        return verify_drafts(seqs, self._passes.result(0, num_rows))
 
     def _ragged(self, step: Step, tables: Sequence[np.ndarray] | None) -> list[Sampled | None]:
         host = Batch.from_step(step, self._limits, torch.device("cpu"), tables)

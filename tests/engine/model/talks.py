@@ -16,31 +16,32 @@ class World(Protocol):
 
 
 class Talk:
-    """One sequence: what is known of it, and how much of that was fed."""
+    """One sequence: what is known of it, and how much of it is computed."""
 
     def __init__(self, prompt: list[int], blocks: list[int], sampling: SamplingParams = GREEDY):
         self.tokens, self.prompt, self.blocks = list(prompt), len(prompt), blocks
-        self.sampling, self.fed = sampling, 0
+        self.sampling, self.num_computed = sampling, 0
 
     def next(self, count: int | None = None, draft: Sequence[int] = ()) -> ScheduledSeq:
-        """The share of a step that feeds `count` tokens, or all that are left, and `draft`."""
-        end = len(self.tokens) if count is None else self.fed + count
+        """The share of a step that computes `count` tokens, or all that are left, and verifies
+        `draft`."""
+        end = len(self.tokens) if count is None else self.num_computed + count
         return scheduled(
-            self.tokens[self.fed : end],
-            self.fed,
+            self.tokens[self.num_computed : end],
+            self.num_computed,
             self.blocks,
             sample=end == len(self.tokens),
             context=self.tokens[:end],
             num_prompt_tokens=self.prompt,
             sampling=self.sampling,
-            draft=list(draft),
+            draft_tokens=list(draft),
         )
 
     def take(self, seq: ScheduledSeq, sampled) -> None:
-        self.fed = seq.start + len(seq.tokens)
+        self.num_computed = seq.start + len(seq.tokens)
         if sampled is not None:
             self.tokens += [sampled.token, *sampled.more]
-            self.fed += len(sampled.more)
+            self.num_computed += len(sampled.more)
 
     @property
     def output(self) -> list[int]:
@@ -48,7 +49,7 @@ class Talk:
 
 
 def step(world: World, *talks: Talk, counts=None, repeats: int = 1) -> None:
-    """One step of `world` over `talks`, each fed counts[i] tokens or what it lacks."""
+    """One step of `world` over `talks`, each with counts[i] tokens or all that are not computed."""
     shares = [talk.next(count) for talk, count in zip(talks, counts or [None] * 9, strict=False)]
     for talk, share, sampled in zip(
         talks, shares, world.run(*shares, repeats=repeats), strict=True
@@ -63,10 +64,10 @@ def alone(world: World, talk: Talk, count: int) -> list[int]:
     return talk.output
 
 
-def guessing(world: World, talks: Sequence[Talk], expected: Sequence[list[int]]) -> int:
-    """Feed each of `talks`, until it has its expected tokens, drafts some of which hold. Returns
-    how many did."""
-    random, num_held = Random(5), 0
+def drafting(world: World, talks: Sequence[Talk], expected: Sequence[list[int]]) -> int:
+    """Continue each of `talks` to its expected tokens with drafts of which some are accepted.
+    Returns how many were."""
+    random, num_accepted = Random(5), 0
     left = list(zip(talks, expected, strict=True))
     while left:
         shares = []
@@ -80,6 +81,6 @@ def guessing(world: World, talks: Sequence[Talk], expected: Sequence[list[int]])
         for (talk, _), share, sampled in zip(left, shares, world.run(*shares), strict=True):
             assert sampled is not None
             talk.take(share, sampled)
-            num_held += len(sampled.more)
+            num_accepted += len(sampled.more)
         left = [(talk, tokens) for talk, tokens in left if len(talk.output) < len(tokens)]
-    return num_held
+    return num_accepted

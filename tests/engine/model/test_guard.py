@@ -51,15 +51,15 @@ def test_a_table_that_grows_is_looked_at_where_it_is_new():
 
 def test_a_draft_is_looked_at_like_the_token_before_it():
     guard = Guard(PLAIN)
-    assert check(guard, scheduled([1], 5, [2, 3, 4], draft=[7, 8])) == ({}, [[2, 3]])
+    assert check(guard, scheduled([1], 5, [2, 3, 4], draft_tokens=[7, 8])) == ({}, [[2, 3]])
     for changes, told in (
-        ({"draft": [7, 50]}, "token ids 1 to 50 are outside the vocabulary of 50"),
-        ({"draft": [7] * 7}, "3 blocks for 13 positions, 4 are needed"),
-        ({"draft": [7] * 396}, r"positions \[5, 402\) are empty or exceed"),
+        ({"draft_tokens": [7, 50]}, "token ids 1 to 50 are outside the vocabulary of 50"),
+        ({"draft_tokens": [7] * 7}, "3 blocks for 13 positions, 4 are needed"),
+        ({"draft_tokens": [7] * 396}, r"positions \[5, 402\) are empty or exceed"),
     ):
         faults, _ = check(guard, scheduled([1], 5, [2, 3, 4], **changes))
         assert re.search(told, faults[0])
-    writer = scheduled([1], 7, [2, 3, 4], draft=[7])
+    writer = scheduled([1], 7, [2, 3, 4], draft_tokens=[7])
     writer.request_id = "a"
     faults, _ = check(guard, writer, scheduled([1], 5, [4, 5]))
     assert "block 4, which is written in this step" in faults[0]

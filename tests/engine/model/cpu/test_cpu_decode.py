@@ -8,7 +8,7 @@ from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
 from engine.step import ScheduledSeq, Step
 from tests.engine.model import tiny
-from tests.engine.model.talks import GREEDY, Talk, alone, guessing, step
+from tests.engine.model.talks import GREEDY, Talk, alone, drafting, step
 from tests.engine.model.tiny import make_checkpoint, tokens_of
 
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, seed=11)
@@ -94,7 +94,7 @@ def test_drafts_give_the_tokens_of_single_steps(family, options, tmp_path):
     world = World(tmp_path, **options)
     expected = by_torch(world)
     several = talks()
-    assert guessing(world, several, expected) > 5
+    assert drafting(world, several, expected) > 5
     assert [talk.output for talk in several] == expected
 
 
@@ -119,7 +119,7 @@ def test_long_contexts_are_met_in_stretches(tmp_path, monkeypatch):
     for talk, tokens in zip((short, middle, long), expected, strict=True):
         assert talk.output[:NUM_TOKENS] == tokens
     again = [Talk(*each) for each in zip(prompts, blocks, (GREEDY, DRAWN, GREEDY), strict=True)]
-    assert guessing(world, again, expected) > 5
+    assert drafting(world, again, expected) > 5
     assert [talk.output for talk in again] == expected
 
 

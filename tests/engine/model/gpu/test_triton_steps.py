@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from engine.request import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.gpu.triton_world import DEVICE, World
-from tests.engine.model.talks import GREEDY, Talk, alone, guessing, step
+from tests.engine.model.talks import GREEDY, Talk, alone, drafting, step
 from tests.engine.model.tiny import make_checkpoint, tokens_of
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -67,7 +67,7 @@ def test_drafts_give_the_tokens_of_torch(triton, expected):
     several = [Talk(LONG, [9, 4]), Talk(SHORT, [2], DRAWN), Talk(SHORT, [3])]
     tokens = [expected[name] for name in ("long", "short", "greedy")]
     step(triton, *several)
-    assert guessing(triton, several[:1], tokens[:1]) + guessing(triton, several[1:], tokens[1:]) > 1
+    assert drafting(triton, several[:1], tokens[:1]) + drafting(triton, several[1:], tokens[1:]) > 1
     assert [talk.output for talk in several] == tokens
     again = Talk(SHORT, [3])
     step(triton, again)
@@ -111,8 +111,8 @@ def test_rows_whose_logits_are_edited_or_told_are_sampled_as_by_the_host(triton,
         ({"block_ids": [12]}, "block ids 12 to 12 are outside the pool of 12 blocks"),
         ({"start": 16}, "1 blocks for 17 positions, 2 are needed"),
         ({"tokens": [131]}, "token ids 131 to 131 are outside the vocabulary"),
-        ({"draft": [2, 131]}, "token ids 1 to 131 are outside the vocabulary"),
-        ({"start": 14, "draft": [2, 2]}, "1 blocks for 17 positions, 2 are needed"),
+        ({"draft_tokens": [2, 131]}, "token ids 1 to 131 are outside the vocabulary"),
+        ({"start": 14, "draft_tokens": [2, 2]}, "1 blocks for 17 positions, 2 are needed"),
         ({"start": 600}, "exceed the model's length"),
     ],
 )
