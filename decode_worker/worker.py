@@ -45,7 +45,7 @@ class DecodeWorker:
         return [Wake(self.config.stats_interval_s, "tick")]
 
     def receive(self, now: float, message: Any) -> list[Effect]:
-        effects = self.core.listen(now, message)
+        effects = self.core.on_router_message(now, message)
         if effects is None:
             effects = self.exchange.handle(now, message)
         if effects is None:
@@ -94,7 +94,7 @@ class DecodeWorker:
         effects: list[Effect] = []
         exchange = self.exchange
         for seq in self.core.scheduler.admit_waiting(now, exchange.comes_from_elsewhere):
-            self.core.used(seq)
+            self.core.mark_used(seq)
             if seq.state is SeqState.REMOTE:
                 effects += exchange.connector.start(now, seq)
         self._take_arrived(now)

@@ -9,7 +9,7 @@ from engine.kv.window import Window
 from engine.node import NodeId
 from engine.stats import Role, WorkerInfo
 
-STATS_INTERVAL_S = 0.25  # a worker tells its statistics so often
+STATS_INTERVAL_S = 0.25  # between two statistics of a worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +30,23 @@ class WorkerConfig:
     num_disk_blocks: int = 0
     retention: Retention = DEFAULT_RETENTION  # of requests that do not say
     disk_after_s: float = 2.0  # a block that was not used for this long is written to disk
-    window: int = 0  # positions that a query reads in any layer; 0: all
-    num_sinks: int = 0  # first positions that are read besides
-    guard: bool = True  # block tables are compared whole before each step, not in part
+    window: int = 0  # positions that a query attends to in any layer; 0: all
+    num_sinks: int = 0  # attention sinks: first positions that are attended to as well
+    guard: bool = True  # block tables are checked whole before each step, not in part
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
-    num_speculative_tokens: int = 0  # guesses that a decode is fed along with its token, at most
-    itl_target_s: float = 0.0  # prompts beside decodes are fed as far as a step stays below; 0: all
+    num_speculative_tokens: int = 0  # draft tokens of a sequence in a step, at most; 0: none
+    itl_target_s: float = 0.0  # prompt chunks beside decodes are cut to keep steps below it; 0: not
     max_waiting: int = 256
-    lease_s: float = 30.0  # a producer holds blocks this long after it announced the last ones
-    handoff_timeout_s: float = 30.0  # a consumer without news of its KV computes it after this
+    lease_s: float = 30.0  # a producer holds blocks so long after it announced the last ones
+    handoff_timeout_s: float = 30.0  # a consumer that gets no KV for so long computes it itself
     read_timeout_s: float = 20.0  # one transfer
     stats_interval_s: float = STATS_INTERVAL_S
 
     @property
     def kv_window(self) -> Window:
-        """What sequences keep. A prompt is covered a step's tokens ahead where the pool has room
-        for that, and at least a block."""
+        """The blocks that sequences keep. A prompt has blocks for the tokens of a step ahead if the
+        pool has room for that, and at least one."""
         window = Window(self.block_size, self.window, self.num_sinks)
         per_step = -(-self.max_num_batched_tokens // self.block_size)
         chunk = min(per_step, self.num_blocks // 4, self.num_blocks - window.num_blocks)

@@ -1,6 +1,6 @@
 """What both kinds of worker share: sequences, steps, prefix-cache events, statistics.
 
-A worker node owns one `EngineCore`, feeds it messages, and adds what its role does with KV.
+A worker node owns one `EngineCore`, passes it messages, and adds what its role does with KV.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from engine.sequence import SeqState, Sequence
 from engine.stats import RouterDown, RouterUp, WorkerStats
 from engine.step import Step, StepDone
 
-MAX_ENDED = 4096  # ended attempts that are remembered, so that a late repeat is not served again
+MAX_ENDED = 4096  # ended attempts that are remembered, so that a late duplicate is not served
 
 
 class LowerTiers(Protocol):
-    """What lies below device memory, as far as the core publishes it."""
+    """The tiers below device memory, as far as the core publishes their contents."""
 
     def take_changes(self) -> tuple[TierHashes, ...]: ...
     def snapshot(self) -> tuple[TierHashes, ...]: ...
@@ -54,12 +54,12 @@ class EngineCore:
         self.now = 0.0  # of the message that is being handled
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._event_seq = 0
-        self._outbox: dict[NodeId, list[TokenDelta]] = {}
+        self._pending_deltas: dict[NodeId, list[TokenDelta]] = {}
 
     def accept(
         self, now: float, work: WorkRequest, *, role_needs_growth: bool
     ) -> Sequence | Refused | None:
-        """A new waiting sequence, a refusal to send, or None for a repeat of what is known."""
+        """A new waiting sequence, a refusal to send, or None for a duplicate."""
         key = (work.request_id, work.attempt)
         if key in self.seqs or key in self._ended:
             return None
@@ -105,8 +105,8 @@ class EngineCore:
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
         )
-        # A router's word is as good as the worker's own hashing: its hashes only say what is shared
-        # among requests that it has sent, and their number is checked.
+        # A router's hashes are trusted: they only decide what requests of this router share. Their
+        # number is checked.
         if len(work.block_hashes) == len(work.tokens) // config.block_size * HASH_BYTES:
             seq.chain.adopt(work.block_hashes)
         self.seqs[seq.key] = seq
@@ -119,15 +119,15 @@ class EngineCore:
         config = self.config
         return Refused(config.node_id, config.epoch, request_id, attempt, reason, detail)
 
-    def used(self, seq: Sequence) -> None:
-        """The blocks of `seq` are, or have just been, of use: what lies below keeps them longer."""
+    def mark_used(self, seq: Sequence) -> None:
+        """The blocks of `seq` are in use, or were until now: the lower tiers retain them longer."""
         if self.lower is not None:
             self.lower.use(self.now, seq.block_hashes, seq.retention)
 
     def remove(self, seq: Sequence) -> None:
-        """Forget `seq`; its blocks go back as soon as nothing writes to them."""
+        """Forget `seq`; its blocks are freed as soon as nothing writes to them."""
         if seq.num_sealed:
-            self.used(seq)
+            self.mark_used(seq)
         del self.seqs[seq.key]
         self.scheduler.remove(seq)
         self._ended[seq.key] = None
@@ -154,7 +154,7 @@ class EngineCore:
         return step
 
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
-        """As `Scheduler.finish_step`; learns the rates from how long it took."""
+        """As `Scheduler.finish_step`; also updates counters and the measured costs."""
         step = self.scheduler.in_flight
         assert step is not None
         repeats = 1
@@ -181,8 +181,8 @@ class EngineCore:
         return effects
 
     def fail_left_out(self) -> list[Effect]:
-        """End those that were left out of a step because it would have written or read where they
-        must not; the others go on. The router tries them elsewhere."""
+        """End the sequences that were left out of a step because of an invalid block table. The
+        router tries them elsewhere."""
         effects: list[Effect] = []
         for seq, why in self.scheduler.take_faults():
             self.count("sequences_left_out")
@@ -196,12 +196,12 @@ class EngineCore:
         return Send(seq.router, refused)
 
     def report(self, seq: Sequence, finish: FinishReason | None) -> None:
-        """Put the tokens that the router does not know yet into the next frame to it."""
+        """Put the tokens that the router does not have yet into the next frame to it."""
         start = seq.num_reported
         cached = None if seq.cached_reported else seq.num_cached
-        told = seq.phases_reported and finish is None
-        delta = self.delta_from(seq, start, finish, cached, {} if told else seq.phases)
-        self._outbox.setdefault(seq.router, []).append(delta)
+        reported = seq.phases_reported and finish is None
+        delta = self.delta_from(seq, start, finish, cached, {} if reported else seq.phases)
+        self._pending_deltas.setdefault(seq.router, []).append(delta)
         seq.num_reported = len(seq.tokens)
         seq.cached_reported = True
         seq.phases_reported = True
@@ -247,9 +247,9 @@ class EngineCore:
         config = self.config
         effects: list[Effect] = [
             Send(router, TokenDeltas(config.node_id, config.epoch, tuple(deltas)))
-            for router, deltas in self._outbox.items()
+            for router, deltas in self._pending_deltas.items()
         ]
-        self._outbox.clear()
+        self._pending_deltas.clear()
         stored, removed = self.kv.pool.take_changes()
         tiers = self.lower.take_changes() if self.lower is not None else ()
         if stored or removed or tiers:
@@ -259,9 +259,9 @@ class EngineCore:
             effects += [Send(router, event) for router in self.routers]
         return effects
 
-    def listen(self, now: float, message: object) -> list[Effect] | None:
-        """Handle what concerns routers as listeners; None if `message` is something else. Called
-        first with every message."""
+    def on_router_message(self, now: float, message: object) -> list[Effect] | None:
+        """Routers that subscribe to this worker, unsubscribe or ask for a snapshot: effects, or
+        None if `message` is something else. Called first with every message."""
         self.now = now
         if isinstance(message, RouterUp):
             if message.router not in self.routers:
@@ -270,7 +270,7 @@ class EngineCore:
         if isinstance(message, RouterDown):
             if message.router in self.routers:
                 self.routers.remove(message.router)
-            return None  # the worker ends what it does for it
+            return None  # the worker also ends its requests
         if isinstance(message, KVSnapshotRequest):
             return [self._snapshot(message.router)]
         return None
@@ -284,7 +284,7 @@ class EngineCore:
         )
 
     def expired(self, now: float) -> list[Sequence]:
-        """Sequences whose deadline has passed, the held ones aside: those have a lease."""
+        """Sequences whose deadline has passed, except HELD ones, which have a lease."""
         return [
             seq
             for seq in self.seqs.values()
@@ -329,7 +329,7 @@ class EngineCore:
         self.counters[name] = self.counters.get(name, 0) + amount
 
     def check_idle(self) -> list[str]:
-        """What is left over when nothing should be; empty if all is well."""
+        """What is still held by an idle worker, one line each; empty if all is well."""
         self.kv.pool.check_integrity()
         scheduler = self.scheduler
         left = [f"sequence {seq.key} is {seq.state}" for seq in self.seqs.values()]

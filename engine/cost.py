@@ -17,7 +17,7 @@ def blocks_worth_loading(load_s: Iterable[float], compute_s: float) -> int:
     """How many blocks, from the first of a run on, to load rather than to compute.
 
     `load_s`: seconds that each takes to load; `compute_s`: seconds to compute any one of them. A
-    block that is slow to load is worth it where quick ones follow. 0: computing is quicker.
+    slow block is loaded if the fast ones after it make up for it. 0: computing is faster.
     """
     best, best_saved, saved = 0, 0.0, 0.0
     for count, seconds in enumerate(load_s, start=1):
@@ -29,7 +29,7 @@ def blocks_worth_loading(load_s: Iterable[float], compute_s: float) -> int:
 
 @dataclass(slots=True)
 class Rate:
-    """Amount per unit over the recent past, large measurements counting for more; 0 until
+    """Amount per unit, as a moving average in which large measurements count for more; 0 until
     something was measured."""
 
     _amount: float = 0.0
@@ -44,17 +44,17 @@ class Rate:
         return self._amount / self._units if self._units else 0.0
 
 
-FORGET = 0.998  # weight of what is known, with each new sample
-MIN_SAMPLES = 8  # before a fit is told to anybody
+FORGET = 0.998  # factor on the weight of older samples, with each new one
+MIN_SAMPLES = 8  # before a fit is published
 TOKENS_UNIT = 4096.0  # prompt tokens count in these, so that features are of one size
 SEQS_UNIT = 16.0
 
 
 class FittedCost:
-    """Seconds as a weighted sum of features, learned from what happened. Owned by whoever measures.
+    """Seconds as a weighted sum of features, fitted to measurements. Owned by what measures.
 
-    Recursive least squares on relative errors, with forgetting, so that a rate that changes is
-    followed and a short pass counts as much as a long one. Invariant: `_spread` stays bounded, so
+    Recursive least squares on relative errors, with forgetting, so that the fit follows rates that
+    change and a short pass counts as much as a long one. Invariant: `_spread` stays bounded, so
     that a feature that never varies does not make the others jump."""
 
     def __init__(self, num_features: int) -> None:
@@ -85,13 +85,13 @@ class FittedCost:
         self.num_samples += 1
 
     def published(self) -> tuple[float, ...]:
-        """The weights; empty while too little was measured to believe them."""
+        """The weights; empty before MIN_SAMPLES measurements."""
         return tuple(self.weights) if self.num_samples >= MIN_SAMPLES else ()
 
 
 def prompt_features(num_new: int, start: int, budget: int) -> tuple[float, float, float, float]:
-    """Of the passes that feed `num_new` tokens from position `start` on, `budget` tokens each:
-    their number, tokens, squares of tokens, and tokens times what lies before them."""
+    """Of the passes that compute `num_new` prompt tokens from position `start` on, `budget` tokens
+    each: their number, tokens, squares of tokens, and tokens times the positions before them."""
     if num_new <= budget:
         scaled = num_new / TOKENS_UNIT
         return (1.0, scaled, scaled * scaled, scaled * start / TOKENS_UNIT)
@@ -106,14 +106,14 @@ def prompt_features(num_new: int, start: int, budget: int) -> tuple[float, float
 
 
 def decode_features(num_seqs: float, used: float) -> tuple[float, float, float, float]:
-    """Of a step that feeds one token to each of `num_seqs` sequences, whose KV together is a
-    fraction `used` of the pool."""
+    """Of a decode step over `num_seqs` sequences, whose KV together is a fraction `used` of the
+    pool."""
     return (1.0, num_seqs / SEQS_UNIT, used, used * used)
 
 
 def row_features(rows: float, used: float, again: float) -> tuple[float, float, float, float]:
-    """Of a pass over so many rows of decodes, drafts among them. `used`: what sequences read, as a
-    fraction of the pool; `again`: what their drafts read of the same."""
+    """Of a pass over so many rows of decodes, draft tokens among them. `used`: KV that sequences
+    read, as a fraction of the pool; `again`: the KV that draft tokens read, likewise."""
     return (1.0, rows / SEQS_UNIT, used, again)
 
 
@@ -122,8 +122,8 @@ def fitted_s(weights: Sequence[float], features: Sequence[float]) -> float:
 
 
 class StepTiming:
-    """Owned by a worker's core. Rates are plain averages of the recent past; fits know what a pass
-    costs by what is in it."""
+    """How fast a worker computes, measured from its own steps: rates are moving averages, fits
+    give the cost of a pass by its contents. Owned by a worker's core."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
@@ -159,7 +159,7 @@ class StepTiming:
 
     def prompt_budget(self) -> int:
         """Prompt tokens that fit beside decodes into a step of `itl_target_s`, at measured rates;
-        at least a block, or a prompt might never end."""
+        at least a block, so that a prompt always advances."""
         target_s = self._config.itl_target_s
         if target_s == 0:
             return self._config.max_num_batched_tokens
@@ -167,7 +167,7 @@ class StepTiming:
         return max(self._config.block_size, int(spare_s * self.prefill_tokens_per_s.value))
 
     def present_prefill_rate(self, *, is_busy: bool) -> float:
-        """Tokens per second that a prompt is computed at now: beside decodes, a budget a step."""
+        """Tokens per second that a prompt is computed at now: beside decodes, one budget a step."""
         rate = self.prefill_tokens_per_s.value
         if self._config.itl_target_s == 0 or rate == 0 or not is_busy:
             return rate
@@ -175,7 +175,7 @@ class StepTiming:
         return budget / (self.decode_step_s.value + budget / rate)
 
     def present_prompt_weights(self, *, is_busy: bool) -> tuple[float, ...]:
-        """The fit for prompts, slowed down likewise; empty while it is not known."""
+        """The fit for prompts, slowed down likewise; empty while it is not published."""
         weights, rate = self.prompt_cost.published(), self.prefill_tokens_per_s.value
         present = self.present_prefill_rate(is_busy=is_busy)
         if present == rate:

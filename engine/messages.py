@@ -46,7 +46,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """To a worker: tell `router` the tokens from `position` on, or that the request is unknown."""
+    """To a worker: send `router` the tokens from `position` on, or that the request is unknown."""
 
     request_id: str
     attempt: int

@@ -27,8 +27,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Deliver `Woken(tag)` to the sender after `after_s` seconds. Never cancelled: a node ignores
-    a wake-up that it no longer needs."""
+    """Deliver `Woken(tag)` to the sender after `after_s` seconds. Cannot be cancelled: a node
+    ignores a wake-up that it no longer needs."""
 
     after_s: float
     tag: str

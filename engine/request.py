@@ -17,7 +17,7 @@ class Refusal(StrEnum):
     """Why a request was not (or no longer) served: also the metric label and the error code."""
 
     QUEUE_FULL = "queue_full"
-    OVERLOADED = "overloaded"  # it would not be served in time
+    OVERLOADED = "overloaded"  # it would miss its deadline
     CONTEXT_LENGTH = "context_length_exceeded"
     NEVER_FITS = "kv_cache_too_small"
     DEADLINE = "deadline_exceeded"
@@ -48,8 +48,8 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; k: of the chosen token and the k best
 
     def is_plain(self, num_output_tokens: int) -> bool:
-        """Whether a draw does all that is asked for, once so many tokens were drawn: no logprobs,
-        and logits as they are."""
+        """Whether sampling the next token, after `num_output_tokens`, needs neither edited logits
+        nor logprobs."""
         return (
             self.logprobs is None
             and not self.logit_bias
@@ -81,7 +81,7 @@ class TokenDelta:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # empty, or one per token
     finish: FinishReason | None = None
-    num_cached_tokens: int | None = None  # prompt tokens not computed; set where it is known
+    num_cached_tokens: int | None = None  # prompt tokens not computed; None: not known yet
     cached_by_source: dict[str, int] = field(
         default_factory=dict
     )  # "device", "host", "disk", "peer"

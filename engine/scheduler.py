@@ -1,8 +1,8 @@
 """The scheduler: which tokens of which sequences go into the next step.
 
-There are no phases. Each running sequence has `num_computed` chasing `len(tokens)`; a step feeds
-the difference, up to a budget of tokens. A decode step is a difference of one, a long prompt is
-fed in chunks, a prefix hit or KV that came from another worker is a smaller difference.
+There are no phases. Each running sequence has `num_computed` chasing `len(tokens)`; a step computes
+the difference, up to a budget of tokens. A decode is a difference of one, a long prompt is computed
+in chunks, and a prefix cache hit or KV from another worker makes the difference smaller.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from engine.kv.cache_manager import KVCacheManager
 from engine.sequence import SeqState, Sequence
 from engine.step import ScheduledSeq, Step, StepDone
 
-AGING = 0.5  # seconds of its own work that a prompt is forgiven for each second it has waited
+AGING = 0.5  # seconds by which a prompt counts as shorter for each second that it has waited
 
 
 class Scheduler:
     """Owns the waiting queue and the running list; at most one step is in flight.
 
     Invariant: a sequence is in `waiting` iff WAITING, in `running` iff RUNNING, in `remote` iff
-    REMOTE; blocks of a sequence that is in the step in flight are not given back before the step is
+    REMOTE; blocks of a sequence that is in the step in flight are not freed before the step is
     done.
     """
 
@@ -33,11 +33,11 @@ class Scheduler:
         self.kv = kv
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.remote: list[Sequence] = []  # admitted, KV coming from elsewhere
+        self.remote: list[Sequence] = []  # admitted, KV is being transferred or loaded
         self.in_flight: Step | None = None
         self._in_flight_seqs: list[Sequence] = []
         self._next_step_id = 0
-        self.faults: list[tuple[Sequence, str]] = []  # to be ended by the worker, and why
+        self.faults: list[tuple[Sequence, str]] = []  # for the worker to end, and why
         self.num_preemptions = 0
         pool_tokens = config.num_blocks * config.block_size
         self._drafter = Drafter(config.num_speculative_tokens, config.max_num_seqs, pool_tokens)
@@ -47,11 +47,11 @@ class Scheduler:
         self.waiting.append(seq)
 
     def admit(self, seq: Sequence, now: float) -> bool:
-        """Give a waiting sequence its blocks, if there is room. The caller says what it becomes."""
+        """Allocate a waiting sequence's blocks, if there is room. The caller sets its state."""
         busy = len(self.running) + len(self.remote)
         if busy >= self.config.max_num_seqs:
             return False
-        # One block per busy sequence is left over, or the next few steps would preempt.
+        # One block per busy sequence stays free, or the next few steps would preempt.
         if not self.kv.admit(seq, headroom=busy if seq.reserve_growth else 0):
             return False
         if seq.admitted_at is None:
@@ -67,8 +67,8 @@ class Scheduler:
         """Admit in order of arrival; returns the admitted, which are REMOTE now if their KV
         `comes_from_elsewhere` (asked once they have their blocks), and else RUNNING.
 
-        A sequence whose next missing block is being computed or loaded for another one is passed
-        over until that block is a cache hit; one that does not fit stops those behind it."""
+        A sequence whose next missing block is being computed or loaded for another one is skipped
+        until that block is a cache hit; one that does not fit blocks those behind it."""
         admitted: list[Sequence] = []
         if not self.waiting:  # as after most messages
             return admitted
@@ -90,7 +90,7 @@ class Scheduler:
         return admitted
 
     def compute_here(self, seq: Sequence) -> None:
-        """What `seq` still lacks is computed here: its remote KV has come, or will not come."""
+        """Compute the rest of `seq` here: its remote KV has arrived, or will not arrive."""
         assert seq.state is SeqState.REMOTE
         assert seq.num_reads == 0
         self.remote.remove(seq)
@@ -98,8 +98,8 @@ class Scheduler:
         self.running.append(seq)
 
     def readmit(self, seq: Sequence) -> None:
-        """What came of the remote KV of `seq` cannot be gone on with: it waits for a table in which
-        it can be computed from the beginning."""
+        """The remote KV of `seq` that arrived cannot be continued: it waits for new blocks, and is
+        computed from its first token."""
         assert seq.state is SeqState.REMOTE
         assert seq.num_reads == 0
         self.remote.remove(seq)
@@ -114,9 +114,9 @@ class Scheduler:
         row_weights: tuple[float, ...] = (),
     ) -> Step | None:
         """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
-        these, at most `prompt_budget` tokens where there is a decode that they would delay. `cost`
-        is what prompts have cost so far, beside decodes what they added to `decode_s`, the time of
-        a step of decodes alone. row_weights: as of `Drafter.plan`."""
+        these, at most `prompt_budget` tokens if there are decodes that they would delay. `cost` is
+        the measured cost of prompts; beside decodes, what they add to `decode_s`, the time of a
+        step of decodes alone. row_weights: as of `Drafter.plan`."""
         assert self.in_flight is None
         if not self.running:  # as after most messages
             return None
@@ -148,8 +148,8 @@ class Scheduler:
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
         """Apply a step that is done: KV computed, blocks sealed, sampled tokens appended.
 
-        Returns (sequence, number of tokens fed) of those that are still alive and were not left
-        out (those are in `faults`). Blocks of sequences that were ended meanwhile are given back.
+        Returns (sequence, number of tokens computed) of those that are still alive and were not
+        left out (those are in `faults`). Blocks of sequences that were ended meanwhile are freed.
         After a failed step nothing is computed."""
         step = self.in_flight
         assert step is not None
@@ -186,8 +186,8 @@ class Scheduler:
         return survivors
 
     def remove(self, seq: Sequence) -> None:
-        """End `seq` in whatever state it is. Its blocks go back now, or, where a step or a
-        transfer still writes to them, when that has settled (`release_if_settled`)."""
+        """End `seq` in whatever state it is. Its blocks are freed now, or, if a step or a transfer
+        still writes to them, when that has settled (`release_if_settled`)."""
         if seq.state is SeqState.WAITING:
             self.waiting.remove(seq)
         elif seq.state is SeqState.RUNNING:
@@ -199,7 +199,7 @@ class Scheduler:
         self.release_if_settled(seq)
 
     def release_if_settled(self, seq: Sequence) -> None:
-        """Give a dead sequence's blocks back, unless something still writes to them."""
+        """Free a dead sequence's blocks, unless something still writes to them."""
         assert seq.state is SeqState.DEAD
         if not seq.in_step and seq.num_reads == 0:
             self.kv.release(seq)
@@ -211,7 +211,7 @@ class Scheduler:
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens that are known and not computed, of sequences computed here."""
+        """Known tokens without KV, of sequences that are computed here."""
         return sum(len(s.tokens) - s.num_computed for s in self.running) + sum(
             len(s.tokens) for s in self.waiting if not s.is_remote
         )
@@ -219,10 +219,10 @@ class Scheduler:
     def _prompts(
         self, now: float, budget: int, cost: FittedCost, decode_s: float
     ) -> list[tuple[Sequence, int]]:
-        """Which prompts get how much of `budget`: shortest first, which is best for the mean, but
-        one that has waited counts as shorter, so that a long one is not held up for ever. Another
-        prompt joins the pass if the passes that are saved, each with its decodes, are worth the
-        delay of those in it."""
+        """Which prompts get how much of `budget`: shortest first, which is best for the mean
+        latency; but one that has waited counts as shorter, so that a long one does not starve.
+        Another prompt joins the pass if the passes that are saved, each with its decodes, are worth
+        the delay of the prompts in it."""
         pass_s, token_s = cost.weights[0] + decode_s, cost.weights[1] / TOKENS_UNIT
         prompts = [seq for seq in self.running if seq.num_missing > 1]
         if token_s > 0:
@@ -240,15 +240,14 @@ class Scheduler:
         return chosen
 
     def _repeats(self, seq: Sequence) -> int:
-        """Passes in a row for which a decode needs nothing but its own tokens: no further block, no
-        block sealed, no end."""
+        """Passes in a row that a decode can run by itself: no block is added or sealed, and it does
+        not end."""
         to_seal = -len(seq.tokens) % self.config.block_size
         return max(1, min(to_seal, self._to_end(seq)))
 
     def _to_end(self, seq: Sequence) -> int:
-        """Tokens that may be drawn for a decode before it ends or has to be reported. A first token
-        is waited for, and does not wait for others; nothing follows the token that a producer
-        samples."""
+        """Tokens that may be sampled for a decode before it ends or has to be reported. A first
+        token is reported at once; nothing follows the token that a producer samples."""
         if seq.num_output_tokens == 0 or not seq.reserve_growth:
             return 1
         left = seq.sampling.max_tokens - seq.num_output_tokens
@@ -257,18 +256,18 @@ class Scheduler:
     def _drafts(
         self, decodes: list[Sequence], row_weights: tuple[float, ...]
     ) -> list[list[int]] | None:
-        """As of `Drafter.plan`. Nobody is fed any where the logits of one are looked at."""
+        """As of `Drafter.plan`. None if the logits of one sequence are edited or reported."""
         if not all(seq.sampling.is_plain(seq.num_output_tokens) for seq in decodes):
             return None
         return self._drafter.plan(decodes, [self._room(seq) for seq in decodes], row_weights)
 
     def _room(self, seq: Sequence) -> int:
-        """Tokens that a decode may be fed along with its last: they fill its block at most, and the
-        last that it may have is drawn at their end."""
+        """Draft tokens that a decode may have: with its last token they stay in one block, and the
+        token sampled after them is at most the last one that it may have."""
         return min(-len(seq.tokens) % self.config.block_size, self._to_end(seq) - 1)
 
     def _make_room_for_growth(self) -> None:
-        """Cover the newest token of every running sequence; the latest arrivals give way."""
+        """A block for the newest token of every running sequence; preempts the latest arrivals."""
         for seq in list(self.running):
             while seq.state is SeqState.RUNNING and not self.kv.grow(seq):
                 self._preempt(self.running[-1])
@@ -285,8 +284,8 @@ class Scheduler:
         self.waiting.appendleft(seq)
 
     def take_faults(self) -> list[tuple[Sequence, str]]:
-        """Those alive that were left out of a step, because it would have written or read where
-        they must not, since the last call. The caller ends them."""
+        """Live sequences that were left out of a step because of an invalid block table, and why,
+        since the last call. The caller ends them."""
         faults, self.faults = self.faults, []
         return [(seq, why) for seq, why in faults if seq.state is not SeqState.DEAD]
 
@@ -305,7 +304,7 @@ class Scheduler:
         return block_hashes[count] if count < len(block_hashes) else None
 
     def _hashes_under_way(self) -> set[bytes]:
-        """Of blocks that will be cache hits once a prompt is computed or a load is done."""
+        """Hashes of blocks that will be cache hits once a prompt is computed or a load is done."""
         block_hashes = {
             each
             for seq in self.running

@@ -10,24 +10,24 @@ from engine.kv.tier import Retention
 from engine.node import NodeId
 from engine.request import FinishReason, SamplingParams, TokenLogprobs
 
-NO_BLOCK = -1  # in a block table: given back, or never needed
+NO_BLOCK = -1  # in a block table: freed, or never needed
 
 
 class SeqState(StrEnum):
     WAITING = "waiting"  # no blocks
     RUNNING = "running"  # has blocks for all its tokens; is scheduled
-    REMOTE = "remote"  # has blocks; KV comes from elsewhere
+    REMOTE = "remote"  # has blocks; KV is being transferred or loaded
     HELD = "held"  # computed; blocks are held for a consumer
-    DEAD = "dead"  # ended; blocks go back as soon as nothing writes to them
+    DEAD = "dead"  # ended; blocks are freed as soon as nothing writes to them
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One attempt at one request. Owned by one worker's scheduler.
 
-    Invariant: `block_ids` covers `tokens` (with a window, what comes next of them) unless WAITING
-    or DEAD; entries [0, num_sealed) are full, computed blocks whose hashes are
-    `block_hashes[:num_sealed]`, or -1 where a window has left them; `num_computed <= len(tokens)`.
+    Invariant: `block_ids` covers `tokens` (with a window, the next ones of them) unless WAITING or
+    DEAD; entries [0, num_sealed) are full, computed blocks whose hashes are
+    `block_hashes[:num_sealed]`, or -1 outside the window; `num_computed <= len(tokens)`.
     """
 
     request_id: str
@@ -43,20 +43,20 @@ class Sequence:
     reserve_growth: bool = True  # False: no token will follow the one that is sampled here
     state: SeqState = SeqState.WAITING
     block_ids: list[int] = field(default_factory=list)
-    num_hits: int = 0  # blocks that were here when it got its own
+    num_hits: int = 0  # blocks that were cache hits at admission
     num_sealed: int = 0
-    window_start: int = 0  # blocks before it, sinks aside, have been given back
+    window_start: int = 0  # blocks before it, except sinks, have been freed
     num_computed: int = 0
-    cached_by_source: dict[str, int] = field(default_factory=dict)  # tokens not computed, by source
-    num_arriving: int = 0  # blocks [num_sealed, num_arriving) are being loaded from below
-    is_remote: bool = False  # its KV is expected from a producer
-    compute_all: bool = False  # KV from elsewhere was not good: what is not cached is computed
+    cached_by_source: dict[str, int] = field(default_factory=dict)  # cached tokens, by source
+    num_arriving: int = 0  # blocks [num_sealed, num_arriving) are being loaded from lower tiers
+    is_remote: bool = False  # its KV comes from a producer
+    compute_all: bool = False  # remote KV was invalid: all that is not cached is computed
     in_step: bool = False  # the step in flight writes to its blocks
     num_reads: int = 0  # transfers that may write to its blocks
-    num_reported: int = 0  # tokens that the router was told of, counted from the start
+    num_reported: int = 0  # tokens, from the start, that the router has
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # position -> logprobs
     phases: dict[str, float] = field(default_factory=dict)  # seconds, up to the first token here
-    phase_since: float = 0.0  # when the present phase began
+    phase_since: float = 0.0  # when the current phase began
     phases_reported: bool = False
     admitted_at: float | None = None
     cached_reported: bool = False
@@ -72,7 +72,7 @@ class Sequence:
 
     @property
     def num_missing(self) -> int:
-        """Tokens that are known and not computed."""
+        """Known tokens without KV."""
         return len(self.tokens) - self.num_computed
 
     @property
@@ -85,12 +85,12 @@ class Sequence:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """Names of all full blocks of `tokens`."""
+        """Hashes of all full blocks of `tokens`."""
         return self.chain.extend(self.tokens)
 
     def end_phase(self, name: str, now: float) -> None:
-        """Phases follow each other without a gap, from the arrival to the first token that is
-        sampled here. One that comes again (after a preemption) grows."""
+        """Phases follow each other without a gap, from the arrival to the first token sampled
+        here. One that is entered again (after a preemption) adds up."""
         self.phases[name] = self.phases.get(name, 0.0) + now - self.phase_since
         self.phase_since = now
 

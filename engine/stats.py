@@ -15,7 +15,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What does not change while a worker of this epoch lives."""
+    """What stays the same during an epoch of a worker."""
 
     worker: NodeId
     role: Role
@@ -28,12 +28,12 @@ class WorkerInfo:
     fingerprint: bytes  # model, dtype, layout: peers with different ones never exchange KV
     num_host_blocks: int = 0  # that its host tier has room for
     num_disk_blocks: int = 0
-    max_seq_blocks: int = 0  # that a sequence holds at once; 0: as many as its tokens take
+    max_seq_blocks: int = 0  # that a sequence holds at once; 0: no bound below its tokens
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """What does. Rates are of the recent past, in SI units; 0 where nothing was measured yet."""
+    """What changes. Rates are moving averages in SI units; 0: nothing was measured yet."""
 
     worker: NodeId
     epoch: int
@@ -41,12 +41,12 @@ class WorkerStats:
     num_cached_blocks: int  # sealed, whether in use or evictable
     num_waiting: int
     num_running: int
-    num_handoffs: int  # transfers not settled, and held for a consumer
-    pending_prefill_tokens: int  # known, not computed
+    num_handoffs: int  # transfers that have not settled, and sequences held for a consumer
+    pending_prefill_tokens: int  # known tokens without KV
     prefill_tokens_per_s: float
     decode_step_s: float
     read_bytes_per_s: float
-    event_seq: int = 0  # of the last KVEvents: shows that one was lost though none follows
+    event_seq: int = 0  # of the last KVEvents: shows the loss of one that no other follows
     counters: dict[str, float] = field(default_factory=dict)  # totals since start, for metrics
     host_read_bytes_per_s: float = 0.0  # from its host memory into the device
     disk_read_bytes_per_s: float = 0.0  # from its disk into the device
@@ -54,15 +54,15 @@ class WorkerStats:
     num_disk_blocks: int = 0
     prompt_weights: tuple[float, ...] = ()  # of `engine.cost.prompt_features`; empty: not known yet
     decode_weights: tuple[float, ...] = ()  # of `engine.cost.decode_features`
-    num_wanted_blocks: int = 0  # that those which wait still need
+    num_wanted_blocks: int = 0  # that waiting sequences need
     num_decoding: int = 0  # sequences that have their whole prompt
-    decoding_tokens: int = 0  # their contexts together
+    decoding_tokens: int = 0  # sum of their context lengths
 
 
 @dataclass(frozen=True, slots=True)
 class RouterUp:
     """From the controller. To a worker: publish to `router`, beginning with a snapshot. To another
-    router: tell it where you send requests."""
+    router: send it your placements."""
 
     router: NodeId
 
@@ -74,14 +74,14 @@ class RouterDown:
 
 @dataclass(frozen=True, slots=True)
 class AuditRequest:
-    """To a worker: count what you hold. Answered by an `Audit` to `reply_to`."""
+    """To a worker: report what you hold. Answered by an `Audit` to `reply_to`."""
 
     reply_to: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What a worker holds at one moment, and what of it would have to be gone if it were idle.
+    """What a worker holds at one moment, and what of it an idle worker must not hold.
 
     `counts` has `device.blocks` and its parts (`device.in_use`, `device.evictable`,
     `device.blank`), for `host` and `disk` likewise `blocks`, `used` and `pinned`; then `transfers`

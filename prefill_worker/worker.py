@@ -59,7 +59,7 @@ class PrefillWorker:
         return [Wake(self.config.stats_interval_s, "tick")]
 
     def receive(self, now: float, message: Any) -> list[Effect]:
-        effects = self.core.listen(now, message)
+        effects = self.core.on_router_message(now, message)
         if effects is None:
             effects = self._produce(message)
         if effects is None:
@@ -120,7 +120,7 @@ class PrefillWorker:
         effects: list[Effect] = []
         exchange = self.exchange
         for seq in self.core.scheduler.admit_waiting(now, exchange.comes_from_elsewhere):
-            self.core.used(seq)
+            self.core.mark_used(seq)
             if seq.state is SeqState.REMOTE:
                 effects += exchange.connector.start(now, seq)
             production = self.productions[seq.key]

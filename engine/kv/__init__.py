@@ -1,1 +1,1 @@
-"""KV blocks in a worker: their pool, their hashes, the tiers and windows they belong to."""
+"""KV blocks in a worker: their shape, pool, hashes and block tables, tiers and windows."""

@@ -5,8 +5,8 @@ the root of (fingerprint, tenant salt). Equal hashes mean equal model, layout, t
 to the end of the block. Where a prompt begins with a public region, its blocks have the root
 without a salt, and the tenant's salt goes into the chain behind them.
 
-Many hashes are kept packed, one after the other: 16 bytes each, and nothing around them. They are
-hashed in C (`c/block_chain.c`); without a C compiler hashlib finds the same, a sixth as fast.
+Many hashes are kept packed: 16 bytes each, one after the other. They are computed in C
+(`c/block_chain.c`); without a C compiler, by hashlib, at a sixth of the speed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ TOKEN_BYTES = array("I").itemsize
 
 @dataclass(frozen=True, slots=True)
 class CacheScope:
-    """Who may share the KV of a prompt: a salt for each tenant, none for the region that its owner
-    has declared public. Known to the server alone; never taken from a request's body."""
+    """Who may share the KV of a prompt: a salt for each tenant, none for a region that the operator
+    has declared public. Set by the server; never taken from a request's body."""
 
     salt: bytes = b""
-    num_public_tokens: int = 0  # from the start of the prompt; blocks that lie in it are unsalted
+    num_public_tokens: int = 0  # from the start of the prompt; blocks within are unsalted
 
 
 UNSALTED = CacheScope()
@@ -46,7 +46,7 @@ def root_hash(fingerprint: bytes, salt: bytes = b"") -> bytes:
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash of the block that holds `tokens` after the prefix named `parent`."""
+    """Hash of the block that holds `tokens` after the prefix with hash `parent`."""
     return blake2b(array("I", tokens).tobytes(), digest_size=HASH_BYTES, key=parent).digest()
 
 
@@ -80,12 +80,12 @@ class BlockChain:
         return self._packed
 
     def adopt(self, packed: bytes | bytearray | memoryview) -> None:
-        """Begin with these hashes, which somebody else has found by hashing the same tokens: they
-        are not hashed again. Before the first `extend`."""
-        assert not self.block_hashes, f"{len(self.block_hashes)} blocks have block_hashes already"
+        """Begin with these hashes, computed elsewhere from the same tokens, so that they are not
+        hashed again. Before the first `extend`."""
+        assert not self.block_hashes, f"{len(self.block_hashes)} blocks have hashes already"
         if len(packed) % HASH_BYTES:
             raise ValueError(
-                f"packed block_hashes of {len(packed)} bytes: expected {HASH_BYTES} each"
+                f"packed block hashes of {len(packed)} bytes: expected {HASH_BYTES} each"
             )
         self.block_hashes = unpack(packed)
 

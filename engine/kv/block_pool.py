@@ -1,7 +1,8 @@
 """Blocks of KV memory: who uses them, which are sealed, which may be reused.
 
-Life of a block: blank -> allocated (written by one sequence) -> sealed (full, named by content,
-shared by reference count) -> evictable (no user; still a prefix-cache hit) -> evicted or hit again.
+Life of a block: blank -> allocated (written by one sequence) -> sealed (full, has the hash of its
+content, shared by reference count) -> evictable (unreferenced; still a prefix cache hit) -> evicted
+or hit again.
 """
 
 from __future__ import annotations
@@ -11,19 +12,20 @@ from collections.abc import Iterable, Sequence
 
 
 class NetChanges:
-    """How a set of hashes differs from what a listener was told last. Owned by whoever has the set.
+    """How a set of hashes differs from what was last published of it. Owned by the owner of the
+    set.
 
-    Invariant: a hash that came and went again, or the other way round, is not in it."""
+    Invariant: a hash that was added and removed again, or the other way round, is not in it."""
 
     __slots__ = ("_is_stored",)
 
     def __init__(self) -> None:
-        self._is_stored: dict[bytes, bool] = {}  # hash -> came (True) or left
+        self._is_stored: dict[bytes, bool] = {}  # hash -> added (True) or removed
 
     def note(self, block_hash: bytes, *, stored: bool) -> None:
-        """`block_hash` has come into the set, or left it."""
+        """`block_hash` was added to the set, or removed from it."""
         if self._is_stored.get(block_hash) is (not stored):
-            del self._is_stored[block_hash]  # back to what listeners know
+            del self._is_stored[block_hash]  # as it was published
         else:
             self._is_stored[block_hash] = stored
 
@@ -59,7 +61,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give: blank or evictable."""
+        """Blocks that can be allocated: blank or evictable."""
         return len(self._blank) + len(self._evictable)
 
     @property
@@ -78,14 +80,14 @@ class BlockPool:
         return sum(self._refs)
 
     def is_private(self, block: int) -> bool:
-        """Whether `block` may be written: it has one user and no hash."""
+        """Whether `block` may be written: it has one reference and no hash."""
         return self._refs[block] == 1 and self._hashes[block] is None
 
     def has_hash(self, block: int, block_hash: bytes) -> bool:
         return self._hashes[block] == block_hash
 
     def block_hashes(self) -> tuple[bytes, ...]:
-        """Names of all sealed blocks, in the order in which they were sealed."""
+        """Hashes of all sealed blocks, in the order in which they were sealed."""
         return tuple(self._by_hash)
 
     def is_cached(self, block_hash: bytes) -> bool:
@@ -102,7 +104,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """One more user for each of `blocks`, which are sealed."""
+        """One more reference to each of `blocks`, which are sealed."""
         for block in blocks:
             assert self._hashes[block] is not None
             if self._refs[block] == 0:
@@ -110,9 +112,8 @@ class BlockPool:
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one user each and unknown content, or None if there are too few.
-
-        Blank blocks go first, then the least recently used evictable ones."""
+        """`count` blocks with one reference each and undefined content, or None if there are too
+        few. Blank blocks are taken first, then the least recently used evictable ones."""
         if count > self.num_free:
             return None
         blocks: list[int] = []
@@ -127,11 +128,11 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def release(self, blocks: Sequence[int], *, first_to_go: bool = False) -> None:
-        """One user less for each. The end of a sequence is evicted before its beginning, because a
-        prefix is of use without its continuation and not the other way round. `first_to_go`: all
-        of them before whatever else is evictable."""
-        for block in blocks if first_to_go else reversed(blocks):
+    def release(self, blocks: Sequence[int], *, evict_first: bool = False) -> None:
+        """One reference less to each. The end of a sequence is evicted before its beginning,
+        because a prefix is useful without its continuation, but not the other way round.
+        `evict_first`: these are evicted before all others."""
+        for block in blocks if evict_first else reversed(blocks):
             assert self._refs[block] > 0
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -139,11 +140,11 @@ class BlockPool:
                     self._blank.append(block)
                 else:
                     self._evictable[block] = None
-                    if first_to_go:
+                    if evict_first:
                         self._evictable.move_to_end(block, last=False)
 
     def seal(self, block: int, block_hash: bytes) -> bool:
-        """Give a full block its hash. False if another block has it: this one stays private."""
+        """Set the hash of a full block. False if another block has it: this one stays private."""
         assert self._refs[block] > 0
         assert self._hashes[block] is None
         if block_hash in self._by_hash:
@@ -154,7 +155,7 @@ class BlockPool:
         return True
 
     def evict(self, block_hashes: Iterable[bytes]) -> int:
-        """Blank those of the blocks that have no user; returns how many. The others stay."""
+        """Blank the unreferenced ones of these blocks; returns how many. The others stay."""
         count = 0
         for block_hash in block_hashes:
             block = self._by_hash.get(block_hash)

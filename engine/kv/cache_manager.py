@@ -9,16 +9,15 @@ from engine.sequence import NO_BLOCK, Sequence
 
 
 class KVCacheManager:
-    """Gives sequences their blocks and takes them back.
+    """Allocates and frees the blocks of sequences.
 
-    Invariant: the pool's reference counts are the block tables of the live sequences, as `_tables`
-    has them; `block_ids` of a sequence is a copy of its own. Every checksum belongs to a block
-    whose bytes have not changed since it was taken.
+    Invariant: the pool's reference counts are those of the block tables of the live sequences in
+    `_tables`; `block_ids` of a sequence is its own copy of its table. Every checksum belongs to a
+    block whose bytes have not changed since it was taken.
 
-    With a window, a sequence holds at most `most_blocks`: it gives back what is not read again
-    (`slide`), and a long prompt is covered as far as its next chunks only. What it has given back
-    is the first to be evicted, and never copied to the tiers below: what is worth keeping there is
-    known when it ends.
+    With a window, a sequence holds at most `most_blocks`: blocks that are not read again are freed
+    (`slide`), and a long prompt has blocks for its next chunks only. Blocks freed so are evicted
+    first, and never copied to the lower tiers: what is worth keeping there is known at the end.
     """
 
     def __init__(self, num_blocks: int, block_size: int, window: Window | None = None) -> None:
@@ -26,7 +25,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.window = window or Window(block_size)
         self.checksums: dict[int, int] = {}  # block id -> checksum of its bytes
-        self.collect_sealed = False  # True: somebody takes `newly_sealed` after every message
+        self.collect_sealed = False  # True: the tiers take `newly_sealed` after every message
         self.newly_sealed: list[
             tuple[int, bytes, Retention]
         ] = []  # block, its hash, of the request
@@ -36,13 +35,13 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def usable_hashes(self, seq: Sequence) -> list[bytes]:
-        """Names of the blocks that a prefix hit may cover: the last token is always computed,
-        because its logits are wanted."""
+        """Hashes of the blocks that a prefix hit may cover: the last token is always computed,
+        because its logits are needed."""
         return seq.block_hashes[: (len(seq.tokens) - 1) // self.block_size]
 
     def num_cached(self, seq: Sequence) -> int:
-        """How many of the usable hashes need not be computed; with a window, some of them may be
-        missing."""
+        """How many blocks, from the first, need not be computed; with a window, some of them may
+        be missing."""
         block_hashes = self.usable_hashes(seq)
         if not self.window.size:
             return len(self.pool.lookup(block_hashes))
@@ -51,15 +50,15 @@ class KVCacheManager:
         )
 
     def admit(self, seq: Sequence, headroom: int) -> bool:
-        """Give `seq` blocks for all its tokens, the cached prefix among them, or with a window for
-        what it needs first. False, and nothing changed, if fewer than `headroom` free blocks would
+        """Allocate blocks for all tokens of `seq`, the cached prefix among them, or with a window
+        for its first chunks. False, and nothing changed, if fewer than `headroom` free blocks would
         remain."""
         assert not seq.block_ids
         table = self._cached(seq)
         hits = [block for block in table if block != NO_BLOCK]
         self.pool.acquire(hits)
         num_computed, window = len(table) * self.block_size, self.window
-        goal = len(seq.tokens) if seq.is_remote else num_computed  # what is computed here begins
+        goal = len(seq.tokens) if seq.is_remote else num_computed  # computing begins after it
         end = window.end(goal, len(seq.tokens))
         keeps = [True] * (end - len(table))
         if window.size:
@@ -77,8 +76,8 @@ class KVCacheManager:
         return True
 
     def grow(self, seq: Sequence) -> bool:
-        """Cover all of `seq.tokens`, or with a window what comes next of them. False if the pool
-        has no block left."""
+        """Allocate blocks up to the end of `seq.tokens`, or with a window for the next ones. False
+        if the pool has no block left."""
         end = self.window.end(seq.num_computed, len(seq.tokens))
         count = end - len(self._tables[seq])
         if count <= 0:
@@ -91,8 +90,9 @@ class KVCacheManager:
         return True
 
     def slide(self, seq: Sequence) -> None:
-        """Give back what no later position of `seq` reads, and cover what comes next of a prompt
-        with as many: else others would be admitted in their place, and preempted for it."""
+        """Free the blocks that no later position of `seq` reads, and allocate as many for the next
+        tokens of a prompt: otherwise other sequences would be admitted in their place, and be
+        preempted for it."""
         start = self.window.start(seq.num_computed)
         if start <= seq.window_start:
             return
@@ -100,20 +100,20 @@ class KVCacheManager:
         seq.window_start = start
         places = [i for i in gone if i >= self.window.num_sink_blocks and table[i] != NO_BLOCK]
         self.pool.release([table[i] for i in places if i < seq.num_hits])
-        self.pool.release([table[i] for i in places if i >= seq.num_hits], first_to_go=True)
+        self.pool.release([table[i] for i in places if i >= seq.num_hits], evict_first=True)
         for index in places:
             table[index] = seq.block_ids[index] = NO_BLOCK
         if seq.num_missing > 1:
             self.grow(seq)
 
     def num_covered(self, seq: Sequence) -> int:
-        """Positions that have a block, of those that come next."""
+        """Positions, from the first, that the block table covers."""
         return len(self._tables[seq]) * self.block_size
 
     def expect(self, seq: Sequence, end: int) -> bool:
-        """Blocks up to `end` that it needs to go on there come from elsewhere: lay out the table
-        of `seq`, which has just been admitted, for that. False, and nothing changed, if there are
-        too few blocks. Needed with a window only: else they have their places already."""
+        """Lay out the table of `seq`, which has just been admitted, so that blocks before `end` can
+        be loaded and `seq` continue there. False, and nothing changed, if there are too few blocks.
+        Needed with a window only: without one the table has these entries already."""
         num_computed = end * self.block_size
         old, num_entries = self._tables[seq], self.window.end(num_computed, len(seq.tokens))
         keeps = [self.window.keeps(index, num_computed) for index in range(num_entries)]
@@ -134,14 +134,14 @@ class KVCacheManager:
         return True
 
     def can_go_on(self, seq: Sequence, end: int) -> bool:
-        """Whether `seq` has places for all blocks that are read from the end of block `end` on."""
+        """Whether `seq` has all blocks that are read by positions from block `end` on."""
         kept = self.window.kept(end * self.block_size)
         return NO_BLOCK not in seq.block_ids[end:] and all(
             seq.block_ids[index] != NO_BLOCK for index in kept
         )
 
     def seal_computed(self, seq: Sequence) -> None:
-        """Seal the blocks that `num_computed` has filled."""
+        """Seal the blocks that are full up to `num_computed`."""
         block_hashes, table = seq.block_hashes, self._tables[seq]
         collect = self.collect_sealed and seq.retention.keep_s > 0 and not self.window.size
         while (seq.num_sealed + 1) * self.block_size <= seq.num_computed:
@@ -151,15 +151,15 @@ class KVCacheManager:
             seq.num_sealed += 1
 
     def release(self, seq: Sequence) -> None:
-        """Take all blocks back; nothing writes to them any more. Sealed ones stay as cache, first
-        to go where they are not worth keeping."""
+        """Free all blocks; nothing writes to them any more. Sealed ones stay cached, to be evicted
+        first if the request's retention is 0."""
         table = self._tables.pop(seq, [])
         if self.window.size and self.collect_sealed and seq.retention.keep_s > 0:
             self._collect_kept(seq, table)
         new = [block for block in table[seq.num_hits :] if block != NO_BLOCK]
         hits = [block for block in table[: seq.num_hits] if block != NO_BLOCK]
-        if seq.retention.keep_s <= 0:  # but what was here before it is worth as much as before
-            self.pool.release(new, first_to_go=True)
+        if seq.retention.keep_s <= 0:  # but blocks that were cached before keep their order
+            self.pool.release(new, evict_first=True)
             self.pool.release(hits)
         else:
             self.pool.release(hits + new)
@@ -169,15 +169,16 @@ class KVCacheManager:
         seq.window_start = 0
 
     def allocate(self, count: int) -> list[int] | None:
-        """As `BlockPool.allocate`: blocks to be written, whose checksums are not known."""
+        """As `BlockPool.allocate`, for blocks that will be written: drops their checksums."""
         blocks = self.pool.allocate(count)
         for block in blocks or ():
             self.checksums.pop(block, None)
         return blocks
 
     def fault(self, seq: Sequence, count: int, *, thorough: bool) -> str | None:
-        """Why feeding `seq` its next `count` tokens would write or read where it must not; None if
-        all is well. Only the blocks to be written are looked at, unless `thorough`."""
+        """Why computing the next `count` tokens of `seq` would write or read blocks that it must
+        not; None if its block table is valid. Without `thorough`, only the blocks to be written are
+        checked."""
         held, table, size = self._tables[seq], seq.block_ids, self.block_size
         end = self.num_blocks_for(seq.num_computed + count)
         written = range(seq.num_computed // size, end)
@@ -198,7 +199,7 @@ class KVCacheManager:
         return None
 
     def check_integrity(self, others: int = 0) -> None:
-        """Assert the class invariant; `others`: references that are held by no sequence."""
+        """Assert the class invariant; `others`: references that no sequence holds."""
         self.pool.check_integrity()
         held = [block for table in self._tables.values() for block in table if block != NO_BLOCK]
         assert len(held) + others == self.pool.num_references, (len(held), others)
@@ -210,13 +211,13 @@ class KVCacheManager:
         seq.block_ids = list(table)
 
     def _cached(self, seq: Sequence) -> list[int]:
-        """The beginning of a table: cached blocks, none where none is needed."""
+        """The beginning of a table: cached blocks, NO_BLOCK where none is needed."""
         block_hashes, pool, window = self.usable_hashes(seq), self.pool, self.window
         if not window.size:
             return pool.lookup(block_hashes)
         end = self.num_cached(seq)
         kept = window.kept(end * self.block_size)
-        if seq.is_remote:  # it need not be able to go on before its end
+        if seq.is_remote:  # it is continued at its end only
             kept = [index for index in window.kept(len(seq.tokens)) if index < len(block_hashes)]
             found = len(pool.lookup([block_hashes[index] for index in kept]))
             end = len(block_hashes) if found == len(kept) else kept[found]
@@ -227,7 +228,7 @@ class KVCacheManager:
         return table
 
     def _collect_kept(self, seq: Sequence, table: list[int]) -> None:
-        """What a later request can go on with is worth copying to the tiers below."""
+        """Blocks that a later request can continue from are worth copying to the lower tiers."""
         block_hashes = seq.block_hashes
         for index in self.window.kept(seq.num_sealed * self.block_size):
             if table[index] != NO_BLOCK and self.pool.has_hash(table[index], block_hashes[index]):

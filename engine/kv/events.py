@@ -1,7 +1,7 @@
-"""What a worker publishes about its prefix cache, and how a listener keeps up.
+"""What a worker publishes about its prefix cache, and how a router's index keeps up.
 
 Events of one worker carry its epoch (a new one per start) and a sequence number without gaps. A
-listener that sees a gap asks for a snapshot; a snapshot at `seq` stands for every event up to it.
+router that sees a gap asks for a snapshot; a snapshot at `seq` includes every event up to it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class KVSpec:
 
     In float8_e4m3 what a head holds of a block, `[block_size, head_dim]` numbers, is followed by
     its scales, `[block_size]` bytes: a number's value is `number * 2**(scale - 127)` (E8M0, as in
-    the OCP microscaling formats). So scales travel and sleep with their block."""
+    the OCP microscaling formats). So scales are transferred and stored with their block."""
 
     num_layers: int
     num_kv_heads: int

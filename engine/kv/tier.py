@@ -1,6 +1,6 @@
 """Where KV blocks are kept: device memory, and the tiers below it.
 
-A block has the same hash in every tier, so a sequence can be continued from wherever its prefix is.
+A block has the same hash in every tier, so a prefix is found in any of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOWER_TIERS = (Tier.HOST, Tier.DISK)
 
 @dataclass(frozen=True, slots=True)
 class TierHashes:
-    """Blocks that came into one tier of a worker, and blocks that left it; none is in both."""
+    """Blocks added to one tier of a worker, and blocks removed from it; none is in both."""
 
     tier: Tier
     stored: tuple[bytes, ...]
@@ -31,10 +31,10 @@ class TierHashes:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long the KV of a request is worth keeping after its last use, and how far down."""
+    """How long the KV of a request is kept after its last use, and in which tiers."""
 
-    keep_s: float  # after its last use; then it is the first to go
-    to_disk: bool = True  # False: it may leave memory only by being dropped
+    keep_s: float  # after its last use; then it is evicted first
+    to_disk: bool = True  # False: it is dropped from host memory, not demoted to disk
 
 
 DEFAULT_RETENTION = Retention(keep_s=3600.0)
@@ -42,9 +42,9 @@ DEFAULT_RETENTION = Retention(keep_s=3600.0)
 
 @dataclass(frozen=True, slots=True)
 class DiskRecord:
-    """One block of a disk store: what its index says of it."""
+    """One block of a disk store, as in its index."""
 
     slot: int
     block_hash: bytes
     checksum: int
-    keep_s: float  # retention that is left, from the moment the record is read or written
+    keep_s: float  # remaining retention when the record is read or written

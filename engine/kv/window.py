@@ -1,8 +1,8 @@
 """Which blocks of a sequence are read again, where every layer attends to a window of positions.
 
-A query at position p reads (p - window, p], and the sinks [0, num_sinks). So what lies between the
-sinks and the window of the next position is never read again: its blocks are given back, their
-places in the block table become -1, and a sequence of any length holds about as many blocks.
+A query at position p reads (p - window, p], and the attention sinks [0, num_sinks). So blocks
+between the sinks and the window of the next position are never read again: they are freed, their
+entries in the block table become -1, and the blocks of a sequence are bounded at any length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Window:
     block_size: int
     size: int = 0  # positions that a query reads, its own among them; 0: all
     num_sinks: int = 0
-    chunk_blocks: int = 1  # of a prompt that are covered ahead of what is computed, at least
+    chunk_blocks: int = 1  # of a prompt that are allocated ahead of the computed ones, at least
 
     @property
     def num_sink_blocks(self) -> int:
@@ -26,16 +26,16 @@ class Window:
 
     @property
     def num_blocks(self) -> int:
-        """What a sequence that decodes holds at most: sinks, window, and the block of its end."""
+        """Blocks that a decode holds at most: sinks, window, and the block of its end."""
         return self.num_sink_blocks - (1 - self.size) // self.block_size + 1
 
     def most_blocks(self, num_tokens: int) -> int:
-        """What a sequence of so many tokens holds at most, at any time."""
+        """Blocks that a sequence of `num_tokens` holds at most, at any time."""
         count = -(-num_tokens // self.block_size)
         return min(count, self.num_blocks + self.chunk_blocks) if self.size else count
 
     def end(self, num_computed: int, num_tokens: int) -> int:
-        """How many entries a block table needs, that of a prompt for its next chunks."""
+        """Entries that a block table needs: of a prompt, up to its next chunks."""
         count = -(-num_tokens // self.block_size)
         if not self.size:
             return count
@@ -43,9 +43,9 @@ class Window:
         return min(count, self.start(num_computed) + ahead)
 
     def start(self, num_computed: int) -> int:
-        """The first block that is read again once so many positions are computed; sinks aside.
+        """The first block, except sinks, that is read again after `num_computed` positions.
 
-        Counted from the last full block, at whose end a later request can go on as well."""
+        Counted from the last full block, so that a later request can continue at its end, too."""
         if not self.size:
             return 0
         return max(0, num_computed // self.block_size * self.block_size - self.size + 1) // (
@@ -53,18 +53,18 @@ class Window:
         )
 
     def keeps(self, index: int, num_computed: int) -> bool:
-        """Whether block `index` is read again once so many positions are computed."""
+        """Whether block `index` is read again after `num_computed` positions."""
         return index < self.num_sink_blocks or index >= self.start(num_computed)
 
     def kept(self, num_computed: int) -> list[int]:
-        """The full blocks that are read again once so many positions are computed."""
+        """The full blocks that are read again after `num_computed` positions."""
         start = self.start(num_computed)
         sinks = range(min(self.num_sink_blocks, start))
         return [*sinks, *range(start, num_computed // self.block_size)]
 
     def runs(self, first: int, end: int, num_computed: int) -> list[range]:
-        """Those of blocks `[first, end)` that are read again once so many positions are computed:
-        none, one or two runs."""
+        """Those of blocks `[first, end)` that are read again after `num_computed` positions: none,
+        one or two runs."""
         start = self.start(num_computed)
         parts = [range(first, min(end, self.num_sink_blocks)), range(max(first, start), end)]
         if start <= self.num_sink_blocks:
@@ -72,9 +72,8 @@ class Window:
         return [part for part in parts if part]
 
     def reach(self, num_blocks: int, has: Callable[[int], bool]) -> int:
-        """The end of the longest prefix of `num_blocks` that can be continued with the blocks that
-        there are: in order from the first one, but that those between the sinks and the window
-        may be missing."""
+        """Length in blocks of the longest prefix of `num_blocks` blocks that can be continued: all
+        of its blocks are there, except that those between sinks and window may be missing."""
         for index in range(min(self.num_sink_blocks, num_blocks) if self.size else num_blocks):
             if not has(index):
                 return index

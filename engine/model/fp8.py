@@ -5,9 +5,10 @@ E8M0. A scale follows from that head's vector of that token alone, so KV does no
 prompt was cut into chunks. Kernels encode and decode to the same bytes.
 
 A number is off by up to a sixteenth of itself, and where keys are large queries are too: a few
-dimensions make most of the error of a score. So queries and keys, once rotated, are both multiplied
-by a Hadamard matrix, which changes no score and spreads those dimensions over all (as QuaRot does,
-Ashkboos et al. 2024). Latents stay as they are: they are values too.
+outlier dimensions make most of the error of a score. So queries and keys, after the rotary
+embedding, are both multiplied by a Hadamard matrix, which changes no score and spreads outliers
+over all dimensions (QuaRot, Ashkboos et al. 2024). Latents are not transformed: they are values
+too.
 """
 
 from __future__ import annotations
@@ -39,37 +40,39 @@ def decode(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
     return (numbers.view(torch.float8_e4m3fn).float() * factors.unsqueeze(-1)).to(dtype)
 
 
-def mix_queries(x: torch.Tensor, half: int) -> torch.Tensor:
-    """x [..., head_dim], its two halves [half] multiplied by a Hadamard matrix; what follows them
-    stays. -> float32.
+def hadamard(x: torch.Tensor, half: int) -> torch.Tensor:
+    """Multiply the first 2 * half dimensions of x [..., head_dim] by a Hadamard matrix, not
+    normalized; the others stay. -> float32.
 
-    Each half is cut into blocks of the largest power of two that divides it; those of the one are
-    mixed with those of the other at last. Applied twice it is `mixed_size` times x. Sums are of two
-    numbers, from the lowest bit of a dimension's index to the highest: the same in all kernels.
+    Each half is cut into blocks of the largest power of two that divides it, each transformed by
+    itself; the last butterfly is between the two halves. Applied twice it is `hadamard_size` times
+    x. Sums are of two numbers, from the lowest bit of a dimension's index to the highest, in all
+    kernels: so the bytes in the pool are the same.
     """
-    mixed, rest = x.float().tensor_split((2 * half,), dim=-1)
+    out, rest = x.float().tensor_split((2 * half,), dim=-1)
     width = 1
     while half % (2 * width) == 0:
-        mixed = _sums_and_differences(mixed.unflatten(-1, (-1, 2, width)))
+        out = _butterfly(out.unflatten(-1, (-1, 2, width)))
         width *= 2
-    return torch.cat((_sums_and_differences(mixed.unflatten(-1, (1, 2, half))), rest), dim=-1)
+    return torch.cat((_butterfly(out.unflatten(-1, (1, 2, half))), rest), dim=-1)
 
 
-def mix_keys(x: torch.Tensor, half: int) -> torch.Tensor:
-    """The inverse of `mix_queries`: products of the two are what they were."""
-    mixed = mix_queries(x, half)
-    mixed[..., : 2 * half] /= mixed_size(half)
-    return mixed
+def hadamard_inverse(x: torch.Tensor, half: int) -> torch.Tensor:
+    """The inverse of `hadamard`, for keys: their products with transformed queries are those of x
+    with the queries."""
+    out = hadamard(x, half)
+    out[..., : 2 * half] /= hadamard_size(half)
+    return out
 
 
-def _sums_and_differences(x: torch.Tensor) -> torch.Tensor:
+def _butterfly(x: torch.Tensor) -> torch.Tensor:
     """x [..., count, 2, width] -> [..., count * 2 * width]."""
     first, second = x.unbind(-2)
     return torch.stack((first + second, first - second), -2).flatten(-3)
 
 
-def mixed_size(half: int) -> int:
-    """How many dimensions are mixed with each other: a power of two."""
+def hadamard_size(half: int) -> int:
+    """Order of the Hadamard matrix: dimensions that are transformed together, a power of two."""
     return 2 * (half & -half)
 
 

@@ -137,10 +137,10 @@ class TorchOps:
             both.copy_(_rotated(both, angles))
         if self._is_fp8:
             half = c.rotated_half(layer)
-            queries.copy_(fp8.mix_queries(queries, half))
-            keys.copy_(fp8.mix_keys(keys, half))
+            queries.copy_(fp8.hadamard(queries, half))
+            keys.copy_(fp8.hadamard_inverse(keys, half))
             if self._to_sinks is not None:
-                self._to_sinks = fp8.mix_queries(self._to_sinks, half).to(self._dtype)
+                self._to_sinks = fp8.hadamard(self._to_sinks, half).to(self._dtype)
         self._write(layer, 0, keys)
         self._write(layer, 1, values)
 

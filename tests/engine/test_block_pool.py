@@ -67,7 +67,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), spare=st.booleans())
     def release(self, data: st.DataObject, spare: bool) -> None:
         table = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
-        self.pool.release(table, first_to_go=spare)
+        self.pool.release(table, evict_first=spare)
         in_use = {block for other in self.users for block in other}
         idle = [b for b in reversed(table) if b in self.content and b not in in_use]
         self.evictable = idle + self.evictable if spare else self.evictable + idle
@@ -128,7 +128,7 @@ def test_spare_copies_go_before_everything_else_and_their_ends_first() -> None:
     pool = BlockPool(6)
     kept, spare, later = (sealed(pool, name, 2) for name in (b"k", b"s", b"l"))
     pool.release(kept)
-    pool.release(spare, first_to_go=True)
+    pool.release(spare, evict_first=True)
     pool.release(later)
     order = []
     for _ in range(6):
@@ -141,7 +141,7 @@ def test_spare_copies_go_before_everything_else_and_their_ends_first() -> None:
 def test_a_spare_copy_that_is_used_again_is_worth_as_much_as_any() -> None:
     pool = BlockPool(4)
     spare, other = sealed(pool, b"s", 2), sealed(pool, b"o", 2)
-    pool.release(spare, first_to_go=True)
+    pool.release(spare, evict_first=True)
     pool.release(other)
     pool.acquire(spare)
     pool.release(spare)

@@ -38,8 +38,8 @@ def rope_write(
     Dimensions of a head past rope.dim are left as they are. norms: of queries and keys, each
     [head_dim]. sink_queries [N, num_heads * head_dim], for layers with a window and sinks: the
     queries rotated as if at min(position, sink_position); sink_position is window + num_sinks - 1.
-    For an FP8 pool queries and keys are mixed at last (`fp8.mix_queries`): the dimensions that are
-    rotated, or all where none is.
+    For an FP8 pool queries and keys are at last multiplied by a Hadamard matrix (`fp8.hadamard`):
+    the dimensions that are rotated, or all where none is.
     """
     half = pool.head_dim // 2 if tables is None else tables[0].shape[1]
     rest = pool.head_dim - 2 * half
@@ -55,7 +55,7 @@ def rope_write(
         HEAD_DIM=pool.head_dim, HALF=half, HEADS=HEADS, EPS=eps, NORM=norms is not None,
         ROTATE=tables is not None, SINK_POSITION=-1 if sink_queries is None else sink_position,
         BLOCK_HALF=triton.next_power_of_2(half), BLOCK_REST=triton.next_power_of_2(max(rest, 1)),
-        MIXED=half & -half, **pool.constants, num_warps=4,
+        HADAMARD_BLOCK=half & -half, **pool.constants, num_warps=4,
     )  # fmt: skip
 
 
@@ -129,21 +129,22 @@ def _rotated(first, second, cos, sin, at, inside):
 
 
 @triton.jit
-def _mixed(x, HEADS: tl.constexpr, WIDTH: tl.constexpr, MIXED: tl.constexpr):
-    """x [HEADS, WIDTH], every MIXED numbers (a power of two) times a Hadamard matrix: pairs of
-    neighbours become sums, which move to the front, and differences, once for each bit."""
-    bits: tl.constexpr = MIXED.bit_length() - 1
+def _hadamard(x, HEADS: tl.constexpr, WIDTH: tl.constexpr, HADAMARD_BLOCK: tl.constexpr):
+    """x [HEADS, WIDTH], each HADAMARD_BLOCK numbers (a power of two) times a Hadamard matrix:
+    pairs of neighbours become sums, which move to the front, and differences, once for each
+    bit."""
+    bits: tl.constexpr = HADAMARD_BLOCK.bit_length() - 1
     for _ in tl.static_range(bits):
-        first, second = tl.split(x.reshape(HEADS, WIDTH // MIXED, MIXED // 2, 2))
+        first, second = tl.split(x.reshape(HEADS, WIDTH // HADAMARD_BLOCK, HADAMARD_BLOCK // 2, 2))
         x = tl.join(first + second, first - second).permute(0, 1, 3, 2).reshape(HEADS, WIDTH)
     return x
 
 
 @triton.jit
-def _mixed_halves(x, y, HEADS: tl.constexpr, WIDTH: tl.constexpr, MIXED: tl.constexpr):
-    """As `fp8.mix_queries`, both halves of some heads, [HEADS, WIDTH] each."""
+def _hadamard_halves(x, y, HEADS: tl.constexpr, WIDTH: tl.constexpr, HADAMARD_BLOCK: tl.constexpr):
+    """As `fp8.hadamard`, both halves of some heads, [HEADS, WIDTH] each."""
     x, y = x.to(tl.float32), y.to(tl.float32)
-    x, y = _mixed(x, HEADS, WIDTH, MIXED), _mixed(y, HEADS, WIDTH, MIXED)
+    x, y = _hadamard(x, HEADS, WIDTH, HADAMARD_BLOCK), _hadamard(y, HEADS, WIDTH, HADAMARD_BLOCK)
     return x + y, x - y
 
 
@@ -178,7 +179,7 @@ def _rope_write(
     NORM: tl.constexpr, ROTATE: tl.constexpr, SINK_POSITION: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     PLANE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    FP8: tl.constexpr, MIXED: tl.constexpr,
+    FP8: tl.constexpr, HADAMARD_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: HEADS heads of a token. A head is three parts: both rotated halves, the rest."""
     token = tl.program_id(0).to(tl.int64)
@@ -207,7 +208,7 @@ def _rope_write(
         seen = tl.minimum(position, SINK_POSITION)
         sx, sy = _rotated(x, y, cos, sin, seen * HALF + half, half < HALF)
         if FP8:
-            sx, sy = _mixed_halves(sx.to(kind), sy.to(kind), HEADS, BLOCK_HALF, MIXED)
+            sx, sy = _hadamard_halves(sx.to(kind), sy.to(kind), HEADS, BLOCK_HALF, HADAMARD_BLOCK)
         to = sink_queries + (token * NUM_HEADS + heads) * HEAD_DIM
         tl.store(to + x_at, sx.to(kind), mask=halves & is_query)
         tl.store(to + y_at, sy.to(kind), mask=halves & is_query)
@@ -217,8 +218,8 @@ def _rope_write(
         x, y = tl.where(is_value, x, rx), tl.where(is_value, y, ry)
     x, y, z = x.to(kind), y.to(kind), z.to(kind)
     if FP8:
-        mx, my = _mixed_halves(x, y, HEADS, BLOCK_HALF, MIXED)
-        part = tl.where(is_key, 0.5 / MIXED, 1.0)
+        mx, my = _hadamard_halves(x, y, HEADS, BLOCK_HALF, HADAMARD_BLOCK)
+        part = tl.where(is_key, 0.5 / HADAMARD_BLOCK, 1.0)
         x = tl.where(is_value, x, (mx * part).to(kind))
         y = tl.where(is_value, y, (my * part).to(kind))
     tl.store(at + x_at, x, mask=halves & is_query)

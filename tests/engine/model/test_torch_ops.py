@@ -125,9 +125,9 @@ def test_an_fp8_pool_computes_with_rounded_keys_and_values_however_it_was_filled
         half = config.rotated_half(layer)
         is_key = plane == 0 and config.latent is None
         if is_key:
-            heads = fp8.mix_keys(heads, half)
+            heads = fp8.hadamard_inverse(heads, half)
         heads = fp8.decode(*fp8.encode(heads), torch.float32)
-        write(ops, layer, plane, fp8.mix_queries(heads, half) if is_key else heads)
+        write(ops, layer, plane, fp8.hadamard(heads, half) if is_key else heads)
 
     monkeypatch.setattr(TorchOps, "_write", rounded)
     expected = Driver(path, "torch").feed(("a", LONG[:60]))

@@ -109,7 +109,7 @@ class Bench:
         """As queries are left in place."""
         rotated = self.rotated(x, layer, positions)
         if self.is_fp8 and self.config.latent is None:
-            return fp8.mix_queries(rotated, self.config.rotated_half(layer))
+            return fp8.hadamard(rotated, self.config.rotated_half(layer))
         return rotated
 
     def rotated(self, x: torch.Tensor, layer: int, positions: torch.Tensor) -> torch.Tensor:
@@ -258,7 +258,7 @@ def test_written_kv_is_what_torch_would_store(kv_dtype):
         stored = bench.pool[:, 0, plane]
         if kv_dtype == torch.uint8:
             numbers, scales = fp8.parts(stored, 32)
-            kept = fp8.mix_keys(vectors, 16) if plane == 0 else vectors
+            kept = fp8.hadamard_inverse(vectors, 16) if plane == 0 else vectors
             expected, expected_scales = fp8.encode(kept)
             assert torch.equal(scales[block, :, offset], expected_scales)
             assert torch.equal(numbers[block, :, offset], expected)

@@ -91,8 +91,8 @@ def test_queries_are_turned_and_keys_and_values_written(
         q, k = rotated(q, *angles, POSITIONS), rotated(k, *angles, POSITIONS)
     if kv_fp8:
         mixed = half or head_dim // 2
-        q, k = fp8.mix_queries(q, mixed), fp8.mix_keys(k, mixed)
-        late = None if late is None else fp8.mix_queries(late, mixed)
+        q, k = fp8.hadamard(q, mixed), fp8.hadamard_inverse(k, mixed)
+        late = None if late is None else fp8.hadamard(late, mixed)
     pool = empty_pool((3, 2, 2, kv_heads), head_dim, block_size, kv_fp8)
     given = qkv.flatten(1).to(DEVICE)
     sink_queries = torch.empty(5, heads * head_dim, device=DEVICE) if sinks else None
@@ -151,7 +151,7 @@ def test_fp8_bytes_are_the_reference_s_bit_for_bit(monkeypatch):
     every = torch.arange(3, device=DEVICE)
     rope_write(qkv, pool, 0, every, every, None, num_heads=1)
     found, found_scales = fp8.parts(pool.data.cpu()[0, 0], head_dim)
-    for plane, kept in ((0, fp8.mix_keys(heads, head_dim // 2)), (1, heads.flip(2))):
+    for plane, kept in ((0, fp8.hadamard_inverse(heads, head_dim // 2)), (1, heads.flip(2))):
         expected, expected_scales = fp8.encode(kept)
         assert (found[plane, :, :3].transpose(0, 1) == expected).all()
         assert (expected_scales == found_scales[plane, :, :3].T).all()
