@@ -74,7 +74,7 @@ def plan_kv(
     ranks = engine.tensor_parallel_size
     weights = weights_bytes(model, dtype, quantization)
     weights += extra_weights_bytes(model, dtype, ranks)
-    window = Window(engine.block_size, model.flat_window, model.num_sinks)
+    window = Window(engine.block_size, model.max_window, model.num_sinks)
     return KVPlan(spec, num_blocks, weights, window, num_ranks=ranks)
 
 

@@ -24,36 +24,36 @@ from engine.step import ScheduledSeq, Step
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step has to stay within."""
+    """Bounds of a valid step."""
 
     num_blocks: int
     block_size: int
     max_model_len: int
     vocab_size: int
-    window: int = 0  # the widest of the layers, if each has one; what it has left is not looked at
+    window: int = 0  # the widest of the layers, if each has one; older blocks are not checked
     num_sinks: int = 0
-    guard: bool = True  # whole block tables are compared with each other before each step
+    guard: bool = True  # before each step, block tables are also compared with each other
 
     @property
     def num_sink_blocks(self) -> int:
         return -(-self.num_sinks // self.block_size) if self.window else 0
 
     def first_read(self, position: int) -> int:
-        """The first block, sinks aside, that a token at `position` reads."""
+        """The first block, except sinks, that a token at `position` reads."""
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All tensors are on one device. S sequences, N tokens, R of them to be sampled after."""
+    """All tensors are on one device. S sequences, N tokens, logits wanted after R of them."""
 
     tokens: torch.Tensor  # [N] int64
     positions: torch.Tensor  # [N] int64
     slots: torch.Tensor  # [N] int64: block * block_size + offset
     query_start: torch.Tensor  # [S] int32: index of the sequence's first token in `tokens`
     query_len: torch.Tensor  # [S] int32
-    context_len: torch.Tensor  # [S] int32: positions attended to by the last token
-    # [S, widest] int32; 0 past a sequence's blocks, -1 where a window has left them
+    context_len: torch.Tensor  # [S] int32: tokens up to and with the last one of the query
+    # [S, widest] int32; 0 past a sequence's blocks, -1 before its window
     block_tables: torch.Tensor
     sample_rows: torch.Tensor  # [R] int64
     spans: tuple[tuple[int, int, int], ...]  # (query_start, query_len, context_len), on the host
@@ -97,7 +97,7 @@ class Batch:
         )
 
     def sampled(self) -> Batch:
-        """The last tokens of the sequences that are sampled after, alone. On a CPU."""
+        """The rows in `sample_rows` as a batch of their own, for the last layer. On a CPU."""
         last = (self.query_start + self.query_len - 1).long()
         seqs = torch.bucketize(self.sample_rows, last)
         rows = torch.arange(len(seqs), dtype=torch.int32)
@@ -116,16 +116,16 @@ class Batch:
 
 
 def checked_blocks(seq: ScheduledSeq, limits: Limits) -> np.ndarray:
-    """The blocks that hold [0, start + len(tokens)), int64; -1 where the window has left them.
-    Raises ValueError."""
+    """The blocks of positions [0, start + len(tokens)), int64; -1 before the window. Raises
+    ValueError."""
     blocks = np.array(seq.block_ids[: check_size(seq, limits)], np.int64)
     check_blocks(seq, blocks, limits)
     return blocks
 
 
 def check_size(seq: ScheduledSeq, limits: Limits) -> int:
-    """Entries of the block table that are used. Raises ValueError if there are fewer, and for
-    positions that the model does not have."""
+    """Entries of the block table that the step uses. Raises ValueError if there are fewer, and for
+    positions beyond the model's length."""
     end = seq.end
     if not seq.tokens or seq.start < 0 or end > limits.max_model_len:
         raise ValueError(
@@ -142,7 +142,7 @@ def check_size(seq: ScheduledSeq, limits: Limits) -> int:
 
 
 def check_blocks(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> None:
-    """Raises ValueError for a block outside the pool, and for one that is read and missing."""
+    """Raises ValueError for a block outside the pool, and for a missing one that is read."""
     if blocks.min() < 0:
         _check_missing(seq, blocks, limits)
     if blocks.min() < -1 or blocks.max() >= limits.num_blocks:
@@ -175,17 +175,17 @@ def check_tokens(seq: ScheduledSeq, limits: Limits) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A block table that was found sound, as far as it was used. The blocks that a window has left
-    may be anything in the pool, or -1."""
+    """A block table that is valid as far as it was used. Blocks before the window may be anything
+    in the pool, or -1."""
 
     entries: list[int]  # a copy
     blocks: np.ndarray  # the same, int64
-    first: int  # from this block on, and in the sinks, none is missing, or there twice
+    first: int  # from this block on, and among the sinks, none is missing or duplicated
 
 
 class Guard:
-    """Owned by a runner. Invariant: `_known` holds tables of the last step, each sound within the
-    limits; one is believed again only for a sequence whose table begins with the same entries."""
+    """Owned by a runner. Invariant: `_known` holds the valid tables of the last step; one is used
+    again only for a sequence whose table begins with the same entries."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -195,8 +195,8 @@ class Guard:
 
     def check(self, step: Step) -> tuple[dict[int, str], list[np.ndarray]]:
         """Index of a sequence of `step` -> why it must not run; and the tables of the others, in
-        order, int64, as long as they are used. Ranges are always looked at; where `limits.guard`
-        says so, also what two entries have in common."""
+        order, int64, cut to the entries in use. Ranges are always checked; with `limits.guard`,
+        also that no block that is written is in another place of any table."""
         faults: dict[int, str] = {}
         tables: dict[int, Table] = {}
         for index, seq in enumerate(step.seqs):
@@ -236,7 +236,7 @@ class Guard:
         return bool((self._places[blocks] == places).all())
 
     def _may_share(self, step: Step, tables: dict[int, Table]) -> bool:
-        """Whether a block that is written is in two of `tables`: each holds a block once."""
+        """Whether a block that is written may be in two of `tables`, each without duplicates."""
         if not tables:
             return False
         shares = [(step.seqs[index], table.blocks) for index, table in tables.items()]
@@ -252,7 +252,7 @@ class Guard:
 
 
 def _visible(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> np.ndarray:
-    """The entries that the step reads or writes, those that it writes last."""
+    """The entries that the step reads or writes; those that it writes come last."""
     first = limits.first_read(seq.start)
     if not first:
         return blocks
@@ -264,7 +264,7 @@ def _twice(blocks: list[int]) -> int:
 
 
 def _find_shared(step: Step, limits: Limits, faults: dict[int, str]) -> None:
-    """Add to `faults` who has a block that one of a step's sequences writes, and another has."""
+    """Add to `faults` the sequences that share a block that one of them writes."""
     writers: dict[int, int] = {}  # block -> index of the sequence
     visible: dict[int, list[int]] = {}
     for index, seq in enumerate(step.seqs):
@@ -285,7 +285,7 @@ def _find_shared(step: Step, limits: Limits, faults: dict[int, str]) -> None:
 
 
 def _blame(step: Step, block: int, both: tuple[int, int], faults: dict[int, str]) -> None:
-    """Who of the two lies cannot be seen here: neither runs."""
+    """Which of the two tables is wrong cannot be decided here: neither sequence runs."""
     names = [step.seqs[index].request_id for index in both]
     for index in both:
         faults[index] = (

@@ -21,7 +21,7 @@ INT8_GROUP = 64  # inputs that share a scale
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. `linear` uses `factor` alone, `llama3` the two bounds,
+    """How rotary frequencies are scaled. `linear` uses `factor` alone, `llama3` the two bounds,
     `yarn` the two betas, `longrope` the two lists of factors."""
 
     kind: str  # "linear" | "llama3" | "yarn" | "longrope"
@@ -37,8 +37,8 @@ class RopeScaling:
     attention_factor: float = 1.0  # cos and sin are multiplied by it
 
     def is_long(self, max_model_len: int) -> bool:
-        """Whether longrope uses its long factors. For every position alike: a cached key is used
-        by all that follow, so it cannot be rotated anew when one sequence grows long."""
+        """Whether longrope uses its long factors. The same for every position: a cached key is
+        read by all later queries, so it cannot be rotated again when a sequence grows long."""
         return self.kind == "longrope" and max_model_len > self.original_max_position
 
 
@@ -47,7 +47,7 @@ class Rope:
     """One rotary embedding. Layers name theirs by its index in `ModelConfig.ropes`."""
 
     theta: float
-    dim: int  # leading dimensions of a head that are rotated, in halves
+    dim: int  # leading dimensions of a head that are rotated, first with second half (NeoX style)
     scaling: RopeScaling | None = None
 
 
@@ -61,7 +61,7 @@ class Latent:
     nope_dim: int
     rope_dim: int
     value_dim: int
-    interleaved: bool = True  # rotated rows are stored in pairs; loading puts them in halves
+    interleaved: bool = True  # rotated rows are stored in pairs (GPT-J style), and reordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class ModelConfig:
         return None if index < 0 else self.ropes[index]
 
     def rotated_half(self, layer: int) -> int:
-        """Half of the dimensions of a head that are rotated, or of all where none is."""
+        """Half of the rotated dimensions of a head, or of all if none is rotated."""
         rope = self.rope(layer)
         return (self.head_dim if rope is None else rope.dim) // 2
 
@@ -133,7 +133,7 @@ class ModelConfig:
         return self.attention_scale or self.head_dim**-0.5
 
     @property
-    def flat_window(self) -> int:
+    def max_window(self) -> int:
         """The widest window, if every layer has one: KV of older positions is never read again.
         0: some layer attends to all."""
         return max(self.windows) if self.windows and all(self.windows) else 0
@@ -234,7 +234,7 @@ def _depths(config: ModelConfig) -> list[int]:
 
 
 def weights_bytes(config: ModelConfig, dtype: str, quantization: str = "none") -> int:
-    """What the weights take in the memory of a CPU, biases and padding aside: a tied table is held
+    """Bytes of the weights in the memory of a CPU, without biases and padding: a tied table is held
     twice, once packed; with "int8" every matrix is one byte a number and the scales of its groups,
     but not the table whose rows are read."""
     table, wide = config.vocab_size * config.hidden_size, config.num_float32

@@ -34,7 +34,7 @@ def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `encode` kept: numbers uint8 [..., head_dim], scales uint8 [...] -> [..., head_dim]."""
+    """Inverse of `encode`: numbers uint8 [..., head_dim], scales uint8 [...] -> [..., head_dim]."""
     # Byte 0 stands for 2**-127, which no encoder writes; it reads as zero.
     factors = (scales.int() << 23).view(torch.float32)
     return (numbers.view(torch.float8_e4m3fn).float() * factors.unsqueeze(-1)).to(dtype)

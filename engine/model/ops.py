@@ -1,8 +1,8 @@
 """The operations a decoder is made of, and how they are prepared for one step.
 
 Three sets exist: `TorchOps` (any device, the reference), `CpuOps` (compiled kernels) and
-`TritonOps` (kernels for GPUs). A set owns the KV pool and the rotary tables; `begin` tells it about
-the batch that the following calls belong to.
+`TritonOps` (kernels for GPUs). A set owns the KV pool and the rotary tables; `begin` sets the batch
+of the following calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUP_BEST = 2  # experts whose scores, added up, rank a group where choices are
 
 
 class Ops(Protocol):
-    """Results may live in buffers of the set: one is valid until the same call is made again."""
+    """Results may live in buffers of the set: one is valid until the next call of the same kind."""
 
     def table(self, weight: torch.Tensor) -> Any:
         """Prepare an embedding table [vocab_size, hidden_size]."""
@@ -106,8 +106,8 @@ class Ops(Protocol):
         ...
 
     def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
-        """queries [N, num_heads, rank + rope_dim], the first part absorbed into the latent's space
-        -> [N, num_heads, rank]: scores over all that is cached, values are its first `rank`."""
+        """queries [N, num_heads, rank + rope_dim], the first part projected into the latent's space
+        -> [N, num_heads, rank]: keys are all cached dimensions, values the first `rank`."""
         ...
 
     def experts(self, gate_ups: Any, downs: Any) -> Any:
@@ -116,7 +116,7 @@ class Ops(Protocol):
 
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: Any) -> None:
         """x [N, hidden_size] is sent to the experts of `layer` (`ExpertsWeights`) that its router
-        chooses, whose logits are of float32; what they make of it is added to hidden."""
+        chooses, by float32 logits; their weighted outputs are added to hidden."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 Life: a matrix is quantized while a checkpoint is loaded; kernels read what results. Its inputs stay
 floating point on a GPU. On a CPU those of each token and group are rounded to 11 bits, so that
-products are of integers; that is an eighth of the error that rounding the weights makes.
+products are of integers; its error is an eighth of that of the weights.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scheme(quantization: str, device_type: str) -> str:
-    """What is computed, for the name of the KV that comes of it. `device_type`: "cpu" or "cuda"."""
+    """How weights and inputs are quantized, for the fingerprint of the KV. `device_type`: "cpu" or
+    "cuda"."""
     if quantization == "none":
         return quantization
     return f"{quantization} weights" + (", 11-bit inputs" if device_type == "cpu" else "")
 
 
 def round_inputs(x: torch.Tensor) -> torch.Tensor:
-    """x [..., in], any float -> what a CPU multiplies int8 weights with, float32."""
+    """x [..., in], any float -> the values that a CPU multiplies int8 weights by, float32."""
     depth = x.shape[-1]
     wide = F.pad(x.float(), (0, -depth % GROUP)).unflatten(-1, (-1, GROUP))
     most = wide.abs().amax(-1, keepdim=True)
@@ -55,6 +56,6 @@ def round_inputs(x: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What `quantize` kept, as float32."""
+    """Inverse of `quantize`, float32."""
     depth = numbers.shape[-1]
     return numbers * scales.float().repeat_interleave(GROUP, -1)[..., :depth]

@@ -1,8 +1,8 @@
-"""What the engine cannot be faster than: reading the weights, or multiplying them.
+"""The roofline of the engine: the least time of a pass.
 
-Two rates are measured where the engine runs, how fast memory is read and how fast large matrices
-are multiplied; what a pass has to read and to multiply is counted from the checkpoint. A pass takes
-at least as long as the slower of the two (the roofline model).
+Two rates are measured on the device of the engine: memory bandwidth, and throughput of large GEMMs.
+The bytes and operations of a pass are counted from the checkpoint. A pass takes at least as long as
+the slower of the two (the roofline model).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.model.quantize import GROUP
 
 PROBE_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # far beyond any cache
 PROBE_SIZE = {"cpu": 1024, "cuda": 8192}  # of the square matrices
-PROBES = 9  # the best counts: whatever else runs only makes it slower
+PROBES = 9  # the best counts: other load only makes one slower
 INT8_SCALES = 2 / GROUP  # bytes for each number
 STORED = {"F32": "float32", "F16": "float32", "BF16": "bfloat16"}  # on a CPU, by the checkpoint
 
@@ -48,9 +48,9 @@ class Weights:
     bytes_per_number: float
 
     def num_bytes(self, batch: int) -> float:
-        """What a pass of `batch` tokens reads, if each chooses its experts without the others."""
-        met = 1.0 - (1.0 - self.share) ** batch
-        return (self.every + met * self.experts) * self.bytes_per_number
+        """Bytes that a pass of `batch` tokens reads, if each chooses its experts independently."""
+        chosen = 1.0 - (1.0 - self.share) ** batch
+        return (self.every + chosen * self.experts) * self.bytes_per_number
 
     def flops(self, num_tokens: int, num_sampled: int) -> float:
         body = self.every - self.head + self.share * self.experts
@@ -84,8 +84,7 @@ def _best_s(call: Callable[[], object], device: str) -> float:
 def count_weights(
     path: Path, config: ModelConfig, device: str, dtype: str, quantization: str
 ) -> Weights:
-    """From the headers of the checkpoint in `path`; `dtype` and `quantization` as the engine was
-    told."""
+    """From the headers of the checkpoint in `path`; `dtype` and `quantization`: of the engine."""
     every = experts = head = table = 0
     num_bytes = table_bytes = 0.0
     for name, count, kept in _matrices(path, device, dtype):

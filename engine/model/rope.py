@@ -51,6 +51,6 @@ def _scaled(
 
 
 def _index_of(rotations: float, rope: Rope, scaling: RopeScaling) -> float:
-    """Which frequency turns `rotations` times over the original length."""
+    """Index of the frequency with `rotations` full rotations over the original length."""
     turns = scaling.original_max_position / (rotations * 2 * math.pi)
     return rope.dim * math.log(turns) / (2 * math.log(rope.theta))

@@ -74,7 +74,7 @@ class ModelRunner:
         quantization: of weights, "none" or "int8" (see engine.model.quantize).
         window, num_sinks: as of `with_window`; guard: as of `Limits`.
         kv_pool: memory to use instead of allocating it; zeroed, of the shape above or flat bytes.
-        member: this process's place among those that compute the model together; None: alone.
+        member: this process as a rank of tensor parallelism; None: it is alone.
         max_num_seqs, cuda_graphs: decodes that a GPU runs at once, and as captured graphs.
         Raises ModelError."""
         self.notices: list[str] = []
@@ -91,7 +91,7 @@ class ModelRunner:
         held = self._own if self.device.type == "cuda" else self.config
         self.kv_spec = held.kv_spec(block_size, self.dtype if kv_dtype == "auto" else kv_dtype)
         longest = self.config.max_position_embeddings
-        if self.config.flat_window:  # no two positions that meet are further apart than it
+        if self.config.max_window:  # relative positions never exceed it
             longest = max(longest, max_model_len or 0)
         self.max_model_len = min(max_model_len or longest, longest)
         self.kv_pool = self._pool(num_blocks, kv_pool)
@@ -100,7 +100,7 @@ class ModelRunner:
             block_size,
             self.max_model_len,
             self.config.vocab_size,
-            self.config.flat_window,
+            self.config.max_window,
             self.config.num_sinks,
             guard,
         )
@@ -121,9 +121,9 @@ class ModelRunner:
 
     @staticmethod
     def default_dtype(device_type: str = "cpu") -> str:
-        """bfloat16 where that is quicker than float32. On a CPU the kernels say so, which are
-        compiled if they never were."""
-        return "bfloat16" if device_type == "cuda" or _is_quicker_narrowed() else "float32"
+        """bfloat16 if that is faster than float32, which on a CPU the kernels know; they are
+        compiled if necessary."""
+        return "bfloat16" if device_type == "cuda" or _is_bf16_faster() else "float32"
 
     def execute(self, step: Step) -> StepDone:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
@@ -155,7 +155,7 @@ class ModelRunner:
         batch = Batch.from_step(step, self._limits, self.device, tables)
         logits = self._decoder.forward(batch)
         asked = [seq for seq in step.seqs if seq.sample]
-        tokens = iter(sample(logits, asked, self.config.flat_window, self._draw))
+        tokens = iter(sample(logits, asked, self.config.max_window, self._draw))
         return [next(tokens) if seq.sample else None for seq in step.seqs]
 
     def _pool(self, num_blocks: int, given: torch.Tensor | None) -> torch.Tensor:
@@ -216,8 +216,8 @@ class ModelRunner:
     def _gpu_steps(
         self, ops: Ops, max_num_seqs: int, graphs: bool, progress: Callable[[str], None]
     ) -> GpuSteps | None:
-        """None where steps are run one by one: on a CPU, without kernels, and among several
-        processes, whose sums a graph does not hold."""
+        """None on a CPU, without kernels, and with tensor parallelism, whose collectives are not
+        captured in graphs."""
         if self.device.type != "cuda" or self._member is not None or isinstance(ops, TorchOps):
             return None
         from engine.model.gpu.steps import GpuSteps
@@ -253,8 +253,8 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _is_quicker_narrowed() -> bool:
-    """Whether products on this CPU are quicker with factors of 16 bits."""
+def _is_bf16_faster() -> bool:
+    """Whether this CPU multiplies 16-bit matrices faster than float32."""
     try:
         return quickest_kind(kernels.load(default_cache_dir())) > 0
     except kernels.KernelsUnavailable:

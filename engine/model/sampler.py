@@ -54,8 +54,8 @@ def sample(
     logits: torch.Tensor, seqs: list[ScheduledSeq], window: int = 0, draw: Draw = draw
 ) -> list[Sampled]:
     """One token per row. logits: float32 [len(seqs), vocab_size], overwritten. window: penalties
-    count the last so many tokens, all that such a model sees; 0: all. Else every word of a text
-    without end would be banned in the end."""
+    count the last `window` tokens, all that such a model attends to; 0: all. Otherwise an endless
+    text would in the end have every token penalized."""
     raw = {
         row: torch.log_softmax(logits[row], dim=-1)
         for row, seq in enumerate(seqs)

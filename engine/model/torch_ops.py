@@ -24,10 +24,10 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Queries:
-    """Queries of sequences that have equally many, `n` each, and where they are."""
+    """Queries of sequences that have equally many, `n` each, and their positions."""
 
     at: torch.Tensor  # [S, n, num_heads, head_dim]
-    to_sinks: torch.Tensor | None  # the same, rotated for the first positions
+    to_sinks: torch.Tensor | None  # the same, rotated for attention to sinks
     positions: torch.Tensor  # [S, n]
     tables: torch.Tensor  # [S, widest]
     ends: tuple[int, ...]  # of each context, on the host
@@ -36,7 +36,7 @@ class _Queries:
 class TorchOps:
     """Owned by one runner. The residual stream has the weights' dtype; norms compute in float32.
 
-    Keys and values are gathered by position, so blocks that were given back are not read."""
+    Keys and values are gathered by position, so freed blocks are not read."""
 
     def __init__(
         self,
@@ -167,8 +167,8 @@ class TorchOps:
         return cos, sin
 
     def _seen_from_sinks(self, queries: torch.Tensor, layer: int) -> torch.Tensor | None:
-        """Queries [N, num_heads, dim], not rotated yet, as the sinks of a layer meet them: never
-        farther away than its window and the sinks are long (Xiao et al. 2023)."""
+        """Queries [N, num_heads, dim], not rotated yet, rotated for attention to the sinks of a
+        layer: the distance is at most the length of window and sinks (Xiao et al. 2023)."""
         window, sinks = self._config.window(layer), self._config.num_sinks
         if not window or not sinks:
             return None
@@ -234,7 +234,7 @@ class TorchOps:
         visible = (columns >= num_sinks).unsqueeze(1) & (columns.unsqueeze(1) <= rows)
         if window:
             visible = visible & (columns.unsqueeze(1) > rows - window)
-        columns = columns.maximum(farthest.unsqueeze(1))  # what a window has left is not there
+        columns = columns.maximum(farthest.unsqueeze(1))  # blocks before the window are freed
         if num_sinks:
             first = torch.arange(num_sinks, device=device).expand(len(ends), -1)
             columns = torch.cat((first.minimum(ends.unsqueeze(1) - 1), columns), dim=1)
@@ -268,7 +268,7 @@ class TorchOps:
         num_sinks: int,
     ) -> torch.Tensor:
         """Attention of `part` of the queries, score by score in float32: [S, n, num_heads, width].
-        The first `num_sinks` columns are scored with the queries that are meant for them."""
+        The first `num_sinks` columns are scored with `queries.to_sinks`."""
         num_kv_heads, cap = keys.shape[1], self._config.attention_softcap
 
         def scores(at: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
@@ -308,7 +308,7 @@ class TorchOps:
         return F.silu(gate) * up
 
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Stacked for this call: no copy where they are already what is needed."""
+        """No copy if they have the right device and dtype already."""
         device = self._numbers.device
         if self._int8:
             gate_ups, downs = (dequantize(*quantize(each)) for each in (gate_ups, downs))
@@ -328,7 +328,7 @@ class TorchOps:
 
 
 def _rotated(x: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """x [N, heads, dim] with its leading dimensions turned, in halves; the others as they are."""
+    """x [N, heads, dim] with its leading dimensions rotated (NeoX style); the others unchanged."""
     cos, sin = angles
     x1, x2, rest = x.float().tensor_split((cos.shape[-1], 2 * cos.shape[-1]), dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest), dim=-1).to(x.dtype)

@@ -67,8 +67,8 @@ def parse(raw: Raw, generation: Raw) -> ModelConfig:
         longest = int(scaling.factor * scaling.original_max_position)
         longest = max(config.max_position_embeddings, longest)
         config = replace(config, max_position_embeddings=longest)
-    seen = config.max_position_embeddings  # a window of all that can be seen hides nothing
-    windows = tuple(window if window < seen else 0 for window in config.windows)
+    longest = config.max_position_embeddings  # a window of that length hides nothing
+    windows = tuple(window if window < longest else 0 for window in config.windows)
     ends = {*ids(raw, "eos_token_id"), *ids(generation, "eos_token_id")}
     return replace(
         config,

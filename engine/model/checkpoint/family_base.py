@@ -62,8 +62,8 @@ def windows_of(raw: Raw, window: int | None, sliding: Callable[[int], bool]) -> 
         kinds = [SLIDING if sliding(index) else "full_attention" for index in range(layers)]
     unknown = [kind for kind in kinds if kind not in (SLIDING, "full_attention")]
     if unknown or len(kinds) != layers:
-        told = unknown[0] if unknown else f"of {len(kinds)} layers for {layers}"
-        raise ModelError(f"config.json: layer_types {told} is not supported")
+        wrong = unknown[0] if unknown else f"of {len(kinds)} layers for {layers}"
+        raise ModelError(f"config.json: layer_types {wrong} is not supported")
     if window is None:
         return ()
     if window < 1:

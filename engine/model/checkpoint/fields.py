@@ -44,8 +44,8 @@ def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> fl
 def numbers(raw: Mapping[str, Any], key: str, length: int) -> tuple[float, ...]:
     value = raw.get(key)
     if not isinstance(value, list) or len(value) != length:
-        told = f"{len(value)} numbers" if isinstance(value, list) else repr(value)
-        raise ModelError(f"config.json: {key} is {told}, a list of {length} numbers is needed")
+        found = f"{len(value)} numbers" if isinstance(value, list) else repr(value)
+        raise ModelError(f"config.json: {key} is {found}, a list of {length} numbers is needed")
     return tuple(float(each) for each in value)
 
 

@@ -132,7 +132,7 @@ def _tensors(source: GGUFFile, config: dict[str, Any]) -> Iterator[tuple[str, to
         values = source.get(name, expert)
         if kind in _INTERLEAVED and (found := re.search(r"\.attn_([qk])\.", name)):
             which = "num_attention_heads" if found[1] == "q" else "num_key_value_heads"
-            values = _halves(values, config[which])
+            values = _deinterleaved(values, config[which])
         if kind in _WITHOUT_ONE and name.endswith("norm.weight"):
             values = values - 1.0
         tensor = torch.from_numpy(np.require(values, requirements=["C", "W"]))
@@ -150,7 +150,7 @@ def _tensors(source: GGUFFile, config: dict[str, Any]) -> Iterator[tuple[str, to
         yield from pool.map(unpack, parts)
 
 
-def _halves(values: np.ndarray, num_heads: int) -> np.ndarray:
+def _deinterleaved(values: np.ndarray, num_heads: int) -> np.ndarray:
     """Rows of each head from pairs (x1, x2), (x1, x2), ... to all x1, then all x2."""
     split = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:])
     return split.swapaxes(1, 2).reshape(values.shape)

@@ -2,7 +2,7 @@
 
 Rows are (token, head of the group) pairs, so that all heads that share a KV head share its tiles.
 Softmax is online (FlashAttention): the loop carries the weighted sum of values, the sum of weights
-and the highest score so far, in powers of two. An FP8 tile is widened to float16, which holds every
+and the highest score so far, in powers of two. An FP8 tile is upcast to float16, which holds every
 e4m3 exactly; its scales are applied to scores and weights, one per key, instead of to elements.
 """
 
@@ -20,7 +20,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a kernel is cut: rows and keys of a tile, and what the compiler is told."""
+    """Launch parameters of a kernel: rows and keys of a tile, and options of the compiler."""
 
     block_m: int
     block_n: int
@@ -59,7 +59,7 @@ def load_rows(at, rows, dims, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl
 
 
 @triton.jit
-def widened(tile, like, FP8: tl.constexpr):
+def upcast(tile, like, FP8: tl.constexpr):
     if FP8:
         tile = tile.to(tl.float8e4nv, bitcast=True)
     return tile.to(like.dtype)
@@ -102,7 +102,7 @@ def accumulate(acc, total, highest, unit, scores, values, value_bytes, FP8: tl.c
 
 @triton.jit
 def attended(acc, total, unit, FP8: tl.constexpr):
-    """What the loop carried -> the rows of the result."""
+    """State of the loop -> rows of the result."""
     if FP8:
         acc = acc * factor(unit)
     return acc / total[:, None]
@@ -120,7 +120,7 @@ def attend(
 
     keys: where block 0 holds this layer's and head's keys; table: the sequence's blocks. MASKED:
     rows see keys up to themselves and within the window, and keys below `low` or from `last` on are
-    not read; else all rows see all keys. SINKS: rows see what lies before their window instead.
+    not read; else all rows see all keys. SINKS: rows see the keys before their window instead.
     """
     dims = tl.arange(0, BLOCK_D)
     for start in range(first, last, BLOCK_N):
@@ -139,7 +139,7 @@ def attend(
         at = (head + n % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
         key = load_rows(at, readable, dims, HEAD_DIM, BLOCK_D, MASKED)
         value = load_rows(at + PLANE_STRIDE, readable, dims, HEAD_DIM, BLOCK_D, MASKED)
-        scores = tl.dot(queries, tl.trans(widened(key, queries, FP8)), input_precision="ieee")
+        scores = tl.dot(queries, tl.trans(upcast(key, queries, FP8)), input_precision="ieee")
         if FP8:
             scores = scores * factor(key_bytes)[None, :]
         scores = scaled_scores(scores, SCALE, SOFTCAP)
@@ -150,7 +150,7 @@ def attend(
             elif WINDOW > 0:
                 visible = visible & (n[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(visible & readable[None, :], scores, float("-inf"))
-        value = widened(value, queries, FP8)
+        value = upcast(value, queries, FP8)
         acc, total, highest, unit = accumulate(
             acc, total, highest, unit, scores, value, value_bytes, FP8
         )

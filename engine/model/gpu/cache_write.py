@@ -1,4 +1,4 @@
-"""What stands between a projection and attention, in one kernel: norms of queries and keys, rotary
+"""Between projection and attention, in one kernel: norms of queries and keys, rotary
 embedding, and the write of keys and values to the KV pool.
 
 Results are rounded where the reference rounds them, so that the pool holds the same numbers. FP8 is
@@ -122,7 +122,7 @@ def _normed(x, scale, q_norm, k_norm, at, inside, is_query, is_key):
 
 @triton.jit
 def _rotated(first, second, cos, sin, at, inside):
-    """Both halves of some heads, turned by the angles of one position."""
+    """Both halves of some heads, rotated by the angles of one position."""
     c = tl.load(cos + at, mask=inside, other=1.0)[None, :]
     s = tl.load(sin + at, mask=inside, other=0.0)[None, :]
     return first * c - second * s, second * c + first * s

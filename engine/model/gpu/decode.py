@@ -1,7 +1,7 @@
 """Decode passes on the device: fixed inputs, one pass after another without the host in between.
 
 Life of a step: rows of the inputs are filled and sent; a pass computes logits, draws a token per
-row, and feeds it to the next pass by itself; the host sees tokens as they come. A pass is a replay
+row, and makes it the input of the next pass; the host reads tokens as they come. A pass is a replay
 of a captured graph where there is one for its number of rows, and the same calls where not.
 """
 
@@ -186,7 +186,7 @@ class DecodePasses:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _advance(drawn, tokens, positions, slots, context_len, num_rows, ROWS: tl.constexpr):
-    """What was drawn is fed next, one position further, in the same block."""
+    """The sampled token is the next input, one position further, in the same block."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + row, mask=row < num_rows, other=-1)
     live = slot >= 0

@@ -1,7 +1,7 @@
 """Linear layers with int8 weights (engine.model.quantize): half of bfloat16 to read in a decode.
 
-Few tokens: a kernel widens the numbers in registers, so that only int8 is read from memory, and
-scales each group's part of a product in float32. Many: they are widened, and cuBLAS multiplies.
+Few tokens: a kernel dequantizes in registers, so that only int8 is read from memory, and scales the
+part of each group in float32. Many: the weight is dequantized, and cuBLAS multiplies.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def int8_matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Int8Matrix:
     return Int8Matrix(*quantize(weight), bias)
 
 
-def widened(matrix: Int8Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """The weight's values."""
+def dequantized(matrix: Int8Matrix, dtype: torch.dtype) -> torch.Tensor:
+    """The weight as floats."""
     if matrix.numbers.shape[1] % GROUP:
         return dequantize(matrix.numbers, matrix.scales).to(dtype)
     groups = matrix.numbers.unflatten(1, (-1, GROUP)).to(dtype)
@@ -45,7 +45,7 @@ def linear(x: torch.Tensor, matrix: Int8Matrix) -> torch.Tensor:
     rows, depth = x.shape
     width, groups = matrix.scales.shape
     if rows > FEW:
-        return F.linear(x, widened(matrix, x.dtype), matrix.bias)
+        return F.linear(x, dequantized(matrix, x.dtype), matrix.bias)
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
         _linear[(triton.cdiv(width, BLOCK_N),)](

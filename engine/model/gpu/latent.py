@@ -25,7 +25,7 @@ from engine.model.gpu.attention_tile import (
     load_rows,
     scaled_scores,
     shared_memory,
-    widened,
+    upcast,
 )
 from engine.model.gpu.cache_pool import Pool
 
@@ -145,13 +145,13 @@ def _launch(tiling: Tiling) -> dict[str, int]:
 
 @triton.jit
 def _attend(
-    acc, total, highest, unit, query, turned, latents, table, positions, first, last,
+    acc, total, highest, unit, query, query_rope, latents, table, positions, first, last,
     MASKED: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """As `attention_tile.attend`; `query` [M, BLOCK_RANK] and `turned` [M, BLOCK_ROPE] are the two
-    parts of the rows."""
+    """As `attention_tile.attend`; `query` [M, BLOCK_RANK] and `query_rope` [M, BLOCK_ROPE] are the
+    two parts of the rows."""
     dims, behind = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
     for start in range(first, last, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -168,8 +168,8 @@ def _attend(
         at = (head + n % BLOCK_SIZE * (RANK + ROPE_DIM))[:, None]
         latent = load_rows(at + dims[None, :], readable, dims, RANK, BLOCK_RANK, MASKED)
         key = load_rows(at + RANK + behind[None, :], readable, behind, ROPE_DIM, BLOCK_ROPE, MASKED)
-        latent, key = widened(latent, query, FP8), widened(key, query, FP8)
-        scores = tl.dot(turned, tl.trans(key), input_precision="ieee")
+        latent, key = upcast(latent, query, FP8), upcast(key, query, FP8)
+        scores = tl.dot(query_rope, tl.trans(key), input_precision="ieee")
         scores = tl.dot(query, tl.trans(latent), scores, input_precision="ieee")
         if FP8:
             scores = scores * factor(scale_bytes)[None, :]
@@ -216,8 +216,8 @@ def _latent(
     kind: tl.constexpr = tl.float16 if FP8 else queries.dtype.element_ty
     at = queries + vector * (RANK + ROPE_DIM)
     query = tl.load(at + dims[None, :], mask=inside, other=0.0).to(kind)
-    turned_inside = is_row[:, None] & (behind < ROPE_DIM)[None, :]
-    turned = tl.load(at + RANK + behind[None, :], mask=turned_inside, other=0.0).to(kind)
+    rope_inside = is_row[:, None] & (behind < ROPE_DIM)[None, :]
+    query_rope = tl.load(at + RANK + behind[None, :], mask=rope_inside, other=0.0).to(kind)
     farthest = context - count + (first_row + BLOCK_M - 1) // NUM_HEADS
     last = tl.minimum(farthest + 1, context)
     diagonal = (context - count + first_row // NUM_HEADS + 1) // BLOCK_N * BLOCK_N
@@ -230,12 +230,12 @@ def _latent(
     unit = context * 0
     table, latents = tables + seq.to(tl.int64) * table_stride, pool + layer_offset
     acc, total, highest, unit = _attend(
-        acc, total, highest, unit, query, turned, latents, table, positions, first, diagonal,
+        acc, total, highest, unit, query, query_rope, latents, table, positions, first, diagonal,
         False, RANK, ROPE_DIM, BLOCK_RANK, BLOCK_ROPE, SCALE, SOFTCAP, BLOCK_N, BLOCK_STRIDE,
         BLOCK_SIZE, FP8,
     )  # fmt: skip
     acc, total, highest, unit = _attend(
-        acc, total, highest, unit, query, turned, latents, table, positions, diagonal, last,
+        acc, total, highest, unit, query, query_rope, latents, table, positions, diagonal, last,
         True, RANK, ROPE_DIM, BLOCK_RANK, BLOCK_ROPE, SCALE, SOFTCAP, BLOCK_N, BLOCK_STRIDE,
         BLOCK_SIZE, FP8,
     )  # fmt: skip

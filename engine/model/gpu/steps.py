@@ -1,4 +1,4 @@
-"""Steps on a GPU: what a runner hands over to where the device can be kept busy.
+"""Steps on a GPU, so that the device is kept busy.
 
 Life: every kernel is compiled and decode passes are captured when this is made; then `execute` is
 called once per step. A step of prompts or of both kinds is one ragged batch: one copy in, one out.
@@ -25,7 +25,7 @@ from engine.request import SamplingParams
 from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verify_drafts
 
 AHEAD_S = 0.01
-"""The next pass is launched before the tokens of the last are seen while (sequences that may stop)
+"""The next pass is launched before the tokens of the last are read while (sequences that may stop)
 * (seconds of a pass) stays below this. A sequence stops once in hundreds of tokens, and then the
 pass ahead is lost; waiting costs tens of microseconds in every pass."""
 WARM_UP = ((1,), (17,), (1, 33), (512,))  # query lengths of the steps that compile kernels
@@ -155,7 +155,7 @@ class GpuSteps:
         return sampled
 
     def _warm_up(self, progress: Callable[[str], None]) -> None:
-        """Ragged steps of which no slot keeps anything, and a draw: they compile kernels."""
+        """Ragged steps that write no slot, and a draw: they compile kernels."""
         progress("compiling kernels")
         logits = [self._ragged_of_nothing(lengths) for lengths in WARM_UP]
         self._draw(logits[0], [ScheduledSeq("", [0], 0, [0], True, SamplingParams(), [0], 1)])

@@ -1,7 +1,7 @@
 """A follower: the process of one rank above 0, started by `parallel.runner` with a connection.
 
-Life: told its setup; joins its group; loads its part; then runs the steps that come. It ends when
-the connection does, whatever it is doing, or with a word about why when it is out of step.
+Life: receives its setup; joins its group; loads its part; then runs the steps that it receives. It
+ends with the connection, or sends the reason when it is out of step.
 """
 
 from __future__ import annotations

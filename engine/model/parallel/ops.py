@@ -1,4 +1,4 @@
-"""Tensor parallelism seen from the decoder: a set of operations that is one of several.
+"""Tensor parallelism seen from the decoder: the operations of one rank.
 
 Weights arrive whole and are cut where they are prepared, by the role of the matrix. Projections
 into heads and MLPs are cut by rows, so each rank has its own results; projections back are cut by
@@ -24,7 +24,7 @@ from engine.model.ops import Ops
 from engine.model.parallel.shard import Shard
 
 COLLECTIVE_TIMEOUT_S = 60.0
-"""A rank that the others wait for this long is taken for dead. One that has died is noticed at
+"""A rank that the others wait for this long counts as dead. The death of a process is noticed at
 once, by its connections."""
 
 
@@ -35,7 +35,7 @@ class Group:
     def __init__(self, shard: Shard, meeting: str, device: torch.device) -> None:
         """Waits until all ranks are here. `meeting`: a file that the ranks find each other by."""
         self.shard = shard
-        self.was_used = False  # some collective was called; reset by whoever wants to know
+        self.was_used = False  # some collective was called; reset by the reader
         c10d: Any = dist  # whose stubs leave these out
         store = c10d.FileStore(meeting, shard.size)
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
@@ -73,7 +73,7 @@ class Group:
 
 
 class Member:
-    """A process as one rank of a worker: what its runner does otherwise than one that is alone."""
+    """A process as one rank of a worker: what its runner does differently from a single one."""
 
     def __init__(self, group: Group, memory: int | None) -> None:
         """memory: file descriptor of the memory that all ranks share; None on GPUs."""
@@ -202,8 +202,8 @@ class ParallelOps:
 
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Any:
         part = self._shard.part(downs.shape[2])
-        halves = [half[:, part] for half in gate_ups.chunk(2, dim=1)]
-        return self._inner.experts(torch.cat(halves, dim=1), downs[:, :, part].contiguous())
+        projections = [each[:, part] for each in gate_ups.chunk(2, dim=1)]
+        return self._inner.experts(torch.cat(projections, dim=1), downs[:, :, part].contiguous())
 
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: Any) -> None:
         own = torch.zeros_like(hidden)

@@ -6,7 +6,7 @@ Followers end with the leader, whose end closes their connection. A follower tha
 noticed at once, and the worker is lost with it: its ranks no longer agree on what was computed.
 
 On CPUs the KV pool is one piece of memory that all ranks map, each reading and writing its heads,
-so whoever moves or checks blocks sees them whole. On GPUs every rank has a pool of its own heads.
+so blocks are transferred and checked whole. On GPUs every rank has a pool of its own heads.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RanksLost(Exception):
 
 
 class Follower:
-    """A process of rank `rank`, seen from the leader. What it sends is "" when it has done a stage
-    of its start, or why it cannot go on."""
+    """A process of rank `rank`, seen from the leader. It sends "" after each stage of its start, or
+    the reason why it cannot go on."""
 
     def __init__(self, rank: int, memory: int | None) -> None:
         self.rank = rank
@@ -80,13 +80,13 @@ class Follower:
 
     def wait_started(self) -> None:
         """Until it has done the next stage. Raises ModelError."""
-        late = f"nothing was heard of it for {START_TIMEOUT_S:g} s"
+        late = f"no answer for {START_TIMEOUT_S:g} s"
         error = self.receive() if self._connection.poll(START_TIMEOUT_S) else late
         if error:
             raise ModelError(f"rank {self.rank} of this worker did not start: {error}")
 
     def watch(self, on_end: Callable[[str], None]) -> None:
-        """From now on `on_end` is told, from another thread, why it has ended."""
+        """When it ends, `on_end` is called with the reason, from another thread."""
 
         def wait() -> None:
             on_end(f"rank {self.rank}: {self.receive()}")
@@ -167,7 +167,7 @@ class ParallelRunner:
             follower.watch(self._lose)
 
     def __getattr__(self, name: str) -> Any:
-        """What can be asked of the runner of rank 0: its pool, its dtype, its notices."""
+        """Attributes of the runner of rank 0: its pool, its dtype, its notices."""
         if name == "_runner":
             raise AttributeError(name)  # it was not made
         return getattr(self._runner, name)
@@ -190,7 +190,7 @@ class ParallelRunner:
             raise
 
     def when_lost(self, call: OnLost) -> None:
-        """`call` is told once, from any thread, when the worker cannot go on."""
+        """`call` is called once, from any thread, when the worker cannot go on."""
         with self._lock:
             self._on_lost = call
             lost = self._lost

@@ -157,6 +157,6 @@ def test_impossible_windows_are_refused(checkpoint, window, sinks):
 def test_a_window_narrows_those_that_the_model_has(checkpoint):
     model = replace(read_config(checkpoint), windows=(4, 0, 64))
     assert with_window(model, 10, 2).windows == (4, 10, 10)
-    assert with_window(model, 10, 2).flat_window == 10
-    assert model.flat_window == 0
+    assert with_window(model, 10, 2).max_window == 10
+    assert model.max_window == 0
     assert with_window(model, 0, 0) is model

@@ -226,7 +226,7 @@ class Driver:
                 blocks.append(self._free.pop())
             self._start[name] = start + len(tokens)
             seqs.append(scheduled(tokens, start, blocks, sample=name not in mute))
-        window, sinks = self.config.flat_window, self.config.num_sinks
+        window, sinks = self.config.max_window, self.config.num_sinks
         limits = Limits(
             NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, self.config.vocab_size, window=window, num_sinks=sinks
         )

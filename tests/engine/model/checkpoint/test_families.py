@@ -68,7 +68,7 @@ def test_qwens_windows_need_a_switch_and_start_at_a_layer(read, architecture):
     assert read(architecture, **window).windows == ()
     config = read(architecture, **window, use_sliding_window=True)
     assert config.windows == (0, 0, 0, 1024)
-    assert config.flat_window == 0
+    assert config.max_window == 0
     kinds = ["sliding_attention", "full_attention"] * 2
     config = read(architecture, **window, use_sliding_window=True, layer_types=kinds)
     assert config.windows == (1024, 0, 1024, 0)

@@ -227,8 +227,8 @@ def test_attention_reads_what_its_layer_may_see(case, kv_dtype, narrowed):
     bench = Bench(config, kv_dtype, block_size, narrowed)
     heads = config.num_heads + 2 * config.num_kv_heads
     fed = torch.randn(len(bench.batch.tokens), heads, config.head_dim)
-    if config.flat_window:
-        bench.give_back(config.flat_window, config.num_sinks)
+    if config.max_window:
+        bench.give_back(config.max_window, config.num_sinks)
     for layer in range(config.num_layers):
         qkv = fed.flatten(1).clone()
         bench.ops.rope_write(qkv, layer, None, None)

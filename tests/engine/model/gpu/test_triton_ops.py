@@ -46,13 +46,13 @@ def test_a_gate_is_activated_and_multiplied(activation):
 
 @pytest.mark.parametrize("depth", [192, 200])
 @pytest.mark.parametrize("rows", [1, 17, 65])
-def test_int8_products_are_those_of_the_widened_weights(rows, depth):
+def test_int8_products_are_those_of_the_dequantized_weights(rows, depth):
     weight, bias, x = randn(70, depth), randn(70), randn(rows, depth)
     expected = F.linear(x, dequantize(*quantize(weight)), bias)
     torch.testing.assert_close(int8.linear(x, int8.int8_matrix(weight, bias)), expected, **CLOSE)
 
 
-def test_int8_experts_are_those_of_the_widened_weights():
+def test_int8_experts_are_those_of_the_dequantized_weights():
     gate_ups, downs, x, weights = randn(3, 48, 70), randn(3, 70, 24), randn(5, 70), randn(5, 2)
     chosen = torch.tensor([[0, 2], [2, 1], [1, 0], [2, 0], [2, 1]], device=DEVICE)
     both = [quantize(each) for each in (gate_ups, downs)]
