@@ -13,6 +13,7 @@ import torch
 
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.rope import rope_tables
 from engine.model.weights import ExpertsWeights
 
 TORCH_DTYPES = {
@@ -118,6 +119,43 @@ class Ops(Protocol):
         """x [N, hidden_size] is sent to the experts of `layer` (`ExpertsWeights`) that its router
         chooses, by float32 logits; their weighted outputs are added to hidden."""
         ...
+
+
+class TensorOps:
+    """What sets have in common that keep weights as plain tensors of one device."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, max_positions: int, device: torch.device
+    ) -> None:
+        self._config, self._dtype, self._device = config, dtype, device
+        self._ropes = [rope_tables(rope, max_positions, device) for rope in config.ropes]
+        self._batch: Batch | None = None
+
+    def table(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self._device, self._dtype, copy=True)  # not a view of the file
+
+    def vector(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self._device, torch.float32, copy=True)
+
+    def heads(self, weight: torch.Tensor, role: str) -> torch.Tensor:
+        return self.table(weight).contiguous()
+
+    def router(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.vector(weight)
+
+    def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Batch) -> None:
+        return None
+
+    def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        return logits.div_(cap).tanh_().mul_(cap)
+
+    def per_head(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x.transpose(0, 1), heads).transpose(0, 1)
+
+    def _rope_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """cos and sin of the layer, [max_positions, dim / 2]; None if it does not rotate."""
+        index = self._config.layer_ropes[layer] if self._config.layer_ropes else 0
+        return None if index < 0 else self._ropes[index]
 
 
 def choose_experts(

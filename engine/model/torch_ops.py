@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +10,8 @@ import torch.nn.functional as F
 from engine.model import fp8
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.ops import choose_experts
+from engine.model.ops import TensorOps, choose_experts
 from engine.model.quantize import dequantize, quantize, round_inputs
-from engine.model.rope import rope_tables
 from engine.model.weights import ExpertsWeights
 
 MOST_SCORES = 1 << 24  # held at once where scores are computed one by one
@@ -33,7 +31,7 @@ class _Queries:
     ends: tuple[int, ...]  # of each context, on the host
 
 
-class TorchOps:
+class TorchOps(TensorOps):
     """Owned by one runner. The residual stream has the weights' dtype; norms compute in float32.
 
     Keys and values are gathered by position, so freed blocks are not read."""
@@ -48,23 +46,17 @@ class TorchOps:
     ) -> None:
         """pool: [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim], or uint8
         [num_blocks, num_layers, num_planes, num_kv_heads, bytes_per_head] in float8_e4m3."""
-        self._config = config
+        super().__init__(config, dtype, max_positions, pool.device)
         self._numbers, self._scales = pool, pool
         self._is_fp8 = pool.dtype == torch.uint8
         if self._is_fp8:
             self._numbers, self._scales = fp8.parts(pool, config.head_dim)
-        self._dtype = dtype
         self._int8 = quantization == "int8"
         self._rounds = self._int8 and pool.device.type == "cpu"  # inputs of products
-        self._tables = [rope_tables(rope, max_positions, pool.device) for rope in config.ropes]
-        self._batch: Batch | None = None
 
     @property
     def _size(self) -> int:
         return self._numbers.shape[4]
-
-    def table(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(self._numbers.device, self._dtype, copy=True)  # not a view of the file
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
         if self._int8:  # its values; memory is not saved here
@@ -74,22 +66,10 @@ class TorchOps:
     def gated_matrix(self, weight: torch.Tensor, role: str) -> Matrix:
         return self.matrix(weight, None, role)
 
-    def vector(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(self._numbers.device, torch.float32, copy=True)
-
-    def heads(self, weight: torch.Tensor, role: str) -> torch.Tensor:
-        return self.table(weight).contiguous()
-
-    def router(self, weight: torch.Tensor) -> torch.Tensor:
-        return self.vector(weight)
-
     def begin(self, batch: Batch) -> None:
         self._batch = batch
         self._block, self._offset = batch.slots // self._size, batch.slots % self._size
         self._to_sinks: torch.Tensor | None = None
-
-    def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Batch) -> None:
-        return None
 
     def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return table[tokens]
@@ -105,12 +85,6 @@ class TorchOps:
 
     def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         return self._gated(self.linear(x, matrix))
-
-    def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
-        return logits.div_(cap).tanh_().mul_(cap)
-
-    def per_head(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(x.transpose(0, 1), heads).transpose(0, 1)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -156,14 +130,14 @@ class TorchOps:
 
     def _angles(self, layer: int, latest: int | None) -> Angles | None:
         """cos and sin of each token's position, or of `latest` if that is less: [N, 1, dim / 2]."""
-        if self._config.rope(layer) is None:
+        tables = self._rope_of(layer)
+        if tables is None:
             return None
         assert self._batch is not None
-        index = self._config.layer_ropes[layer] if self._config.layer_ropes else 0
         positions = self._batch.positions
         if latest is not None:
             positions = positions.clamp(max=latest)
-        cos, sin = (table[positions].unsqueeze(1) for table in self._tables[index])
+        cos, sin = (table[positions].unsqueeze(1) for table in tables)
         return cos, sin
 
     def _seen_from_sinks(self, queries: torch.Tensor, layer: int) -> torch.Tensor | None:
@@ -309,10 +283,9 @@ class TorchOps:
 
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """No copy if they have the right device and dtype already."""
-        device = self._numbers.device
         if self._int8:
             gate_ups, downs = (dequantize(*quantize(each)) for each in (gate_ups, downs))
-        return gate_ups.to(device, self._dtype), downs.to(device, self._dtype)
+        return gate_ups.to(self._device, self._dtype), downs.to(self._device, self._dtype)
 
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
         gate_ups, downs = layer.experts

@@ -27,9 +27,8 @@ from engine.model.gpu.cache_write import latent_write, rope_write
 from engine.model.gpu.latent import latent_decode, latent_prefill, latent_row_tiles, latent_tiles
 from engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
 from engine.model.gpu.staging import to_device
-from engine.model.ops import choose_experts
+from engine.model.ops import TensorOps, choose_experts
 from engine.model.quantize import quantize
-from engine.model.rope import rope_tables
 from engine.model.weights import ExpertsWeights
 
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
@@ -38,7 +37,7 @@ FULL_ROLES = {"logits"}  # of matrices that are not quantized
 Dense = tuple[torch.Tensor, torch.Tensor | None]  # a weight [out, in] and a bias [out]
 
 
-class TritonOps:
+class TritonOps(TensorOps):
     """Owned by one runner, used from one thread at a time. Results are fresh tensors, except in a
     captured step, where they live as long as the next replay."""
 
@@ -53,17 +52,12 @@ class TritonOps:
         """pool: as ModelRunner.kv_pool. quantization: of the layers' matrices, "none" or
         "int8". Raises KernelsUnavailable for what the kernels do not handle."""
         _check(config, pool.device)
-        self._config, self._dtype, self._device = config, dtype, pool.device
+        super().__init__(config, dtype, max_positions, pool.device)
         self._pool = Pool(pool, config.head_dim)
         self._int8 = quantization == "int8"
-        self._ropes = [rope_tables(rope, max_positions, pool.device) for rope in config.ropes]
-        self._batch: Batch | None = None
         self._tiles: torch.Tensor | None = None  # of sequences with more than one token
         self._num_splits = 0  # of sequences with one token; 0: there is none
         self._sink_queries: torch.Tensor | None = None
-
-    def table(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(self._device, self._dtype, copy=True)  # not a view of the file
 
     def matrix(
         self, weight: torch.Tensor, bias: torch.Tensor | None, role: str
@@ -75,15 +69,6 @@ class TritonOps:
 
     def gated_matrix(self, weight: torch.Tensor, role: str) -> Dense | int8.Int8Matrix:
         return self.matrix(weight, None, role)
-
-    def vector(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(self._device, torch.float32, copy=True)
-
-    def heads(self, weight: torch.Tensor, role: str) -> torch.Tensor:
-        return self.table(weight).contiguous()
-
-    def router(self, weight: torch.Tensor) -> torch.Tensor:
-        return self.vector(weight)
 
     def begin(self, batch: Batch) -> None:
         c, spans = self._config, batch.spans
@@ -106,9 +91,6 @@ class TritonOps:
             shape = (len(batch.tokens), c.num_heads * c.head_dim)
             self._sink_queries = torch.empty(shape, dtype=self._dtype, device=self._device)
 
-    def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Batch) -> None:
-        return None
-
     def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return F.embedding(tokens, table)
 
@@ -128,12 +110,6 @@ class TritonOps:
         if bias is not None:
             hidden += bias
 
-    def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
-        return logits.div_(cap).tanh_().mul_(cap)
-
-    def per_head(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(x.transpose(0, 1), heads).transpose(0, 1)
-
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, weight, self._config.rms_norm_eps)
 
@@ -144,7 +120,7 @@ class TritonOps:
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
     ) -> None:
-        c, batch, tables = self._config, self._batch, self._tables(layer)
+        c, batch, tables = self._config, self._batch, self._rope_of(layer)
         assert batch is not None
         sinks = self._sink_queries if self._has_sinks(layer) and tables is not None else None
         rope_write(
@@ -166,7 +142,7 @@ class TritonOps:
         width = c.num_heads * c.head_dim
         out = torch.empty((len(qkv), width), dtype=qkv.dtype, device=qkv.device)
         sinks = self._sink_queries if self._has_sinks(layer) else None
-        if sinks is not None and self._tables(layer) is None:
+        if sinks is not None and self._rope_of(layer) is None:
             sinks = qkv[:, :width].contiguous()  # where nothing rotates, all queries are alike
         self._attend(
             decode_attention,
@@ -187,7 +163,7 @@ class TritonOps:
         return gated(self.linear(x, matrix), self._config.activation)
 
     def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
-        batch, tables = self._batch, self._tables(layer)
+        batch, tables = self._batch, self._rope_of(layer)
         assert batch is not None
         assert tables is not None
         latent_write(q_rope, latent, self._pool, layer, batch.positions, batch.slots, tables)
@@ -239,13 +215,6 @@ class TritonOps:
             decode(out, queries, self._pool, layer, *where, num_splits=splits, **settings)
         if self._tiles is not None:
             prefill(out, queries, self._pool, layer, self._tiles, *where, **settings)
-
-    def _tables(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """cos and sin of the layer; None where it does not rotate."""
-        if self._config.rope(layer) is None:
-            return None
-        index = self._config.layer_ropes[layer] if self._config.layer_ropes else 0
-        return self._ropes[index]
 
     def _has_sinks(self, layer: int) -> bool:
         return self._config.num_sinks > 0 and self._config.window(layer) > 0
