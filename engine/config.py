@@ -65,5 +65,5 @@ class WorkerConfig:
             fingerprint=self.fingerprint,
             num_host_blocks=self.num_host_blocks,
             num_disk_blocks=self.num_disk_blocks,
-            max_seq_blocks=self.kv_window.most_blocks(self.max_model_len) if self.window else 0,
+            max_seq_blocks=self.kv_window.max_blocks(self.max_model_len) if self.window else 0,
         )

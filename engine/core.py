@@ -74,7 +74,7 @@ class EngineCore:
             )
         last = work.num_prompt_tokens + work.sampling.max_tokens if role_needs_growth else 0
         most_tokens = min(max(last, len(work.tokens)), config.max_model_len)
-        needed = self.kv.window.most_blocks(most_tokens)
+        needed = self.kv.window.max_blocks(most_tokens)
         if needed > config.num_blocks:
             return self.refusal(
                 work.request_id,
@@ -319,7 +319,7 @@ class EngineCore:
             prompt_weights=self.timing.present_prompt_weights(is_busy=is_busy),
             decode_weights=self.timing.decode_cost.published(),
             num_wanted_blocks=sum(
-                self.kv.window.most_blocks(len(s.tokens)) for s in scheduler.waiting
+                self.kv.window.max_blocks(len(s.tokens)) for s in scheduler.waiting
             ),
             num_decoding=len(decoding),
             decoding_tokens=sum(decoding),

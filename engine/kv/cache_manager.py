@@ -15,7 +15,7 @@ class KVCacheManager:
     `_tables`; `block_ids` of a sequence is its own copy of its table. Every checksum belongs to a
     block whose bytes have not changed since it was taken.
 
-    With a window, a sequence holds at most `most_blocks`: blocks that are not read again are freed
+    With a window, a sequence holds at most `max_blocks`: blocks that are not read again are freed
     (`slide`), and a long prompt has blocks for its next chunks only. Blocks freed so are evicted
     first, and never copied to the lower tiers: what is worth keeping there is known at the end.
     """

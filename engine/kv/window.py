@@ -29,7 +29,7 @@ class Window:
         """Blocks that a decode holds at most: sinks, window, and the block of its end."""
         return self.num_sink_blocks - (1 - self.size) // self.block_size + 1
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def max_blocks(self, num_tokens: int) -> int:
         """Blocks that a sequence of `num_tokens` holds at most, at any time."""
         count = -(-num_tokens // self.block_size)
         return min(count, self.num_blocks + self.chunk_blocks) if self.size else count

@@ -14,9 +14,9 @@ from engine.model.config import INT8_GROUP
 
 GROUP = INT8_GROUP  # inputs; also in linear.h
 QUANTIZATIONS = ("none", "int8")
-_MOST = 127.0
-_MOST_INPUT, _LEAST_INPUT = 1023.0, 1e-30  # of a group's largest; as in linear_integers.c
-_PART = 1 << 17  # weights
+_MAX = 127.0
+_MAX_INPUT, _MIN_INPUT = 1023.0, 1e-30  # of a group's largest; as in linear_integers.c
+_CHUNK = 1 << 17  # weights
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,12 +26,12 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty((*weight.shape[:-1], groups), dtype=torch.bfloat16, device=weight.device)
     flat = (weight.reshape(-1, depth), numbers.view(-1, depth), scales.view(-1, groups))
-    rows = max(1, _PART // depth)  # at a time: what is worked on stays in the cache
+    rows = max(1, _CHUNK // depth)  # at a time: what is worked on stays in the cache
     for part, number, scale in zip(*(each.split(rows) for each in flat), strict=True):
         wide = F.pad(part.float(), (0, -depth % GROUP)).unflatten(-1, (-1, GROUP))
-        scale.copy_(wide.abs().amax(-1) / _MOST)
+        scale.copy_(wide.abs().amax(-1) / _MAX)
         scale.masked_fill_(scale == 0, 1.0)
-        wide = (wide / scale.float().unsqueeze(-1)).round_().clamp_(-_MOST, _MOST)
+        wide = (wide / scale.float().unsqueeze(-1)).round_().clamp_(-_MAX, _MAX)
         number.copy_(wide.flatten(-2)[..., :depth])
     return numbers, scales
 
@@ -49,10 +49,10 @@ def round_inputs(x: torch.Tensor) -> torch.Tensor:
     depth = x.shape[-1]
     wide = F.pad(x.float(), (0, -depth % GROUP)).unflatten(-1, (-1, GROUP))
     most = wide.abs().amax(-1, keepdim=True)
-    most = most.masked_fill(most < _LEAST_INPUT, 0.0)
-    factor = torch.full_like(most, _MOST_INPUT) / most  # a plain number is divided less exactly
+    most = most.masked_fill(most < _MIN_INPUT, 0.0)
+    factor = torch.full_like(most, _MAX_INPUT) / most  # a plain number is divided less exactly
     numbers = torch.where(most == 0, 0.0, wide * factor).round_()
-    return (numbers * (most / _MOST_INPUT)).flatten(-2)[..., :depth]
+    return (numbers * (most / _MAX_INPUT)).flatten(-2)[..., :depth]
 
 
 def dequantize(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from engine.model.ops import TensorOps, choose_experts
 from engine.model.quantize import dequantize, quantize, round_inputs
 from engine.model.weights import ExpertsWeights
 
-MOST_SCORES = 1 << 24  # held at once where scores are computed one by one
+MAX_SCORES = 1 << 24  # held at once where scores are computed one by one
 
 Matrix = tuple[torch.Tensor, torch.Tensor | None]
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -225,7 +225,7 @@ class TorchOps(TensorOps):
                 scale=c.score_scale,
                 enable_gqa=True,
             ).transpose(1, 2)
-        at_once = max(1, MOST_SCORES // (visible.shape[0] * visible.shape[2] * c.num_heads))
+        at_once = max(1, MAX_SCORES // (visible.shape[0] * visible.shape[2] * c.num_heads))
         parts = [
             self._explicit(queries, keys, values, visible, slice(i, i + at_once), num_sinks)
             for i in range(0, count, at_once)

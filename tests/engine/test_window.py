@@ -90,5 +90,5 @@ def test_a_prompt_takes_a_step_ahead_of_its_window_where_the_pool_has_room(
         num_sinks=4,
         max_num_batched_tokens=512,
     )
-    assert config.kv_window.most_blocks(20_000) == config.info().max_seq_blocks == most
-    assert config.kv_window.most_blocks(100) == 7
+    assert config.kv_window.max_blocks(20_000) == config.info().max_seq_blocks == most
+    assert config.kv_window.max_blocks(100) == 7

@@ -13,7 +13,7 @@ from engine.kv.spec import DTYPE_BYTES
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def check_divides(model: ModelConfig, size: int) -> None:
     """Raises ModelError unless the model can be divided among `size` processes."""
     wrong = _indivisible(model, size)
     if wrong:
-        most = min(model.num_heads, MOST_RANKS)
+        most = min(model.num_heads, MAX_RANKS)
         fitting = [str(n) for n in range(1, most + 1) if not _indivisible(model, n)]
         raise ModelError(
             f"tensor_parallel_size = {size} does not divide the model's {wrong};"
