@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All tensors are on one device. S sequences, N tokens, logits wanted after R of them."""
+    """All tensors are on one device. S sequences, N tokens, R of them with logits."""
 
     tokens: torch.Tensor  # [N] int64
     positions: torch.Tensor  # [N] int64

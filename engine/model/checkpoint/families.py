@@ -1,7 +1,7 @@
 """Families of models: what each one's config.json means for the one decoder.
 
-Keys and defaults are those of transformers. Whatever would change the computation in a way that
-the decoder does not know is refused, by name.
+Keys and defaults are those of transformers. Settings that the decoder does not implement are
+refused, by name.
 """
 
 from __future__ import annotations

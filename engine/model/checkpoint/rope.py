@@ -33,7 +33,7 @@ def read_rope(
 
 
 def rope_spec(raw: Mapping[str, Any], layer_type: str = "") -> Mapping[str, Any]:
-    """What is said of the scaling, in either spelling; {} where nothing is."""
+    """The settings of the scaling, from either key; {} if there are none."""
     newer = raw.get("rope_parameters") or {}
     if "full_attention" in newer or SLIDING in newer:
         kinds = [each for each in newer.values() if each]

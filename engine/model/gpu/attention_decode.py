@@ -1,9 +1,9 @@
 """Attention of one query token per sequence over paged KV, split along the context.
 
-One program takes a part of one sequence's context for the heads that share a KV head, and leaves
-its result with the logarithm of its weight; a second kernel merges the parts (FlashDecoding). How
-many parts a sequence really has follows in the kernel from its context, so that a captured step
-serves every length: programs without a part end at once.
+One program takes one split of a sequence's context for the heads that share a KV head, and writes
+its result with its log-sum-exp; a second kernel merges the splits (FlashDecoding). The kernel
+computes from the context how many splits a sequence has, so that a captured step serves every
+length: programs without a split end at once.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import triton.language as tl
 from engine.model.gpu.attention_tile import LOWEST, Tiling, attend, attended, multiprocessors
 from engine.model.gpu.cache_pool import Pool
 
-MIN_KEYS = 256  # of a part: below, starting a program costs more than it reads
+MIN_KEYS = 256  # of a split: below, starting a program costs more than it reads
 MAX_SPLITS = 64
 WAVES = 8  # programs per multiprocessor to aim at: the last ones end about together
 
 
 def decode_splits(num_seqs: int, num_kv_heads: int, max_context: int, device: torch.device) -> int:
-    """Into how many parts contexts are cut, so that all multiprocessors have work. From numbers
-    that the host knows: a captured step passes its batch size and the longest context that the
-    pool allows."""
+    """Number of splits, so that all multiprocessors have work. From numbers that the host knows:
+    a captured step passes its batch size and the longest context that the pool allows."""
     wanted = triton.cdiv(WAVES * multiprocessors(device), max(1, num_seqs * num_kv_heads))
     return max(1, min(wanted, triton.cdiv(max_context, MIN_KEYS), MAX_SPLITS))
 
@@ -70,10 +69,10 @@ def decode_attention(
     assert not sinks or sink_queries is not None
     tiling = tiling or decode_tiling(pool, group)
     tiles = triton.cdiv(group, tiling.block_m)
-    partial, logs = partials(out, num_seqs, num_heads, num_splits, pool.head_dim)
+    partial, lse = partials(out, num_seqs, num_heads, num_splits, pool.head_dim)
     constants = pool.constants
     _decode[(pool.num_kv_heads * tiles, num_seqs, num_splits)](
-        out, partial, logs, queries, sink_queries, pool.data, query_start, query_len, context_len,
+        out, partial, lse, queries, sink_queries, pool.data, query_start, query_len, context_len,
         block_tables, pool.layer_offset(layer), block_tables.stride(0), num_splits,
         DIRECT=num_splits == 1, GROUP=group, TILES=tiles, NUM_HEADS=num_heads,
         QUERY_STRIDE=queries.stride(0), OUT_STRIDE=out.stride(0), WINDOW=window, NUM_SINKS=sinks,
@@ -83,33 +82,33 @@ def decode_attention(
         num_stages=tiling.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        merge(out, partial, logs, query_start, query_len, context_len, window, tiling.block_n)
+        merge(out, partial, lse, query_start, query_len, context_len, window, tiling.block_n)
 
 
 def partials(
     out: torch.Tensor, num_seqs: int, num_heads: int, num_splits: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the parts' results, [S, num_heads, num_splits, width], and logarithms."""
+    """Buffers for the results of splits, [S, num_heads, num_splits, width], and log-sum-exps."""
     shape = (num_seqs, num_heads, num_splits if num_splits > 1 else 0)
-    logs = torch.empty(shape, dtype=torch.float32, device=out.device)
-    return torch.empty((*shape, width), dtype=torch.float32, device=out.device), logs
+    lse = torch.empty(shape, dtype=torch.float32, device=out.device)
+    return torch.empty((*shape, width), dtype=torch.float32, device=out.device), lse
 
 
 def merge(
     out: torch.Tensor,
     partial: torch.Tensor,
-    logs: torch.Tensor,
+    lse: torch.Tensor,
     query_start: torch.Tensor,
     query_len: torch.Tensor,
     context_len: torch.Tensor,
     window: int,
     block_n: int,
 ) -> None:
-    """Parts -> rows of out [N, num_heads * width]."""
+    """Splits -> rows of out [N, num_heads * width]."""
     num_seqs, num_heads, num_splits, width = partial.shape
     block_d = min(128, triton.next_power_of_2(width))
     _merge[(num_heads, num_seqs, triton.cdiv(width, block_d))](
-        out, partial, logs, query_start, query_len, context_len, num_splits,
+        out, partial, lse, query_start, query_len, context_len, num_splits,
         NUM_HEADS=num_heads, OUT_STRIDE=out.stride(0), WINDOW=window, MIN_KEYS=MIN_KEYS,
         BLOCK_N=block_n, SPLITS=triton.next_power_of_2(num_splits), WIDTH=width, BLOCK_D=block_d,
         num_warps=4,
@@ -117,8 +116,8 @@ def merge(
 
 
 @triton.jit
-def part_keys(keys, num_splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr):
-    """How many keys a part has, the last one perhaps fewer."""
+def split_keys(keys, num_splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr):
+    """Keys of a split; the last one may have fewer."""
     return tl.cdiv(tl.maximum(tl.cdiv(keys, num_splits), MIN_KEYS), BLOCK_N) * BLOCK_N
 
 
@@ -133,7 +132,7 @@ def first_visible(context, WINDOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def _decode(
-    out, partial, logs, queries, sink_queries, pool, query_start, query_len, context_len, tables,
+    out, partial, lse, queries, sink_queries, pool, query_start, query_len, context_len, tables,
     layer_offset, table_stride, num_splits,
     DIRECT: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, NUM_HEADS: tl.constexpr,
     QUERY_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
@@ -142,12 +141,12 @@ def _decode(
     BLOCK_STRIDE: tl.constexpr, PLANE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """One program: (KV head and tile of its group, sequence, part)."""
+    """One program: (KV head and tile of its group, sequence, split)."""
     kv_head, seq, split = tl.program_id(0) // TILES, tl.program_id(1), tl.program_id(2)
     context = tl.load(context_len + seq)
     low = first_visible(context, WINDOW)
     begin = low // BLOCK_N * BLOCK_N
-    keys_each = part_keys(context - begin, num_splits, BLOCK_N, MIN_KEYS)
+    keys_each = split_keys(context - begin, num_splits, BLOCK_N, MIN_KEYS)
     first = begin + split * keys_each
     if (tl.load(query_len + seq) != 1) | (first >= context):
         return
@@ -185,12 +184,12 @@ def _decode(
     else:
         part = (seq.to(tl.int64) * NUM_HEADS + heads) * num_splits + split
         tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
-        tl.store(logs + part, highest + tl.log2(total), mask=member < GROUP)
+        tl.store(lse + part, highest + tl.log2(total), mask=member < GROUP)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge(
-    out, partial, logs, query_start, query_len, context_len, num_splits,
+    out, partial, lse, query_start, query_len, context_len, num_splits,
     NUM_HEADS: tl.constexpr, OUT_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     MIN_KEYS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -202,11 +201,11 @@ def _merge(
         return
     keys = context - first_visible(context, WINDOW) // BLOCK_N * BLOCK_N
     split, dims = tl.arange(0, SPLITS), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    is_part = split < tl.cdiv(keys, part_keys(keys, num_splits, BLOCK_N, MIN_KEYS))
+    is_split = split < tl.cdiv(keys, split_keys(keys, num_splits, BLOCK_N, MIN_KEYS))
     part = (seq.to(tl.int64) * NUM_HEADS + head) * num_splits + split
-    log = tl.load(logs + part, mask=is_part, other=float("-inf"))
+    log = tl.load(lse + part, mask=is_split, other=float("-inf"))
     weight = tl.exp2(log - tl.max(log, 0))
-    inside = is_part[:, None] & (dims < WIDTH)[None, :]
+    inside = is_split[:, None] & (dims < WIDTH)[None, :]
     acc = tl.load(partial + part[:, None] * WIDTH + dims[None, :], mask=inside, other=0.0)
     merged = tl.sum(acc * weight[:, None], 0) / tl.sum(weight, 0)
     row = tl.load(query_start + seq).to(tl.int64)

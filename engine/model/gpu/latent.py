@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.gpu.attention_decode import MIN_KEYS, merge, part_keys, partials
+from engine.model.gpu.attention_decode import MIN_KEYS, merge, partials, split_keys
 from engine.model.gpu.attention_prefill import list_tiles
 from engine.model.gpu.attention_tile import (
     LOWEST,
@@ -71,20 +71,20 @@ def latent_decode(
     if not num_seqs:
         return
     tiling = tiling or latent_tiling(pool, num_heads)
-    partial, logs = partials(out, num_seqs, num_heads, num_splits, rank)
+    partial, lse = partials(out, num_seqs, num_heads, num_splits, rank)
     _latent[(triton.cdiv(num_heads, tiling.block_m), num_seqs, num_splits)](
-        out, partial, logs, queries, pool.data, None, query_start, query_len, context_len,
+        out, partial, lse, queries, pool.data, None, query_start, query_len, context_len,
         block_tables, pool.layer_offset(layer), block_tables.stride(0), num_splits,
         DECODE=True, DIRECT=num_splits == 1, **_constants(queries, pool, rank, scale, softcap),
         **_launch(tiling),
     )  # fmt: skip
     if num_splits > 1:
         rows = out.view(len(out), -1)
-        merge(rows, partial, logs, query_start, query_len, context_len, 0, tiling.block_n)
+        merge(rows, partial, lse, query_start, query_len, context_len, 0, tiling.block_n)
 
 
 def latent_row_tiles(pool: Pool, num_heads: int) -> int:
-    """Programs that share a part of a context."""
+    """Programs that share a split of a context."""
     return triton.cdiv(num_heads, latent_tiling(pool, num_heads).block_m)
 
 
@@ -185,7 +185,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def _latent(
-    out, partial, logs, queries, pool, tiles, query_start, query_len, context_len, tables,
+    out, partial, lse, queries, pool, tiles, query_start, query_len, context_len, tables,
     layer_offset, table_stride, num_splits,
     DECODE: tl.constexpr, DIRECT: tl.constexpr, NUM_HEADS: tl.constexpr, RANK: tl.constexpr,
     ROPE_DIM: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
@@ -193,7 +193,7 @@ def _latent(
     BLOCK_N: tl.constexpr, BLOCK_STRIDE: tl.constexpr, PLANE_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of rows, of a work list or, in decode, of a sequence and one part of its
+    """One program: a tile of rows, of a work list or, in decode, of a sequence and one split of its
     context."""
     if DECODE:
         seq, first_row, split = tl.program_id(1), tl.program_id(0) * BLOCK_M, tl.program_id(2)
@@ -201,7 +201,7 @@ def _latent(
         seq = tl.load(tiles + 2 * tl.program_id(0))
         first_row, split = tl.load(tiles + 2 * tl.program_id(0) + 1), 0
     count, context = tl.load(query_len + seq), tl.load(context_len + seq)
-    keys_each = part_keys(context, num_splits, BLOCK_N, MIN_KEYS)
+    keys_each = split_keys(context, num_splits, BLOCK_N, MIN_KEYS)
     first = split * keys_each
     if DECODE:  # noqa: SIM102 - known at compile time
         if (count != 1) | (first >= context):
@@ -246,4 +246,4 @@ def _latent(
     else:
         part = (seq.to(tl.int64) * NUM_HEADS + row) * num_splits + split
         tl.store(partial + part[:, None] * RANK + dims[None, :], acc, mask=inside)
-        tl.store(logs + part, highest + tl.log2(total), mask=is_row)
+        tl.store(lse + part, highest + tl.log2(total), mask=is_row)

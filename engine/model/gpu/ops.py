@@ -76,7 +76,7 @@ class TritonOps(TensorOps):
         self._tiles, self._num_splits = None, 0
         longest = max((context for _, count, context in spans if count == 1), default=0)
         if longest:
-            each = c.num_kv_heads  # programs of a sequence, for each of its parts
+            each = c.num_kv_heads  # programs of a sequence, for each of its splits
             if c.latent is not None:
                 each = latent_row_tiles(self._pool, c.num_heads)
             self._num_splits = decode_splits(len(spans), each, longest, self._device)
