@@ -28,7 +28,7 @@ from statistics import median
 
 from engine.node import NodeId
 from engine.request import FinishReason, Refusal
-from router.placement.policy import Candidate, Decision
+from router.placement.work import Candidate, Decision
 from router.record import Attempt, RequestRecord
 
 MAX_ERRORS = 512  # predictions that the median is taken over
@@ -101,28 +101,28 @@ class Explanations:
         self._by_id: OrderedDict[str, Explanation] = OrderedDict()
         self._errors: deque[float] = deque(maxlen=MAX_ERRORS)
 
-    def add(self, now: float, log: RequestRecord, outcome: FinishReason | Refusal) -> None:
-        """`log` has ended."""
-        prediction = _prediction(log)
+    def add(self, now: float, record: RequestRecord, outcome: FinishReason | Refusal) -> None:
+        """`record` has ended."""
+        prediction = _prediction(record)
         if prediction is not None:
             self._errors.append(prediction.error)
-        submit = log.submit
-        self._by_id[log.request_id] = Explanation(
-            request_id=log.request_id,
+        submit = record.submit
+        self._by_id[record.request_id] = Explanation(
+            request_id=record.request_id,
             tenant=submit.tenant,
             session=submit.session,
             outcome=outcome,
-            num_prompt_tokens=log.num_prompt_tokens,
-            num_output_tokens=log.num_output_tokens,
-            num_cached_tokens=log.num_cached_tokens or 0,
-            cached_by_source=log.cached_by_source,
-            attempts=log.attempts,
-            submitted_at=log.submitted_at,
-            first_token_at=log.first_token_at,
+            num_prompt_tokens=record.num_prompt_tokens,
+            num_output_tokens=record.num_output_tokens,
+            num_cached_tokens=record.num_cached_tokens or 0,
+            cached_by_source=record.cached_by_source,
+            attempts=record.attempts,
+            submitted_at=record.submitted_at,
+            first_token_at=record.first_token_at,
             ended_at=now,
             prediction=prediction,
         )
-        self._by_id.move_to_end(log.request_id)
+        self._by_id.move_to_end(record.request_id)
         if len(self._by_id) > self._limit:
             self._by_id.popitem(last=False)
 
@@ -202,9 +202,9 @@ def _explained(
         yield Phase("messages", rest_s, attempt, "", to_first)
 
 
-def _prediction(log: RequestRecord) -> Prediction | None:
+def _prediction(record: RequestRecord) -> Prediction | None:
     """Of the attempt that brought the first token."""
-    for attempt in log.attempts:
+    for attempt in record.attempts:
         if attempt.first_at is not None:
             real_s = attempt.first_at - attempt.sent_at
             if attempt.decision is None or real_s <= 0:

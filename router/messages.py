@@ -1,4 +1,4 @@
-"""What a router accepts from clients and from the controller, and what it answers to clients.
+"""What a router accepts from clients, the controller and other routers, and its answers to clients.
 
 Workers' messages to it are `engine.messages`, `engine.kv.events` and `engine.stats`.
 """
@@ -85,6 +85,16 @@ class WorkerDown:
     worker: NodeId
     epoch: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRouted:
+    """From another router: these blocks are about to come into device memory of `worker`.
+    `block_hashes` is packed: 16 bytes a block."""
+
+    worker: NodeId
+    epoch: int
+    block_hashes: bytes
 
 
 class SessionOp(StrEnum):

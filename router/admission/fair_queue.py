@@ -34,7 +34,7 @@ LEAST_LEFT = 0.25  # of a request, until it ends: estimates are means, and some 
 class Entry:
     """A live request, from `push` to `settle`."""
 
-    log: RequestRecord
+    record: RequestRecord
     units: float  # of service, as estimated
     level: Level
     flow: Flow
@@ -63,7 +63,7 @@ class Flow:
 
     @property
     def newest(self) -> RequestRecord:
-        return next(reversed(self.waiting.values())).log
+        return next(reversed(self.waiting.values())).record
 
 
 @dataclass(slots=True, eq=False)
@@ -99,8 +99,8 @@ class FairQueue:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def __contains__(self, log: RequestRecord) -> bool:
-        entry = self._entries.get(log.request_id)
+    def __contains__(self, record: RequestRecord) -> bool:
+        entry = self._entries.get(record.request_id)
         return entry is not None and not entry.is_served
 
     @property
@@ -115,12 +115,12 @@ class FairQueue:
     def in_order(self) -> Iterator[RequestRecord]:
         """All that wait, by priority and tenant: not the order of service."""
         for level in self.levels:
-            yield from [entry.log for _, entry in level.returned]
+            yield from [entry.record for _, entry in level.returned]
             for flow in list(level.flows.values()):
-                yield from [entry.log for entry in flow.waiting.values()]
+                yield from [entry.record for entry in flow.waiting.values()]
 
-    def entry(self, log: RequestRecord) -> Entry:
-        return self._entries[log.request_id]
+    def entry(self, record: RequestRecord) -> Entry:
+        return self._entries[record.request_id]
 
     def is_limited(self, flow: Flow) -> bool:
         """Whether its tenant has as many running as it may. The limit is of all routers together:
@@ -143,31 +143,33 @@ class FairQueue:
         level = next((each for each in self._levels if each.priority == priority), None)
         return level, None if level is None else level.flows.get(tenant)
 
-    def sent_at(self, log: RequestRecord) -> float | None:
+    def sent_at(self, record: RequestRecord) -> float | None:
         """When it was sent to the workers that still have it; None: another attempt failed before,
         or it never came here."""
-        entry = self._entries.get(log.request_id)
+        entry = self._entries.get(record.request_id)
         return None if entry is None else entry.sent_at
 
-    def push(self, log: RequestRecord, units: float) -> None:
+    def push(self, record: RequestRecord, units: float) -> None:
         """A new request, to the end of its tenant's."""
-        assert log.request_id not in self._entries, f"{log.request_id} is known already"
-        level = self._level(log.submit.priority)
-        flow = level.flows.get(log.submit.tenant)
+        assert record.request_id not in self._entries, f"{record.request_id} is known already"
+        level = self._level(record.submit.priority)
+        flow = level.flows.get(record.submit.tenant)
         if flow is None:
-            flow = level.flows[log.submit.tenant] = Flow(log.submit.tenant, log.submit.share)
-        flow.share = log.submit.share
-        entry = self._entries[log.request_id] = Entry(log, units, level, flow)
+            flow = level.flows[record.submit.tenant] = Flow(
+                record.submit.tenant, record.submit.share
+            )
+        flow.share = record.submit.share
+        entry = self._entries[record.request_id] = Entry(record, units, level, flow)
         self._add(entry)
 
-    def restore(self, log: RequestRecord) -> None:
+    def restore(self, record: RequestRecord) -> None:
         """A request whose attempt failed: before all new ones of its priority."""
-        entry = self._entries[log.request_id]
-        assert entry.is_served, f"{log.request_id} waits already"
+        entry = self._entries[record.request_id]
+        assert entry.is_served, f"{record.request_id} waits already"
         self._stop_running(entry)
         entry.sent_at = None
-        entry.level = self._level(log.submit.priority)
-        insort(entry.level.returned, (log.arrival, entry), key=lambda pair: pair[0])
+        entry.level = self._level(record.submit.priority)
+        insort(entry.level.returned, (record.arrival, entry), key=lambda pair: pair[0])
         entry.level.units += entry.units
         self._num_waiting += 1
 
@@ -186,13 +188,13 @@ class FairQueue:
                 earned = level.credit, entry
         return first if earned is None else earned[1]
 
-    def charge(self, now: float, log: RequestRecord) -> None:
+    def charge(self, now: float, record: RequestRecord) -> None:
         """It is sent to a worker. Its service is its tenant's, and earns those behind it theirs."""
-        entry = self._entries[log.request_id]
+        entry = self._entries[record.request_id]
         level, flow = entry.level, entry.flow
         self._take_out(entry)
         entry.is_served = True
-        self.num_running[log.submit.tenant] += 1
+        self.num_running[record.submit.tenant] += 1
         entry.units_left = entry.units
         self.units_running += entry.units
         self.units_left += entry.units
@@ -212,18 +214,18 @@ class FairQueue:
             earned = self._low_share * entry.units / len(behind)
             each.credit = min(each.credit + earned, each.units)
 
-    def work_on(self, log: RequestRecord, units: float) -> None:
+    def work_on(self, record: RequestRecord, units: float) -> None:
         """So much more of its service is done."""
-        entry = self._entries.get(log.request_id)
+        entry = self._entries.get(record.request_id)
         if entry is not None and entry.is_served:
             left = max(entry.units_left - units, LEAST_LEFT * entry.units)
             self.units_left += left - entry.units_left
             entry.units_left = left
 
-    def settle(self, log: RequestRecord, units: float) -> None:
+    def settle(self, record: RequestRecord, units: float) -> None:
         """It has ended, wherever it was, after `units` of service: its tenant's account is set
         right by the difference to the estimate."""
-        entry = self._entries.get(log.request_id)
+        entry = self._entries.get(record.request_id)
         if entry is None:
             return
         if entry.is_served:
@@ -232,7 +234,7 @@ class FairQueue:
             self._take_out(entry)
         if entry.is_charged:
             entry.flow.finish += (units - entry.units) / entry.flow.share.weight
-        del self._entries[log.request_id]
+        del self._entries[record.request_id]
 
     def surplus(self, max_new: int) -> RequestRecord | None:
         """Which new request has to go because more than `max_new` wait; None: none has to.
@@ -258,7 +260,7 @@ class FairQueue:
         """Raises AssertionError where a sum is not what it counts."""
         counted: Counter[str] = Counter()
         for entry in self._entries.values():
-            counted[entry.log.submit.tenant] += entry.is_served
+            counted[entry.record.submit.tenant] += entry.is_served
         assert +self.num_running == +counted, (self.num_running, counted)
         left = sum(entry.units_left for entry in self._entries.values() if entry.is_served)
         assert abs(self.units_left - left) < 1e-6 * max(1.0, left), (self.units_left, left)
@@ -281,7 +283,7 @@ class FairQueue:
     def _head(self, level: Level, skip: Mapping[str, Entry]) -> Entry | None:
         """What is next of `level`."""
         for _, entry in level.returned:
-            if entry.log.request_id not in skip:
+            if entry.record.request_id not in skip:
                 return entry
         best: tuple[float, int] | None = None
         found = None
@@ -289,15 +291,15 @@ class FairQueue:
             if not flow.waiting or self.is_limited(flow):
                 continue
             head = next((e for name, e in flow.waiting.items() if name not in skip), None)
-            if head is not None and (best is None or (flow.start, head.log.arrival) < best):
-                best, found = (flow.start, head.log.arrival), head
+            if head is not None and (best is None or (flow.start, head.record.arrival) < best):
+                best, found = (flow.start, head.record.arrival), head
         return found
 
     def _add(self, entry: Entry) -> None:
         level, flow = entry.level, entry.flow
         if not flow.waiting:
             flow.floor = level.virtual
-        flow.waiting[entry.log.request_id] = entry
+        flow.waiting[entry.record.request_id] = entry
         flow.units += entry.units
         level.units += entry.units
         level.num_new += 1
@@ -306,7 +308,7 @@ class FairQueue:
 
     def _take_out(self, entry: Entry) -> None:
         """It waits no more."""
-        level, flow, name = entry.level, entry.flow, entry.log.request_id
+        level, flow, name = entry.level, entry.flow, entry.record.request_id
         if name in flow.waiting:
             del flow.waiting[name]
             flow.units = flow.units - entry.units if flow.waiting else 0.0
@@ -321,7 +323,7 @@ class FairQueue:
 
     def _stop_running(self, entry: Entry) -> None:
         entry.is_served = False
-        _decrement(self.num_running, entry.log.submit.tenant)
+        _decrement(self.num_running, entry.record.submit.tenant)
         self.units_running = self.units_running - entry.units if self.num_running else 0.0
         self.units_left = self.units_left - entry.units_left if self.num_running else 0.0
 

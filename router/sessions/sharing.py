@@ -29,17 +29,17 @@ class DeleteSession:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionsLearned:
-    """Message: what another router, or an earlier life of this one, has made of sessions."""
+class SessionsUpdated:
+    """Message: sessions as another router, or an earlier run of this one, has changed them."""
 
     records: tuple[SessionRecord, ...]
     closed: tuple[tuple[str, str, int], ...] = ()  # tenant, name, version
 
 
-def learn(now: float, table: SessionTable, learned: SessionsLearned) -> set[str]:
-    """Take in what is new. Returns the tenants that have sessions they did not have before."""
-    tenants = {record.tenant for record in learned.records if _is_news(now, table, record)}
-    for tenant, name, version in learned.closed:
+def merge(now: float, table: SessionTable, updated: SessionsUpdated) -> set[str]:
+    """Apply what is newer. Returns the tenants that have sessions they did not have before."""
+    tenants = {record.tenant for record in updated.records if _is_news(now, table, record)}
+    for tenant, name, version in updated.closed:
         session = table.find(tenant, name)
         if session is not None and version > session.version:
             session.version = version

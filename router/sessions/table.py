@@ -81,7 +81,7 @@ class Session:
     parked: bool = False
     pinned: bool = False
     saved: bool = False  # the store may have a record of it
-    version: int = 0  # of the last record that was saved or learned
+    version: int = 0  # of the last record that was saved or received
     foreign: bool = False  # its last change was another router's
     live: set[str] = field(default_factory=set)  # requests that are turns of it
     due_at: float | None = None  # of its entry in the table's heap; None: it has none

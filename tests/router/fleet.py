@@ -17,7 +17,7 @@ from router.placement.choice import Option
 from router.placement.cost import CostModel
 from router.placement.endpoint import Endpoint
 from router.placement.fleet import Fleet
-from router.placement.policy import Choice, Policy, Question
+from router.placement.policy import Choice, Policy
 from router.placement.work import HashedPrompt, Work
 from tests.router.script import worker_info, worker_stats
 
@@ -73,12 +73,12 @@ class Chooser:
         self.cost = cost or CostModel()
         self.index = IndexTable(stride=32, max_expected=1)
         self.random = Random(1)
+        self.fleets = {role: Fleet("", self.cost) for role in Role}
         self.policy = Policy(
-            policy, self.cost, self.index,
+            policy, self.cost, self.index, self.fleets,
             max_inflight=1000, max_memory_wait_s=inf, probe_after_s=inf,
             lenders_of_a_role=0,
         )  # fmt: skip
-        self.fleets = {role: Fleet("", self.cost) for role in Role}
         for worker in self.workers:
             is_prefill = worker.info.role is Role.PREFILL
             self.policy.chooser.put(worker, self.index.open(int(is_prefill)))
@@ -86,15 +86,7 @@ class Chooser:
 
     def choose(self, todo: Todo, *, now: float = 0.0, sticky: bytes = b"r") -> Choice:
         self.update(now)
-        question = Question(
-            now=now,
-            work=self.asked(todo),
-            decodes=self.fleets[Role.DECODE],
-            prefills=self.fleets[Role.PREFILL],
-            trusting=False,
-            sticky=lambda: sticky,
-        )
-        choice = self.policy.choose(question)
+        choice = self.policy.choose(now, self.asked(todo), lambda: sticky)
         assert choice is not None
         self.update(now)
         return choice
