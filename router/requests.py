@@ -233,7 +233,7 @@ class Requests:
         self._forget(record, rejection.reason)
 
     def expire(self, now: float) -> None:
-        """End whatever is past its deadline, or has waited too long for a first worker."""
+        """End requests that are past their deadline, or have waited too long for a first worker."""
         if self.dispatcher.has_decode:
             self._no_decode_since = None
         elif self._no_decode_since is None:

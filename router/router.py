@@ -1,4 +1,4 @@
-"""The router: a client's request in, its tokens out, whatever happens to the workers between.
+"""The router: a client's request in, its tokens out, also when workers fail on the way.
 
 Life of a request: Submit -> queued -> dispatched (Decode to one worker, and perhaps Prefill to
 another) -> Outputs as tokens come -> the last Output, or Failed. An attempt that is lost, silent,

@@ -6,13 +6,13 @@ running. The router writes to it by effects, and gets messages with what it has:
 when another router has changed something, and after the store was away.
 
 Of several routers one, the *writer*, keeps the index: each worker's blocks as of an event, and the
-events since. A worker is written anew once the events have changed a share of its blocks. What is
+events since. A worker is rewritten once events have changed a share of its blocks. What is
 read back counts only for a worker of the same epoch that is up; what it does not know yet comes
 with the worker's own events, or its snapshot where they leave a gap.
 
 Without a store, routers tell each other where they have routed prompts (`ReplicaSync`). A router
-knows at once which blocks its prompts will bring into a worker's memory; the others would learn of
-them only when they are computed, and meanwhile send prompts that begin alike to other workers. A
+knows at once which blocks its prompts will bring into a worker's memory; the others would get the
+events only when they are computed, and meanwhile send prompts that begin alike to other workers. A
 message has the blocks that are new to one worker. It may be lost: the worker's own events follow.
 """
 
@@ -32,7 +32,7 @@ from router.messages import PromptRouted
 
 TICK = "state"
 PAUSE_S = 0.05  # between views that are written one after the other
-MIN_CHANGED = 1024  # blocks: a smaller view is not written anew for less
+MIN_CHANGED = 1024  # blocks: a small view is not rewritten for fewer
 MAX_ANNOUNCED = 4096  # blocks of one prompt; those after them are announced by the worker alone
 
 
@@ -42,10 +42,10 @@ class StateConfig:
 
     index: bool = False
     loads: bool = False
-    tick_s: float = 0.5  # how often tenants' loads are told
-    index_interval_s: float = 5.0  # how often it is looked at what has to be written
-    rewrite_share: float = 0.05  # of a worker's blocks that events have changed
-    rewrite_after_s: float = 60.0  # however little they have
+    tick_s: float = 0.5  # how often tenants' loads are shared
+    index_interval_s: float = 5.0  # how often changed workers are looked for
+    rewrite_share: float = 0.05  # of a worker's blocks: rewritten when events changed more
+    rewrite_after_s: float = 60.0  # however few blocks they have changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,47 +72,47 @@ class TenantLoad:
 
 @dataclass(frozen=True, slots=True)
 class SaveView:
-    """Effect: keep this view, instead of an earlier one of the worker."""
+    """Effect: save this view, in place of an earlier one of the worker."""
 
     view: IndexView
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetView:
-    """Effect: the worker is gone; keep nothing of it."""
+    """Effect: the worker is gone; delete its view and events."""
 
     worker: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class SaveEvents:
-    """Effect: keep these events beside the views."""
+    """Effect: save these events beside the views."""
 
     events: KVEvents
 
 
 @dataclass(frozen=True, slots=True)
 class SaveLoads:
-    """Effect: tell the other routers what this one has, by tenant. Forgotten soon by itself."""
+    """Effect: share what this router has with the others, by tenant. It expires by itself."""
 
     tenants: dict[str, TenantLoad]
 
 
 @dataclass(frozen=True, slots=True)
 class StateUp:
-    """The store can be reached (again), and has told what it holds. It may have lost anything."""
+    """The store can be reached (again), and has sent what it has. It may have lost anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexWriter:
-    """Whether this router keeps the index from now on. Told again: what was kept was lost."""
+    """Whether this router saves the index from now on. Sent again: what was saved is lost."""
 
     writes: bool
 
 
 @dataclass(frozen=True, slots=True)
 class IndexLoaded:
-    """What is kept of the index. `events` are in the order in which they came."""
+    """The saved index. `events` are in the order in which they came."""
 
     views: tuple[IndexView, ...]
     events: tuple[KVEvents, ...]
@@ -141,9 +141,9 @@ class _Loaded:
 
 
 class SharedState:
-    """Owned by a router. Invariant: while it writes, the store has been told of each worker either
-    a view and every event since, or nothing that would be taken for one; `_loaded` has only what is
-    to be used when its worker comes up; one wake-up is under way if anything is shared."""
+    """Owned by a router. Invariant: while it writes, the store has of each worker either a view and
+    every event since, or nothing; `_loaded` has only what is to be used when its worker comes up;
+    one wake-up is under way if anything is shared."""
 
     def __init__(self, router: NodeId, config: StateConfig, index: PrefixIndex) -> None:
         self._router = router
@@ -191,7 +191,7 @@ class SharedState:
         """The index has them already."""
         written = self._written.get(events.worker)
         if not self.writes or written is None:
-            return  # it will be written whole
+            return  # it will be saved whole
         if events.epoch != self._epochs[events.worker]:
             return
         if isinstance(events, KVSnapshot):
@@ -214,7 +214,7 @@ class SharedState:
             self._effects.append(SaveLoads(loads))
 
     def _write_one(self, now: float) -> float:
-        """Write a worker that needs it. Returns when to look again, in seconds."""
+        """Save one worker that is due. Returns when to look again, in seconds."""
         if not self.writes or now < self._next_look:
             return self._config.tick_s
         for worker, epoch in self._epochs.items():

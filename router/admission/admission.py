@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from math import inf
 
 from engine.request import Refusal
-from router.admission.estimates import Estimates, Newcomer, WaitForecast
+from router.admission.estimates import Estimates, Newcomer
 from router.admission.fair_queue import FairQueue
 from router.admission.reservations import MAX_RETRY_AFTER_S, ClientKey, Reservations
-from router.averages import Average, DrainRate
+from router.averages import Average
 from router.config import RouterConfig
 from router.messages import Submit
 from router.record import Rejection, RequestRecord
@@ -56,11 +56,11 @@ class Admission:
         """`output_tokens`: of a request; its owner keeps it up to date."""
         self._config = config
         self._queue = queue
-        self._drain = DrainRate()
         self._reservations = Reservations()
-        self._estimates = Estimates(output_tokens)
-        share = config.low_priority_share
-        self._forecast = WaitForecast(queue, self._drain, self._reservations, share)
+        self._estimates = Estimates(
+            queue, self._reservations, config.low_priority_share, output_tokens
+        )
+        self._drain = self._estimates.drain
 
     def on_queue_changed(self, now: float, *, has_decode: bool) -> None:
         """Whether requests wait, or are served, may have changed."""
@@ -165,7 +165,7 @@ class Admission:
                 if not flow.waiting:
                     continue
                 who = self._newcomer(now, flow.newest)
-                wait_s = self._forecast.wait_s(who)
+                wait_s = self._estimates.wait_s(who)
                 if wait_s is None or wait_s <= self._allowed_s(who, RESERVED_WAIT, margin=0.0):
                     continue
                 waited_s = now - flow.newest.queued_at
@@ -210,11 +210,11 @@ class Admission:
         if not limit or num_queued - itself < limit:
             return None
         detail = f"{limit} requests of {tenant!r} are waiting, which is its limit"
-        place_s = (self._forecast.wait_s(who) or 0.0) / limit
+        place_s = (self._estimates.wait_s(who) or 0.0) / limit
         return self._refusal(now, who, Refusal.QUEUE_FULL, detail, place_s)
 
     def _too_late(self, now: float, who: Newcomer, has_reservation: bool) -> Rejection | None:
-        wait_s = self._forecast.wait_s(who)
+        wait_s = self._estimates.wait_s(who)
         if wait_s is None:
             return None
         is_new = not has_reservation and len(self._reservations) > 0
@@ -224,7 +224,7 @@ class Admission:
             allowed_s = self._allowed_s(who, RESERVED_WAIT if has_reservation else 1.0)
         if is_new and allowed_s / 2 < wait_s <= allowed_s:
             # There is room, but part of it is reserved for clients that are due back now.
-            wait_s = self._forecast.wait_s(who, self._reservations.active_units()) or 0.0
+            wait_s = self._estimates.wait_s(who, self._reservations.active_units()) or 0.0
         if wait_s <= allowed_s:
             return None
         detail = f"it would wait for about {wait_s:.1f} s, and "
@@ -248,7 +248,7 @@ class Admission:
         self, now: float, who: Newcomer, reason: Refusal, detail: str, place_s: float = 0.0
     ) -> Rejection:
         """`place_s`: until there is a place in the queue at the earliest, where it is full."""
-        wait_s = self._forecast.wait_s(who)
+        wait_s = self._estimates.wait_s(who)
         if wait_s is None:
             after_s, units_per_s = UNKNOWN_RETRY_AFTER_S, who.units / UNKNOWN_RETRY_AFTER_S
         else:

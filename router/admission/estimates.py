@@ -22,12 +22,41 @@ OUTPUT_UNITS = 2.0  # an output token against one of a prompt, as in VTC (Sheng 
 NO_UNITS: Mapping[FlowKey, float] = MappingProxyType({})
 
 
-class Estimates:
-    """Owned by the router's admission."""
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """A request that may have to wait: behind all waiting requests of its tenant."""
 
-    def __init__(self, output_tokens: Average) -> None:
+    client: ClientKey
+    level: Level
+    flow: Flow
+    units: float  # that it takes
+    own_units: float  # of its tenant's that wait before it
+    num_own: int
+    service_s: float
+    timeout_s: float
+    left_s: float  # of its timeout
+
+    @property
+    def key(self) -> FlowKey:
+        return self.client[:2]
+
+
+class Estimates:
+    """Owned by the router's admission, whose queue and reservations it reads."""
+
+    def __init__(
+        self,
+        queue: FairQueue,
+        reservations: Reservations,
+        low_share: float,
+        output_tokens: Average,
+    ) -> None:
         """`output_tokens`: of a request; its owner keeps it up to date."""
+        self._queue = queue
+        self._reservations = reservations
+        self._low_share = low_share
         self._output_tokens = output_tokens
+        self.drain = DrainRate()
         self._computed_share = Average(1.0)  # of prompt tokens; the rest was cached
         self._prompt_s = Ratio()  # per prompt token, from dispatch to the first token of output
         self._output_s = Ratio()  # per token of output after the first
@@ -57,6 +86,27 @@ class Estimates:
         if record.num_output_tokens > 1:
             self._output_s.add(now - first_at, record.num_output_tokens - 1)
 
+    def wait_s(self, who: Newcomer, reserved: Mapping[FlowKey, float] = NO_UNITS) -> float | None:
+        """Until it would be sent to a worker, if the `reserved` work came before it; None: not
+        known yet."""
+        rate = self.drain.units_per_s
+        if rate is None:
+            return None
+        levels, (priority, tenant) = self._queue.levels, who.key
+        above = sum(level.units for level in levels if level.priority < priority)
+        above += sum(units for (number, _), units in reserved.items() if number < priority)
+        beside = _ahead(who, reserved, self._reservations.num_by_flow)
+        # What those above leave once their queue is empty, or at least the guaranteed share.
+        least = self._low_share * rate / max(1, len(levels) - 1)
+        left = max(rate - self.drain.joining_above(priority), least)
+        wait_s = (above + beside) / left if left else inf
+        if above and least:
+            wait_s = min(wait_s, beside / least)
+        if self._queue.is_limited(who.flow):
+            running = max(1, self._queue.num_running[tenant])
+            wait_s = max(wait_s, (who.num_own + 1) / running * who.service_s)
+        return wait_s
+
 
 def units_done(record: RequestRecord) -> float:
     """What `record` has taken up to now."""
@@ -69,64 +119,12 @@ def computed_tokens(record: RequestRecord) -> int:
     return record.num_prompt_tokens - (record.num_cached_tokens or 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Newcomer:
-    """A request that may have to wait: behind all waiting requests of its tenant."""
-
-    client: ClientKey
-    level: Level
-    flow: Flow
-    units: float  # that it takes
-    own_units: float  # of its tenant's that wait before it
-    num_own: int
-    service_s: float
-    timeout_s: float
-    left_s: float  # of its timeout
-
-    @property
-    def key(self) -> FlowKey:
-        return self.client[:2]
-
-
-class WaitForecast:
-    """Owned by the router's admission, whose parts it reads."""
-
-    def __init__(
-        self, queue: FairQueue, drain: DrainRate, reservations: Reservations, low_share: float
-    ) -> None:
-        self._queue = queue
-        self._drain = drain
-        self._reservations = reservations
-        self._low_share = low_share
-
-    def wait_s(self, who: Newcomer, reserved: Mapping[FlowKey, float] = NO_UNITS) -> float | None:
-        """Until it would be sent to a worker, if the `reserved` work came before it; None: not
-        known yet."""
-        rate = self._drain.units_per_s
-        if rate is None:
-            return None
-        levels, (priority, tenant) = self._queue.levels, who.key
-        above = sum(level.units for level in levels if level.priority < priority)
-        above += sum(units for (number, _), units in reserved.items() if number < priority)
-        beside = _ahead(who, reserved, self._reservations.num_by_flow)
-        # What those above leave once their queue is empty, or at least the guaranteed share.
-        least = self._low_share * rate / max(1, len(levels) - 1)
-        left = max(rate - self._drain.joining_above(priority), least)
-        wait_s = (above + beside) / left if left else inf
-        if above and least:
-            wait_s = min(wait_s, beside / least)
-        if self._queue.is_limited(who.flow):
-            running = max(1, self._queue.num_running[tenant])
-            wait_s = max(wait_s, (who.num_own + 1) / running * who.service_s)
-        return wait_s
-
-
 def _ahead(
     who: Newcomer, reserved: Mapping[FlowKey, float], num_reserved: Mapping[FlowKey, int]
 ) -> float:
     """Work of its priority that is served before it: all of its tenant's, and of others what they
-    start earlier in virtual time. A tenant with reservations will not run out of work: whatever
-    capacity becomes free is used."""
+    start earlier in virtual time. A tenant with reservations will not run out of work:
+    it uses all capacity that becomes free."""
     level, flow = who.level, who.flow
     own = who.own_units + reserved.get(who.key, 0.0)
     start = flow.start + own / flow.share.weight

@@ -4,15 +4,15 @@ Life of a request here: pushed -> charged, when it is sent to a worker -> settle
 ended; `restore` brings one back whose attempt failed. The order, by the first rule that decides:
 
 1. The lowest priority number goes first. While others wait behind it, a small share of the service
-   is theirs (`low_share`, split evenly between the priorities): each earns its part of what is
-   served, and goes first as soon as it has earned what its next request takes. So none starves.
-2. Within a priority, what came back after a failed attempt, in order of arrival.
+   is theirs (`low_share`, split evenly between the priorities): each gets credit for its part of
+   what is served, and goes first once its credit covers its next request. So none starves.
+2. Within a priority, requests whose attempt failed, in order of arrival.
 3. Tenants share by weight: start-time fair queueing (Goyal, Vin, Cheng 1996). A tenant's next
    request starts, in virtual time, where its last one finished; the earliest start goes first.
 4. Within a tenant, the order of arrival.
 
-Service is in units of work (`router.admission.estimates`): charged as estimated when a
-request is sent, and set right by what it really took when it has ended.
+Service is in units of work (`router.admission.estimates`): charged as estimated when a request is
+sent, and corrected to what it took when it has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from router.messages import TenantShare
 from router.record import RequestRecord
 from router.state import TenantLoad
 
-MAX_PASSED = 32  # so many later requests may be served before one that found no place
+MAX_PASSED = 32  # so many later requests may be served before one that no worker has room for
 LEAST_LEFT = 0.25  # of a request, until it ends: estimates are means, and some take far more
 
 
@@ -42,7 +42,7 @@ class Entry:
     is_charged: bool = False
     is_served: bool = False  # it has an attempt
     units_left: float = 0.0  # while it is served
-    num_passed: int = 0  # later requests served before it, since it found no place
+    num_passed: int = 0  # later requests served before it, since no worker had room for it
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +74,7 @@ class Level:
     flows: dict[str, Flow] = field(default_factory=dict)
     returned: list[tuple[int, Entry]] = field(default_factory=list)  # by arrival
     virtual: float = 0.0  # start of the last request that was charged
-    credit: float = 0.0  # service that it has earned behind others
+    credit: float = 0.0  # service owed to it while higher priorities are served
     units: float = 0.0  # of all that waits
     num_new: int = 0  # that were never served
 
@@ -109,7 +109,7 @@ class FairQueue:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Where something waits, first things first. Not to be changed."""
+        """Those where something waits, highest priority first. Not to be changed."""
         return tuple(self._levels)
 
     def in_order(self) -> Iterator[RequestRecord]:
@@ -139,7 +139,7 @@ class FairQueue:
         return running >= left
 
     def find(self, priority: int, tenant: str) -> tuple[Level | None, Flow | None]:
-        """Where requests of a tenant wait; None where none does."""
+        """Priority and tenant, where such requests wait; None where none does."""
         level = next((each for each in self._levels if each.priority == priority), None)
         return level, None if level is None else level.flows.get(tenant)
 
@@ -177,19 +177,19 @@ class FairQueue:
         """The next request to be served; None: none, or only those in `skip` and of tenants that
         have as many running as they may. It waits until it is charged."""
         first: Entry | None = None
-        earned: tuple[float, Entry] | None = None
+        credited: tuple[float, Entry] | None = None
         for level in self._levels:
             entry = self._head(level, skip)
             if entry is None:
                 continue
             if first is None:
                 first = entry
-            elif level.credit >= entry.units and (earned is None or level.credit > earned[0]):
-                earned = level.credit, entry
-        return first if earned is None else earned[1]
+            elif level.credit >= entry.units and (credited is None or level.credit > credited[0]):
+                credited = level.credit, entry
+        return first if credited is None else credited[1]
 
     def charge(self, now: float, record: RequestRecord) -> None:
-        """It is sent to a worker. Its service is its tenant's, and earns those behind it theirs."""
+        """It is sent to a worker: charge its tenant, and credit the lower priorities that wait."""
         entry = self._entries[record.request_id]
         level, flow = entry.level, entry.flow
         self._take_out(entry)
@@ -204,7 +204,7 @@ class FairQueue:
         level.virtual = max(level.virtual, flow.start)
         flow.finish = flow.start + entry.units / flow.share.weight
         for idle in [f for f in level.flows.values() if not f.waiting]:
-            if idle.finish <= level.virtual:  # it would begin anew from here anyway
+            if idle.finish <= level.virtual:  # a new flow would start here as well
                 del level.flows[idle.tenant]
         top = min(each.priority for each in (level, *self._levels[:1]))
         if level.priority > top:
@@ -223,8 +223,8 @@ class FairQueue:
             entry.units_left = left
 
     def settle(self, record: RequestRecord, units: float) -> None:
-        """It has ended, wherever it was, after `units` of service: its tenant's account is set
-        right by the difference to the estimate."""
+        """It has ended, queued or served, after `units` of service: its tenant is charged the
+        difference to the estimate."""
         entry = self._entries.get(record.request_id)
         if entry is None:
             return
@@ -237,10 +237,10 @@ class FairQueue:
         del self._entries[record.request_id]
 
     def surplus(self, max_new: int) -> RequestRecord | None:
-        """Which new request has to go because more than `max_new` wait; None: none has to.
+        """The new request to refuse because more than `max_new` wait; None: no more do.
 
-        It is the newest of the tenant that holds most for its weight, in the lowest priority that
-        holds more than its guaranteed share of the places."""
+        It is the newest of the tenant that has most waiting for its weight, in the lowest priority
+        that has more waiting than its guaranteed share."""
         if self.num_new <= max_new:
             return None
         levels = [level for level in self._levels if level.num_new]
@@ -257,7 +257,7 @@ class FairQueue:
         return flow.newest
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where a sum is not what it counts."""
+        """Raises AssertionError where a sum is wrong."""
         counted: Counter[str] = Counter()
         for entry in self._entries.values():
             counted[entry.record.submit.tenant] += entry.is_served

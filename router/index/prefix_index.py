@@ -14,7 +14,7 @@ prefix is held without holes, as eviction from its end leaves it. Among the firs
 is seen; one behind them may be overlooked, and then the worker finds out for itself what it has to
 compute. What is claimed always ends before any block that was asked about and was not there.
 
-Work that grows with what one worker holds is put off: when a worker goes or starts anew its blocks
+Work that grows with what one worker holds is put off: when a worker goes or restarts its blocks
 count no more, and are taken out some at a time by later calls. Only a snapshot of a worker that has
 blocks already replaces them in one call.
 """
@@ -41,7 +41,7 @@ class Held(NamedTuple):
     `times`, in tokens). A block that is in several tiers counts for the fastest.
 
     `said` is how much of it, from the first block on, the worker itself has said it holds, in
-    whatever tier: the rest is only expected there, and cannot be fetched from it."""
+    any tier: the rest is only expected there, and cannot be fetched from it."""
 
     device: int = 0
     host: int = 0  # each of them in device or host memory
@@ -88,7 +88,7 @@ class _View:
 
 
 class Matches:
-    """What a lookup found. Ask it before the index changes: a worker that has started anew since
+    """What a lookup found. Ask it before the index changes: a worker that has restarted since
     has no answer here."""
 
     __slots__ = ("_best", "_index", "ends")
@@ -179,8 +179,8 @@ class PrefixIndex:
         change nothing. A later epoch than the known one empties the view.
         """
         if isinstance(events, KVSnapshot):
-            told = (TierHashes(Tier.DEVICE, events.hashes), *events.tiers)
-            tiers = {part.tier: b"".join(part.stored) for part in told}
+            parts = (TierHashes(Tier.DEVICE, events.hashes), *events.tiers)
+            tiers = {part.tier: b"".join(part.stored) for part in parts}
             return self.restore(now, events.worker, events.epoch, events.seq, tiers)
         view = self._current_view(events.worker, events.epoch, events.seq)
         if view is None:

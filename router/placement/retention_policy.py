@@ -8,8 +8,8 @@ the rest lasts until it is used. KV of a session is kept where it is decoded, si
 session go there.
 
 How likely KV is to be used again, and how soon, is measured on the prompts that arrive. A prompt
-that continues an earlier one is found by the block hashes at a few positions of each, so that it
-costs the same whatever is still cached anywhere. Requests are told apart by what is known when they
+that continues an earlier one is found by the block hashes at a few positions of each, so that the
+cost does not depend on what is still cached. Requests are told apart by what is known when they
 end: how many turns went before, and whether they are long enough to be continued at all.
 """
 

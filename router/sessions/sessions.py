@@ -215,7 +215,7 @@ class Sessions:
         self._reply(now, command, fork)
 
     def _list(self, now: float, command: SessionCommand) -> None:
-        """By name, so that pages fit together whatever happens between them."""
+        """By name, so that pages fit together if sessions change in between."""
         after, limit = command.session, max(1, command.limit)
         found = [s for s in self.table.of_tenant(command.tenant) if not after or s.name > after]
         page: list[SessionInfo] = []

@@ -2,7 +2,7 @@
 
 Every change raises a session's version by one. Two routers that change it at once both raise the
 same one: then the state that was used last counts, for all of them alike. A turn that is running
-here is never lost: at its end it is a change like any other, of the version after the newest known.
+here is not lost: its end is a change like any other, of the version after the newest known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a router believes of the workers' caches: prefixes by tier, gaps, epochs, speculation."""
+"""What a router knows of the workers' caches: prefixes by tier, gaps, epochs, expected blocks."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_removed_worker_leaves_nothing_and_its_place_is_used_again() -> None:
     index.check_integrity()
 
 
-def test_speculation_counts_until_it_expires() -> None:
+def test_expected_blocks_count_until_they_expire() -> None:
     index = index_of("a")
     index.expect(0.0, "a", b"".join(CHAIN[:3]))
     assert lengths(index, EXPECTED_S - 0.1, CHAIN) == {"a": 3}
@@ -163,7 +163,7 @@ def test_the_end_of_an_expectation_is_not_that_of_a_worker_in_the_same_place() -
     assert lengths(index, EXPECTED_S + 1, CHAIN) == {"b": 2}
 
 
-def test_a_real_block_replaces_a_speculative_one() -> None:
+def test_a_real_block_replaces_an_expected_one() -> None:
     index = index_of("a")
     index.expect(0.0, "a", b"".join(CHAIN[:2]))
     index.apply(1.0, KVEvents("a", 1, 1, CHAIN[:1], ()))
@@ -173,7 +173,7 @@ def test_a_real_block_replaces_a_speculative_one() -> None:
     index.check_integrity()
 
 
-def test_speculation_is_bounded_and_the_oldest_goes_first() -> None:
+def test_expected_blocks_are_bounded_and_the_oldest_go_first() -> None:
     index = PrefixIndex(RETRY_S, EXPECTED_S, max_expected=3)
     index.add("a", 1)
     index.expect(0.0, "a", b"".join(names(7)))

@@ -154,7 +154,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert asked == self.may_ask(worker)
 
     @rule(worker=worker, blocks=st.lists(block))
-    def speculate(self, worker: str, blocks: list[bytes]) -> None:
+    def expect(self, worker: str, blocks: list[bytes]) -> None:
         self.index.expect(self.now, worker, b"".join(blocks))
         if worker in self.known:
             for block in dict.fromkeys(blocks):
