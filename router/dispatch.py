@@ -34,7 +34,7 @@ STICKY_BLOCKS = 4  # prompts that begin with the same blocks, so many, belong to
 
 class Dispatcher:
     """Owned by the router. Invariant: an endpoint has a booking for each live attempt that it still
-    has work to do for, and for nothing else; the fleets are the living, by role."""
+    has work to do for, and for nothing else; the fleets are the workers that are up, by role."""
 
     def __init__(self, config: RouterConfig, name: str = "") -> None:
         """`name` of the router: routers break ties differently."""
@@ -42,7 +42,7 @@ class Dispatcher:
         self._endpoints: dict[NodeId, Endpoint] = {}
         self.cost = CostModel()
         self._fleets = {role: Fleet(name, self.cost) for role in Role}
-        self._kinds: dict[tuple[bytes, int], WorkerInfo] = {}  # of the living
+        self._kinds: dict[tuple[bytes, int], WorkerInfo] = {}  # of the workers that are up
         self.index = PrefixIndex(
             config.snapshot_retry_s, config.speculative_s, config.max_speculative
         )
@@ -72,11 +72,11 @@ class Dispatcher:
         return len(self._fleets[Role.DECODE]) > 0
 
     def workers(self) -> dict[NodeId, WorkerInfo]:
-        """The living ones."""
+        """Those that are up."""
         return {e.worker: e.info for e in self.endpoints if e.alive}
 
     def endpoint(self, worker: NodeId, epoch: int) -> Endpoint | None:
-        """The living worker of exactly this epoch."""
+        """The worker of exactly this epoch, if it is up."""
         endpoint = self._endpoints.get(worker)
         if endpoint is None or not endpoint.alive or endpoint.info.epoch != epoch:
             return None

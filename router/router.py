@@ -96,7 +96,7 @@ class Router:
             WorkerStats: self._on_stats,
             SessionCommand: self.sessions.on_command,
             CacheOrderDone: self.sessions.on_order_done,
-            StateUp: lambda now, _: self.sessions.save_all(now),
+            StateUp: self.sessions.on_state_up,
             SessionsUpdated: self.sessions.on_sessions_updated,
             IndexLoaded: self.shared.on_index_loaded,
             IndexWriter: self.shared.on_index_writer,

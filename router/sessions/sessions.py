@@ -263,7 +263,7 @@ class Sessions:
         for tenant in merge(now, self.table, updated):
             self._make_room(tenant)
 
-    def save_all(self, now: float) -> None:
+    def on_state_up(self, now: float, _: object) -> None:
         """The store was away: save all again. It keeps what it has in the same version."""
         self._effects += [SaveSession(s.record(now)) for s in self.table if s.saved]
 

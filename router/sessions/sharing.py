@@ -14,14 +14,14 @@ from router.sessions.table import Session, SessionRecord, SessionTable, restored
 
 @dataclass(frozen=True, slots=True)
 class SaveSession:
-    """Effect: keep this record, instead of an earlier one of the session."""
+    """Effect: save this record, in place of an earlier one of the session."""
 
     record: SessionRecord
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteSession:
-    """Effect: keep no record of this session."""
+    """Effect: delete the record of this session."""
 
     tenant: str
     session: str
