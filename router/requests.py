@@ -99,7 +99,7 @@ class Requests:
 
     def refuse(self, now: float, call: Call) -> Failed | None:
         """Why `call` would be refused, by a cheap check; it counts as if it was submitted."""
-        rejection = self.admission.plainly_refused(now, call)
+        rejection = self.admission.quick_refusal(now, call)
         if rejection is None:
             return None
         self.totals.submitted += 1

@@ -161,10 +161,8 @@ class Router:
 
     def check_idle(self) -> list[str]:
         """A line for each thing that should not be there when no request is."""
-        left = [f"request {record.request_id} is live" for record in self._requests.live.values()]
-        left += [
-            f"request {record.request_id} is queued" for record in self._requests.queue.in_order()
-        ]
+        left = [f"request {request_id} is live" for request_id in self._requests.live]
+        left += [f"request {r.request_id} is queued" for r in self._requests.queue.in_order()]
         for endpoint in self._dispatcher.endpoints:
             left += [f"{endpoint.worker} has {name} booked" for name in endpoint.bookings]
             left += endpoint.check_integrity()
@@ -275,9 +273,8 @@ class Router:
             case Refusal.UNKNOWN:
                 requests.retry(now, record, Cause.UNKNOWN, detail, gone=endpoint)
             case Refusal.QUEUE_FULL:
-                requests.retry(
-                    now, record, Cause.QUEUE_FULL, detail, gone=endpoint, blamed=endpoint
-                )
+                cause = Cause.QUEUE_FULL
+                requests.retry(now, record, cause, detail, gone=endpoint, blamed=endpoint)
             case Refusal.DUPLICATE:  # a repeated message: it has this attempt already, or a later
                 self._probe(now, record, attempt)
             case Refusal.DEADLINE:

@@ -1,4 +1,4 @@
-"""What a router shares with other routers and with its next life, as effects and messages.
+"""What a router shares with other routers, and with itself after a restart.
 
 A router decides from its own memory alone, always. Behind it, a *store* (an executor: see
 `cluster.state`) may hold copies: of the prefix index, of sessions, and of what each tenant has
@@ -10,7 +10,7 @@ events since. A worker is rewritten once events have changed a share of its bloc
 read back counts only for a worker of the same epoch that is up; what it does not know yet comes
 with the worker's own events, or its snapshot where they leave a gap.
 
-Without a store, routers tell each other where they have routed prompts (`ReplicaSync`). A router
+Besides, routers tell each other where they have routed prompts (`ReplicaSync`). A router
 knows at once which blocks its prompts will bring into a worker's memory; the others would get the
 events only when they are computed, and meanwhile send prompts that begin alike to other workers. A
 message has the blocks that are new to one worker. It may be lost: the worker's own events follow.

@@ -77,16 +77,15 @@ class Admission:
         return self._estimates.units(record.num_prompt_tokens, record.sampling.max_tokens)
 
     def on_admitted(self, record: RequestRecord) -> None:
-        """`record` is admitted."""
         self._drain.on_queued(record.submit.priority, self._queue.entry(record).units)
 
     def on_finished(self, now: float, record: RequestRecord) -> None:
         """`record` was served to its end."""
-        self._estimates.on_finished(now, record, self._queue.sent_at(record))
+        self._estimates.on_finished(now, record)
 
     def on_deadline(self, now: float, record: RequestRecord) -> None:
         """`record` is past its deadline."""
-        self._estimates.on_ended(now, record, self._queue.sent_at(record))
+        self._estimates.on_ended(now, record)
 
     def may_send(self, record: RequestRecord) -> bool:
         """Whether `record` can be expected to end in time beside all that is at the workers.
@@ -101,19 +100,12 @@ class Admission:
         stay_s = (2 * self._queue.units_left + self._queue.entry(record).units) / rate
         return stay_s <= (record.deadline - record.submitted_at) * MAX_STAY
 
-    def _service_s(self, num_prompt: int, max_tokens: int) -> float:
-        """From dispatch to end: as for earlier requests, or by the load now (Little's law)."""
-        rate = self._drain.can_serve_per_s
-        stay_s = self._queue.units_running / rate if rate else 0.0
-        return max(self._estimates.service_s(num_prompt, max_tokens), stay_s)
-
     def redeem(self, now: float, record: RequestRecord) -> bool:
         """Whether `record`, which has just come, was told to come back now (Retry-After)."""
-        return len(self._reservations) > 0 and self._reservations.redeem(
-            now, _client(record.submit)
-        )
+        reservations = self._reservations
+        return len(reservations) > 0 and reservations.redeem(now, _client(record.submit))
 
-    def plainly_refused(self, now: float, call: Call) -> Rejection | None:
+    def quick_refusal(self, now: float, call: Call) -> Rejection | None:
         """Why `call`, which is not yet submitted, would be refused if it was. A cheap check, that
         does not find every reason."""
         level, flow = self._queue.find(call.priority, call.tenant)
@@ -126,7 +118,7 @@ class Admission:
             units=self._estimates.units(call.num_prompt_tokens, call.max_tokens),
             own_units=flow.units,
             num_own=len(flow.waiting),
-            service_s=self._service_s(call.num_prompt_tokens, call.max_tokens),
+            service_s=self._estimates.service_s(call.num_prompt_tokens, call.max_tokens),
             timeout_s=call.timeout_s,
             left_s=call.timeout_s,
         )
@@ -144,15 +136,12 @@ class Admission:
             return record, rejection
         self.on_admitted(record)
         # Places in the queue are kept as well, for clients that are due back now.
-        kept = (
-            0
-            if has_reservation
-            else min(self._reservations.num_active, self._config.max_queue // 2)
-        )
-        surplus = self._queue.surplus(self._config.max_queue - kept)
+        limit = self._config.max_queue
+        kept = 0 if has_reservation else min(self._reservations.num_active, limit // 2)
+        surplus = self._queue.surplus(limit - kept)
         if surplus is None:
             return None
-        detail = f"{self._config.max_queue} requests are waiting, which is the limit"
+        detail = f"{limit} requests are waiting, which is the limit"
         newcomer = self._newcomer(now, surplus)
         place_s = newcomer.units / (self._drain.units_per_s or inf)
         return surplus, self._refusal(now, newcomer, Refusal.QUEUE_FULL, detail, place_s)
@@ -177,7 +166,7 @@ class Admission:
         """Why `record` can no longer be served in time, if it waits and was never dispatched."""
         if record not in self._queue or self._queue.entry(record).is_charged:
             return None
-        service_s = self._service_s(record.num_prompt_tokens, record.sampling.max_tokens)
+        service_s = self._estimates.service_s(record.num_prompt_tokens, record.sampling.max_tokens)
         if now + service_s <= record.deadline:
             return None
         left_s = max(0.0, record.deadline - now)
@@ -197,7 +186,9 @@ class Admission:
             units=entry.units,
             own_units=max(0.0, entry.flow.units - entry.units),
             num_own=len(entry.flow.waiting) - 1,
-            service_s=self._service_s(record.num_prompt_tokens, record.sampling.max_tokens),
+            service_s=self._estimates.service_s(
+                record.num_prompt_tokens, record.sampling.max_tokens
+            ),
             timeout_s=record.deadline - record.submitted_at,
             left_s=record.deadline - now,
         )

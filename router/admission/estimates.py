@@ -67,19 +67,23 @@ class Estimates:
         return computed + OUTPUT_UNITS * min(max_tokens, self._output_tokens.value)
 
     def service_s(self, num_prompt: int, max_tokens: int) -> float:
-        """From its dispatch to its end; 0 as long as nothing is known."""
+        """From its dispatch to its end: as for earlier requests, or by the load now (Little's
+        law); 0 as long as nothing is known."""
         output_s = min(max_tokens, self._output_tokens.value) * self._output_s.value
-        return num_prompt * self._prompt_s.value + output_s
+        rate = self.drain.can_serve_per_s
+        stay_s = self._queue.units_running / rate if rate else 0.0
+        return max(num_prompt * self._prompt_s.value + output_s, stay_s)
 
-    def on_finished(self, now: float, record: RequestRecord, sent_at: float | None) -> None:
+    def on_finished(self, now: float, record: RequestRecord) -> None:
         """A request was served to its end."""
         if record.num_cached_tokens is not None:
             self._computed_share.add(computed_tokens(record) / record.num_prompt_tokens)
-        self.on_ended(now, record, sent_at)
+        self.on_ended(now, record)
 
-    def on_ended(self, now: float, record: RequestRecord, sent_at: float | None) -> None:
-        """Count how long it took, as far as it came; `sent_at` None: it was sent more than once."""
-        if sent_at is None:
+    def on_ended(self, now: float, record: RequestRecord) -> None:
+        """Count how long it took, as far as it came."""
+        sent_at = self._queue.sent_at(record)
+        if sent_at is None:  # it was never sent, or more than once
             return
         first_at = now if record.first_token_at is None else record.first_token_at
         self._prompt_s.add(first_at - sent_at, record.num_prompt_tokens)

@@ -152,13 +152,12 @@ class FairQueue:
     def push(self, record: RequestRecord, units: float) -> None:
         """A new request, to the end of its tenant's."""
         assert record.request_id not in self._entries, f"{record.request_id} is known already"
-        level = self._level(record.submit.priority)
-        flow = level.flows.get(record.submit.tenant)
+        submit = record.submit
+        level = self._level(submit.priority)
+        flow = level.flows.get(submit.tenant)
         if flow is None:
-            flow = level.flows[record.submit.tenant] = Flow(
-                record.submit.tenant, record.submit.share
-            )
-        flow.share = record.submit.share
+            flow = level.flows[submit.tenant] = Flow(submit.tenant, submit.share)
+        flow.share = submit.share
         entry = self._entries[record.request_id] = Entry(record, units, level, flow)
         self._add(entry)
 
