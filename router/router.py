@@ -49,7 +49,7 @@ from router.state import (
     StateUp,
     TenantLoad,
 )
-from router.status import RouterStatus, worker_statuses
+from router.status import RouterStatus, worker_status
 
 TICK = "tick"
 
@@ -156,7 +156,7 @@ class Router:
             num_queued=len(self._requests.queue),
             totals=deepcopy(self._totals),
             prediction_error=self.explanations.prediction_error,
-            workers=worker_statuses(now, self._dispatcher.endpoints),
+            workers=tuple(worker_status(now, each) for each in self._dispatcher.endpoints),
         )
 
     def check_idle(self) -> list[str]:

@@ -136,7 +136,7 @@ class _Written:
 
 @dataclass(slots=True)
 class _Loaded:
-    view: IndexView | None = None
+    view: IndexView
     events: list[KVEvents] = field(default_factory=list)
 
 
@@ -240,7 +240,7 @@ class SharedState:
 
     def _restore(self, now: float, worker: NodeId, epoch: int) -> None:
         loaded = self._loaded.pop(worker, None)
-        if loaded is None or loaded.view is None or loaded.view.epoch != epoch:
+        if loaded is None or loaded.view.epoch != epoch:
             return
         view = loaded.view
         self._index.restore(now, worker, epoch, view.seq, view.block_hashes)

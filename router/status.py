@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.node import NodeId
@@ -91,11 +90,7 @@ class RouterStatus:
         return self.totals.cached_tokens / max(1, self.totals.prompt_tokens)
 
 
-def worker_statuses(now: float, endpoints: Iterable[Endpoint]) -> tuple[WorkerStatus, ...]:
-    return tuple(_worker_status(now, endpoint) for endpoint in endpoints)
-
-
-def _worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
+def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
     info, stats = endpoint.info, endpoint.stats if endpoint.alive else None
     state = "down" if not endpoint.alive else "backoff" if now < endpoint.excluded_until else "up"
     return WorkerStatus(
