@@ -46,8 +46,8 @@ def start_workers(dispatcher: Dispatcher, num_workers: int) -> None:
             num_waiting=0, num_running=0, num_handoffs=0, pending_prefill_tokens=0,
             prefill_tokens_per_s=20_000.0, decode_step_s=0.02, read_bytes_per_s=20e9,
         )  # fmt: skip
-        dispatcher.up(0.0, info)
-        dispatcher.observe(0.0, stats)
+        dispatcher.on_worker_up(0.0, info)
+        dispatcher.on_stats(0.0, stats)
 
 
 def decision(dispatcher: Dispatcher, load: RoutingLoad, num_blocks: int) -> dict[str, Samples]:
@@ -58,22 +58,22 @@ def decision(dispatcher: Dispatcher, load: RoutingLoad, num_blocks: int) -> dict
     settle_memory()  # as a server does
     for kind in ("hit", "miss"):
         times: Samples = {"names": [], "rest": []}
-        logs = []
+        records = []
         for n in range(NUM_DECISIONS):
             tokens = tuple(rng.randrange(1 << 17) for _ in range(num_blocks * BLOCK_SIZE + 1))
             submit = Submit(f"{kind} {num_blocks} {n}", "api", tokens, SamplingParams(), 60.0)
-            log = RequestRecord(submit, submit.sampling, n, 0.0, 60.0, 0.0)
+            record = RequestRecord(submit, submit.sampling, n, 0.0, 60.0, 0.0)
             holder = dispatcher.endpoint(name_of(1 + n % (load.num_workers - 1)), 1)
             assert holder is not None
-            times["names"].append(timed(lambda: log.packed_hashes(holder.info)))  # noqa: B023
+            times["names"].append(timed(lambda: record.packed_hashes(holder.info)))  # noqa: B023
             if kind == "hit":
                 slot = dispatcher.index.views[holder.worker].slot
-                dispatcher.index.table.change(slot, log.packed_hashes(holder.info), add=1)
-            logs.append(log)
-        for log in logs:
+                dispatcher.index.table.change(slot, record.packed_hashes(holder.info), add=1)
+            records.append(record)
+        for record in records:
             began = time.perf_counter()
-            attempt = dispatcher.place(0.0, log)
+            attempt = dispatcher.place(0.0, record)
             times["rest"].append(time.perf_counter() - began)
-            dispatcher.release(attempt, log.request_id)  # type: ignore[arg-type]
+            dispatcher.release(attempt, record.request_id)  # type: ignore[arg-type]
         found[kind] = times
     return found

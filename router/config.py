@@ -1,4 +1,4 @@
-"""What a router may be told: limits, patience and the name of its policy. Read once, at start."""
+"""Configuration of a router: limits, timeouts and the name of its policy. Read once, at start."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class RouterConfig:
     """
 
     policy: str = "prefix"  # one of POLICIES; the others are baselines to compare with
-    max_queue: int = 1024  # new requests that wait for a slot; requests that go on are not counted
-    max_queue_wait_s: float = 10.0  # who would wait longer is refused when it comes
+    max_queue: int = 1024  # new requests that wait; those that are retried are not counted
+    max_queue_wait_s: float = 10.0  # a request that would wait longer is refused
     low_priority_share: float = 0.05  # of the service, for lower priorities while higher ones wait
-    max_inflight_per_worker: int = 128  # of this router; the rest waits here, where it can choose
-    max_memory_wait_s: float = 3.0  # a request goes to no worker where it would wait longer for KV
+    max_inflight_per_worker: int = 128  # requests of this router; the rest waits in its queue
+    max_memory_wait_s: float = 3.0  # no worker is chosen where KV blocks are free only later
     max_attempts: int = 6  # dispatches that failed before the request does
     max_timeout_s: float = 3600.0  # a client's timeout is cut to this
-    no_workers_wait_s: float = 60.0  # a request waits this long for a first decode worker
-    probe_after_s: float = 5.0  # without news of a request for this long, its worker is asked
-    max_silent_probes: int = 3  # unanswered in a row: the worker is given up for this request
+    no_workers_wait_s: float = 60.0  # for a first decode worker; then the request fails
+    probe_after_s: float = 5.0  # without a delta of a request for this long, its worker is asked
+    max_silent_probes: int = 3  # unanswered in a row: the request goes to another worker
     tick_s: float = 0.25  # how often deadlines and silences are looked at
     snapshot_retry_s: float = 1.0  # an index with a gap asks again after this
     speculative_s: float = 10.0  # how long a routed prompt counts as cached without an event
     max_speculative: int = 200_000  # such blocks, of all workers together
-    backoff_s: float = 0.5  # a worker that failed is left alone this long; doubles each time
+    backoff_s: float = 0.5  # a worker that failed gets no requests so long; doubles each time
     max_backoff_s: float = 30.0
     max_decisions: int = 512  # kept to be explained
     max_ended: int = 4096  # ids kept, so that a repeated Submit does not run again

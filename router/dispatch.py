@@ -1,65 +1,66 @@
 """Where requests go: the workers that are up, what they hold, and the choice among them.
 
-Life of a placement: a queued request is matched with the prefix index, the policy picks from the
+Life of an attempt: a queued request is matched with the prefix index, the policy picks from the
 workers that can take it, and the load is booked at once, so that the next choice sees it. The
-booking ends with the first token (prefill) and with the request (decode). A worker that cannot take
-it may still lend its KV to one that can.
+booking ends with the first token (prefill) and with the request (decode). KV may be fetched from a
+worker that cannot take the request itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from engine.kv.events import KVEvents, KVSnapshot
 from engine.node import NodeId
+from engine.request import Refusal
 from engine.stats import Role, WorkerInfo, WorkerStats
-from router.admission.admission import Rejection, blocks_needed, clamp_max_tokens
+from router.averages import Average
 from router.config import RouterConfig
 from router.index.prefix_index import PrefixIndex
 from router.placement.choice import GROUP, Option
 from router.placement.cost import CostModel
 from router.placement.endpoint import Endpoint, model_number
 from router.placement.fleet import Fleet
-from router.placement.policy import Decision, Policy, Question
+from router.placement.policy import Policy, TtftPredictor
 from router.placement.retention_policy import RetentionPolicy
-from router.placement.ttft_predictor import TtftPredictor
-from router.placement.work import HashedPrompt, Work
-from router.record import Attempt, RequestRecord
+from router.placement.work import Decision, HashedPrompt, Work
+from router.record import Attempt, Rejection, RequestRecord
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
-EXPECTED_OUTPUT = 128.0  # tokens, until requests have ended
-OUTPUT_SMOOTHING = 0.05
-STICKY_BLOCKS = 4  # beginnings of prompts that agree in so many blocks belong to one session
+FIRST_OUTPUT = 128.0  # tokens, until requests have ended
+STICKY_BLOCKS = 4  # prompts that begin with the same blocks, so many, belong to one session
 
 
 class Dispatcher:
     """Owned by the router. Invariant: an endpoint has a booking for each live attempt that it still
-    has work to do for, and for nothing else; the fleets are the living, by role."""
+    has work to do for, and for nothing else; the fleets are the workers that are up, by role."""
 
     def __init__(self, config: RouterConfig, name: str = "") -> None:
-        """`name` of the router: what it does with ties is its own."""
+        """`name` of the router: routers break ties differently."""
         self._config = config
         self._endpoints: dict[NodeId, Endpoint] = {}
         self.cost = CostModel()
         self._fleets = {role: Fleet(name, self.cost) for role in Role}
-        self._kinds: dict[tuple[bytes, int], WorkerInfo] = {}  # of the living
+        self._kinds: dict[tuple[bytes, int], WorkerInfo] = {}  # of the workers that are up
         self.index = PrefixIndex(
             config.snapshot_retry_s, config.speculative_s, config.max_speculative
         )
-        self.index.on_slot = self._move
+        self.index.on_slot = self._on_slot
         self._predictor = TtftPredictor()
         self._policy = Policy(
             config.policy,
             self.cost,
             self.index.table,
+            self._fleets,
             max_inflight=config.max_inflight_per_worker,
             max_memory_wait_s=config.max_memory_wait_s,
             probe_after_s=config.probe_after_s,
         )
-        self._keepers = RetentionPolicy(self._fleets[Role.DECODE], self._fleets[Role.PREFILL])
-        self._expected_output = EXPECTED_OUTPUT
+        self._retention = RetentionPolicy(self._fleets[Role.DECODE], self._fleets[Role.PREFILL])
+        self.output_tokens = Average(FIRST_OUTPUT)  # of a request
         self._shapes: list[WorkerInfo] = []  # of the decode workers, one of each; always a new list
-        self._now = 0.0  # of the last message that was about a worker
+        self._now = 0.0  # of the last message about a worker
 
     @property
     def endpoints(self) -> Iterator[Endpoint]:
@@ -70,16 +71,20 @@ class Dispatcher:
     def has_decode(self) -> bool:
         return len(self._fleets[Role.DECODE]) > 0
 
+    def workers(self) -> dict[NodeId, WorkerInfo]:
+        """Those that are up."""
+        return {e.worker: e.info for e in self.endpoints if e.alive}
+
     def endpoint(self, worker: NodeId, epoch: int) -> Endpoint | None:
-        """The living worker of exactly this epoch."""
+        """The worker of exactly this epoch, if it is up."""
         endpoint = self._endpoints.get(worker)
         if endpoint is None or not endpoint.alive or endpoint.info.epoch != epoch:
             return None
         return endpoint
 
-    def up(self, now: float, info: WorkerInfo) -> tuple[Endpoint | None, bool]:
-        """Take a worker in. Returns the endpoint that it replaces, if that was alive, and whether
-        the worker is new (of a later epoch, or back from the dead)."""
+    def on_worker_up(self, now: float, info: WorkerInfo) -> tuple[Endpoint | None, bool]:
+        """Returns the endpoint that the worker replaces, if that was alive, and whether it is new
+        (of a later epoch, or up again)."""
         old = self._endpoints.get(info.worker)
         if old is not None and (
             info.epoch < old.info.epoch or (old.alive and info.epoch == old.info.epoch)
@@ -91,82 +96,83 @@ class Dispatcher:
         endpoint = self._endpoints[info.worker] = Endpoint(info, heard_at=now)
         self.index.add(info.worker, info.epoch, GROUP[info.role])
         self._fleets[info.role].add(now, endpoint)
-        self._sort()
+        self._on_fleet_changed()
         return (old if was_alive else None), True
 
-    def down(self, worker: NodeId, epoch: int) -> Endpoint | None:
-        """Returns the endpoint that is dead now; None if that is no news."""
+    def on_worker_down(self, worker: NodeId, epoch: int) -> Endpoint | None:
+        """Returns the endpoint that is dead now; None: it was dead before."""
         endpoint = self._endpoints.get(worker)
         if endpoint is None or not endpoint.alive or epoch < endpoint.info.epoch:
             return None
         self._retire(endpoint)
-        self._sort()
+        self._on_fleet_changed()
         dead = [e for e in self._endpoints.values() if not e.alive]
         for surplus in dead[: max(0, len(dead) - MAX_DEAD)]:
             del self._endpoints[surplus.worker]
         return endpoint
 
-    def observe(self, now: float, stats: WorkerStats) -> bool:
-        """Take statistics in. True: the worker has to be asked for a snapshot of its cache."""
+    def on_stats(self, now: float, stats: WorkerStats) -> bool:
+        """True: the worker has to be asked for a snapshot of its cache."""
         endpoint = self.endpoint(stats.worker, stats.epoch)
         if endpoint is None:
             return False
         endpoint.observe(now, stats)
         self._update(now, endpoint)
         self.cost.observe(stats)
-        return self.index.hear(now, stats.worker, stats.epoch, stats.event_seq)
+        return self.index.on_event_seq(now, stats.worker, stats.epoch, stats.event_seq)
 
-    def heed(self, now: float, news: KVEvents | KVSnapshot) -> bool:
-        """Take cache news in. True: the worker has to be asked for a snapshot of its cache."""
-        endpoint = self._endpoints.get(news.worker)
+    def on_kv_events(self, now: float, events: KVEvents | KVSnapshot) -> bool:
+        """True: the worker has to be asked for a snapshot of its cache."""
+        endpoint = self._endpoints.get(events.worker)
         if endpoint is None or not endpoint.alive:
             return False
-        return self.index.apply(now, news)
+        return self.index.apply(now, events)
 
-    def fail(self, now: float, endpoint: Endpoint) -> None:
+    def on_failure(self, now: float, endpoint: Endpoint) -> None:
         endpoint.fail(now, self._config.backoff_s, self._config.max_backoff_s)
 
     def has_room(self, now: float) -> bool:
         return self._fleets[Role.DECODE].has_room(now, self._config.max_inflight_per_worker)
 
-    def check(self, log: RequestRecord) -> Rejection | None:
-        """Why none of the decode workers could ever serve `log`. Cuts max_tokens the first time."""
-        if not self._shapes or log.fits is self._shapes:
+    def check(self, record: RequestRecord) -> Rejection | None:
+        """Why no decode worker could ever serve `record`. Cuts max_tokens the first time."""
+        if not self._shapes or record.fits is self._shapes:
             return None
-        cut = clamp_max_tokens(log.num_prompt_tokens, log.sampling.max_tokens, self._shapes)
+        cut = clamp_max_tokens(record.num_prompt_tokens, record.sampling.max_tokens, self._shapes)
         if isinstance(cut, Rejection):
             return cut
-        log.clamp(cut)
-        log.fits = self._shapes
+        record.clamp(cut)
+        record.fits = self._shapes
         return None
 
-    def place(self, now: float, log: RequestRecord) -> Attempt | Rejection | None:
-        """Begin the next attempt of `log`. None: nobody can take it now."""
-        rejection = self.check(log)
+    def place(self, now: float, record: RequestRecord) -> Attempt | Rejection | None:
+        """Begin the next attempt of `record`. None: no worker can take it now."""
+        rejection = self.check(record)
         if rejection is not None or not self.has_decode:
             return rejection
-        question = self._question(now, log)
-        choice = self._policy.choose(question)
-        if choice is None and log.avoid:
-            choice = self._policy.choose(question._replace(trusting=True))
+        work = self._work(record)
+        choose = partial(self._policy.choose, now, work, lambda: self._sticky(record))
+        choice = choose()
+        if choice is None and record.avoid:
+            choice = choose(trusting=True)
         if choice is None:
             return None
-        best, first, work = choice.best, choice.prefill_option, question.work
+        best, first = choice.best, choice.prefill_option
         seconds, intake = best.seconds, best.intake
-        attempt = log.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
+        attempt = record.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
         if self._config.policy == "prefix":
-            named = log.block_hashes(choice.decode.info)
-            attempt.keeper = self._keepers.choose(now, log, named, choice.prefill)
+            block_hashes = record.block_hashes(choice.decode.info)
+            attempt.retain_on = self._retention.choose(now, record, block_hashes, choice.prefill)
         others_decode = choice.decode.num_decoding > 0
-        self._book(now, log, best, work, computes=first is None)
+        self._book(now, record, best, work, computes=first is None)
         if first is not None:
-            self._book(now, log, first, work, computes=True)
-        decision = Decision(
-            request_id=log.request_id,
+            self._book(now, record, first, work, computes=True)
+        attempt.decision = Decision(
+            request_id=record.request_id,
             attempt=attempt.number,
             at_s=now,
             policy=self._config.policy,
-            num_tokens=len(log.tokens),
+            num_tokens=len(record.tokens),
             decode=choice.decode.worker,
             prefill=None if choice.prefill is None else choice.prefill.worker,
             fetch_from=intake.fetch_from,
@@ -174,17 +180,16 @@ class Dispatcher:
             predicted_ttft_s=self._predictor.predict(seconds, others_decode=others_decode),
             others_decode=others_decode,
             was_measured=self.cost.has_prompt_weights,
-            options=choice.options,
+            candidates=choice.candidates,
         )
-        attempt.decision = decision
         return attempt
 
-    def started(self, now: float, attempt: Attempt, request_id: str) -> None:
+    def on_first_token(self, now: float, attempt: Attempt, request_id: str) -> None:
         """The first token of the attempt has come: its prefill is over, wherever it was."""
         decision = attempt.decision
         if decision is not None and decision.was_measured:
             real_s, others_decode = now - attempt.sent_at, decision.others_decode
-            self._predictor.learn(decision.seconds, real_s, others_decode=others_decode)
+            self._predictor.on_first_token(decision.seconds, real_s, others_decode=others_decode)
         attempt.decode.start_decoding(now, request_id)
         self._update(now, attempt.decode)
         if attempt.prefill is not None:
@@ -194,37 +199,36 @@ class Dispatcher:
 
     def release(self, attempt: Attempt, request_id: str) -> None:
         """The attempt is over."""
-        for endpoint in (attempt.decode, attempt.prefill):
-            if endpoint is not None and endpoint.release(request_id):
+        for endpoint in attempt.workers:
+            if endpoint.release(request_id):
                 self._update(self._now, endpoint)
 
-    def observe_output(self, num_tokens: int) -> None:
-        """A request ended after `num_tokens` of output."""
-        self._expected_output += OUTPUT_SMOOTHING * (num_tokens - self._expected_output)
-
-    def _question(self, now: float, log: RequestRecord) -> Question:
-        left = log.sampling.max_tokens - log.num_output_tokens
-        work = Work(
-            num_tokens=len(log.tokens),
-            total_tokens=log.num_prompt_tokens + log.sampling.max_tokens,
-            output_tokens=min(float(left), self._expected_output),
+    def _work(self, record: RequestRecord) -> Work:
+        left = record.sampling.max_tokens - record.num_output_tokens
+        return Work(
+            num_tokens=len(record.tokens),
+            total_tokens=record.num_prompt_tokens + record.sampling.max_tokens,
+            output_tokens=min(float(left), self.output_tokens.value),
             prompts=[
-                HashedPrompt(model_number(fingerprint), size, size, log.packed_hashes(info))
+                HashedPrompt(model_number(fingerprint), size, size, record.packed_hashes(info))
                 for (fingerprint, size), info in self._kinds.items()
             ],
-            avoid=log.avoid,
-        )
-        return Question(
-            now=now,
-            work=work,
-            decodes=self._fleets[Role.DECODE],
-            prefills=self._fleets[Role.PREFILL],
-            trusting=False,
-            sticky=lambda: _sticky(log, self._kinds.values()),
+            avoid=record.avoid,
         )
 
+    def _sticky(self, record: RequestRecord) -> bytes:
+        """A session's name; else the hash of how the prompt begins."""
+        submit = record.submit
+        if submit.session is not None:
+            return f"{submit.tenant} {submit.session}".encode()
+        for info in self._kinds.values():
+            block_hashes = record.block_hashes(info)
+            if block_hashes:
+                return block_hashes[min(len(block_hashes), STICKY_BLOCKS) - 1]
+        return record.request_id.encode()
+
     def _book(
-        self, now: float, log: RequestRecord, option: Option, work: Work, *, computes: bool
+        self, now: float, record: RequestRecord, option: Option, work: Work, *, computes: bool
     ) -> None:
         """`computes`: the prompt is computed there."""
         endpoint, info, device = option.endpoint, option.endpoint.info, option.held.device
@@ -235,12 +239,12 @@ class Dispatcher:
             computed, prefill_s = option.intake.computed, option.seconds.prefill
         else:
             computed, prefill_s = 0, 0.0
-        endpoint.book(now, log.request_id, computed, num_blocks, prefill_s)
-        fleet, until = self._fleets[info.role], now + self.index.speculative_s
+        endpoint.book(now, record.request_id, computed, num_blocks, prefill_s)
+        fleet, until = self._fleets[info.role], now + self.index.expected_s
         self._policy.chooser.expect(fleet, endpoint, device // info.block_size, until)
         self._now = max(self._now, now)
 
-    def _move(self, worker: NodeId, slot: int | None) -> None:
+    def _on_slot(self, worker: NodeId, slot: int | None) -> None:
         self._policy.chooser.put(self._endpoints[worker], slot)
 
     def _update(self, now: float, endpoint: Endpoint) -> None:
@@ -252,8 +256,8 @@ class Dispatcher:
         self._fleets[endpoint.info.role].remove(endpoint)
         self.index.remove(endpoint.worker)
 
-    def _sort(self) -> None:
-        """Who lives has changed."""
+    def _on_fleet_changed(self) -> None:
+        """Workers have come or gone."""
         living = [e for fleet in self._fleets.values() for e in fleet]
         self._kinds = {(e.info.fingerprint, e.info.block_size): e.info for e in living}
         decodes = [e.info for e in self._fleets[Role.DECODE]]
@@ -261,13 +265,39 @@ class Dispatcher:
         self._shapes = list(shapes.values())
 
 
-def _sticky(log: RequestRecord, kinds: Iterable[WorkerInfo]) -> bytes:
-    """A session's name; else the name of how the prompt begins."""
-    submit = log.submit
-    if submit.session is not None:
-        return f"{submit.tenant} {submit.session}".encode()
-    for info in kinds:
-        block_hashes = log.block_hashes(info)
-        if block_hashes:
-            return block_hashes[min(len(block_hashes), STICKY_BLOCKS) - 1]
-    return log.request_id.encode()
+def blocks_needed(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+def fits(info: WorkerInfo, num_tokens: int) -> bool:
+    """Could an empty worker hold a sequence that ends at `num_tokens` tokens?"""
+    needed = blocks_needed(num_tokens, info.block_size)
+    needed = min(needed, info.max_seq_blocks or needed)
+    return num_tokens <= info.max_model_len and needed <= info.num_blocks
+
+
+def clamp_max_tokens(
+    num_prompt: int, max_tokens: int, decodes: Sequence[WorkerInfo]
+) -> int | Rejection:
+    """`max_tokens`, cut to the longest context among `decodes` (at least one); or why the request
+    can be served by none of them."""
+    limit = max([info.max_model_len for info in decodes])
+    if num_prompt == 0:
+        return Rejection(Refusal.CONTEXT_LENGTH, "the prompt has 0 tokens; it needs at least 1")
+    if num_prompt + 1 > limit:
+        return Rejection(
+            Refusal.CONTEXT_LENGTH,
+            f"the prompt has {num_prompt} tokens; with at least 1 token of output, "
+            f"{limit - 1} fit into the context of {limit}",
+        )
+    max_tokens = min(max_tokens, limit - num_prompt)
+    for info in decodes:
+        if fits(info, num_prompt + max_tokens):
+            return max_tokens
+    largest = max(decodes, key=lambda info: info.num_blocks * info.block_size)
+    needed = blocks_needed(num_prompt + max_tokens, largest.block_size)
+    return Rejection(
+        Refusal.NEVER_FITS,
+        f"{num_prompt} prompt + {max_tokens} output tokens need {needed} KV blocks of "
+        f"{largest.block_size} tokens; the largest decode worker has {largest.num_blocks}",
+    )

@@ -1,22 +1,22 @@
-"""What became of a request, and why: kept by the router for the last ones that have ended.
+"""Where the time of a request went, and why it was routed so: for the last ones that have ended.
 
-Life of an explanation: made once, when its request ends in whatever way, from the times that the
-token log has kept; given up when `max_decisions` younger ones are there.
+Life of an explanation: made once, when its request ends (finished or failed), from the times in its
+record; dropped when `max_decisions` later ones are there.
 
 Phases follow each other without gap or overlap, from the arrival of the request here to its end.
-Their borders are times of the router's clock. A worker tells only durations, so between two borders
-it explains what it can, and what is left was spent on messages:
+Their borders are times of the router's clock. A worker reports only durations, so between two
+borders its durations are laid end to end, and the rest was spent on messages:
 
     queue   waiting for a worker that can take it
     route   the decision; wall time, absent where time is virtual
-    messages                         what no worker explains: on the way there and back
+    messages                         not reported by a worker: on the way there and back
     worker_queue                     waiting for room on the worker
-    load, fetch                      KV from the own lower tiers, or from a peer
+    load, fetch                      KV from its own lower tiers, or from a peer
     prefill                          until the first token
     prefill_wait                     a decode worker's wait for a prefill worker
     transfer, first_decode           after the prefill: the last KV moves, and the next token
     decode  until the last token
-    lost    whatever came to nothing: a failed attempt, a handoff that did not complete
+    lost    a failed attempt, or a handoff that did not complete
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from statistics import median
 
 from engine.node import NodeId
 from engine.request import FinishReason, Refusal
-from router.placement.policy import Candidate, Decision
+from router.placement.work import Candidate, Decision
 from router.record import Attempt, RequestRecord
 
 MAX_ERRORS = 512  # predictions that the median is taken over
-TINY_S = 1e-9  # what is left by rounding
+TINY_S = 1e-9  # rounding error
 
 Part = tuple[str, float, NodeId]  # phase, seconds, worker
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of a request's life. `attempt` 0 and `worker` "": of none."""
+    """One phase of a request. `attempt` 0 and `worker` "": of none."""
 
     name: str
     seconds: float
@@ -50,7 +50,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the decision expected of the time from it to the first token, and what it was."""
+    """Of the time from a decision to the first token: as predicted then, and as it was."""
 
     predicted_s: float
     real_s: float
@@ -64,7 +64,7 @@ class Prediction:
 @dataclass(slots=True)
 class Explanation:
     """Of a request that has ended. Invariant: `phases` sum to `e2e_s`, and those before the first
-    token to `ttft_s`. They are put together when somebody asks."""
+    token to `ttft_s`. They are computed when they are read."""
 
     request_id: str
     tenant: str
@@ -101,28 +101,28 @@ class Explanations:
         self._by_id: OrderedDict[str, Explanation] = OrderedDict()
         self._errors: deque[float] = deque(maxlen=MAX_ERRORS)
 
-    def add(self, now: float, log: RequestRecord, outcome: FinishReason | Refusal) -> None:
-        """`log` has ended."""
-        prediction = _prediction(log)
+    def add(self, now: float, record: RequestRecord, outcome: FinishReason | Refusal) -> None:
+        """`record` has ended."""
+        prediction = _prediction(record)
         if prediction is not None:
             self._errors.append(prediction.error)
-        submit = log.submit
-        self._by_id[log.request_id] = Explanation(
-            request_id=log.request_id,
+        submit = record.submit
+        self._by_id[record.request_id] = Explanation(
+            request_id=record.request_id,
             tenant=submit.tenant,
             session=submit.session,
             outcome=outcome,
-            num_prompt_tokens=log.num_prompt_tokens,
-            num_output_tokens=log.num_output_tokens,
-            num_cached_tokens=log.num_cached_tokens or 0,
-            cached_by_source=log.cached_by_source,
-            attempts=log.attempts,
-            submitted_at=log.submitted_at,
-            first_token_at=log.first_token_at,
+            num_prompt_tokens=record.num_prompt_tokens,
+            num_output_tokens=record.num_output_tokens,
+            num_cached_tokens=record.num_cached_tokens or 0,
+            cached_by_source=record.cached_by_source,
+            attempts=record.attempts,
+            submitted_at=record.submitted_at,
+            first_token_at=record.first_token_at,
             ended_at=now,
             prediction=prediction,
         )
-        self._by_id.move_to_end(log.request_id)
+        self._by_id.move_to_end(record.request_id)
         if len(self._by_id) > self._limit:
             self._by_id.popitem(last=False)
 
@@ -158,14 +158,14 @@ def _attempt_phases(attempt: Attempt, first_token_at: float | None, end: float) 
         yield Phase("lost", end - attempt.sent_at, number, decode, before)
         return
     is_first = attempt.first_at == first_token_at
-    told = attempt.phases.get(attempt.first_from, {})
+    reported = attempt.phases.get(attempt.first_from, {})
     parts: list[Part] = [("route", attempt.route_s, "")] if attempt.route_s else []
-    parts += [(name, seconds, attempt.first_from) for name, seconds in told.items()]
+    parts += [(name, seconds, attempt.first_from) for name, seconds in reported.items()]
     yield from _explained(parts, attempt.first_at - attempt.sent_at, number, is_first)
     at = attempt.first_at
     if attempt.second_at is not None:
-        told = attempt.phases.get(decode, {})
-        parts = [(name, seconds, decode) for name, seconds in _after_prefill(told).items()]
+        reported = attempt.phases.get(decode, {})
+        parts = [(name, seconds, decode) for name, seconds in _after_prefill(reported).items()]
         yield from _explained(parts, attempt.second_at - at, number, to_first=False)
         at = attempt.second_at
     last = attempt.last_at if attempt.cause else end
@@ -174,20 +174,20 @@ def _attempt_phases(attempt: Attempt, first_token_at: float | None, end: float) 
         yield Phase("lost", end - last, number, decode, to_first=False)
 
 
-def _after_prefill(told: dict[str, float]) -> dict[str, float]:
-    """What a decode worker did after the prefill worker's last block. Where it never waited for
-    one, it got its own room after that; then all of it may count, from the end backwards."""
-    if not told.get("prefill_wait"):
-        return told
-    names = list(told)
-    return {name: told[name] for name in names[names.index("prefill_wait") + 1 :]}
+def _after_prefill(reported: dict[str, float]) -> dict[str, float]:
+    """Phases of a decode worker after the prefill worker's last block. If it never waited for the
+    prefill worker, it was itself queued until after that: then all of them count."""
+    if not reported.get("prefill_wait"):
+        return reported
+    names = list(reported)
+    return {name: reported[name] for name in names[names.index("prefill_wait") + 1 :]}
 
 
 def _explained(
     parts: Sequence[Part], total_s: float, attempt: int, to_first: bool
 ) -> Iterator[Phase]:
-    """`total_s` of the router's clock as `parts`, and messages for the rest. What began before the
-    border is cut off."""
+    """`total_s` of the router's clock as `parts`, and messages for the rest. If the parts take
+    longer than that, the first are cut."""
     explained_s = sum(seconds for _, seconds, _ in parts)
     rest_s, cut_s = max(0.0, total_s - explained_s), max(0.0, explained_s - total_s)
     for name, seconds, worker in parts:
@@ -202,9 +202,9 @@ def _explained(
         yield Phase("messages", rest_s, attempt, "", to_first)
 
 
-def _prediction(log: RequestRecord) -> Prediction | None:
+def _prediction(record: RequestRecord) -> Prediction | None:
     """Of the attempt that brought the first token."""
-    for attempt in log.attempts:
+    for attempt in record.attempts:
         if attempt.first_at is not None:
             real_s = attempt.first_at - attempt.sent_at
             if attempt.decision is None or real_s <= 0:
@@ -214,7 +214,7 @@ def _prediction(log: RequestRecord) -> Prediction | None:
 
 
 def reason(decision: Decision) -> str:
-    """Why the winner won, in a sentence for people."""
+    """Why the chosen workers were chosen, in a sentence for operators."""
     best, *others = decision.decode_candidates
     computing = best
     if best.prefill_from is not None:
@@ -245,7 +245,7 @@ def name_of(candidate: Candidate) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Short, and never 0 for what is not."""
+    """Short; "0 s" only for zero."""
     if seconds >= 0.09995:
         return f"{seconds:.2f} s" if seconds >= 9.9995 else f"{seconds:.3f} s"
     if seconds >= 0.00005:
@@ -255,12 +255,12 @@ def seconds_text(seconds: float) -> str:
 
 def _holding(candidate: Candidate, num_tokens: int) -> str:
     held = candidate.cached
-    places = (
+    tiers = (
         (held.device, "in device memory"),
         (held.host, "in host memory"),
         (held.disk, "on disk"),
     )
-    found = [(count, where) for count, where in places if count]
+    found = [(count, where) for count, where in tiers if count]
     if not found:
         return f"{candidate.worker} holds none of {num_tokens:,} tokens"
     (first, where), *more = found

@@ -1,4 +1,4 @@
-"""What a router accepts from clients and from the controller, and what it answers to clients.
+"""Messages to a router from clients, the controller and other routers, and its answers to clients.
 
 Workers' messages to it are `engine.messages`, `engine.kv.events` and `engine.stats`.
 """
@@ -17,7 +17,7 @@ from engine.stats import WorkerInfo
 
 @dataclass(frozen=True, slots=True)
 class TenantShare:
-    """What a tenant may have of a router. Its requests carry it."""
+    """Limits and weight of a tenant at a router. Its requests carry it."""
 
     weight: float = 1.0  # its part of the service where tenants compete, against the others'
     max_concurrent: int = 0  # requests at workers; 0: any number
@@ -45,7 +45,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The client is gone; nothing more is to be sent to it."""
+    """The client is gone; send it nothing more."""
 
     request_id: str
 
@@ -80,11 +80,21 @@ class WorkerUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDown:
-    """From the controller: the worker of this epoch is gone, with all that it held."""
+    """From the controller: the worker of this epoch is gone, with its KV."""
 
     worker: NodeId
     epoch: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRouted:
+    """From another router: these blocks are about to come into device memory of `worker`.
+    `block_hashes` is packed: 16 bytes a block."""
+
+    worker: NodeId
+    epoch: int
+    block_hashes: bytes
 
 
 class SessionOp(StrEnum):
@@ -115,7 +125,7 @@ class SessionRefusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SessionCommand:
-    """A tenant's wish about its sessions. Answered to `reply_to` by exactly one `SessionReply`."""
+    """Of a tenant, about its sessions. Answered to `reply_to` by exactly one `SessionReply`."""
 
     command_id: str
     reply_to: NodeId

@@ -1,56 +1,89 @@
-"""The token log: what the router knows of one request, enough to start it again anywhere.
+"""The record of one request: all that is needed to start it again on other workers.
 
-Life: queued -> dispatched (an `Attempt`) -> ended, or back to queued when the attempt failed. The
-log only grows. Workers may lose everything: the next attempt is sent the prompt and the tokens so
+Life: queued -> dispatched (an `Attempt`) -> ended, or back to queued when the attempt failed. Its
+tokens only grow. Workers may lose everything: the next attempt is sent the prompt and the tokens so
 far, and goes on from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
+from decode_worker.messages import Decode
 from engine.kv.block_hash import BlockChain
-from engine.kv.tier import Tier
-from engine.node import NodeId
-from engine.request import FinishReason, SamplingParams, TokenDelta
+from engine.kv.tier import Retention, Tier
+from engine.messages import Abort
+from engine.node import NodeId, Send
+from engine.request import FinishReason, Refusal, SamplingParams, TokenDelta
 from engine.stats import WorkerInfo
+from prefill_worker.messages import Prefill
 from router.messages import Submit
 from router.placement.endpoint import Endpoint
-from router.placement.policy import Decision
-from router.retention import RetainOn
+from router.placement.work import Decision
 
 CACHE_SOURCES = (*Tier, "peer")  # in the order in which a prefix is put together from them
+EVICT_FIRST = Retention(keep_s=0.0, to_disk=False)
+"""Of a copy that is not retained: it is evicted first, and not offloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    reason: Refusal
+    detail: str
+    retry_after_s: float | None = None
+
+
+class Cause(StrEnum):
+    """Why an attempt was given up: also the metric label."""
+
+    WORKER_DOWN = "worker_down"
+    UNKNOWN = "unknown"
+    SILENT = "silent"
+    DIVERGED = "diverged"
+    QUEUE_FULL = "queue_full"
+    EXECUTION = "execution"
+    REFUSED = "refused"
+
+
+class RetainOn(StrEnum):
+    """Which workers of an attempt retain the KV. Other copies are evicted first."""
+
+    BOTH = "both"
+    DECODE = "decode"
+    PREFILL = "prefill"
+    NONE = "none"
 
 
 class Verdict(StrEnum):
-    """How a delta fits to the log."""
+    """How a delta fits to the tokens so far."""
 
-    NEXT = "next"  # its tokens, if it brings new ones, are now in the log
-    GAP = "gap"  # it begins after the end of the log
-    DIVERGED = "diverged"  # it contradicts the log
+    NEXT = "next"  # its tokens, if it brings new ones, are in the record now
+    GAP = "gap"  # it begins after their end
+    DIVERGED = "diverged"  # it contradicts them
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One dispatch to a decode worker and perhaps a prefill worker, both of a certain epoch."""
+    """One dispatch to a decode worker and perhaps a prefill worker, each of one epoch."""
 
     number: int
     decode: Endpoint
     prefill: Endpoint | None
     sent_at: float
-    fetch_from: NodeId | None = None  # lends its KV to whichever of the two computes
-    keeper: RetainOn = RetainOn.BOTH  # of its KV; a policy that knows of prefixes chooses
+    fetch_from: NodeId | None = None  # peer that the worker which computes fetches KV from
+    retain_on: RetainOn = RetainOn.BOTH  # the policy "prefix" chooses; baselines retain on both
     decision: Decision | None = None  # what was known when it was sent
     route_s: float = 0.0  # that deciding took
-    heard_at: float = field(init=False)  # last news of this attempt, or when it was sent
-    started: bool = False  # its first token is in the log
-    handed_over: bool = False  # the decode worker has produced tokens: it needs nobody any more
-    prefill_reported: bool = False  # the prefill worker has done what it was asked for
+    last_delta_at: float = field(init=False)  # of either worker; before the first, `sent_at`
+    started: bool = False  # its first token is in the record
+    handed_over: bool = False  # the decode worker has produced tokens: the prefill worker is done
+    prefill_reported: bool = False  # the prefill worker has sent its token
     probed_at: float | None = None  # None: no probe is out
-    silent_probes: int = 0  # sent since the decode worker was last heard
-    phases: dict[NodeId, dict[str, float]] = field(default_factory=dict)  # as its workers tell
+    silent_probes: int = 0  # sent since the last delta of the decode worker
+    phases: dict[NodeId, dict[str, float]] = field(default_factory=dict)  # as its workers report
     first_at: float | None = None  # its first new token came
     first_from: NodeId = ""
     second_at: float | None = None  # the first new token of the other worker came
@@ -59,11 +92,16 @@ class Attempt:
     cause: str = ""  # why it was given up; "": it was not
 
     def __post_init__(self) -> None:
-        self.heard_at = self.sent_at
+        self.last_delta_at = self.sent_at
 
-    def hear(self, now: float, worker: NodeId, delta: TokenDelta, has_new: bool) -> None:
-        """Keep the times of what `worker` has brought, for the explanation. Its first phases count:
-        they end with its first token."""
+    @property
+    def workers(self) -> tuple[Endpoint, ...]:
+        """One or both."""
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
+
+    def on_delta(self, now: float, worker: NodeId, delta: TokenDelta, has_new: bool) -> None:
+        """Keep the times of what `worker` has sent, for the explanation. Of its phases the first
+        report counts: those end with its first token."""
         if delta.phases:
             self.phases.setdefault(worker, delta.phases)
         if not has_new:
@@ -84,7 +122,7 @@ class Attempt:
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """Owned by the router. Invariant: `tokens` begins with the prompt, only grows, and its output
-    part is exactly what was sent to the client."""
+    part is exactly what was sent to the client. `current` is the last of `attempts`, or None."""
 
     submit: Submit
     sampling: SamplingParams  # max_tokens is cut to the context once that is known
@@ -93,12 +131,14 @@ class RequestRecord:
     deadline: float
     queued_at: float
     tokens: list[int] = field(init=False)
-    attempts: list[Attempt] = field(default_factory=list)  # the current one is the last
+    attempts: list[Attempt] = field(default_factory=list)
     current: Attempt | None = None  # None: queued
     failures: int = 0  # attempts that count against the limit
-    avoid: list[Endpoint] = field(default_factory=list)  # failed this request; used if none is left
+    avoid: list[Endpoint] = field(
+        default_factory=list
+    )  # workers that failed it; used if no other is usable
     clamped: bool = False
-    fits: Sequence[WorkerInfo] | None = None  # to one of these, as is known already
+    fits: Sequence[WorkerInfo] | None = None  # on one of these, as was checked already
     first_token_at: float | None = None
     num_cached_tokens: int | None = None  # of the prompt; None: not known yet
     cached_by_source: dict[str, int] = field(default_factory=dict)  # of those, where it is known
@@ -132,7 +172,7 @@ class RequestRecord:
         return Verdict.NEXT
 
     def note_cached(self, num_cached: int, by_source: Mapping[str, int]) -> None:
-        """So many tokens were not computed; of the prompt, which is what counts, at most all."""
+        """So many tokens of the prompt (at most all) were cached, and not computed."""
         left = self.num_cached_tokens = min(num_cached, self.num_prompt_tokens)
         self.cached_by_source = {}
         for source in CACHE_SOURCES:
@@ -142,7 +182,7 @@ class RequestRecord:
                 left -= count
 
     def complete(self) -> FinishReason | None:
-        """Why nothing has to be generated after the tokens in the log; None: something has to."""
+        """Why no more tokens are to be generated; None: more are."""
         num_output = self.num_output_tokens
         if (
             num_output
@@ -153,11 +193,11 @@ class RequestRecord:
         return FinishReason.LENGTH if num_output >= self.sampling.max_tokens else None
 
     def block_hashes(self, info: WorkerInfo) -> list[bytes]:
-        """Names of the full blocks of `tokens` on workers like `info`. Not to be changed."""
+        """Of the full blocks of `tokens`, on workers like `info`. Not to be changed."""
         return self._chain(info).extend(self.tokens)
 
     def packed_hashes(self, info: WorkerInfo) -> bytearray:
-        """The same, one after the other. Not to be changed either, nor kept."""
+        """The same, packed. Neither to be changed nor kept."""
         chain = self._chain(info)
         chain.extend(self.tokens)
         return chain.packed
@@ -171,7 +211,7 @@ class RequestRecord:
         return chain
 
     def clamp(self, max_tokens: int) -> None:
-        """Cut max_tokens, once: later attempts are not to be shortened by who happens to be up."""
+        """Cut max_tokens, once: later attempts do not depend on which workers are up then."""
         if not self.clamped:
             self.clamped = True
             if max_tokens != self.sampling.max_tokens:
@@ -193,3 +233,47 @@ class RequestRecord:
         self.current = Attempt(len(self.attempts) + 1, decode, prefill, now, fetch_from)
         self.attempts.append(self.current)
         return self.current
+
+
+def dispatch_messages(
+    router: NodeId, record: RequestRecord, attempt: Attempt, timeout_s: float
+) -> list[Send]:
+    """Decode, and Prefill where there is a prefill worker. The worker that computes the prompt is
+    told the peer to fetch from; a decode worker that waits for a prefill worker reads from that."""
+    decode, prefill = attempt.decode.worker, attempt.prefill
+    common: dict[str, Any] = {
+        "request_id": record.request_id,
+        "attempt": attempt.number,
+        "router": router,
+        "tokens": tuple(record.tokens),
+        "num_prompt_tokens": record.num_prompt_tokens,
+        "sampling": record.sampling,
+        "timeout_s": timeout_s,
+        "scope": record.submit.scope,
+        "block_hashes": bytes(record.packed_hashes(attempt.decode.info)),
+    }
+    retention = record.submit.retention
+    here = retention if attempt.retain_on in (RetainOn.DECODE, RetainOn.BOTH) else EVICT_FIRST
+    there = retention if attempt.retain_on in (RetainOn.PREFILL, RetainOn.BOTH) else EVICT_FIRST
+    if prefill is None:
+        alone = Decode(prefill_from=None, retention=here, fetch_from=attempt.fetch_from, **common)
+        return [Send(decode, alone)]
+    to_prefill = Prefill(decode_to=decode, retention=there, fetch_from=attempt.fetch_from, **common)
+    return [
+        Send(decode, Decode(prefill_from=prefill.worker, retention=here, **common)),
+        Send(prefill.worker, to_prefill),
+    ]
+
+
+def abort_messages(
+    record: RequestRecord, attempt: Attempt, keep: Endpoint | None
+) -> Iterator[Send]:
+    """To the workers of `attempt` that still have it, except `keep`."""
+    for endpoint in attempt.workers:
+        if endpoint is keep or not endpoint.alive:
+            continue
+        # A prefill worker that has done its part only holds KV, until the decode worker has read
+        # it; if that did not happen, or is not known, it has to be told.
+        served = attempt.prefill_reported and attempt.handed_over
+        if endpoint is attempt.decode or not served:
+            yield Send(endpoint.worker, Abort(record.request_id, attempt.number))

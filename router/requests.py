@@ -7,38 +7,31 @@ collected and taken by the router at the end of each message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from enum import StrEnum
+from collections.abc import Callable
 
 from engine.node import Effect, NodeId, Note, Send
 from engine.request import FinishReason, Refusal, TokenDelta, TokenLogprobs
-from router.admission.admission import Admission, Call, Rejection
+from router.admission.admission import Admission, Call
 from router.admission.estimates import OUTPUT_UNITS, computed_tokens, units_done
 from router.admission.fair_queue import MAX_PASSED, Entry, FairQueue
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.explain import Explanations
-from router.index.replica_sync import ReplicaSync
 from router.messages import Failed, Output, Submit
-from router.orders import aborts, orders
 from router.placement.endpoint import Endpoint
-from router.record import Attempt, RequestRecord
+from router.record import (
+    Attempt,
+    Cause,
+    Rejection,
+    RequestRecord,
+    abort_messages,
+    dispatch_messages,
+)
+from router.state import ReplicaSync
 from router.status import Totals
 
-MAX_TRIED = 4  # requests that find no place, in one message: each costs a look at the workers
+MAX_TRIED = 4  # requests that find no worker, in one message: each costs a choice
 NO_WORKERS_RETRY_AFTER_S = 5.0
-
-
-class Cause(StrEnum):
-    """Why an attempt was given up: also the metric label."""
-
-    WORKER_DOWN = "worker_down"
-    UNKNOWN = "unknown"
-    SILENT = "silent"
-    DIVERGED = "diverged"
-    QUEUE_FULL = "queue_full"
-    EXECUTION = "execution"
-    REFUSED = "refused"
 
 
 class Requests:
@@ -54,16 +47,16 @@ class Requests:
         self._ended: dict[str, NodeId] = {}  # id -> client; oldest first
         self._no_decode_since: float | None = None
         self.dispatcher = Dispatcher(config, router)
-        self.placements = ReplicaSync(self.dispatcher.index)
+        self.replica_sync = ReplicaSync(self.dispatcher.index)
         self.totals = Totals()
         self.explanations = Explanations(config.max_decisions)
         self.now = 0.0  # of the message that is being handled
         self.live: dict[str, RequestRecord] = {}
         self.queue = FairQueue(config.low_priority_share)
-        self.admission = Admission(config, self.queue)
+        self.admission = Admission(config, self.queue, self.dispatcher.output_tokens)
         self.ended_turns: list[tuple[RequestRecord, Attempt | None]] = []  # for `Sessions`
-        self._is_held_back = False  # somebody would wait too long at the workers
-        self.room_changed = False  # True: somebody in the queue may find a place now
+        self._is_held_back = False  # a request would wait too long at the workers
+        self.room_changed = False  # True: a worker may have room for a queued request
 
     def send(self, to: NodeId, message: object) -> None:
         self._effects.append(Send(to, message))
@@ -73,8 +66,8 @@ class Requests:
         return effects
 
     def submit(self, now: float, submit: Submit) -> None:
-        """Take a request in, or refuse it. One that is repeated word for word is ignored: its
-        first copy is, or was, answered."""
+        """Admit a request, or refuse it. An exact repeat is ignored: its first copy is, or was,
+        answered."""
         twin = self.live.get(submit.request_id)
         if twin is not None:
             if submit != twin.submit:
@@ -84,7 +77,7 @@ class Requests:
         if self._ended.get(submit.request_id) == submit.reply_to:
             return
         self.totals.submitted += 1
-        log = RequestRecord(
+        record = RequestRecord(
             submit=submit,
             sampling=submit.sampling,
             arrival=self.totals.submitted,
@@ -92,45 +85,45 @@ class Requests:
             deadline=now + min(submit.timeout_s, self._config.max_timeout_s),
             queued_at=now,
         )
-        self.live[log.request_id] = log
-        rejection = self.dispatcher.check(log)
+        self.live[record.request_id] = record
+        rejection = self.dispatcher.check(record)
         if rejection is None and not submit.timeout_s > 0:
             detail = f"a timeout of {submit.timeout_s} s leaves no time"
             rejection = Rejection(Refusal.DEADLINE, detail)
         if rejection is not None:
-            self.fail(log, rejection)
-        elif (reason := log.complete()) is not None:
-            self._finish(now, log, reason)
+            self.fail(record, rejection)
+        elif (reason := record.complete()) is not None:
+            self._finish(now, record, reason)
         else:
-            self._admit(now, log)
+            self._admit(now, record)
 
     def refuse(self, now: float, call: Call) -> Failed | None:
-        """Why `call` would plainly be refused, if it were submitted; it counts as if it was."""
-        rejection = self.admission.plainly_refused(now, call)
+        """Why `call` would be refused, by a cheap check; it counts as if it was submitted."""
+        rejection = self.admission.quick_refusal(now, call)
         if rejection is None:
             return None
         self.totals.submitted += 1
         self.totals.refused(call.tenant, rejection.reason)
         return Failed("", rejection.reason, rejection.detail, rejection.retry_after_s)
 
-    def _admit(self, now: float, log: RequestRecord) -> None:
-        """A place, or one in the queue; or somebody is turned away."""
-        is_expected = self.admission.expects(now, log)
-        self.queue.push(log, self.admission.units(log))
-        log.enqueue(now)
+    def _admit(self, now: float, record: RequestRecord) -> None:
+        """Dispatch or queue it; if the queue is full, one request is refused."""
+        has_reservation = self.admission.redeem(now, record)
+        self.queue.push(record, self.admission.units(record))
+        record.enqueue(now)
         self.room_changed = True
         self.dispatch(now)
-        if log not in self.queue:
-            self.admission.joined(log)
+        if record not in self.queue:
+            self.admission.on_admitted(record)
             return
-        turned_away = self.admission.turn_away(now, log, is_expected=is_expected)
+        turned_away = self.admission.turn_away(now, record, has_reservation=has_reservation)
         if turned_away is not None:
             self.fail(*turned_away)
 
     def dispatch(self, now: float) -> None:
-        """Send out, in order, whatever of the queue finds a place. A few may be passed by others
-        that are easier to place, but none for ever."""
-        self.admission.watch(now, has_decode=self.dispatcher.has_decode)
+        """Send out, in order, the queued requests that a worker has room for. A few may be passed
+        by others that fit better, but none for ever."""
+        self.admission.on_queue_changed(now, has_decode=self.dispatcher.has_decode)
         if not self.room_changed:
             return
         self.room_changed = self._is_held_back = False
@@ -139,59 +132,61 @@ class Requests:
             entry = self.queue.next(tried)
             if entry is None:
                 return
-            log, began = entry.log, self._clock()
-            may_send = self.admission.may_send(log)
+            record, began = entry.record, self._clock()
+            may_send = self.admission.may_send(record)
             self._is_held_back |= not may_send
-            placed = self.dispatcher.place(now, log) if may_send else None
-            if isinstance(placed, Rejection):
-                self.fail(log, placed)
-            elif placed is not None:
-                placed.route_s = self._clock() - began
-                self._send_attempt(now, log, placed)
+            attempt = self.dispatcher.place(now, record) if may_send else None
+            if isinstance(attempt, Rejection):
+                self.fail(record, attempt)
+            elif attempt is not None:
+                attempt.route_s = self._clock() - began
+                self._send_attempt(now, record, attempt)
                 for passed in tried.values():
                     passed.num_passed += 1
             elif entry.num_passed >= MAX_PASSED:
                 return
             else:
-                tried[log.request_id] = entry
+                tried[record.request_id] = entry
 
     def advance(
         self,
         now: float,
-        log: RequestRecord,
+        record: RequestRecord,
         attempt: Attempt,
         endpoint: Endpoint,
         delta: TokenDelta,
         num_before: int,
     ) -> None:
-        """Stream what `delta` of `endpoint` has added to the log beyond `num_before` tokens."""
-        if delta.num_cached_tokens is not None and log.num_cached_tokens is None:
-            self._count_prefix_hit(log, endpoint, delta.num_cached_tokens, delta.cached_by_source)
-        new = tuple(log.tokens[num_before:])
-        attempt.hear(now, endpoint.worker, delta, bool(new))
+        """Stream what `delta` of `endpoint` has added to the record, after `num_before` tokens."""
+        if delta.num_cached_tokens is not None and record.num_cached_tokens is None:
+            record.note_cached(delta.num_cached_tokens, delta.cached_by_source)
+            self._count_cached(record, endpoint)
+        new = tuple(record.tokens[num_before:])
+        attempt.on_delta(now, endpoint.worker, delta, bool(new))
         logprobs = delta.logprobs[-len(new) :] if new else ()
         if new:
             endpoint.succeed()
-            self.admission.done(log, OUTPUT_UNITS * len(new))
+            self.admission.on_work(record, OUTPUT_UNITS * len(new))
             self.room_changed |= self._is_held_back
-            if log.first_token_at is None:
-                log.first_token_at = now
-                self.admission.done(log, computed_tokens(log))
+            if record.first_token_at is None:
+                record.first_token_at = now
+                self.admission.on_work(record, computed_tokens(record))
             if not attempt.started:
                 attempt.started = True
-                self.dispatcher.started(now, attempt, log.request_id)
+                self.dispatcher.on_first_token(now, attempt, record.request_id)
                 self.room_changed = True
-        reason = delta.finish or log.complete()
+        reason = delta.finish or record.complete()
         if reason is not None:
-            self._effects += aborts(log, attempt, keep=endpoint if delta.finish else None)
-            self._finish(now, log, reason, new, logprobs)
+            has_ended = endpoint if delta.finish else None
+            self._effects += abort_messages(record, attempt, keep=has_ended)
+            self._finish(now, record, reason, new, logprobs)
         elif new:
-            self._output(log, new, logprobs)
+            self._output(record, new, logprobs)
 
     def retry(
         self,
         now: float,
-        log: RequestRecord,
+        record: RequestRecord,
         cause: Cause,
         detail: str,
         gone: Endpoint | None = None,
@@ -199,128 +194,129 @@ class Requests:
     ) -> None:
         """Give the current attempt up and queue the request for the next one.
 
-        `gone` has forgotten the attempt already; `blamed` is left alone for a while, by this
-        request for good. Being turned away from a full queue does not count as a failure.
+        `gone` has forgotten the attempt already; `blamed` gets no requests for a while, and this
+        request never again. A refusal for a full queue does not count as a failure.
         """
-        attempt = log.current
-        assert attempt is not None, f"{log.request_id} has no attempt to give up"
-        assert log.complete() is None, f"{log.request_id} should have ended with its last token"
-        self._effects += aborts(log, attempt, keep=gone)
-        self.dispatcher.release(attempt, log.request_id)
+        attempt = record.current
+        assert attempt is not None, f"{record.request_id} has no attempt to give up"
+        assert record.complete() is None, f"{record.request_id} is complete: nothing to retry"
+        self._effects += abort_messages(record, attempt, keep=gone)
+        self.dispatcher.release(attempt, record.request_id)
         attempt.end(now, cause)
-        log.current = None
+        record.current = None
         self.room_changed = True
         self.totals.retries[cause] += 1
         if blamed is not None:
-            self.dispatcher.fail(now, blamed)
+            self.dispatcher.on_failure(now, blamed)
             if cause is not Cause.QUEUE_FULL:
-                log.avoid.append(blamed)
-        text = f"{log.request_id}: attempt {attempt.number} is lost ({cause}): {detail}"
+                record.avoid.append(blamed)
+        text = f"{record.request_id}: attempt {attempt.number} is lost ({cause}): {detail}"
         self._effects.append(Note("warning", f"attempt_{cause}", text))
         if cause is not Cause.QUEUE_FULL:
-            log.failures += 1
-        if log.failures >= self._config.max_attempts:
-            why = f"{log.failures} attempts failed; the last one ({cause}): {detail}"
-            self.fail(log, Rejection(Refusal.ATTEMPTS, why))
+            record.failures += 1
+        if record.failures >= self._config.max_attempts:
+            why = f"{record.failures} attempts failed; the last one ({cause}): {detail}"
+            self.fail(record, Rejection(Refusal.ATTEMPTS, why))
         else:
-            self.queue.restore(log)
-            log.enqueue(now)
+            self.queue.restore(record)
+            record.enqueue(now)
 
-    def cancel(self, log: RequestRecord) -> None:
-        """End it without a word to the client."""
-        self._stop(log)
-        self._forget(log, Refusal.CANCELLED)
+    def cancel(self, record: RequestRecord) -> None:
+        """End it, and send nothing to the client."""
+        self._stop(record)
+        self._forget(record, Refusal.CANCELLED)
 
-    def fail(self, log: RequestRecord, rejection: Rejection) -> None:
+    def fail(self, record: RequestRecord, rejection: Rejection) -> None:
         """End it with `Failed`."""
-        self._stop(log)
-        self._refuse(log.submit, rejection)
-        self._forget(log, rejection.reason)
+        self._stop(record)
+        self._refuse(record.submit, rejection)
+        self._forget(record, rejection.reason)
 
     def expire(self, now: float) -> None:
-        """End whatever is past its deadline, or has waited too long for a first worker."""
+        """End requests that are past their deadline, or have waited too long for a first worker."""
         if self.dispatcher.has_decode:
             self._no_decode_since = None
         elif self._no_decode_since is None:
             self._no_decode_since = now
-        for log in list(self.live.values()):
-            rejection = self._overdue(now, log)
+        for record in list(self.live.values()):
+            rejection = self._overdue(now, record)
             if rejection is not None:
-                self.fail(log, rejection)
+                self.fail(record, rejection)
         while turned_away := self.admission.shed(now):
             self.fail(*turned_away)
 
-    def _overdue(self, now: float, log: RequestRecord) -> Rejection | None:
-        waited_s = now - log.queued_at
-        if log.current is None and self._no_decode_since is not None:
-            alone_s = now - max(log.queued_at, self._no_decode_since)
-            if now >= log.deadline or alone_s >= self._config.no_workers_wait_s:
+    def _overdue(self, now: float, record: RequestRecord) -> Rejection | None:
+        waited_s = now - record.queued_at
+        if record.current is None and self._no_decode_since is not None:
+            alone_s = now - max(record.queued_at, self._no_decode_since)
+            if now >= record.deadline or alone_s >= self._config.no_workers_wait_s:
                 detail = f"no decode worker is up; waited {waited_s:.1f} s for one"
                 return Rejection(Refusal.NO_WORKERS, detail, NO_WORKERS_RETRY_AFTER_S)
-        if now < log.deadline:
-            return self.admission.hopeless(now, log)
-        allowed_s = log.deadline - log.submitted_at
-        self.admission.late(now, log)
-        where = f"queued for {waited_s:.1f} s" if log.current is None else "being served"
-        done = f"{log.num_output_tokens} of at most {log.sampling.max_tokens} tokens were done"
+        if now < record.deadline:
+            return self.admission.hopeless(now, record)
+        allowed_s = record.deadline - record.submitted_at
+        self.admission.on_deadline(now, record)
+        where = f"queued for {waited_s:.1f} s" if record.current is None else "being served"
+        max_tokens = record.sampling.max_tokens
+        done = f"{record.num_output_tokens} of at most {max_tokens} tokens were done"
         return Rejection(
             Refusal.DEADLINE, f"its {allowed_s:g} s are over; it was {where}, and {done}"
         )
 
-    def _send_attempt(self, now: float, log: RequestRecord, attempt: Attempt) -> None:
-        self.queue.charge(now, log)
-        self.totals.sent(log.submit.tenant, now - log.queued_at)
+    def _send_attempt(self, now: float, record: RequestRecord, attempt: Attempt) -> None:
+        self.queue.charge(now, record)
+        self.totals.sent(record.submit.tenant, now - record.queued_at)
         self.totals.attempts += 1
         self.totals.handoffs += attempt.prefill is not None
         self.totals.fetches += attempt.fetch_from is not None
-        self._effects += orders(self._router, log, attempt, timeout_s=log.deadline - now)
-        self._effects += self.placements.tell(now, log, attempt)
+        left_s = record.deadline - now
+        self._effects += dispatch_messages(self._router, record, attempt, left_s)
+        for endpoint in attempt.workers:
+            block_hashes = record.packed_hashes(endpoint.info)
+            self._effects += self.replica_sync.announce(now, endpoint.info, block_hashes)
 
-    def _count_prefix_hit(
-        self, log: RequestRecord, endpoint: Endpoint, num_cached: int, by_source: Mapping[str, int]
-    ) -> None:
-        log.note_cached(num_cached, by_source)
-        assert log.num_cached_tokens is not None
+    def _count_cached(self, record: RequestRecord, endpoint: Endpoint) -> None:
+        assert record.num_cached_tokens is not None
         for count in (endpoint, self.totals):
-            count.prompt_tokens += log.num_prompt_tokens
-            count.cached_tokens += log.num_cached_tokens
-            count.cached_tokens_by_source.update(log.cached_by_source)
+            count.prompt_tokens += record.num_prompt_tokens
+            count.cached_tokens += record.num_cached_tokens
+            count.cached_tokens_by_source.update(record.cached_by_source)
 
     def _output(
         self,
-        log: RequestRecord,
+        record: RequestRecord,
         new: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
         finish: FinishReason | None = None,
     ) -> None:
         self.totals.output_tokens += len(new)
         output = Output(
-            request_id=log.request_id,
-            index=log.num_output_tokens - len(new),
+            request_id=record.request_id,
+            index=record.num_output_tokens - len(new),
             tokens=new,
             logprobs=logprobs,
             finish=finish,
-            num_cached_tokens=log.num_cached_tokens or 0,
-            cached_by_source=log.cached_by_source,
+            num_cached_tokens=record.num_cached_tokens or 0,
+            cached_by_source=record.cached_by_source,
         )
-        self.send(log.submit.reply_to, output)
+        self.send(record.submit.reply_to, output)
 
     def _finish(
         self,
         now: float,
-        log: RequestRecord,
+        record: RequestRecord,
         reason: FinishReason,
         new: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        self._output(log, new, logprobs, reason)
-        self.dispatcher.observe_output(log.num_output_tokens)
-        self.admission.ended(now, log)
-        self._forget(log, reason)
+        self._output(record, new, logprobs, reason)
+        self.dispatcher.output_tokens.add(record.num_output_tokens)
+        self.admission.on_finished(now, record)
+        self._forget(record, reason)
 
-    def _stop(self, log: RequestRecord) -> None:
-        if log.current is not None:
-            self._effects += aborts(log, log.current, keep=None)
+    def _stop(self, record: RequestRecord) -> None:
+        if record.current is not None:
+            self._effects += abort_messages(record, record.current, keep=None)
 
     def _refuse(self, submit: Submit, rejection: Rejection) -> None:
         failed = Failed(
@@ -328,22 +324,22 @@ class Requests:
         )
         self.send(submit.reply_to, failed)
 
-    def _forget(self, log: RequestRecord, outcome: FinishReason | Refusal) -> None:
-        self.explanations.add(self.now, log, outcome)
-        if log.submit.session is not None:
-            self.ended_turns.append((log, log.current))
-        if log.current is not None:
-            self.dispatcher.release(log.current, log.request_id)
-            log.current = None
-        units = units_done(log)
-        self.queue.settle(log, units)
-        self.totals.worked(log.submit.tenant, units)
+    def _forget(self, record: RequestRecord, outcome: FinishReason | Refusal) -> None:
+        self.explanations.add(self.now, record, outcome)
+        if record.submit.session is not None:
+            self.ended_turns.append((record, record.current))
+        if record.current is not None:
+            self.dispatcher.release(record.current, record.request_id)
+            record.current = None
+        units = units_done(record)
+        self.queue.settle(record, units)
+        self.totals.worked(record.submit.tenant, units)
         self.room_changed = True
         if outcome in (Refusal.QUEUE_FULL, Refusal.OVERLOADED):
-            self.totals.refused(log.submit.tenant, outcome)
+            self.totals.refused(record.submit.tenant, outcome)
         else:
             self.totals.requests[outcome] += 1
-        del self.live[log.request_id]
-        self._ended[log.request_id] = log.submit.reply_to
+        del self.live[record.request_id]
+        self._ended[record.request_id] = record.submit.reply_to
         while len(self._ended) > self._config.max_ended:
             del self._ended[next(iter(self._ended))]

@@ -1,8 +1,8 @@
-"""The router: a client's request in, its tokens out, whatever happens to the workers between.
+"""The router: a client's request in, its tokens out, also when workers fail on the way.
 
 Life of a request: Submit -> queued -> dispatched (Decode to one worker, and perhaps Prefill to
 another) -> Outputs as tokens come -> the last Output, or Failed. An attempt that is lost, silent,
-refused or contradicts itself is aborted, and the next one continues from the token log, so the
+refused or contradicts itself is aborted, and the next one continues from the record, so the
 client's stream has neither gap nor repeat. One periodic tick watches deadlines and silences.
 """
 
@@ -18,19 +18,26 @@ from engine.node import Effect, NodeId, Note, Wake, Woken
 from engine.request import Refusal, TokenDelta
 from engine.stats import RouterDown, RouterUp, WorkerStats
 from kvtransfer.messages import CacheOrderDone
-from router.admission.admission import Call, Rejection
+from router.admission.admission import Call
 from router.config import RouterConfig
 from router.explain import Explanations
 from router.index.prefix_index import PrefixIndex
-from router.index.replica_sync import Placed
-from router.messages import Cancel, Failed, SessionCommand, Submit, WorkerDown, WorkerUp
+from router.messages import (
+    Cancel,
+    Failed,
+    PromptRouted,
+    SessionCommand,
+    Submit,
+    WorkerDown,
+    WorkerUp,
+)
 from router.placement.endpoint import Endpoint
-from router.placement.policy import Decision
-from router.record import Attempt, RequestRecord, Verdict
-from router.requests import Cause, Requests
+from router.placement.work import Decision
+from router.record import Attempt, Cause, Rejection, RequestRecord, Verdict
+from router.requests import Requests
 from router.sessions.sessions import TICK as SESSIONS_TICK
 from router.sessions.sessions import Sessions
-from router.sessions.sharing import SessionsLearned
+from router.sessions.sharing import SessionsUpdated
 from router.sessions.table import SessionConfig, SessionRecord
 from router.state import TICK as STATE_TICK
 from router.state import (
@@ -42,13 +49,13 @@ from router.state import (
     StateUp,
     TenantLoad,
 )
-from router.status import RouterStatus, worker_statuses
+from router.status import RouterStatus, worker_status
 
 TICK = "tick"
 
 
 class Router:
-    """A Node. It owns the token logs (in `Requests`) and what is believed of workers (in its
+    """A Node. It owns the records of requests (in `Requests`) and what is known of workers (in its
     `Dispatcher`). Invariant: while a request is live or a view of the index has a gap, exactly one
     tick is under way."""
 
@@ -61,15 +68,19 @@ class Router:
         state: StateConfig | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`sessions`: what a store has kept of an earlier router's. `clock`: of wall time, to tell
-        how long decisions take; nothing is decided by it."""
+        """`sessions`: those of an earlier router, from a store. `clock`: wall time, to measure how
+        long decisions take; nothing is decided by it."""
         self.node_id = node_id
         self._config = config or RouterConfig()
         self._requests = Requests(node_id, self._config, clock)
         self._dispatcher = self._requests.dispatcher
         self._totals = self._requests.totals
         self.sessions = Sessions(
-            node_id, session_config or SessionConfig(), self._dispatcher, sessions
+            node_id,
+            session_config or SessionConfig(),
+            self._dispatcher.index,
+            self._dispatcher.workers,
+            sessions,
         )
         self.shared = SharedState(node_id, state or StateConfig(), self._dispatcher.index)
         self._ticking = False
@@ -80,19 +91,19 @@ class Router:
             WorkerDown: self._on_worker_down,
             TokenDeltas: self._on_deltas,
             Refused: self._on_refused,
-            KVEvents: self._on_cache_news,
-            KVSnapshot: self._on_cache_news,
+            KVEvents: self._on_kv_events,
+            KVSnapshot: self._on_kv_events,
             WorkerStats: self._on_stats,
-            SessionCommand: self.sessions.command,
+            SessionCommand: self.sessions.on_command,
             CacheOrderDone: self.sessions.on_order_done,
-            StateUp: lambda now, _: self.sessions.save_all(now),
-            SessionsLearned: self.sessions.learn,
-            IndexLoaded: self.shared.load,
-            IndexWriter: lambda _, message: self.shared.become_writer(message.writes),
+            StateUp: self.sessions.on_state_up,
+            SessionsUpdated: self.sessions.on_sessions_updated,
+            IndexLoaded: self.shared.on_index_loaded,
+            IndexWriter: self.shared.on_index_writer,
             OthersLoads: self._on_others_loads,
-            RouterUp: self._requests.placements.on_router_up,
-            RouterDown: self._requests.placements.on_router_down,
-            Placed: self._requests.placements.learn,
+            RouterUp: self._requests.replica_sync.on_router_up,
+            RouterDown: self._requests.replica_sync.on_router_down,
+            PromptRouted: self._requests.replica_sync.on_prompt_routed,
             Woken: self._on_woken,
         }
 
@@ -108,7 +119,7 @@ class Router:
         handler(now, message)
         self._requests.dispatch(now)
         while self._requests.ended_turns:
-            self.sessions.end(now, *self._requests.ended_turns.pop(0))
+            self.sessions.on_turn_ended(now, *self._requests.ended_turns.pop(0))
         effects = self._requests.take_effects() + self.sessions.take_effects(now)
         effects += self.shared.take_effects()
         if not self._ticking and (self._requests.live or not self._dispatcher.index.in_step):
@@ -118,7 +129,7 @@ class Router:
 
     @property
     def index(self) -> PrefixIndex:
-        """What is believed of the workers' caches; not to be changed."""
+        """What is known of the workers' caches; not to be changed."""
         return self._dispatcher.index
 
     @property
@@ -127,14 +138,14 @@ class Router:
         return self._requests.explanations
 
     def refuse(self, now: float, call: Call) -> Failed | None:
-        """Why `call` would plainly be refused if it were submitted; None: it has to be tried. For
-        an API in the same process, so that refusing costs next to nothing."""
+        """Why `call` would be refused if it were submitted, by a cheap check; None: submit it. For
+        an API in the same process, so that refusals cost little under overload."""
         return self._requests.refuse(now, call)
 
     def explain(self, request_id: str) -> tuple[Decision, ...]:
         """The decisions about `request_id` that are still kept, oldest first."""
-        log, ended = self._requests.live.get(request_id), self.explanations.get(request_id)
-        attempts = log.attempts if log else ended.attempts if ended else []
+        record, ended = self._requests.live.get(request_id), self.explanations.get(request_id)
+        attempts = record.attempts if record else ended.attempts if ended else []
         return tuple(a.decision for a in attempts if a.decision is not None)
 
     def status(self, now: float) -> RouterStatus:
@@ -145,13 +156,13 @@ class Router:
             num_queued=len(self._requests.queue),
             totals=deepcopy(self._totals),
             prediction_error=self.explanations.prediction_error,
-            workers=worker_statuses(now, self._dispatcher.endpoints),
+            workers=tuple(worker_status(now, each) for each in self._dispatcher.endpoints),
         )
 
     def check_idle(self) -> list[str]:
         """A line for each thing that should not be there when no request is."""
-        left = [f"request {log.request_id} is live" for log in self._requests.live.values()]
-        left += [f"request {log.request_id} is queued" for log in self._requests.queue.in_order()]
+        left = [f"request {request_id} is live" for request_id in self._requests.live]
+        left += [f"request {r.request_id} is queued" for r in self._requests.queue.in_order()]
         for endpoint in self._dispatcher.endpoints:
             left += [f"{endpoint.worker} has {name} booked" for name in endpoint.bookings]
             left += endpoint.check_integrity()
@@ -160,46 +171,46 @@ class Router:
     def _on_submit(self, now: float, submit: Submit) -> None:
         self._requests.submit(now, submit)
         if submit.session is not None and submit.request_id in self._requests.live:
-            self.sessions.begin(now, self._requests.live[submit.request_id].submit)
+            self.sessions.on_turn(now, self._requests.live[submit.request_id].submit)
 
     def _on_cancel(self, now: float, cancel: Cancel) -> None:
-        log = self._requests.live.get(cancel.request_id)
-        if log is not None:
-            self._requests.cancel(log)
+        record = self._requests.live.get(cancel.request_id)
+        if record is not None:
+            self._requests.cancel(record)
 
     def _on_worker_up(self, now: float, up: WorkerUp) -> None:
-        replaced, is_new = self._dispatcher.up(now, up.info)
+        replaced, is_new = self._dispatcher.on_worker_up(now, up.info)
         if replaced is not None:
-            self._lost(now, replaced, f"{up.info.worker} has started again")
+            self._on_lost(now, replaced, f"{up.info.worker} has started again")
         if is_new:
             self._requests.room_changed = True
-            self.sessions.gain(now)
-            self.shared.up(now, up.info.worker, up.info.epoch)
+            self.sessions.on_worker_up(now)
+            self.shared.on_worker_up(now, up.info.worker, up.info.epoch)
             self._ask_for_snapshots(now)
 
     def _on_worker_down(self, now: float, down: WorkerDown) -> None:
-        lost = self._dispatcher.down(down.worker, down.epoch)
+        lost = self._dispatcher.on_worker_down(down.worker, down.epoch)
         if lost is not None:
-            self.shared.down(down.worker)
-            self._lost(now, lost, f"{down.worker} is down: {down.reason}")
+            self.shared.on_worker_down(down.worker)
+            self._on_lost(now, lost, f"{down.worker} is down: {down.reason}")
 
-    def _lost(self, now: float, lost: Endpoint, detail: str) -> None:
-        """Start again whatever still needs `lost`."""
-        self.sessions.lose(now, lost.worker)
-        for log in list(self._requests.live.values()):
-            attempt = log.current
+    def _on_lost(self, now: float, lost: Endpoint, detail: str) -> None:
+        """Retry the requests that still need `lost`."""
+        self.sessions.on_worker_down(now, lost.worker)
+        for record in list(self._requests.live.values()):
+            attempt = record.current
             if attempt is not None and (
                 attempt.decode is lost or (attempt.prefill is lost and not attempt.handed_over)
             ):
-                self._requests.retry(now, log, Cause.WORKER_DOWN, detail)
+                self._requests.retry(now, record, Cause.WORKER_DOWN, detail)
 
-    def _on_cache_news(self, now: float, news: KVEvents | KVSnapshot) -> None:
-        if self._dispatcher.heed(now, news):
-            self._requests.send(news.worker, KVSnapshotRequest(self.node_id))
-        self.shared.heed(news)
+    def _on_kv_events(self, now: float, events: KVEvents | KVSnapshot) -> None:
+        if self._dispatcher.on_kv_events(now, events):
+            self._requests.send(events.worker, KVSnapshotRequest(self.node_id))
+        self.shared.on_kv_events(events)
 
     def _on_stats(self, now: float, stats: WorkerStats) -> None:
-        if self._dispatcher.observe(now, stats):
+        if self._dispatcher.on_stats(now, stats):
             self._requests.send(stats.worker, KVSnapshotRequest(self.node_id))
 
     def _on_deltas(self, now: float, deltas: TokenDeltas) -> None:
@@ -209,45 +220,45 @@ class Router:
                 self._on_delta(now, endpoint, delta)
 
     def _on_delta(self, now: float, endpoint: Endpoint, delta: TokenDelta) -> None:
-        log = self._requests.live.get(delta.request_id)
-        attempt = None if log is None else log.current
+        record = self._requests.live.get(delta.request_id)
+        attempt = None if record is None else record.current
         if (
-            log is None
+            record is None
             or attempt is None
             or attempt.number != delta.attempt
             or not attempt.involves(endpoint)
         ):
             self._totals.stale += 1
-            if delta.finish is None:  # it is still at work on something that nobody wants
+            if delta.finish is None:  # the worker still generates for an attempt that is over
                 self._requests.send(endpoint.worker, Abort(delta.request_id, delta.attempt))
             return
-        attempt.heard_at = now
+        attempt.last_delta_at = now
         from_decode = endpoint is attempt.decode
         if from_decode:
             attempt.handed_over |= bool(delta.tokens)
         else:
             attempt.prefill_reported |= bool(delta.tokens)
-        num_before = len(log.tokens)
-        verdict = log.accept(delta)
+        num_before = len(record.tokens)
+        verdict = record.accept(delta)
         if verdict is Verdict.NEXT:
             if from_decode:
                 attempt.probed_at, attempt.silent_probes = None, 0
-            self._requests.advance(now, log, attempt, endpoint, delta, num_before)
+            self._requests.advance(now, record, attempt, endpoint, delta, num_before)
         elif verdict is Verdict.GAP:
             self._totals.gaps += 1
-            self._probe(now, log, attempt)
+            self._probe(now, record, attempt)
         elif from_decode:
-            # What the decode worker goes on from is not what the client has seen. A prefill
-            # worker's token that comes too late to count harms nobody.
-            self._requests.retry(now, log, Cause.DIVERGED, f"at position {delta.position}")
+            # The decode worker continues from other tokens than the client has seen. A prefill
+            # worker's token is ignored instead: it comes too late to count.
+            self._requests.retry(now, record, Cause.DIVERGED, f"at position {delta.position}")
 
     def _on_refused(self, now: float, refused: Refused) -> None:
         endpoint = self._dispatcher.endpoint(refused.worker, refused.epoch)
-        log = self._requests.live.get(refused.request_id)
-        attempt = None if log is None else log.current
+        record = self._requests.live.get(refused.request_id)
+        attempt = None if record is None else record.current
         if (
             endpoint is None
-            or log is None
+            or record is None
             or attempt is None
             or attempt.number != refused.attempt
             or not attempt.involves(endpoint)
@@ -260,20 +271,21 @@ class Router:
         requests = self._requests
         match refused.reason:
             case Refusal.UNKNOWN:
-                requests.retry(now, log, Cause.UNKNOWN, detail, gone=endpoint)
+                requests.retry(now, record, Cause.UNKNOWN, detail, gone=endpoint)
             case Refusal.QUEUE_FULL:
-                requests.retry(now, log, Cause.QUEUE_FULL, detail, gone=endpoint, blamed=endpoint)
+                cause = Cause.QUEUE_FULL
+                requests.retry(now, record, cause, detail, gone=endpoint, blamed=endpoint)
             case Refusal.DUPLICATE:  # a repeated message: it has this attempt already, or a later
-                self._probe(now, log, attempt)
+                self._probe(now, record, attempt)
             case Refusal.DEADLINE:
-                requests.fail(log, Rejection(refused.reason, detail))
+                requests.fail(record, Rejection(refused.reason, detail))
             case Refusal.NEVER_FITS | Refusal.CONTEXT_LENGTH if from_decode:
-                requests.fail(log, Rejection(refused.reason, detail))
+                requests.fail(record, Rejection(refused.reason, detail))
             case Refusal.EXECUTION:
-                requests.retry(now, log, Cause.EXECUTION, detail, gone=endpoint, blamed=endpoint)
+                requests.retry(now, record, Cause.EXECUTION, detail, gone=endpoint, blamed=endpoint)
             case _:
-                log.avoid.append(endpoint)
-                requests.retry(now, log, Cause.REFUSED, detail, gone=endpoint)
+                record.avoid.append(endpoint)
+                requests.retry(now, record, Cause.REFUSED, detail, gone=endpoint)
 
     def _on_woken(self, now: float, woken: Woken) -> None:
         if woken.tag == SESSIONS_TICK:
@@ -285,9 +297,9 @@ class Router:
         assert woken.tag == TICK, f"woken for {woken.tag!r}, which was never asked for"
         self._ticking = False
         self._requests.expire(now)
-        for log in list(self._requests.live.values()):
-            if log.current is not None:
-                self._watch(now, log, log.current)
+        for record in list(self._requests.live.values()):
+            if record.current is not None:
+                self._watch(now, record, record.current)
         self._ask_for_snapshots(now)
         self._requests.room_changed = True  # a back-off may be over
 
@@ -300,27 +312,27 @@ class Router:
         self._requests.queue.elsewhere = others.tenants
         self._requests.room_changed = True  # a tenant may have its share back
 
-    def _watch(self, now: float, log: RequestRecord, attempt: Attempt) -> None:
+    def _watch(self, now: float, record: RequestRecord, attempt: Attempt) -> None:
         """Ask a silent decode worker; give it up when it answers none of several probes."""
-        patience_s = self._config.probe_after_s
+        after_s = self._config.probe_after_s
         if attempt.probed_at is None:
-            if now - attempt.heard_at >= patience_s:
-                self._probe(now, log, attempt)
-        elif now - attempt.probed_at >= patience_s:
+            if now - attempt.last_delta_at >= after_s:
+                self._probe(now, record, attempt)
+        elif now - attempt.probed_at >= after_s:
             if attempt.silent_probes < self._config.max_silent_probes:
-                self._probe(now, log, attempt)
+                self._probe(now, record, attempt)
             else:
                 silent = attempt.decode
                 detail = f"{silent.worker} left {attempt.silent_probes} probes unanswered"
-                self._requests.retry(now, log, Cause.SILENT, detail, blamed=silent)
+                self._requests.retry(now, record, Cause.SILENT, detail, blamed=silent)
 
-    def _probe(self, now: float, log: RequestRecord, attempt: Attempt) -> None:
+    def _probe(self, now: float, record: RequestRecord, attempt: Attempt) -> None:
         """Ask the decode worker for what is missing, at most once in a while."""
         if attempt.probed_at is None or now - attempt.probed_at >= self._config.probe_after_s:
             attempt.probed_at = now
             attempt.silent_probes += 1
             self._totals.probes += 1
-            probe = Probe(log.request_id, attempt.number, self.node_id, len(log.tokens))
+            probe = Probe(record.request_id, attempt.number, self.node_id, len(record.tokens))
             self._requests.send(attempt.decode.worker, probe)
 
     def _ask_for_snapshots(self, now: float) -> None:

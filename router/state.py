@@ -1,14 +1,19 @@
-"""What a router shares with other routers and with its next life, as effects and messages.
+"""What a router shares with other routers, and with itself after a restart.
 
 A router decides from its own memory alone, always. Behind it, a *store* (an executor: see
 `cluster.state`) may hold copies: of the prefix index, of sessions, and of what each tenant has
-running. The router says what is to be kept by effects, and hears by messages what is there: at the
-start, whenever another router has changed something, and after the store was away.
+running. The router writes to it by effects, and gets messages with what it has: at the start,
+when another router has changed something, and after the store was away.
 
 Of several routers one, the *writer*, keeps the index: each worker's blocks as of an event, and the
-events since. A worker is written anew once the events have changed a share of its blocks. What is
+events since. A worker is rewritten once events have changed a share of its blocks. What is
 read back counts only for a worker of the same epoch that is up; what it does not know yet comes
 with the worker's own events, or its snapshot where they leave a gap.
+
+Besides, routers tell each other where they have routed prompts (`ReplicaSync`). A router
+knows at once which blocks its prompts will bring into a worker's memory; the others would get the
+events only when they are computed, and meanwhile send prompts that begin alike to other workers. A
+message has the blocks that are new to one worker. It may be lost: the worker's own events follow.
 """
 
 from __future__ import annotations
@@ -20,11 +25,15 @@ from engine.kv.block_hash import HASH_BYTES
 from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
 from engine.kv.tier import Tier
 from engine.node import Effect, NodeId, Send, Wake
+from engine.stats import RouterDown, RouterUp, WorkerInfo
 from router.index.prefix_index import PrefixIndex
+from router.index.table import Hashes
+from router.messages import PromptRouted
 
 TICK = "state"
 PAUSE_S = 0.05  # between views that are written one after the other
-MIN_CHANGED = 1024  # blocks: a smaller view is not written anew for less
+MIN_CHANGED = 1024  # blocks: a small view is not rewritten for fewer
+MAX_ANNOUNCED = 4096  # blocks of one prompt; those after them are announced by the worker alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +42,10 @@ class StateConfig:
 
     index: bool = False
     loads: bool = False
-    tick_s: float = 0.5  # how often tenants' loads are told
-    index_interval_s: float = 5.0  # how often it is looked at what has to be written
-    rewrite_share: float = 0.05  # of a worker's blocks that events have changed
-    rewrite_after_s: float = 60.0  # however little they have
+    tick_s: float = 0.5  # how often tenants' loads are shared
+    index_interval_s: float = 5.0  # how often changed workers are looked for
+    rewrite_share: float = 0.05  # of a worker's blocks: rewritten when events changed more
+    rewrite_after_s: float = 60.0  # however few blocks they have changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,47 +72,47 @@ class TenantLoad:
 
 @dataclass(frozen=True, slots=True)
 class SaveView:
-    """Effect: keep this view, instead of an earlier one of the worker."""
+    """Effect: save this view, in place of an earlier one of the worker."""
 
     view: IndexView
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetView:
-    """Effect: the worker is gone; keep nothing of it."""
+    """Effect: the worker is gone; delete its view and events."""
 
     worker: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class SaveEvents:
-    """Effect: keep these events beside the views."""
+    """Effect: save these events beside the views."""
 
     events: KVEvents
 
 
 @dataclass(frozen=True, slots=True)
 class SaveLoads:
-    """Effect: tell the other routers what this one has, by tenant. Forgotten soon by itself."""
+    """Effect: share what this router has with the others, by tenant. It expires by itself."""
 
     tenants: dict[str, TenantLoad]
 
 
 @dataclass(frozen=True, slots=True)
 class StateUp:
-    """The store can be reached (again), and has told what it holds. It may have lost anything."""
+    """The store can be reached (again), and has sent what it has. It may have lost anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexWriter:
-    """Whether this router keeps the index from now on. Told again: what was kept was lost."""
+    """Whether this router saves the index from now on. Sent again: what was saved is lost."""
 
     writes: bool
 
 
 @dataclass(frozen=True, slots=True)
 class IndexLoaded:
-    """What is kept of the index. `events` are in the order in which they came."""
+    """The saved index. `events` are in the order in which they came."""
 
     views: tuple[IndexView, ...]
     events: tuple[KVEvents, ...]
@@ -111,7 +120,7 @@ class IndexLoaded:
 
 @dataclass(frozen=True, slots=True)
 class OthersLoads:
-    """What the other routers have, all together; as of a second ago, about."""
+    """What the other routers have, all together, as of about a second ago."""
 
     tenants: dict[str, TenantLoad]
 
@@ -127,14 +136,14 @@ class _Written:
 
 @dataclass(slots=True)
 class _Loaded:
-    view: IndexView | None = None
+    view: IndexView
     events: list[KVEvents] = field(default_factory=list)
 
 
 class SharedState:
-    """Owned by a router. Invariant: while it writes, the store has been told of each worker either
-    a view and every event since, or nothing that would be taken for one; `_loaded` has only what is
-    to be used when its worker comes up; one wake-up is under way if anything is shared."""
+    """Owned by a router. Invariant: while it writes, the store has of each worker either a view and
+    every event since, or nothing; `_loaded` has only what is to be used when its worker comes up;
+    one wake-up is under way if anything is shared."""
 
     def __init__(self, router: NodeId, config: StateConfig, index: PrefixIndex) -> None:
         self._router = router
@@ -157,8 +166,8 @@ class SharedState:
         effects, self._effects = self._effects, []
         return effects
 
-    def load(self, now: float, loaded: IndexLoaded) -> None:
-        """Use what the store has for the workers that are up, and keep the rest for the others."""
+    def on_index_loaded(self, now: float, loaded: IndexLoaded) -> None:
+        """Use what the store has of the workers that are up, and keep the rest for the others."""
         self._loaded = {view.worker: _Loaded(view) for view in loaded.views}
         for events in loaded.events:
             if events.worker in self._loaded:
@@ -166,34 +175,34 @@ class SharedState:
         for worker, epoch in self._epochs.items():
             self._restore(now, worker, epoch)
 
-    def up(self, now: float, worker: NodeId, epoch: int) -> None:
+    def on_worker_up(self, now: float, worker: NodeId, epoch: int) -> None:
         """The index has begun to follow this worker."""
         self._epochs[worker] = epoch
         self._written.pop(worker, None)
         self._restore(now, worker, epoch)
 
-    def down(self, worker: NodeId) -> None:
+    def on_worker_down(self, worker: NodeId) -> None:
         self._epochs.pop(worker, None)
         self._loaded.pop(worker, None)
         if self._written.pop(worker, None) is not None and self.writes:
             self._effects.append(ForgetView(worker))
 
-    def heed(self, news: KVEvents | KVSnapshot) -> None:
-        """The index has heard `news`."""
-        written = self._written.get(news.worker)
+    def on_kv_events(self, events: KVEvents | KVSnapshot) -> None:
+        """The index has them already."""
+        written = self._written.get(events.worker)
         if not self.writes or written is None:
-            return  # it will be written whole
-        if news.epoch != self._epochs[news.worker]:
+            return  # it will be saved whole
+        if events.epoch != self._epochs[events.worker]:
             return
-        if isinstance(news, KVSnapshot):
-            del self._written[news.worker]
+        if isinstance(events, KVSnapshot):
+            del self._written[events.worker]
             return
-        written.changed += len(news.stored) + len(news.removed)
-        written.changed += sum(len(tier.stored) + len(tier.removed) for tier in news.tiers)
-        self._effects.append(SaveEvents(news))
+        written.changed += len(events.stored) + len(events.removed)
+        written.changed += sum(len(tier.stored) + len(tier.removed) for tier in events.tiers)
+        self._effects.append(SaveEvents(events))
 
-    def become_writer(self, writes: bool) -> None:
-        self.writes = writes and self._config.index
+    def on_index_writer(self, now: float, message: IndexWriter) -> None:
+        self.writes = message.writes and self._config.index
         self._written.clear()
         self._next_look = 0.0
 
@@ -205,7 +214,7 @@ class SharedState:
             self._effects.append(SaveLoads(loads))
 
     def _write_one(self, now: float) -> float:
-        """Write a worker that needs it. Returns when to look again, in seconds."""
+        """Save one worker that is due. Returns when to look again, in seconds."""
         if not self.writes or now < self._next_look:
             return self._config.tick_s
         for worker, epoch in self._epochs.items():
@@ -231,7 +240,7 @@ class SharedState:
 
     def _restore(self, now: float, worker: NodeId, epoch: int) -> None:
         loaded = self._loaded.pop(worker, None)
-        if loaded is None or loaded.view is None or loaded.view.epoch != epoch:
+        if loaded is None or loaded.view.epoch != epoch:
             return
         view = loaded.view
         self._index.restore(now, worker, epoch, view.seq, view.block_hashes)
@@ -240,6 +249,36 @@ class SharedState:
             if is_new and self._index.apply(now, events):  # some are missing
                 self._effects.append(Send(worker, KVSnapshotRequest(self._router)))
         self.num_restored += view.num_blocks
+
+
+class ReplicaSync:
+    """Owned by a router. `routers` are the others that the controller has named."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self.routers: list[NodeId] = []
+
+    def on_router_up(self, now: float, up: RouterUp) -> None:
+        if up.router not in self.routers:
+            self.routers.append(up.router)
+
+    def on_router_down(self, now: float, down: RouterDown) -> None:
+        if down.router in self.routers:
+            self.routers.remove(down.router)
+
+    def on_prompt_routed(self, now: float, routed: PromptRouted) -> None:
+        view = self._index.views.get(routed.worker)
+        if view is not None and view.epoch == routed.epoch:
+            self._index.expect(now, routed.worker, routed.block_hashes)
+
+    def announce(self, now: float, worker: WorkerInfo, block_hashes: Hashes) -> list[Send]:
+        """To the other routers: those blocks of a prompt sent to `worker` that are new there."""
+        if not self.routers:
+            return []
+        held = self._index.lookup(now, block_hashes).held(worker.worker).said
+        new = block_hashes[held * HASH_BYTES : (held + MAX_ANNOUNCED) * HASH_BYTES]
+        routed = PromptRouted(worker.worker, worker.epoch, bytes(new))
+        return [Send(router, routed) for router in self.routers] if new else []
 
 
 def total_loads(loads: Iterable[Mapping[str, TenantLoad]]) -> dict[str, TenantLoad]:

@@ -1,9 +1,8 @@
-"""What a router tells operators: totals since its start and the state of every worker it knows."""
+"""The status of a router: totals since its start, and the state of every worker that it knows."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.node import NodeId
@@ -31,9 +30,7 @@ class Totals:
     refused_by_tenant: Counter[str] = field(default_factory=Counter)  # for lack of room or time
     sent_by_tenant: Counter[str] = field(default_factory=Counter)  # attempts
     queue_seconds_by_tenant: dict[str, float] = field(default_factory=dict)  # that those waited
-    work_by_tenant: dict[str, float] = field(
-        default_factory=dict
-    )  # units of `router.admission.estimates`
+    work_by_tenant: dict[str, float] = field(default_factory=dict)  # units of admission.estimates
 
     def refused(self, tenant: str, reason: str) -> None:
         """For lack of room or time."""
@@ -41,11 +38,10 @@ class Totals:
         self.refused_by_tenant[tenant] += 1
 
     def sent(self, tenant: str, queue_s: float) -> None:
-        """A request of `tenant` goes to a worker, after so long in the queue."""
+        """A request of `tenant` was dispatched after so long in the queue."""
         self.sent_by_tenant[tenant] += 1
-        self.queue_seconds_by_tenant[tenant] = (
-            self.queue_seconds_by_tenant.get(tenant, 0.0) + queue_s
-        )
+        waited_s = self.queue_seconds_by_tenant.get(tenant, 0.0)
+        self.queue_seconds_by_tenant[tenant] = waited_s + queue_s
 
     def worked(self, tenant: str, units: float) -> None:
         self.work_by_tenant[tenant] = self.work_by_tenant.get(tenant, 0.0) + units
@@ -94,11 +90,7 @@ class RouterStatus:
         return self.totals.cached_tokens / max(1, self.totals.prompt_tokens)
 
 
-def worker_statuses(now: float, endpoints: Iterable[Endpoint]) -> tuple[WorkerStatus, ...]:
-    return tuple(_worker_status(now, endpoint) for endpoint in endpoints)
-
-
-def _worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
+def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
     info, stats = endpoint.info, endpoint.stats if endpoint.alive else None
     state = "down" if not endpoint.alive else "backoff" if now < endpoint.excluded_until else "up"
     return WorkerStatus(

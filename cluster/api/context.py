@@ -57,7 +57,7 @@ class ApiContext:
     explanations: Explanations  # of the router behind `client`
     limits: ApiLimits = field(default_factory=ApiLimits)
     audit: Callable[[], Awaitable[dict[str, Any]]] | None = None  # see cluster.control.audits
-    # Why the router would plainly refuse a call; None: it has to be tried.
+    # Why the router would refuse a call, by a cheap check; None: it has to be tried.
     refuse_early: Callable[[Call], Failed | None] = lambda call: None
     tenants: Tenants = field(default_factory=Tenants)
     public_prompts: PublicPrompts = field(default_factory=PublicPrompts)

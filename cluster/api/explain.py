@@ -17,7 +17,7 @@ from cluster.api.calls import ServedCall, ServedChoice
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from router.explain import Explanation, name_of, reason
-from router.placement.policy import Candidate
+from router.placement.work import Candidate
 from router.record import Attempt
 
 DEFAULT_LIMIT = 20

@@ -8,7 +8,7 @@ A router that is up is told of a worker, and the worker of it, once each knows w
 listens: pair by pair, so that one process that hangs keeps nobody else waiting. When a router is
 lost, its workers are told: its clients went with it, so nobody could take the tokens of its
 requests, and deadlines are far too late to give their blocks and their share of a step to others.
-Routers are told of each other as well: see `router.index.replica_sync`.
+Routers are told of each other as well: see `router.state.ReplicaSync`.
 """
 
 from __future__ import annotations

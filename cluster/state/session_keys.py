@@ -23,7 +23,7 @@ from redis import Redis
 from engine.kv.block_hash import CacheScope
 from engine.kv.tier import Retention
 from engine.node import NodeId
-from router.sessions.sharing import DeleteSession, SaveSession, SessionsLearned
+from router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated
 from router.sessions.table import TOKEN_BYTES, SessionRecord
 
 MAX_CHANGES = 10_000  # in the stream, about
@@ -146,7 +146,7 @@ class SessionKeys:
                         self._known[key] = stamped.order
                 pipe.execute()
 
-    def load(self, redis: Redis) -> Iterator[SessionsLearned]:
+    def load(self, redis: Redis) -> Iterator[SessionsUpdated]:
         """All that this router does not know yet; from now on `changes` has what is new."""
         newest: Any = redis.xrevrange(self._stream, count=1)
         self._last = newest[0][0] if newest else b"0-0"
@@ -160,7 +160,7 @@ class SessionKeys:
         if keys:
             yield self._read(redis, keys)
 
-    def changes(self, redis: Redis) -> SessionsLearned | None:
+    def changes(self, redis: Redis) -> SessionsUpdated | None:
         """What other routers have changed since. None: some of it was lost; `load` again."""
         with redis.pipeline(transaction=False) as pipe:
             pipe.xrange(self._stream, count=1)
@@ -169,10 +169,10 @@ class SessionKeys:
         if oldest and self._last != b"0-0" and _id(oldest[0][0]) > _id(self._last):
             return None
         if not entries:
-            return SessionsLearned(())
+            return SessionsUpdated(())
         own = self._router.encode()
         keys = {e[b"k"]: None for _, e in entries if e.get(b"r") != own and b"k" in e}
-        learned = self._read(redis, list(keys)) if keys else SessionsLearned(())
+        learned = self._read(redis, list(keys)) if keys else SessionsUpdated(())
         self._last = entries[-1][0]
         return learned
 
@@ -207,7 +207,7 @@ class SessionKeys:
                 pipe.hmget(key, "v", "l", "u")
             return {key: _order(v) for key, v in zip(keys, pipe.execute(), strict=True)}
 
-    def _read(self, redis: Redis, keys: Sequence[bytes]) -> SessionsLearned:
+    def _read(self, redis: Redis, keys: Sequence[bytes]) -> SessionsUpdated:
         orders = self._orders(redis, keys)
         wanted = [k for k, order in orders.items() if order > self._known.get(k, NOTHING)]
         with redis.pipeline(transaction=False) as pipe:
@@ -230,7 +230,7 @@ class SessionKeys:
                 records.append(record)
         if len(self._known) > 2 * len(orders) + 100_000:
             self._known.clear()  # of sessions long gone; those that are not are read once more
-        return SessionsLearned(tuple(records), tuple(closed))
+        return SessionsUpdated(tuple(records), tuple(closed))
 
 
 def _is_newer(mine: Order, there: Order) -> bool:

@@ -17,7 +17,6 @@ from engine.kv import events as kv_events
 from kvtransfer import messages as kv
 from prefill_worker import messages as prefill
 from router import messages as router
-from router.index import replica_sync
 
 MESSAGE_TYPES: tuple[type, ...] = (
     messages.Abort,
@@ -52,7 +51,7 @@ MESSAGE_TYPES: tuple[type, ...] = (
     router.WorkerDown,
     router.SessionCommand,
     router.SessionReply,
-    replica_sync.Placed,
+    router.PromptRouted,
 )
 """Every message that may cross a process boundary."""
 

@@ -4,15 +4,15 @@ Life of a request here: pushed -> charged, when it is sent to a worker -> settle
 ended; `restore` brings one back whose attempt failed. The order, by the first rule that decides:
 
 1. The lowest priority number goes first. While others wait behind it, a small share of the service
-   is theirs (`low_share`, split evenly between the priorities): each earns its part of what is
-   served, and goes first as soon as it has earned what its next request takes. So none starves.
-2. Within a priority, what came back after a failed attempt, in order of arrival.
+   is theirs (`low_share`, split evenly between the priorities): each gets credit for its part of
+   what is served, and goes first once its credit covers its next request. So none starves.
+2. Within a priority, requests whose attempt failed, in order of arrival.
 3. Tenants share by weight: start-time fair queueing (Goyal, Vin, Cheng 1996). A tenant's next
    request starts, in virtual time, where its last one finished; the earliest start goes first.
 4. Within a tenant, the order of arrival.
 
-Service is in units of work (`router.admission.estimates`): charged as estimated when a
-request is sent, and set right by what it really took when it has ended.
+Service is in units of work (`router.admission.estimates`): charged as estimated when a request is
+sent, and corrected to what it took when it has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from router.messages import TenantShare
 from router.record import RequestRecord
 from router.state import TenantLoad
 
-MAX_PASSED = 32  # so many later requests may be served before one that found no place
+MAX_PASSED = 32  # so many later requests may be served before one that no worker has room for
 LEAST_LEFT = 0.25  # of a request, until it ends: estimates are means, and some take far more
 
 
@@ -34,7 +34,7 @@ LEAST_LEFT = 0.25  # of a request, until it ends: estimates are means, and some 
 class Entry:
     """A live request, from `push` to `settle`."""
 
-    log: RequestRecord
+    record: RequestRecord
     units: float  # of service, as estimated
     level: Level
     flow: Flow
@@ -42,7 +42,7 @@ class Entry:
     is_charged: bool = False
     is_served: bool = False  # it has an attempt
     units_left: float = 0.0  # while it is served
-    num_passed: int = 0  # later requests served before it, since it found no place
+    num_passed: int = 0  # later requests served before it, since no worker had room for it
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class Flow:
 
     @property
     def newest(self) -> RequestRecord:
-        return next(reversed(self.waiting.values())).log
+        return next(reversed(self.waiting.values())).record
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +74,7 @@ class Level:
     flows: dict[str, Flow] = field(default_factory=dict)
     returned: list[tuple[int, Entry]] = field(default_factory=list)  # by arrival
     virtual: float = 0.0  # start of the last request that was charged
-    credit: float = 0.0  # service that it has earned behind others
+    credit: float = 0.0  # service owed to it while higher priorities are served
     units: float = 0.0  # of all that waits
     num_new: int = 0  # that were never served
 
@@ -99,8 +99,8 @@ class FairQueue:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def __contains__(self, log: RequestRecord) -> bool:
-        entry = self._entries.get(log.request_id)
+    def __contains__(self, record: RequestRecord) -> bool:
+        entry = self._entries.get(record.request_id)
         return entry is not None and not entry.is_served
 
     @property
@@ -109,18 +109,18 @@ class FairQueue:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Where something waits, first things first. Not to be changed."""
+        """Those where something waits, highest priority first. Not to be changed."""
         return tuple(self._levels)
 
     def in_order(self) -> Iterator[RequestRecord]:
         """All that wait, by priority and tenant: not the order of service."""
         for level in self.levels:
-            yield from [entry.log for _, entry in level.returned]
+            yield from [entry.record for _, entry in level.returned]
             for flow in list(level.flows.values()):
-                yield from [entry.log for entry in flow.waiting.values()]
+                yield from [entry.record for entry in flow.waiting.values()]
 
-    def entry(self, log: RequestRecord) -> Entry:
-        return self._entries[log.request_id]
+    def entry(self, record: RequestRecord) -> Entry:
+        return self._entries[record.request_id]
 
     def is_limited(self, flow: Flow) -> bool:
         """Whether its tenant has as many running as it may. The limit is of all routers together:
@@ -139,35 +139,36 @@ class FairQueue:
         return running >= left
 
     def find(self, priority: int, tenant: str) -> tuple[Level | None, Flow | None]:
-        """Where requests of a tenant wait; None where none does."""
+        """Priority and tenant, where such requests wait; None where none does."""
         level = next((each for each in self._levels if each.priority == priority), None)
         return level, None if level is None else level.flows.get(tenant)
 
-    def sent_at(self, log: RequestRecord) -> float | None:
+    def sent_at(self, record: RequestRecord) -> float | None:
         """When it was sent to the workers that still have it; None: another attempt failed before,
         or it never came here."""
-        entry = self._entries.get(log.request_id)
+        entry = self._entries.get(record.request_id)
         return None if entry is None else entry.sent_at
 
-    def push(self, log: RequestRecord, units: float) -> None:
+    def push(self, record: RequestRecord, units: float) -> None:
         """A new request, to the end of its tenant's."""
-        assert log.request_id not in self._entries, f"{log.request_id} is known already"
-        level = self._level(log.submit.priority)
-        flow = level.flows.get(log.submit.tenant)
+        assert record.request_id not in self._entries, f"{record.request_id} is known already"
+        submit = record.submit
+        level = self._level(submit.priority)
+        flow = level.flows.get(submit.tenant)
         if flow is None:
-            flow = level.flows[log.submit.tenant] = Flow(log.submit.tenant, log.submit.share)
-        flow.share = log.submit.share
-        entry = self._entries[log.request_id] = Entry(log, units, level, flow)
+            flow = level.flows[submit.tenant] = Flow(submit.tenant, submit.share)
+        flow.share = submit.share
+        entry = self._entries[record.request_id] = Entry(record, units, level, flow)
         self._add(entry)
 
-    def restore(self, log: RequestRecord) -> None:
+    def restore(self, record: RequestRecord) -> None:
         """A request whose attempt failed: before all new ones of its priority."""
-        entry = self._entries[log.request_id]
-        assert entry.is_served, f"{log.request_id} waits already"
+        entry = self._entries[record.request_id]
+        assert entry.is_served, f"{record.request_id} waits already"
         self._stop_running(entry)
         entry.sent_at = None
-        entry.level = self._level(log.submit.priority)
-        insort(entry.level.returned, (log.arrival, entry), key=lambda pair: pair[0])
+        entry.level = self._level(record.submit.priority)
+        insort(entry.level.returned, (record.arrival, entry), key=lambda pair: pair[0])
         entry.level.units += entry.units
         self._num_waiting += 1
 
@@ -175,24 +176,24 @@ class FairQueue:
         """The next request to be served; None: none, or only those in `skip` and of tenants that
         have as many running as they may. It waits until it is charged."""
         first: Entry | None = None
-        earned: tuple[float, Entry] | None = None
+        credited: tuple[float, Entry] | None = None
         for level in self._levels:
             entry = self._head(level, skip)
             if entry is None:
                 continue
             if first is None:
                 first = entry
-            elif level.credit >= entry.units and (earned is None or level.credit > earned[0]):
-                earned = level.credit, entry
-        return first if earned is None else earned[1]
+            elif level.credit >= entry.units and (credited is None or level.credit > credited[0]):
+                credited = level.credit, entry
+        return first if credited is None else credited[1]
 
-    def charge(self, now: float, log: RequestRecord) -> None:
-        """It is sent to a worker. Its service is its tenant's, and earns those behind it theirs."""
-        entry = self._entries[log.request_id]
+    def charge(self, now: float, record: RequestRecord) -> None:
+        """It is sent to a worker: charge its tenant, and credit the lower priorities that wait."""
+        entry = self._entries[record.request_id]
         level, flow = entry.level, entry.flow
         self._take_out(entry)
         entry.is_served = True
-        self.num_running[log.submit.tenant] += 1
+        self.num_running[record.submit.tenant] += 1
         entry.units_left = entry.units
         self.units_running += entry.units
         self.units_left += entry.units
@@ -202,7 +203,7 @@ class FairQueue:
         level.virtual = max(level.virtual, flow.start)
         flow.finish = flow.start + entry.units / flow.share.weight
         for idle in [f for f in level.flows.values() if not f.waiting]:
-            if idle.finish <= level.virtual:  # it would begin anew from here anyway
+            if idle.finish <= level.virtual:  # a new flow would start here as well
                 del level.flows[idle.tenant]
         top = min(each.priority for each in (level, *self._levels[:1]))
         if level.priority > top:
@@ -212,18 +213,18 @@ class FairQueue:
             earned = self._low_share * entry.units / len(behind)
             each.credit = min(each.credit + earned, each.units)
 
-    def work_on(self, log: RequestRecord, units: float) -> None:
+    def work_on(self, record: RequestRecord, units: float) -> None:
         """So much more of its service is done."""
-        entry = self._entries.get(log.request_id)
+        entry = self._entries.get(record.request_id)
         if entry is not None and entry.is_served:
             left = max(entry.units_left - units, LEAST_LEFT * entry.units)
             self.units_left += left - entry.units_left
             entry.units_left = left
 
-    def settle(self, log: RequestRecord, units: float) -> None:
-        """It has ended, wherever it was, after `units` of service: its tenant's account is set
-        right by the difference to the estimate."""
-        entry = self._entries.get(log.request_id)
+    def settle(self, record: RequestRecord, units: float) -> None:
+        """It has ended, queued or served, after `units` of service: its tenant is charged the
+        difference to the estimate."""
+        entry = self._entries.get(record.request_id)
         if entry is None:
             return
         if entry.is_served:
@@ -232,13 +233,13 @@ class FairQueue:
             self._take_out(entry)
         if entry.is_charged:
             entry.flow.finish += (units - entry.units) / entry.flow.share.weight
-        del self._entries[log.request_id]
+        del self._entries[record.request_id]
 
     def surplus(self, max_new: int) -> RequestRecord | None:
-        """Which new request has to go because more than `max_new` wait; None: none has to.
+        """The new request to refuse because more than `max_new` wait; None: no more do.
 
-        It is the newest of the tenant that holds most for its weight, in the lowest priority that
-        holds more than its guaranteed share of the places."""
+        It is the newest of the tenant that has most waiting for its weight, in the lowest priority
+        that has more waiting than its guaranteed share."""
         if self.num_new <= max_new:
             return None
         levels = [level for level in self._levels if level.num_new]
@@ -255,10 +256,10 @@ class FairQueue:
         return flow.newest
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where a sum is not what it counts."""
+        """Raises AssertionError where a sum is wrong."""
         counted: Counter[str] = Counter()
         for entry in self._entries.values():
-            counted[entry.log.submit.tenant] += entry.is_served
+            counted[entry.record.submit.tenant] += entry.is_served
         assert +self.num_running == +counted, (self.num_running, counted)
         left = sum(entry.units_left for entry in self._entries.values() if entry.is_served)
         assert abs(self.units_left - left) < 1e-6 * max(1.0, left), (self.units_left, left)
@@ -281,7 +282,7 @@ class FairQueue:
     def _head(self, level: Level, skip: Mapping[str, Entry]) -> Entry | None:
         """What is next of `level`."""
         for _, entry in level.returned:
-            if entry.log.request_id not in skip:
+            if entry.record.request_id not in skip:
                 return entry
         best: tuple[float, int] | None = None
         found = None
@@ -289,15 +290,15 @@ class FairQueue:
             if not flow.waiting or self.is_limited(flow):
                 continue
             head = next((e for name, e in flow.waiting.items() if name not in skip), None)
-            if head is not None and (best is None or (flow.start, head.log.arrival) < best):
-                best, found = (flow.start, head.log.arrival), head
+            if head is not None and (best is None or (flow.start, head.record.arrival) < best):
+                best, found = (flow.start, head.record.arrival), head
         return found
 
     def _add(self, entry: Entry) -> None:
         level, flow = entry.level, entry.flow
         if not flow.waiting:
             flow.floor = level.virtual
-        flow.waiting[entry.log.request_id] = entry
+        flow.waiting[entry.record.request_id] = entry
         flow.units += entry.units
         level.units += entry.units
         level.num_new += 1
@@ -306,7 +307,7 @@ class FairQueue:
 
     def _take_out(self, entry: Entry) -> None:
         """It waits no more."""
-        level, flow, name = entry.level, entry.flow, entry.log.request_id
+        level, flow, name = entry.level, entry.flow, entry.record.request_id
         if name in flow.waiting:
             del flow.waiting[name]
             flow.units = flow.units - entry.units if flow.waiting else 0.0
@@ -321,7 +322,7 @@ class FairQueue:
 
     def _stop_running(self, entry: Entry) -> None:
         entry.is_served = False
-        _decrement(self.num_running, entry.log.submit.tenant)
+        _decrement(self.num_running, entry.record.submit.tenant)
         self.units_running = self.units_running - entry.units if self.num_running else 0.0
         self.units_left = self.units_left - entry.units_left if self.num_running else 0.0
 

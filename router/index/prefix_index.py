@@ -2,8 +2,8 @@
 
 Life of a view of one worker: added with an epoch and empty; a snapshot fills it; events keep it up
 to date; a gap in their sequence freezes it until the next snapshot; a new epoch empties it; removal
-forgets it. Between the routing of a prompt and the worker's own events, speculative entries stand
-in for the blocks that are about to come into its device memory.
+forgets it. Between the routing of a prompt and the worker's own events, expected entries stand in
+for the blocks that are about to come into its device memory.
 
 A lookup asks four things of each worker: how far its device holds the prefix, how far its memory,
 how far any of its tiers, and how far it has said so itself. The blocks are in a native table
@@ -14,7 +14,7 @@ prefix is held without holes, as eviction from its end leaves it. Among the firs
 is seen; one behind them may be overlooked, and then the worker finds out for itself what it has to
 compute. What is claimed always ends before any block that was asked about and was not there.
 
-Work that grows with what one worker holds is put off: when a worker goes or starts anew its blocks
+Work that grows with what one worker holds is put off: when a worker goes or restarts its blocks
 count no more, and are taken out some at a time by later calls. Only a snapshot of a worker that has
 blocks already replaces them in one call.
 """
@@ -41,7 +41,7 @@ class Held(NamedTuple):
     `times`, in tokens). A block that is in several tiers counts for the fastest.
 
     `said` is how much of it, from the first block on, the worker itself has said it holds, in
-    whatever tier: the rest is only on its way there, and cannot be lent."""
+    any tier: the rest is only expected there, and cannot be fetched from it."""
 
     device: int = 0
     host: int = 0  # each of them in device or host memory
@@ -79,7 +79,7 @@ class _View:
     group: int
     epoch: int
     seq: int | None = None  # last event (or snapshot) applied; None: nothing yet
-    seen: int = -1  # highest event heard of, applied or not
+    seen: int = -1  # highest event known of, applied or not
     asked_at: float | None = None
 
     @property
@@ -88,7 +88,7 @@ class _View:
 
 
 class Matches:
-    """What a lookup found. Ask it before the index changes: a worker that has started anew since
+    """What a lookup found. Ask it before the index changes: a worker that has restarted since
     has no answer here."""
 
     __slots__ = ("_best", "_index", "ends")
@@ -134,15 +134,15 @@ class PrefixIndex:
     def __init__(
         self,
         snapshot_retry_s: float = 1.0,
-        speculative_s: float = 10.0,
-        max_speculative: int = 200_000,
+        expected_s: float = 10.0,
+        max_expected: int = 200_000,
         stride: int = STRIDE,
     ) -> None:
         if not 1 <= stride <= 1 << 16:
             raise ValueError(f"stride {stride}: expected 1 to 65536 blocks")
         self._snapshot_retry_s = snapshot_retry_s
-        self.speculative_s = speculative_s
-        self.table = IndexTable(stride, max_speculative)
+        self.expected_s = expected_s
+        self.table = IndexTable(stride, max_expected)
         self.views: dict[NodeId, _View] = {}
         self.slots: dict[int, _View] = {}
         self._lagging: dict[NodeId, _View] = {}
@@ -162,7 +162,7 @@ class PrefixIndex:
         if view.group != group:
             view.group = group
             self.table.regroup(view.slot, group)
-        self._note(view)
+        self._check_gap(view)
 
     def remove(self, worker: NodeId) -> None:
         view = self.views.pop(worker, None)
@@ -172,26 +172,26 @@ class PrefixIndex:
             self.table.close(view.slot)
             self._lagging.pop(worker, None)
 
-    def apply(self, now: float, news: KVEvents | KVSnapshot) -> bool:
-        """Take `news` in. True: the worker has to be asked for a snapshot now.
+    def apply(self, now: float, events: KVEvents | KVSnapshot) -> bool:
+        """True: the worker has to be asked for a snapshot now.
 
-        News of an unknown worker or a past epoch, and news that is older than what is known, change
-        nothing. A later epoch than the known one empties the view.
+        Events of an unknown worker or a past epoch, and those that are older than what is known,
+        change nothing. A later epoch than the known one empties the view.
         """
-        if isinstance(news, KVSnapshot):
-            told = (TierHashes(Tier.DEVICE, news.hashes), *news.tiers)
-            tiers = {part.tier: b"".join(part.stored) for part in told}
-            return self.restore(now, news.worker, news.epoch, news.seq, tiers)
-        view = self._hear(news.worker, news.epoch, news.seq)
+        if isinstance(events, KVSnapshot):
+            parts = (TierHashes(Tier.DEVICE, events.hashes), *events.tiers)
+            tiers = {part.tier: b"".join(part.stored) for part in parts}
+            return self.restore(now, events.worker, events.epoch, events.seq, tiers)
+        view = self._current_view(events.worker, events.epoch, events.seq)
         if view is None:
             return False
-        if view.seq is not None and news.seq == view.seq + 1:
-            for change in (TierHashes(Tier.DEVICE, news.stored, news.removed), *news.tiers):
+        if view.seq is not None and events.seq == view.seq + 1:
+            for change in (TierHashes(Tier.DEVICE, events.stored, events.removed), *events.tiers):
                 fact = FACT[change.tier]
                 self.table.change(view.slot, b"".join(change.stored), add=fact)
                 self.table.change(view.slot, b"".join(change.removed), drop=fact)
-            view.seq = news.seq
-        self._note(view)
+            view.seq = events.seq
+        self._check_gap(view)
         return self._ask(now, view)
 
     def restore(
@@ -199,7 +199,7 @@ class PrefixIndex:
     ) -> bool:
         """What `apply` does with a snapshot, its hashes packed. They are all that `worker` held at
         its event `seq`."""
-        view = self._hear(worker, epoch, seq)
+        view = self._current_view(worker, epoch, seq)
         if view is None:
             return False
         if view.seq is None or seq > view.seq:
@@ -208,7 +208,7 @@ class PrefixIndex:
             for tier, block_hashes in tiers.items():
                 self.table.change(view.slot, block_hashes, add=FACT[tier])
             view.seq = seq
-        self._note(view)
+        self._check_gap(view)
         return self._ask(now, view)
 
     def export(self, worker: NodeId) -> Export | None:
@@ -218,13 +218,13 @@ class PrefixIndex:
             return None
         return Export(view.epoch, view.seq, self.table.export(view.slot))
 
-    def hear(self, now: float, worker: NodeId, epoch: int, event_seq: int) -> bool:
-        """The last event of `worker` was `event_seq`, whether it came or not. True: ask it now."""
+    def on_event_seq(self, now: float, worker: NodeId, epoch: int, event_seq: int) -> bool:
+        """The last event of `worker` was `event_seq`, received or not. True: ask it now."""
         view = self.views.get(worker)
         if view is None or epoch != view.epoch:
             return False
         view.seen = max(view.seen, event_seq)
-        self._note(view)
+        self._check_gap(view)
         return self._ask(now, view)
 
     def due(self, now: float) -> list[NodeId]:
@@ -237,13 +237,13 @@ class PrefixIndex:
         """True when no view has a gap."""
         return not self._lagging
 
-    def speculate(self, now: float, worker: NodeId, block_hashes: Hashes) -> None:
+    def expect(self, now: float, worker: NodeId, block_hashes: Hashes) -> None:
         """Count the blocks as in device memory of `worker` until it says so itself, or the time is
         over; those that count already do so no longer. O(blocks): leave out those that it is known
         to hold."""
         view = self.views.get(worker)
         if view is not None:
-            self.table.expect(view.slot, block_hashes, now, now + self.speculative_s)
+            self.table.expect(view.slot, block_hashes, now, now + self.expected_s)
 
     def lookup(self, now: float, block_hashes: Hashes, limit: int | None = None) -> Matches:
         """How much each worker holds of the prompt whose blocks have these hashes; with `limit`, of
@@ -264,7 +264,7 @@ class PrefixIndex:
         return {self.slots[s].worker: held for s, held in counts.items() if s in self.slots}
 
     def num_blocks(self, worker: NodeId) -> int:
-        """Blocks counted as in device memory of `worker`, speculative ones too."""
+        """Blocks counted as in device memory of `worker`, expected ones too."""
         view = self.views.get(worker)
         return 0 if view is None else self.table.held(view.slot, FACT[Tier.DEVICE] | EXPECTED)
 
@@ -275,8 +275,8 @@ class PrefixIndex:
         assert self._lagging == {w: v for w, v in self.views.items() if not v.in_step}
         self.table.check_integrity()
 
-    def _hear(self, worker: NodeId, epoch: int, seq: int) -> _View | None:
-        """The view that is to take news in, of this epoch; None: it is no news."""
+    def _current_view(self, worker: NodeId, epoch: int, seq: int) -> _View | None:
+        """The view that an event or snapshot of this epoch is for; None: it is of the past."""
         view = self.views.get(worker)
         if view is None or epoch < view.epoch:
             return None
@@ -285,7 +285,7 @@ class PrefixIndex:
         view.seen = max(view.seen, seq)
         return view
 
-    def _note(self, view: _View) -> None:
+    def _check_gap(self, view: _View) -> None:
         if view.in_step:
             self._lagging.pop(view.worker, None)
         else:

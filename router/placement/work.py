@@ -1,11 +1,15 @@
-"""What is asked of workers, and ways to serve it: the plain data of a choice."""
+"""The plain data of a routing decision: what a request asks of workers, the ways to serve it, what
+they cost, and the decision that was made."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.node import NodeId
+from engine.stats import Role
+from router.index.prefix_index import Held
 from router.placement.endpoint import Endpoint
 
 
@@ -34,8 +38,8 @@ class Seconds(NamedTuple):
 
 
 class Intake(NamedTuple):
-    """How the worker that computes comes to the KV of the prompt: what its device does not hold is
-    loaded, then fetched, and the rest computed."""
+    """How the worker that computes the prompt gets its KV: what its device does not hold is loaded
+    from its own lower tiers, then fetched from a peer, and the rest is computed."""
 
     computed: int  # tokens, as the following
     loaded: int = 0
@@ -46,11 +50,11 @@ class Intake(NamedTuple):
 
 
 class HashedPrompt(NamedTuple):
-    """A prompt as workers of one kind name it."""
+    """A prompt by the block hashes of workers of one kind (same model and block size)."""
 
     model: int  # as `Endpoint.model`
     block_size: int
-    unit: int  # tokens that a name stands for
+    unit: int  # tokens that a hash stands for
     block_hashes: bytearray  # of its full blocks, packed
 
 
@@ -58,7 +62,47 @@ class Work(NamedTuple):
     """What a request asks for."""
 
     num_tokens: int  # prompt and output so far: KV that must be there before the next token
-    total_tokens: int  # that it may come to have
+    total_tokens: int  # at most, at its end
     output_tokens: float  # expected from now on
     prompts: Sequence[HashedPrompt]  # one for each kind of workers
-    avoid: Sequence[Endpoint] = ()  # these have failed it
+    avoid: Sequence[Endpoint] = ()  # workers that have failed it
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to serve the request, as it is explained. For a prefill worker alone, only what comes
+    before the first token counts."""
+
+    worker: NodeId
+    prefill_from: NodeId | None
+    fetch_from: NodeId | None  # the peer whose KV is fetched by the worker that computes the prompt
+    cached: Held  # tokens on `worker`
+    seconds: Seconds
+
+
+@dataclass(slots=True)
+class Decision:
+    """A choice and its alternatives, so that it can be explained."""
+
+    request_id: str
+    attempt: int
+    at_s: float  # the router's clock
+    policy: str
+    num_tokens: int
+    decode: NodeId
+    prefill: NodeId | None
+    fetch_from: NodeId | None  # by `prefill`, or else by `decode`
+    seconds: Seconds
+    predicted_ttft_s: float
+    others_decode: bool  # on the decode worker, when this was decided
+    was_measured: bool  # False: no worker had reported yet what prompts cost
+    candidates: Callable[[Role], tuple[Candidate, ...]]  # read from native memory when called
+
+    @property
+    def decode_candidates(self) -> tuple[Candidate, ...]:
+        """Best first."""
+        return self.candidates(Role.DECODE)
+
+    @property
+    def prefill_candidates(self) -> tuple[Candidate, ...]:
+        return self.candidates(Role.PREFILL)

@@ -2,22 +2,23 @@
 
 A session is a name that a tenant gives to a conversation. Every Submit that carries it is a turn;
 between turns its KV may be parked, resumed, pinned, forked or dropped, by its tenant's commands or
-because time goes by. The router decides and asks the workers that hold the blocks (`CacheOrder`); a
-command is answered when they have, or when its time is over. What has to outlive the router is told
-to a store, change by change.
+by timeouts. The router sends orders to the workers that hold the blocks (`CacheOrder`); a command
+is answered when they are carried out, or when its time is over. What has to outlive the router is
+written to a store, change by change.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 
 from engine.kv.tier import Tier
 from engine.node import Effect, NodeId, Send, Wake
+from engine.stats import WorkerInfo
 from kvtransfer.messages import CacheAction, CacheOrderDone
-from router.dispatch import Dispatcher
+from router.index.prefix_index import PrefixIndex
 from router.messages import (
     SessionCommand,
     SessionInfo,
@@ -27,9 +28,8 @@ from router.messages import (
     Submit,
 )
 from router.record import Attempt, RequestRecord
-from router.sessions.blocks import SessionBlocks
-from router.sessions.commands import PendingCommand, PendingCommands
-from router.sessions.sharing import DeleteSession, SaveSession, SessionsLearned, learn
+from router.sessions.commands import PendingCommand, PendingCommands, SessionBlocks
+from router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated, merge
 from router.sessions.table import (
     Session,
     SessionConfig,
@@ -55,7 +55,8 @@ class Sessions:
         self,
         router: NodeId,
         config: SessionConfig,
-        dispatcher: Dispatcher,
+        index: PrefixIndex,
+        workers: Callable[[], dict[NodeId, WorkerInfo]],
         records: Iterable[SessionRecord] = (),
     ) -> None:
         self._config = config
@@ -65,10 +66,10 @@ class Sessions:
         self._wakes: list[float] = []  # that were asked for, each before all earlier ones
         self._pin_at = inf  # when what is pinned is to be pinned again
         self.table = SessionTable(config)
-        self._blocks = SessionBlocks(router, dispatcher, self.table)
+        self._blocks = SessionBlocks(router, index, workers, self.table)
 
     def start(self, now: float) -> None:
-        """Take in what the store has kept."""
+        """Restore the sessions that the store has kept."""
         for record in sorted(self._records, key=lambda record: -record.idle_s):
             session = restored(now, record)
             if record.idle_s >= record.retention.keep_s and not record.pinned:
@@ -79,7 +80,7 @@ class Sessions:
         self._records = ()
 
     def take_effects(self, now: float) -> list[Effect]:
-        """What has to be done, and a wake-up for what will be due, if none comes early enough."""
+        """The effects so far, and a wake-up if none comes before something is due."""
         due_at = min(self._pending.next_deadline, self.table.next_due, self._pin_at)
         due_at = max(due_at, now + MIN_WAKE_S)
         if due_at < (self._wakes[-1] if self._wakes else inf):
@@ -96,10 +97,9 @@ class Sessions:
         """A line for each command that waits."""
         return self._pending.describe()
 
-    def begin(self, now: float, submit: Submit) -> None:
-        """A turn is live. Told again, nothing changes."""
-        if submit.session is None:
-            return
+    def on_turn(self, now: float, submit: Submit) -> None:
+        """A turn is live. A repeat changes nothing."""
+        assert submit.session is not None
         session = self.table.find(submit.tenant, submit.session)
         if session is None:
             retention = submit.retention or self._config.retention
@@ -109,24 +109,24 @@ class Sessions:
         session.parked = False
         self.table.touch(session)
 
-    def end(self, now: float, log: RequestRecord, attempt: Attempt | None) -> None:
-        """A turn has ended, however. Where tokens came, they are what the session stands for:
-        a client that stops an answer halfway goes on from what it has seen."""
-        submit = log.submit
+    def on_turn_ended(self, now: float, record: RequestRecord, attempt: Attempt | None) -> None:
+        """Whether it finished or not: if there was output, the session has its tokens now. A client
+        that stops an answer halfway goes on from what it has seen."""
+        submit = record.submit
         session = self.table.find(submit.tenant, submit.session or "")
         if session is None or submit.request_id not in session.live:
             return
         session.live.remove(submit.request_id)
-        if log.num_output_tokens:
+        if record.num_output_tokens:
             session.scope = submit.scope
             session.retention = submit.retention or self._config.retention
             session.used_at = now
             session.num_turns += 1
-            self.table.set_tokens(session, array("I", log.tokens).tobytes())
+            self.table.set_tokens(session, array("I", record.tokens).tobytes())
             if attempt is not None:
                 info = attempt.decode.info
                 session.worker = info.worker
-                session.set_hashes(kind_of(info), log.block_hashes(info))
+                session.set_hashes(kind_of(info), record.block_hashes(info))
             if session.pinned:
                 self._order(CacheAction.PIN, session)
             self._save(now, session)
@@ -137,7 +137,7 @@ class Sessions:
         self.table.touch(session)
         self._make_room(session.tenant)
 
-    def command(self, now: float, command: SessionCommand) -> None:
+    def on_command(self, now: float, command: SessionCommand) -> None:
         """Carry it out, or refuse it."""
         if command in self._pending:
             return  # repeated: it will be answered
@@ -215,7 +215,7 @@ class Sessions:
         self._reply(now, command, fork)
 
     def _list(self, now: float, command: SessionCommand) -> None:
-        """By name, so that pages fit together whatever happens between them."""
+        """By name, so that pages fit together if sessions change in between."""
         after, limit = command.session, max(1, command.limit)
         found = [s for s in self.table.of_tenant(command.tenant) if not after or s.name > after]
         page: list[SessionInfo] = []
@@ -241,7 +241,7 @@ class Sessions:
         session: Session,
         pending: PendingCommand | None = None,
     ) -> None:
-        """Say that it is done; of one that still waits, who has not answered."""
+        """It is done; or, if it still waits, these workers have not answered."""
         refusal, detail = None, ""
         if pending is not None and pending.waiting:
             refusal = SessionRefusal.DEADLINE
@@ -254,28 +254,28 @@ class Sessions:
         self._effects.append(Send(command.reply_to, reply))
 
     def on_order_done(self, now: float, done: CacheOrderDone) -> None:
-        pending = self._pending.settle(done)
+        pending = self._pending.on_order_done(done)
         if pending is not None:
             self._reply(now, pending.command, pending.session, pending)
 
-    def learn(self, now: float, learned: SessionsLearned) -> None:
-        """Take in what other routers have made of sessions since."""
-        for tenant in learn(now, self.table, learned):
+    def on_sessions_updated(self, now: float, updated: SessionsUpdated) -> None:
+        """Other routers have changed sessions."""
+        for tenant in merge(now, self.table, updated):
             self._make_room(tenant)
 
-    def save_all(self, now: float) -> None:
-        """The store was away: tell it all again. What it has of the same version it keeps."""
+    def on_state_up(self, now: float, _: object) -> None:
+        """The store was away: save all again. It keeps what it has in the same version."""
         self._effects += [SaveSession(s.record(now)) for s in self.table if s.saved]
 
-    def gain(self, now: float) -> None:
-        """A worker has started. It may have KV on disk, but knows of no pins: once its index has
-        come, it is told."""
+    def on_worker_up(self, now: float) -> None:
+        """A worker that starts may have KV on disk, but has no pins: it is sent them once its
+        snapshot has come."""
         if any(session.pinned for session in self.table):
             self._pin_at = now + PIN_AFTER_S
 
-    def lose(self, now: float, worker: NodeId) -> None:
-        """What `worker` held is gone, and what it was asked will not be answered."""
-        for pending in self._pending.lose(worker):
+    def on_worker_down(self, now: float, worker: NodeId) -> None:
+        """Its blocks are gone, and its orders will not be answered."""
+        for pending in self._pending.on_worker_down(worker):
             self._reply(now, pending.command, pending.session, pending)
 
     def tick(self, now: float) -> None:
@@ -287,7 +287,9 @@ class Sessions:
             self._reply(now, pending.command, pending.session, pending)
         for session in self.table.take_due(now, self._config.max_parks_at_once):
             if self.table.expires_at(session) <= now:
-                session.saved &= not self._config.shared  # the store sees itself what has expired
+                session.saved &= (
+                    not self._config.shared
+                )  # the store drops what has expired by itself
                 self._forget(session)
             else:
                 session.parked = True
@@ -328,7 +330,7 @@ class Sessions:
         return self._order(CacheAction.UNPIN, session)
 
     def _save(self, now: float, session: Session) -> None:
-        """What may not be on disk as KV may not be there as tokens either."""
+        """If its KV may not be on disk, its tokens may not be there either."""
         if not session.retention.to_disk:
             self._delete(session)
         elif self._config.durable and session.tokens:

@@ -2,7 +2,7 @@
 
 Every change raises a session's version by one. Two routers that change it at once both raise the
 same one: then the state that was used last counts, for all of them alike. A turn that is running
-here is never lost: at its end it is a change like any other, of the version after the newest known.
+here is not lost: its end is a change like any other, of the version after the newest known.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from router.sessions.table import Session, SessionRecord, SessionTable, restored
 
 @dataclass(frozen=True, slots=True)
 class SaveSession:
-    """Effect: keep this record, instead of an earlier one of the session."""
+    """Effect: save this record, in place of an earlier one of the session."""
 
     record: SessionRecord
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteSession:
-    """Effect: keep no record of this session."""
+    """Effect: delete the record of this session."""
 
     tenant: str
     session: str
@@ -29,17 +29,17 @@ class DeleteSession:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionsLearned:
-    """Message: what another router, or an earlier life of this one, has made of sessions."""
+class SessionsUpdated:
+    """Message: sessions as another router, or an earlier run of this one, has changed them."""
 
     records: tuple[SessionRecord, ...]
     closed: tuple[tuple[str, str, int], ...] = ()  # tenant, name, version
 
 
-def learn(now: float, table: SessionTable, learned: SessionsLearned) -> set[str]:
-    """Take in what is new. Returns the tenants that have sessions they did not have before."""
-    tenants = {record.tenant for record in learned.records if _is_news(now, table, record)}
-    for tenant, name, version in learned.closed:
+def merge(now: float, table: SessionTable, updated: SessionsUpdated) -> set[str]:
+    """Apply what is newer. Returns the tenants that have sessions they did not have before."""
+    tenants = {record.tenant for record in updated.records if _is_news(now, table, record)}
+    for tenant, name, version in updated.closed:
         session = table.find(tenant, name)
         if session is not None and version > session.version:
             session.version = version

@@ -1,8 +1,8 @@
 """The sessions that a router knows: a bounded table, and what is due for each of them.
 
 Life of a session: made by the first Submit that names it, refreshed by the end of every turn,
-forgotten when its retention is over, when it is closed, or when there are too many. Its tokens
-stand for its KV: the hashes of its blocks follow from them on any worker.
+removed when its retention is over, when it is closed, or when there are too many. Its KV is found
+by its tokens: the hashes of its blocks follow from them on any worker.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from engine.stats import WorkerInfo
 from router.messages import SessionState
 
 TOKEN_BYTES = array("I").itemsize
-MAX_STALE = 64  # entries of the heap that mean nothing any more, beside one for each session
+MAX_STALE = 64  # outdated entries of the heap, beside one for each session
 FOREIGN_PATIENCE = 3.0  # a session that another router parks is parked here after so much longer
-Kind = tuple[bytes, int]  # fingerprint and block size: workers of one kind name blocks alike
+Kind = tuple[bytes, int]  # fingerprint and block size: the same block hashes on all such workers
 
 
 def kind_of(info: WorkerInfo) -> Kind:
@@ -38,7 +38,7 @@ class SessionConfig:
     max_per_tenant: int = 2_000
     max_tokens: int = 64_000_000  # of all sessions together; each takes 4 bytes here and in a store
     park_after_s: float = 30.0  # without a turn for this long, a session is parked; 0: never
-    order_timeout_s: float = 10.0  # a command is answered after this, whoever is silent
+    order_timeout_s: float = 10.0  # a command is answered after this, complete or not
     max_parks_at_once: int = 16
     max_commands: int = 1024  # that wait for workers
     retention: Retention = DEFAULT_RETENTION  # of requests that do not say
@@ -81,7 +81,7 @@ class Session:
     parked: bool = False
     pinned: bool = False
     saved: bool = False  # the store may have a record of it
-    version: int = 0  # of the last record that was saved or learned
+    version: int = 0  # of the last record that was saved or received
     foreign: bool = False  # its last change was another router's
     live: set[str] = field(default_factory=set)  # requests that are turns of it
     due_at: float | None = None  # of its entry in the table's heap; None: it has none
@@ -103,7 +103,7 @@ class Session:
         self._hashes.clear()
 
     def set_hashes(self, kind: Kind, block_hashes: list[bytes]) -> None:
-        """What `block_hashes` would find by hashing, where that was done already."""
+        """Cache the result of `block_hashes`."""
         self._hashes[kind] = b"".join(block_hashes[: self.num_blocks(kind)])
 
     def num_blocks(self, kind: Kind) -> int:
@@ -111,7 +111,7 @@ class Session:
         return max(0, self.num_tokens - 1) // kind[1]
 
     def block_hashes(self, kind: Kind) -> list[bytes]:
-        """Names of the blocks of its KV, in order. Kept packed: a session may have thousands."""
+        """Of the blocks of its KV, in order. Cached packed: a session may have thousands."""
         packed = self._hashes.get(kind)
         if packed is None:
             fingerprint, size = kind
@@ -153,7 +153,7 @@ class Session:
 
 
 def restored(now: float, record: SessionRecord) -> Session:
-    """The session of `record`. Whatever holds its KV now has just started: it is parked."""
+    """The session of `record`, parked."""
     used_at = now - record.idle_s
     return Session(
         tenant=record.tenant,
@@ -215,7 +215,7 @@ class SessionTable:
         session.due_at = None
 
     def touch(self, session: Session) -> None:
-        """It was used, or is wanted: the last to be forgotten."""
+        """It was used, or will be: the last to be removed."""
         self._by_use.move_to_end((session.tenant, session.name))
         self._tenants[session.tenant].move_to_end(session.name)
         self.schedule(session)
@@ -226,8 +226,8 @@ class SessionTable:
         self.num_tokens += session.num_tokens
 
     def surplus(self, tenant: str) -> Session | None:
-        """What has to be forgotten for the limits to hold; None: they hold, or all are active.
-        Asked for when a turn has ended: there may be as many more as there are live requests."""
+        """The session to remove for the limits to hold; None: they hold, or all are active. Called
+        when a turn has ended: there may be as many more as there are live requests."""
         config = self._config
         own = self._tenants.get(tenant, OrderedDict())
         if len(own) > config.max_per_tenant:
@@ -240,7 +240,7 @@ class SessionTable:
         """Have it taken by `take_due` when its retention is over or it should be parked."""
         due_at = self._due_at(session)
         if due_at == inf or (session.due_at is not None and session.due_at <= due_at):
-            return  # an entry that is too early is put right when it is taken
+            return  # an entry that is too early is corrected when it is taken
         session.due_at = due_at
         self._num_entries += 1
         heapq.heappush(self._heap, (due_at, self._num_entries, session))
@@ -268,7 +268,7 @@ class SessionTable:
         return self._heap[0][0] if self._heap else inf
 
     def expires_at(self, session: Session) -> float:
-        """When it is forgotten if nothing happens; infinity: it is active, or pinned."""
+        """When its retention is over if it is not used; infinity: it is active, or pinned."""
         if session.live or session.pinned:
             return inf
         return session.used_at + session.retention.keep_s
@@ -297,7 +297,7 @@ class SessionTable:
 
 
 def _least_used(sessions: Iterable[Session]) -> Session | None:
-    """The one to forget first: idle, and pinned only if all that are idle are."""
+    """The one to remove first: idle, and pinned only if all idle ones are."""
     first_idle = None
     for session in sessions:
         if not session.live:

@@ -17,7 +17,7 @@ from router.placement.choice import Option
 from router.placement.cost import CostModel
 from router.placement.endpoint import Endpoint
 from router.placement.fleet import Fleet
-from router.placement.policy import Choice, Policy, Question
+from router.placement.policy import Choice, Policy
 from router.placement.work import HashedPrompt, Work
 from tests.router.script import worker_info, worker_stats
 
@@ -45,26 +45,27 @@ class Todo:
     num_tokens: int
     output_tokens: float
     held: Mapping[NodeId, Held]
-    lenders: tuple[Endpoint, ...] = ()
+    sources: tuple[Endpoint, ...] = ()
 
 
 def work(
     num_tokens: int,
     output_tokens: float = 100.0,
-    lenders: tuple[Endpoint, ...] = (),
+    sources: tuple[Endpoint, ...] = (),
     **cached: int | Held,
 ) -> Todo:
-    """`cached`: tokens by worker, of its device where it is a number. `lenders` count where a test
+    """`cached`: tokens by worker, of its device where it is a number. `sources` count where a test
     says who serves; a choice finds its own."""
     held = {
         name.replace("_", "-"): on(tokens) if isinstance(tokens, int) else tokens
         for name, tokens in cached.items()
     }
-    return Todo(num_tokens, output_tokens, held, lenders)
+    return Todo(num_tokens, output_tokens, held, sources)
 
 
 class Chooser:
-    """A policy over fleets of these workers, whose order follows each choice. Nobody lends."""
+    """A policy over fleets of these workers, whose order follows each choice. Only `sources` are
+    fetched from."""
 
     def __init__(
         self, *workers: Endpoint, policy: str = "prefix", cost: CostModel | None = None
@@ -73,12 +74,12 @@ class Chooser:
         self.cost = cost or CostModel()
         self.index = IndexTable(stride=32, max_expected=1)
         self.random = Random(1)
+        self.fleets = {role: Fleet("", self.cost) for role in Role}
         self.policy = Policy(
-            policy, self.cost, self.index,
+            policy, self.cost, self.index, self.fleets,
             max_inflight=1000, max_memory_wait_s=inf, probe_after_s=inf,
             lenders_of_a_role=0,
         )  # fmt: skip
-        self.fleets = {role: Fleet("", self.cost) for role in Role}
         for worker in self.workers:
             is_prefill = worker.info.role is Role.PREFILL
             self.policy.chooser.put(worker, self.index.open(int(is_prefill)))
@@ -86,15 +87,7 @@ class Chooser:
 
     def choose(self, todo: Todo, *, now: float = 0.0, sticky: bytes = b"r") -> Choice:
         self.update(now)
-        question = Question(
-            now=now,
-            work=self.asked(todo),
-            decodes=self.fleets[Role.DECODE],
-            prefills=self.fleets[Role.PREFILL],
-            trusting=False,
-            sticky=lambda: sticky,
-        )
-        choice = self.policy.choose(question)
+        choice = self.policy.choose(now, self.asked(todo), lambda: sticky)
         assert choice is not None
         self.update(now)
         return choice
@@ -131,7 +124,7 @@ class Chooser:
             [w for w in workers if w.info.role is role] for role in (Role.DECODE, Role.PREFILL)
         ]
         decodes, prefills = self.fleets[Role.DECODE], self.fleets[Role.PREFILL]
-        options = self.policy.chooser.weigh(decodes, prefills, (roles[0], roles[1]), todo.lenders)
+        options = self.policy.chooser.weigh(decodes, prefills, (roles[0], roles[1]), todo.sources)
         assert options is not None
         return options.best, options.best_prefill
 
@@ -149,19 +142,19 @@ def names_of(choice: Choice) -> tuple[str, str | None]:
 
 def local_cost(cost: CostModel, now: float, decode: Endpoint, todo: Todo) -> Option:
     """Everything on one decode worker."""
-    return Chooser(decode, *todo.lenders, cost=cost).weigh(now, todo, decode)[0]
+    return Chooser(decode, *todo.sources, cost=cost).weigh(now, todo, decode)[0]
 
 
 def remote_cost(cost: CostModel, decode: Endpoint, prefill: Endpoint, todo: Todo) -> Option:
     """Its prompt computed elsewhere."""
-    others = [lender for lender in todo.lenders if lender is not decode]
+    others = [source for source in todo.sources if source is not decode]
     return Chooser(decode, prefill, *others, cost=cost).weigh(0.0, todo, decode, prefill)[0]
 
 
 def prefill_cost(cost: CostModel, now: float, worker: Endpoint, todo: Todo) -> Option:
     """A prefill worker's part alone."""
     decode = endpoint("decode-99")
-    chooser = Chooser(decode, worker, *todo.lenders, cost=cost)
+    chooser = Chooser(decode, worker, *todo.sources, cost=cost)
     found = chooser.weigh(now, todo, decode, worker)[1]
     assert found is not None
     return found

@@ -15,12 +15,12 @@ from tests.router.script import BLOCK, worker_info
 PROMPT = tuple(range(10))
 
 
-def log_of(*output: int, scope: CacheScope = UNSALTED, **sampling: object) -> RequestRecord:
+def record_of(*output: int, scope: CacheScope = UNSALTED, **sampling: object) -> RequestRecord:
     params = SamplingParams(**{"max_tokens": 8, "stop_token_ids": (999,), **sampling})  # type: ignore[arg-type]
     submit = Submit("r", "api", PROMPT, params, 60.0, scope=scope)
-    log = RequestRecord(submit, params, 1, 0.0, 60.0, 0.0)
-    log.tokens += output
-    return log
+    record = RequestRecord(submit, params, 1, 0.0, 60.0, 0.0)
+    record.tokens += output
+    return record
 
 
 def delta(position: int, *tokens: int, finish: FinishReason | None = None) -> TokenDelta:
@@ -50,9 +50,9 @@ def delta(position: int, *tokens: int, finish: FinishReason | None = None) -> To
 def test_a_delta_is_next_a_gap_or_a_contradiction(
     sent: TokenDelta, verdict: Verdict, output: tuple[int, ...]
 ) -> None:
-    log = log_of(20, 21)
-    assert log.accept(sent) is verdict
-    assert tuple(log.tokens) == PROMPT + output
+    record = record_of(20, 21)
+    assert record.accept(sent) is verdict
+    assert tuple(record.tokens) == PROMPT + output
 
 
 @pytest.mark.parametrize(
@@ -73,23 +73,23 @@ def test_a_delta_is_next_a_gap_or_a_contradiction(
 def test_a_log_knows_when_it_is_complete(
     output: tuple[int, ...], sampling: dict[str, object], reason: FinishReason | None
 ) -> None:
-    assert log_of(*output, **sampling).complete() is reason
+    assert record_of(*output, **sampling).complete() is reason
 
 
 def test_a_stop_token_at_the_end_of_the_prompt_ends_nothing() -> None:
-    assert log_of(stop_token_ids=(9,)).complete() is None
+    assert record_of(stop_token_ids=(9,)).complete() is None
 
 
 def test_block_names_grow_with_the_log_and_are_those_of_the_engine() -> None:
     info = worker_info("decode-0")
-    log = log_of(scope=CacheScope(b"tenant"))
+    record = record_of(scope=CacheScope(b"tenant"))
     scope = CacheScope(b"tenant")
-    assert log.block_hashes(info) == hash_blocks(info.fingerprint, scope, PROMPT, BLOCK)
-    log.tokens += range(50, 59)
-    assert log.block_hashes(info) == hash_blocks(info.fingerprint, scope, log.tokens, BLOCK)
+    assert record.block_hashes(info) == hash_blocks(info.fingerprint, scope, PROMPT, BLOCK)
+    record.tokens += range(50, 59)
+    assert record.block_hashes(info) == hash_blocks(info.fingerprint, scope, record.tokens, BLOCK)
     other = replace(info, fingerprint=b"another", block_size=8)
-    assert log.block_hashes(other) == hash_blocks(b"another", scope, log.tokens, 8)
-    assert log_of().block_hashes(info)[0] != log.block_hashes(info)[0]
+    assert record.block_hashes(other) == hash_blocks(b"another", scope, record.tokens, 8)
+    assert record_of().block_hashes(info)[0] != record.block_hashes(info)[0]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_block_names_grow_with_the_log_and_are_those_of_the_engine() -> None:
 def test_cached_tokens_are_those_of_the_prompt_from_known_sources(
     num_cached: int, by_source: dict[str, int], expected: dict[str, int]
 ) -> None:
-    log = log_of(20, 21)
-    log.note_cached(num_cached, by_source)
-    assert log.num_cached_tokens == min(num_cached, len(PROMPT))
-    assert log.cached_by_source == expected
+    record = record_of(20, 21)
+    record.note_cached(num_cached, by_source)
+    assert record.num_cached_tokens == min(num_cached, len(PROMPT))
+    assert record.cached_by_source == expected

@@ -59,11 +59,11 @@ class FakeRouter:
         """Each ends with an explanation, as at a real router."""
         clock = asyncio.get_running_loop().time
         began = clock()
-        log = RequestRecord(submit, submit.sampling, 1, began, began + 60, began)
+        record = RequestRecord(submit, submit.sampling, 1, began, began + 60, began)
         try:
             await self._answer(submit)
         finally:
-            self.explanations.add(clock(), log, FinishReason.STOP)
+            self.explanations.add(clock(), record, FinishReason.STOP)
 
     async def _answer(self, submit: Submit) -> None:
         if self.refuse is not None:

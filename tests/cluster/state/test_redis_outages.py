@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 
 from cluster.state import redis
-from router.sessions.sharing import SaveSession, SessionsLearned
+from router.sessions.sharing import SaveSession, SessionsUpdated
 from router.state import IndexLoaded, IndexWriter, SaveView, StateUp
 from tests.cluster.state.stores import Server, Teller, events, opened, record, until, view, writer
 
@@ -40,7 +40,7 @@ def test_a_server_that_is_killed_under_load_is_missed_once_and_told_again(
     teller.wait(lambda: store.status()["unwritten"] == 0)
     next_one = opened(tellers, own_server, "router-1")
     assert next_one.of(IndexLoaded) == [IndexLoaded((view("decode-0", seq=301),), ())]
-    assert sum(len(m.records) for m in next_one.of(SessionsLearned)) == 201
+    assert sum(len(m.records) for m in next_one.of(SessionsUpdated)) == 201
     status = store.status()
     assert (status["outages"], status["dropped"], status["last_error"]) == (1, 0, "")
     assert sum("is away" in line for line in caplog.messages) == 1

@@ -14,7 +14,7 @@ from cluster.state import index_keys, redis, session_keys
 from cluster.state.opening import open_state, with_url
 from engine.kv.block_hash import HASH_BYTES
 from engine.kv.tier import Retention
-from router.sessions.sharing import DeleteSession, SaveSession, SessionsLearned
+from router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated
 from router.state import (
     ForgetView,
     IndexLoaded,
@@ -111,10 +111,10 @@ def test_sessions_are_known_to_the_other_router_and_to_the_next(
     first.store.perform(SaveSession(record("a", version=4, parked=True)))
     first.store.perform(SaveSession(record("ü /%\ud800", worker=None, pinned=True)))
     first.store.perform(SaveSession(record("ü /%", worker=None, pinned=True)))
-    second.wait(lambda: sum(len(m.records) for m in second.of(SessionsLearned)) == 2)
+    second.wait(lambda: sum(len(m.records) for m in second.of(SessionsUpdated)) == 2)
     third = opened(tellers, server, "router-0")
     for teller in (second, third):
-        records = [r for m in teller.of(SessionsLearned) for r in m.records]
+        records = [r for m in teller.of(SessionsUpdated) for r in m.records]
         found = {r.session: r for r in records}
         for wanted in (
             record("a", version=4, parked=True),
@@ -124,7 +124,7 @@ def test_sessions_are_known_to_the_other_router_and_to_the_next(
             assert replace(got, age_s=50.0, idle_s=20.0) == wanted
             assert 20.0 <= got.idle_s < 40.0
             assert 50.0 <= got.age_s < 70.0
-    assert first.of(SessionsLearned) == []  # its own changes are no news to it
+    assert first.of(SessionsUpdated) == []  # its own changes are no news to it
     assert first.store.status()["unreadable"] == 1
 
 
@@ -141,12 +141,12 @@ def test_of_two_states_of_a_session_the_newer_stays(server: Server, tellers: lis
     say(first, SaveSession(record(version=5, num_turns=500, idle_s=30.0)))
     say(second, DeleteSession("tenant", "s", 5))
     third = opened(tellers, server, "router-2")
-    (learned,) = third.of(SessionsLearned)
+    (learned,) = third.of(SessionsUpdated)
     assert [r.num_turns for r in learned.records] == [50]
     say(second, DeleteSession("tenant", "s", 6))
-    first.wait(lambda: first.of(SessionsLearned)[-1].closed == (("tenant", "s", 6),))
+    first.wait(lambda: first.of(SessionsUpdated)[-1].closed == (("tenant", "s", 6),))
     say(third, SaveSession(record(version=6, num_turns=6)))  # a turn that ended meanwhile
-    first.wait(lambda: [r.num_turns for r in first.of(SessionsLearned)[-1].records] == [6])
+    first.wait(lambda: [r.num_turns for r in first.of(SessionsUpdated)[-1].records] == [6])
 
 
 def test_a_session_is_kept_as_long_as_its_retention(server: Server, tellers: list[Teller]) -> None:
@@ -179,7 +179,7 @@ def test_a_router_that_was_too_slow_for_the_changes_reads_everything(
     Redis.from_url(server.url).xtrim("test:model:sessions", maxlen=2, approximate=False)
     monkeypatch.undo()
     second.wait(
-        lambda: len({r.session for m in second.of(SessionsLearned) for r in m.records}) == 6
+        lambda: len({r.session for m in second.of(SessionsUpdated) for r in m.records}) == 6
     )
 
 

@@ -39,7 +39,7 @@ def test_every_message_of_the_contracts_is_registered() -> None:
     nested |= {"SessionInfo", "SessionHolder", "TenantShare"}
     modules = ["engine.kv.events", "engine.messages", "engine.request", "engine.stats"]
     modules += ["kvtransfer.messages", "prefill_worker.messages", "decode_worker.messages"]
-    modules += ["router.messages", "router.index.replica_sync"]
+    modules += ["router.messages"]
     declared = {
         name
         for module in map(importlib.import_module, modules)

@@ -31,22 +31,22 @@ class QueueScript:
             tenant=tenant,
             share=TenantShare(**share),  # type: ignore[arg-type]
         )
-        log = RequestRecord(submit, submit.sampling, self.num_pushed, 0.0, 60.0, 0.0)
-        self.queue.push(log, units)
-        return log
+        record = RequestRecord(submit, submit.sampling, self.num_pushed, 0.0, 60.0, 0.0)
+        self.queue.push(record, units)
+        return record
 
     def serve(self) -> RequestRecord | None:
         """Send the next request to a worker; None: none may go."""
         entry = self.queue.next({})
         if entry is None:
             return None
-        log = entry.log
+        record = entry.record
         if not entry.is_charged:
-            key = log.submit.priority, log.submit.tenant
+            key = record.submit.priority, record.submit.tenant
             self.served[key] = self.served.get(key, 0.0) + entry.units
-        self.order.append(log.request_id)
-        self.queue.charge(0.0, log)
-        return log
+        self.order.append(record.request_id)
+        self.queue.charge(0.0, record)
+        return record
 
-    def end(self, log: RequestRecord, units: float | None = None) -> None:
-        self.queue.settle(log, self.queue.entry(log).units if units is None else units)
+    def end(self, record: RequestRecord, units: float | None = None) -> None:
+        self.queue.settle(record, self.queue.entry(record).units if units is None else units)

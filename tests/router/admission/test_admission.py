@@ -7,11 +7,10 @@ import pytest
 from decode_worker.messages import Decode
 from engine.kv.events import KVSnapshotRequest
 from engine.request import FinishReason, Refusal
-from router.admission.admission import Rejection
 from router.admission.fair_queue import MAX_PASSED
 from router.dispatch import Dispatcher
 from router.messages import Cancel, Failed
-from router.record import Attempt, RequestRecord
+from router.record import Attempt, Rejection, RequestRecord
 from router.requests import MAX_TRIED
 from tests.router.script import CLIENT, Script
 
@@ -233,9 +232,9 @@ def test_a_message_looks_at_few_of_those_that_find_no_place(
     tried: list[str] = []
     place = Dispatcher.place
 
-    def counted(self: Dispatcher, now: float, log: RequestRecord) -> Attempt | Rejection | None:
-        tried.append(log.request_id)
-        return place(self, now, log)
+    def counted(self: Dispatcher, now: float, record: RequestRecord) -> Attempt | Rejection | None:
+        tried.append(record.request_id)
+        return place(self, now, record)
 
     monkeypatch.setattr(Dispatcher, "place", counted)
     s.submit("one more", tokens=range(100))

@@ -66,10 +66,10 @@ def test_one_request_at_a_time_does_not_evade_a_small_weight() -> None:
         s.push("red", weight=9.0)
     s.push("blue")
     for _ in range(50):
-        log = s.serve()
-        assert log is not None
-        s.end(log)
-        if log.submit.tenant == "blue":
+        record = s.serve()
+        assert record is not None
+        s.end(record)
+        if record.submit.tenant == "blue":
             s.push("blue")
     assert s.served[0, "blue"] <= 50 / 10 + 1
 
@@ -81,11 +81,11 @@ def test_what_took_longer_than_estimated_is_paid_for_afterwards() -> None:
         s.push("blue")
     work = {"red": 0.0, "blue": 0.0}
     for _ in range(60):
-        log = s.serve()
-        assert log is not None
-        took = 3.0 if log.submit.tenant == "red" else 1.0
-        work[log.submit.tenant] += took
-        s.end(log, took)
+        record = s.serve()
+        assert record is not None
+        took = 3.0 if record.submit.tenant == "red" else 1.0
+        work[record.submit.tenant] += took
+        s.end(record, took)
     assert abs(work["red"] - work["blue"]) <= 3.0
 
 
@@ -129,10 +129,10 @@ def test_a_tenant_has_no_more_running_than_it_may() -> None:
         s.push("red", max_concurrent=2)
     s.push("blue")
     first = [s.serve() for _ in range(3)]
-    names = [log.submit.tenant for log in first if log is not None]
+    names = [record.submit.tenant for record in first if record is not None]
     assert sorted(names) == ["blue", "red", "red"]
     assert s.serve() is None
-    ended = next(log for log in first if log is not None and log.submit.tenant == "red")
+    ended = next(record for record in first if record is not None and record.submit.tenant == "red")
     s.end(ended)
     assert s.serve() is not None
     assert s.serve() is None
@@ -144,9 +144,9 @@ def test_what_comes_back_goes_before_new_ones_and_is_not_charged_again() -> None
     for _ in range(6):
         s.push("blue")
     taken = [s.serve(), s.serve(), s.serve()]
-    lost = [log for log in taken if log in reds]
-    for log in reversed(lost):
-        s.queue.restore(log)
+    lost = [record for record in taken if record in reds]
+    for record in reversed(lost):
+        s.queue.restore(record)
     assert len(lost) == 2
     assert [s.serve(), s.serve()] == lost
     s.order.clear()
@@ -190,8 +190,8 @@ def test_a_full_queue_takes_from_the_lowest_priority_but_leaves_it_its_places() 
     lows = [s.push("low", priority=3) for _ in range(20)]
     high = s.push("high")
     assert s.queue.surplus(20) is lows[-1]
-    for log in lows[2:]:
-        s.end(log, 0.0)
+    for record in lows[2:]:
+        s.end(record, 0.0)
     highs = [high, *(s.push("high") for _ in range(18))]
     assert s.queue.surplus(20) is highs[-1]
 
@@ -210,26 +210,26 @@ def test_sums_hold_and_each_request_is_served_once_whatever_happens(data: st.Dat
                 priority = data.draw(st.integers(0, 2))
                 waiting.append(s.push(tenant, units, priority, max_concurrent=limit))
             case "serve":
-                log = s.serve()
-                if log is not None:
-                    waiting.remove(log)
-                    running.append(log)
+                record = s.serve()
+                if record is not None:
+                    waiting.remove(record)
+                    running.append(record)
             case "back" if running:
-                log = running.pop(data.draw(st.integers(0, len(running) - 1)))
-                s.queue.restore(log)
-                waiting.append(log)
+                record = running.pop(data.draw(st.integers(0, len(running) - 1)))
+                s.queue.restore(record)
+                waiting.append(record)
             case "end" if running:
                 s.end(running.pop(), data.draw(st.floats(0.0, 9.0)))
             case "drop" if waiting:
                 s.end(waiting.pop(data.draw(st.integers(0, len(waiting) - 1))), 0.0)
         s.queue.check_integrity()
-        assert sorted(log.request_id for log in s.queue.in_order()) == sorted(
-            log.request_id for log in waiting
+        assert sorted(record.request_id for record in s.queue.in_order()) == sorted(
+            record.request_id for record in waiting
         )
-    for log in running:
-        s.end(log)
-    while (log := s.serve()) is not None:
-        waiting.remove(log)
-        s.end(log)
+    for record in running:
+        s.end(record)
+    while (record := s.serve()) is not None:
+        waiting.remove(record)
+        s.end(record)
     assert waiting == []
     s.queue.check_integrity()

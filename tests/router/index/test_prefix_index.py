@@ -1,4 +1,4 @@
-"""What a router believes of the workers' caches: prefixes by tier, gaps, epochs, speculation."""
+"""What a router knows of the workers' caches: prefixes by tier, gaps, epochs, expected blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.kv.tier import Tier, TierHashes
 from router.index.prefix_index import Held, PrefixIndex
 
 RETRY_S = 1.0
-SPECULATIVE_S = 10.0
+EXPECTED_S = 10.0
 
 
 def names(*numbers: int) -> tuple[bytes, ...]:
@@ -21,7 +21,7 @@ CHAIN = names(1, 2, 3, 4, 5, 6)
 
 def index_of(*workers: str) -> PrefixIndex:
     """Follows `workers`, epoch 1, each in step with event 0 and an empty cache."""
-    index = PrefixIndex(RETRY_S, SPECULATIVE_S)
+    index = PrefixIndex(RETRY_S, EXPECTED_S)
     for worker in workers:
         index.add(worker, 1)
         index.apply(0.0, KVSnapshot(worker, 1, 0, ()))
@@ -101,7 +101,7 @@ def test_repeated_and_older_news_change_nothing() -> None:
 def test_a_later_epoch_empties_the_view_and_asks() -> None:
     index = index_of("a")
     index.apply(0.0, KVEvents("a", 1, 1, CHAIN, ()))
-    index.speculate(0.0, "a", b"".join(names(9)))
+    index.expect(0.0, "a", b"".join(names(9)))
     assert index.apply(0.1, KVEvents("a", 2, 1, CHAIN[:1], ()))
     assert lengths(index, 0.1, CHAIN) == {}
     assert index.num_blocks("a") == 0
@@ -110,10 +110,10 @@ def test_a_later_epoch_empties_the_view_and_asks() -> None:
 
 def test_the_number_of_the_last_event_shows_that_it_was_lost() -> None:
     index = index_of("a")
-    assert not index.hear(0.0, "a", 1, 0)
-    assert not index.hear(0.0, "a", 2, 7)
-    assert not index.hear(0.0, "stranger", 1, 7)
-    assert index.hear(0.0, "a", 1, 1)
+    assert not index.on_event_seq(0.0, "a", 1, 0)
+    assert not index.on_event_seq(0.0, "a", 2, 7)
+    assert not index.on_event_seq(0.0, "stranger", 1, 7)
+    assert index.on_event_seq(0.0, "a", 1, 1)
     assert not index.in_step
 
 
@@ -121,7 +121,7 @@ def test_a_removed_worker_leaves_nothing_and_its_place_is_used_again() -> None:
     index = index_of("a", "b")
     index.apply(0.0, KVEvents("a", 1, 1, CHAIN, ()))
     index.apply(0.0, KVEvents("b", 1, 1, CHAIN[:1], ()))
-    index.speculate(0.0, "a", b"".join(names(9)))
+    index.expect(0.0, "a", b"".join(names(9)))
     index.remove("a")
     index.remove("a")
     index.check_integrity()
@@ -133,54 +133,54 @@ def test_a_removed_worker_leaves_nothing_and_its_place_is_used_again() -> None:
     index.check_integrity()
 
 
-def test_speculation_counts_until_it_expires() -> None:
+def test_expected_blocks_count_until_they_expire() -> None:
     index = index_of("a")
-    index.speculate(0.0, "a", b"".join(CHAIN[:3]))
-    assert lengths(index, SPECULATIVE_S - 0.1, CHAIN) == {"a": 3}
-    assert lengths(index, SPECULATIVE_S, CHAIN) == {}
+    index.expect(0.0, "a", b"".join(CHAIN[:3]))
+    assert lengths(index, EXPECTED_S - 0.1, CHAIN) == {"a": 3}
+    assert lengths(index, EXPECTED_S, CHAIN) == {}
     index.check_integrity()
 
 
 def test_what_is_expected_already_is_not_expected_for_longer() -> None:
     index = index_of("a")
-    index.speculate(0.0, "a", b"".join(CHAIN[:2]))
-    index.speculate(5.0, "a", b"".join(CHAIN[:3]))
-    assert lengths(index, SPECULATIVE_S - 1, CHAIN) == {"a": 3}
-    assert lengths(index, SPECULATIVE_S, CHAIN) == {}
-    index.speculate(SPECULATIVE_S, "a", b"".join(CHAIN[:3]))
-    assert lengths(index, SPECULATIVE_S + 1, CHAIN) == {"a": 3}
-    assert lengths(index, 2 * SPECULATIVE_S, CHAIN) == {}
+    index.expect(0.0, "a", b"".join(CHAIN[:2]))
+    index.expect(5.0, "a", b"".join(CHAIN[:3]))
+    assert lengths(index, EXPECTED_S - 1, CHAIN) == {"a": 3}
+    assert lengths(index, EXPECTED_S, CHAIN) == {}
+    index.expect(EXPECTED_S, "a", b"".join(CHAIN[:3]))
+    assert lengths(index, EXPECTED_S + 1, CHAIN) == {"a": 3}
+    assert lengths(index, 2 * EXPECTED_S, CHAIN) == {}
     index.check_integrity()
 
 
 def test_the_end_of_an_expectation_is_not_that_of_a_worker_in_the_same_place() -> None:
     index = index_of("a")
-    index.speculate(0.0, "a", b"".join(CHAIN[:2]))
+    index.expect(0.0, "a", b"".join(CHAIN[:2]))
     index.remove("a")
     index.due(1.0)
     index.add("b", 1)
-    index.speculate(5.0, "b", b"".join(CHAIN[:2]))
-    assert lengths(index, SPECULATIVE_S + 1, CHAIN) == {"b": 2}
+    index.expect(5.0, "b", b"".join(CHAIN[:2]))
+    assert lengths(index, EXPECTED_S + 1, CHAIN) == {"b": 2}
 
 
-def test_a_real_block_replaces_a_speculative_one() -> None:
+def test_a_real_block_replaces_an_expected_one() -> None:
     index = index_of("a")
-    index.speculate(0.0, "a", b"".join(CHAIN[:2]))
+    index.expect(0.0, "a", b"".join(CHAIN[:2]))
     index.apply(1.0, KVEvents("a", 1, 1, CHAIN[:1], ()))
-    assert lengths(index, SPECULATIVE_S + 1, CHAIN) == {"a": 1}
+    assert lengths(index, EXPECTED_S + 1, CHAIN) == {"a": 1}
     index.apply(1.0, KVEvents("a", 1, 2, (), CHAIN[:1]))
-    assert lengths(index, SPECULATIVE_S + 1, CHAIN) == {}
+    assert lengths(index, EXPECTED_S + 1, CHAIN) == {}
     index.check_integrity()
 
 
-def test_speculation_is_bounded_and_the_oldest_goes_first() -> None:
-    index = PrefixIndex(RETRY_S, SPECULATIVE_S, max_speculative=3)
+def test_expected_blocks_are_bounded_and_the_oldest_go_first() -> None:
+    index = PrefixIndex(RETRY_S, EXPECTED_S, max_expected=3)
     index.add("a", 1)
-    index.speculate(0.0, "a", b"".join(names(7)))
-    index.speculate(1.0, "a", b"".join(CHAIN[:3]))
+    index.expect(0.0, "a", b"".join(names(7)))
+    index.expect(1.0, "a", b"".join(CHAIN[:3]))
     assert lengths(index, 1.0, names(7)) == {}
     assert lengths(index, 1.0, CHAIN) == {"a": 3}
-    index.speculate(1.0, "stranger", b"".join(CHAIN))
+    index.expect(1.0, "stranger", b"".join(CHAIN))
     index.check_integrity()
 
 
@@ -235,7 +235,7 @@ def test_names_and_numbers_are_told_apart_by_tier() -> None:
     index = index_of("a")
     host, disk = below(Tier.HOST, CHAIN[:3]), below(Tier.DISK, CHAIN[:4])
     index.apply(0.0, KVEvents("a", 1, 1, CHAIN[:2], (), (host, disk)))
-    index.speculate(0.0, "a", b"".join(CHAIN[2:5]))
+    index.expect(0.0, "a", b"".join(CHAIN[2:5]))
     assert index.block_hashes("a") == index.block_hashes("a", Tier.DEVICE) == set(CHAIN[:2])
     assert index.block_hashes("a", Tier.HOST) == set(CHAIN[:3])
     assert index.block_hashes("a", Tier.DISK) == set(CHAIN[:4])
@@ -265,11 +265,11 @@ def test_a_later_epoch_empties_every_tier() -> None:
 def test_what_is_expected_is_in_the_device_but_was_not_said() -> None:
     index = index_of("a")
     index.apply(0.0, KVEvents("a", 1, 1, CHAIN[:1], (), (below(Tier.HOST, CHAIN[1:3]),)))
-    index.speculate(0.0, "a", b"".join(CHAIN[:5]))
+    index.expect(0.0, "a", b"".join(CHAIN[:5]))
     assert found_by(index, 0.0, CHAIN) == {"a": Held(device=5, said=3)}
     index.apply(0.0, KVEvents("a", 1, 2, (), (), (below(Tier.HOST, (), CHAIN[1:3]),)))
     assert found_by(index, 0.0, CHAIN) == {"a": Held(device=5, said=1)}
-    assert found_by(index, SPECULATIVE_S, CHAIN) == {"a": Held(device=1, said=1)}
+    assert found_by(index, EXPECTED_S, CHAIN) == {"a": Held(device=1, said=1)}
     index.check_integrity()
 
 

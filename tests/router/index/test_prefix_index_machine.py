@@ -11,7 +11,7 @@ from engine.kv.tier import LOWER_TIERS, Tier, TierHashes
 from router.index.prefix_index import PrefixIndex
 
 RETRY_S = 1.0
-SPECULATIVE_S = 10.0
+EXPECTED_S = 10.0
 CHAIN = tuple(bytes([n]) * 16 for n in range(1, 12))
 PACKED = b"".join(CHAIN)
 
@@ -55,7 +55,7 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.index = PrefixIndex(RETRY_S, SPECULATIVE_S, stride=self.STRIDE)
+        self.index = PrefixIndex(RETRY_S, EXPECTED_S, stride=self.STRIDE)
         # What the workers are: epoch, number of the last event, blocks, and all that was published.
         self.epoch = dict.fromkeys(self.WORKERS, 1)
         self.seq = dict.fromkeys(self.WORKERS, 0)
@@ -154,13 +154,13 @@ class IndexMachine(RuleBasedStateMachine):
         assert asked == self.may_ask(worker)
 
     @rule(worker=worker, blocks=st.lists(block))
-    def speculate(self, worker: str, blocks: list[bytes]) -> None:
-        self.index.speculate(self.now, worker, b"".join(blocks))
+    def expect(self, worker: str, blocks: list[bytes]) -> None:
+        self.index.expect(self.now, worker, b"".join(blocks))
         if worker in self.known:
             for block in dict.fromkeys(blocks):
                 if block not in self.known[worker][Tier.DEVICE] | self.guessed[worker]:
                     self.guessed[worker].add(block)
-                    self.told.append((self.now + SPECULATIVE_S, worker, block))
+                    self.told.append((self.now + EXPECTED_S, worker, block))
 
     @rule(seconds=st.sampled_from([0.4, 1.0, 6.0]))
     def wait(self, seconds: float) -> None:
@@ -200,7 +200,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def move(self) -> None:
         """Everything goes into another index by way of bytes; what was only expected does not."""
-        moved = PrefixIndex(RETRY_S, SPECULATIVE_S, stride=self.STRIDE)
+        moved = PrefixIndex(RETRY_S, EXPECTED_S, stride=self.STRIDE)
         for worker, known in self.known.items():
             export = self.index.export(worker)
             assert (export is None) == (self.at[worker][1] is None)

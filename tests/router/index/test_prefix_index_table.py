@@ -94,7 +94,7 @@ def test_names_may_lie_in_any_buffer() -> None:
     index = index_of({"a": first(names, 70)})
     for given in (names, bytearray(names), memoryview(names), memoryview(bytearray(names))):
         assert index.lookup(0.0, given).held("a") == Held(device=70, said=70)
-    index.speculate(0.0, "a", bytearray(names))
+    index.expect(0.0, "a", bytearray(names))
     assert index.lookup(0.0, names).held("a") == Held(device=100, said=70)
     assert index.lookup(0.0, b"").held("a") == NOTHING
     with pytest.raises(ValueError, match="17 bytes"):
@@ -143,7 +143,7 @@ def test_many_blocks_of_many_holders_come_and_go() -> None:
 def test_the_blocks_of_a_worker_that_went_are_taken_out_bit_by_bit() -> None:
     index = index_of({"a": chain(5, 50_000), "b": chain(6, 10)})
     index.remove("a")
-    index.speculate(0.0, "b", chain(7, 1))
+    index.expect(0.0, "b", chain(7, 1))
     assert 10 < index.table.num_blocks < 50_000, "some at each call, not all at once"
     assert index.lookup(0.0, chain(5, 50_000)).workers() == []
     index.add("c", 1)
@@ -155,7 +155,7 @@ def test_the_blocks_of_a_worker_that_went_are_taken_out_bit_by_bit() -> None:
 
 def test_a_block_takes_less_than_48_bytes_and_room_is_given_back() -> None:
     names = chain(8, 300_000)
-    index = PrefixIndex(1.0, 10.0, max_speculative=0)
+    index = PrefixIndex(1.0, 10.0, max_expected=0)
     empty = index.table.num_bytes
     for n in range(10):
         index.add(f"w{n}", 1)
@@ -210,9 +210,9 @@ def test_workers_that_churn_for_ever_take_no_more_room() -> None:
 
 
 def test_what_is_over_is_taken_out_in_parts() -> None:
-    index = PrefixIndex(1.0, 10.0, max_speculative=20_000)
+    index = PrefixIndex(1.0, 10.0, max_expected=20_000)
     index.add("a", 1)
-    index.speculate(0.0, "a", chain(12, 5000))
+    index.expect(0.0, "a", chain(12, 5000))
     assert index.num_blocks("a") == 5000
     index.lookup(10.0, chain(13, 1))
     assert 0 < index.num_blocks("a") < 5000

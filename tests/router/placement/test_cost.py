@@ -256,7 +256,7 @@ def test_a_prefix_is_fetched_where_that_is_quicker_than_computing_it() -> None:
     cost = CostModel(handoff_s=0.01)
     holder = endpoint("decode-1", **rates(disk_read=2000))
     decode = endpoint("decode-0", **rates(read=10_000))
-    todo = work(1000, decode_1=on(device=500, disk=200), lenders=(holder,))
+    todo = work(1000, decode_1=on(device=500, disk=200), sources=(holder,))
     placed = local_cost(cost, 0.0, decode, todo)
     assert placed.seconds.fetch == pytest.approx(0.01 + 700 / 10_000 + 200 / 2000)
     assert placed.seconds.prefill == pytest.approx(0.3)
@@ -270,7 +270,7 @@ def test_a_prefix_is_fetched_where_that_is_quicker_than_computing_it() -> None:
 def test_what_the_prefill_worker_loads_and_fetches_is_waited_for_on_the_decode_worker() -> None:
     cost = CostModel()
     prefill, decode = endpoint("prefill-0", **rates(host_read=10_000)), endpoint("decode-0")
-    todo = work(1000, prefill_0=on(host=200), decode_0=700, lenders=(decode,))
+    todo = work(1000, prefill_0=on(host=200), decode_0=700, sources=(decode,))
     first = prefill_cost(cost, 0.0, prefill, todo)
     assert first.seconds.load > 0
     assert first.seconds.fetch > 0
@@ -284,18 +284,18 @@ def test_only_what_lies_behind_the_own_blocks_is_fetched() -> None:
     holder = endpoint("decode-1")
     decode = endpoint("decode-0", **rates(read=10_000, host_read=10_000))
     own = on(device=100, host=200)
-    todo = work(1000, decode_0=own, decode_1=on(host=700), lenders=(holder,))
+    todo = work(1000, decode_0=own, decode_1=on(host=700), sources=(holder,))
     placed = local_cost(cost, 0.0, decode, todo)
     assert (placed.intake.loaded, placed.intake.fetched, placed.intake.computed) == (200, 400, 300)
     assert placed.seconds.fetch == pytest.approx(400 / 10_000)
-    todo = work(1000, decode_0=own, decode_1=on(host=300), lenders=(holder,))
+    todo = work(1000, decode_0=own, decode_1=on(host=300), sources=(holder,))
     assert local_cost(cost, 0.0, decode, todo).intake.fetch_from is None, "it has no more"
 
 
 def test_nothing_is_fetched_for_less_than_computing_a_block_takes() -> None:
     holder = endpoint("prefill-1")
     prefill = endpoint("prefill-0", **rates(read=1e6))
-    todo = work(1000, prefill_1=100, lenders=(holder,))
+    todo = work(1000, prefill_1=100, sources=(holder,))
     worth = CostModel(handoff_s=0.095)  # 100 ms of computing, and a block takes 4
     assert prefill_cost(worth, 0.0, prefill, todo).intake.fetch_from == "prefill-1"
     assert prefill_cost(CostModel(handoff_s=0.097), 0.0, prefill, todo).intake.fetch_from is None
@@ -304,7 +304,7 @@ def test_nothing_is_fetched_for_less_than_computing_a_block_takes() -> None:
 def test_what_computing_holds_up_counts_for_fetching() -> None:
     """Fetching takes twice as long as computing it, but three longer prompts wait."""
     cost, holder = CostModel(handoff_s=0.2), endpoint("prefill-1")
-    todo = work(1000, prefill_1=100, lenders=(holder,))
+    todo = work(1000, prefill_1=100, sources=(holder,))
     worker = endpoint("decode-0", **rates(read=1e6))
     assert local_cost(cost, 0.0, worker, todo).intake.fetch_from is None
     for number in range(3):
@@ -316,23 +316,23 @@ def test_nobody_fetches_from_itself_or_from_another_model() -> None:
     worker = endpoint("decode-0", **rates(host_read=500))  # slower than computing
     other = endpoint("decode-1", info={"fingerprint": b"another"})
     held = on(host=900)
-    todo = work(1000, decode_0=held, decode_1=held, lenders=(worker, other))
+    todo = work(1000, decode_0=held, decode_1=held, sources=(worker, other))
     assert local_cost(CostModel(), 0.0, worker, todo).intake == Intake(1000)
 
 
 def test_what_is_only_expected_at_a_worker_is_not_fetched_from_it() -> None:
     holder = endpoint("decode-1")
-    todo = work(1000, decode_1=Held(device=900, said=200), lenders=(holder,))
+    todo = work(1000, decode_1=Held(device=900, said=200), sources=(holder,))
     placed = local_cost(CostModel(), 0.0, endpoint("decode-0"), todo)
     assert placed.intake.fetched == 200
 
 
-def test_of_several_holders_the_one_that_saves_most_lends() -> None:
+def test_of_several_holders_the_one_that_saves_most_is_fetched_from() -> None:
     memory, disk = endpoint("decode-1"), endpoint("decode-2", **rates(disk_read=1100))
     longer = endpoint("decode-3")
     held = {"decode_1": on(800), "decode_2": on(disk=900), "decode_3": on(host=810)}
     decode = endpoint("decode-0", **rates(read=1e5))
-    todo = work(1000, lenders=(memory, disk), **held)
+    todo = work(1000, sources=(memory, disk), **held)
     assert local_cost(CostModel(), 0.0, decode, todo).intake.fetch_from == "decode-1"
-    todo = replace(todo, lenders=(disk, memory, longer))
+    todo = replace(todo, sources=(disk, memory, longer))
     assert local_cost(CostModel(), 0.0, decode, todo).intake.fetch_from == "decode-3"

@@ -12,8 +12,7 @@ from engine.request import FinishReason, SamplingParams
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.messages import Cancel, Submit
-from router.record import Attempt, RequestRecord
-from router.retention import RetainOn
+from router.record import Attempt, RequestRecord, RetainOn
 from tests.router.script import BLOCK, CLIENT, Script, worker_info, worker_stats
 
 FULL: dict[str, Any] = {"num_free_blocks": 0, "num_running": 8, "decode_step_s": 1.0}
@@ -157,7 +156,7 @@ def test_predictions_learn_from_first_tokens_that_come_late(s: Script) -> None:
 # -- the books --------------------------------------------------------------------------------
 
 
-def logged(request_id: str, tokens: range, now: float) -> RequestRecord:
+def recorded(request_id: str, tokens: range, now: float) -> RequestRecord:
     sampling = SamplingParams(max_tokens=8)
     submit = Submit(request_id, CLIENT, tuple(tokens), sampling, 60.0)
     return RequestRecord(submit, sampling, 1, now, now + 60.0, now)
@@ -166,25 +165,25 @@ def logged(request_id: str, tokens: range, now: float) -> RequestRecord:
 def dispatcher(*workers: str, **config: Any) -> Dispatcher:
     made = Dispatcher(RouterConfig(**config), "router-0")
     for worker in workers:
-        made.up(0.0, worker_info(worker))
+        made.on_worker_up(0.0, worker_info(worker))
     return made
 
 
-def place(fleet: Dispatcher, log: RequestRecord) -> Attempt:
-    attempt = fleet.place(1.0, log)
+def place(fleet: Dispatcher, record: RequestRecord) -> Attempt:
+    attempt = fleet.place(1.0, record)
     assert isinstance(attempt, Attempt)
     return attempt
 
 
 def test_what_is_booked_for_an_attempt_ends_with_it() -> None:
     fleet = dispatcher("decode-0", "prefill-0", policy="least_loaded")
-    attempt = place(fleet, logged("a", range(50), 1.0))
+    attempt = place(fleet, recorded("a", range(50), 1.0))
     decode, prefill = attempt.decode, attempt.prefill
     assert prefill is not None
     assert (len(decode.bookings), len(prefill.bookings)) == (1, 1)
     assert (len(decode.prompts), len(prefill.prompts)) == (0, 1), "it is computed there"
     assert decode.num_free_blocks == 64 - (50 + 8 + BLOCK - 1) // BLOCK
-    fleet.started(2.0, attempt, "a")
+    fleet.on_first_token(2.0, attempt, "a")
     assert (len(decode.bookings), len(prefill.bookings), len(prefill.prompts)) == (1, 0, 0)
     assert decode.num_decoding == 1
     fleet.release(attempt, "a")
@@ -194,8 +193,8 @@ def test_what_is_booked_for_an_attempt_ends_with_it() -> None:
 
 def test_load_that_is_booked_counts_for_the_next_choice() -> None:
     fleet = dispatcher(*(f"decode-{n}" for n in range(4)), policy="least_loaded")
-    logs = [logged(f"r{n}", range(50 * n, 50 * n + 50), 1.0) for n in range(8)]
-    attempts = [place(fleet, log) for log in logs]
+    records = [recorded(f"r{n}", range(50 * n, 50 * n + 50), 1.0) for n in range(8)]
+    attempts = [place(fleet, record) for record in records]
     taken = [attempt.decode.worker for attempt in attempts]
     assert all(taken.count(f"decode-{n}") == 2 for n in range(4)), taken
 
@@ -208,10 +207,10 @@ def test_the_beginning_of_what_was_placed_counts_as_cached(num_blocks: int, held
     """As far as the last of the first 64 blocks that a lookup of the same prompt asks about: the
     first 16, one at every stride, and the last."""
     fleet = Dispatcher(RouterConfig())
-    fleet.up(0.0, worker_info("decode-0", num_blocks=9000, max_model_len=10**6))
-    log = logged("a", range(num_blocks * BLOCK + 1), 1.0)
-    place(fleet, log)
-    names = log.packed_hashes(worker_info("decode-0"))
+    fleet.on_worker_up(0.0, worker_info("decode-0", num_blocks=9000, max_model_len=10**6))
+    record = recorded("a", range(num_blocks * BLOCK + 1), 1.0)
+    place(fleet, record)
+    names = record.packed_hashes(worker_info("decode-0"))
     assert fleet.index.lookup(0.0, names).held("decode-0").device == held
     other = names[: 2 * HASH_BYTES] + bytes(20 * HASH_BYTES)
     assert fleet.index.lookup(0.0, other).held("decode-0").device == min(2, num_blocks)
@@ -220,14 +219,14 @@ def test_the_beginning_of_what_was_placed_counts_as_cached(num_blocks: int, held
 def test_of_a_run_of_handoffs_one_copy_each_is_kept() -> None:
     fleet = dispatcher("decode-0", "prefill-0")
     for worker in ("decode-0", "prefill-0"):
-        fleet.observe(0.0, worker_stats(worker, num_running=9 if worker == "decode-0" else 0))
-    keepers = []
+        fleet.on_stats(0.0, worker_stats(worker, num_running=9 if worker == "decode-0" else 0))
+    chosen = []
     for number in range(20):
-        log = logged(f"r{number}", range(1000 * number, 1000 * number + 200), 1.0)
-        attempt = place(fleet, log)
-        keepers.append((attempt.prefill is not None, attempt.keeper))
-        fleet.release(attempt, log.request_id)
-    assert all(is_handed_over for is_handed_over, _ in keepers)
-    kept_by = [keeper for _, keeper in keepers]
+        record = recorded(f"r{number}", range(1000 * number, 1000 * number + 200), 1.0)
+        attempt = place(fleet, record)
+        chosen.append((attempt.prefill is not None, attempt.retain_on))
+        fleet.release(attempt, record.request_id)
+    assert all(is_handed_over for is_handed_over, _ in chosen)
+    kept_by = [retain_on for _, retain_on in chosen]
     assert set(kept_by) == {RetainOn.DECODE, RetainOn.PREFILL}
     assert 8 <= kept_by.count(RetainOn.PREFILL) <= 12, "there is as much room here as there"

@@ -21,7 +21,7 @@ BUSY = {"pending_prefill_tokens": 5000, "num_waiting": 5}
 
 
 def placed(s: Script, request_id: str = "r") -> tuple[str, str | None, str | None]:
-    """Decode worker, prefill worker and lender of the attempt that was just sent."""
+    """Decode worker, prefill worker and source of the attempt that was just sent."""
     prefills = [m for _, m in s.sent if isinstance(m, Prefill)]
     decode, prefill, order = s.dispatched()
     assert order.request_id == request_id
@@ -83,8 +83,8 @@ def test_a_hot_prefix_spreads_from_its_overloaded_holder() -> None:
     tell_all(s, *names, decode_0=BUSY)
     s.holds("decode-0", PREFIX)
     s.submit("a", tokens=(*PREFIX, 1))
-    second, prefill, lender = placed(s, "a")
-    assert (prefill, lender) == (None, "decode-0")
+    second, prefill, source = placed(s, "a")
+    assert (prefill, source) == (None, "decode-0")
     (third,) = {"decode-1", "decode-2"} - {second}
     (decision,) = s.router.explain("a")
     assert decision.fetch_from == decision.decode_candidates[0].fetch_from == "decode-0"
@@ -99,12 +99,12 @@ def test_a_hot_prefix_spreads_from_its_overloaded_holder() -> None:
     tell_all(s, *names, **{"decode_0": BUSY, second.replace("-", "_"): BUSY})
     s.holds(second, PREFIX)
     s.submit("c", tokens=(*PREFIX, 3))
-    decode, prefill, lender = placed(s, "c")
+    decode, prefill, source = placed(s, "c")
     assert (decode, prefill) == (third, None)
-    assert lender in ("decode-0", second), "both have it, and are as busy"
+    assert source in ("decode-0", second), "both have it, and are as busy"
 
 
-def test_of_equal_holders_the_least_busy_lends() -> None:
+def test_of_equal_holders_the_least_busy_is_fetched_from() -> None:
     names = ("decode-0", "decode-1", "decode-2")
     s = Script(*names)
     more = {"pending_prefill_tokens": 9000, "num_waiting": 9}
@@ -127,7 +127,7 @@ def test_longer_copies_on_slow_disks_do_not_hide_the_one_in_memory() -> None:
     assert placed(s) == ("decode-7", None, "decode-6")
 
 
-def test_a_worker_with_no_place_for_the_request_still_lends() -> None:
+def test_a_worker_with_no_room_for_the_request_is_still_fetched_from() -> None:
     s = Script("decode-0", "decode-1", max_inflight_per_worker=1)
     s.holds("decode-0", PREFIX)
     s.submit("first", tokens=(*PREFIX, 1))
@@ -144,7 +144,7 @@ def test_what_was_routed_to_a_worker_but_is_not_there_yet_is_not_fetched() -> No
     assert placed(s, "second") == ("decode-1", None, None)
 
 
-def test_a_worker_that_backs_off_does_not_lend() -> None:
+def test_a_worker_that_backs_off_is_not_fetched_from() -> None:
     s = Script("decode-0", backoff_s=5.0)
     s.holds("decode-0", PREFIX)
     s.submit("other")
@@ -163,7 +163,7 @@ def overloaded_holder(**config: float) -> Script:
     return s
 
 
-def test_a_silent_worker_does_not_lend() -> None:
+def test_a_silent_worker_is_not_fetched_from() -> None:
     s = overloaded_holder(probe_after_s=5.0)
     s.now += 6.0
     s.tell(worker_stats("decode-1"))
@@ -171,14 +171,14 @@ def test_a_silent_worker_does_not_lend() -> None:
     assert placed(s) == ("decode-1", None, None)
 
 
-def test_a_dead_worker_does_not_lend() -> None:
+def test_a_dead_worker_is_not_fetched_from() -> None:
     s = overloaded_holder()
     s.down("decode-0")
     s.submit(tokens=(*PREFIX, 1))
     assert placed(s) == ("decode-1", None, None)
 
 
-def test_the_death_of_the_lender_ends_no_attempt() -> None:
+def test_the_death_of_the_source_ends_no_attempt() -> None:
     s = overloaded_holder()
     s.submit(tokens=(*PREFIX, 1))
     assert placed(s) == ("decode-1", None, "decode-0")
@@ -221,7 +221,7 @@ def test_only_what_is_computed_is_booked_as_prompt() -> None:
     assert s.take(Decode, "decode-1")[0].fetch_from == "decode-0"
 
 
-def test_another_model_does_not_lend() -> None:
+def test_another_model_is_not_fetched_from() -> None:
     s = Script("decode-0")
     s.up("decode-1", fingerprint=b"another")
     s.sent.clear()

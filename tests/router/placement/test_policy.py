@@ -286,7 +286,7 @@ def test_choices_are_the_same_under_any_hash_seed() -> None:
     assert len(outputs.pop().splitlines()) == 240
 
 
-def test_speculation_sends_a_burst_of_one_prefix_to_one_place() -> None:
+def test_expected_blocks_send_a_burst_of_one_prefix_to_one_place() -> None:
     """Nothing is computed yet when the second request of the prefix comes."""
     s = Script("decode-0", "decode-1")
     for n in range(4):

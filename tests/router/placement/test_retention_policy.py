@@ -11,13 +11,17 @@ import pytest
 
 from engine.request import SamplingParams
 from router.messages import Submit
-from router.orders import orders
 from router.placement.cost import CostModel
 from router.placement.endpoint import Endpoint
 from router.placement.fleet import Fleet
 from router.placement.retention_policy import MIN_REQUESTS, REFRESH_S, RetentionPolicy
-from router.record import Attempt, RequestRecord
-from router.retention import SPARE, RetainOn
+from router.record import (
+    EVICT_FIRST,
+    Attempt,
+    RequestRecord,
+    RetainOn,
+    dispatch_messages,
+)
 from tests.router.fleet import endpoint
 from tests.router.placement.test_reuse import names
 from tests.router.script import CLIENT
@@ -35,7 +39,7 @@ class Copies:
         decodes, prefills = Fleet("", CostModel()), Fleet("", CostModel())
         decodes.add(0.0, self.decode)
         prefills.add(0.0, self.prefill)
-        self.keepers = RetentionPolicy(decodes, prefills)
+        self.policy = RetentionPolicy(decodes, prefills)
         self.numbers = count()
         self.now = 0.0
 
@@ -50,11 +54,11 @@ class Copies:
         self.now += 1.0
         number = next(self.numbers)
         blocks = names(f"one-off {number}" if conversation is None else conversation, num_blocks)
-        log = logged(f"r{number}", session)
-        return self.keepers.choose(self.now, log, blocks, self.prefill if handed_over else None)
+        record = recorded(f"r{number}", session)
+        return self.policy.choose(self.now, record, blocks, self.prefill if handed_over else None)
 
 
-def logged(request_id: str, session: str | None = None) -> RequestRecord:
+def recorded(request_id: str, session: str | None = None) -> RequestRecord:
     sampling = SamplingParams(max_tokens=8)
     submit = Submit(request_id, CLIENT, (1,) * NUM_TOKENS, sampling, 60.0, session=session)
     return RequestRecord(submit, sampling, 1, 0.0, 60.0, 0.0)
@@ -67,7 +71,7 @@ def test_copies_are_shared_in_proportion_to_room(prefill_blocks: int, share: flo
     for end in range(1, len(kept) + 1):
         here = kept[:end].count(RetainOn.PREFILL)
         assert abs(here - share * end) <= 1, "of any run of them"
-    assert RetainOn.NOBODY not in kept
+    assert RetainOn.NONE not in kept
 
 
 def test_lower_tiers_are_room_and_what_requests_hold_is_not() -> None:
@@ -112,41 +116,42 @@ def requests(copies: Copies, session: str | None = None) -> Iterator[tuple[str, 
 
 def test_what_is_unlikely_to_come_again_is_dropped_where_room_is_short() -> None:
     counts = Counter(requests(Copies(90, 90)))
-    talk = {keeper: counts["talk", keeper] for keeper in RetainOn}
-    one_off = {keeper: counts["one-off", keeper] for keeper in RetainOn}
-    assert one_off[RetainOn.NOBODY] > 0.6 * sum(one_off.values())
-    assert talk[RetainOn.NOBODY] < 0.2 * sum(talk.values())
+    talk = {retain_on: counts["talk", retain_on] for retain_on in RetainOn}
+    one_off = {retain_on: counts["one-off", retain_on] for retain_on in RetainOn}
+    assert one_off[RetainOn.NONE] > 0.6 * sum(one_off.values())
+    assert talk[RetainOn.NONE] < 0.2 * sum(talk.values())
 
 
 def test_where_there_is_room_everything_is_kept() -> None:
-    kept = {keeper for _, keeper in requests(Copies(1_000_000, 1_000_000))}
+    kept = {retain_on for _, retain_on in requests(Copies(1_000_000, 1_000_000))}
     assert kept == {RetainOn.DECODE, RetainOn.PREFILL}
 
 
 def test_kv_of_a_session_is_always_kept_where_it_is_decoded() -> None:
-    assert {keeper for _, keeper in requests(Copies(90, 90), session="s")} == {RetainOn.DECODE}
+    kept = {retain_on for _, retain_on in requests(Copies(90, 90), session="s")}
+    assert kept == {RetainOn.DECODE}
 
 
 def test_nothing_is_dropped_before_enough_is_known() -> None:
     copies = Copies(1, 1)
     kept = [copies.choose() for _ in range(MIN_REQUESTS)]
-    assert RetainOn.NOBODY not in kept
+    assert RetainOn.NONE not in kept
 
 
 @pytest.mark.parametrize(
-    ("keeper", "here", "there"),
+    ("retain_on", "here", "there"),
     [
         (RetainOn.BOTH, True, True),
         (RetainOn.DECODE, True, False),
         (RetainOn.PREFILL, False, True),
-        (RetainOn.NOBODY, False, False),
+        (RetainOn.NONE, False, False),
     ],
 )
-def test_workers_are_told_whose_copy_is_spare(keeper: RetainOn, here: bool, there: bool) -> None:
+def test_workers_are_told_whose_copy_is_spare(retain_on: RetainOn, here: bool, there: bool) -> None:
     def told(prefill: Endpoint | None) -> list[bool]:
-        attempt = Attempt(1, endpoint("decode-0"), prefill, 0.0, keeper=keeper)
-        sends = orders("router-0", logged("r"), attempt, 60.0)
-        return [send.message.retention != SPARE for send in sends]
+        attempt = Attempt(1, endpoint("decode-0"), prefill, 0.0, retain_on=retain_on)
+        sends = dispatch_messages("router-0", recorded("r"), attempt, 60.0)
+        return [send.message.retention != EVICT_FIRST for send in sends]
 
     assert told(endpoint("prefill-0")) == [here, there]
     assert told(None) == [here]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kv.block_hash import HASH_BYTES
-from router.placement.reuse import GAPS_S, Kind, Reuse
+from router.placement.retention_policy import GAPS_S, Kind, Reuse
 
 NUM_TOKENS = 160
 
@@ -21,7 +21,7 @@ def names(conversation: object, count: int) -> list[bytes]:
 
 def come(reuse: Reuse, now: float, conversation: object, num_blocks: int) -> int:
     """A prompt of so many blocks; its kind."""
-    return reuse.note(now, names(conversation, num_blocks), NUM_TOKENS)
+    return reuse.on_prompt(now, names(conversation, num_blocks), NUM_TOKENS)
 
 
 def test_turns_of_a_conversation_are_told_apart() -> None:
@@ -48,14 +48,14 @@ def test_a_prompt_that_is_sent_again_continues_itself() -> None:
 def test_a_first_block_in_common_continues_nothing() -> None:
     reuse = Reuse()
     kind = come(reuse, 0.0, "a", 1)
-    other = reuse.note(1.0, names("a", 1) + names("b", 5), 90)
+    other = reuse.on_prompt(1.0, names("a", 1) + names("b", 5), 90)
     assert come(reuse, 2.0, "c", 6) == other != kind
     assert reuse.kinds[kind].continued_within(1e9) == 0.0
 
 
 def test_prompts_without_a_full_block_are_counted_and_not_remembered() -> None:
     reuse = Reuse()
-    assert [reuse.note(float(n), [], 5) for n in range(3)] == [0, 0, 0]
+    assert [reuse.on_prompt(float(n), [], 5) for n in range(3)] == [0, 0, 0]
     assert reuse.rate(reuse.kinds[0]) > 0
 
 
@@ -75,7 +75,7 @@ def test_a_request_is_continued_once_however_many_branch_off() -> None:
     reuse = Reuse()
     kind = come(reuse, 0.0, "a", 6)
     for branch in range(5):
-        reuse.note(1.0 + branch, names("a", 6) + names(branch, 3), 200)
+        reuse.on_prompt(1.0 + branch, names("a", 6) + names(branch, 3), 200)
     assert reuse.kinds[kind].continued_within(1e9) == 1.0
 
 
@@ -90,7 +90,7 @@ def test_more_time_never_makes_it_less_likely(gaps: list[float]) -> None:
 
 
 def test_only_so_many_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.placement.reuse.MAX_REMEMBERED", 10)
+    monkeypatch.setattr("router.placement.retention_policy.MAX_REMEMBERED", 10)
     reuse = Reuse()
     first = come(reuse, 0.0, 0, 6)
     for conversation in range(1, 11):

@@ -109,10 +109,10 @@ class SessionScript(Outbox):
 
     def deliver(self, request_id: str, *tokens: int, finish: FinishReason | None = None) -> None:
         """Tokens come from the decode worker that has the request."""
-        log = self.router._requests.live[request_id]
-        attempt = log.current
+        record = self.router._requests.live[request_id]
+        attempt = record.current
         assert attempt is not None
-        delta = TokenDelta(request_id, attempt.number, len(log.tokens), tokens, finish=finish)
+        delta = TokenDelta(request_id, attempt.number, len(record.tokens), tokens, finish=finish)
         info = attempt.decode.info
         self.tell(TokenDeltas(info.worker, info.epoch, (delta,)))
 

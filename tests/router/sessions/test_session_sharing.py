@@ -7,7 +7,7 @@ from dataclasses import replace
 from engine.kv.tier import Retention, Tier
 from engine.request import FinishReason
 from router.messages import SessionState
-from router.sessions.sharing import DeleteSession, SaveSession, SessionsLearned
+from router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated
 from router.state import StateUp
 from tests.router.sessions.session_script import SessionScript, names_of
 
@@ -16,14 +16,14 @@ def sharing(**config: object) -> SessionScript:
     return SessionScript("decode-0", durable=True, shared=True, park_after_s=30.0, **config)
 
 
-def share(source: SessionScript, *others: SessionScript) -> SessionsLearned:
+def share(source: SessionScript, *others: SessionScript) -> SessionsUpdated:
     """All that `source` has stored is learned by the others."""
     records = tuple(e.record for e in source.stored if isinstance(e, SaveSession))
     closed = tuple(
         (e.tenant, e.session, e.version) for e in source.stored if isinstance(e, DeleteSession)
     )
     source.stored.clear()
-    learned = SessionsLearned(records, closed)
+    learned = SessionsUpdated(records, closed)
     for other in others:
         other.tell(learned)
     return learned
@@ -71,12 +71,12 @@ def test_of_two_states_the_higher_version_counts_and_then_the_later_use() -> Non
     assert saved.version == 1
     older = replace(saved, version=0, num_turns=70, idle_s=0.0)
     equal_but_earlier = replace(saved, num_turns=80, idle_s=5.0)
-    script.tell(SessionsLearned((older, equal_but_earlier, saved), (("", "s", 1),)))
+    script.tell(SessionsUpdated((older, equal_but_earlier, saved), (("", "s", 1),)))
     assert script.show("s").num_turns == 1
     script.pass_time(3.0)
-    script.tell(SessionsLearned((replace(saved, num_turns=90, idle_s=1.0),)))
+    script.tell(SessionsUpdated((replace(saved, num_turns=90, idle_s=1.0),)))
     assert script.show("s").num_turns == 90
-    script.tell(SessionsLearned((replace(saved, num_turns=100, version=2, idle_s=50.0),)))
+    script.tell(SessionsUpdated((replace(saved, num_turns=100, version=2, idle_s=50.0),)))
     assert script.show("s").num_turns == 100
 
 
@@ -130,7 +130,7 @@ def test_what_has_expired_is_not_learned() -> None:
     first, second = sharing(retention=Retention(100.0)), sharing()
     first.turn("s")
     (record,) = share(first).records
-    second.tell(SessionsLearned((replace(record, idle_s=100.0),)))
+    second.tell(SessionsUpdated((replace(record, idle_s=100.0),)))
     assert second.names() == []
 
 

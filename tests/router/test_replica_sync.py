@@ -5,7 +5,7 @@ from __future__ import annotations
 from decode_worker.messages import Decode
 from engine.kv.events import KVSnapshot
 from engine.stats import RouterDown, RouterUp
-from router.index.replica_sync import Placed
+from router.messages import PromptRouted
 from tests.router.script import BLOCK, Script
 
 PROMPT = tuple(range(40))
@@ -24,12 +24,12 @@ def test_a_prompt_that_begins_like_one_of_another_router_goes_where_that_one_wen
     first.submit("a", PROMPT)
     first.take(Decode)
     first.submit("b", [7] * 30)  # to the worker that is not busy
-    (placed, other) = first.take(Placed, "the other")
-    assert {placed.worker, other.worker} == {"decode-0", "decode-1"}
-    assert len(placed.block_hashes) == 16 * (len(PROMPT) // BLOCK)
-    for script, told in ((second, placed), (two()[1], other)):
+    (routed, other) = first.take(PromptRouted, "the other")
+    assert {routed.worker, other.worker} == {"decode-0", "decode-1"}
+    assert len(routed.block_hashes) == 16 * (len(PROMPT) // BLOCK)
+    for script, told in ((second, routed), (two()[1], other)):
         script.tell(told)
-        script.submit("c", [*(PROMPT if told is placed else [7] * 30), 99])
+        script.submit("c", [*(PROMPT if told is routed else [7] * 30), 99])
         ((worker, _),) = [(to, m) for to, m in script.sent if isinstance(m, Decode)]
         assert worker == told.worker
 
@@ -38,24 +38,24 @@ def test_only_what_the_worker_does_not_hold_is_told() -> None:
     first, _ = two()
     first.holds("decode-0", device=PROMPT[:20])
     first.submit("a", PROMPT)
-    (placed,) = first.take(Placed)
-    assert placed.worker == "decode-0"
-    assert len(placed.block_hashes) == 16 * (len(PROMPT) - 20) // BLOCK
+    (routed,) = first.take(PromptRouted)
+    assert routed.worker == "decode-0"
+    assert len(routed.block_hashes) == 16 * (len(PROMPT) - 20) // BLOCK
 
 
 def test_what_is_said_of_another_life_of_a_worker_means_nothing() -> None:
     first, second = two()
     first.submit("a", PROMPT)
-    (placed,) = first.take(Placed)
-    second.tell(Placed(placed.worker, 2, placed.block_hashes))
-    second.tell(Placed("nobody", 1, placed.block_hashes))
-    assert second.router.index.num_blocks(placed.worker) == 0
-    second.tell(placed)
-    assert second.router.index.num_blocks(placed.worker) == len(PROMPT) // BLOCK
+    (routed,) = first.take(PromptRouted)
+    second.tell(PromptRouted(routed.worker, 2, routed.block_hashes))
+    second.tell(PromptRouted("nobody", 1, routed.block_hashes))
+    assert second.router.index.num_blocks(routed.worker) == 0
+    second.tell(routed)
+    assert second.router.index.num_blocks(routed.worker) == len(PROMPT) // BLOCK
     assert (
-        second.router.index.block_hashes(placed.worker) == frozenset()
+        second.router.index.block_hashes(routed.worker) == frozenset()
     )  # it has not said so itself
-    second.tell(KVSnapshot(placed.worker, 1, 1, ()))
+    second.tell(KVSnapshot(routed.worker, 1, 1, ()))
 
 
 def test_a_router_that_is_gone_is_told_nothing() -> None:
@@ -63,4 +63,4 @@ def test_a_router_that_is_gone_is_told_nothing() -> None:
     first.tell(RouterDown("the other"))
     first.tell(RouterDown("nobody"))
     first.submit("a", PROMPT)
-    assert first.take(Placed) == []
+    assert first.take(PromptRouted) == []

@@ -1,0 +1,152 @@
+"""Moving averages of a router: means, ratios and rates in which what is old counts for less.
+
+The clock is the caller's. A clock that stands still while there is nothing to measure keeps a rate
+from falling in that time.
+"""
+
+from __future__ import annotations
+
+from math import exp
+
+WINDOW_S = 10.0  # time constant of the rate at which the queue drains
+SERVED_WINDOW_S = 3.0  # and of what is served at any time, which grows as load comes
+KNOWN_AFTER_S = 1.0  # of measuring; before that a rate is not known
+SMOOTHING = 0.05  # weight of the latest value
+
+
+class Average:
+    """Exponential moving average, by count."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        """`value`: before the first."""
+        self.value = value
+
+    def add(self, value: float) -> None:
+        self.value += SMOOTHING * (value - self.value)
+
+
+class Ratio:
+    """Seconds per token over the last requests; long ones count for more."""
+
+    __slots__ = ("_seconds", "_tokens")
+
+    def __init__(self) -> None:
+        self._seconds = self._tokens = 0.0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        self._seconds += seconds - SMOOTHING * self._seconds
+        self._tokens += tokens - SMOOTHING * self._tokens
+
+    @property
+    def value(self) -> float:
+        """0 before the first."""
+        return self._seconds / self._tokens if self._tokens else 0.0
+
+
+class Share:
+    """Of about the last `count` cases, the share in which something was so; at first, of all."""
+
+    __slots__ = ("_count", "_num_cases", "_num_hits")
+
+    def __init__(self, count: int, num_cases: float) -> None:
+        """`num_cases`: the weight of what is assumed before the first case."""
+        self._count = count
+        self._num_hits = self._num_cases = num_cases
+
+    def add(self, is_hit: bool) -> None:
+        self._num_hits += is_hit - self._num_hits / self._count
+        self._num_cases += 1 - self._num_cases / self._count
+
+    @property
+    def value(self) -> float:
+        """Never 0."""
+        return max(1.0, self._num_hits) / self._num_cases
+
+
+class Meter:
+    """Units per second over a window that forgets exponentially."""
+
+    __slots__ = ("_at", "_sum", "_window_s")
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._sum = self._at = 0.0
+
+    def add(self, clock: float, units: float) -> None:
+        self._sum = self._sum * exp((self._at - clock) / self._window_s) + units
+        self._at = clock
+
+    def rate(self, clock: float) -> float:
+        """Of a meter that has run since clock 0."""
+        if clock <= 0:
+            return 0.0
+        decayed = self._sum * exp((self._at - clock) / self._window_s)
+        return decayed / (self._window_s * (1.0 - exp(-clock / self._window_s)))
+
+
+class Clock:
+    """Seconds for which something was going on."""
+
+    __slots__ = ("_at", "_runs", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = self._at = 0.0
+        self._runs = False
+
+    def update(self, now: float, runs: bool) -> None:
+        """From `now` on it runs, or stands still."""
+        if self._runs:
+            self.seconds += now - self._at
+        self._at, self._runs = now, runs
+
+
+class DrainRate:
+    """How much work is done: while requests wait, which is how fast the queue drains, and while
+    any are served; and how fast requests of each priority join the queue. Each clock stands still
+    while there is nothing to measure."""
+
+    def __init__(self) -> None:
+        self._waiting, self._serving = Clock(), Clock()
+        self._drained, self._served = Meter(), Meter(SERVED_WINDOW_S)
+        self._joined: dict[int, Meter] = {}
+        self._is_waiting = False
+
+    def update(self, now: float, *, waits: bool, serves: bool) -> None:
+        """From `now` on requests wait, or none does; some are served, or none is."""
+        self._waiting.update(now, waits)
+        self._serving.update(now, serves)
+        self._is_waiting = waits
+
+    def on_work(self, units: float) -> None:
+        """So much work is done."""
+        self._served.add(self._serving.seconds, units)
+        if self._is_waiting:
+            self._drained.add(self._waiting.seconds, units)
+
+    def on_queued(self, priority: int, units: float) -> None:
+        if self._is_waiting:
+            self._joined.setdefault(priority, Meter()).add(self._waiting.seconds, units)
+
+    @property
+    def units_per_s(self) -> float | None:
+        """Of the queue, or as long as none has drained, of what is served; None: not known yet."""
+        return _known(self._drained, self._waiting) or _known(self._served, self._serving)
+
+    @property
+    def can_serve_per_s(self) -> float | None:
+        """The higher of the two; None: neither is known yet."""
+        served = _known(self._served, self._serving)
+        drained = _known(self._drained, self._waiting)
+        return max(served or 0.0, drained or 0.0) or None
+
+    def joining_above(self, priority: int) -> float:
+        """Units per second of requests that go before this priority."""
+        above = [meter for number, meter in self._joined.items() if number < priority]
+        return sum(meter.rate(self._waiting.seconds) for meter in above)
+
+
+def _known(meter: Meter, clock: Clock) -> float | None:
+    rate = meter.rate(clock.seconds)
+    return rate if clock.seconds >= KNOWN_AFTER_S and rate > 0 else None
