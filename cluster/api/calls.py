@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.api.client import RequestStream
 from cluster.api.metrics import ApiMetrics
 from router.explain import Explanation, Explanations, Phase
 
-if TYPE_CHECKING:
-    from cluster.api.openai.generation import Generation
-    from cluster.api.tracing import Tracing
-
 MAX_CALLS = 512  # that are kept to be explained
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """What a call has generated. `streams`: of the choices that were submitted to the router."""
+
+    tenant: str
+    usage: dict[str, Any]
+    sampling: dict[str, Any]  # what spans say of it
+    streams: tuple[RequestStream, ...]
 
 
 @dataclass(slots=True)
@@ -37,7 +43,7 @@ class Call:
     submitted_at: float | None = None
     ended_at: float = 0.0
     outcome: str = ""
-    generation: Generation | None = None
+    result: CallResult | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class ServedCall:
     usage: dict[str, Any]
     e2e_s: float
     choices: tuple[ServedChoice, ...]
-    sampling: dict[str, Any] = field(default_factory=dict)  # what spans say of it
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 class Calls:
@@ -73,24 +79,25 @@ class Calls:
         model: str,
         explanations: Explanations,
         metrics: ApiMetrics,
-        tracing: Tracing | None = None,
+        trace: Callable[[ServedCall, Mapping[str, str], int], None] | None = None,
     ) -> None:
-        """`explanations`: of the router that the API submits to."""
+        """`explanations`: of the router that the API submits to. `trace`: makes spans of a call,
+        from its headers and the time of its end in nanoseconds since 1970."""
         self._model = model
         self._explanations = explanations
         self._metrics = metrics
-        self._tracing = tracing
+        self._trace = trace
         self._kept: OrderedDict[str, ServedCall] = OrderedDict()
 
     def ended(self, call: Call) -> None:
         """`call` has sent its last byte. One that has submitted nothing has no phases."""
-        if call.generation is None or call.submitted_at is None:
+        if call.result is None or call.submitted_at is None:
             return
-        served = self._served(call, call.generation)
+        served = self._served(call, call.result)
         for choice in served.choices:
             self._observe(choice)
-        if self._tracing is not None:
-            self._tracing.record(served, call.headers, time.time_ns())
+        if self._trace is not None:
+            self._trace(served, call.headers, time.time_ns())
         self._kept[call.request_id] = served
         if len(self._kept) > MAX_CALLS:
             self._kept.popitem(last=False)
@@ -111,27 +118,24 @@ class Calls:
         """The youngest first."""
         return (served for served in reversed(self._kept.values()) if served.tenant == tenant)
 
-    def _served(self, call: Call, generation: Generation) -> ServedCall:
-        sampling = generation.choices[0].plan.sampling
+    def _served(self, call: Call, result: CallResult) -> ServedCall:
         choices = []
-        for choice in generation.choices:
-            if choice.stream is None:  # an earlier one could not be submitted
-                continue
-            explanation = self._explanations.get(choice.stream.request_id)
-            phases = tuple(_phases(call, choice.stream, explanation))
-            first_at = choice.stream.first_at
+        for stream in result.streams:
+            explanation = self._explanations.get(stream.request_id)
+            phases = tuple(_phases(call, stream, explanation))
+            first_at = stream.first_at
             ttft_s = None if first_at is None else first_at - call.arrived_at
-            choices.append(ServedChoice(choice.stream.request_id, phases, ttft_s, explanation))
+            choices.append(ServedChoice(stream.request_id, phases, ttft_s, explanation))
         return ServedCall(
             request_id=call.request_id,
             endpoint=call.endpoint,
-            tenant=generation.plan.tenant.name,
+            tenant=result.tenant,
             outcome=call.outcome,
             model=self._model,
-            usage=generation.usage(),
+            usage=result.usage,
             e2e_s=call.ended_at - call.arrived_at,
             choices=tuple(choices),
-            sampling={"max_tokens": sampling.max_tokens, "temperature": sampling.temperature},
+            sampling=result.sampling,
         )
 
     def _observe(self, choice: ServedChoice) -> None:

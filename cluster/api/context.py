@@ -71,7 +71,8 @@ class ApiContext:
     _pool_of_large: ThreadPoolExecutor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.calls = Calls(self.model_name, self.explanations, self.metrics, self.tracing)
+        trace = None if self.tracing is None else self.tracing.record
+        self.calls = Calls(self.model_name, self.explanations, self.metrics, trace)
         self.live = ConcurrencyLimiter(self.limits.max_live_requests)
         self.commands = ConcurrencyLimiter(self.limits.max_session_commands)
         self._pool = ThreadPoolExecutor(self.limits.tokenizer_threads, "tokenizer")

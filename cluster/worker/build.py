@@ -29,7 +29,6 @@ from cluster.worker.kv_plan import (
     resolve_max_model_len,
 )
 from cluster.worker.process import BuiltWorker
-from cluster.worker.runners import open_runner
 from cluster.worker.threads import WorkerThreads
 from decode_worker.worker import DecodeWorker
 from engine.config import WorkerConfig
@@ -236,3 +235,39 @@ def _nixl_agent(name: NodeId, pool: Any, host: Any) -> Any:
     from kvtransfer.agents.nixl import NixlAgent
 
     return NixlAgent(name, pool, host=host)
+
+
+def open_runner(
+    spec: WorkerSpec, path: Path, plan: KVPlan, dtype: str, max_model_len: int
+) -> tuple[Any, Any]:
+    """(what runs steps, the same if it has processes of its own that may be lost, else None). Both
+    have the interface of ModelRunner. Raises ModelError."""
+    engine, size = spec.engine, spec.engine.tensor_parallel_size
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "kv_dtype": engine.kv_dtype,
+        "quantization": spec.quantization,
+        "window": engine.window,
+        "num_sinks": engine.sinks,
+        "guard": engine.guard,
+        "device": spec.device,
+        "num_blocks": plan.num_blocks,
+        "block_size": engine.block_size,
+        "num_threads": spec.threads or None,
+        "max_model_len": max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "cuda_graphs": engine.cuda_graphs,
+    }
+    if size == 1:
+        from engine.model.runner import ModelRunner
+
+        return ModelRunner(path, **options), None
+    if spec.on_gpu and (spec.num_peers or spec.host_bytes or spec.disk_bytes):
+        raise ModelError(
+            f"engine.tensor_parallel_size = {size} on GPUs serves without KV transfer: it needs"
+            " cluster.prefill = 0, cluster.decode = 1, tiers.host_gib = 0 and tiers.disk_gib = 0"
+        )
+    from engine.model.parallel.runner import ParallelRunner
+
+    runner = ParallelRunner(path, size, **options)
+    return runner, runner

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.config import Config
-from cluster.worker.build import PreparedModel, WorkerSpec
+from cluster.worker.build import PreparedModel, WorkerSpec, open_runner
 from cluster.worker.kv_plan import plan_kv
-from cluster.worker.runners import open_runner
 from engine.model.runner import ModelRunner, find_device
 from engine.request import SamplingParams
 from engine.stats import Role

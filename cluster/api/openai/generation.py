@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.api.calls import CallResult
 from cluster.api.client import RequestStream
 from cluster.api.context import ApiContext
 from cluster.api.errors import refused, shutting_down
@@ -178,6 +179,16 @@ class Generation:
                 "cached_tokens_by_source": {s: n for s, n in by_source.items() if n > 0},
             },
         }
+
+    def result(self) -> CallResult:
+        """What has come so far."""
+        sampling = self.choices[0].plan.sampling
+        return CallResult(
+            tenant=self.plan.tenant.name,
+            usage=self.usage(),
+            sampling={"max_tokens": sampling.max_tokens, "temperature": sampling.temperature},
+            streams=tuple(c.stream for c in self.choices if c.stream is not None),
+        )
 
     def _submit(self, timeout_s: float) -> None:
         for choice in self.choices:

@@ -133,17 +133,18 @@ class GenerateEndpoint(Generic[Request]):
         plan = replace(await self._plan(self._ctx, request, tenant), call=about.name)
         generation = Generation(self._ctx, plan, call.request_id, call.received_at)
         format = self._format(self._ctx, plan, call.request_id)
-        call.generation, call.submitted_at = generation, clock()
+        call.submitted_at = clock()
         try:
             async with _abandon_on_disconnect(generation, http.receive):
                 if plan.stream:
                     return await _stream(generation, format, send)
                 return await _whole(generation, format, http, send)
         finally:
-            self._count(generation)
+            call.result = generation.result()
+            self._count(call.result.usage)
 
-    def _count(self, generation: Generation) -> None:
-        metrics, usage = self._ctx.metrics, generation.usage()
+    def _count(self, usage: dict[str, Any]) -> None:
+        metrics = self._ctx.metrics
         metrics.prompt_tokens.inc(usage["prompt_tokens"])
         metrics.cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
         metrics.output_tokens.inc(usage["completion_tokens"])

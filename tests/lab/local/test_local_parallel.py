@@ -10,9 +10,8 @@ import psutil
 import pytest
 
 from cluster.config import Config, EngineSection, ModelSection
-from cluster.worker.build import prepare_model
+from cluster.worker.build import open_runner, prepare_model
 from cluster.worker.kv_plan import SPARE_BYTES, BuildError, plan_kv
-from cluster.worker.runners import open_runner
 from engine.model.checkpoint.families import read_config
 from engine.model.errors import ModelError
 from engine.model.parallel.runner import RanksLost
