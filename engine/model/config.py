@@ -13,8 +13,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from engine.cache_dir import file_identity
 from engine.config import DTYPE_BYTES, KVSpec
-from engine.model.cache import file_identity
 from engine.model.checkpoint.fields import read_json
 from engine.model.errors import ModelError
 

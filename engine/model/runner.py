@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engine.cache_dir import default_cache_dir
 from engine.model.batch import Batch, Limits
-from engine.model.cache import default_cache_dir
 from engine.model.config import ModelConfig, with_window
 from engine.model.cpu import kernels
 from engine.model.cpu.decode import CpuDecode

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
+from engine.cache_dir import default_cache_dir
 from engine.model.batch import Batch, Limits
-from engine.model.cache import default_cache_dir
 from engine.model.config import ModelConfig
 from engine.model.cpu import kernels
 from engine.model.cpu.linear import HALVES, INT16, PAIRS, TILES

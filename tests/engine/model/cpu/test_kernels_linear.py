@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.model.cache import default_cache_dir
+from engine.cache_dir import default_cache_dir
 from engine.model.config import Experts, ModelConfig
 from engine.model.cpu import kernels
 from engine.model.cpu.linear import ACTIVATIONS, CpuLinear
