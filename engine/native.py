@@ -18,10 +18,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from cffi import FFI
@@ -32,6 +33,14 @@ BUILD_TIMEOUT_S = 120.0  # of one command, and of waiting for another process to
 FLAGS = ("-O3", "-std=c11", "-fPIC")
 MAX_SHOWN = 300  # characters of what the compiler wrote
 MARK = b"kvrelay-library\0"  # before the digest at the end of a library
+
+
+_CTYPES: dict[str, Any] = {
+    "void": None,
+    "_Bool": ctypes.c_bool,
+    "double": ctypes.c_double,
+    **{f"{name}_t": getattr(ctypes, f"c_{name}") for name in ("int64", "uint32", "uint64")},
+}
 
 
 class NativeBuildError(RuntimeError):
@@ -47,13 +56,16 @@ def load(
     ffi: FFI | None = None,
     cache_dir: Path | None = None,
 ) -> Any:
-    """The shared library made from `source`, as `build` has it, whose arguments these are.
+    """The shared library made from `source`, which is built as `build` says.
 
-    A `ctypes.CDLL`; with `hold_gil` calls keep Python's lock: right for calls of microseconds,
-    which would wait longer to get it back than they take. With `ffi`, the library of cffi that has
-    the functions which were declared there (see `declarations`).
+    A `ctypes.CDLL`, or with `ffi` an object with the functions that are declared there (see
+    `declarations`). With `hold_gil` calls keep Python's lock: right for calls of microseconds,
+    which would wait longer to get it back than they take. They are then functions of ctypes, and
+    take addresses for pointers.
     """
-    opener = (ctypes.PyDLL if hold_gil else ctypes.CDLL) if ffi is None else ffi.dlopen
+    opener: Callable[[str], Any] = ctypes.PyDLL if hold_gil else ctypes.CDLL
+    if ffi is not None:
+        opener = partial(_with_gil, ffi) if hold_gil else ffi.dlopen
     path = build(source, flags, cache_dir=cache_dir)
     try:
         return opener(str(path))
@@ -63,6 +75,26 @@ def load(
         return opener(str(path))
     except OSError as error:
         raise NativeBuildError(f"{path} cannot be loaded, newly compiled: {error}") from error
+
+
+def _with_gil(ffi: FFI, path: str) -> SimpleNamespace:
+    """The declared functions, called through ctypes: cffi always releases the lock."""
+    library, found = ffi.dlopen(path), SimpleNamespace(library=ctypes.PyDLL(path))
+    for name in dir(library):
+        value = getattr(library, name)
+        if isinstance(value, ffi.CData):
+            kind = ffi.typeof(value)
+            types = [_ctype(each) for each in (kind.result, *kind.args)]
+            value = ctypes.PYFUNCTYPE(*types)(int(ffi.cast("uintptr_t", value)))
+        setattr(found, name, value)
+    return found
+
+
+def _ctype(kind: Any) -> Any:
+    """The type of an argument or result, for ctypes."""
+    if kind.kind == "pointer":
+        return ctypes.c_char_p if kind.item.cname == "char" else ctypes.c_void_p
+    return _CTYPES[kind.cname]
 
 
 def declarations(*headers: Path) -> FFI:

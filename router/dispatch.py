@@ -111,9 +111,9 @@ class Dispatcher:
         endpoint = self.endpoint(stats.worker, stats.epoch)
         if endpoint is None:
             return False
-        endpoint.observe(now, stats)
+        endpoint.on_stats(now, stats)
         self._update(now, endpoint)
-        self.cost.observe(stats)
+        self.cost.on_stats(stats)
         return self.index.hear(now, stats.worker, stats.epoch, stats.event_seq)
 
     def heed(self, now: float, news: KVEvents | KVSnapshot) -> bool:

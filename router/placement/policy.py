@@ -11,7 +11,7 @@ every prefill over when there is anybody to hand it to:
   session_sticky  always the same one for a session, or for a beginning of a prompt
   prefix_only     the one that holds most of the prefix, however busy it is
 
-Costs, candidates and their order are worked out in `router/native/choice.h`. Choices repeat
+Costs, candidates and their order are worked out in `router/native/choice.c`. Choices repeat
 exactly. Ties (within a millisecond) go to the worker with the fewest requests, then to the one that
 was chosen longest ago.
 """
@@ -37,7 +37,7 @@ from router.placement.work import Seconds, Work
 NUM_HOLDERS = 2  # candidates of a role that hold most of the prefix
 NUM_IDLE = 3  # and that are least busy
 MAX_TRIED = 32  # of the least busy ones, to find those that can take the request
-LENDERS_OF_A_ROLE = 4  # the best ones of a kind; more would only cost the choice its time
+FETCH_SOURCES_PER_ROLE = 4  # the best ones of a kind; more would only cost the choice its time
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,11 @@ class Policy:
 
     def __init__(self, name: str, cost: CostModel, index: IndexTable, **limits: float) -> None:
         """`limits`: who can take a request (max_inflight, max_memory_wait_s, probe_after_s), and
-        lenders_of_a_role."""
+        fetch_sources_per_role."""
         self.name = name
         numbers = {"num_holders": NUM_HOLDERS, "num_idle": NUM_IDLE, "max_tried": MAX_TRIED}
-        lenders = {"lenders_of_a_role": LENDERS_OF_A_ROLE}
-        self.chooser = Chooser(cost, index, **(numbers | lenders | limits))
+        sources = {"fetch_sources_per_role": FETCH_SOURCES_PER_ROLE}
+        self.chooser = Chooser(cost, index, **(numbers | sources | limits))
         self._num_choices = 0
 
     def choose(self, question: Question) -> Choice | None:
