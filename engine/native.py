@@ -1,10 +1,10 @@
 """C beside Python: compiled when it is first loaded, and kept in the user's cache directory.
 
-Life of a library: a source lies in its package; the first process that loads it has `cc` make a
-shared library under a name that says what it was made of (the source and the headers beside it,
-the compiler, the flags, the kind of machine); every later process loads that file. It is put there
-by renaming, so whoever sees the name sees all of it, and processes that build it at the same time
-each put the same thing there. Nothing of Python's own headers is needed.
+Life of a library: its sources lie in a package; the first process that loads it compiles them, on
+all its cores, under a name that says what it was made of (sources and headers, compiler, flags, the
+kind of machine); processes that come meanwhile wait for it, later ones find it. A library is on the
+disk before it gets its name, and ends with a digest of itself: one that was cut off or overwritten
+is compiled again. Nothing of Python's own headers is needed.
 """
 
 from __future__ import annotations
@@ -13,17 +13,34 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-BUILD_TIMEOUT_S = 120.0
-FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared")
-MAX_SHOWN = 300  # characters of what the compiler said
+from cffi import FFI
+
+from engine.cache_dir import default_cache_dir
+
+BUILD_TIMEOUT_S = 120.0  # of one command, and of waiting for another process to build
+FLAGS = ("-O3", "-std=c11", "-fPIC")
+MAX_SHOWN = 300  # characters of what the compiler wrote
+MARK = b"kvrelay-library\0"  # before the digest at the end of a library
+
+
+_CTYPES: dict[str, Any] = {
+    "void": None,
+    "_Bool": ctypes.c_bool,
+    "double": ctypes.c_double,
+    **{f"{name}_t": getattr(ctypes, f"c_{name}") for name in ("int64", "uint32", "uint64")},
+}
 
 
 class NativeBuildError(RuntimeError):
@@ -31,32 +48,98 @@ class NativeBuildError(RuntimeError):
 
 
 @cache
-def load(source: Path, flags: Sequence[str] = (), *, hold_gil: bool = False) -> ctypes.CDLL:
-    """The shared library made from `source`. `flags` (a tuple) come after the usual ones.
+def load(
+    source: Path,
+    flags: Sequence[str] = (),
+    *,
+    hold_gil: bool = False,
+    ffi: FFI | None = None,
+    cache_dir: Path | None = None,
+) -> Any:
+    """The shared library made from `source`, which is built as `build` says.
 
-    With `hold_gil`, calls keep Python's lock: right for calls of microseconds, which would wait
-    longer to get it back than they take.
+    A `ctypes.CDLL`, or with `ffi` an object with the functions that are declared there (see
+    `declarations`). With `hold_gil` calls keep Python's lock: right for calls of microseconds,
+    which would wait longer to get it back than they take. They are then functions of ctypes, and
+    take addresses for pointers.
     """
-    path = build(source, flags)
-    return (ctypes.PyDLL if hold_gil else ctypes.CDLL)(str(path))
+    opener: Callable[[str], Any] = ctypes.PyDLL if hold_gil else ctypes.CDLL
+    if ffi is not None:
+        opener = partial(_with_gil, ffi) if hold_gil else ffi.dlopen
+    path = build(source, flags, cache_dir=cache_dir)
+    try:
+        return opener(str(path))
+    except OSError:  # its bytes are those that were written, and still it is not for this machine
+        path = build(source, flags, cache_dir=cache_dir, instead_of=path.stat())
+    try:
+        return opener(str(path))
+    except OSError as error:
+        raise NativeBuildError(f"{path} cannot be loaded, newly compiled: {error}") from error
 
 
-def build(source: Path, flags: Sequence[str] = ()) -> Path:
-    """Path of the shared library made from `source`; compiles it unless that was done before."""
+def _with_gil(ffi: FFI, path: str) -> SimpleNamespace:
+    """The declared functions, called through ctypes: cffi always releases the lock."""
+    library, found = ffi.dlopen(path), SimpleNamespace(library=ctypes.PyDLL(path))
+    for name in dir(library):
+        value = getattr(library, name)
+        if isinstance(value, ffi.CData):
+            kind = ffi.typeof(value)
+            types = [_ctype(each) for each in (kind.result, *kind.args)]
+            value = ctypes.PYFUNCTYPE(*types)(int(ffi.cast("uintptr_t", value)))
+        setattr(found, name, value)
+    return found
+
+
+def _ctype(kind: Any) -> Any:
+    """The type of an argument or result, for ctypes."""
+    if kind.kind == "pointer":
+        return ctypes.c_char_p if kind.item.cname == "char" else ctypes.c_void_p
+    return _CTYPES[kind.cname]
+
+
+def declarations(*headers: Path) -> FFI:
+    """What C headers declare, for cffi. The preprocessor's lines are left out of them, so what
+    Python is to know must not hang on one: constants are enums there."""
+    ffi = FFI()
+    for header in headers:
+        text = header.read_text(encoding="utf-8")
+        ffi.cdef(re.sub(r"^[ \t]*#(?:.*\\\n)*.*$", "", text, flags=re.MULTILINE))
+    return ffi
+
+
+def build(
+    source: Path,
+    flags: Sequence[str] = (),
+    *,
+    cache_dir: Path | None = None,
+    instead_of: os.stat_result | None = None,
+) -> Path:
+    """Path of the shared library made from `source`; compiles it unless that was done before.
+
+    `source` is one C file or a folder of them, whose subfolders count too. `flags` (a tuple) come
+    after the usual ones. It is kept in `cache_dir`/native. `instead_of`: a library that could not
+    be loaded although its bytes are right. Raises NativeBuildError.
+    """
     compiler = _compiler(source)
-    path = _cache_dir() / f"{source.stem}-{_key(source, compiler, flags)}.so"
-    if not path.exists():
-        _compile(source, [*compiler, *FLAGS, *flags], path)
+    command = [*compiler, *FLAGS, *flags]
+    name = source.stem if source.is_file() else "-".join(source.parts[-2:])
+    root = cache_dir or default_cache_dir()
+    path = root / "native" / f"{name}-{_key(source, command)}.so"
+    try:
+        if not _is_sound(path, instead_of):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _build_once(source, command, path, root / f"native-{name}.lock", instead_of)
+    except OSError as error:
+        raise NativeBuildError(
+            f"cannot use {path.parent}, where compiled C code is kept ({error.strerror}): set"
+            " KVRELAY_CACHE or XDG_CACHE_HOME to a directory that can be written to"
+        ) from error
     return path
 
 
-def compiler_command() -> list[str]:
-    """`CC`, which may have arguments, or what a system calls its compiler."""
-    return shlex.split(os.environ.get("CC", "")) or ["cc"]
-
-
 def _compiler(source: Path) -> list[str]:
-    command = compiler_command()
+    """`CC`, which may have arguments, or what a system calls its compiler."""
+    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
     program = shutil.which(command[0])
     if program is None:
         raise NativeBuildError(
@@ -66,63 +149,115 @@ def _compiler(source: Path) -> list[str]:
     return [program, *command[1:]]
 
 
-def _key(source: Path, compiler: Sequence[str], flags: Sequence[str]) -> str:
+def _sources(source: Path) -> list[Path]:
+    return [source] if source.is_file() else sorted(source.rglob("*.c"))
+
+
+def _folder(source: Path) -> Path:
+    return source.parent if source.is_file() else source
+
+
+def _key(source: Path, command: Sequence[str]) -> str:
     """Changes with whatever the library is made of."""
-    program = os.path.realpath(compiler[0])
-    stat = os.stat(program)
+    program = os.path.realpath(command[0])
+    stat, folder = os.stat(program), _folder(source)
     parts = [
-        *(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))),
-        repr((program, stat.st_size, stat.st_mtime_ns, *compiler[1:])).encode(),
-        repr((*FLAGS, *flags)).encode(),
+        repr((program, stat.st_size, stat.st_mtime_ns, *command[1:])).encode(),
         repr((platform.system(), platform.machine(), platform.libc_ver())).encode(),
     ]
-    if any("native" in flag for flag in flags):
-        parts.append(_cpu_features())  # a home directory may be shared by unlike machines
+    for path in (*_sources(source), *sorted(folder.rglob("*.h"))):
+        parts += [path.relative_to(folder).as_posix().encode(), path.read_bytes()]
+    if "-march=native" in command:
+        parts.append(_cpu())  # a home directory may be shared by unlike machines
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:24]
 
 
-def _cpu_features() -> bytes:
+def _cpu() -> bytes:
+    """What -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
         return platform.processor().encode()
-    return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
+    wanted = (b"model name", b"flags", b"Features", b"CPU part")
+    return b"\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
 
 
-def _cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    path = Path(base) / "kvrelay" / "native"
+def _is_sound(path: Path, instead_of: os.stat_result | None) -> bool:
+    """Whether the library is there with all its bytes, and is not that one."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise NativeBuildError(
-            f"cannot make {path}, where compiled C code is kept ({error.strerror}): set"
-            " XDG_CACHE_HOME to a directory that can be written to"
-        ) from error
-    return path
+        whole = path.read_bytes()
+        if instead_of is not None and os.path.samestat(path.stat(), instead_of):
+            return False
+    except FileNotFoundError:
+        return False
+    library, mark, digest = whole.rpartition(MARK)
+    return bool(mark) and digest == hashlib.sha256(library).digest()
 
 
-def _compile(source: Path, command: Sequence[str], path: Path) -> None:
+def _build_once(
+    source: Path, command: list[str], path: Path, lock: Path, instead_of: os.stat_result | None
+) -> None:
+    """Of processes (and threads) that get here together one compiles. Raises OSError where nothing
+    can be written."""
+    from filelock import FileLock, Timeout  # 45 ms to import, and seldom needed
+
     try:
-        handle, made = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
-    except OSError as error:
+        with FileLock(lock, timeout=BUILD_TIMEOUT_S):
+            if not _is_sound(path, instead_of):
+                _build(source, command, path)
+    except Timeout as error:
         raise NativeBuildError(
-            f"cannot write to {path.parent}, where compiled C code is kept ({error.strerror}): set"
-            " XDG_CACHE_HOME to a directory that can be written to"
+            f"another process has held {lock} for {BUILD_TIMEOUT_S:g} s, to compile {source.name}:"
+            " end it, or wait and start again"
         ) from error
-    os.close(handle)
-    arguments = [*command, "-o", made, str(source), "-lm"]
+    except NotImplementedError:  # a file system without locks: each builds, the last one stays
+        _build(source, command, path)
+
+
+def _build(source: Path, command: list[str], path: Path) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix=path.stem, dir=path.parent) as scratch,
+        ThreadPoolExecutor(os.cpu_count()) as threads,
+    ):
+
+        def compile_one(number: int, file: Path) -> str:
+            made = f"{scratch}/{number}-{file.stem}.o"
+            _run([*command, "-c", f"-I{_folder(source)}", "-o", made, str(file)])
+            return made
+
+        sources = _sources(source)
+        objects = list(threads.map(compile_one, range(len(sources)), sources))
+        made = Path(scratch) / path.name
+        _run([*command, "-shared", "-o", str(made), *objects, "-lm"])
+        _publish(made, path)
+
+
+def _publish(made: Path, path: Path) -> None:
+    """Rename it into place once all of it, with its digest, is on the disk."""
+    with made.open("r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(MARK + digest)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(made.parent)
+    os.replace(made, path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _run(arguments: list[str]) -> None:
     try:
         run = subprocess.run(arguments, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
-        if run.returncode:
-            raise NativeBuildError(
-                f"{shlex.join(arguments)} failed with status {run.returncode}: a C11 compiler with"
-                f" its standard headers is needed; it said: {_first_error(run.stderr)}"
-            )
-        os.replace(made, path)
     except subprocess.TimeoutExpired as error:
         raise NativeBuildError(
             f"{shlex.join(arguments)} took longer than {BUILD_TIMEOUT_S:g} s: a C11 compiler that"
@@ -130,11 +265,15 @@ def _compile(source: Path, command: Sequence[str], path: Path) -> None:
         ) from error
     except OSError as error:
         raise NativeBuildError(f"{shlex.join(arguments)} cannot be run: {error}") from error
-    finally:
-        Path(made).unlink(missing_ok=True)
+    if run.returncode:
+        raise NativeBuildError(
+            f"{arguments[0]} failed: exit status {run.returncode}, {_first_error(run.stderr)}:"
+            " a C11 compiler with its standard headers is needed. The command was"
+            f" {shlex.join(arguments)}"
+        )
 
 
-def _first_error(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _first_error(written: str) -> str:
+    lines = [line.strip() for line in written.splitlines() if line.strip()]
     telling = next((line for line in lines if "error" in line.lower()), "")
-    return (telling or " ".join(lines) or "nothing")[:MAX_SHOWN]
+    return (telling or " ".join(lines) or "no message")[:MAX_SHOWN]

@@ -116,9 +116,9 @@ class Dispatcher:
         endpoint = self.endpoint(stats.worker, stats.epoch)
         if endpoint is None:
             return False
-        endpoint.observe(now, stats)
+        endpoint.on_stats(now, stats)
         self._update(now, endpoint)
-        self.cost.observe(stats)
+        self.cost.on_stats(stats)
         return self.index.on_event_seq(now, stats.worker, stats.epoch, stats.event_seq)
 
     def on_kv_events(self, now: float, events: KVEvents | KVSnapshot) -> bool:

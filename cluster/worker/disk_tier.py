@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.cache_dir import default_cache_dir
 from engine.config import WorkerConfig
 from engine.kv.tier import DiskRecord, Tier
-from engine.model.cache import default_cache_dir
 from kvtransfer.checksum import BlockBytes
 from kvtransfer.executor import StoreExecutor, TransferExecutor
 

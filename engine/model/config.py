@@ -12,8 +12,8 @@ from hashlib import blake2b
 from math import ceil
 from pathlib import Path
 
+from engine.cache_dir import file_identity
 from engine.kv.spec import DTYPE_BYTES, KVSpec
-from engine.model.cache import file_identity
 from engine.model.errors import ModelError
 
 INT8_GROUP = 64  # inputs that share a scale

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engine.cache_dir import default_cache_dir
 from engine.model.batch import Batch, Guard, Limits
-from engine.model.cache import default_cache_dir
 from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.load import load_weights
 from engine.model.config import with_window

@@ -1,4 +1,4 @@
-"""The native table behind the prefix index: `router/native/prefix_index.h`.
+"""The native table behind the prefix index: `router/native/prefix_index.c`.
 
 A worker is a slot here, a small number; what is known of a block at a slot are facts, one bit each.
 Hashes are packed, 16 bytes each.
@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_uint8, c_uint16, c_uint32
-from typing import Any
 from weakref import finalize
 
 from engine.kv.block_hash import HASH_BYTES
 from engine.kv.tier import Tier
-from router.native.bindings import library
+from router.native.bindings import address_of, bindings, constants, ffi
 
 Hashes = bytes | bytearray | memoryview  # packed
 
-# Facts; the same as in native/holders.h.
-FACT = {Tier.DEVICE: 1, Tier.HOST: 2, Tier.DISK: 4}
-EXPECTED = 8
-SAID = 1 | 2 | 4
-
-NUM_RUNS = 4  # what a lookup asks: in device memory, in any memory, in any tier, said by the worker
+FACT = {Tier.DEVICE: constants.DEVICE, Tier.HOST: constants.HOST, Tier.DISK: constants.DISK}
+EXPECTED: int = constants.EXPECTED
+SAID: int = constants.SAID  # all that a worker has said itself, in whatever tier
+NUM_RUNS: int = constants.NUM_RUNS  # in device memory, any memory, any tier, said by the worker
 
 
 def count_hashes(block_hashes: Hashes) -> int:
@@ -34,12 +31,9 @@ def count_hashes(block_hashes: Hashes) -> int:
     return count
 
 
-def _address(block_hashes: Hashes) -> Any:
-    """`block_hashes` as an argument, without a copy where that can be."""
-    if isinstance(block_hashes, bytes) or not block_hashes:
-        return bytes(block_hashes)
-    view = memoryview(block_hashes)
-    return bytes(view) if view.readonly else ctypes.byref(c_uint8.from_buffer(view))
+def _address(block_hashes: Hashes) -> int:
+    """For a call: the buffer may change its size again after it."""
+    return address_of(ffi.from_buffer(block_hashes))
 
 
 class IndexTable:
@@ -47,14 +41,14 @@ class IndexTable:
     it is closed, and is not named again before it is opened again."""
 
     def __init__(self, stride: int, max_expected: int) -> None:
-        self._lib = library()
-        self.address: int = self._lib.index_new(stride, max_expected)
-        finalize(self, self._lib.index_free, self.address)
+        self._lib = bindings()
+        self.address: int = self._lib.kvr_index_new(stride, max_expected)
+        finalize(self, self._lib.kvr_index_free, self.address)
         self._num_slots = 0  # more than the highest that was ever opened
 
     def open(self, group: int) -> int:
         """A slot without blocks. `group` tells kinds of workers apart in `best`."""
-        slot: int = self._lib.index_open(self.address, group)
+        slot: int = self._lib.kvr_index_open(self.address, group)
         if slot < 0:
             raise ValueError("a prefix index can follow 65,535 workers, and has as many")
         self._num_slots = max(self._num_slots, slot + 1)
@@ -62,29 +56,31 @@ class IndexTable:
 
     def close(self, slot: int) -> None:
         """Its blocks are taken out bit by bit, by later calls."""
-        self._lib.index_close(self.address, slot)
+        self._lib.kvr_index_close(self.address, slot)
 
     def regroup(self, slot: int, group: int) -> None:
-        self._lib.index_regroup(self.address, slot, group)
+        self._lib.kvr_index_regroup(self.address, slot, group)
 
     def change(self, slot: int, block_hashes: Hashes, add: int = 0, drop: int = 0) -> None:
         """Facts `add` come to be true of the blocks, or facts `drop` are true no more."""
         count = count_hashes(block_hashes)
         if count:
-            self._lib.index_change(self.address, slot, _address(block_hashes), count, add, drop)
+            self._lib.kvr_index_change(self.address, slot, _address(block_hashes), count, add, drop)
 
     def drop_all(self, slot: int, facts: int) -> None:
-        self._lib.index_drop_all(self.address, slot, facts)
+        self._lib.kvr_index_drop_all(self.address, slot, facts)
 
     def expect(self, slot: int, block_hashes: Hashes, now: float, until: float) -> None:
         """The blocks count as in device memory until `until`, where they are not yet."""
         count = count_hashes(block_hashes)
         if count:
-            self._lib.index_expect(self.address, slot, _address(block_hashes), count, now, until)
+            self._lib.kvr_index_expect(
+                self.address, slot, _address(block_hashes), count, now, until
+            )
 
     def tidy(self, now: float, budget: int) -> None:
         """Take out what is over, at most `budget` blocks of each kind."""
-        self._lib.index_tidy(self.address, now, budget)
+        self._lib.kvr_index_tidy(self.address, now, budget)
 
     def lookup(self, now: float, block_hashes: Hashes, limit: int | None) -> ctypes.Array[c_uint32]:
         """NUM_RUNS lengths for each slot, of the first `limit` blocks."""
@@ -93,7 +89,7 @@ class IndexTable:
         if limit is not None and limit < count:
             count = max(0, limit)
         if count and self._num_slots:
-            self._lib.index_lookup(self.address, now, _address(block_hashes), count, ends)
+            self._lib.kvr_index_lookup(self.address, now, _address(block_hashes), count, ends)
         return ends
 
     def best(self, ends: ctypes.Array[c_uint32], group: int, limit: int) -> list[int]:
@@ -101,7 +97,7 @@ class IndexTable:
         returned longest ago."""
         found = (c_uint16 * limit)()
         num_slots = len(ends) // NUM_RUNS
-        count = self._lib.index_best(self.address, ends, num_slots, group, limit, found)
+        count = self._lib.kvr_index_best(self.address, ends, num_slots, group, limit, found)
         return found[:count]
 
     def count(self, block_hashes: Hashes) -> dict[int, dict[Tier, int]]:
@@ -109,7 +105,7 @@ class IndexTable:
         counts = (c_uint32 * (len(FACT) * self._num_slots))()
         count = count_hashes(block_hashes)
         if count:
-            self._lib.index_count(self.address, _address(block_hashes), count, counts)
+            self._lib.kvr_index_count(self.address, _address(block_hashes), count, counts)
         found: dict[int, dict[Tier, int]] = {}
         for at, number in enumerate(counts):
             if number:
@@ -121,24 +117,24 @@ class IndexTable:
         """All that is said of the slot, by tier, in no order."""
         sizes = [self.held(slot, fact) * HASH_BYTES for fact in FACT.values()]
         buffers = [(c_uint8 * size)() for size in sizes]
-        self._lib.index_export(self.address, slot, *buffers)
+        self._lib.kvr_index_export(self.address, slot, *buffers)
         return {tier: bytes(block_hashes) for tier, block_hashes in zip(FACT, buffers, strict=True)}
 
     def held(self, slot: int, facts: int) -> int:
         """Number of blocks of which one of `facts`, that exclude each other, is true."""
-        number: int = self._lib.index_held(self.address, slot, facts)
+        number: int = self._lib.kvr_index_held(self.address, slot, facts)
         return number
 
     @property
     def num_blocks(self) -> int:
-        number: int = self._lib.index_num_blocks(self.address)
+        number: int = self._lib.kvr_index_num_blocks(self.address)
         return number
 
     @property
     def num_bytes(self) -> int:
-        number: int = self._lib.index_num_bytes(self.address)
+        number: int = self._lib.kvr_index_num_bytes(self.address)
         return number
 
     def check_integrity(self) -> None:
-        wrong: bytes | None = self._lib.index_check(self.address)
+        wrong: bytes | None = self._lib.kvr_index_check(self.address)
         assert wrong is None, (wrong or b"").decode()

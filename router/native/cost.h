@@ -1,79 +1,28 @@
-/* What it costs to serve a request at a worker, in seconds: see `router/placement/cost.py` for the parts. */
+/* What it costs to serve a request at a worker, in seconds: see `router/placement/cost.py` for the
+ * parts.
+ */
 #ifndef KVRELAY_COST_H
 #define KVRELAY_COST_H
 
-#include "lookup.h"
+#include <stddef.h>
+
 #include "worker.h"
 
-#define TOKENS_UNIT 4096.0 /* as in engine/cost.py */
-#define SEQS_UNIT 16.0
-
-/* Owned by Python (`router.placement.cost.CostModel`). `fleet`: rates of workers that have measured none. */
-typedef struct {
-    rates fleet;
-    double handoff_s, stalled_at_least;
-    int64_t free_tokens;
-} cost_model;
-
-/* The prompt as workers of one kind name its full blocks, and what a lookup has found. */
-typedef struct {
-    uint64_t model;
-    int64_t block_size, unit; /* tokens that a name stands for */
-    const uint8_t *names;
-    int64_t num_names;
-    const uint32_t *ends; /* [num_slots][NUM_RUNS] */
-    int64_t num_slots;
-} named_prompt;
-
-typedef struct {
-    int64_t device, host, disk, said; /* tokens; said: by itself, in whatever tier */
-} held;
-
-typedef struct {
-    worker *from;
-    held has;
-} lending;
-
-/* What is asked: the work itself, and what is known of where its KV is. */
-typedef struct {
-    double now, output_tokens;
-    int64_t num_tokens;
-    named_prompt *prompts; /* one for each kind */
-    int64_t num_prompts;
-    lending *lendings;
-    int64_t num_lendings;
-} work;
-
-typedef struct {
-    double queue, load, fetch, prefill, transfer, memory, decode, delay, stall, crowd;
-} seconds;
-
-typedef struct {
-    int64_t computed, loaded, fetched; /* tokens */
-    double load_s, fetch_s;
-    worker *fetch_from;
-} intake;
-
-typedef struct {
-    seconds s;
-    intake in;
-} placement;
-
-static double total_of(const seconds *s) {
+static inline double total_of(const seconds *s) {
     return s->queue + s->load + s->fetch + s->prefill + s->transfer + s->memory + s->decode +
            s->delay + s->stall + s->crowd;
 }
 
-/* As workers like this one name it; NULL: it was not named for them. */
-static const named_prompt *prompt_for(const work *asked, const worker *w) {
+/* Hashed as workers like this one do it; NULL: it was not. */
+static inline const hashed_prompt *prompt_for(const work *asked, const worker *w) {
     for (int64_t i = 0; i < asked->num_prompts; i++)
         if (asked->prompts[i].model == w->model && asked->prompts[i].block_size == w->block_size)
             return &asked->prompts[i];
     return NULL;
 }
 
-static held held_by(const work *asked, const worker *w) {
-    const named_prompt *p = prompt_for(asked, w);
+static inline held held_by(const work *asked, const worker *w) {
+    const hashed_prompt *p = prompt_for(asked, w);
     if (p == NULL || w->slot < 0 || w->slot >= p->num_slots)
         return (held){0};
     const uint32_t *ends = p->ends + NUM_RUNS * w->slot;
@@ -81,217 +30,26 @@ static held held_by(const work *asked, const worker *w) {
                   p->unit * ((int64_t)ends[2] - ends[1]), p->unit * ends[3]};
 }
 
-/* -- rates: as the worker has measured them, or else the fleet ------------------------------------ */
+/* Time that fetching from `source` saves a worker that holds none of the prefix, at most. */
+double fetch_gain_s(const cost_model *c, const fetch_source *source);
 
-#define RATE(c, w, name) ((w)->rates.name > 0 ? (w)->rates.name : (c)->fleet.name)
+/* Queue and prefill there, whatever its role; with the worker's own KV alone, or with a
+ * peer's too, if that saves as much as computing one block takes. */
+placement prefill_at(const cost_model *c, const worker *w, const work *asked);
 
-static const double *weights_of(const double *own, bool has_own, const double *all,
-                                bool has_all) {
-    return has_own ? own : has_all ? all : NULL;
-}
-
-static double fitted_s(const double *weights, const double *features) {
-    double sum = 0.0;
-    for (int i = 0; i < NUM_WEIGHTS; i++)
-        sum += weights[i] * features[i];
-    return fmax(0.0, sum);
-}
-
-/* As `engine.cost.prompt_features`. */
-static void prompt_features(double num_new, double start, double budget, double *features) {
-    double passes = ceil(num_new / budget), full = passes - 1, rest = num_new - full * budget;
-    double squares = full * budget * budget + rest * rest;
-    double before = budget * (full * start + budget * full * (full - 1) / 2);
-    before += rest * (start + full * budget);
-    features[0] = passes;
-    features[1] = num_new / TOKENS_UNIT;
-    features[2] = squares / (TOKENS_UNIT * TOKENS_UNIT);
-    features[3] = before / (TOKENS_UNIT * TOKENS_UNIT);
-}
-
-static double prefill_s(const cost_model *c, const worker *w, int64_t num_new, int64_t start) {
-    if (num_new <= 0)
-        return 0.0;
-    double rate_s = num_new / RATE(c, w, prefill_tokens_per_s), features[NUM_WEIGHTS];
-    const double *weights =
-        weights_of(w->rates.prompt_weights, w->rates.has_prompt_weights, c->fleet.prompt_weights,
-                   c->fleet.has_prompt_weights);
-    if (weights == NULL)
-        return rate_s;
-    prompt_features(num_new, start, w->max_num_batched_tokens, features);
-    /* A fit may be wrong where nothing was measured yet. */
-    return fmax(fitted_s(weights, features), 0.05 * rate_s);
-}
-
-/* One decode step of so many sequences, with that fraction of the pool. */
-static double step_s(const cost_model *c, const worker *w, double seqs, double used) {
-    double measured_s = RATE(c, w, decode_step_s);
-    const double *weights =
-        weights_of(w->rates.decode_weights, w->rates.has_decode_weights, c->fleet.decode_weights,
-                   c->fleet.has_decode_weights);
-    if (weights == NULL)
-        return measured_s * (1.0 + 0.02 * seqs);
-    double features[NUM_WEIGHTS] = {1.0, seqs / SEQS_UNIT, used, used * used};
-    return fmax(fitted_s(weights, features), 0.2 * measured_s);
-}
-
-static double read_s(const worker *w, int64_t num_tokens, double bytes_per_s) {
-    return num_tokens * w->bytes_per_token / bytes_per_s;
-}
-
-/* -- how the KV of the prompt comes to the worker that computes ------------------------------------ */
-
-/* Load as far down the run of blocks in lower tiers as saves most: as the worker will. */
-static intake own_intake(const cost_model *c, const worker *w, const work *asked, held has) {
-    int64_t missing = asked->num_tokens - has.device, loaded = 0;
-    double tokens_per_s = RATE(c, w, prefill_tokens_per_s), load_s = 0.0, best_gain_s = 0.0;
-    intake best = {.computed = missing};
-    int64_t tokens[2] = {has.host, has.disk};
-    double rates[2] = {RATE(c, w, host_read_bytes_per_s), RATE(c, w, disk_read_bytes_per_s)};
-    for (int i = 0; i < 2; i++) {
-        if (tokens[i] == 0)
-            continue;
-        loaded += tokens[i];
-        load_s += read_s(w, tokens[i], rates[i]);
-        double gain_s = loaded / tokens_per_s - load_s;
-        if (gain_s > best_gain_s) {
-            best = (intake){.computed = missing - loaded, .loaded = loaded, .load_s = load_s};
-            best_gain_s = gain_s;
-        }
-    }
-    return best;
-}
-
-/* What is on the lender's disk alone, from token `start` on, has to come up first. */
-static double promote_s(const cost_model *c, const lending *l, int64_t start) {
-    int64_t in_memory = l->has.device + l->has.host;
-    int64_t tokens = l->has.said - (start > in_memory ? start : in_memory);
-    return tokens <= 0 ? 0.0 : read_s(l->from, tokens, RATE(c, l->from, disk_read_bytes_per_s));
-}
-
-/* Computing that the KV of a lender saves a worker that has none of it, at most. */
-static double lending_s(const cost_model *c, const lending *l) {
-    return l->has.said / c->fleet.prefill_tokens_per_s - promote_s(c, l, 0);
-}
-
-/* `own`, and beyond it what the best lender has. False where nobody has more. */
-static bool lent_intake(const cost_model *c, const worker *w, const work *asked, const intake *own,
-                       intake *lent) {
-    int64_t start = asked->num_tokens - own->computed;
-    double tokens_per_s = RATE(c, w, prefill_tokens_per_s), best_gain_s = -INFINITY;
-    *lent = *own;
-    for (int64_t i = 0; i < asked->num_lendings; i++) {
-        const lending *l = &asked->lendings[i];
-        int64_t tokens = l->has.said - start;
-        if (tokens <= 0 || l->from == w || l->from->model != w->model)
-            continue;
-        double fetch_s = c->handoff_s + read_s(w, tokens, RATE(c, w, read_bytes_per_s));
-        fetch_s += promote_s(c, l, start);
-        double gain_s = tokens / tokens_per_s - fetch_s;
-        if (gain_s > best_gain_s) {
-            best_gain_s = gain_s;
-            lent->computed = own->computed - tokens;
-            lent->fetched = tokens;
-            lent->fetch_s = fetch_s;
-            lent->fetch_from = l->from;
-        }
-    }
-    return lent->fetch_from != NULL;
-}
-
-/* -- placements ------------------------------------------------------------------------------- */
-
-static placement prefill_with(const cost_model *c, const worker *w, const work *asked,
-                              const intake *in) {
-    placement p = {.in = *in};
-    uint32_t num_behind = 0;
-    p.s.prefill = prefill_s(c, w, in->computed, asked->num_tokens - in->computed);
-    p.s.queue = wait_of(w->waiting, asked->now, p.s.prefill, &num_behind);
-    p.s.queue += w->other_tokens / RATE(c, w, prefill_tokens_per_s);
-    p.s.load = in->load_s;
-    p.s.fetch = in->fetch_s;
-    p.s.delay = num_behind * p.s.prefill;
-    return p;
-}
-
-/* Queue and prefill there, whatever its role; with the worker's own KV alone, or with a peer's too,
- * if that gains as much as a block takes to be computed. */
-static placement prefill_at(const cost_model *c, const worker *w, const work *asked) {
-    intake own = own_intake(c, w, asked, held_by(asked, w)), lent;
-    placement alone = prefill_with(c, w, asked, &own);
-    if (!lent_intake(c, w, asked, &own, &lent))
-        return alone;
-    placement helped = prefill_with(c, w, asked, &lent);
-    double block_s = w->block_size / RATE(c, w, prefill_tokens_per_s);
-    return total_of(&alone.s) - total_of(&helped.s) >= block_s ? helped : alone;
-}
-
-/* Without room, requests have to end first: in the time of a whole one all blocks that are in use
- * come free, about evenly. */
-static double memory_s(const cost_model *c, const worker *w, const work *asked) {
-    int64_t missing = asked->num_tokens - held_by(asked, w).device;
-    double lacking = missing / (double)w->block_size + 1 - num_free(w);
-    if (lacking <= 0)
-        return 0.0;
-    double in_use = fmax(1, w->num_blocks - num_free(w));
-    return lacking / in_use * asked->output_tokens * step_s(c, w, num_seqs(w), 1.0);
-}
-
-/* Everything that is to be done on a decode worker, the same wherever the prompt is computed. */
-static void add_decode(const cost_model *c, const worker *w, const work *asked, placement *p) {
-    double output = asked->output_tokens, used = used_fraction(w);
-    double tokens = asked->num_tokens - held_by(asked, w).device + output / 2;
-    double growth = tokens / (w->num_blocks * w->block_size);
-    double before_s = step_s(c, w, num_seqs(w), used);
-    double after_s = fmax(before_s, step_s(c, w, num_seqs(w) + 1, fmin(1.0, used + growth)));
-    p->s.memory = memory_s(c, w, asked);
-    p->s.decode = output * after_s;
-    /* Those that are there have half of their output before them, on average. */
-    p->s.crowd = num_seqs(w) * output / 2 * (after_s - before_s);
-}
-
-/* Sequences that decode there while a prompt is computed. */
-static double stalled(const cost_model *c, const worker *w) {
-    return fmax(c->stalled_at_least, fmax(num_decoding(w), w->typical_decoding));
-}
+/* Waiting for free blocks: requests have to end first. All blocks that are in use are freed, about
+ * evenly, in the time of a whole request. */
+double memory_s(const cost_model *c, const worker *w, const work *asked);
 
 /* Everything on one decode worker. */
-static placement local_at(const cost_model *c, const worker *w, const work *asked) {
-    placement p = prefill_at(c, w, asked);
-    int64_t computed = p.in.computed, beyond = computed - c->free_tokens;
-    if (beyond > 0)
-        p.s.stall = p.s.prefill * beyond / computed * stalled(c, w);
-    add_decode(c, w, asked, &p);
-    return p;
-}
+placement local_at(const cost_model *c, const worker *w, const work *asked);
 
-/* Whether `local_at` could be cheaper than `remote_at` with `first`: a bound, that costs little. */
-static bool may_be_local(const cost_model *c, const worker *w, const placement *first,
-                        const work *asked) {
-    held has = held_by(asked, w);
-    int64_t most = has.device + has.host + has.disk;
-    for (int64_t i = 0; i < asked->num_lendings; i++)
-        if (asked->lendings[i].has.said > most)
-            most = asked->lendings[i].has.said;
-    int64_t computed = asked->num_tokens - most;
-    if (computed <= c->free_tokens)
-        return true;
-    double least_s = 0.5 * computed / RATE(c, w, prefill_tokens_per_s) * (1.0 + stalled(c, w));
-    return least_s <= total_of(&first->s) + c->handoff_s;
-}
+/* Whether `local_at` could be cheaper than `remote_at` with `first`: a quick bound. */
+bool may_be_local(const cost_model *c, const worker *w, const placement *first,
+                  const work *asked);
 
 /* Prefill elsewhere, as in `first`, and the KV that `w` lacks read from there. */
-static placement remote_at(const cost_model *c, const worker *w, const placement *first,
-                           const work *asked) {
-    placement p = *first;
-    intake own = own_intake(c, w, asked, held_by(asked, w));
-    /* Chunks are read while the next ones are computed; the last one cannot be. */
-    double token_s = read_s(w, 1, RATE(c, w, read_bytes_per_s));
-    double last_s = fmin(own.computed, w->max_num_batched_tokens) * token_s;
-    double rest_s = fmax(own.computed * token_s, own.load_s) - first->s.prefill;
-    p.s.transfer = c->handoff_s + fmax(last_s, rest_s);
-    add_decode(c, w, asked, &p);
-    return p;
-}
+placement remote_at(const cost_model *c, const worker *w, const placement *first,
+                    const work *asked);
 
 #endif

@@ -1,20 +1,16 @@
-/* Who holds a block: pairs of a worker's slot and the facts known of the block there.
+/* The holders of a block: pairs of a worker's slot and the facts known of the block there.
  *
- * One 64-bit word says it. Up to three holders are in the word itself; more are a set, to which the
- * word points. Sets never change and equal ones are one: the blocks of a prompt that the same
- * workers hold share their set, and to ask whether two blocks have the same holders is to compare
- * two words. A set counts the words that point to it, and goes with the last.
+ * They are one 64-bit word. Up to three holders are in the word itself; more are a set, to which
+ * the word points. Sets never change and equal ones are kept once: the blocks of a prompt that the
+ * same workers hold share a set, and two blocks have the same holders if their words are equal. A set
+ * counts the words that point to it, and is freed with the last.
  */
 #ifndef KVRELAY_HOLDERS_H
 #define KVRELAY_HOLDERS_H
 
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "kvrelay_router.h"
+#include "memory.h"
 
-enum { DEVICE = 1, HOST = 2, DISK = 4, EXPECTED = 8 }; /* facts; the same as in index_table.py */
-#define SAID (DEVICE | HOST | DISK)
 #define MAX_SLOTS 65535
 
 #define MAX_INLINE 3
@@ -30,18 +26,10 @@ typedef struct {
 typedef struct {
     uint64_t hash;
     uint32_t refs, num_holders, num_words;
-    uint64_t words[]; /* 4 bits for each slot; none is 0; then their places, ascending */
+    uint64_t words[]; /* 4 bits for each slot; none is 0; then their indexes, ascending */
 } set;
 
-static void *checked(void *memory) {
-    if (memory == NULL) {
-        fprintf(stderr, "kvrelay: no memory left for the prefix index\n");
-        abort();
-    }
-    return memory;
-}
-
-static uint64_t mix64(uint64_t x) {
+static inline uint64_t mix64(uint64_t x) {
     x ^= x >> 31;
     x *= 0x9e3779b97f4a7c15u;
     x ^= x >> 29;
@@ -49,31 +37,24 @@ static uint64_t mix64(uint64_t x) {
     return x ^ (x >> 32);
 }
 
-static uint64_t holder_hash(uint32_t slot, uint32_t facts) {
+static inline uint64_t holder_hash(uint32_t slot, uint32_t facts) {
     return facts ? mix64(((uint64_t)slot << 4 | facts) + 0x632be59bd9b4e019u) : 0;
 }
 
-static uint16_t *places(const set *s) { return (uint16_t *)(s->words + s->num_words); }
+static inline uint16_t *word_indexes(const set *s) { return (uint16_t *)(s->words + s->num_words); }
 
-static size_t set_bytes(uint32_t num_words) { return sizeof(set) + num_words * 10ul; }
+static inline size_t set_bytes(uint32_t num_words) { return sizeof(set) + num_words * 10ul; }
 
-static uint32_t num_inline(holders h) { return h & 3; }
+static inline uint32_t num_inline(holders h) { return h & 3; }
 
-static set *as_set(holders h) { return (set *)(uintptr_t)h; }
+static inline set *as_set(holders h) { return (set *)(uintptr_t)h; }
 
-static holder inline_at(holders h, uint32_t i) {
+static inline holder inline_at(holders h, uint32_t i) {
     uint32_t bits = h >> (4 + HOLDER_BITS * i);
     return (holder){bits >> 4 & 0xffff, bits & 15};
 }
 
-static holders inline_of(const holder *found, uint32_t count) {
-    holders h = count;
-    for (uint32_t i = 0; i < count; i++)
-        h |= (uint64_t)(found[i].slot << 4 | found[i].facts) << (4 + HOLDER_BITS * i);
-    return h;
-}
-
-/* -- sets by their hash: a table for each 1/64 of the hashes, so that none takes long to grow -- */
+/* Sets by their hash: a table for each 1/64 of the hashes, so that none takes long to grow. */
 
 #define NUM_POOLS 64
 
@@ -96,91 +77,13 @@ typedef struct {
     uint64_t num_bytes, num_sets;
 } sets;
 
-static void pool_put(pool *p, uint64_t hash, set *made) {
-    uint32_t mask = p->capacity - 1, i = hash & mask;
-    while (p->at[i].made != NULL)
-        i = (i + 1) & mask;
-    p->at[i] = (pooled){hash, made};
-}
-
-static void pool_grow(sets *all, pool *p) {
-    pool old = *p;
-    p->capacity = old.capacity ? 2 * old.capacity : 16;
-    p->at = checked(calloc(p->capacity, sizeof(pooled)));
-    for (uint32_t i = 0; i < old.capacity; i++)
-        if (old.at[i].made != NULL)
-            pool_put(p, old.at[i].hash, old.at[i].made);
-    free(old.at);
-    all->num_bytes += (p->capacity - old.capacity) * sizeof(pooled);
-}
-
-/* The one set that equals the scratch, with one more reference. */
-static set *intern(sets *all) {
-    set *wanted = all->scratch;
-    pool *p = &all->pools[wanted->hash >> 58];
-    if (4 * (p->used + 1) > 3 * p->capacity)
-        pool_grow(all, p);
-    uint32_t mask = p->capacity - 1;
-    size_t size = set_bytes(wanted->num_words);
-    for (uint32_t i = wanted->hash & mask; p->at[i].made != NULL; i = (i + 1) & mask) {
-        set *made = p->at[i].made;
-        if (p->at[i].hash == wanted->hash && made->num_words == wanted->num_words &&
-            memcmp(made->words, wanted->words, size - sizeof(set)) == 0) {
-            made->refs++;
-            return made;
-        }
-    }
-    set *made = checked(malloc(size));
-    memcpy(made, wanted, size);
-    made->refs = 1;
-    pool_put(p, made->hash, made);
-    p->used++;
-    all->num_bytes += size;
-    all->num_sets++;
-    return made;
-}
-
-static void set_release(sets *all, set *gone) {
-    if (--gone->refs)
-        return;
-    pool *p = &all->pools[gone->hash >> 58];
-    uint32_t mask = p->capacity - 1, hole = gone->hash & mask;
-    while (p->at[hole].made != gone)
-        hole = (hole + 1) & mask;
-    for (uint32_t i = (hole + 1) & mask; p->at[i].made != NULL; i = (i + 1) & mask) {
-        uint32_t home = p->at[i].hash & mask;
-        if (((i - home) & mask) >= ((i - hole) & mask)) {
-            p->at[hole] = p->at[i];
-            hole = i;
-        }
-    }
-    p->at[hole].made = NULL;
-    p->used--;
-    if (gone == all->memo_from || gone == all->memo_to)
-        all->memo_from = NULL;
-    all->num_bytes -= set_bytes(gone->num_words);
-    all->num_sets--;
-    free(gone);
-}
-
-static void sets_free(sets *all) {
-    for (int i = 0; i < NUM_POOLS; i++) {
-        for (uint32_t j = 0; j < all->pools[i].capacity; j++)
-            free(all->pools[i].at[j].made);
-        free(all->pools[i].at);
-    }
-    free(all->scratch);
-}
-
-/* -- one block's holders ------------------------------------------------------------------------ */
-
-/* Index of the first place that is not below `place`. */
-static uint32_t place_of(const set *s, uint32_t place) {
-    const uint16_t *at = places(s);
+/* Number of the first word whose index is not below `index`. */
+static inline uint32_t find_word(const set *s, uint32_t index) {
+    const uint16_t *at = word_indexes(s);
     uint32_t low = 0, high = s->num_words;
     while (low < high) {
         uint32_t middle = (low + high) / 2;
-        if (at[middle] < place)
+        if (at[middle] < index)
             low = middle + 1;
         else
             high = middle;
@@ -188,7 +91,7 @@ static uint32_t place_of(const set *s, uint32_t place) {
     return low;
 }
 
-static uint32_t facts_of(holders h, uint32_t slot) {
+static inline uint32_t facts_of(holders h, uint32_t slot) {
     for (uint32_t i = 0; i < num_inline(h); i++) {
         holder each = inline_at(h, i);
         if (each.slot == slot)
@@ -197,117 +100,41 @@ static uint32_t facts_of(holders h, uint32_t slot) {
     if (h == 0 || num_inline(h))
         return 0;
     const set *s = as_set(h);
-    uint32_t i = place_of(s, slot / SLOTS_PER_WORD);
-    if (i == s->num_words || places(s)[i] != slot / SLOTS_PER_WORD)
+    uint32_t i = find_word(s, slot / SLOTS_PER_WORD);
+    if (i == s->num_words || word_indexes(s)[i] != slot / SLOTS_PER_WORD)
         return 0;
     return s->words[i] >> (4 * (slot % SLOTS_PER_WORD)) & 15;
 }
 
-/* The first holders in a word or set, ascending by slot; at most `limit`. */
-static uint32_t list_holders(holders h, holder *found, uint32_t limit) {
-    uint32_t count = num_inline(h);
-    if (count || h == 0) {
-        for (uint32_t i = 0; i < count; i++)
-            found[i] = inline_at(h, i);
-        return count;
+/* Holders as words and their indexes. `room` is for holders that are no set: [MAX_INLINE]. */
+static inline uint32_t words_of(holders h, uint64_t *room, uint16_t *room_indexes,
+                                const uint64_t **words, const uint16_t **at) {
+    uint32_t count = num_inline(h), n = 0;
+    if (count == 0 && h) {
+        *words = as_set(h)->words;
+        *at = word_indexes(as_set(h));
+        return as_set(h)->num_words;
     }
-    const set *s = as_set(h);
-    for (uint32_t i = 0; i < s->num_words; i++)
-        for (uint64_t left = s->words[i]; left && count < limit;) {
-            uint32_t nibble = __builtin_ctzll(left) / 4;
-            uint32_t facts = left >> (4 * nibble) & 15;
-            found[count++] = (holder){places(s)[i] * SLOTS_PER_WORD + nibble, facts};
-            left &= ~(15ull << (4 * nibble));
-        }
-    return count;
-}
-
-/* `list` with the facts of `slot` set (0: it is no holder any more). Returns the new length. */
-static uint32_t list_with(holder *list, uint32_t count, uint32_t slot, uint32_t facts) {
-    uint32_t at = 0;
-    while (at < count && list[at].slot < slot)
-        at++;
-    uint32_t there = at < count && list[at].slot == slot;
-    if (facts && !there) {
-        memmove(list + at + 1, list + at, (count - at) * sizeof(holder));
-        count++;
-    } else if (!facts && there) {
-        memmove(list + at, list + at + 1, (count - at - 1) * sizeof(holder));
-        return count - 1;
-    }
-    if (facts)
-        list[at] = (holder){slot, facts};
-    return count;
-}
-
-static holders set_of(sets *all, const holder *list, uint32_t count) {
-    set *made = all->scratch;
-    uint16_t at[MAX_INLINE + 1];
-    made->hash = made->num_words = 0;
-    made->num_holders = count;
     for (uint32_t i = 0; i < count; i++) {
-        uint32_t place = list[i].slot / SLOTS_PER_WORD;
-        if (made->num_words == 0 || at[made->num_words - 1] != place) {
-            at[made->num_words] = place;
-            made->words[made->num_words++] = 0;
+        holder each = inline_at(h, i);
+        uint32_t index = each.slot / SLOTS_PER_WORD;
+        if (n == 0 || room_indexes[n - 1] != index) {
+            room_indexes[n] = index;
+            room[n++] = 0;
         }
-        uint64_t bits = (uint64_t)list[i].facts << (4 * (list[i].slot % SLOTS_PER_WORD));
-        made->words[made->num_words - 1] |= bits;
-        made->hash ^= holder_hash(list[i].slot, list[i].facts);
+        room[n - 1] |= (uint64_t)each.facts << (4 * (each.slot % SLOTS_PER_WORD));
     }
-    memcpy(places(made), at, made->num_words * sizeof(uint16_t));
-    return (uintptr_t)intern(all);
+    *words = room;
+    *at = room_indexes;
+    return n;
 }
 
-/* `old` with the facts of `slot` changed from `before` to `facts`. */
-static set *set_with(sets *all, const set *old, uint32_t slot, uint32_t before, uint32_t facts) {
-    set *made = all->scratch;
-    uint32_t place = slot / SLOTS_PER_WORD, shift = 4 * (slot % SLOTS_PER_WORD);
-    uint32_t i = place_of(old, place), n = old->num_words;
-    uint32_t there = i < n && places(old)[i] == place;
-    uint64_t word = (there ? old->words[i] : 0) ^ (uint64_t)(before ^ facts) << shift;
-    uint32_t rest = i + there; /* words of the old set from here on follow */
-    made->num_words = i + (word != 0) + n - rest;
-    made->num_holders = old->num_holders + (facts != 0) - (before != 0);
-    made->hash = old->hash ^ holder_hash(slot, before) ^ holder_hash(slot, facts);
-    uint16_t *at = places(made);
-    memcpy(made->words, old->words, i * sizeof(uint64_t));
-    memcpy(at, places(old), i * sizeof(uint16_t));
-    if (word) {
-        made->words[i] = word;
-        at[i] = place;
-    }
-    memcpy(made->words + i + (word != 0), old->words + rest, (n - rest) * sizeof(uint64_t));
-    memcpy(at + i + (word != 0), places(old) + rest, (n - rest) * sizeof(uint16_t));
-    return intern(all);
-}
+void sets_free(sets *all);
+
+/* The first holders in a word or set, ascending by slot; at most `limit`. */
+uint32_t list_holders(holders h, holder *found, uint32_t limit);
 
 /* `h` with the facts of `slot` changed from `before` to `facts`; the reference to `h` is spent. */
-static holders holders_with(sets *all, holders h, uint32_t slot, uint32_t before, uint32_t facts) {
-    holder list[MAX_INLINE + 2];
-    if (h == 0 || num_inline(h)) {
-        uint32_t count = list_with(list, list_holders(h, list, MAX_INLINE), slot, facts);
-        return count <= MAX_INLINE ? (count ? inline_of(list, count) : 0)
-                                   : set_of(all, list, count);
-    }
-    set *old = as_set(h), *made;
-    if (old->num_holders == MAX_INLINE + 1 && facts == 0) {
-        uint32_t count = list_holders(h, list, MAX_INLINE + 1);
-        set_release(all, old);
-        return inline_of(list, list_with(list, count, slot, 0));
-    }
-    uint64_t change = (uint64_t)slot << 8 | before << 4 | facts;
-    if (all->memo_from == old && all->memo_change == change) {
-        made = all->memo_to;
-        made->refs++;
-    } else {
-        made = set_with(all, old, slot, before, facts);
-        all->memo_from = old;
-        all->memo_to = made;
-        all->memo_change = change;
-    }
-    set_release(all, old);
-    return (uintptr_t)made;
-}
+holders holders_with(sets *all, holders h, uint32_t slot, uint32_t before, uint32_t facts);
 
 #endif

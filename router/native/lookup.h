@@ -1,219 +1,38 @@
 /* How much of a prefix each worker holds: four runs for each slot, all found in one go.
  *
- * The holders that are left are words of 4 bits a slot, one for each run: in device memory, in any
- * memory, in any tier, said by the worker. They are met with the holders of the first blocks one by
- * one, and then with those of a block at every stride. Where some are lost, the blocks between are
- * halved until it is known where. A block that nobody asked for may be missing: what is claimed ends
- * before any block that was asked for and was not there.
+ * The remaining holders are words of 4 bits a slot, one for each run: in device memory, in any
+ * memory, in any tier, said by the worker. They are intersected with the holders of the first
+ * blocks one by one, and then with those of a block at every stride. Where some are lost, the
+ * blocks between are bisected. A block that was not looked up may be missing; a run always ends
+ * before one that was looked up and is not there.
  */
 #ifndef KVRELAY_LOOKUP_H
 #define KVRELAY_LOOKUP_H
 
-#include "slots.h"
+#include "table.h"
 
-#define NUM_RUNS 4
-#define MAX_DEPTH 18 /* of halving a stride of up to 2^16 */
-#define AHEAD 8
-#define NUM_WALKED 16  /* blocks at the beginning that are asked about one by one */
-#define NUM_STRIDES 64 /* a longer prompt gets longer strides instead of more, .. */
-#define MAX_LONGER 4   /* .. up to so many times as long */
+#define MAX_DEPTH 18 /* of bisecting a stride of up to 2^16 */
 
 typedef struct {
     uint32_t num_words;
     uint64_t *words;
-    uint16_t *places;
+    uint16_t *word_indexes;
 } runs;
 
 typedef struct {
     table *blocks;
-    const uint8_t *names;
+    const uint8_t *block_hashes;
     uint32_t *ends; /* [num_slots][NUM_RUNS] */
     uint32_t longest;
     runs scratch[MAX_DEPTH + 2];
 } search;
 
-/* Facts of 16 slots -> which of the runs their block is part of. */
-static uint64_t answers(uint64_t facts) {
-    const uint64_t ones = 0x1111111111111111u;
-    uint64_t device = facts & ones, host = facts >> 1 & ones, disk = facts >> 2 & ones;
-    uint64_t in_device = device | (facts >> 3 & ones), in_memory = in_device | host;
-    return in_device | in_memory << 1 | (in_memory | disk) << 2 | (device | host | disk) << 3;
-}
+uint32_t stride_for(uint32_t count, uint32_t stride);
 
-static void note_end(search *s, uint32_t place, uint64_t lost, uint32_t length) {
-    if (lost && length > s->longest)
-        s->longest = length;
-    while (lost) {
-        uint32_t nibble = __builtin_ctzll(lost) / 4;
-        uint32_t bits = lost >> (4 * nibble) & 15;
-        uint32_t *own = s->ends + (place * SLOTS_PER_WORD + nibble) * NUM_RUNS;
-        for (int run = 0; run < NUM_RUNS; run++)
-            if (bits >> run & 1)
-                own[run] = length;
-        lost &= ~(15ull << (4 * nibble));
-    }
-}
-
-/* What `now` lost of `before` (it has nothing that `before` has not) ended with `length`. */
-static void note_ends(search *s, const runs *before, const runs *now, uint32_t length) {
-    uint32_t j = 0;
-    for (uint32_t i = 0; i < before->num_words; i++) {
-        int there = j < now->num_words && now->places[j] == before->places[i];
-        uint64_t lost = before->words[i] & ~(there ? now->words[j] : 0);
-        j += there;
-        note_end(s, before->places[i], lost, length);
-    }
-}
-
-/* Holders as words and their places. Room for those in the word itself is the caller's. */
-static uint32_t words_of(holders who, uint64_t *room, uint16_t *room_places, const uint64_t **words,
-                         const uint16_t **at) {
-    uint32_t count = num_inline(who), n = 0;
-    if (count == 0 && who) {
-        *words = as_set(who)->words;
-        *at = places(as_set(who));
-        return as_set(who)->num_words;
-    }
-    for (uint32_t i = 0; i < count; i++) {
-        holder each = inline_at(who, i);
-        uint32_t place = each.slot / SLOTS_PER_WORD;
-        if (n == 0 || room_places[n - 1] != place) {
-            room_places[n] = place;
-            room[n++] = 0;
-        }
-        room[n - 1] |= (uint64_t)each.facts << (4 * (each.slot % SLOTS_PER_WORD));
-    }
-    *words = room;
-    *at = room_places;
-    return n;
-}
-
-/* out = what is left of `left` where the holders are `who`. Returns whether that is all of it.
- * `out` may be `left`. */
-static int meet(runs *out, const runs *left, holders who) {
-    uint64_t room[MAX_INLINE];
-    uint16_t room_places[MAX_INLINE];
-    const uint64_t *words;
-    const uint16_t *at;
-    uint32_t n = words_of(who, room, room_places, &words, &at), i = 0, j = 0, kept = 0;
-    int same = 1;
-    while (i < left->num_words && j < n) {
-        if (left->places[i] < at[j]) {
-            same = 0;
-            i++;
-        } else if (left->places[i] > at[j]) {
-            j++;
-        } else {
-            uint64_t word = left->words[i] & answers(words[j]);
-            same &= word == left->words[i];
-            if (word) {
-                out->words[kept] = word;
-                out->places[kept++] = left->places[i];
-            }
-            i++;
-            j++;
-        }
-    }
-    same &= i == left->num_words;
-    out->num_words = kept;
-    return same;
-}
-
-static uint32_t stride_for(uint32_t count, uint32_t stride) {
-    uint32_t wanted = count / NUM_STRIDES;
-    if (wanted > MAX_LONGER * stride)
-        wanted = MAX_LONGER * stride;
-    return wanted > stride ? wanted : stride;
-}
-
-/* The block to ask about after `position`: one of the first ones, the next stride, or the last. */
-static uint32_t step_after(uint32_t position, uint32_t count, uint32_t stride) {
-    uint64_t next = (uint64_t)position + (position + 1 < NUM_WALKED && position + 1 < stride ? 1 : stride);
-    return next < count ? next : count - 1;
-}
-
-/* The first block from `position` on that a lookup asks about where nothing is lost; `count`: none. */
-static uint32_t next_asked(uint32_t position, uint32_t count, uint32_t stride) {
-    uint32_t walked = NUM_WALKED < stride ? NUM_WALKED : stride;
-    if (position < walked || position + 1 >= count)
-        return position < count ? position : count;
-    uint64_t next = walked - 1 + (uint64_t)(position - walked + stride) / stride * stride;
-    return next < count ? next : count - 1;
-}
-
-static holders holders_at(const search *s, uint32_t position) {
-    return find_holders(s->blocks, name_at(s->names, position));
-}
-
-/* Take from `high` what `mid` has not. */
-static void intersect(runs *high, const runs *mid) {
-    uint32_t kept = 0, j = 0;
-    for (uint32_t i = 0; i < high->num_words; i++) {
-        while (j < mid->num_words && mid->places[j] < high->places[i])
-            j++;
-        int there = j < mid->num_words && mid->places[j] == high->places[i];
-        uint64_t word = high->words[i] & (there ? mid->words[j] : 0);
-        if (word) {
-            high->places[kept] = high->places[i];
-            high->words[kept++] = word;
-        }
-    }
-    high->num_words = kept;
-}
-
-/* `low` is what is left after block `from`, `high` after block `to`, and it is less: note where the
- * difference ended. What the blocks between do not have is taken from `high` too. */
-static void halve(search *s, uint32_t depth, uint32_t from, const runs *low, uint32_t to,
-                  runs *high) {
-    if (to == from + 1) {
-        note_ends(s, low, high, to);
-        return;
-    }
-    uint32_t middle = from + (to - from) / 2;
-    runs *mid = &s->scratch[depth];
-    if (!meet(mid, low, holders_at(s, middle)))
-        halve(s, depth + 1, from, low, middle, mid);
-    intersect(high, mid);
-    if (mid->num_words != high->num_words ||
-        memcmp(mid->words, high->words, mid->num_words * sizeof(uint64_t)))
-        halve(s, depth + 1, middle, mid, to, high);
-}
+/* The first block from `position` on that is looked up where no holder is lost; `count`: none. */
+uint32_t next_asked(uint32_t position, uint32_t count, uint32_t stride);
 
 /* Fill `ends`, and `longest`, for the first `count` blocks of a prompt. */
-static void find_runs(search *s, uint32_t count, uint32_t stride) {
-    s->longest = 0;
-    runs *left = &s->scratch[0], *next = &s->scratch[1];
-    uint32_t last = 0, ahead = 0;
-    holders who = holders_at(s, 0), before = who;
-    uint64_t room[MAX_INLINE];
-    uint16_t room_places[MAX_INLINE];
-    const uint64_t *words;
-    const uint16_t *at;
-    left->num_words = words_of(who, room, room_places, &words, &at);
-    for (uint32_t i = 0; i < left->num_words; i++) {
-        left->words[i] = answers(words[i]);
-        left->places[i] = at[i];
-    }
-    while (left->num_words && last + 1 < count) {
-        for (int more = ahead ? 1 : AHEAD; more && ahead + 1 < count; more--) {
-            ahead = step_after(ahead, count, stride);
-            prefetch_tag(s->blocks, tag_of(name_at(s->names, ahead)));
-        }
-        uint32_t to = step_after(last, count, stride);
-        who = holders_at(s, to);
-        if (who != before) {
-            if (!meet(next, left, who)) {
-                halve(s, 2, last, left, to, next);
-                runs swap = *left;
-                *left = *next;
-                *next = swap;
-            }
-            before = who;
-        }
-        last = to;
-    }
-    for (uint32_t i = 0; i < left->num_words; i++)
-        note_end(s, left->places[i], left->words[i], count);
-}
+void find_runs(search *s, uint32_t count, uint32_t stride);
 
 #endif

@@ -1,29 +1,29 @@
-/* Blocks by name: 24 bytes each, a name of 16 and its holders, in 1,024 tables of open addressing.
+/* Blocks by hash: 24 bytes each, a hash of 16 and its holders, in 1,024 tables of open addressing.
  *
  * A table grows by a quarter, alone, and the tables begin with different sizes, so that they do not
- * grow all at once: what waits for one to grow waits for 1/1024 of the blocks to be copied. The place
- * of a block follows from 32 bits, its tag: 10 choose the table, 22 the place there, in proportion to
- * the table's size. So a tag finds its block again (among a few others) whatever has grown since.
+ * grow all at once: growth copies 1/1024 of the blocks at a time. A block's bucket follows from its
+ * tag of 32 bits: 10 choose the table, 22 the bucket there, in proportion to the table's size. So a
+ * tag finds its block (among a few others) also after the table has grown.
  */
 #ifndef KVRELAY_TABLE_H
 #define KVRELAY_TABLE_H
 
 #include "holders.h"
 
-#define NAME_BYTES 16
+#define HASH_BYTES 16
 #define SHARD_BITS 10
 #define NUM_SHARDS (1 << SHARD_BITS)
-#define PLACE_BITS (32 - SHARD_BITS)
-#define FIRST_ROOM 64 /* of a table that has outgrown its first 16 places, and up to twice that */
-#define NOWHERE UINT32_MAX
+#define BUCKET_BITS (32 - SHARD_BITS)
+#define FIRST_ROOM 64 /* of a table that has outgrown its first 16 buckets, and up to twice that */
+#define NO_BUCKET UINT32_MAX
 
 typedef struct {
     uint64_t a, b;
-} name;
+} block_hash;
 
 typedef struct {
-    name name;
-    holders who; /* 0: vacant */
+    block_hash hash;
+    holders holders; /* 0: the bucket is empty */
 } entry;
 
 typedef struct {
@@ -36,28 +36,30 @@ typedef struct {
     uint64_t num_blocks, num_bytes;
 } table;
 
-static name name_at(const uint8_t *names, uint64_t i) {
-    name found;
-    memcpy(&found, names + NAME_BYTES * i, NAME_BYTES);
+static inline block_hash hash_at(const uint8_t *block_hashes, uint64_t i) {
+    block_hash found;
+    memcpy(&found, block_hashes + HASH_BYTES * i, HASH_BYTES);
     return found;
 }
 
-static int same_name(name x, name y) { return x.a == y.a && x.b == y.b; }
+static inline int same_hash(block_hash x, block_hash y) { return x.a == y.a && x.b == y.b; }
 
-static uint32_t tag_of(name n) {
+static inline uint32_t tag_of(block_hash n) {
     uint64_t x = (n.a ^ n.b * 0x9e3779b97f4a7c15u) * 0xd6e8feb86659fd93u;
     return (x ^ x >> 32) * 0x9e3779b97f4a7c15u >> 32;
 }
 
-static shard *shard_of(table *t, uint32_t tag) { return &t->shards[tag >> PLACE_BITS]; }
+static inline shard *shard_of(table *t, uint32_t tag) { return &t->shards[tag >> BUCKET_BITS]; }
 
-static uint32_t home_of(const shard *s, uint32_t tag) {
-    return (uint64_t)(tag & ((1u << PLACE_BITS) - 1)) * s->capacity >> PLACE_BITS;
+static inline uint32_t home_of(const shard *s, uint32_t tag) {
+    return (uint64_t)(tag & ((1u << BUCKET_BITS) - 1)) * s->capacity >> BUCKET_BITS;
 }
 
-static uint32_t next_place(const shard *s, uint32_t i) { return i + 1 == s->capacity ? 0 : i + 1; }
+static inline uint32_t next_bucket(const shard *s, uint32_t i) {
+    return i + 1 == s->capacity ? 0 : i + 1;
+}
 
-static void prefetch_tag(table *t, uint32_t tag) {
+static inline void prefetch_tag(table *t, uint32_t tag) {
     const shard *s = shard_of(t, tag);
     if (s->capacity) {
         const char *at = (const char *)&s->entries[home_of(s, tag)];
@@ -66,76 +68,27 @@ static void prefetch_tag(table *t, uint32_t tag) {
     }
 }
 
-/* Where the block is in its shard, or would be put. Nothing where the shard has no capacity. */
-static uint32_t place_for(const shard *s, name wanted, uint32_t tag) {
+/* The block's bucket in its shard, or the one where it would be put. Meaningless in a shard without
+ * capacity. */
+static inline uint32_t bucket_for(const shard *s, block_hash wanted, uint32_t tag) {
     uint32_t i = home_of(s, tag);
-    while (s->capacity && s->entries[i].who && !same_name(s->entries[i].name, wanted))
-        i = next_place(s, i);
+    while (s->capacity && s->entries[i].holders && !same_hash(s->entries[i].hash, wanted))
+        i = next_bucket(s, i);
     return i;
 }
 
-static holders find_holders(table *t, name wanted) {
+static inline holders find_holders(table *t, block_hash wanted) {
     uint32_t tag = tag_of(wanted);
     const shard *s = shard_of(t, tag);
-    return s->capacity ? s->entries[place_for(s, wanted, tag)].who : 0;
+    return s->capacity ? s->entries[bucket_for(s, wanted, tag)].holders : 0;
 }
 
-static void shard_place(shard *s, entry new) {
-    uint32_t i = home_of(s, tag_of(new.name));
-    while (s->entries[i].who)
-        i = next_place(s, i);
-    s->entries[i] = new;
-}
+/* The block is not in the table yet; `at` is its `bucket_for`. At most 3/4 of a table are used. */
+void insert_block(table *t, shard *s, entry new, uint32_t at);
 
-static void shard_resize(table *t, shard *s, uint32_t capacity) {
-    shard old = *s;
-    s->capacity = capacity;
-    s->entries = checked(calloc(capacity, sizeof(entry)));
-    for (uint32_t i = 0; i < old.capacity; i++)
-        if (old.entries[i].who)
-            shard_place(s, old.entries[i]);
-    free(old.entries);
-    t->num_bytes += ((int64_t)capacity - old.capacity) * (int64_t)sizeof(entry);
-}
+/* Entries that follow move up where that brings them nearer to their home buckets. */
+void delete_at(table *t, shard *s, uint32_t hole);
 
-static uint32_t more_room(uint32_t capacity, uint32_t number) {
-    if (capacity >= FIRST_ROOM)
-        return capacity + capacity / 4;
-    return capacity ? FIRST_ROOM + number * FIRST_ROOM / NUM_SHARDS : 16;
-}
-
-/* The block is not there yet, and `at` is where it would be put. At most 3/4 of a table are used. */
-static void insert_block(table *t, shard *s, entry new, uint32_t at) {
-    if (4ull * (s->used + 1) > 3ull * s->capacity) {
-        shard_resize(t, s, more_room(s->capacity, s - t->shards));
-        shard_place(s, new);
-    } else {
-        s->entries[at] = new;
-    }
-    s->used++;
-    t->num_blocks++;
-}
-
-/* Close the gap: what follows and may stand nearer to its home moves up. */
-static void delete_at(table *t, shard *s, uint32_t hole) {
-    for (uint32_t i = next_place(s, hole); s->entries[i].who; i = next_place(s, i)) {
-        uint32_t home = home_of(s, tag_of(s->entries[i].name));
-        int stays = hole <= i ? hole < home && home <= i : hole < home || home <= i;
-        if (!stays) {
-            s->entries[hole] = s->entries[i];
-            hole = i;
-        }
-    }
-    s->entries[hole].who = 0;
-    s->used--;
-    t->num_blocks--;
-    if (s->capacity > 2 * FIRST_ROOM && 5ull * s->used < 2ull * s->capacity)
-        shard_resize(t, s, s->capacity - s->capacity / 3);
-}
-
-static void table_free(table *t) {
-    for (int i = 0; i < NUM_SHARDS; i++)
-        free(t->shards[i].entries);
-}
+void table_free(table *t);
 
 #endif

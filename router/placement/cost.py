@@ -17,40 +17,28 @@ total = queue + load + fetch + prefill + transfer + memory + decode   the reques
 KV is loaded or fetched only where that is quicker than computing it. queue + load + fetch + prefill
 is the time to the first token.
 
-The sums are worked out in `router/native/cost.h`, from the rates that are kept here and in the
+The sums are worked out in `router/native/cost.c`, from the rates that are kept here and in the
 endpoints.
 """
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_double, c_int64
-
 from engine.stats import WorkerStats
-from router.placement.endpoint import RATES, Rates
+from router.native.bindings import address_of, ffi
+from router.placement.endpoint import RATES, set_weights, struct_field
 
 SMOOTHING = 0.05  # weight of one worker's statistics in the fleet's rates
 
 
-class CostModel(ctypes.Structure):
-    """Owned by a router. The rates are the fleet's, for workers that have measured none yet; the
-    numbers here are only believed until the first worker has reported one. `cost_model` of
-    native/cost.h."""
+class CostModel:
+    """Owned by a router. The rates are the fleet's, for workers that have measured none; the
+    numbers here are only believed until the first worker has reported one. They lie in a struct
+    that native code reads: `cost_model` of kvrelay_router.h."""
 
-    prefill_tokens_per_s: float
-    decode_step_s: float
-    handoff_s: float
-    stalled_at_least: float
-    free_tokens: int
-    has_prompt_weights: bool
-
-    _anonymous_ = ("fleet",)
-    _fields_ = (
-        ("fleet", Rates),
-        ("handoff_s", c_double),
-        ("stalled_at_least", c_double),
-        ("free_tokens", c_int64),
-    )
+    handoff_s: float = struct_field("handoff_s")
+    prefill_tokens_per_s: float = struct_field("fleet.prefill_tokens_per_s")
+    decode_step_s: float = struct_field("fleet.decode_step_s")
+    has_prompt_weights: bool = struct_field("fleet.has_prompt_weights")
 
     def __init__(
         self,
@@ -63,20 +51,17 @@ class CostModel(ctypes.Structure):
         """`handoff_s`: messages and connection of one handoff, whatever its size.
         `stalled_at_least`: sequences that will come to decode while a prompt is computed.
         `free_tokens` of a prompt cost a decode step nothing: it waits for the weights anyway."""
-        super().__init__(
-            fleet=Rates(prefill_tokens_per_s, 0.03, 1e9, 2e9, 5e8),
-            handoff_s=handoff_s,
-            stalled_at_least=stalled_at_least,
-            free_tokens=free_tokens,
-        )
-        self.address = ctypes.addressof(self)
+        fleet = (prefill_tokens_per_s, 0.03, 1e9, 2e9, 5e8)
+        fields = (dict(zip(RATES, fleet, strict=True)), handoff_s, stalled_at_least, free_tokens)
+        self.struct = ffi.new("cost_model *", fields)
+        self.address = address_of(self.struct)
         self._measured: set[str] = set()
         self._prompt_weights: tuple[float, ...] = ()
         self._decode_weights: tuple[float, ...] = ()
 
-    def observe(self, stats: WorkerStats) -> None:
+    def on_stats(self, stats: WorkerStats) -> None:
         """Let one worker's rates count for the fleet; 0 is "not measured"."""
-        fleet = self.fleet
+        fleet = self.struct.fleet
         for name in RATES:
             value = getattr(stats, name)
             if value > 0:
@@ -86,7 +71,7 @@ class CostModel(ctypes.Structure):
                 self._measured.add(name)
         self._prompt_weights = _nearer(self._prompt_weights, stats.prompt_weights)
         self._decode_weights = _nearer(self._decode_weights, stats.decode_weights)
-        fleet.set_weights(self._prompt_weights, self._decode_weights)
+        set_weights(fleet, self._prompt_weights, self._decode_weights)
 
 
 def _nearer(known: tuple[float, ...], told: tuple[float, ...]) -> tuple[float, ...]:

@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from ctypes import c_bool, c_double, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
+from itertools import count
 from math import exp
+from operator import attrgetter
+from typing import Any
 
 from engine.stats import Role, WorkerInfo, WorkerStats
-from router.placement.prompt_queue import PromptQueue
+from router.native.bindings import address_of, bindings, constants, ffi
 
 SETTLE_S = 0.1  # statistics that come this long after a dispatch count it
+LEAST_S: float = constants.LEAST_MS / 1000  # of a prompt that should be computed by now, and is not
 TYPICAL_S = 10.0  # time constant of the typical number of decoding sequences
-NUM_WEIGHTS = 4  # of a fit, as `engine.cost` has it
-RATES = (
-    "prefill_tokens_per_s",
-    "decode_step_s",
-    "read_bytes_per_s",
-    "host_read_bytes_per_s",
-    "disk_read_bytes_per_s",
-)
+RATES = tuple(n for n, f in ffi.typeof("rates").fields if f.type.cname == "double")
 
 
 @cache
@@ -38,35 +34,22 @@ def model_number(fingerprint: bytes) -> int:
     return int.from_bytes(blake2b(fingerprint, digest_size=8).digest())
 
 
-class Rates(ctypes.Structure):
-    """What a cost is computed with, in SI units; 0 or no weights: not measured. `rates` of
-    native/worker.h."""
+def set_weights(rates: Any, prompt: tuple[float, ...], decode: tuple[float, ...]) -> None:
+    """Of native `rates`. Empty: there is no fit yet."""
+    rates.has_prompt_weights, rates.has_decode_weights = bool(prompt), bool(decode)
+    if prompt:
+        rates.prompt_weights = prompt
+    if decode:
+        rates.decode_weights = decode
 
-    prefill_tokens_per_s: float
-    decode_step_s: float
-    read_bytes_per_s: float
-    host_read_bytes_per_s: float
-    disk_read_bytes_per_s: float
 
-    _fields_ = (
-        ("prefill_tokens_per_s", c_double),
-        ("decode_step_s", c_double),
-        ("read_bytes_per_s", c_double),
-        ("host_read_bytes_per_s", c_double),
-        ("disk_read_bytes_per_s", c_double),
-        ("prompt_weights", c_double * NUM_WEIGHTS),
-        ("decode_weights", c_double * NUM_WEIGHTS),
-        ("has_prompt_weights", c_bool),
-        ("has_decode_weights", c_bool),
-    )
+def struct_field(name: str) -> Any:
+    """A field of an object's `struct`, as an attribute."""
 
-    def set_weights(self, prompt: tuple[float, ...], decode: tuple[float, ...]) -> None:
-        """Empty: there is no fit yet."""
-        self.has_prompt_weights, self.has_decode_weights = bool(prompt), bool(decode)
-        if prompt:
-            self.prompt_weights = prompt
-        if decode:
-            self.decode_weights = decode
+    def write(owner: Any, value: float) -> None:
+        setattr(owner.struct, name, value)
+
+    return property(attrgetter(f"struct.{name}"), write)
 
 
 @dataclass(slots=True)
@@ -80,106 +63,121 @@ class Booking:
     decoding: bool = False
 
 
-class Endpoint(ctypes.Structure):
+class PromptQueue:
+    """The prompts that wait for computation on one worker, as a router that sent them sees it.
+    Owned by an endpoint. Invariant: it has every booked prompt that is not known to be computed,
+    with the seconds it still needs, under the number in `_tickets`.
+
+    Workers compute the shortest prompt first. Between one message and the next a router only knows
+    what it has sent and how long each should take: the queue runs down by itself, and what is
+    reported corrects it."""
+
+    __slots__ = ("_address", "_lib", "_numbers", "_tickets", "struct")
+
+    def __init__(self) -> None:
+        self._lib = bindings()
+        self.struct = ffi.gc(ffi.new("prompt_queue *"), _free_prompts)
+        self._address = address_of(self.struct)
+        self._tickets: dict[str, int] = {}
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def add(self, now: float, request_id: str, seconds: float) -> None:
+        """`request_id` is not there yet."""
+        ticket = self._tickets[request_id] = next(self._numbers)
+        self._lib.kvr_prompts_add(self._address, now, ticket, seconds)
+
+    def discard(self, now: float | None, request_id: str) -> None:
+        """It is computed (`now`), or not wanted any more (None)."""
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is not None:
+            if now is not None:
+                self._lib.kvr_prompts_run_down(self._address, now)
+            self._lib.kvr_prompts_discard(self._address, ticket)
+
+    def ahead_of(self, now: float, seconds: float) -> tuple[float, int]:
+        """How long a prompt that takes `seconds` waits for shorter ones, and how many longer ones
+        would wait for it."""
+        num_behind = ctypes.c_uint32()
+        wait_s: float = self._lib.kvr_prompts_ahead_of(
+            self._address, now, seconds, ctypes.byref(num_behind)
+        )
+        return wait_s, num_behind.value
+
+    def busy_until(self, now: float) -> float:
+        """When all of it should be computed, on the router's clock."""
+        until: float = self._lib.kvr_prompts_busy_until(self._address, now)
+        return until
+
+
+def _free_prompts(queue: Any) -> None:
+    bindings().kvr_prompts_free(address_of(queue))
+
+
+class Endpoint:
     """Owned by the router's pool. Invariant: the `own_*` sums are those over `bookings`.
 
-    Its numbers lie in memory that native code reads: `worker` of native/worker.h."""
+    Its numbers lie in a struct that native code reads: `worker` of kvrelay_router.h."""
 
-    slot: int  # its blocks in the prefix index
-    tie: int  # its place among equally busy ones
-    heard_at: float
-    excluded_until: float
-    typical_decoding: float
-    chosen_at: int  # number of the decision that last took this worker
-    num_blocks: int
-    alive: bool
-    is_placed: bool  # in its fleet
-    _num_booked: int
-    _told_free_blocks: int
-    _own_tokens: int
-    _own_decoding: int
-    _uncounted_blocks: int
-    _other_tokens: int
-    _other_seqs: int
-
-    _anonymous_ = ("rates",)
-    _fields_ = (
-        ("model", c_uint64),
-        ("block_size", c_int64),
-        ("num_blocks", c_int64),
-        ("max_model_len", c_int64),
-        ("max_seq_blocks", c_int64),
-        ("max_num_batched_tokens", c_int64),
-        ("bytes_per_token", c_double),
-        ("slot", c_int64),
-        ("tie", c_int64),
-        ("heard_at", c_double),
-        ("excluded_until", c_double),
-        ("typical_decoding", c_double),
-        ("chosen_at", c_int64),
-        ("_num_booked", c_int64),
-        ("_told_free_blocks", c_int64),
-        ("_own_tokens", c_int64),
-        ("_own_decoding", c_int64),
-        ("_uncounted_blocks", c_int64),
-        ("_other_tokens", c_int64),
-        ("_other_seqs", c_int64),
-        ("rates", Rates),
-        ("_waiting", c_void_p),
-        ("_placed_busy", c_int64),
-        ("_placed_chosen_at", c_int64),
-        ("_is_prefill", c_bool),
-        ("alive", c_bool),
-        ("_has_stats", c_bool),
-        ("is_placed", c_bool),
-    )
-    __hash__ = object.__hash__
+    model: int = struct_field("model")  # equal for workers that can use each other's KV
+    slot: int = struct_field("slot")  # its blocks in the prefix index
+    excluded_until: float = struct_field("excluded_until")
+    typical_decoding: float = struct_field("typical_decoding")
+    chosen_at: int = struct_field("chosen_at")  # number of the decision that last took it
+    alive: bool = struct_field("alive")
 
     def __init__(self, info: WorkerInfo, heard_at: float) -> None:
-        super().__init__(
-            model=model_number(info.fingerprint),
-            block_size=info.block_size,
-            num_blocks=info.num_blocks,
-            max_model_len=info.max_model_len,
-            max_seq_blocks=info.max_seq_blocks,
-            max_num_batched_tokens=info.max_num_batched_tokens,
-            bytes_per_token=info.bytes_per_block / info.block_size,
-            slot=-1,
-            heard_at=heard_at,
-            _told_free_blocks=info.num_blocks,
-            _is_prefill=info.role is Role.PREFILL,
-            alive=True,
-        )
         self.info = info
         self.worker = info.worker
-        self.address = ctypes.addressof(self)
+        self.prompts = PromptQueue()
+        fields = {
+            "model": model_number(info.fingerprint),
+            "block_size": info.block_size,
+            "num_blocks": info.num_blocks,
+            "max_model_len": info.max_model_len,
+            "max_seq_blocks": info.max_seq_blocks,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "bytes_per_token": info.bytes_per_block / info.block_size,
+            "slot": -1,
+            "heard_at": heard_at,
+            "told_free_blocks": info.num_blocks,
+            "prompts": self.prompts.struct,
+            "is_prefill": info.role is Role.PREFILL,
+            "alive": True,
+        }
+        self.struct = ffi.new("worker *", fields)
+        self.address = address_of(self.struct)
         self.stats: WorkerStats | None = None
         self.bookings: dict[str, Booking] = {}
         self.failures = 0  # in a row
         self.prompt_tokens = 0  # of requests whose prefix hit this worker has reported
         self.cached_tokens = 0
         self.cached_tokens_by_source: Counter[str] = Counter()
-        self.prompts = PromptQueue()
-        self._waiting = self.prompts.address
 
     @property
     def pending_prefill_tokens(self) -> int:
         """Prompt tokens known to wait for computation there, of all routers."""
-        return self._own_tokens + self._other_tokens
+        number: int = self.struct.own_tokens + self.struct.other_tokens
+        return number
 
     @property
     def num_seqs(self) -> int:
         """Requests there, in whatever state, of all routers."""
-        return len(self.bookings) + self._other_seqs
+        number: int = len(self.bookings) + self.struct.other_seqs
+        return number
 
     @property
     def num_decoding(self) -> int:
-        return self._own_decoding + self._other_seqs
+        number: int = self.struct.own_decoding + self.struct.other_seqs
+        return number
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds or waits for; negative where more is wanted than there is."""
-        return self._told_free_blocks - self._uncounted_blocks
+        """Blocks that are neither held nor waited for; negative where more are wanted than free."""
+        number: int = self.struct.told_free_blocks - self.struct.uncounted_blocks
+        return number
 
     def book(
         self,
@@ -192,21 +190,22 @@ class Endpoint(ctypes.Structure):
         """`prefill_s`: how long the `prefill_tokens` should take to be computed."""
         assert request_id not in self.bookings, f"{request_id} is booked twice on {self.worker}"
         self.bookings[request_id] = Booking(now, prefill_tokens, num_blocks)
-        self._num_booked += 1
+        struct = self.struct
+        struct.num_booked += 1
+        struct.uncounted_blocks += num_blocks
         if prefill_tokens:
+            struct.own_tokens += prefill_tokens
             self.prompts.add(now, request_id, prefill_s)
-        self._own_tokens += prefill_tokens
-        self._uncounted_blocks += num_blocks
 
     def start_decoding(self, now: float, request_id: str) -> None:
         """The first token of `request_id` has come: no more of its prompt is to be computed."""
         self.prompts.discard(now, request_id)
         booking = self.bookings.get(request_id)
         if booking is not None and not booking.decoding:
-            self._own_tokens -= booking.prefill_tokens
+            self.struct.own_tokens -= booking.prefill_tokens
             booking.prefill_tokens = 0
             booking.decoding = True
-            self._own_decoding += 1
+            self.struct.own_decoding += 1
 
     def release(self, request_id: str) -> bool:
         """Take `request_id` off the books. False: it was not on them."""
@@ -214,44 +213,44 @@ class Endpoint(ctypes.Structure):
         booking = self.bookings.pop(request_id, None)
         if booking is None:
             return False
-        self._num_booked -= 1
-        self._own_tokens -= booking.prefill_tokens
-        self._own_decoding -= booking.decoding
-        if booking.counted:  # until statistics say so, it is as good as known that they are free
-            self._told_free_blocks = min(
-                self.num_blocks, self._told_free_blocks + booking.num_blocks
-            )
+        struct = self.struct
+        struct.num_booked -= 1
+        struct.own_tokens -= booking.prefill_tokens
+        struct.own_decoding -= booking.decoding
+        if booking.counted:  # until statistics say so, they are as good as known to be free
+            free_blocks = struct.told_free_blocks + booking.num_blocks
+            struct.told_free_blocks = min(self.info.num_blocks, free_blocks)
         else:
-            self._uncounted_blocks -= booking.num_blocks
+            struct.uncounted_blocks -= booking.num_blocks
         return True
 
-    def observe(self, now: float, stats: WorkerStats) -> None:
+    def on_stats(self, now: float, stats: WorkerStats) -> None:
         """Take statistics in and settle the books against them."""
-        elapsed_s = now - self.heard_at if self.stats is not None else TYPICAL_S
+        elapsed_s = now - self.struct.heard_at if self.stats is not None else TYPICAL_S
         weight = 1.0 - exp(-max(0.0, elapsed_s) / TYPICAL_S)
         self.typical_decoding += weight * (stats.num_running - self.typical_decoding)
         self.stats = stats
-        self._has_stats = True
-        self._told_free_blocks = stats.num_free_blocks - stats.num_wanted_blocks
-        self.heard_at = now
-        rates = self.rates
+        self.struct.has_stats = True
+        self.struct.told_free_blocks = stats.num_free_blocks - stats.num_wanted_blocks
+        self.struct.heard_at = now
+        rates = self.struct.rates
         for name in RATES:
             setattr(rates, name, getattr(stats, name))
-        rates.set_weights(stats.prompt_weights, stats.decode_weights)
+        set_weights(rates, stats.prompt_weights, stats.decode_weights)
         known = [b for b in self.bookings.values() if b.booked_at + SETTLE_S <= now]
         for booking in known:
             if not booking.counted:
                 booking.counted = True
-                self._uncounted_blocks -= booking.num_blocks
-        self._other_seqs = max(0, stats.num_running + stats.num_waiting - len(known))
+                self.struct.uncounted_blocks -= booking.num_blocks
+        self.struct.other_seqs = max(0, stats.num_running + stats.num_waiting - len(known))
         # One pending token of each running sequence is the one it decodes next.
         pending = max(0, stats.pending_prefill_tokens - stats.num_running)
         excess = sum(b.prefill_tokens for b in known) - pending
-        self._other_tokens = max(0, -excess)
+        self.struct.other_tokens = max(0, -excess)
         for booking in known:  # prompts are computed in the order they came
             done = min(max(0, excess), booking.prefill_tokens)
             booking.prefill_tokens -= done
-            self._own_tokens -= done
+            self.struct.own_tokens -= done
             excess -= done
 
     def fail(self, now: float, backoff_s: float, max_backoff_s: float) -> None:
@@ -266,11 +265,11 @@ class Endpoint(ctypes.Structure):
         """A line for each sum that is not that over `bookings`."""
         bookings = self.bookings.values()
         sums = {
-            "requests": (self._num_booked, len(bookings)),
-            "prefill tokens": (self._own_tokens, sum(b.prefill_tokens for b in bookings)),
-            "decoding": (self._own_decoding, sum(b.decoding for b in bookings)),
+            "requests": (self.struct.num_booked, len(bookings)),
+            "prefill tokens": (self.struct.own_tokens, sum(b.prefill_tokens for b in bookings)),
+            "decoding": (self.struct.own_decoding, sum(b.decoding for b in bookings)),
             "blocks": (
-                self._uncounted_blocks,
+                self.struct.uncounted_blocks,
                 sum(b.num_blocks for b in bookings if not b.counted),
             ),
         }

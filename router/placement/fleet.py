@@ -1,20 +1,20 @@
 """The living workers of one role, the least busy first, so that a choice need not look at all.
 
-An endpoint's place is that of its last `update`; the dispatcher updates it whenever what it knows
+An endpoint's rank is that of its last `update`; the dispatcher updates it whenever what it knows
 of the worker changes. A decode worker is as busy as its KV pool is full, and then as it has
 sequences; a prefill worker by when it will have nothing to do. The order is kept in
-`router/native/worker.h`, where choices read it.
+`router/native/fleet.c`, where choices read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ctypes import c_void_p
+from typing import Any
 from weakref import finalize
 from zlib import crc32
 
 from engine.node import NodeId
-from router.native.bindings import library
+from router.native.bindings import address_of, bindings, ffi
 from router.placement.cost import CostModel
 from router.placement.endpoint import Endpoint
 
@@ -27,11 +27,11 @@ class Fleet:
     def __init__(self, salt: str, cost: CostModel) -> None:
         self._salt = salt
         self._cost = cost
-        self._lib = library()
-        self.address: int = self._lib.fleet_new()
-        finalize(self, self._lib.fleet_free, self.address)
+        self._lib = bindings()
+        self.address: int = self._lib.kvr_fleet_new()
+        finalize(self, self._lib.kvr_fleet_free, self.address)
         self._endpoints: dict[NodeId, Endpoint] = {}
-        self._by_address: dict[int, Endpoint] = {}
+        self._by_struct: dict[Any, Endpoint] = {}
 
     def __len__(self) -> int:
         return len(self._endpoints)
@@ -45,28 +45,28 @@ class Fleet:
 
     def add(self, now: float, endpoint: Endpoint) -> None:
         self._endpoints[endpoint.worker] = endpoint
-        self._by_address[endpoint.address] = endpoint
-        endpoint.is_placed = False
-        endpoint.tie = crc32(f"{self._salt} {endpoint.worker}".encode())
+        self._by_struct[endpoint.struct] = endpoint
+        endpoint.struct.is_ranked = False
+        endpoint.struct.tie_break = crc32(f"{self._salt} {endpoint.worker}".encode())
         self.update(now, endpoint)
 
     def remove(self, endpoint: Endpoint) -> None:
         if self._endpoints.get(endpoint.worker) is endpoint:
-            self._lib.fleet_drop(self.address, endpoint.address)
+            self._lib.kvr_fleet_drop(self.address, endpoint.address)
             del self._endpoints[endpoint.worker]
-            del self._by_address[endpoint.address]
+            del self._by_struct[endpoint.struct]
 
     def update(self, now: float, endpoint: Endpoint) -> None:
-        if endpoint.address in self._by_address:
+        if endpoint.struct in self._by_struct:
             rate = self._cost.prefill_tokens_per_s
-            self._lib.fleet_update(self.address, endpoint.address, now, rate)
+            self._lib.kvr_fleet_update(self.address, endpoint.address, now, rate)
 
     def has_room(self, now: float, max_inflight: int) -> bool:
-        """Whether anybody could take one more request."""
-        has: bool = self._lib.fleet_has_room(self.address, now, max_inflight)
+        """Whether any of them could take one more request."""
+        has: bool = self._lib.kvr_fleet_has_room(self.address, now, max_inflight)
         return has
 
     def least_busy(self) -> list[Endpoint]:
-        addresses = (c_void_p * len(self))()
-        self._lib.fleet_list(self.address, addresses)
-        return [self._by_address[address] for address in addresses]  # type: ignore[index]
+        found = ffi.new("worker *[]", len(self))
+        self._lib.kvr_fleet_list(self.address, address_of(found))
+        return [self._by_struct[worker] for worker in found]

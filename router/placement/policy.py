@@ -11,7 +11,7 @@ over if there is a usable prefill worker:
   session_sticky  always the same one for a session, or for a beginning of a prompt
   prefix_only     the one that holds most of the prefix, however busy it is
 
-Costs, candidates and their order are worked out in `router/native/choice.h`. Choices repeat
+Costs, candidates and their order are worked out in `router/native/choice.c`. Choices repeat
 exactly. Ties (within a millisecond) go to the worker with the fewest requests, then to the one that
 was chosen longest ago.
 
@@ -85,10 +85,10 @@ class Policy:
         **limits: float,
     ) -> None:
         """`limits`: who can take a request (max_inflight, max_memory_wait_s, probe_after_s), and
-        lenders_of_a_role."""
+        fetch_sources_per_role."""
         self.name = name
         numbers = {"num_holders": NUM_HOLDERS, "num_idle": NUM_IDLE, "max_tried": MAX_TRIED}
-        sources = {"lenders_of_a_role": FETCH_SOURCES_PER_ROLE}
+        sources = {"fetch_sources_per_role": FETCH_SOURCES_PER_ROLE}
         self.chooser = Chooser(cost, index, **(numbers | sources | limits))
         self._fleets = fleets
         self._num_choices = 0

@@ -29,7 +29,7 @@ def endpoint(name: str, *, info: dict[str, object] | None = None, **stats: objec
     """A worker that has told its rates, and `stats`."""
     made = Endpoint(worker_info(name, **{**ROOMY, **(info or {})}), heard_at=0.0)
     told = {"worker": name, "num_free_blocks": made.info.num_blocks, **stats}
-    made.observe(0.0, replace(STATS, **told))  # type: ignore[arg-type]
+    made.on_stats(0.0, replace(STATS, **told))  # type: ignore[arg-type]
     return made
 
 
@@ -78,7 +78,7 @@ class Chooser:
         self.policy = Policy(
             policy, self.cost, self.index, self.fleets,
             max_inflight=1000, max_memory_wait_s=inf, probe_after_s=inf,
-            lenders_of_a_role=0,
+            fetch_sources_per_role=0,
         )  # fmt: skip
         for worker in self.workers:
             is_prefill = worker.info.role is Role.PREFILL
@@ -102,7 +102,7 @@ class Chooser:
         names = bytearray(self.random.randbytes(HASH_BYTES * todo.num_tokens))
         for worker in self.workers:
             self.hold(worker, names, todo.held.get(worker.worker, NOTHING))
-        models = {worker.model: worker.block_size for worker in self.workers}
+        models = {worker.model: worker.info.block_size for worker in self.workers}
         prompts = [HashedPrompt(model, size, 1, names) for model, size in models.items()]
         return Work(todo.num_tokens, todo.num_tokens, todo.output_tokens, prompts)
 

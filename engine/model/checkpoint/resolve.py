@@ -11,7 +11,7 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine.model.cache import default_cache_dir, file_identity, publish_dir
+from engine.cache_dir import default_cache_dir, file_identity, publish_dir
 from engine.model.checkpoint.families import read_config
 from engine.model.errors import ModelError
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engine.model.cache import default_cache_dir
+from engine.cache_dir import default_cache_dir
 from engine.model.cpu import kernels
 from engine.model.cpu.sampling import CpuDraw
 from engine.model.sampler import draw, sample, uniform

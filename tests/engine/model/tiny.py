@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
+from engine.cache_dir import default_cache_dir
 from engine.model.batch import Batch, Limits
-from engine.model.cache import default_cache_dir
 from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.load import load_weights
 from engine.model.config import ModelConfig

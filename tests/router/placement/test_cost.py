@@ -134,10 +134,10 @@ def test_rates_not_measured_are_those_of_the_fleet() -> None:
     cost = CostModel(prefill_tokens_per_s=1000.0)
     silent = Endpoint(worker_info("prefill-9"), heard_at=0.0)
     assert prefill_s(cost, silent, 500) == pytest.approx(0.5)
-    cost.observe(replace(STATS, prefill_tokens_per_s=100.0, decode_step_s=0.0))
+    cost.on_stats(replace(STATS, prefill_tokens_per_s=100.0, decode_step_s=0.0))
     assert prefill_s(cost, silent, 500) == pytest.approx(5.0)
     assert cost.decode_step_s == CostModel().decode_step_s
-    silent.observe(0.0, replace(STATS, worker="prefill-9", prefill_tokens_per_s=250.0))
+    silent.on_stats(0.0, replace(STATS, worker="prefill-9", prefill_tokens_per_s=250.0))
     assert prefill_s(cost, silent, 500) == pytest.approx(2.0)
 
 
@@ -158,10 +158,10 @@ def test_what_a_worker_has_learned_of_prompts_counts_for_more_than_its_rate() ->
 
 def test_a_worker_that_has_learned_nothing_yet_is_taken_for_one_of_the_fleet() -> None:
     cost, new = CostModel(), endpoint("prefill-1")
-    cost.observe(replace(STATS, prompt_weights=WEIGHTS))
+    cost.on_stats(replace(STATS, prompt_weights=WEIGHTS))
     known = endpoint("prefill-0", prompt_weights=WEIGHTS)
     assert prefill_s(cost, new, 500) == prefill_s(cost, known, 500)
-    cost.observe(replace(STATS, prompt_weights=tuple(2 * w for w in WEIGHTS)))
+    cost.on_stats(replace(STATS, prompt_weights=tuple(2 * w for w in WEIGHTS)))
     nearer = prefill_s(cost, new, 500) / prefill_s(cost, known, 500)
     assert nearer == pytest.approx(1 + SMOOTHING)
 
@@ -231,7 +231,7 @@ def test_the_router_loads_what_the_worker_will(
 def test_rates_of_tiers_that_were_not_measured_are_those_of_the_fleet() -> None:
     cost, todo = CostModel(), work(1000, decode_9=on(host=500))
     silent = Endpoint(worker_info("decode-9"), heard_at=0.0)
-    cost.observe(replace(STATS, **rates(host_read=5000)))
+    cost.on_stats(replace(STATS, **rates(host_read=5000)))
     assert local_cost(cost, 0.0, silent, todo).seconds.load == pytest.approx(0.1)
 
 

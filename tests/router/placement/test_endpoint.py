@@ -15,10 +15,10 @@ def test_booked_load_counts_at_once_and_statistics_replace_it() -> None:
     e.book(1.0, "b", 300, 10)
     assert (e.pending_prefill_tokens, e.num_seqs, e.num_free_blocks) == (800, 2, 970)
     stats = replace(STATS, num_waiting=1, num_running=1, num_free_blocks=970)
-    e.observe(1.05, replace(stats, pending_prefill_tokens=0, num_free_blocks=1000))
+    e.on_stats(1.05, replace(stats, pending_prefill_tokens=0, num_free_blocks=1000))
     assert e.pending_prefill_tokens == 800, "sent before the worker can have heard of them"
     assert e.num_free_blocks == 970
-    e.observe(1.5, replace(stats, pending_prefill_tokens=601))
+    e.on_stats(1.5, replace(stats, pending_prefill_tokens=601))
     assert e.pending_prefill_tokens == 600, "200 tokens of the first one are computed"
     assert (e.num_seqs, e.num_free_blocks) == (2, 970)
     e.start_decoding(1.5, "a")
@@ -34,7 +34,7 @@ def test_booked_load_counts_at_once_and_statistics_replace_it() -> None:
 def test_load_of_other_routers_is_what_statistics_have_beyond_the_books() -> None:
     e = endpoint("decode-0")
     e.book(0.0, "a", 100, 5)
-    e.observe(1.0, replace(STATS, num_running=4, pending_prefill_tokens=704))
+    e.on_stats(1.0, replace(STATS, num_running=4, pending_prefill_tokens=704))
     assert (e.pending_prefill_tokens, e.num_seqs) == (700, 4)
     e.start_decoding(1.0, "a")
     e.release("a")
@@ -46,7 +46,7 @@ def test_blocks_are_free_only_where_nobody_waits_for_them() -> None:
     assert e.num_free_blocks == -30
     e.book(0.0, "a", 0, 20)
     assert e.num_free_blocks == -50
-    e.observe(1.0, replace(STATS, num_waiting=1, num_free_blocks=100, num_wanted_blocks=150))
+    e.on_stats(1.0, replace(STATS, num_waiting=1, num_free_blocks=100, num_wanted_blocks=150))
     assert e.num_free_blocks == -50, "the statistics count what was booked"
 
 

@@ -1,38 +1,19 @@
-"""The CPU kernels: C sources beside this file, compiled once per machine type and cached.
-
-A library's name is the hash of its sources, the flags and the CPU, so a changed source or another
-machine on the same cache directory never meets a stale one. Of processes that start together one
-compiles, on all its cores; the others wait for it.
-"""
+"""The CPU kernels: C sources beside this file, compiled once per machine type and cached."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
-import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from hashlib import blake2b
 from pathlib import Path
-from time import monotonic
 
-from filelock import FileLock, Timeout
+from engine import native
 
-from engine.native import compiler_command
-
-SOURCES = (
-    *("pool.c", "linear.c", "narrowed.c", "linear_integers.c", "linear_pairs.c"),
-    *("linear_halves.c", "linear_tiles.c", "linear_int8_tiles.c", "linear_pack.c"),
-    *("experts.c", "layers.c", "attention.c", "attention_tile.c", "step.c", "sampling.c"),
-    "decode.c",
-)
+FOLDER = Path(__file__).parent
+SOURCES = tuple(sorted(FOLDER.rglob("*.c")))
 # No -ffast-math: linked into a shared library it turns off denormals for the whole process.
 FLAGS = (
-    *("-std=gnu11", "-O2", "-ftree-vectorize", "-march=native", "-pthread", "-fPIC", "-shared"),
+    *("-std=gnu11", "-O2", "-ftree-vectorize", "-march=native", "-pthread"),
     *("-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
 )
-COMPILE_TIMEOUT_S = 120.0
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -93,21 +74,11 @@ class KernelsUnavailable(Exception):
 
 
 def load(cache_dir: Path) -> ctypes.CDLL:
-    """The compiled kernels, from `cache_dir`/kernels or compiled into it. Raises
-    KernelsUnavailable."""
-    here = Path(__file__).parent
-    headers = sorted(path.name for path in here.glob("*.h"))
-    texts = [(here / name).read_bytes() for name in (*headers, *SOURCES)]
-    key = blake2b(digest_size=12)
-    for part in (*texts, " ".join(FLAGS).encode(), _cpu().encode()):
-        key.update(blake2b(part).digest())
-    library = cache_dir / "kernels" / f"cpu-{key.hexdigest()}.so"
-    if not library.is_file():
-        _compile_once([here / name for name in SOURCES], library)
+    """The compiled kernels, kept in `cache_dir`/native. Raises KernelsUnavailable."""
     try:
-        return _bind(ctypes.CDLL(str(library)))
-    except OSError as error:
-        raise KernelsUnavailable(f"{library} cannot be loaded: {error}") from error
+        return _bind(native.load(FOLDER, FLAGS, cache_dir=cache_dir))
+    except native.NativeBuildError as error:
+        raise KernelsUnavailable(str(error)) from error
 
 
 def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -115,60 +86,3 @@ def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
-
-
-def _compile_once(sources: list[Path], library: Path) -> None:
-    lock = library.parent.with_suffix(".lock")
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock, timeout=COMPILE_TIMEOUT_S):
-            if not library.is_file():
-                _compile(sources, library)
-    except Timeout as error:
-        waited = f"{COMPILE_TIMEOUT_S:.0f} s"
-        raise KernelsUnavailable(f"another process has held {lock} for {waited}") from error
-    except NotImplementedError as error:  # filelock 3, on a file system without flock
-        raise KernelsUnavailable(f"{lock} cannot be locked: {error}") from error
-    except OSError as error:
-        raise KernelsUnavailable(f"{error.strerror}: {error.filename or lock}") from error
-
-
-def _compile(sources: list[Path], library: Path) -> None:
-    """Raises OSError where nothing can be written."""
-    compiler, deadline = compiler_command(), monotonic() + COMPILE_TIMEOUT_S
-
-    def run(*arguments: str) -> None:
-        subprocess.run(
-            [*compiler, *FLAGS, *arguments],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=max(deadline - monotonic(), 0),
-        )
-
-    try:
-        with (
-            tempfile.TemporaryDirectory(dir=library.parent) as scratch,
-            ThreadPoolExecutor(os.cpu_count()) as threads,
-        ):
-            objects = [f"{scratch}/{source.stem}.o" for source in sources]
-            list(threads.map(lambda o, s: run("-c", "-o", o, str(s)), objects, sources))
-            made = Path(scratch) / library.name
-            run("-o", str(made), *objects, "-lm")
-            made.rename(library)
-    except subprocess.CalledProcessError as error:
-        first = next(iter(error.stderr.strip().splitlines()), f"exit status {error.returncode}")
-        raise KernelsUnavailable(f"{compiler[0]} failed: {first}") from error
-    except subprocess.TimeoutExpired as error:
-        raise KernelsUnavailable(f"{compiler[0]} took over {COMPILE_TIMEOUT_S:.0f} s") from error
-
-
-def _cpu() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    wanted = ("model name", "flags", "Features", "CPU part")
-    told = dict.fromkeys(line for line in lines if line.startswith(wanted))
-    return "\n".join([platform.machine(), platform.processor(), *told])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.cache_dir import default_cache_dir
 from engine.kv.spec import KVSpec
-from engine.model.cache import default_cache_dir
 from engine.model.checkpoint.families import read_config
 from engine.model.config import INT8_GROUP, ModelConfig, RopeScaling, weights_bytes
 from engine.model.cpu import kernels

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.cache_dir import default_cache_dir
 from engine.model.batch import Batch, Limits
-from engine.model.cache import default_cache_dir
 from engine.model.config import ModelConfig, Rope
 from engine.model.cpu import kernels
 from engine.model.cpu.kernels import KernelsUnavailable
@@ -141,7 +141,7 @@ def test_without_a_compiler_the_reason_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "false")
     with pytest.raises(KernelsUnavailable, match="false failed: exit status 1"):
         kernels.load(tmp_path)
-    assert list((tmp_path / "kernels").iterdir()) == [], "nothing half-made stays behind"
+    assert list((tmp_path / "native").iterdir()) == [], "nothing half-made stays behind"
 
 
 def test_of_two_that_start_together_one_compiles(tmp_path, monkeypatch):

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.cache_dir import default_cache_dir
 from engine.model import fp8
 from engine.model.batch import Batch, Limits
-from engine.model.cache import default_cache_dir
 from engine.model.config import Latent, ModelConfig, Rope, RopeScaling
 from engine.model.cpu import attention as cpu_attention
 from engine.model.cpu import kernels

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.model.cache import default_cache_dir
+from engine.cache_dir import default_cache_dir
 from engine.model.checkpoint.families import read_config
 from engine.model.config import Experts
 from engine.model.cpu import kernels

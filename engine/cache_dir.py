@@ -1,4 +1,4 @@
-"""Where things that are made once are kept: converted models and compiled kernels.
+"""The folder for what is made once and kept: converted models, compiled C code, KV on disk.
 
 An entry appears whole or not at all: it is made beside its place and renamed into it, so several
 processes may make the same entry at once.
@@ -17,9 +17,11 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # of a large file, for its identity
 
 
 def default_cache_dir() -> Path:
-    """`$KVRELAY_CACHE`, or ~/.cache/kvrelay."""
+    """`$KVRELAY_CACHE`, else `$XDG_CACHE_HOME`/kvrelay, else ~/.cache/kvrelay."""
     chosen = os.environ.get("KVRELAY_CACHE")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "kvrelay"
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
 
 
 def publish_dir(final: Path, make: Callable[[Path], None]) -> Path:

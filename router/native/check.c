@@ -1,8 +1,5 @@
-/* Whether all that is kept of the index agrees with itself. O(everything), for tests. */
-#ifndef KVRELAY_CHECK_H
-#define KVRELAY_CHECK_H
-
-#include "expected.h"
+/* Whether all that is kept of the index agrees with itself. */
+#include "prefix_index.h"
 
 #define EXPECT(truth, text)                                                                        \
     do {                                                                                           \
@@ -23,11 +20,11 @@ static int has_tag(const slot *own, uint32_t tag) {
     return 0;
 }
 
-static const char *check_holder(store *all, name which, holder each, slot *counted) {
+static const char *check_holder(store *all, block_hash block, holder each, slot *counted) {
     EXPECT(each.slot < all->num_slots, "a block has a holder without a slot");
     EXPECT(all->slots[each.slot].state != FREE, "a block has a holder whose slot is free");
     EXPECT(each.facts != 0, "a block has a holder with nothing known of it");
-    EXPECT(has_tag(&all->slots[each.slot], tag_of(which)), "a block is not in its holder's list");
+    EXPECT(has_tag(&all->slots[each.slot], tag_of(block)), "a block is not in its holder's list");
     EXPECT((each.facts & (DEVICE | EXPECTED)) != (DEVICE | EXPECTED),
            "a block is expected where it is in device memory");
     count_facts(&counted[each.slot], 0, each.facts);
@@ -38,10 +35,11 @@ static const char *check_set(sets *all, set *s) {
     uint64_t hash = 0, count = 0;
     for (uint32_t i = 0; i < s->num_words; i++) {
         EXPECT(s->words[i] != 0, "a set has an empty word");
-        EXPECT(i == 0 || places(s)[i - 1] < places(s)[i], "the places of a set do not ascend");
+        EXPECT(i == 0 || word_indexes(s)[i - 1] < word_indexes(s)[i],
+               "the words of a set do not ascend");
         for (uint32_t n = 0; n < SLOTS_PER_WORD; n++) {
             uint32_t facts = s->words[i] >> (4 * n) & 15;
-            hash ^= holder_hash(places(s)[i] * SLOTS_PER_WORD + n, facts);
+            hash ^= holder_hash(word_indexes(s)[i] * SLOTS_PER_WORD + n, facts);
             count += facts != 0;
         }
     }
@@ -61,20 +59,20 @@ static const char *check_blocks(store *all, slot *counted, holder *list, uint64_
         uint32_t used = 0;
         for (uint32_t i = 0; i < s->capacity; i++) {
             entry each = s->entries[i];
-            if (each.who == 0)
+            if (each.holders == 0)
                 continue;
-            uint32_t tag = tag_of(each.name);
+            uint32_t tag = tag_of(each.hash);
             EXPECT(shard_of(&all->blocks, tag) == s, "a block is in another's table");
-            EXPECT(place_for(s, each.name, tag) == i, "a block is not found where it is");
+            EXPECT(bucket_for(s, each.hash, tag) == i, "a block is not found where it is");
             used++;
-            if (num_inline(each.who) == 0) {
+            if (num_inline(each.holders) == 0) {
                 ++*num_refs;
-                const char *wrong = check_set(&all->sets, as_set(each.who));
+                const char *wrong = check_set(&all->sets, as_set(each.holders));
                 EXPECT(wrong == NULL, wrong);
             }
-            uint32_t count = list_holders(each.who, list, MAX_SLOTS);
+            uint32_t count = list_holders(each.holders, list, MAX_SLOTS);
             for (uint32_t j = 0; j < count; j++) {
-                const char *wrong = check_holder(all, each.name, list[j], counted);
+                const char *wrong = check_holder(all, each.hash, list[j], counted);
                 EXPECT(wrong == NULL, wrong);
             }
         }
@@ -102,7 +100,7 @@ static const char *check_slots(const store *all, const expected *e, const slot *
     return NULL;
 }
 
-static const char *check_all(store *all, const expected *e) {
+const char *check_all(store *all, const expected *e) {
     slot *counted = checked(calloc(all->num_slots + 1, sizeof(slot)));
     holder *list = checked(malloc(MAX_SLOTS * sizeof(holder)));
     uint64_t num_refs = 0, refs = 0;
@@ -121,5 +119,3 @@ static const char *check_all(store *all, const expected *e) {
         wrong = "sets are not referred to as often as they count";
     return wrong;
 }
-
-#endif

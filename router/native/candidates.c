@@ -1,0 +1,87 @@
+/* Candidates and sources of KV. */
+#include "candidates.h"
+
+static bool is_trusted(const question *q, const worker *w) {
+    if (w->has_stats && q->asked.now - w->heard_at >= q->probe_after_s)
+        return false;
+    for (int64_t i = 0; i < q->num_avoid; i++)
+        if (q->avoid[i] == w)
+            return false;
+    return true;
+}
+
+/* Whether it could hold a sequence of `num_tokens` tokens, if it were empty. */
+static bool fits(const worker *w, int64_t num_tokens) {
+    int64_t needed = (num_tokens + w->block_size - 1) / w->block_size;
+    if (w->max_seq_blocks && needed > w->max_seq_blocks)
+        needed = w->max_seq_blocks;
+    return num_tokens <= w->max_model_len && needed <= w->num_blocks;
+}
+
+bool kvr_is_usable(const cost_model *c, const question *q, const worker *w) {
+    if (!can_take(w, q->asked.now, q->max_inflight) || !(q->trusting || is_trusted(q, w)))
+        return false;
+    if (w->is_prefill)
+        return fits(w, q->asked.num_tokens + 1);
+    if (!fits(w, q->total_tokens))
+        return false;
+    return w->num_booked == 0 || memory_s(c, w, &q->asked) <= q->max_memory_wait_s;
+}
+
+static int64_t held_in_any_tier(const question *q, const worker *w) {
+    held has = held_by(&q->asked, w);
+    return has.device + has.host + has.disk;
+}
+
+void find_candidates(const cost_model *c, const question *q, const fleet *f,
+                     worker *const *holders, uint32_t num_holders, candidates *found) {
+    int64_t most = -1;
+    uint32_t tried = f->count < q->max_tried ? f->count : (uint32_t)q->max_tried;
+    for (uint32_t i = 0; i < tried && found->count < q->num_idle; i++) {
+        worker *w = f->ranked[i].worker;
+        if (!kvr_is_usable(c, q, w))
+            continue;
+        found->workers[found->count++] = w;
+        int64_t has = held_in_any_tier(q, w);
+        most = has > most ? has : most;
+    }
+    for (uint32_t i = 0; i < num_holders && i < q->num_holders; i++) {
+        worker *w = holders[i];
+        uint32_t known = 0;
+        if (held_in_any_tier(q, w) <= most)
+            break;
+        while (known < found->count && found->workers[known] != w)
+            known++;
+        if (known == found->count && found->count < MAX_CANDIDATES && kvr_is_usable(c, q, w))
+            found->workers[found->count++] = w;
+    }
+}
+
+void find_fetch_sources(const cost_model *c, question *q, const holders_found *holders,
+                        fetch_source *found) {
+    double gains[MAX_FETCH_SOURCES];
+    uint32_t count = 0;
+    for (int role = 0; role < 2; role++)
+        for (uint32_t i = 0; i < holders->count[role] && i < q->fetch_sources_per_role; i++) {
+            worker *w = holders->workers[role][i];
+            if (count == MAX_FETCH_SOURCES || !w->alive || q->asked.now < w->excluded_until ||
+                !is_trusted(q, w))
+                continue;
+            fetch_source source = {w, held_by(&q->asked, w)};
+            double gain_s = fetch_gain_s(c, &source);
+            uint32_t at = count;
+            if (gain_s <= 0)
+                continue;
+            for (; at && gains[at - 1] <= gain_s; at--) {
+                if (gains[at - 1] == gain_s && num_seqs(found[at - 1].worker) <= num_seqs(w))
+                    break;
+                gains[at] = gains[at - 1];
+                found[at] = found[at - 1];
+            }
+            gains[at] = gain_s;
+            found[at] = source;
+            count++;
+        }
+    q->asked.fetch_sources = found;
+    q->asked.num_fetch_sources = count;
+}

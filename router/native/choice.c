@@ -1,0 +1,179 @@
+/* Who serves a request: what is held where is looked up, candidates are found, costs compared. */
+#include <math.h>
+
+#include "candidates.h"
+#include "prefix_index.h"
+
+struct chooser {
+    prefix_index *index;
+    worker **by_slot; /* living workers by their slots in the index */
+    uint32_t num_slots;
+    uint32_t *ends; /* of all prompts of a question */
+    uint64_t ends_room;
+};
+
+chooser *kvr_chooser_new(prefix_index *index) {
+    chooser *x = checked(calloc(1, sizeof *x));
+    x->index = index;
+    return x;
+}
+
+void kvr_chooser_free(chooser *x) {
+    free(x->by_slot);
+    free(x->ends);
+    free(x);
+}
+
+void kvr_chooser_put(chooser *x, uint32_t slot, worker *w) {
+    if (slot >= x->num_slots) {
+        uint32_t room = 2 * slot + 16;
+        x->by_slot = checked(realloc(x->by_slot, room * sizeof *x->by_slot));
+        memset(x->by_slot + x->num_slots, 0, (room - x->num_slots) * sizeof *x->by_slot);
+        x->num_slots = room;
+    }
+    x->by_slot[slot] = w;
+}
+
+/* The last token is always computed: its logits are what the next one is drawn from. */
+static uint32_t num_looked_up(const work *asked, const hashed_prompt *p) {
+    int64_t full = (asked->num_tokens - 1) / p->unit;
+    return p->num_hashes < full ? p->num_hashes : full;
+}
+
+void kvr_look_up(chooser *x, question *q) {
+    work *asked = &q->asked;
+    uint32_t num_slots = x->index->all.num_slots;
+    uint64_t count = (uint64_t)asked->num_prompts * num_slots * NUM_RUNS;
+    if (count > x->ends_room) {
+        x->ends = checked(realloc(x->ends, count * sizeof *x->ends));
+        x->ends_room = count;
+    }
+    memset(x->ends, 0, count * sizeof *x->ends);
+    for (int64_t i = 0; i < asked->num_prompts; i++) {
+        hashed_prompt *p = &asked->prompts[i];
+        uint32_t *ends = x->ends + (uint64_t)i * num_slots * NUM_RUNS;
+        kvr_index_lookup(x->index, asked->now, p->block_hashes, num_looked_up(asked, p), ends);
+        p->ends = ends;
+        p->num_slots = num_slots;
+    }
+}
+
+#define RANKED 8 /* holders of each kind and role that are looked at */
+
+/* A role is a group of slots: 0 decodes, 1 prefills. */
+uint32_t kvr_find_holders(chooser *x, const question *q, uint32_t role, worker **found) {
+    const work *asked = &q->asked;
+    uint16_t slots[RANKED];
+    uint32_t total = 0;
+    for (int64_t i = 0; i < asked->num_prompts; i++) {
+        const hashed_prompt *p = &asked->prompts[i];
+        uint32_t count = kvr_index_best(x->index, p->ends, p->num_slots, role, RANKED, slots);
+        for (uint32_t n = 0; n < count; n++) {
+            worker *w = slots[n] < x->num_slots ? x->by_slot[slots[n]] : NULL;
+            if (w != NULL && total < MAX_CANDIDATES)
+                found[total++] = w;
+        }
+    }
+    return total;
+}
+
+/* In place, best first, of equals the one with the fewest requests, then the one that was chosen
+ * longest ago. */
+static void rank(option *options, int64_t count) {
+    for (int64_t i = 1; i < count; i++) {
+        option o = options[i];
+        int64_t at = i;
+        for (; at; at--) {
+            const option *other = &options[at - 1];
+            if (other->cost_ms != o.cost_ms) {
+                if (other->cost_ms < o.cost_ms)
+                    break;
+            } else if (num_seqs(other->worker) != num_seqs(o.worker)) {
+                if (num_seqs(other->worker) < num_seqs(o.worker))
+                    break;
+            } else if (other->worker->chosen_at <= o.worker->chosen_at) {
+                break;
+            }
+            options[at] = *other;
+        }
+        options[at] = o;
+    }
+}
+
+static option make_option(const work *asked, worker *w, int64_t prefill, placement placement) {
+    int64_t cost_ms = llround(1000.0 * total_of(&placement.seconds));
+    return (option){w, prefill, held_by(asked, w), placement, cost_ms};
+}
+
+/* For each of `decodes`: all of it there, and with the best prefill worker of its model. */
+static void find_options(const cost_model *c, const question *q, const candidates *decodes,
+                         const candidates *prefills, answer *a) {
+    const work *asked = &q->asked;
+    option *firsts = a->options, *all = a->options + q->num_candidates;
+    for (uint32_t i = 0; i < prefills->count; i++) {
+        worker *w = prefills->workers[i];
+        firsts[a->num_prefills++] = make_option(asked, w, -1, prefill_at(c, w, asked));
+    }
+    if (!q->given)
+        rank(firsts, a->num_prefills);
+    for (uint32_t i = 0; i < decodes->count; i++) {
+        worker *w = decodes->workers[i];
+        const placement *first = NULL;
+        int64_t best = 0;
+        while (best < a->num_prefills && firsts[best].worker->model != w->model)
+            best++;
+        if (best < a->num_prefills) {
+            first = &firsts[best].placement;
+            all[a->num_decodes++] = make_option(asked, w, best, remote_at(c, w, first, asked));
+        }
+        if (first == NULL || (!q->given && may_be_local(c, w, first, asked)))
+            all[a->num_decodes++] = make_option(asked, w, -1, local_at(c, w, asked));
+    }
+    if (!q->given)
+        rank(all, a->num_decodes);
+}
+
+static void copy_given(worker *const *from, int64_t count, candidates *to) {
+    for (int64_t i = 0; i < count && i < MAX_CANDIDATES; i++)
+        to->workers[to->count++] = from[i];
+}
+
+void kvr_choose(chooser *x, const cost_model *c, const fleet *decodes, const fleet *prefills,
+                question *q, answer *a) {
+    candidates from_decodes = {.count = 0}, from_prefills = {.count = 0};
+    fetch_source fetch_sources[MAX_FETCH_SOURCES];
+    a->num_decodes = a->num_prefills = 0;
+    if (q->given) {
+        copy_given(q->decodes, q->num_decodes, &from_decodes);
+        copy_given(q->prefills, q->num_prefills, &from_prefills);
+        q->asked.fetch_sources = fetch_sources;
+        q->asked.num_fetch_sources = 0;
+        for (int64_t i = 0; i < q->num_fetch_sources && i < MAX_FETCH_SOURCES; i++) {
+            worker *w = q->fetch_sources[i];
+            fetch_sources[q->asked.num_fetch_sources++] =
+                (fetch_source){w, held_by(&q->asked, w)};
+        }
+    } else {
+        holders_found holders;
+        for (uint32_t role = 0; role < 2; role++)
+            holders.count[role] = kvr_find_holders(x, q, role, holders.workers[role]);
+        find_fetch_sources(c, q, &holders, fetch_sources);
+        find_candidates(c, q, decodes, holders.workers[0], holders.count[0], &from_decodes);
+        if (from_decodes.count)
+            find_candidates(c, q, prefills, holders.workers[1], holders.count[1], &from_prefills);
+    }
+    if (from_decodes.count)
+        find_options(c, q, &from_decodes, &from_prefills, a);
+    q->asked.fetch_sources = NULL;
+}
+
+void kvr_expect(chooser *x, const question *q, const cost_model *c, fleet *f, worker *w,
+                int64_t from, double until) {
+    double now = q->asked.now;
+    const hashed_prompt *p = prompt_for(&q->asked, w);
+    if (w->is_ranked)
+        kvr_fleet_update(f, w, now, c->fleet.prefill_tokens_per_s);
+    if (p != NULL && w->slot >= 0)
+        index_expect_looked_up(x->index, w->slot, p->block_hashes, num_looked_up(&q->asked, p),
+                               from, now, until);
+}

@@ -1,0 +1,213 @@
+/* The cost model. */
+#include <math.h>
+
+#include "cost.h"
+
+#define TOKENS_UNIT 4096.0 /* as in engine/cost.py */
+#define SEQS_UNIT 16.0
+
+/* -- rates: as the worker has measured them, or else the fleet --------------------------------- */
+
+#define RATE(c, w, name) ((w)->rates.name > 0 ? (w)->rates.name : (c)->fleet.name)
+
+static const double *weights_of(const double *own, bool has_own, const double *all,
+                                bool has_all) {
+    return has_own ? own : has_all ? all : NULL;
+}
+
+static double fitted_s(const double *weights, const double *features) {
+    double sum = 0.0;
+    for (int i = 0; i < NUM_WEIGHTS; i++)
+        sum += weights[i] * features[i];
+    return fmax(0.0, sum);
+}
+
+/* As `engine.cost.prompt_features`. */
+static void prompt_features(double num_new, double start, double budget, double *features) {
+    double passes = ceil(num_new / budget), full = passes - 1, rest = num_new - full * budget;
+    double squares = full * budget * budget + rest * rest;
+    double before = budget * (full * start + budget * full * (full - 1) / 2);
+    before += rest * (start + full * budget);
+    features[0] = passes;
+    features[1] = num_new / TOKENS_UNIT;
+    features[2] = squares / (TOKENS_UNIT * TOKENS_UNIT);
+    features[3] = before / (TOKENS_UNIT * TOKENS_UNIT);
+}
+
+static double prefill_s(const cost_model *c, const worker *w, int64_t num_new, int64_t start) {
+    if (num_new <= 0)
+        return 0.0;
+    double rate_s = num_new / RATE(c, w, prefill_tokens_per_s), features[NUM_WEIGHTS];
+    const double *weights =
+        weights_of(w->rates.prompt_weights, w->rates.has_prompt_weights, c->fleet.prompt_weights,
+                   c->fleet.has_prompt_weights);
+    if (weights == NULL)
+        return rate_s;
+    prompt_features(num_new, start, w->max_num_batched_tokens, features);
+    /* A fit may be wrong where nothing was measured yet. */
+    return fmax(fitted_s(weights, features), 0.05 * rate_s);
+}
+
+/* One decode step of so many sequences, with that fraction of the pool. */
+static double step_s(const cost_model *c, const worker *w, double seqs, double used) {
+    double measured_s = RATE(c, w, decode_step_s);
+    const double *weights =
+        weights_of(w->rates.decode_weights, w->rates.has_decode_weights, c->fleet.decode_weights,
+                   c->fleet.has_decode_weights);
+    if (weights == NULL)
+        return measured_s * (1.0 + 0.02 * seqs);
+    double features[NUM_WEIGHTS] = {1.0, seqs / SEQS_UNIT, used, used * used};
+    return fmax(fitted_s(weights, features), 0.2 * measured_s);
+}
+
+static double read_s(const worker *w, int64_t num_tokens, double bytes_per_s) {
+    return num_tokens * w->bytes_per_token / bytes_per_s;
+}
+
+/* -- how the KV of the prompt comes to the worker that computes -------------------------------- */
+
+/* Load as far down the run of blocks in lower tiers as saves most: as the worker will. */
+static intake own_intake(const cost_model *c, const worker *w, const work *asked, held has) {
+    int64_t missing = asked->num_tokens - has.device, loaded = 0;
+    double tokens_per_s = RATE(c, w, prefill_tokens_per_s), load_s = 0.0, best_gain_s = 0.0;
+    intake best = {.computed = missing};
+    int64_t tokens[2] = {has.host, has.disk};
+    double rates[2] = {RATE(c, w, host_read_bytes_per_s), RATE(c, w, disk_read_bytes_per_s)};
+    for (int i = 0; i < 2; i++) {
+        if (tokens[i] == 0)
+            continue;
+        loaded += tokens[i];
+        load_s += read_s(w, tokens[i], rates[i]);
+        double gain_s = loaded / tokens_per_s - load_s;
+        if (gain_s > best_gain_s) {
+            best = (intake){.computed = missing - loaded, .loaded = loaded, .load_s = load_s};
+            best_gain_s = gain_s;
+        }
+    }
+    return best;
+}
+
+/* Reading into memory first what the source has on disk alone, from token `start` on. */
+static double promote_s(const cost_model *c, const fetch_source *source, int64_t start) {
+    int64_t in_memory = source->held.device + source->held.host;
+    int64_t tokens = source->held.said - (start > in_memory ? start : in_memory);
+    const worker *w = source->worker;
+    return tokens <= 0 ? 0.0 : read_s(w, tokens, RATE(c, w, disk_read_bytes_per_s));
+}
+
+double fetch_gain_s(const cost_model *c, const fetch_source *source) {
+    return source->held.said / c->fleet.prefill_tokens_per_s - promote_s(c, source, 0);
+}
+
+/* `own`, and what the best source holds beyond it. False: none holds more. */
+static bool intake_with_fetch(const cost_model *c, const worker *w, const work *asked,
+                              const intake *own, intake *fetched) {
+    int64_t start = asked->num_tokens - own->computed;
+    double tokens_per_s = RATE(c, w, prefill_tokens_per_s), best_gain_s = -INFINITY;
+    *fetched = *own;
+    for (int64_t i = 0; i < asked->num_fetch_sources; i++) {
+        const fetch_source *source = &asked->fetch_sources[i];
+        int64_t tokens = source->held.said - start;
+        if (tokens <= 0 || source->worker == w || source->worker->model != w->model)
+            continue;
+        double fetch_s = c->handoff_s + read_s(w, tokens, RATE(c, w, read_bytes_per_s));
+        fetch_s += promote_s(c, source, start);
+        double gain_s = tokens / tokens_per_s - fetch_s;
+        if (gain_s > best_gain_s) {
+            best_gain_s = gain_s;
+            fetched->computed = own->computed - tokens;
+            fetched->fetched = tokens;
+            fetched->fetch_s = fetch_s;
+            fetched->fetch_from = source->worker;
+        }
+    }
+    return fetched->fetch_from != NULL;
+}
+
+/* -- placements -------------------------------------------------------------------------------- */
+
+static placement prefill_with(const cost_model *c, const worker *w, const work *asked,
+                              const intake *in) {
+    placement p = {.intake = *in};
+    uint32_t num_behind = 0;
+    p.seconds.prefill = prefill_s(c, w, in->computed, asked->num_tokens - in->computed);
+    p.seconds.queue = kvr_prompts_ahead_of(w->prompts, asked->now, p.seconds.prefill, &num_behind);
+    p.seconds.queue += w->other_tokens / RATE(c, w, prefill_tokens_per_s);
+    p.seconds.load = in->load_s;
+    p.seconds.fetch = in->fetch_s;
+    p.seconds.delay = num_behind * p.seconds.prefill;
+    return p;
+}
+
+placement prefill_at(const cost_model *c, const worker *w, const work *asked) {
+    intake own = own_intake(c, w, asked, held_by(asked, w)), fetched;
+    placement alone = prefill_with(c, w, asked, &own);
+    if (!intake_with_fetch(c, w, asked, &own, &fetched))
+        return alone;
+    placement helped = prefill_with(c, w, asked, &fetched);
+    double block_s = w->block_size / RATE(c, w, prefill_tokens_per_s);
+    return total_of(&alone.seconds) - total_of(&helped.seconds) >= block_s ? helped : alone;
+}
+
+double memory_s(const cost_model *c, const worker *w, const work *asked) {
+    int64_t missing = asked->num_tokens - held_by(asked, w).device;
+    double lacking = missing / (double)w->block_size + 1 - num_free(w);
+    if (lacking <= 0)
+        return 0.0;
+    double in_use = fmax(1, w->num_blocks - num_free(w));
+    return lacking / in_use * asked->output_tokens * step_s(c, w, num_seqs(w), 1.0);
+}
+
+/* Everything that is to be done on a decode worker, the same wherever the prompt is computed. */
+static void add_decode(const cost_model *c, const worker *w, const work *asked, placement *p) {
+    double output = asked->output_tokens, used = used_fraction(w);
+    double tokens = asked->num_tokens - held_by(asked, w).device + output / 2;
+    double growth = tokens / (w->num_blocks * w->block_size);
+    double before_s = step_s(c, w, num_seqs(w), used);
+    double after_s = fmax(before_s, step_s(c, w, num_seqs(w) + 1, fmin(1.0, used + growth)));
+    p->seconds.memory = memory_s(c, w, asked);
+    p->seconds.decode = output * after_s;
+    /* Those that are there have half of their output before them, on average. */
+    p->seconds.crowd = num_seqs(w) * output / 2 * (after_s - before_s);
+}
+
+/* Sequences that decode there while a prompt is computed. */
+static double stalled(const cost_model *c, const worker *w) {
+    return fmax(c->stalled_at_least, fmax(num_decoding(w), w->typical_decoding));
+}
+
+placement local_at(const cost_model *c, const worker *w, const work *asked) {
+    placement p = prefill_at(c, w, asked);
+    int64_t computed = p.intake.computed, beyond = computed - c->free_tokens;
+    if (beyond > 0)
+        p.seconds.stall = p.seconds.prefill * beyond / computed * stalled(c, w);
+    add_decode(c, w, asked, &p);
+    return p;
+}
+
+bool may_be_local(const cost_model *c, const worker *w, const placement *first,
+                  const work *asked) {
+    held has = held_by(asked, w);
+    int64_t most = has.device + has.host + has.disk;
+    for (int64_t i = 0; i < asked->num_fetch_sources; i++)
+        if (asked->fetch_sources[i].held.said > most)
+            most = asked->fetch_sources[i].held.said;
+    int64_t computed = asked->num_tokens - most;
+    if (computed <= c->free_tokens)
+        return true;
+    double least_s = 0.5 * computed / RATE(c, w, prefill_tokens_per_s) * (1.0 + stalled(c, w));
+    return least_s <= total_of(&first->seconds) + c->handoff_s;
+}
+
+placement remote_at(const cost_model *c, const worker *w, const placement *first,
+                    const work *asked) {
+    placement p = *first;
+    intake own = own_intake(c, w, asked, held_by(asked, w));
+    /* Chunks are read while the next ones are computed; the last one cannot be. */
+    double token_s = read_s(w, 1, RATE(c, w, read_bytes_per_s));
+    double last_s = fmin(own.computed, w->max_num_batched_tokens) * token_s;
+    double rest_s = fmax(own.computed * token_s, own.load_s) - first->seconds.prefill;
+    p.seconds.transfer = c->handoff_s + fmax(last_s, rest_s);
+    add_decode(c, w, asked, &p);
+    return p;
+}

@@ -1,0 +1,18 @@
+/* What is allocated. Without memory a router cannot go on. */
+#ifndef KVRELAY_MEMORY_H
+#define KVRELAY_MEMORY_H
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static inline void *checked(void *memory) {
+    if (memory == NULL) {
+        fprintf(stderr, "kvrelay: no memory left for the prefix index\n");
+        abort();
+    }
+    return memory;
+}
+
+#endif

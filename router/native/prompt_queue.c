@@ -1,0 +1,70 @@
+/* Prompts that wait on a worker, run down by the time that has passed. */
+#include <math.h>
+
+#include "kvrelay_router.h"
+#include "memory.h"
+
+#define LEAST_S (LEAST_MS / 1000.0)
+
+struct prompt {
+    uint64_t ticket;
+    double left_s;
+};
+
+void kvr_prompts_run_down(prompt_queue *q, double now) {
+    double elapsed_s = now - q->at;
+    if (elapsed_s <= 0)
+        return;
+    q->at = now;
+    for (uint32_t i = 0; i < q->count && elapsed_s > 0; i++) {
+        double done_s = fmin(elapsed_s, q->prompts[i].left_s - LEAST_S);
+        if (done_s > 0) {
+            q->prompts[i].left_s -= done_s;
+            elapsed_s -= done_s;
+        }
+    }
+}
+
+void kvr_prompts_add(prompt_queue *q, double now, uint64_t ticket, double seconds) {
+    kvr_prompts_run_down(q, now);
+    if (q->count == q->room) {
+        q->room = 2 * q->room + 8;
+        q->prompts = checked(realloc(q->prompts, q->room * sizeof(prompt)));
+    }
+    double left_s = fmax(seconds, LEAST_S);
+    uint32_t at = q->count++;
+    for (; at && q->prompts[at - 1].left_s > left_s; at--)
+        q->prompts[at] = q->prompts[at - 1];
+    q->prompts[at] = (prompt){ticket, left_s};
+}
+
+void kvr_prompts_discard(prompt_queue *q, uint64_t ticket) {
+    for (uint32_t i = 0; i < q->count; i++)
+        if (q->prompts[i].ticket == ticket) {
+            memmove(q->prompts + i, q->prompts + i + 1, (--q->count - i) * sizeof(prompt));
+            return;
+        }
+}
+
+double kvr_prompts_ahead_of(prompt_queue *q, double now, double seconds, uint32_t *num_behind) {
+    double wait_s = 0.0;
+    uint32_t i = 0;
+    kvr_prompts_run_down(q, now);
+    for (; i < q->count && q->prompts[i].left_s <= seconds; i++)
+        wait_s += q->prompts[i].left_s;
+    *num_behind = q->count - i;
+    return wait_s;
+}
+
+double kvr_prompts_busy_until(prompt_queue *q, double now) {
+    double sum_s = 0.0;
+    kvr_prompts_run_down(q, now);
+    for (uint32_t i = 0; i < q->count; i++)
+        sum_s += q->prompts[i].left_s;
+    return now + sum_s;
+}
+
+void kvr_prompts_free(prompt_queue *q) {
+    free(q->prompts);
+    *q = (prompt_queue){0};
+}
