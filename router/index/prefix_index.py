@@ -30,36 +30,10 @@ from engine.kv.block_hash import unpack
 from engine.kv.events import KVEvents, KVSnapshot
 from engine.kv.tier import Tier, TierHashes
 from engine.node import NodeId
-from router.index.table import EXPECTED, FACT, NUM_RUNS, SAID, Hashes, IndexTable
+from router.index.table import EXPECTED, FACT, NOTHING, NUM_RUNS, SAID, Hashes, Held, IndexTable
 
 STRIDE = 32  # blocks; the least distance between those that a lookup asks about
 TIDY_BUDGET = 8192  # blocks taken out at a tick, when nothing else happens
-
-
-class Held(NamedTuple):
-    """How much of a prefix a worker holds, as three runs one after the other, in blocks (or, after
-    `times`, in tokens). A block that is in several tiers counts for the fastest.
-
-    `said` is how much of it, from the first block on, the worker itself has said it holds, in
-    any tier: the rest is only expected there, and cannot be fetched from it."""
-
-    device: int = 0
-    host: int = 0  # each of them in device or host memory
-    disk: int = 0  # each in any tier
-    said: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.device + self.host + self.disk
-
-    def times(self, factor: int) -> Held:
-        """The same in another unit."""
-        return Held(
-            self.device * factor, self.host * factor, self.disk * factor, self.said * factor
-        )
-
-
-NOTHING = Held()
 
 
 class Export(NamedTuple):

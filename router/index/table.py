@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_uint8, c_uint16, c_uint32
+from typing import NamedTuple
 from weakref import finalize
 
 from engine.kv.block_hash import HASH_BYTES
@@ -34,6 +35,32 @@ def count_hashes(block_hashes: Hashes) -> int:
 def _address(block_hashes: Hashes) -> int:
     """For a call: the buffer may change its size again after it."""
     return address_of(ffi.from_buffer(block_hashes))
+
+
+class Held(NamedTuple):
+    """How much of a prefix a worker holds, as three runs one after the other, in blocks (or, after
+    `times`, in tokens). A block that is in several tiers counts for the fastest.
+
+    `said` is how much of it, from the first block on, the worker itself has said it holds, in
+    any tier: the rest is only expected there, and cannot be fetched from it."""
+
+    device: int = 0
+    host: int = 0  # each of them in device or host memory
+    disk: int = 0  # each in any tier
+    said: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.disk
+
+    def times(self, factor: int) -> Held:
+        """The same in another unit."""
+        return Held(
+            self.device * factor, self.host * factor, self.disk * factor, self.said * factor
+        )
+
+
+NOTHING = Held()
 
 
 class IndexTable:

@@ -9,8 +9,7 @@ from weakref import finalize
 
 from engine.kv.block_hash import HASH_BYTES
 from engine.stats import Role
-from router.index.prefix_index import Held
-from router.index.table import IndexTable
+from router.index.table import Held, IndexTable
 from router.native.bindings import address_of, bindings, constants, ffi
 from router.placement.cost import CostModel
 from router.placement.endpoint import Endpoint

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from engine.node import NodeId
 from engine.stats import Role
-from router.index.prefix_index import Held
+from router.index.table import Held
 from router.placement.endpoint import Endpoint
 
 

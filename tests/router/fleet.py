@@ -11,8 +11,7 @@ from engine.kv.block_hash import HASH_BYTES
 from engine.kv.tier import Tier
 from engine.node import NodeId
 from engine.stats import Role
-from router.index.prefix_index import NOTHING, Held
-from router.index.table import EXPECTED, FACT, IndexTable
+from router.index.table import EXPECTED, FACT, NOTHING, Held, IndexTable
 from router.placement.choice import Option
 from router.placement.cost import CostModel
 from router.placement.endpoint import Endpoint

@@ -11,7 +11,7 @@ from engine.messages import Abort, Probe
 from engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
 from prefill_worker.messages import Prefill
 from router.config import RouterConfig
-from router.index.prefix_index import Held
+from router.index.table import Held
 from router.messages import Cancel, Failed, Output, Submit
 from tests.router.script import BLOCK, CLIENT, Script, worker_info, worker_stats
 

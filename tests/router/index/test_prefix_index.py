@@ -6,7 +6,8 @@ import pytest
 
 from engine.kv.events import KVEvents, KVSnapshot
 from engine.kv.tier import Tier, TierHashes
-from router.index.prefix_index import Held, PrefixIndex
+from router.index.prefix_index import PrefixIndex
+from router.index.table import Held
 
 RETRY_S = 1.0
 EXPECTED_S = 10.0

@@ -9,8 +9,8 @@ import pytest
 from engine.kv.block_hash import HASH_BYTES
 from engine.kv.events import KVEvents, KVSnapshot
 from engine.kv.tier import Tier, TierHashes
-from router.index.prefix_index import NOTHING, Held, PrefixIndex
-from router.index.table import IndexTable
+from router.index.prefix_index import PrefixIndex
+from router.index.table import NOTHING, Held, IndexTable
 
 
 def chain(seed: int, num_blocks: int) -> bytes:

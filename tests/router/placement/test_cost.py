@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.cost import TOKENS_UNIT, blocks_worth_loading, prompt_features
-from router.index.prefix_index import Held
+from router.index.table import Held
 from router.placement.cost import SMOOTHING, CostModel
 from router.placement.endpoint import Endpoint
 from router.placement.work import Intake, Seconds

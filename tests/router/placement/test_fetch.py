@@ -11,7 +11,7 @@ from engine.kv.tier import Retention
 from engine.request import FinishReason, Refusal, SamplingParams
 from prefill_worker.messages import Prefill
 from router.config import POLICIES
-from router.index.prefix_index import Held
+from router.index.table import Held
 from router.messages import Cancel, Submit
 from tests.router.script import CLIENT, Script, worker_stats
 
