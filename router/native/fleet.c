@@ -65,12 +65,11 @@ static void put(fleet *f, worker *w, int64_t busy) {
 }
 
 /* A prefill worker is as busy as it is late done; a decode worker by its KV, then its sequences. */
-void kvr_fleet_update(fleet *f, worker *w, double now, double prefill_tokens_per_s) {
+void kvr_fleet_update(fleet *f, worker *w, const cost_model *c, double now) {
     double busy;
     if (w->is_prefill) {
-        double own = w->rates.prefill_tokens_per_s;
         busy = kvr_prompts_busy_until(w->prompts, now);
-        busy += w->other_tokens / (own > 0 ? own : prefill_tokens_per_s);
+        busy += w->other_tokens / RATE(c, w, prefill_tokens_per_s);
     } else {
         busy = used_fraction(w) + 0.01 * num_seqs(w);
     }

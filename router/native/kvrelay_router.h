@@ -125,6 +125,13 @@ typedef struct {
     bool is_prefill, alive, has_stats, is_ranked;
 } worker;
 
+/* `fleet`: rates of workers that have measured none. */
+typedef struct {
+    rates fleet;
+    double handoff_s, stalled_at_least;
+    int64_t free_tokens;
+} cost_model;
+
 /* -- a fleet: the workers of one role, least busy first ---------------------------------------- */
 
 typedef struct fleet fleet;
@@ -134,7 +141,7 @@ void kvr_fleet_free(fleet *f);
 void kvr_fleet_drop(fleet *f, worker *w);
 
 /* Rank the worker by what is known of it now. */
-void kvr_fleet_update(fleet *f, worker *w, double now, double prefill_tokens_per_s);
+void kvr_fleet_update(fleet *f, worker *w, const cost_model *c, double now);
 
 /* The workers, least busy first. `found` has room for all. */
 uint32_t kvr_fleet_list(const fleet *f, worker **found);
@@ -143,13 +150,6 @@ uint32_t kvr_fleet_list(const fleet *f, worker **found);
 bool kvr_fleet_has_room(const fleet *f, double now, int64_t max_inflight);
 
 /* -- costs: see `router.placement.cost` for the parts ------------------------------------------ */
-
-/* `fleet`: rates of workers that have measured none. */
-typedef struct {
-    rates fleet;
-    double handoff_s, stalled_at_least;
-    int64_t free_tokens;
-} cost_model;
 
 /* The full blocks of a prompt, hashed as workers of one kind do it, and what a lookup has found. */
 typedef struct {

@@ -57,9 +57,8 @@ class Fleet:
             del self._by_struct[endpoint.struct]
 
     def update(self, now: float, endpoint: Endpoint) -> None:
-        if endpoint.struct in self._by_struct:
-            rate = self._cost.prefill_tokens_per_s
-            self._lib.kvr_fleet_update(self.address, endpoint.address, now, rate)
+        if self._endpoints.get(endpoint.worker) is endpoint:
+            self._lib.kvr_fleet_update(self.address, endpoint.address, self._cost.address, now)
 
     def has_room(self, now: float, max_inflight: int) -> bool:
         """Whether any of them could take one more request."""
