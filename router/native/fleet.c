@@ -64,7 +64,8 @@ static void put(fleet *f, worker *w, int64_t busy) {
     w->ranked_chosen_at = w->chosen_at;
 }
 
-/* A prefill worker is as busy as it is late done; a decode worker by its KV, then its sequences. */
+/* A prefill worker is as busy as its queue is long, in time; a decode worker by its KV, then its
+ * sequences. */
 void kvr_fleet_update(fleet *f, worker *w, const cost_model *c, double now) {
     double busy;
     if (w->is_prefill) {

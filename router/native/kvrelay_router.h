@@ -34,7 +34,7 @@ void kvr_index_tidy(prefix_index *x, double now, uint64_t budget);
 /* A free slot for a worker; -1: all 65,535 are used. `group`: as in `kvr_index_best`. */
 int64_t kvr_index_open(prefix_index *x, uint32_t group);
 
-/* The worker has gone. Lookups ignore its blocks, and later calls take them out. */
+/* The worker is removed: lookups ignore its blocks, and later calls take them out. */
 void kvr_index_close(prefix_index *x, uint32_t slot);
 void kvr_index_regroup(prefix_index *x, uint32_t slot, uint32_t group);
 void kvr_index_change(prefix_index *x, uint32_t slot, const uint8_t *block_hashes, uint64_t count,
@@ -115,9 +115,9 @@ typedef struct {
     int64_t block_size, num_blocks, max_model_len, max_seq_blocks, max_num_batched_tokens;
     double bytes_per_token;
     int64_t slot; /* in the prefix index; -1: none */
-    double heard_at, excluded_until, typical_decoding;
+    double last_seen_at, excluded_until, typical_decoding;
     int64_t chosen_at; /* number of the decision that last took it */
-    int64_t num_booked, told_free_blocks;
+    int64_t num_booked, reported_free_blocks;
     int64_t own_tokens, own_decoding, uncounted_blocks, other_tokens, other_seqs;
     rates rates;
     prompt_queue *prompts;

@@ -12,7 +12,7 @@ static inline int64_t num_seqs(const worker *w) { return w->num_booked + w->othe
 static inline int64_t num_decoding(const worker *w) { return w->own_decoding + w->other_seqs; }
 
 static inline int64_t num_free(const worker *w) {
-    return w->told_free_blocks - w->uncounted_blocks;
+    return w->reported_free_blocks - w->uncounted_blocks;
 }
 
 static inline double used_fraction(const worker *w) {

@@ -37,7 +37,7 @@ from router.placement.work import Seconds, Work
 NUM_HOLDERS = 2  # candidates of a role that hold most of the prefix
 NUM_IDLE = 3  # and that are least busy
 MAX_TRIED = 32  # of the least busy ones, to find those that can take the request
-FETCH_SOURCES_PER_ROLE = 4  # the best ones of a kind; more would only cost the choice its time
+FETCH_SOURCES_PER_ROLE = 4  # the best ones of a role; more would only make the choice slower
 
 
 @dataclass(frozen=True, slots=True)
