@@ -1,10 +1,10 @@
 """C beside Python: compiled when it is first loaded, and kept in the user's cache directory.
 
-Life of a library: its sources lie in a package; the first process that loads it compiles them, on
-all its cores, under a name that says what it was made of (sources and headers, compiler, flags, the
-kind of machine); processes that come meanwhile wait for it, later ones find it. A library is on the
-disk before it gets its name, and ends with a digest of itself: one that was cut off or overwritten
-is compiled again. Nothing of Python's own headers is needed.
+Life of a library: its sources are in a package. The first process that loads it compiles them, in
+parallel; others wait for it under a file lock, and later ones find the library. Its name is a hash
+of the sources and headers, the compiler, the flags and the kind of machine. It is synced to disk
+before it is renamed into place, and ends with a digest of itself: a truncated or overwritten
+library is compiled again. Python's own headers are not needed.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _ctype(kind: Any) -> Any:
 
 
 def declarations(*headers: Path) -> FFI:
-    """What C headers declare, for cffi. The preprocessor's lines are left out of them, so what
-    Python is to know must not hang on one: constants are enums there."""
+    """What C headers declare, for cffi. Lines of the preprocessor are left out, so constants that
+    Python needs have to be enums there."""
     ffi = FFI()
     for header in headers:
         text = header.read_text(encoding="utf-8")
