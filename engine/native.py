@@ -1,10 +1,10 @@
 """C beside Python: compiled when it is first loaded, and kept in the user's cache directory.
 
-Life of a library: its sources lie in a package; the first process that loads it compiles them, on
-all its cores, under a name that says what it was made of (sources and headers, compiler, flags, the
-kind of machine); processes that come meanwhile wait for it, later ones find it. A library is on the
-disk before it gets its name, and ends with a digest of itself: one that was cut off or overwritten
-is compiled again. Nothing of Python's own headers is needed.
+Life of a library: its sources are in a package. The first process that loads it compiles them, in
+parallel; others wait for it under a file lock, and later ones find the library. Its name is a hash
+of the sources and headers, the compiler, the flags and the kind of machine. It is synced to disk
+before it is renamed into place, and ends with a digest of itself: a truncated or overwritten
+library is compiled again. Python's own headers are not needed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ FLAGS = ("-O3", "-std=c11", "-fPIC")
 MAX_SHOWN = 300  # characters of what the compiler wrote
 MARK = b"kvrelay-library\0"  # before the digest at the end of a library
 
-
 _CTYPES: dict[str, Any] = {
     "void": None,
     "_Bool": ctypes.c_bool,
+    "int": ctypes.c_int,
+    "float": ctypes.c_float,
     "double": ctypes.c_double,
-    **{f"{name}_t": getattr(ctypes, f"c_{name}") for name in ("int64", "uint32", "uint64")},
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint32_t": ctypes.c_uint32,
+    "uint64_t": ctypes.c_uint64,
 }
 
 
@@ -78,7 +82,8 @@ def load(
 
 
 def _with_gil(ffi: FFI, path: str) -> SimpleNamespace:
-    """The declared functions, called through ctypes: cffi always releases the lock."""
+    """The declared functions and constants. Called through ctypes: cffi always releases the lock.
+    `library` is what keeps them loaded."""
     library, found = ffi.dlopen(path), SimpleNamespace(library=ctypes.PyDLL(path))
     for name in dir(library):
         value = getattr(library, name)
@@ -98,8 +103,8 @@ def _ctype(kind: Any) -> Any:
 
 
 def declarations(*headers: Path) -> FFI:
-    """What C headers declare, for cffi. The preprocessor's lines are left out of them, so what
-    Python is to know must not hang on one: constants are enums there."""
+    """What C headers declare, for cffi. Lines of the preprocessor are left out, so constants that
+    Python needs have to be enums there."""
     ffi = FFI()
     for header in headers:
         text = header.read_text(encoding="utf-8")
@@ -116,9 +121,10 @@ def build(
 ) -> Path:
     """Path of the shared library made from `source`; compiles it unless that was done before.
 
-    `source` is one C file or a folder of them, whose subfolders count too. `flags` (a tuple) come
-    after the usual ones. It is kept in `cache_dir`/native. `instead_of`: a library that could not
-    be loaded although its bytes are right. Raises NativeBuildError.
+    `source` is one C file or a folder of them, with its subfolders. `flags` (a tuple) come after
+    the usual ones; where a compiler fails with -flto it is run without. The library is kept in
+    `cache_dir`/native. `instead_of`: a library that could not be loaded although its bytes are
+    right. Raises NativeBuildError.
     """
     compiler = _compiler(source)
     command = [*compiler, *FLAGS, *flags]
@@ -218,6 +224,15 @@ def _build_once(
 
 
 def _build(source: Path, command: list[str], path: Path) -> None:
+    try:
+        _compile(source, command, path)
+    except NativeBuildError:
+        if "-flto" not in command:
+            raise
+        _compile(source, [flag for flag in command if flag != "-flto"], path)
+
+
+def _compile(source: Path, command: list[str], path: Path) -> None:
     with (
         tempfile.TemporaryDirectory(prefix=path.stem, dir=path.parent) as scratch,
         ThreadPoolExecutor(os.cpu_count()) as threads,

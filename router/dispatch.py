@@ -93,7 +93,7 @@ class Dispatcher:
         was_alive = old is not None and old.alive
         if old is not None:
             self._retire(old)
-        endpoint = self._endpoints[info.worker] = Endpoint(info, heard_at=now)
+        endpoint = self._endpoints[info.worker] = Endpoint(info, last_seen_at=now)
         self.index.add(info.worker, info.epoch, GROUP[info.role])
         self._fleets[info.role].add(now, endpoint)
         self._on_fleet_changed()

@@ -1,11 +1,12 @@
-/* Names of a sequence's blocks: keyed BLAKE2b (RFC 7693), 16 bytes, each keyed with the one before.
+/* Hashes of a sequence's blocks: BLAKE2b (RFC 7693), 16 bytes, each keyed with the one before.
  *
  * The compression function is that of the RFC, for digests that need no more than one key block and
- * the data; words are little-endian, as every machine is that this serves on. */
-#include <stdint.h>
+ * the data; words are little-endian, as are all machines that this runs on. */
 #include <string.h>
 
-#define NAME 16
+#include "block_chain.h"
+
+#define HASH_BYTES 16
 #define BLOCK 128
 
 static const uint64_t IV[8] = {
@@ -57,16 +58,14 @@ static void compress(uint64_t h[8], const uint8_t *block, uint64_t total, int la
     for (int i = 0; i < 8; i++) h[i] ^= v[i] ^ v[i + 8];
 }
 
-/* names[i] = BLAKE2b-128(tokens of block i, key = names[i - 1]); names[-1] is `parent`.
- * tokens: count * size bytes, size > 0. */
-void chain_hashes(const uint8_t *parent, const uint8_t *tokens, uint64_t count, uint64_t size,
-                 uint8_t *names) {
+void kvr_chain_hashes(const uint8_t *parent, const uint8_t *tokens, uint64_t count, uint64_t size,
+                      uint8_t *block_hashes) {
     for (uint64_t i = 0; i < count; i++, tokens += size) {
         uint8_t block[BLOCK] = {0};
         uint64_t h[8], done = BLOCK, left = size;
         memcpy(h, IV, sizeof h);
-        h[0] ^= 0x01010000u ^ (NAME << 8) ^ NAME;
-        memcpy(block, parent, NAME);
+        h[0] ^= 0x01010000u ^ (HASH_BYTES << 8) ^ HASH_BYTES;
+        memcpy(block, parent, HASH_BYTES);
         compress(h, block, done, 0);
         for (const uint8_t *at = tokens; left; at += BLOCK) {
             uint64_t part = left < BLOCK ? left : BLOCK;
@@ -75,7 +74,7 @@ void chain_hashes(const uint8_t *parent, const uint8_t *tokens, uint64_t count, 
             done += part, left -= part;
             compress(h, block, done, left == 0);
         }
-        memcpy(names + NAME * i, h, NAME);
-        parent = names + NAME * i;
+        memcpy(block_hashes + HASH_BYTES * i, h, HASH_BYTES);
+        parent = block_hashes + HASH_BYTES * i;
     }
 }

@@ -19,7 +19,7 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-from engine.native import NativeBuildError, load
+from engine.native import NativeBuildError, declarations, load
 
 SOURCE = Path(__file__).parents[1] / "c" / "block_chain.c"
 HASH_BYTES = 16
@@ -129,17 +129,12 @@ def _chain(parent: bytes, tokens: bytes, step: int) -> list[bytes]:
 
 @cache
 def _hasher() -> Callable[..., None] | None:
-    """`chain_hashes` of block_chain.c; None: it cannot be compiled here."""
+    """`kvr_chain_hashes` of block_chain.c; None: it cannot be compiled here."""
     try:
-        function = load(SOURCE, hold_gil=True).chain_hashes
+        library = load(SOURCE, ffi=declarations(SOURCE.with_suffix(".h")), hold_gil=True)
     except NativeBuildError:
         return None
-    function.restype = None
-    function.argtypes = [
-        *(ctypes.c_char_p, ctypes.c_char_p),
-        *(ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p),
-    ]
-    hasher: Callable[..., None] = function
+    hasher: Callable[..., None] = library.kvr_chain_hashes
     return hasher
 
 

@@ -32,8 +32,10 @@ def count_hashes(block_hashes: Hashes) -> int:
     return count
 
 
-def _address(block_hashes: Hashes) -> int:
-    """For a call: the buffer may change its size again after it."""
+def _address(block_hashes: Hashes) -> bytes | int:
+    """`block_hashes` as an argument, without a copy; its size must not change meanwhile."""
+    if isinstance(block_hashes, bytes):
+        return block_hashes
     return address_of(ffi.from_buffer(block_hashes))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from engine.native import declarations, load
 
 FOLDER = Path(__file__).parent
-FLAGS = ("-fvisibility=hidden",)
+FLAGS = ("-fvisibility=hidden", "-flto")
 
 ffi = declarations(FOLDER / "kvrelay_router.h")
 _ADDRESS = ffi.typeof("uintptr_t")

@@ -2,7 +2,7 @@
 #include "candidates.h"
 
 static bool is_trusted(const question *q, const worker *w) {
-    if (w->has_stats && q->asked.now - w->heard_at >= q->probe_after_s)
+    if (w->has_stats && q->asked.now - w->last_seen_at >= q->probe_after_s)
         return false;
     for (int64_t i = 0; i < q->num_avoid; i++)
         if (q->avoid[i] == w)

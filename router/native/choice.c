@@ -172,7 +172,7 @@ void kvr_expect(chooser *x, const question *q, const cost_model *c, fleet *f, wo
     double now = q->asked.now;
     const hashed_prompt *p = prompt_for(&q->asked, w);
     if (w->is_ranked)
-        kvr_fleet_update(f, w, now, c->fleet.prefill_tokens_per_s);
+        kvr_fleet_update(f, w, c, now);
     if (p != NULL && w->slot >= 0)
         index_expect_looked_up(x->index, w->slot, p->block_hashes, num_looked_up(&q->asked, p),
                                from, now, until);

@@ -6,9 +6,7 @@
 #define TOKENS_UNIT 4096.0 /* as in engine/cost.py */
 #define SEQS_UNIT 16.0
 
-/* -- rates: as the worker has measured them, or else the fleet --------------------------------- */
-
-#define RATE(c, w, name) ((w)->rates.name > 0 ? (w)->rates.name : (c)->fleet.name)
+/* -- times from rates and fits ---------------------------------------------------------------- */
 
 static const double *weights_of(const double *own, bool has_own, const double *all,
                                 bool has_all) {

@@ -64,13 +64,13 @@ static void put(fleet *f, worker *w, int64_t busy) {
     w->ranked_chosen_at = w->chosen_at;
 }
 
-/* A prefill worker is as busy as it is late done; a decode worker by its KV, then its sequences. */
-void kvr_fleet_update(fleet *f, worker *w, double now, double prefill_tokens_per_s) {
+/* A prefill worker is as busy as its queue is long, in time; a decode worker by its KV, then its
+ * sequences. */
+void kvr_fleet_update(fleet *f, worker *w, const cost_model *c, double now) {
     double busy;
     if (w->is_prefill) {
-        double own = w->rates.prefill_tokens_per_s;
         busy = kvr_prompts_busy_until(w->prompts, now);
-        busy += w->other_tokens / (own > 0 ? own : prefill_tokens_per_s);
+        busy += w->other_tokens / RATE(c, w, prefill_tokens_per_s);
     } else {
         busy = used_fraction(w) + 0.01 * num_seqs(w);
     }

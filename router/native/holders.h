@@ -2,8 +2,8 @@
  *
  * They are one 64-bit word. Up to three holders are in the word itself; more are a set, to which
  * the word points. Sets never change and equal ones are kept once: the blocks of a prompt that the
- * same workers hold share a set, and two blocks have the same holders if their words are equal. A set
- * counts the words that point to it, and is freed with the last.
+ * same workers hold share a set, and two blocks have the same holders if their words are equal. A
+ * set counts the words that point to it, and is freed with the last.
  */
 #ifndef KVRELAY_HOLDERS_H
 #define KVRELAY_HOLDERS_H
@@ -71,7 +71,7 @@ typedef struct {
 typedef struct {
     pool pools[NUM_POOLS];
     set *scratch; /* room for a set of all words */
-    /* The last change of a set: the next block of a prompt mostly needs the same one. */
+    /* The last change of a set: the next block of a prompt usually needs the same. */
     set *memo_from, *memo_to;
     uint64_t memo_change;
     uint64_t num_bytes, num_sets;

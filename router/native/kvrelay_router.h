@@ -34,7 +34,7 @@ void kvr_index_tidy(prefix_index *x, double now, uint64_t budget);
 /* A free slot for a worker; -1: all 65,535 are used. `group`: as in `kvr_index_best`. */
 int64_t kvr_index_open(prefix_index *x, uint32_t group);
 
-/* The worker has gone. Lookups ignore its blocks, and later calls take them out. */
+/* The worker is removed: lookups ignore its blocks, and later calls take them out. */
 void kvr_index_close(prefix_index *x, uint32_t slot);
 void kvr_index_regroup(prefix_index *x, uint32_t slot, uint32_t group);
 void kvr_index_change(prefix_index *x, uint32_t slot, const uint8_t *block_hashes, uint64_t count,
@@ -115,15 +115,22 @@ typedef struct {
     int64_t block_size, num_blocks, max_model_len, max_seq_blocks, max_num_batched_tokens;
     double bytes_per_token;
     int64_t slot; /* in the prefix index; -1: none */
-    double heard_at, excluded_until, typical_decoding;
+    double last_seen_at, excluded_until, typical_decoding;
     int64_t chosen_at; /* number of the decision that last took it */
-    int64_t num_booked, told_free_blocks;
+    int64_t num_booked, reported_free_blocks;
     int64_t own_tokens, own_decoding, uncounted_blocks, other_tokens, other_seqs;
     rates rates;
     prompt_queue *prompts;
     int64_t ranked_busy, ranked_chosen_at, tie_break; /* its key in its fleet */
     bool is_prefill, alive, has_stats, is_ranked;
 } worker;
+
+/* `fleet`: rates of workers that have measured none. */
+typedef struct {
+    rates fleet;
+    double handoff_s, stalled_at_least;
+    int64_t free_tokens;
+} cost_model;
 
 /* -- a fleet: the workers of one role, least busy first ---------------------------------------- */
 
@@ -134,7 +141,7 @@ void kvr_fleet_free(fleet *f);
 void kvr_fleet_drop(fleet *f, worker *w);
 
 /* Rank the worker by what is known of it now. */
-void kvr_fleet_update(fleet *f, worker *w, double now, double prefill_tokens_per_s);
+void kvr_fleet_update(fleet *f, worker *w, const cost_model *c, double now);
 
 /* The workers, least busy first. `found` has room for all. */
 uint32_t kvr_fleet_list(const fleet *f, worker **found);
@@ -143,13 +150,6 @@ uint32_t kvr_fleet_list(const fleet *f, worker **found);
 bool kvr_fleet_has_room(const fleet *f, double now, int64_t max_inflight);
 
 /* -- costs: see `router.placement.cost` for the parts ------------------------------------------ */
-
-/* `fleet`: rates of workers that have measured none. */
-typedef struct {
-    rates fleet;
-    double handoff_s, stalled_at_least;
-    int64_t free_tokens;
-} cost_model;
 
 /* The full blocks of a prompt, hashed as workers of one kind do it, and what a lookup has found. */
 typedef struct {

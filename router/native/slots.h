@@ -1,10 +1,10 @@
 /* What is known of each worker: a slot, how many blocks it has, and which.
  *
  * The blocks of a slot are listed by their tags, 4 bytes each. The list only gets longer: a block
- * that has gone leaves its tag, and one that came back is there twice, until the list is full; if
+ * that is dropped leaves its tag, and one that came back is there twice, until the list is full; if
  * more than a third of it is stale then, it is sorted and pruned instead of being enlarged.
  *
- * Life of a slot: free; open for a worker; closed, when the worker has gone or has begun anew. Its
+ * Life of a slot: free; open for a worker; closed, when the worker is removed or restarts. Its
  * blocks are then taken out some at a time, by later calls, and it is free again.
  */
 #ifndef KVRELAY_SLOTS_H

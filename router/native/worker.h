@@ -4,12 +4,15 @@
 
 #include "kvrelay_router.h"
 
+/* As the worker has measured it, or else the fleet. */
+#define RATE(c, w, name) ((w)->rates.name > 0 ? (w)->rates.name : (c)->fleet.name)
+
 static inline int64_t num_seqs(const worker *w) { return w->num_booked + w->other_seqs; }
 
 static inline int64_t num_decoding(const worker *w) { return w->own_decoding + w->other_seqs; }
 
 static inline int64_t num_free(const worker *w) {
-    return w->told_free_blocks - w->uncounted_blocks;
+    return w->reported_free_blocks - w->uncounted_blocks;
 }
 
 static inline double used_fraction(const worker *w) {

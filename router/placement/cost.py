@@ -6,18 +6,18 @@ total = queue + load + fetch + prefill + transfer + memory + decode   the reques
   load      reading KV from the worker's own host memory and disk into its device
   fetch     reading KV from a peer that holds more of the prefix
   prefill   computing the tokens that are missing then
-  transfer  reading KV from the prefill worker, as far as it does not hide behind the prefill
+  transfer  reading KV from the prefill worker, as far as it does not overlap with the prefill
   memory    waiting for blocks, where there are too few
   decode    its output at the worker's step time, with the KV that is there then
   delay     to the longer prompts, which now wait for this one
   stall     prefill time on a decode worker, once for each sequence that decodes there meanwhile;
-            the few tokens that ride along in a decode step are free
+            the few tokens that a decode step computes beside its own are free
   crowd     to the sequences there: each step takes longer
 
 KV is loaded or fetched only where that is quicker than computing it. queue + load + fetch + prefill
 is the time to the first token.
 
-The sums are worked out in `router/native/cost.c`, from the rates that are kept here and in the
+The sums are computed in `router/native/cost.c`, from the rates that are kept here and in the
 endpoints.
 """
 
@@ -74,10 +74,10 @@ class CostModel:
         set_weights(fleet, self._prompt_weights, self._decode_weights)
 
 
-def _nearer(known: tuple[float, ...], told: tuple[float, ...]) -> tuple[float, ...]:
-    """`known`, a step towards what one worker told."""
-    if not told:
+def _nearer(known: tuple[float, ...], measured: tuple[float, ...]) -> tuple[float, ...]:
+    """`known`, moved towards what one worker has measured."""
+    if not measured:
         return known
     if not known:
-        return told
-    return tuple(a + SMOOTHING * (b - a) for a, b in zip(known, told, strict=True))
+        return measured
+    return tuple(a + SMOOTHING * (b - a) for a, b in zip(known, measured, strict=True))

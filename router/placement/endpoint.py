@@ -1,10 +1,10 @@
 """One worker of one epoch, as a router sees it.
 
-Life: made when the controller says the worker is up; fed by its statistics and by what this router
-sends it; dead for ever when the controller says so (a new epoch is a new `Endpoint`).
+Life: made when the controller says the worker is up; updated by its statistics and by what this
+router dispatches; dead for ever when the controller says so (a new epoch is a new `Endpoint`).
 
-Statistics are late by up to an interval, so what was dispatched is booked at once. When statistics
-come, booked work that they must know of is taken off them: the rest is other routers' load.
+Statistics are up to an interval old, so what is dispatched is booked at once. When statistics come,
+booked work that they must include is subtracted from them: the rest is other routers' load.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Endpoint:
     chosen_at: int = struct_field("chosen_at")  # number of the decision that last took it
     alive: bool = struct_field("alive")
 
-    def __init__(self, info: WorkerInfo, heard_at: float) -> None:
+    def __init__(self, info: WorkerInfo, last_seen_at: float) -> None:
         self.info = info
         self.worker = info.worker
         self.prompts = PromptQueue()
@@ -141,8 +141,8 @@ class Endpoint:
             "max_num_batched_tokens": info.max_num_batched_tokens,
             "bytes_per_token": info.bytes_per_block / info.block_size,
             "slot": -1,
-            "heard_at": heard_at,
-            "told_free_blocks": info.num_blocks,
+            "last_seen_at": last_seen_at,
+            "reported_free_blocks": info.num_blocks,
             "prompts": self.prompts.struct,
             "is_prefill": info.role is Role.PREFILL,
             "alive": True,
@@ -176,7 +176,7 @@ class Endpoint:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that are neither held nor waited for; negative where more are wanted than free."""
-        number: int = self.struct.told_free_blocks - self.struct.uncounted_blocks
+        number: int = self.struct.reported_free_blocks - self.struct.uncounted_blocks
         return number
 
     def book(
@@ -218,21 +218,21 @@ class Endpoint:
         struct.own_tokens -= booking.prefill_tokens
         struct.own_decoding -= booking.decoding
         if booking.counted:  # until statistics say so, they are as good as known to be free
-            free_blocks = struct.told_free_blocks + booking.num_blocks
-            struct.told_free_blocks = min(self.info.num_blocks, free_blocks)
+            free_blocks = struct.reported_free_blocks + booking.num_blocks
+            struct.reported_free_blocks = min(self.info.num_blocks, free_blocks)
         else:
             struct.uncounted_blocks -= booking.num_blocks
         return True
 
     def on_stats(self, now: float, stats: WorkerStats) -> None:
         """Take statistics in and settle the books against them."""
-        elapsed_s = now - self.struct.heard_at if self.stats is not None else TYPICAL_S
+        elapsed_s = now - self.struct.last_seen_at if self.stats is not None else TYPICAL_S
         weight = 1.0 - exp(-max(0.0, elapsed_s) / TYPICAL_S)
         self.typical_decoding += weight * (stats.num_running - self.typical_decoding)
         self.stats = stats
         self.struct.has_stats = True
-        self.struct.told_free_blocks = stats.num_free_blocks - stats.num_wanted_blocks
-        self.struct.heard_at = now
+        self.struct.reported_free_blocks = stats.num_free_blocks - stats.num_wanted_blocks
+        self.struct.last_seen_at = now
         rates = self.struct.rates
         for name in RATES:
             setattr(rates, name, getattr(stats, name))

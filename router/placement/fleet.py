@@ -1,8 +1,8 @@
-"""The living workers of one role, the least busy first, so that a choice need not look at all.
+"""The living workers of one role, the least busy first, so that a choice considers only some.
 
 An endpoint's rank is that of its last `update`; the dispatcher updates it whenever what it knows
 of the worker changes. A decode worker is as busy as its KV pool is full, and then as it has
-sequences; a prefill worker by when it will have nothing to do. The order is kept in
+sequences; a prefill worker as its queue is long, in time. The order is kept in
 `router/native/fleet.c`, where choices read it.
 """
 
@@ -22,7 +22,7 @@ from router.placement.endpoint import Endpoint
 class Fleet:
     """Owned by a dispatcher. Invariant: the native order has the `_endpoints`, each once. Equally
     busy ones come in the order in which they were last chosen; among those never chosen the order
-    is one of this router's own, so that several routers do not herd."""
+    depends on `salt`, which differs between routers, so that they do not all choose the same."""
 
     def __init__(self, salt: str, cost: CostModel) -> None:
         self._salt = salt
@@ -57,9 +57,8 @@ class Fleet:
             del self._by_struct[endpoint.struct]
 
     def update(self, now: float, endpoint: Endpoint) -> None:
-        if endpoint.struct in self._by_struct:
-            rate = self._cost.prefill_tokens_per_s
-            self._lib.kvr_fleet_update(self.address, endpoint.address, now, rate)
+        if self._endpoints.get(endpoint.worker) is endpoint:
+            self._lib.kvr_fleet_update(self.address, endpoint.address, self._cost.address, now)
 
     def has_room(self, now: float, max_inflight: int) -> bool:
         """Whether any of them could take one more request."""

@@ -94,13 +94,29 @@ def test_a_folder_of_sources_becomes_one_library(cache: Path, folder: Path) -> N
     assert answer(build(folder)) == 53
 
 
-def test_functions_that_a_header_declares_are_called_by_cffi(cache: Path, folder: Path) -> None:
+def test_what_a_header_declares_can_be_called(cache: Path, folder: Path) -> None:
     (folder / "sums.h").write_text(
         "#ifndef SUMS_H\n#define SUMS_H\n#define LONG(x) \\\n    (x)\n"
         "/* A comment. */\nenum { BASE = 40 };\nint two(void);\nint answer(void);\n#endif\n"
     )
-    library = load(folder, ffi=declarations(folder / "sums.h"))
-    assert library.answer() == library.BASE + 2 == 42
+    ffi = declarations(folder / "sums.h")
+    for library in (load(folder, ffi=ffi), load(folder, ffi=ffi, hold_gil=True)):
+        assert library.answer() == library.BASE + 2 == 42
+
+
+def test_a_compiler_without_link_time_optimization_does_without(
+    cache: Path, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        '#!/bin/sh\ncase " $* " in *" -flto "*) echo no >&2; exit 1;; esac\nexec cc "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    path = build(folder, ("-flto",))
+    assert answer(path) == 42
+    assert build(folder, ("-flto",)) == path
+    assert list(cache.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("damage", ["cut off", "garbage", "one byte"])

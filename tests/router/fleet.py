@@ -26,7 +26,7 @@ ROOMY = {"num_blocks": 1000, "max_model_len": 1_000_000}
 
 def endpoint(name: str, *, info: dict[str, object] | None = None, **stats: object) -> Endpoint:
     """A worker that has told its rates, and `stats`."""
-    made = Endpoint(worker_info(name, **{**ROOMY, **(info or {})}), heard_at=0.0)
+    made = Endpoint(worker_info(name, **{**ROOMY, **(info or {})}), last_seen_at=0.0)
     told = {"worker": name, "num_free_blocks": made.info.num_blocks, **stats}
     made.on_stats(0.0, replace(STATS, **told))  # type: ignore[arg-type]
     return made

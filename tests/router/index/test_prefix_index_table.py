@@ -11,10 +11,11 @@ from engine.kv.events import KVEvents, KVSnapshot
 from engine.kv.tier import Tier, TierHashes
 from router.index.prefix_index import PrefixIndex
 from router.index.table import NOTHING, Held, IndexTable
+from router.native.bindings import bindings
 
 
 def chain(seed: int, num_blocks: int) -> bytes:
-    """Names of a prompt's blocks, packed."""
+    """Hashes of a prompt's blocks, packed."""
     return random.Random(seed).randbytes(HASH_BYTES * num_blocks)
 
 
@@ -231,3 +232,11 @@ def test_a_table_follows_65535_workers_and_says_so_when_there_are_more() -> None
     table.close(slot)
     assert table.open(0) == slot
     assert table.num_blocks == 0
+
+
+def test_only_what_the_header_declares_is_exported() -> None:
+    library = bindings().library
+    assert library["kvr_index_new"]
+    for shared in ("change_block", "find_runs", "local_at"):
+        with pytest.raises(AttributeError):
+            library[shared]

@@ -132,7 +132,7 @@ def test_kv_that_is_there_makes_steps_longer_where_the_worker_says_so() -> None:
 
 def test_rates_not_measured_are_those_of_the_fleet() -> None:
     cost = CostModel(prefill_tokens_per_s=1000.0)
-    silent = Endpoint(worker_info("prefill-9"), heard_at=0.0)
+    silent = Endpoint(worker_info("prefill-9"), last_seen_at=0.0)
     assert prefill_s(cost, silent, 500) == pytest.approx(0.5)
     cost.on_stats(replace(STATS, prefill_tokens_per_s=100.0, decode_step_s=0.0))
     assert prefill_s(cost, silent, 500) == pytest.approx(5.0)
@@ -230,7 +230,7 @@ def test_the_router_loads_what_the_worker_will(
 
 def test_rates_of_tiers_that_were_not_measured_are_those_of_the_fleet() -> None:
     cost, todo = CostModel(), work(1000, decode_9=on(host=500))
-    silent = Endpoint(worker_info("decode-9"), heard_at=0.0)
+    silent = Endpoint(worker_info("decode-9"), last_seen_at=0.0)
     cost.on_stats(replace(STATS, **rates(host_read=5000)))
     assert local_cost(cost, 0.0, silent, todo).seconds.load == pytest.approx(0.1)
 

@@ -35,7 +35,7 @@ class FleetMachine(RuleBasedStateMachine):
         if old is not None:
             self.fleet.remove(old)
             self.dead.append(old)
-        made = self.living[name] = Endpoint(worker_info(name), heard_at=0.0)
+        made = self.living[name] = Endpoint(worker_info(name), last_seen_at=0.0)
         self.fleet.add(0.0, made)
         self.note(made)
 
@@ -93,7 +93,7 @@ TestFleetMachine.settings = settings(max_examples=50, stateful_step_count=30, de
 def order_of(salt: str, num_workers: int) -> list[str]:
     fleet = Fleet(salt, CostModel())
     for number in range(num_workers):
-        fleet.add(0.0, Endpoint(worker_info(f"decode-{number}"), heard_at=0.0))
+        fleet.add(0.0, Endpoint(worker_info(f"decode-{number}"), last_seen_at=0.0))
     return [endpoint.worker for endpoint in fleet.least_busy()]
 
 
@@ -107,7 +107,7 @@ def test_equally_busy_workers_come_in_an_order_of_the_routers_own() -> None:
 def test_a_worker_is_as_busy_as_its_pool_is_full_or_its_prompts_are_late(role: str) -> None:
     fleet, workers = Fleet("", CostModel()), []
     for number in range(3):
-        workers.append(Endpoint(worker_info(f"{role}-{number}"), heard_at=0.0))
+        workers.append(Endpoint(worker_info(f"{role}-{number}"), last_seen_at=0.0))
         fleet.add(0.0, workers[-1])
     workers[0].book(0.0, "long", 900, 40, 9.0)
     for number in range(2):
