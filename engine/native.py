@@ -63,13 +63,12 @@ def load(
     """The shared library made from `source`, which is built as `build` says.
 
     A `ctypes.CDLL`, or with `ffi` an object with the functions that are declared there (see
-    `declarations`). With `hold_gil` calls keep Python's lock: right for calls of microseconds,
-    which would wait longer to get it back than they take. They are then functions of ctypes, and
-    take addresses for pointers.
+    `declarations`), which take addresses for pointers. With `hold_gil` calls keep Python's lock:
+    right for calls of microseconds, which would wait longer to get it back than they take.
     """
     opener: Callable[[str], Any] = ctypes.PyDLL if hold_gil else ctypes.CDLL
     if ffi is not None:
-        opener = partial(_with_gil, ffi) if hold_gil else ffi.dlopen
+        opener = partial(_declared, ffi, ctypes.PYFUNCTYPE if hold_gil else ctypes.CFUNCTYPE)
     path = build(source, flags, cache_dir=cache_dir)
     try:
         return opener(str(path))
@@ -81,25 +80,40 @@ def load(
         raise NativeBuildError(f"{path} cannot be loaded, newly compiled: {error}") from error
 
 
-def _with_gil(ffi: FFI, path: str) -> SimpleNamespace:
-    """The declared functions and constants. Called through ctypes: cffi always releases the lock.
-    `library` is what keeps them loaded."""
-    library, found = ffi.dlopen(path), SimpleNamespace(library=ctypes.PyDLL(path))
+def _declared(ffi: FFI, prototype: Any, path: str) -> SimpleNamespace:
+    """The declared functions and constants. Called through ctypes: cffi always releases the lock,
+    and takes pointers of the right type only. `library` is what keeps them loaded."""
+    library, found = ffi.dlopen(path), SimpleNamespace(library=ctypes.CDLL(path))
     for name in dir(library):
         value = getattr(library, name)
         if isinstance(value, ffi.CData):
             kind = ffi.typeof(value)
-            types = [_ctype(each) for each in (kind.result, *kind.args)]
-            value = ctypes.PYFUNCTYPE(*types)(int(ffi.cast("uintptr_t", value)))
+            is_text = kind.result.kind == "pointer" and kind.result.item.cname == "char"
+            result = ctypes.c_char_p if is_text else _ctype(kind.result)
+            made = prototype(result, *map(_ctype, kind.args))
+            value = made(int(ffi.cast("uintptr_t", value)))
         setattr(found, name, value)
     return found
 
 
 def _ctype(kind: Any) -> Any:
-    """The type of an argument or result, for ctypes."""
+    """The type of an argument, result or field, for ctypes."""
     if kind.kind == "pointer":
-        return ctypes.c_char_p if kind.item.cname == "char" else ctypes.c_void_p
-    return _CTYPES[kind.cname]
+        return ctypes.c_void_p
+    return _structure(kind) if kind.kind == "struct" else _CTYPES[kind.cname]
+
+
+def structure(ffi: FFI, name: str) -> Any:
+    """A struct that a header declares, as a class of ctypes: pointers are addresses in it."""
+    return _structure(ffi.typeof(name))
+
+
+@cache
+def _structure(kind: Any) -> Any:
+    fields = [(name, _ctype(field.type)) for name, field in kind.fields]
+    made: Any = type(kind.cname, (ctypes.Structure,), {"_fields_": fields})
+    assert all(getattr(made, name).offset == field.offset for name, field in kind.fields), kind
+    return made
 
 
 def declarations(*headers: Path) -> FFI:

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from engine.model.config import INT8_GROUP
 
-GROUP = INT8_GROUP  # inputs; also in linear.h
+GROUP = INT8_GROUP  # inputs; also in gemm/layout.h
 QUANTIZATIONS = ("none", "int8")
 _MAX = 127.0
-_MAX_INPUT, _MIN_INPUT = 1023.0, 1e-30  # of a group's largest; as in linear_integers.c
+_MAX_INPUT, _MIN_INPUT = 1023.0, 1e-30  # of a group's largest; as in gemm/int8_int16.c
 _CHUNK = 1 << 17  # weights
 
 

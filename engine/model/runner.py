@@ -23,7 +23,7 @@ from engine.model.config import with_window
 from engine.model.cpu import kernels
 from engine.model.cpu.decode import CpuDecode
 from engine.model.cpu.huge_pages import HugePages, make_real
-from engine.model.cpu.linear import quickest_kind
+from engine.model.cpu.linear import fastest_kind
 from engine.model.cpu.ops import CpuOps
 from engine.model.cpu.sampling import CpuDraw
 from engine.model.decoder import Decoder
@@ -256,7 +256,7 @@ def find_device(name: str) -> torch.device:
 def _is_bf16_faster() -> bool:
     """Whether this CPU multiplies 16-bit matrices faster than float32."""
     try:
-        return quickest_kind(kernels.load(default_cache_dir())) > 0
+        return fastest_kind(kernels.load(default_cache_dir())) > 0
     except kernels.KernelsUnavailable:
         return cpu_has_bf16()
 

@@ -16,43 +16,15 @@ import torch
 
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.cpu.kernels import KernelsUnavailable
+from engine.model.cpu.kernels import KernelsUnavailable, structure
 from engine.model.rope import rope_tables
 
-_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # as in common.h
+_Attention, _Rope = structure("Attention"), structure("Rope")
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # as in attention/attention.h
 _MAX_GROUP = 32  # heads that one item of work takes, if their KV head has more
 _MAX_LATENT_GROUP = 16  # their vectors are longer
 _MAX_TILES = 4  # of one item: what keys are made into is paid once for all of them
 _ITEMS = 8  # for each thread at least, if there are several tiles for each
-
-
-class _Attention(ctypes.Structure):
-    """`Attention` of attention.h, field by field."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("qkv", "out", "pool", "partial", "tables")),
-        *((name, _POINTER) for name in ("query_start", "query_len", "context_len")),
-        *((name, _POINTER) for name in ("items", "merges", "cos", "sin")),
-        *((name, _LONG) for name in ("qkv_stride", "table_stride", "block_stride", "head_stride")),
-        *((name, _LONG) for name in ("value_offset", "num_heads", "group", "shares", "head_dim")),
-        *((name, _LONG) for name in ("value_dim", "block_size", "num_items", "num_merges")),
-        *((name, _LONG) for name in ("window", "num_sinks", "rope_at", "rope_dim", "mixed_half")),
-        *(("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
-        *((name, ctypes.c_int32) for name in ("kv_kind", "threads", "narrowed")),
-    )
-
-
-class _Rope(ctypes.Structure):
-    """`Rope` of layers.c, field by field."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("cos", "sin", "positions", "slots")),
-        *((name, _LONG) for name in ("qkv_stride", "block_stride", "head_stride", "value_offset")),
-        *((name, _LONG) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size")),
-        *((name, _LONG) for name in ("rope_at", "rope_dim", "mixed_half")),
-        *(("eps", ctypes.c_float), ("kv_kind", ctypes.c_int32)),
-    )
 
 
 class CpuAttention:
@@ -64,11 +36,11 @@ class CpuAttention:
         config: ModelConfig,
         pool: torch.Tensor,
         max_positions: int,
-        library: ctypes.CDLL,
+        library: Any,
         num_threads: int,
-        narrowed: int = 0,
+        low_precision: int = 0,
     ) -> None:
-        """narrowed: as of `CpuOps`; for keys and values in bfloat16, where heads are of whole
+        """low_precision: as of `CpuOps`; for keys and values in bfloat16, where heads are of whole
         vectors of pairs.
         pool: [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim], float32
         or bfloat16, or bytes [.., num_kv_heads, bytes_per_head] of float8_e4m3. Raises
@@ -82,11 +54,11 @@ class CpuAttention:
         group = max(n for n in range(1, min(together, most) + 1) if together % n == 0)
         self._group, self._items_per_seq = group, c.num_heads // group
         self.tile: int = library.kvr_attention_tile(group, c.head_dim)
-        self.stretch: int = library.kvr_attention_stretch()  # positions that are summed first
+        self.split_keys: int = library.kvr_attention_split_keys()  # positions that are summed first
         self._value_dim = c.head_dim if latent is None else latent.rank
         odd = (c.head_dim | self._value_dim) % (2 * library.kvr_vector_width())
-        is_narrowed = pool.dtype == torch.bfloat16 and not odd
-        self._most_tiles = _MAX_TILES if is_narrowed and narrowed else 1
+        is_low_precision = pool.dtype == torch.bfloat16 and not odd
+        self._most_tiles = _MAX_TILES if is_low_precision and low_precision else 1
         kv_heads = c.num_heads + 2 * c.num_kv_heads if latent is None else c.num_heads
         block_size = pool.shape[4] if pool.dim() == 6 else pool.shape[4] // (c.head_dim + 1)
         shared = {
@@ -106,12 +78,12 @@ class CpuAttention:
             "value_dim": self._value_dim,
             "scale": c.score_scale,
             "softcap": c.attention_softcap,
-            "narrowed": narrowed if is_narrowed else 0,
+            "low_precision": low_precision if is_low_precision else 0,
             "threads": num_threads,
         }
         self._tables = [rope_tables(r, max_positions, torch.device("cpu")) for r in c.ropes]
-        self._ropes: dict[int, _Rope] = {}
-        self._attentions: dict[tuple[int, int], _Attention] = {}
+        self._ropes: dict[int, Any] = {}
+        self._attentions: dict[tuple[int, int], Any] = {}
         self._layers: list[tuple[int, tuple[int, int]]] = []  # which of them each layer has
         for layer in range(c.num_layers):
             index, window = c.layer_ropes[layer] if c.layer_ropes else 0, c.window(layer)
@@ -160,15 +132,15 @@ class CpuAttention:
         """The fields of a description that say who does what in layers of `window`."""
         width, num_seqs = self._items_per_seq, len(batch.spans)
         tiles = len(batch.tokens) * width // (self._threads * _ITEMS * self.tile)
-        short = self._lib.kvr_attention_short()  # queries, whose stretches are shared out
+        short = self._lib.kvr_attention_short_query()  # queries, whose splits are shared out
         most = most_tiles = 0
         for _, length, end in batch.spans:
             count, is_short = length // self.tile + 1, length <= short
-            most += count * (end // self.stretch + 3 if is_short else 1)
+            most += count * (end // self.split_keys + 3 if is_short else 1)
             most_tiles += count * is_short
         items = torch.empty(most * width * 6, dtype=torch.int32)
         merges = torch.empty(most_tiles * width * 6, dtype=torch.int32)
-        counts = (_LONG * 3)()
+        counts = (ctypes.c_int64 * 3)()
         self._lib.kvr_attention_plan(
             num_seqs,
             batch.query_len.data_ptr(),
@@ -179,7 +151,7 @@ class CpuAttention:
             sinks,
             items.data_ptr(),
             merges.data_ptr(),
-            counts,
+            ctypes.addressof(counts),
         )
         partial = torch.empty(counts[2] * self._group * (self._value_dim + 2))
         self._plans[window] = (items, merges, partial)
@@ -202,15 +174,15 @@ class CpuAttention:
         other._plans, other._alive = {}, None
         return other
 
-    def hold(self, rows: dict[str, np.ndarray], capacity: int, stretches: int) -> list[int]:
+    def hold(self, rows: dict[str, np.ndarray], capacity: int, splits: int) -> list[int]:
         """Of decodes, `capacity` rows at most: `rows` are arrays that stay, named as in `Batch`,
-        and what they meet has no more than `stretches` altogether. The kernels plan each pass.
+        and what they meet has no more than `splits` altogether. The kernels plan each pass.
         Returns addresses of the descriptions that they do so in."""
         at = {name: array.ctypes.data for name, array in rows.items()}
         width, per_row = self._items_per_seq, self._group * (self._value_dim + 2)
-        partial = torch.empty(stretches * width * per_row)
+        partial = torch.empty(splits * width * per_row)
         for key, told in self._attentions.items():
-            items = torch.empty(stretches * width * 6, dtype=torch.int32)
+            items = torch.empty(splits * width * 6, dtype=torch.int32)
             merges = torch.empty(capacity * width * 6, dtype=torch.int32)
             self._plans[key] = (items, merges, partial)
             told.items, told.merges = items.data_ptr(), merges.data_ptr()
@@ -275,10 +247,8 @@ class CpuAttention:
         )
 
 
-def _check(config: ModelConfig, pool: torch.Tensor, library: ctypes.CDLL) -> None:
+def _check(config: ModelConfig, pool: torch.Tensor, library: Any) -> None:
     """Raises KernelsUnavailable for what the kernels do not handle."""
-    assert library.kvr_attention_bytes() == ctypes.sizeof(_Attention)
-    assert library.kvr_rope_bytes() == ctypes.sizeof(_Rope)
     assert pool[0, 0, 0].is_contiguous()  # whole, or the heads of one rank
     width, latent = library.kvr_vector_width(), config.latent
     if config.head_dim % width:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +18,10 @@ import torch
 from engine.model.batch import Limits
 from engine.model.config import ModelConfig
 from engine.model.cpu.attention import CpuAttention
+from engine.model.cpu.kernels import structure
 from engine.model.cpu.sampling import DRAW, draw_of
 from engine.model.cpu.step import (
-    BAND_STEP,
-    MatrixStruct,
-    StepStruct,
+    ROW_BLOCK_STEP,
     described,
     described_matrix,
     step_of,
@@ -32,25 +32,7 @@ from engine.model.weights import Weights
 from engine.request import SamplingParams
 from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verify_drafts
 
-_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
-
-
-class _Decode(ctypes.Structure):
-    """`Decode` of decode.c, field by field."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("layers", "table", "norm", "attentions", "block_tables")),
-        *(
-            (name, _POINTER)
-            for name in ("query_len", "context_len", "tokens", "positions", "slots")
-        ),
-        *((name, _POINTER) for name in ("draws", "stops", "stop_ends", "logits", "drawn")),
-        *((name, _LONG) for name in ("num_layers", "num_attentions", "table_stride", "block_size")),
-        *((name, _LONG) for name in ("num_seqs", "tile", "most")),
-        *(("head", MatrixStruct), ("step", StepStruct)),
-        *(("burst_s", ctypes.c_double), ("embed_scale", ctypes.c_float)),
-        *(("softcap", ctypes.c_float), ("bf16_table", ctypes.c_int32)),
-    )
+_Decode = structure("Decode")
 
 
 class CpuDecode:
@@ -62,14 +44,13 @@ class CpuDecode:
         self,
         config: ModelConfig,
         limits: Limits,
-        library: ctypes.CDLL,
+        library: Any,
         num_threads: int,
         attention: CpuAttention,
         weights: Weights,
         buffer: Callable[[str, int, int], torch.Tensor],
     ) -> None:
         """attention: of decodes alone."""
-        assert library.kvr_decode_bytes() == ctypes.sizeof(_Decode)
         self._limits, self._lib, self._attention = limits, library, attention
         layers = described(config, weights.layers, attention, library)
         self._alive, self._buffer = (weights, layers), buffer
@@ -89,7 +70,7 @@ class CpuDecode:
             softcap=config.logits_softcap,
             bf16_table=weights.table.dtype == torch.bfloat16,
         )
-        self._capacity = self._stretches = 0
+        self._capacity = self._splits = 0
         self._rows: dict[str, np.ndarray] = {}
         self._held: list[tuple[np.ndarray, SamplingParams]] = []
         self._lengths: list[int] = []  # of the sequences' rows
@@ -104,9 +85,9 @@ class CpuDecode:
         count = sum(len(seq.input_tokens) for seq in seqs)
         self._make_room(count, sum(len(seq.input_tokens) * seq.end for seq in seqs))
         self._fill(seqs, tables, count)
-        told.step.rows, told.most = count, self._most(step) if count == len(seqs) else 1
+        told.step.rows, told.max_passes = count, self._most(step) if count == len(seqs) else 1
         told.logits = self._buffer("logits", count, told.head.rows).data_ptr()
-        passes = self._lib.kvr_decode(ctypes.byref(told))
+        passes = self._lib.kvr_decode(ctypes.addressof(told))
         drawn = self._rows["drawn"][: passes * count].tolist()
         if count > len(seqs):
             return verify_drafts(seqs, drawn)
@@ -147,13 +128,13 @@ class CpuDecode:
 
     def _make_room(self, count: int, positions: int) -> None:
         """For `count` rows that meet so many positions before their own altogether."""
-        stretches = positions // self._attention.stretch + 3 * count  # sinks, and two begun
-        if count <= self._capacity and stretches <= self._stretches:
+        splits = positions // self._attention.split_keys + 3 * count  # sinks, and two begun
+        if count <= self._capacity and splits <= self._splits:
             return
         if count > self._capacity:
             self._capacity = max(2 * self._capacity, count)
-        if stretches > self._stretches:
-            self._stretches = max(2 * self._stretches, stretches)
+        if splits > self._splits:
+            self._splits = max(2 * self._splits, splits)
         count = self._capacity
         limits, told = self._limits, self._told
         told.table_stride = -(-limits.max_model_len // limits.block_size)
@@ -169,13 +150,13 @@ class CpuDecode:
             "drawn": np.zeros(limits.block_size * count, np.int64),
             "stop_ends": np.zeros(count, np.int64),
         }
-        at = self._attention.hold(self._rows, count, self._stretches)
-        self._attentions, told.num_attentions = (_POINTER * len(at))(*at), len(at)
+        at = self._attention.hold(self._rows, count, self._splits)
+        self._attentions, told.num_attentions = (ctypes.c_void_p * len(at))(*at), len(at)
         told.attentions = ctypes.addressof(self._attentions)
         for name, array in self._rows.items():
             if name != "query_start":
                 setattr(told, name, array.ctypes.data)
-        rows = count + told.step.threads * BAND_STEP
+        rows = count + told.step.threads * ROW_BLOCK_STEP
         self._buffers = {name: torch.empty(rows * each) for name, each in self._widths.items()}
         for name, buffer in self._buffers.items():
             setattr(told.step, name, buffer.data_ptr())

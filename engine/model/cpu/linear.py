@@ -9,18 +9,25 @@ called for every step from then on.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from engine.model.cpu.huge_pages import HugePages
+from engine.model.cpu.kernels import constants
 from engine.model.quantize import quantize
 
-FLOAT32, BF16, INT8, PAIRS, HALVES, TILES, INT16 = range(7)  # as in linear.h
-NARROWED = (TILES, HALVES, PAIRS, INT16)  # quickest first
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # as in common.h
+FLOAT32: int = constants.FLOAT32
+BF16: int = constants.BF16
+INT8: int = constants.INT8
+BF16_PAIRS: int = constants.BF16_PAIRS
+FP16: int = constants.FP16
+AMX: int = constants.AMX
+INT16: int = constants.INT16
+LOW_PRECISION = (AMX, FP16, BF16_PAIRS, INT16)  # fastest first
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}  # as in activation.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +69,19 @@ class CpuLinear:
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: Any,
         num_threads: int,
         dtype: torch.dtype,
         buffer: Callable[[str, int, int], torch.Tensor],
         quantization: str = "none",
-        narrowed: int = 0,
+        low_precision: int = 0,
         activation: int = 0,
     ) -> None:
-        """narrowed: as of `CpuOps`; activation: of gated matrices."""
+        """low_precision: as of `CpuOps`; activation: of gated matrices."""
         self._lib, self._threads = library, num_threads
         self._bf16 = dtype == torch.bfloat16
         self._int8 = quantization == "int8"
-        self._narrowed, self._activation = narrowed, activation
+        self._low_precision, self._activation = low_precision, activation
         self._buffer = buffer
         self._memory = HugePages()
 
@@ -144,8 +151,8 @@ class CpuLinear:
     def _kind(self, weight: torch.Tensor) -> int:
         if self._int8:
             return INT8
-        if self._narrowed:
-            return self._narrowed
+        if self._low_precision:
+            return self._low_precision
         return BF16 if self._bf16 else _exact_kind(weight)
 
     def _pack_into(
@@ -204,9 +211,9 @@ class CpuLinear:
         )
 
 
-def quickest_kind(library: ctypes.CDLL) -> int:
+def fastest_kind(library: Any) -> int:
     """Of products with rounded factors, on this CPU; 0: none is quicker than float32."""
-    return next((kind for kind in NARROWED if library.kvr_multiplies(kind)), 0)
+    return next((kind for kind in LOW_PRECISION if library.kvr_multiplies(kind)), 0)
 
 
 def _exact_kind(weight: torch.Tensor) -> int:

@@ -24,10 +24,10 @@ from engine.model.cpu.linear import (
     Experts,
     Heads,
     Matrix,
+    fastest_kind,
     owned,
-    quickest_kind,
 )
-from engine.model.cpu.step import CpuStep, ExpertsStruct, described_experts
+from engine.model.cpu.step import CpuStep, described_experts
 from engine.model.weights import ExpertsWeights, Weights
 
 
@@ -41,30 +41,31 @@ class CpuOps:
         pool: torch.Tensor,
         dtype: torch.dtype,
         max_positions: int,
-        library: ctypes.CDLL,
+        library: Any,
         num_threads: int,
         quantization: str = "none",
-        narrowed: int | None = None,
+        low_precision: int | None = None,
     ) -> None:
-        """pool: as `CpuAttention` takes it; quantization: of weights, "none" or "int8"; narrowed:
-        the kind (cpu_linear) of products with rounded factors, or 0 for none; None: if `dtype` is
-        bfloat16, what is quickest on this CPU. Raises KernelsUnavailable for what the kernels do
-        not know."""
+        """pool: as `CpuAttention` takes it; quantization: of weights, "none" or "int8";
+        low_precision: the kind (cpu.linear) of GEMM with rounded factors, or 0 for none; None: if
+        `dtype` is bfloat16, what is fastest on this CPU. Raises KernelsUnavailable for what the
+        kernels do not know."""
         self._config, self._lib, self._threads = config, library, num_threads
         self._buffers: dict[str, torch.Tensor] = {}
-        if narrowed is None:
-            narrowed = quickest_kind(library) if dtype == torch.bfloat16 else 0
-        self._attention = CpuAttention(config, pool, max_positions, library, num_threads, narrowed)
+        if low_precision is None:
+            low_precision = fastest_kind(library) if dtype == torch.bfloat16 else 0
+        self._attention = CpuAttention(
+            config, pool, max_positions, library, num_threads, low_precision
+        )
         self._linear = CpuLinear(
             library,
             num_threads,
             dtype,
             self._buffer,
             quantization,
-            narrowed,
+            low_precision,
             ACTIVATIONS[config.activation],
         )
-        assert library.kvr_mixture_bytes() == ctypes.sizeof(ExpertsStruct)
         self._step = CpuStep(config, library, num_threads, self._attention, self._buffer)
 
     def table(self, weight: torch.Tensor) -> torch.Tensor:
@@ -136,8 +137,9 @@ class CpuOps:
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
         assert hidden.is_contiguous()
         assert x.is_contiguous()
+        experts = described_experts(layer, self._config)
         self._lib.kvr_add_experts(
-            ctypes.byref(described_experts(layer, self._config)),
+            ctypes.addressof(experts),
             x.data_ptr(),
             hidden.data_ptr(),
             *hidden.shape,

@@ -3,28 +3,23 @@ without its threads, which spin for a while after where the kernels' own should 
 
 from __future__ import annotations
 
-import ctypes
+from typing import Any
 
 import numpy as np
 import torch
 
+from engine.model.cpu.kernels import structure
 from engine.model.sampler import is_greedy
 from engine.step import ScheduledSeq
 
-DRAW = np.dtype(
-    [
-        *(("temperature", np.float32), ("min_p", np.float32), ("top_p", np.float64)),
-        *(("top_k", np.int64), ("seed", np.uint64), ("position", np.uint64)),
-    ]
-)
+DRAW = np.dtype(structure("Draw"))
 _WORD = (1 << 64) - 1
 
 
 class CpuDraw:
     """As `engine.model.sampler.draw`."""
 
-    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
-        assert library.kvr_draw_bytes() == DRAW.itemsize
+    def __init__(self, library: Any, num_threads: int) -> None:
         self._lib, self._threads = library, num_threads
 
     def __call__(self, logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:

@@ -8,69 +8,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.cpu.attention import CpuAttention
+from engine.model.cpu.kernels import constants, structure
 from engine.model.cpu.linear import ACTIVATIONS, Matrix
 from engine.model.weights import AttentionWeights, ExpertsWeights, LatentWeights, LayerWeights
 
-_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
-BAND_STEP = 32  # as in step.c
-
-
-class MatrixStruct(ctypes.Structure):
-    """`Matrix` of step.h, field by field."""
-
-    _fields_ = (
-        *(("packed", _POINTER), ("bias", _POINTER)),
-        *(("rows", _LONG), ("depth", _LONG), ("kind", _LONG)),
-    )
-
-
-class ExpertsStruct(ctypes.Structure):
-    """`Experts` of step.h, field by field."""
-
-    _fields_ = (
-        *(("router", MatrixStruct), ("bias", _POINTER), ("gate_ups", _POINTER)),
-        *(("downs", _POINTER), ("count", _LONG), ("width", _LONG), ("kind", _LONG)),
-        *(("per_token", _LONG), ("groups", _LONG), ("chosen_groups", _LONG)),
-        *(("scale", ctypes.c_float), ("sigmoid", ctypes.c_int32), ("normalize", ctypes.c_int32)),
-    )
-
-
-class LatentStruct(ctypes.Structure):
-    """`Latent` of step.h, field by field."""
-
-    _fields_ = (
-        *(("compress", MatrixStruct), ("queries", MatrixStruct)),
-        *((name, _POINTER) for name in ("q_norm", "kv_norm", "key_up", "value_up")),
-        *((name, _LONG) for name in ("kind", "heads", "q_rank", "rank", "nope", "rope", "value")),
-    )
-
-
-class LayerStruct(ctypes.Structure):
-    """`Layer` of step.h, field by field."""
-
-    _fields_ = (
-        *((name, MatrixStruct) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, _POINTER) for name in ("input_norm", "q_norm", "k_norm", "attention_out_norm")),
-        *((name, _POINTER) for name in ("mlp_norm", "mlp_out_norm", "rope", "attention", "pool")),
-        *(("experts", ExpertsStruct), ("latent", LatentStruct)),
-    )
-
-
-class StepStruct(ctypes.Structure):
-    """`Step` of step.h, field by field."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("hidden", "norm", "qkv", "attended")),
-        *((name, _POINTER) for name in ("gated", "added")),
-        *(("rows", _LONG), ("width", _LONG), ("eps", ctypes.c_float)),
-        *(("activation", ctypes.c_int32), ("threads", ctypes.c_int32)),
-    )
+_Matrix, _Experts, _Latent = map(structure, ("Matrix", "Experts", "Latent"))
+_Layer, _Step = structure("Layer"), structure("Step")
+ROW_BLOCK_STEP: int = constants.ROW_BLOCK_STEP
 
 
 class CpuStep:
@@ -79,7 +30,7 @@ class CpuStep:
     def __init__(
         self,
         config: ModelConfig,
-        library: ctypes.CDLL,
+        library: Any,
         num_threads: int,
         attention: CpuAttention,
         buffer: Callable[[str, int, int], torch.Tensor],
@@ -89,7 +40,7 @@ class CpuStep:
         self._step = step_of(config, library, num_threads)
         self._widths: dict[str, int] = {}  # of the buffers
         self._described: Sequence[LayerWeights] | None = None
-        self._layers: ctypes.Array[LayerStruct] | None = None
+        self._layers: ctypes.Array[Any] | None = None
 
     def run(
         self, hidden: torch.Tensor, layers: Sequence[LayerWeights], batch: Batch
@@ -104,13 +55,16 @@ class CpuStep:
         step, rows, count = self._step, len(hidden), len(layers)
         step.hidden, step.rows = hidden.data_ptr(), rows
         buffers = {
-            name: self._buffer("step_" + name, rows + step.threads * BAND_STEP, width)
+            name: self._buffer("step_" + name, rows + step.threads * ROW_BLOCK_STEP, width)
             for name, width in self._widths.items()
         }
         for name, buffer in buffers.items():
             setattr(step, name, buffer.data_ptr())
         whole = len(batch.sample_rows) == rows
-        self._lib.kvr_layers(self._layers, count if whole else count - 1, ctypes.addressof(step))
+        assert self._layers is not None
+        self._lib.kvr_layers(
+            ctypes.addressof(self._layers), count if whole else count - 1, ctypes.addressof(step)
+        )
         return hidden if whole else self._last(hidden, buffers["qkv"], count - 1, batch)
 
     def _last(
@@ -119,7 +73,7 @@ class CpuStep:
         """The last layer. Tokens that nothing is sampled after leave keys and values, no more."""
         assert self._layers is not None
         layer, step = self._layers[index], self._step
-        self._lib.kvr_before_attention(ctypes.byref(layer), ctypes.addressof(step))
+        self._lib.kvr_before_attention(ctypes.addressof(layer), ctypes.addressof(step))
         hidden = hidden.index_select(0, batch.sample_rows)
         if not len(hidden):
             return hidden
@@ -127,14 +81,13 @@ class CpuStep:
         self._attention.begin(batch.sampled())
         self._lib.kvr_attention(layer.attention, queries.data_ptr(), step.attended, layer.pool)
         step.hidden, step.rows = hidden.data_ptr(), len(hidden)
-        self._lib.kvr_after_attention(ctypes.byref(layer), ctypes.addressof(step))
+        self._lib.kvr_after_attention(ctypes.addressof(layer), ctypes.addressof(step))
         return hidden
 
 
-def step_of(config: ModelConfig, library: ctypes.CDLL, num_threads: int) -> StepStruct:
+def step_of(config: ModelConfig, library: Any, num_threads: int) -> Any:
     """A step whose rows are not there yet."""
-    assert library.kvr_step_bytes() == ctypes.sizeof(StepStruct)
-    return StepStruct(
+    return _Step(
         width=config.hidden_size,
         eps=config.rms_norm_eps,
         activation=ACTIVATIONS[config.activation],
@@ -146,11 +99,10 @@ def described(
     config: ModelConfig,
     layers: Sequence[LayerWeights],
     attention: CpuAttention,
-    library: ctypes.CDLL,
-) -> ctypes.Array[LayerStruct]:
+    library: Any,
+) -> ctypes.Array[Any]:
     """As long as the weights and `attention` live."""
-    assert library.kvr_layer_bytes() == ctypes.sizeof(LayerStruct)
-    told = (LayerStruct * len(layers))()
+    told = (_Layer * len(layers))()
     for index, (layer, to) in enumerate(zip(layers, told, strict=True)):
         weights = layer.attention
         matrices = {"out": weights.out}
@@ -173,20 +125,20 @@ def described(
     return told
 
 
-def described_matrix(matrix: Matrix) -> MatrixStruct:
+def described_matrix(matrix: Matrix) -> Any:
     bias = _address(matrix.bias)
-    return MatrixStruct(matrix.data.data_ptr(), bias, matrix.rows, matrix.depth, matrix.kind)
+    return _Matrix(matrix.data.data_ptr(), bias, matrix.rows, matrix.depth, matrix.kind)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _described_latent(weights: LatentWeights, config: ModelConfig) -> LatentStruct:
+def _described_latent(weights: LatentWeights, config: ModelConfig) -> Any:
     latent = config.latent
     assert latent is not None
     assert weights.key_up.kind == weights.value_up.kind
-    return LatentStruct(
+    return _Latent(
         compress=described_matrix(weights.compress),
         queries=described_matrix(weights.queries),
         q_norm=_address(weights.q_norm),
@@ -203,11 +155,11 @@ def _described_latent(weights: LatentWeights, config: ModelConfig) -> LatentStru
     )
 
 
-def described_experts(weights: ExpertsWeights, model: ModelConfig) -> ExpertsStruct:
+def described_experts(weights: ExpertsWeights, model: ModelConfig) -> Any:
     """As long as the weights live."""
     experts, config = weights.experts, model.experts
     assert config is not None
-    return ExpertsStruct(
+    return _Experts(
         router=described_matrix(weights.router),
         bias=_address(weights.bias),
         gate_ups=experts.gate_ups.data_ptr(),
@@ -224,7 +176,7 @@ def described_experts(weights: ExpertsWeights, model: ModelConfig) -> ExpertsStr
     )
 
 
-def widths(layers: ctypes.Array[LayerStruct], config: ModelConfig) -> dict[str, int]:
+def widths(layers: ctypes.Array[Any], config: ModelConfig) -> dict[str, int]:
     """Of the buffers that a step's rows pass through, `hidden` aside."""
     latent, heads = config.latent, config.num_heads
     return {

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.model.checkpoint.load import Checkpoint
 from engine.model.cpu.kernels import KernelsUnavailable
-from tests.engine.model.tiny import FAMILIES, Driver, make_checkpoint, narrowed_kind, tokens_of
+from tests.engine.model.tiny import FAMILIES, Driver, low_precision_kind, make_checkpoint, tokens_of
 
 CLOSE = {"rtol": 0.0, "atol": 1e-4}
 LONG, SHORT = tokens_of(90, seed=1), tokens_of(21, seed=2)
@@ -86,14 +86,19 @@ def test_bf16_checkpoints_run_in_float32_without_losing_a_bit_of_them(tmp_path, 
     assert Checkpoint(tmp_path).get("model.norm.weight", 96).dtype == torch.float32
 
 
-@pytest.mark.parametrize("narrowed", ["none", "pairs", "halves", "tiles", "int16"])
-def test_bf16_kernels_stay_near_the_torch_path(tmp_path, narrowed):
+@pytest.mark.parametrize("low_precision", ["none", "bf16_pairs", "fp16", "amx", "int16"])
+def test_bf16_kernels_stay_near_the_torch_path(tmp_path, low_precision):
     """bfloat16 weights and KV cache. Torch rounds activations too, so the bound is bf16's."""
     make_checkpoint("llama", tmp_path)
     logits = [
         torch.cat([driver.feed(("a", LONG)), driver.feed(("a", SHORT[:1]))])
         for driver in (
-            Driver(tmp_path, "cpu", dtype=torch.bfloat16, narrowed=narrowed_kind(narrowed)),
+            Driver(
+                tmp_path,
+                "cpu",
+                dtype=torch.bfloat16,
+                low_precision=low_precision_kind(low_precision),
+            ),
             Driver(tmp_path, "torch", dtype=torch.bfloat16),
             Driver(tmp_path, "torch"),
         )

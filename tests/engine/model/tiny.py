@@ -12,7 +12,7 @@ from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.load import load_weights
 from engine.model.config import ModelConfig
 from engine.model.cpu import kernels
-from engine.model.cpu.linear import HALVES, INT16, PAIRS, TILES
+from engine.model.cpu.linear import AMX, BF16_PAIRS, FP16, INT16
 from engine.model.cpu.ops import CpuOps
 from engine.model.decoder import Decoder
 from engine.model.torch_ops import TorchOps
@@ -155,12 +155,12 @@ def make_checkpoint(family: str, path: Path, **saving) -> torch.nn.Module:
     return model.eval()
 
 
-def narrowed_kind(name: str) -> int:
+def low_precision_kind(name: str) -> int:
     """The kind of products with rounded factors; 0 for any other name. Skips where the CPU does
     not multiply so."""
-    kind = {"pairs": PAIRS, "halves": HALVES, "tiles": TILES, "int16": INT16}.get(name, 0)
+    kind = {"bf16_pairs": BF16_PAIRS, "fp16": FP16, "amx": AMX, "int16": INT16}.get(name, 0)
     # Pairs are multiplied in float32 where there is nothing better, and integers anywhere.
-    if kind in (HALVES, TILES) and not kernels.load(default_cache_dir()).kvr_multiplies(kind):
+    if kind in (FP16, AMX) and not kernels.load(default_cache_dir()).kvr_multiplies(kind):
         pytest.skip(f"this CPU does not multiply {name}, or other numbers as fast")
     return kind
 
@@ -178,7 +178,7 @@ def make_ops(
     kind: str,
     config: ModelConfig,
     dtype: torch.dtype = torch.float32,
-    narrowed: int | None = None,
+    low_precision: int | None = None,
     pool: torch.Tensor | None = None,
     quantization: str = "none",
 ):
@@ -186,7 +186,7 @@ def make_ops(
     if kind == "torch":
         return TorchOps(config, pool, dtype, MAX_LEN, quantization)
     library = kernels.load(default_cache_dir())
-    return CpuOps(config, pool, dtype, MAX_LEN, library, 2, quantization, narrowed)
+    return CpuOps(config, pool, dtype, MAX_LEN, library, 2, quantization, low_precision)
 
 
 class Driver:
@@ -200,13 +200,13 @@ class Driver:
         *,
         dtype: torch.dtype = torch.float32,
         fp8: bool = False,
-        narrowed: int | None = None,
+        low_precision: int | None = None,
         quantization: str = "none",
     ) -> None:
         """config: other than that of the directory."""
         self.config = config or read_config(path)
         self.pool = make_pool(self.config, torch.uint8 if fp8 else dtype)
-        made = make_ops(kind, self.config, dtype, narrowed, self.pool, quantization)
+        made = make_ops(kind, self.config, dtype, low_precision, self.pool, quantization)
         with torch.inference_mode():
             weights = load_weights(path, self.config, made, lambda _: None)
         self._decoder = Decoder(self.config, weights, made)

@@ -2,7 +2,7 @@
 #ifndef KVRELAY_NORM_H
 #define KVRELAY_NORM_H
 
-#include "common.h"
+#include "vectors.h"
 
 INLINE float inverse_rms(const float *x, int64_t width, float eps) {
     vf sum = splat(0);

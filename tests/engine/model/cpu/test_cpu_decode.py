@@ -184,7 +184,7 @@ def test_room_grows_with_the_batch_and_not_with_how_often_it_grew(path):
         world.run(*(Talk([1 + row], [row]).next() for row in range(count)))
     decode = world.runner._decode
     assert decode._capacity <= 2 * 24
-    assert decode._stretches <= 2 * 3 * 24
+    assert decode._splits <= 2 * 3 * 24
 
 
 def test_stop_tokens_are_those_of_who_is_there(path):

@@ -146,7 +146,7 @@ def test_without_a_compiler_the_reason_is_told(tmp_path, monkeypatch):
 
 def test_of_two_that_start_together_one_compiles(tmp_path, monkeypatch):
     """With a compiler that counts its calls, and whose library is the one that is there already."""
-    ready = kernels.load(default_cache_dir())._name
+    ready = kernels.load(default_cache_dir()).library._name
     calls, compiler = tmp_path / "calls", tmp_path / "cc"
     compiler.write_text(
         f"#!/bin/sh\necho >> {calls}\nsleep 0.05\n"
@@ -156,8 +156,10 @@ def test_of_two_that_start_together_one_compiles(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", f"{compiler} --counted")
     with ThreadPoolExecutor(2) as threads:
         both = list(threads.map(kernels.load, [tmp_path] * 2))
-    assert both[0]._name == both[1]._name != ready
-    assert len(calls.read_text().splitlines()) == len(kernels.SOURCES) + 1  # each, and the link
+    assert both[0].library._name == both[1].library._name != ready
+    assert (
+        len(calls.read_text().splitlines()) == len(list(kernels.FOLDER.rglob("*.c"))) + 1
+    )  # each, and the link
 
 
 def test_shapes_that_the_kernels_do_not_know_are_refused():

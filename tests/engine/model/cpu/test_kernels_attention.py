@@ -16,15 +16,15 @@ from engine.model.cpu.ops import CpuOps
 from engine.model.rope import rope_tables
 from engine.step import Step
 from tests.engine.model.cpu.test_kernels import config_of
-from tests.engine.model.tiny import narrowed_kind, scheduled
+from tests.engine.model.tiny import low_precision_kind, scheduled
 
 LENGTH = 1024
 SEQUENCES = [(1, 0), (1, 600), (37, 0), (64, 5), (1, 255), (1, 256), (130, 70), (2, 63), (9, 700)]
-SEQUENCES += [(7, 509), (16, 520)]  # as drafts are: met in several stretches, or not
+SEQUENCES += [(7, 509), (16, 520)]  # as drafts are: met in several splits, or not
 KV_DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
-NARROWED = ("pairs", "halves", "tiles", "int16")
+LOW_PRECISION = ("bf16_pairs", "fp16", "amx", "int16")
 ARITHMETIC = [(dtype, "none") for dtype in KV_DTYPES]
-ARITHMETIC += [(torch.bfloat16, narrowed) for narrowed in NARROWED]
+ARITHMETIC += [(torch.bfloat16, low_precision) for low_precision in LOW_PRECISION]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,14 +46,18 @@ class Bench:
     """One batch, a pool of random KV, and the kernels over them."""
 
     def __init__(
-        self, config: ModelConfig, kv_dtype: torch.dtype, block_size: int, narrowed: str = "none"
+        self,
+        config: ModelConfig,
+        kv_dtype: torch.dtype,
+        block_size: int,
+        low_precision: str = "none",
     ) -> None:
         torch.manual_seed(0)
         library = kernels.load(default_cache_dir())
         self.config, self.block_size = config, block_size
         dims = config.head_dim | (config.latent.rank if config.latent else 0)
         whole = dims % (2 * library.kvr_vector_width()) == 0
-        self.narrowed = narrowed if whole else "none"
+        self.low_precision = low_precision if whole else "none"
         counts = [-(-(length + start) // block_size) for length, start in SEQUENCES]
         order = iter(torch.randperm(sum(counts)).tolist())
         seqs = [
@@ -78,7 +82,7 @@ class Bench:
             LENGTH,
             library,
             2,
-            narrowed=narrowed_kind(narrowed),
+            low_precision=low_precision_kind(low_precision),
         )
         self.ops.begin(self.batch)
 
@@ -126,7 +130,7 @@ class Bench:
     def met(self, x: torch.Tensor, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """As queries meet the keys of the pool."""
         turned, scale = self.turned(x, layer, positions), self.config.score_scale
-        if self.narrowed in ("none", "halves", "int16"):
+        if self.low_precision in ("none", "fp16", "int16"):
             return turned
         return (turned * scale).bfloat16().float() / scale
 
@@ -135,7 +139,7 @@ class Bench:
         FP8 scores are larger, and so is what float32 makes of their differences."""
         most = expected.abs().max().item()
         exact = 6e-5 if self.is_fp8 else 2e-5
-        off = max(2e-5, exact * most) if self.narrowed == "none" else 2.0**-8 * most
+        off = max(2e-5, exact * most) if self.low_precision == "none" else 2.0**-8 * most
         return {"rtol": 0, "atol": off}
 
     def only(self, row: int, first: int, count: int) -> Batch:
@@ -220,11 +224,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("kv_dtype", "narrowed"), ARITHMETIC, ids=str)
+@pytest.mark.parametrize(("kv_dtype", "low_precision"), ARITHMETIC, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_attention_reads_what_its_layer_may_see(case, kv_dtype, narrowed):
+def test_attention_reads_what_its_layer_may_see(case, kv_dtype, low_precision):
     config, block_size = CASES[case]
-    bench = Bench(config, kv_dtype, block_size, narrowed)
+    bench = Bench(config, kv_dtype, block_size, low_precision)
     heads = config.num_heads + 2 * config.num_kv_heads
     fed = torch.randn(len(bench.batch.tokens), heads, config.head_dim)
     if config.max_window:
@@ -282,9 +286,9 @@ def test_every_fp8_number_is_read_as_torch_reads_it():
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(("kv_dtype", "narrowed"), ARITHMETIC, ids=str)
+@pytest.mark.parametrize(("kv_dtype", "low_precision"), ARITHMETIC, ids=str)
 @pytest.mark.parametrize(("heads", "rank", "rope_dim"), [(48, 64, 16), (6, 512, 64), (5, 32, 16)])
-def test_latent_attention_is_one_kv_head_for_all(heads, rank, rope_dim, kv_dtype, narrowed):
+def test_latent_attention_is_one_kv_head_for_all(heads, rank, rope_dim, kv_dtype, low_precision):
     dim = rank + rope_dim
     config = layered(
         config_of(heads, 1, dim),
@@ -294,7 +298,7 @@ def test_latent_attention_is_one_kv_head_for_all(heads, rank, rope_dim, kv_dtype
         windows=(0, 80),
         num_sinks=2,
     )
-    bench = Bench(config, kv_dtype, 9, narrowed)
+    bench = Bench(config, kv_dtype, 9, low_precision)
     tokens = len(bench.batch.tokens)
     fed, latent = torch.randn(tokens, heads, dim), torch.randn(tokens, 3 + dim)
     for layer in range(2):
@@ -315,11 +319,11 @@ def test_latent_attention_is_one_kv_head_for_all(heads, rank, rope_dim, kv_dtype
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
-@pytest.mark.parametrize(("kv_dtype", "narrowed"), ARITHMETIC, ids=str)
-def test_a_token_is_the_same_fed_alone_or_with_its_prompt(kv_dtype, narrowed, sinks):
+@pytest.mark.parametrize(("kv_dtype", "low_precision"), ARITHMETIC, ids=str)
+def test_a_token_is_the_same_fed_alone_or_with_its_prompt(kv_dtype, low_precision, sinks):
     """Bit for bit: what is computed again after a failure goes on with the same tokens."""
     config = layered(config_of(9, 3, 64), windows=(0, 60), num_sinks=sinks)
-    bench = Bench(config, kv_dtype, 16, narrowed)
+    bench = Bench(config, kv_dtype, 16, low_precision)
     qkv = torch.randn(len(bench.batch.tokens), 15 * 64) * 2
     together = [bench.ops.attention(qkv, layer).clone() for layer in range(2)]
     for row, spans in enumerate(bench.batch.spans):

@@ -16,12 +16,12 @@ from engine.model.quantize import GROUP, dequantize, quantize, round_inputs, sch
 from engine.model.runner import ModelRunner
 from engine.model.weights import ExpertsWeights
 from tests.engine.model.cpu.test_kernels import config_of
-from tests.engine.model.tiny import Driver, make_checkpoint, make_ops, narrowed_kind, tokens_of
+from tests.engine.model.tiny import Driver, low_precision_kind, make_checkpoint, make_ops, tokens_of
 
 SHAPES = ((50, 24), (96, 64), (130, 2100), (33, 77))  # outputs, depth
 # The last four: bfloat16, and inputs that are rounded to that, to half floats, to that again; both
 # factors as 16-bit integers.
-KINDS = ("float32", "bfloat16", "int8", "pairs", "halves", "tiles", "int16")
+KINDS = ("float32", "bfloat16", "int8", "bf16_pairs", "fp16", "amx", "int16")
 
 
 def make_linear(kind: str = "float32", threads: int = 2, activation: int = 0) -> CpuLinear:
@@ -33,7 +33,7 @@ def make_linear(kind: str = "float32", threads: int = 2, activation: int = 0) ->
         torch.float32,
         lambda role, rows, width: torch.full((rows, width), torch.nan),
         quantization,
-        narrowed=narrowed_kind(kind),
+        low_precision=low_precision_kind(kind),
         activation=activation,
     )
 
@@ -51,12 +51,12 @@ def inputs_of(kind: str, x: torch.Tensor) -> torch.Tensor:
     """What is multiplied of inputs x."""
     if kind == "int8":
         return round_inputs(x)
-    return x.bfloat16() if kind in ("pairs", "tiles") else x
+    return x.bfloat16() if kind in ("bf16_pairs", "amx") else x
 
 
 def close_to(kind: str, depth: int) -> dict[str, float]:
     """What sums of `depth` products, of about 1 each, may be off by."""
-    each = {"halves": 8e-3, "int16": 2e-3}.get(kind, 3e-5)
+    each = {"fp16": 8e-3, "int16": 2e-3}.get(kind, 3e-5)
     return {"rtol": 0, "atol": each * depth**0.5}
 
 
@@ -165,7 +165,7 @@ def test_int8_rows_are_multiplied_alone_as_among_any_others():
         assert torch.equal(ops.linear(x[100:], matrix), alone[100:])
 
 
-@pytest.mark.parametrize(("kind", "share"), [("halves", 0.8), ("int16", 0.3)])
+@pytest.mark.parametrize(("kind", "share"), [("fp16", 0.8), ("int16", 0.3)])
 def test_other_numbers_are_nearer_than_bfloat16_and_have_room_for_any_row(kind, share):
     """Rows and columns of any size, with numbers that stand out, and the largest sums there are."""
     torch.manual_seed(6)
@@ -178,7 +178,7 @@ def test_other_numbers_are_nearer_than_bfloat16_and_have_room_for_any_row(kind, 
     norms = narrow.double().norm(dim=1)
     size = x.double().norm(dim=1, keepdim=True) * norms.clamp(min=1e-9)
     errors = []
-    for each in ("pairs", kind):
+    for each in ("bf16_pairs", kind):
         ops = make_linear(each)
         found = ops.linear(x, ops.matrix(narrow, None, "test")).double()
         errors.append(((found - expected) / size).abs())
@@ -199,7 +199,7 @@ def test_an_input_that_is_not_finite_is_seen_in_its_own_row_only(value, kind):
     assert torch.equal(found[[0, 1, 2, 4, 5, 6, 7]], expected[[0, 1, 2, 4, 5, 6, 7]])
 
 
-@pytest.mark.parametrize("kind", ["int8", "halves", "tiles", "int16"])
+@pytest.mark.parametrize("kind", ["int8", "fp16", "amx", "int16"])
 def test_inputs_of_zero_and_of_next_to_nothing_leave_the_bias(kind):
     ops = make_linear(kind)
     bias = torch.randn(20)

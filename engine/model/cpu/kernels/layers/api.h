@@ -1,0 +1,57 @@
+/* The other parts of a layer (norms, rotary positions with the write to the KV pool, experts): what
+ * Python calls, and the structs that it fills. cffi reads this file too: it has declarations only. */
+#ifndef KVRELAY_LAYERS_API_H
+#define KVRELAY_LAYERS_API_H
+
+#include <stdint.h>
+
+#include "../gemm/api.h"
+
+/* Rotary positions and KV writes of the layers that share a rope. Offsets and strides of the pool:
+ * as of `Attention`. */
+typedef struct {
+    const float *cos, *sin;   /* [max_positions, rope_dim / 2]; NULL: no rotation */
+    const int64_t *positions; /* [num_tokens] */
+    const int64_t *slots;     /* [num_tokens]: block * block_size + offset in the block */
+    int64_t qkv_stride, block_stride, head_stride, value_offset;
+    int64_t num_heads, num_kv_heads, head_dim, block_size, rope_at, rope_dim, mixed_half;
+    float eps;
+    int32_t kv_kind;
+} Rope;
+
+/* A mixture of `count` experts, of which a router chooses `per_token`. Their matrices are packed one
+ * after the other. */
+typedef struct {
+    Matrix router;
+    const float *bias;            /* [count], added to scores for the choice only; NULL: none */
+    const char *gate_ups, *downs; /* of each: [2 * width, hidden] and [hidden, width] */
+    int64_t count, width, kind, per_token;
+    int64_t groups, chosen_groups; /* experts are chosen from the best groups */
+    float scale;                   /* of the weights of the chosen ones */
+    int32_t sigmoid, normalize;    /* scores: sigmoid, not softmax; weights: made to sum to one */
+} Experts;
+
+/* hidden[tokens, width] = rows of a bfloat16 or float32 table. */
+void kvr_embed(const void *table, int bf16, const int64_t *tokens, int64_t count, int64_t width,
+               float *hidden);
+
+/* y[rows, width] = x * weight / rms(x) of each row; rows of x are `stride` apart. */
+void kvr_rms_norm(const float *x, int64_t stride, const float *weight, float *y, int64_t rows,
+                  int64_t width, float eps, int threads);
+
+/* qkv: [count, (num_heads + 2 * num_kv_heads) * head_dim], of the batch's tokens from `first` on.
+ * Queries are rotated in place, keys and values are written to the pool (address of the layer's
+ * keys in block 0). q_norm, k_norm: [head_dim], or NULL. */
+void kvr_rope_write(const Rope *rope, float *qkv, const float *q_norm, const float *k_norm,
+                    void *pool, int64_t first, int64_t count, int threads);
+
+/* Latent attention. q_rope [count, num_heads, rope_dim], of the given strides, and the end of each
+ * latent [head_dim] are rotated in place; latents are written to the pool. */
+void kvr_latent_write(const Rope *rope, float *q_rope, int64_t token_stride, int64_t head_stride,
+                      float *latent, int64_t latent_stride, void *pool, int64_t count, int threads);
+
+/* hidden += the experts' output of x; both [rows, width]. */
+void kvr_add_experts(const Experts *experts, const float *x, float *hidden, int64_t rows,
+                     int64_t width, int activation, int threads);
+
+#endif

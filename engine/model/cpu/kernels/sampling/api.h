@@ -1,0 +1,22 @@
+/* Sampling: what Python calls. cffi reads this file too: it has declarations only. */
+#ifndef KVRELAY_SAMPLING_API_H
+#define KVRELAY_SAMPLING_API_H
+
+#include <stdint.h>
+
+/* Sampling parameters of one row. temperature 0: greedy; top_k 0: all tokens. */
+typedef struct {
+    float temperature, min_p;
+    double top_p;
+    int64_t top_k;
+    uint64_t seed, position; /* position: of the token that is drawn */
+} Draw;
+
+/* logits: [rows, vocab], overwritten; tokens: [rows]. */
+void kvr_draw(float *logits, int64_t rows, int64_t vocab, const Draw *draws, int64_t *tokens,
+              int threads);
+
+/* logits [count] become cap * tanh(logits / cap). */
+void kvr_cap(float *logits, int64_t count, float cap, int threads);
+
+#endif

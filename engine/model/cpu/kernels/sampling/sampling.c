@@ -1,0 +1,181 @@
+/* From logits to tokens, as engine/model/sampler.py says what is to be drawn.
+ *
+ * The smallest weight that top-k and top-p keep is found by bisection over the bits of a float32:
+ * those of positive floats are ordered as the floats, and a pass over a row in the cache costs less
+ * than sorting a part of it. The draw is the inverse of the cumulative distribution in order of token
+ * ids. Sums are of float32 in a span of tokens, then of float64. */
+#include "../activation.h"
+#include "../thread_pool.h"
+#include "api.h"
+
+#define SPAN (16 * VL)
+#define ELEMENTS 8192 /* of one task, where each is computed alone */
+#define ONE 0x3f800000 /* bits of 1.0f, the largest weight */
+
+static uint64_t mixed(uint64_t word) { /* splitmix64 */
+    word += 0x9e3779b97f4a7c15u;
+    word = (word ^ word >> 30) * 0xbf58476d1ce4e5b9u;
+    word = (word ^ word >> 27) * 0x94d049bb133111ebu;
+    return word ^ word >> 31;
+}
+
+static double uniform(uint64_t seed, uint64_t position) {
+    return (double)(mixed(mixed(seed) ^ position * 0x9e3779b97f4a7c15u) >> 12) * 0x1p-52;
+}
+
+/* Numbers i to i + VL of a row; `fill` past its end. */
+INLINE vf part(const float *row, int64_t i, int64_t size, float fill) {
+    if (i + VL <= size) return load(row + i);
+    vf v = splat(fill);
+    memcpy(&v, row + i, sizeof(float) * (size - i));
+    return v;
+}
+
+/* The first of the largest. */
+static int64_t find_best(const float *row, int64_t size, float *largest) {
+    vf best = splat(-INFINITY);
+    vi best_at = {0}, at;
+    for (int i = 0; i < VL; i++) at[i] = i;
+    for (int64_t i = 0; i < size; i += VL, at += VL) {
+        vf v = part(row, i, size, -INFINITY);
+        vi more = v > best;
+        best = vmax(best, v);
+        best_at = (at & more) | (best_at & ~more);
+    }
+    int64_t found = best_at[0];
+    *largest = best[0];
+    for (int i = 1; i < VL; i++)
+        if (best[i] > *largest || (best[i] == *largest && best_at[i] < found))
+            *largest = best[i], found = best_at[i];
+    return found;
+}
+
+/* Not normalized: the largest weight is 1, and only ratios matter from here on. */
+static void weigh(float *row, int64_t size, float largest, float temperature) {
+    for (int64_t i = 0; i < size; i += VL) {
+        vf weight = vexp((part(row, i, size, largest) - largest) / temperature);
+        memcpy(row + i, &weight, sizeof(float) * (i + VL <= size ? VL : size - i));
+    }
+}
+
+/* What the tokens of a span that begins at `from` weigh, of those of at least `bits`. */
+INLINE double span_mass(const float *row, int64_t from, int64_t size, int32_t bits, vi *count) {
+    int64_t to = from + SPAN < size ? from + SPAN : size;
+    vf sum = splat(0);
+    for (int64_t i = from; i < to; i += VL) {
+        vi weight = (vi)part(row, i, size, 0), kept = weight >= bits;
+        sum += (vf)(weight & kept);
+        *count -= kept;
+    }
+    return sum_lanes(sum);
+}
+
+/* How many tokens weigh at least the float of `bits` > 0, and what they weigh together. */
+static int64_t mass_from(const float *row, int64_t size, int32_t bits, double *mass) {
+    vi count = {0};
+    int64_t tokens = 0;
+    *mass = 0;
+    for (int64_t from = 0; from < size; from += SPAN)
+        *mass += span_mass(row, from, size, bits, &count);
+    for (int i = 0; i < VL; i++) tokens += count[i];
+    return tokens;
+}
+
+/* The largest bits that at least `count` tokens reach, which weigh at least `mass` together. */
+static int32_t bisect(const float *row, int64_t size, int64_t count, double mass) {
+    int32_t low = 0, high = ONE + 1;
+    while (high - low > 1) {
+        int32_t middle = low + (high - low) / 2;
+        double reached;
+        int enough = mass_from(row, size, middle, &reached) >= count && reached >= mass;
+        *(enough ? &low : &high) = middle;
+    }
+    return low;
+}
+
+/* Bits of the smallest weight that is kept. Tokens that tie with the last one kept are kept. */
+static int32_t cut(const float *row, int64_t size, const Draw *d) {
+    float least = d->min_p < 1.0f ? d->min_p : 1.0f;
+    int32_t bits, kept = 0;
+    memcpy(&bits, &least, sizeof bits);
+    bits = bits > 1 ? bits : 1; /* no weight: no token */
+    double total;
+    if (d->top_k > 0 && d->top_k < size) {
+        /* Of the tokens that tie at the cut, only those within top_k count for top-p. */
+        kept = bisect(row, size, d->top_k, 0);
+        float tie;
+        memcpy(&tie, &kept, sizeof tie);
+        int64_t above = mass_from(row, size, kept + 1, &total);
+        total += (double)(d->top_k - above) * tie;
+    } else if (d->top_p < 1.0) {
+        mass_from(row, size, 1, &total);
+    }
+    if (d->top_p < 1.0) {
+        int32_t nucleus = bisect(row, size, 1, (d->top_p > 0 ? d->top_p : 0) * total);
+        kept = nucleus > kept ? nucleus : kept;
+    }
+    return kept > bits ? kept : bits;
+}
+
+/* The first token at which the running sum of what weighs at least `bits` exceeds `drawn` of all. */
+static int64_t invert(const float *row, int64_t size, int32_t bits, double drawn) {
+    vi count = {0};
+    double total = 0, reached = 0, mass = 0;
+    for (int64_t from = 0; from < size; from += SPAN)
+        total += span_mass(row, from, size, bits, &count);
+    int64_t from = 0, last = 0;
+    for (; from < size; from += SPAN, reached += mass) /* in the same order: the last is the total */
+        if (reached + (mass = span_mass(row, from, size, bits, &count)) > total * drawn) break;
+    for (int64_t i = from; i < from + SPAN && i < size; i++) {
+        int32_t weight;
+        memcpy(&weight, row + i, sizeof weight);
+        if (weight < bits) continue;
+        last = i; /* the two sums round differently: never past the last one that has any weight */
+        if ((reached += row[i]) > total * drawn) break;
+    }
+    return last;
+}
+
+typedef struct {
+    float *logits;
+    int64_t vocab;
+    const Draw *draws;
+    int64_t *tokens;
+} Rows;
+
+static void draw_row(void *arg, int64_t r) {
+    const Rows *t = arg;
+    const Draw *d = t->draws + r;
+    float *row = t->logits + r * t->vocab, largest;
+    t->tokens[r] = find_best(row, t->vocab, &largest);
+    if (d->temperature == 0 || !(largest > -INFINITY && largest < INFINITY)) return;
+    weigh(row, t->vocab, largest, d->temperature);
+    t->tokens[r] = invert(row, t->vocab, cut(row, t->vocab, d), uniform(d->seed, d->position));
+}
+
+void kvr_draw(float *logits, int64_t rows, int64_t vocab, const Draw *draws, int64_t *tokens,
+              int threads) {
+    Rows t = {logits, vocab, draws, tokens};
+    kvr_parallel(threads, rows, draw_row, &t);
+}
+
+typedef struct {
+    float *logits;
+    int64_t count;
+    float cap;
+} Cap;
+
+static void cap_task(void *arg, int64_t task) {
+    const Cap *t = arg;
+    int64_t first = task * ELEMENTS, left = t->count - first;
+    for (int64_t i = 0; i < ELEMENTS && i < left; i += VL) {
+        float *at = t->logits + first + i;
+        vf capped = vtanh(part(at, 0, left - i, 0) / t->cap) * t->cap;
+        memcpy(at, &capped, sizeof(float) * (left - i < VL ? left - i : VL));
+    }
+}
+
+void kvr_cap(float *logits, int64_t count, float cap, int threads) {
+    Cap t = {logits, count, cap};
+    kvr_parallel(threads, (count + ELEMENTS - 1) / ELEMENTS, cap_task, &t);
+}

@@ -1,0 +1,68 @@
+/* Several decode passes in one call, over the same sequences: each takes the tokens that the one before
+ * it drew. Or one pass that verifies draft tokens too. A pass evicts the interpreter from the caches, so
+ * returning to Python between passes would cost time. */
+#include "step.h"
+
+#include <time.h>
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* Where each row's token goes, and who does what. */
+static void plan(const Decode *d) {
+    for (int64_t s = 0, r = 0; s < d->num_seqs; s++) {
+        const int32_t *table = d->block_tables + s * d->table_stride;
+        for (int64_t end = r + d->query_len[s]; r < end; r++) {
+            int64_t at = d->positions[r];
+            d->slots[r] = table[at / d->block_size] * d->block_size + at % d->block_size;
+            d->context_len[s] = (int32_t)at + 1;
+            d->draws[r].position = (uint64_t)at + 1;
+        }
+    }
+    for (int64_t i = 0; i < d->num_attentions; i++) {
+        Attention *a = d->attentions[i];
+        int64_t counts[3], heads = a->num_heads / a->group;
+        kvr_attention_plan(d->num_seqs, a->query_len, a->context_len, heads, d->tile, a->window,
+                           a->num_sinks, (int32_t *)a->items, (int32_t *)a->merges, counts);
+        a->num_items = counts[0], a->num_merges = counts[1];
+    }
+}
+
+static void pass(const Decode *d, int64_t *drawn) {
+    const Step *s = &d->step;
+    int64_t rows = s->rows, width = s->width, vocab = d->head.rows;
+    plan(d);
+    kvr_embed(d->table, d->bf16_table, d->tokens, rows, width, s->hidden);
+    for (int64_t i = 0; d->embed_scale != 1.0f && i < rows * width; i++) s->hidden[i] *= d->embed_scale;
+    kvr_layers(d->layers, d->num_layers, s);
+    kvr_rms_norm(s->hidden, width, d->norm, s->norm, rows, width, s->eps, s->threads);
+    Gemm head = gemm_of(s, s->norm, &d->head, d->logits);
+    gemm_run(&head, s->threads);
+    if (d->softcap) kvr_cap(d->logits, rows * vocab, d->softcap, s->threads);
+    kvr_draw(d->logits, rows, vocab, d->draws, drawn, s->threads);
+}
+
+static int is_stop(const Decode *d, int64_t seq, int64_t token) {
+    for (int64_t i = seq ? d->stop_ends[seq - 1] : 0; i < d->stop_ends[seq]; i++)
+        if (d->stops[i] == token) return 1;
+    return 0;
+}
+
+/* Returns how many passes there were: up to `most`, and none after one that drew a stop token. */
+int64_t kvr_decode(const Decode *d) {
+    double began = now();
+    for (int64_t passes = 1;; passes++) {
+        int64_t *drawn = d->drawn + (passes - 1) * d->step.rows;
+        int stopped = 0;
+        pass(d, drawn);
+        if (passes >= d->max_passes) return passes;
+        for (int64_t s = 0; s < d->num_seqs; s++) {
+            stopped |= is_stop(d, s, drawn[s]);
+            d->tokens[s] = drawn[s], d->positions[s]++;
+        }
+        if (stopped || (now() - began) * (double)(passes + 1) > d->burst_s * (double)passes) return passes;
+    }
+}

@@ -1,0 +1,15 @@
+/* What a step through all layers is told: their matrices and norms, and where its rows lie. */
+#ifndef KVRELAY_STEP_STEP_H
+#define KVRELAY_STEP_STEP_H
+
+#include "../gemm/gemm.h"
+#include "api.h"
+
+/* The step's rows at x times the matrix. */
+INLINE Gemm gemm_of(const Step *s, const float *x, const Matrix *m, float *y) {
+    Gemm t = {x, y, m->bias, m->packed, s->rows, m->rows, m->depth, m->depth, m->rows};
+    t.kind = (int)m->kind;
+    return t;
+}
+
+#endif

@@ -1,0 +1,205 @@
+/* A thread pool in which nobody waits for a helper that has not begun.
+ *
+ * Workers of a small deployment share cores with each other, the router and the API. A barrier that
+ * every thread has to reach then costs a scheduler's time slice whenever one of them is not
+ * running, hundreds of times a step. Here tasks are claimed one by one from a counter; the caller
+ * claims too, and at the end it waits only for tasks that a helper has claimed and not finished.
+ *
+ * `ticket` is (generation << 32 | next task). It is CLOSED while the job's fields change, so a
+ * claim (compare-and-swap on the ticket) succeeds only for the job whose fields were read. One job
+ * runs at a time; a caller that finds the pool taken does its tasks alone. */
+#define _GNU_SOURCE
+#include "thread_pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#define MAX_HELPERS 255
+#define CLOSED UINT32_MAX
+#define SPINS 2000 /* about 50 us: the gap between two kernels of a step */
+#define SCRATCH_HEADER 64
+
+static pthread_mutex_t taken = PTHREAD_MUTEX_INITIALIZER; /* held by the caller during its job */
+static pthread_mutex_t sleep_mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static pthread_key_t scratch_keys[NUM_SCRATCH];
+static _Thread_local int thread_index; /* 0 of callers, a helper's number + 1 */
+static int num_helpers; /* changed under `taken` */
+static atomic_int sleepers;
+static _Atomic uint64_t ticket = CLOSED;
+static _Atomic int64_t num_tasks, num_done;
+static _Atomic int limit; /* helpers with a lower number may take part */
+static void (*_Atomic job_body)(void *, int64_t);
+static void *_Atomic job_arg;
+
+static inline void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* Run one task of the job that is open; 0 if there is none for helper `number`. */
+static int run_one(int number) {
+    uint64_t seen = atomic_load(&ticket);
+    int64_t task = (int64_t)(seen & UINT32_MAX);
+    if (task == CLOSED || number >= atomic_load(&limit) || task >= atomic_load(&num_tasks))
+        return 0;
+    void (*body)(void *, int64_t) = atomic_load(&job_body);
+    void *arg = atomic_load(&job_arg);
+    if (!atomic_compare_exchange_strong(&ticket, &seen, seen + 1)) return 1; /* look again */
+    body(arg, task);
+    atomic_fetch_add(&num_done, 1);
+    return 1;
+}
+
+static void sleep_until_changed(uint64_t seen) {
+    pthread_mutex_lock(&sleep_mutex);
+    atomic_fetch_add(&sleepers, 1);
+    while (atomic_load(&ticket) == seen) pthread_cond_wait(&wake, &sleep_mutex);
+    atomic_fetch_sub(&sleepers, 1);
+    pthread_mutex_unlock(&sleep_mutex);
+}
+
+static void *helper_main(void *number) {
+    thread_index = (int)(intptr_t)number + 1;
+    for (;;) {
+        uint64_t seen = atomic_load(&ticket);
+        if (run_one((int)(intptr_t)number)) continue;
+        int spins = 0;
+        while (atomic_load(&ticket) == seen && spins++ < SPINS) relax();
+        if (spins > SPINS) sleep_until_changed(seen);
+    }
+    return NULL;
+}
+
+/* A forked child has none of the helpers. */
+static void forget_helpers(void) {
+    num_helpers = 0;
+    atomic_store(&sleepers, 0);
+    atomic_store(&ticket, CLOSED);
+    pthread_mutex_init(&taken, NULL);
+    pthread_mutex_init(&sleep_mutex, NULL);
+    pthread_cond_init(&wake, NULL);
+}
+
+static void start(void) {
+    pthread_atfork(NULL, NULL, forget_helpers);
+    for (int use = 0; use < NUM_SCRATCH; use++) pthread_key_create(scratch_keys + use, free);
+}
+
+static void grow(int wanted) {
+    wanted = wanted < MAX_HELPERS ? wanted : MAX_HELPERS;
+    while (num_helpers < wanted) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, helper_main, (void *)(intptr_t)num_helpers)) return;
+        pthread_detach(thread);
+        num_helpers++;
+    }
+}
+
+int kvr_thread_index(void) { return thread_index; }
+
+void kvr_parallel(int threads, int64_t tasks, void (*body)(void *arg, int64_t task), void *arg) {
+    if (threads <= 1 || tasks <= 1 || tasks >= CLOSED || pthread_mutex_trylock(&taken)) {
+        for (int64_t task = 0; task < tasks; task++) body(arg, task);
+        return;
+    }
+    pthread_once(&once, start);
+    grow(threads - 1);
+    uint64_t generation = (atomic_load(&ticket) >> 32) + 1; /* the ticket is closed here */
+    atomic_store(&job_body, body);
+    atomic_store(&job_arg, arg);
+    atomic_store(&num_tasks, tasks);
+    atomic_store(&num_done, 0);
+    atomic_store(&limit, threads - 1);
+    atomic_store(&ticket, generation << 32);
+    if (atomic_load(&sleepers)) {
+        pthread_mutex_lock(&sleep_mutex);
+        pthread_cond_broadcast(&wake);
+        pthread_mutex_unlock(&sleep_mutex);
+    }
+    while (run_one(-1)) {
+    }
+    for (int spins = 0; atomic_load(&num_done) < tasks; spins++) {
+        if (spins < SPINS)
+            relax();
+        else
+            sched_yield(); /* the helper may be waiting for this very core */
+    }
+    atomic_store(&ticket, generation << 32 | CLOSED);
+    pthread_mutex_unlock(&taken);
+}
+
+typedef struct {
+    _Alignas(64) _Atomic uint64_t left; /* first << 32 | end */
+} Part;
+
+typedef struct {
+    Part *parts;
+    int num_parts;
+    void (*body)(void *arg, int64_t i, int64_t next);
+    void *arg;
+} Share;
+
+/* The first of a part, or the last; -1 if there is none. */
+static int64_t take(Part *part, int from_end) {
+    uint64_t left = atomic_load(&part->left), first, end;
+    do {
+        first = left >> 32, end = left & UINT32_MAX;
+        if (first >= end) return -1;
+    } while (!atomic_compare_exchange_weak(&part->left, &left,
+                                           from_end ? left - 1 : left + (1ull << 32)));
+    return (int64_t)(from_end ? end - 1 : first);
+}
+
+static int64_t end_of(const Part *part) {
+    uint64_t left = atomic_load(&part->left);
+    return left >> 32 < (left & UINT32_MAX) ? (int64_t)(left & UINT32_MAX) - 1 : -1;
+}
+
+static void share_task(void *arg, int64_t task) {
+    (void)task; /* whichever it is, it goes on until nothing is left */
+    const Share *s = arg;
+    int own = thread_index % s->num_parts;
+    for (int p = 0; p < s->num_parts; p++) {
+        Part *part = s->parts + (own + p) % s->num_parts, *other = s->parts + (own + 1) % s->num_parts;
+        for (int64_t i; (i = take(part, p > 0)) >= 0;) {
+            int64_t next = i + 1;
+            if (p > 0 || next >= (int64_t)(atomic_load(&part->left) & UINT32_MAX))
+                next = end_of(p > 0 ? part : other);
+            s->body(s->arg, i, next);
+        }
+    }
+}
+
+void kvr_parallel_ranges(int threads, int64_t count, void (*body)(void *arg, int64_t i, int64_t next),
+               void *arg) {
+    if (threads <= 1 || count <= 1) {
+        for (int64_t i = 0; i < count; i++) body(arg, i, i + 1 < count ? i + 1 : -1);
+        return;
+    }
+    Part parts[threads];
+    for (int p = 0; p < threads; p++)
+        parts[p].left = (uint64_t)(count * p / threads) << 32 | (uint64_t)(count * (p + 1) / threads);
+    Share share = {parts, threads, body, arg};
+    kvr_parallel(threads, threads, share_task, &share);
+}
+
+void *kvr_scratch(int use, size_t bytes) {
+    pthread_once(&once, start);
+    size_t *held = pthread_getspecific(scratch_keys[use]);
+    if (!held || *held < bytes) {
+        free(held);
+        size_t whole = (bytes + SCRATCH_HEADER + 63) / 64 * 64;
+        held = aligned_alloc(64, whole);
+        if (!held) abort(); /* less than a step's activations: nothing works without it */
+        *held = whole - SCRATCH_HEADER;
+        pthread_setspecific(scratch_keys[use], held);
+    }
+    return (char *)held + SCRATCH_HEADER;
+}
