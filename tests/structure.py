@@ -2,6 +2,8 @@
 
 `python -m tests.structure [ROOT]` prints a table; `test_tidy` holds the limits. A module's layer in
 its package is 1 if it imports no other module of it, else one more than the highest it imports.
+Layers count what is imported when the module is. Cycles count imports inside functions and for type
+checkers too: those are there to start quickly, and would hide a cycle.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +22,7 @@ PACKAGES = ("engine", "kvtransfer", "prefill_worker", "decode_worker", "router",
 
 @dataclass(frozen=True)
 class Structure:
-    """Of the packages below `root`. Imports in function bodies and for type checkers count too."""
+    """Of the packages below `root`."""
 
     root: Path
 
@@ -36,11 +39,19 @@ class Structure:
     @cached_property
     def imports(self) -> dict[str, set[str]]:
         """Module -> modules of the product that it names in an import."""
-        return {module: self._imports_of(module) - {module} for module in self.files}
+        return {m: self._named(ast.walk(self._parsed(m))) - {m} for m in self.files}
 
-    def _imports_of(self, module: str) -> set[str]:
+    @cached_property
+    def imports_first(self) -> dict[str, set[str]]:
+        """The same, of what is imported when the module is."""
+        return {m: self._named(_at_once(self._parsed(m).body)) - {m} for m in self.files}
+
+    def _parsed(self, module: str) -> ast.Module:
+        return ast.parse(self.files[module].read_text(encoding="utf-8"))
+
+    def _named(self, nodes: Iterable[ast.AST]) -> set[str]:
         found = set()
-        for node in ast.walk(ast.parse(self.files[module].read_text(encoding="utf-8"))):
+        for node in nodes:
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -75,7 +86,7 @@ class Structure:
 
         def layer(module: str) -> int:
             if module not in known:
-                below = [m for m in self.imports[module] if m.split(".")[0] == package]
+                below = [m for m in self.imports_first[module] if m.split(".")[0] == package]
                 known[module] = 1 + max(map(layer, below), default=0)
             return known[module]
 
@@ -87,6 +98,16 @@ class Structure:
     def folders(self) -> Counter[str]:
         """Folder, relative to the root -> Python files directly in it."""
         return Counter(p.parent.relative_to(self.root).as_posix() for p in self.files.values())
+
+
+def _at_once(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
+    """Statements that run when the module is imported, but for those of type checkers."""
+    for node in body:
+        if isinstance(node, ast.If | ast.Try):
+            if "TYPE_CHECKING" not in ast.unparse(getattr(node, "test", ast.Constant(0))):
+                yield from _at_once([*node.body, *node.orelse])
+        else:
+            yield node
 
 
 def main() -> None:

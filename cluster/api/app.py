@@ -21,10 +21,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api.caller import caller
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.explain import explanation_routes
+from cluster.api.incoming import caller
 from cluster.api.openai.formats import ChatFormat, CompletionFormat
 from cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
 from cluster.api.openai.respond import GenerateEndpoint, error_response

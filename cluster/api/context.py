@@ -14,8 +14,7 @@ from cluster.api.client import RouterClient
 from cluster.api.limiter import ConcurrencyLimiter
 from cluster.api.metrics import ApiMetrics
 from cluster.api.tenants import Tenants
-from cluster.api.text.public_prompts import PublicPrompts
-from cluster.api.text.tokenizer import Tokenizer
+from cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from cluster.api.tracing import Tracing
 from engine.kv.tier import DEFAULT_RETENTION
 from router.admission.admission import Call

@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.api.caller import caller, limit_of
 from cluster.api.calls import ServedCall, ServedChoice
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
+from cluster.api.incoming import caller, limit_of
 from router.explain import Explanation, name_of, reason
 from router.placement.work import Candidate
 from router.record import Attempt

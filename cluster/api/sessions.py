@@ -12,10 +12,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.api.body import read_body
-from cluster.api.caller import caller, limit_of
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid, overloaded, session_refused
+from cluster.api.incoming import caller, limit_of, read_body
 from cluster.api.limiter import LimitReached
 from cluster.api.openai.schema import MAX_SESSION_CHARS, ForkRequest, parse
 from engine.kv.tier import Tier

@@ -100,7 +100,7 @@ def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
 async def _serve(config: Config, console: Any) -> None:
     """Serve until the first SIGINT or SIGTERM; a second one ends the process at once."""
     from cluster.cli.progress import StartProgress
-    from cluster.serve.serve import serve as serve_until
+    from cluster.serve.launch import serve as serve_until
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     stop = asyncio.Event()

@@ -58,7 +58,7 @@ class ControllerConfig:
     workers: tuple[tuple[NodeId, Role], ...]
     routers: tuple[Peer, ...]  # that live as long as the controller
     listeners: tuple[Peer, ...] = ()  # nodes beside the routers that workers send answers to
-    frontends: tuple[NodeId, ...] = ()  # further routers, to be started and kept running
+    further_routers: tuple[NodeId, ...] = ()  # further routers, to be started and kept running
     first_epoch: int = 1
     start_timeout_s: float = 180.0
     introduce_timeout_s: float = 10.0
@@ -106,12 +106,14 @@ class Controller:
             config.stable_s,
             config.max_first_failures,
         )
-        self.frontends = RouterProcesses(config.frontends, config.routers, limits, node_id)
+        self.router_processes = RouterProcesses(
+            config.further_routers, config.routers, limits, node_id
+        )
         self._ever_up = False
         self._gave_up = False
 
     def start(self, now: float) -> list[Effect]:
-        return self.frontends.start()
+        return self.router_processes.start()
 
     def receive(self, now: float, message: Any) -> list[Effect]:
         match message:
@@ -127,9 +129,9 @@ class Controller:
                 effects = self._heard(now, worker, to) if worker else []
                 reached = self.workers.get(to)
                 to_epoch = None if reached is None else reached.epoch
-                return effects + self.frontends.introduced(message, to_epoch, self._up())
+                return effects + self.router_processes.introduced(message, to_epoch, self._up())
             case RouterStarted() | RouterFailed() | RouterLost():
-                return self.frontends.handle(now, message, self._listening(), self._up())
+                return self.router_processes.handle(now, message, self._listening(), self._up())
             case StartFailed(node, epoch, reason, permanent):
                 worker = self._current(node, epoch, WorkerState.STARTING)
                 return self._start_failed(now, worker, reason, permanent) if worker else []
@@ -143,7 +145,7 @@ class Controller:
 
     def all_up(self) -> bool:
         workers_up = all(w.state is WorkerState.UP for w in self.workers.values())
-        return workers_up and self.frontends.all_up()
+        return workers_up and self.router_processes.all_up()
 
     def _up(self) -> dict[NodeId, WorkerInfo]:
         up = (w for w in self.workers.values() if w.state is WorkerState.UP)
@@ -189,16 +191,16 @@ class Controller:
             for other in self.workers.values()
             if other is not worker and other.peer is not None and other.state in RUNNING
         ]
-        fronts = self.frontends.peers
-        routers = (*self.config.routers, *fronts)
+        processes = self.router_processes.peers
+        routers = (*self.config.routers, *processes)
         peers = [*routers, *(other.peer for other in others if other.peer is not None)]
-        self.frontends.greet(me.node, me.epoch)
+        self.router_processes.greet(me.node, me.epoch)
         known = (*peers, *self.config.listeners)
         effects: list[Effect] = [Introduce(worker.node, me.node, me.epoch, known)]
         effects += [Introduce(peer.node, me.node, me.epoch, (me,)) for peer in peers]
         # Workers of one role only save each other work: one that hangs must not keep others down.
         spared = {other.node for other in others if other.role is worker.role}
-        spared |= {front.node for front in fronts}  # each comes together with it when it can
+        spared |= {front.node for front in processes}  # each comes together with it when it can
         worker.waiting_for = {effect.to for effect in effects} - spared
         tag = f"introducing {worker.epoch} {worker.node}"
         notes = [Note("warning", "worker_notice", f"{worker.node}: {n}") for n in started.notices]
@@ -219,7 +221,7 @@ class Controller:
         for router in self.config.routers:
             effects.append(Send(worker.node, RouterUp(router.node)))
             effects.append(Send(router.node, WorkerUp(worker.info)))
-        return effects + self.frontends.announce(self._up())
+        return effects + self.router_processes.announce(self._up())
 
     def _start_failed(
         self, now: float, worker: Worker, reason: str, permanent: bool
@@ -253,7 +255,7 @@ class Controller:
         if was_up:
             down = WorkerDown(worker.node, worker.epoch, reason)
             effects += [Send(router.node, down) for router in config.routers]
-        effects += self.frontends.worker_lost(worker.node, worker.epoch, reason)
+        effects += self.router_processes.worker_lost(worker.node, worker.epoch, reason)
         for other in self.workers.values():
             if other.state is WorkerState.INTRODUCING and worker.node in other.waiting_for:
                 effects += self._heard(now, other, worker.node)
@@ -261,7 +263,7 @@ class Controller:
 
     def _woken(self, now: float, tag: str) -> list[Effect]:
         if tag.startswith(f"{ROUTER_TAG} "):
-            return self.frontends.woken(now, tag)
+            return self.router_processes.woken(now, tag)
         state, epoch, node = tag.split(" ", 2)
         worker = self._current(node, int(epoch), WorkerState(state))
         if worker is None:

@@ -63,7 +63,7 @@ class RouterLoad:
 
 
 @dataclass(slots=True)
-class Frontend:
+class WantedRouter:
     """One wanted router. `peer` is set exactly while it is up."""
 
     node: NodeId
@@ -100,7 +100,7 @@ class RouterProcesses:
     ) -> None:
         """`fixed`: routers that live as long as the controller, in its process."""
         self._fixed = tuple(fixed)
-        self.routers = {name: Frontend(name) for name in names}
+        self.routers = {name: WantedRouter(name) for name in names}
         self._limits = limits
         self._controller = controller
         self._gave_up = False
@@ -198,13 +198,13 @@ class RouterProcesses:
         reason = f"did not start within {self._limits.start_timeout_s:g} s"
         return self._failed(now, router, reason, permanent=False)
 
-    def _current(self, node: NodeId, epoch: int, *states: RouterState) -> Frontend | None:
+    def _current(self, node: NodeId, epoch: int, *states: RouterState) -> WantedRouter | None:
         router = self.routers.get(node)
         if router is None or router.epoch != epoch or router.state not in states:
             return None
         return router
 
-    def _start(self, router: Frontend) -> list[Effect]:
+    def _start(self, router: WantedRouter) -> list[Effect]:
         router.epoch += 1
         router.state = RouterState.STARTING
         return [
@@ -215,7 +215,7 @@ class RouterProcesses:
     def _started(
         self,
         now: float,
-        router: Frontend,
+        router: WantedRouter,
         started: RouterStarted,
         listening: Mapping[NodeId, Peer],
     ) -> list[Effect]:
@@ -236,7 +236,9 @@ class RouterProcesses:
         text = f"{router.node} is up (epoch {router.epoch}) at port {router.http_port}"
         return [*effects, Note("info", "router_up", text)]
 
-    def _failed(self, now: float, router: Frontend, reason: str, permanent: bool) -> list[Effect]:
+    def _failed(
+        self, now: float, router: WantedRouter, reason: str, permanent: bool
+    ) -> list[Effect]:
         effects = self._lost(now, router, reason, {})
         hopeless = permanent or router.failures >= self._limits.max_first_failures
         if hopeless and router.http_port == 0 and not self._gave_up:
@@ -245,7 +247,7 @@ class RouterProcesses:
         return effects
 
     def _lost(
-        self, now: float, router: Frontend, reason: str, up: Mapping[NodeId, WorkerInfo]
+        self, now: float, router: WantedRouter, reason: str, up: Mapping[NodeId, WorkerInfo]
     ) -> list[Effect]:
         limits = self._limits
         if router.state is RouterState.UP and now - router.up_at >= limits.stable_s:
@@ -267,7 +269,7 @@ class RouterProcesses:
         told += [other.node for other in self._others(router)]
         return effects + [Send(node, RouterDown(router.node)) for node in told]
 
-    def _others(self, router: Frontend) -> list[Peer]:
+    def _others(self, router: WantedRouter) -> list[Peer]:
         """Routers that are up, but this one."""
         return [*self._fixed, *(peer for peer in self.peers if peer.node != router.node)]
 
@@ -299,7 +301,7 @@ def router_entry(
     }
 
 
-def status_of(router: Frontend, host: str, load: RouterLoad | None) -> dict[str, Any]:
+def status_of(router: WantedRouter, host: str, load: RouterLoad | None) -> dict[str, Any]:
     """As `router_entry`, with what the controller knows of it besides."""
     entry = router_entry(router.node, router.epoch, router.state, host, router.http_port, load)
     return entry | {

@@ -120,7 +120,7 @@ class Deployment:
                 workers=wanted,
                 routers=(Peer(ROUTER, host, port, 1),),
                 listeners=(Peer(AUDITOR, host, port, 1),),
-                frontends=self._routers[1:],
+                further_routers=self._routers[1:],
                 start_timeout_s=cluster.start_timeout_s,
             )
         )
@@ -188,7 +188,7 @@ class Deployment:
         host, port = self.config.api.host, self._http_port
         load = load_of(self.router, self._loop.time(), self.opened.status())
         entries = [router_entry(ROUTER, 1, RouterState.UP, host, port, load)]
-        for router in self.controller.frontends.routers.values():
+        for router in self.controller.router_processes.routers.values():
             is_up = router.state is RouterState.UP
             said = self._loads.known.get((router.node, router.epoch)) if is_up else None
             entries.append(status_of(router, host, said))
@@ -196,7 +196,7 @@ class Deployment:
 
     def router_ports(self) -> dict[NodeId, int]:
         """Where the APIs of the further routers are."""
-        return {r.node: r.http_port for r in self.controller.frontends.routers.values()}
+        return {r.node: r.http_port for r in self.controller.router_processes.routers.values()}
 
     async def audit(self) -> dict[str, Any]:
         """Where the workers' blocks are, and what is left over; see `cluster.control.audits`."""
@@ -213,7 +213,7 @@ class Deployment:
             if worker.last_error and worker.state is not WorkerState.UP:
                 news += f" ({worker.last_error})"
             self._tell(worker.node, news, worker.state is WorkerState.UP)
-        for router in self.controller.frontends.routers.values():
+        for router in self.controller.router_processes.routers.values():
             news = str(router.state) + (f" ({router.last_error})" if router.last_error else "")
             self._tell(router.node, news, router.state is RouterState.UP)
 

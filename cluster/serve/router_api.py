@@ -71,7 +71,7 @@ async def serve_api(
     from cluster.api.context import ApiContext, ApiLimits
     from cluster.api.metrics import ApiMetrics, ClusterCollector
     from cluster.api.server import serve_app
-    from cluster.api.text.public_prompts import PublicPrompts
+    from cluster.api.text.tokenizer import PublicPrompts
     from cluster.api.tracing import Tracing
 
     settle_memory()

@@ -10,7 +10,7 @@ import msgspec
 
 from cluster.config import Config, ConfigError
 from cluster.serve.deployment import Deployment, ServeError
-from cluster.serve.serve import serve
+from cluster.serve.launch import serve
 
 
 async def main() -> None:

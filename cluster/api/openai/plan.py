@@ -16,8 +16,7 @@ from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
 from cluster.api.tenants import Tenant
-from cluster.api.text.chat_template import TemplateError
-from cluster.api.text.tokenizer import Tokenizer
+from cluster.api.text.tokenizer import TemplateError, Tokenizer
 from engine.kv.block_hash import UNSALTED, CacheScope
 from engine.kv.tier import Retention
 from engine.request import Refusal, SamplingParams

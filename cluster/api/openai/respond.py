@@ -20,11 +20,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from cluster.api.body import read_body
-from cluster.api.caller import caller
 from cluster.api.calls import Call
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, overloaded, refused
+from cluster.api.incoming import caller, read_body
 from cluster.api.limiter import LimitReached
 from cluster.api.openai.formats import Format
 from cluster.api.openai.generation import Generation, Piece

@@ -1,24 +1,108 @@
-"""Text to token ids and back, for the API.
+"""Text to token ids, for the API: the tokenizer, the chat template and public prompts.
 
-Built once from a Hugging Face model directory: `tokenizer.json` (library: `tokenizers`), the chat
-template (library: `jinja2`, sandboxed), the end-of-sequence ids, and how the model's makers would
-have it sampled. `encode` and `apply_chat_template` are slow for long texts and let other threads
-run: call them in a thread.
+A `Tokenizer` is built once from a Hugging Face model directory: `tokenizer.json` (library:
+`tokenizers`), the chat template (library: `jinja2`), the end-of-sequence ids, and how the model's
+authors would have it sampled. `encode` and `apply_chat_template` are slow for long texts and
+release the interpreter's lock: call them in a thread.
+
+A chat template is Jinja source that a model's author ships, so it is rendered in a sandbox. It may
+use what Hugging Face documents: `raise_exception`, `strftime_now`, `tojson`, loop controls and
+`{% generation %}` blocks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import tokenizers
-
-from cluster.api.text.chat_template import ChatTemplate, TemplateError, read_chat_template
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+_FOLLOWERS = ("a", " b", "\n", ".")
+
+
+class TemplateError(Exception):
+    """The messages cannot be rendered; the text is meant for the client."""
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks what the model said; for a prompt it is its content, no more."""
+
+    tags = {"generation"}  # noqa: RUF012 (the attribute's type is jinja2's)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+class ChatTemplate:
+    """A compiled template. Immutable; may be used from any thread."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
+        )
+        environment.filters["tojson"] = _to_json
+        functions: dict[str, Callable[..., Any]] = {
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+        }
+        environment.globals.update(functions)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the model's chat template is not valid Jinja: {error}") from error
+        self._special_tokens = special_tokens
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """The prompt up to where the assistant speaks. Raises `TemplateError`."""
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except TemplateError as error:
+            raise TemplateError(f"the model's chat template refuses: {error}") from error
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise TemplateError(
+                f"the model's chat template cannot render these messages: {error}"
+            ) from error
+
+
+def read_chat_template(model_dir: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """Source of the template from `chat_template.jinja` or `tokenizer_config.json`; None: none."""
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = tokenizer_config.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        by_name = {entry["name"]: entry["template"] for entry in found}
+        found = by_name.get("default", next(iter(by_name.values()), None))
+    return found
 
 
 class TokenizerError(Exception):
@@ -130,3 +214,48 @@ def _content(token: Any) -> str | None:
     """A special token in `tokenizer_config.json` is a string or an object."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
+
+
+class PublicPrompts:
+    """Beginnings of prompts that an operator has declared, whose KV all tenants share. A text
+    becomes tokens in two ways: as the system message of a chat, and as the beginning of a
+    completion. Of each, only those tokens count that are the same whatever follows.
+
+    Immutable; the prefixes are sorted, the longest first."""
+
+    def __init__(self, prefixes: Iterable[Sequence[int]] = ()) -> None:
+        found = {tuple(prefix) for prefix in prefixes}
+        self._prefixes = sorted((prefix for prefix in found if prefix), key=len, reverse=True)
+
+    @classmethod
+    def of_texts(cls, tokenizer: Tokenizer, texts: Iterable[str]) -> PublicPrompts:
+        """Slow for long texts."""
+        prefixes: list[Sequence[int]] = []
+        for text in texts:
+            prefixes.append(_common([tokenizer.encode(text + more) for more in _FOLLOWERS]))
+            try:
+                prefixes.append(_common([_chat(tokenizer, text, user) for user in ("a", "b")]))
+            except TemplateError:
+                continue  # the model has no chats with a system message
+        return cls(prefixes)
+
+    def num_public_tokens(self, tokens: tuple[int, ...]) -> int:
+        """Length of the longest declared beginning that `tokens` has."""
+        for prefix in self._prefixes:
+            if tokens[: len(prefix)] == prefix:
+                return len(prefix)
+        return 0
+
+
+def _chat(tokenizer: Tokenizer, system: str, user: str) -> list[int]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    return tokenizer.apply_chat_template(messages)
+
+
+def _common(sequences: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Their longest common beginning."""
+    first = sequences[0]
+    length = min(map(len, sequences))
+    for other in sequences[1:]:
+        length = next((i for i in range(length) if first[i] != other[i]), length)
+    return first[:length]

@@ -12,8 +12,7 @@ import pytest
 
 from cluster.api.context import ApiLimits
 from cluster.api.tenants import Tenants
-from cluster.api.text.public_prompts import PublicPrompts
-from cluster.api.text.tokenizer import Tokenizer
+from cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from cluster.config import TenantEntry
 from engine.kv.block_hash import CacheScope, hash_blocks
 from router.messages import SessionReply, Submit

@@ -28,7 +28,7 @@ from tests.cluster.control.test_controller import ONE, ROUTER, Script, info, of
 CONFIG = ControllerConfig(
     workers=(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)),
     routers=(ROUTER,),
-    frontends=("router-1",),
+    further_routers=("router-1",),
     backoff_s=1.0,
     max_backoff_s=8.0,
 )
@@ -145,7 +145,7 @@ def test_a_lost_router_is_started_again_at_its_port_and_its_workers_are_told() -
 
 
 def test_routers_learn_of_each_other_once_they_can_reach_each_other() -> None:
-    script = TwoRouters(replace(CONFIG, frontends=("router-1", "router-2")))
+    script = TwoRouters(replace(CONFIG, further_routers=("router-1", "router-2")))
     script.acknowledge(script.router_started())
     other = Peer("router-2", "h", 20, 1)
     effects = script.say(RouterStarted(other, 8002))
@@ -193,7 +193,7 @@ def test_a_first_start_that_cannot_succeed_gives_up_and_a_later_one_never() -> N
     script.say(Woken("router backoff 1 router-1"))
     effects = script.say(RouterFailed("router-1", 2, "port 8001 is taken", True))
     assert of(GiveUp, effects) == []
-    assert script.controller.frontends.routers["router-1"].state is RouterState.BACKOFF
+    assert script.controller.router_processes.routers["router-1"].state is RouterState.BACKOFF
 
 
 def test_a_router_that_does_not_start_in_time_is_started_again() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.api.text.chat_template import ChatTemplate, TemplateError
-from cluster.api.text.tokenizer import Tokenizer, TokenizerError
+from cluster.api.text.tokenizer import ChatTemplate, TemplateError, Tokenizer, TokenizerError
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
