@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 POLICIES = (
     "prefix",
@@ -16,14 +16,13 @@ POLICIES = (
 MAX_PRIORITY = 100  # requests have one in [-MAX_PRIORITY, MAX_PRIORITY]; lower goes first
 
 
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits and waits of one router. Block size, context and fingerprint come from `WorkerInfo`.
 
     Raises ValueError for an unknown policy and for a limit below its least sensible value.
     """
 
-    policy: str = "prefix"  # one of POLICIES; the others are baselines to compare with
+    policy: str = "prefix"  # another of POLICIES is a baseline to compare with
     max_queue: int = 1024  # new requests that wait for a slot; requests that go on are not counted
     max_queue_wait_s: float = 10.0  # who would wait longer is refused when it comes
     low_priority_share: float = 0.05  # of the service, for lower priorities while higher ones wait

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import structs
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -147,7 +148,7 @@ def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
         default = router.policy
         stats_interval_s = max(1.0, (options["prefill"] + options["decode"]) / STATS_PER_S)
         patience_s = max(router.probe_after_s, 2.5 * stats_interval_s)
-        router = replace(router, policy=POLICIES[0], probe_after_s=patience_s)
+        router = structs.replace(router, policy=POLICIES[0], probe_after_s=patience_s)
         config = ReplayConfig(
             timing=timing,
             router=router,
@@ -169,7 +170,7 @@ def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
         return [
             replace(config, oracle=True)
             if name == ORACLE
-            else replace(config, router=replace(router, policy=name))
+            else replace(config, router=structs.replace(router, policy=name))
             for name in policies
         ]
     except (TimingError, ConfigError, ValueError) as error:
@@ -280,7 +281,7 @@ def _write_json(path: Path, trace: Trace, config: ReplayConfig, found: list[Summ
         "timing": config.timing.name,
         "links": asdict(config.timing.links),
         **{name: getattr(config, name) for name in names},
-        "router": {k: v for k, v in asdict(config.router).items() if k != "policy"},
+        "router": {k: v for k, v in structs.asdict(config.router).items() if k != "policy"},
         "faults": [asdict(fault) for fault in config.faults],
     }
     everything = {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from cluster.config import Config, EngineSection, ModelSection
 from cluster.worker.build import PreparedModel
