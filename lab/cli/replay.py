@@ -27,7 +27,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from cluster.config import ConfigError, load_config
+from cluster.config import ConfigError, load_config, require_extra
 from lab.replay.config import ORACLE, Fault, ReplayConfig
 from lab.replay.generators import PRESETS, preset
 from lab.replay.readers import TraceError, read_trace
@@ -121,6 +121,11 @@ def replay_command(
     configs = _configs(options)
     for path in (json_path, plot_path):
         _check_writable(path)
+    if plot_path is not None:
+        try:
+            require_extra("plot", "matplotlib")
+        except ConfigError as error:
+            raise BadInputError(str(error)) from error
     trace = load_traffic(traffic, options)
     for note in trace.notes:
         console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
