@@ -28,6 +28,7 @@ from msgspec import structs
 
 from cluster.config import Config, TenantsSection
 from lab.bench.load import Client, LoadSpec, Timing, make_prompts
+from lab.profiling.forward import ProfileError
 from lab.profiling.mixture import (
     Mixed,
     alone_s,
@@ -36,7 +37,6 @@ from lab.profiling.mixture import (
     plan_mixture,
     prompt_s,
 )
-from lab.profiling.passes import ProfileError
 from lab.timing.profile import Profile
 from lab.timing.timing import Overheads
 

@@ -25,6 +25,7 @@ from cluster.api.text.tokenizer import Tokenizer
 from cluster.config import Config
 from lab.bench.load import Timing
 from lab.cli.profile import profile, profile_tables
+from lab.profiling.forward import Grid, ProfileError
 from lab.profiling.links import fit_line
 from lab.profiling.mixture import (
     LOAD,
@@ -34,7 +35,6 @@ from lab.profiling.mixture import (
     prompts_slowed,
     steps_slowed,
 )
-from lab.profiling.passes import Grid, ProfileError
 from lab.profiling.served import fit_gaps, gaps_together, least_gap_s
 from lab.replay.replay import Replay, replay
 from lab.replay.trace import Trace, TraceRequest

@@ -1,27 +1,52 @@
-"""Passes of the model that are not run: how long each takes, and the tokens that come of it.
+"""Forward passes that are not run: how long each takes, and the tokens that come of it.
 
 Every output token of request number i is the same number, which no prompt has, so that the blocks
-of answers have names of their own.
+of answers have hashes of their own.
 """
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from math import ceil, sqrt
 
+from engine.sequence import Sequence
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
 from lab.timing.timing import Timing
-
-if TYPE_CHECKING:
-    from lab.replay.runtime import Burst
 
 FIRST_OUTPUT_TOKEN = 1 << 31
 """Plus the number of the request. Block ids of traces are below."""
 
 
+@dataclass(slots=True, eq=False)
+class Burst:
+    """Decode steps in a row that are under way. Step j (from 1) ends `ends_s(j)` after the start;
+    each takes a little longer than the one before, because there is more KV to read."""
+
+    step: Step
+    start_s: float
+    first_s: float
+    growth_s: float
+    repeats: int
+    running: list[Sequence]  # when it began
+
+    def ends_s(self, count: int) -> float:
+        return count * (self.first_s + self.growth_s * (count - 1) / 2)
+
+    def count_at(self, now: float) -> int:
+        """Steps that have to end before the burst may: those that have begun by now."""
+        elapsed_s = now - self.start_s
+        linear = self.first_s - self.growth_s / 2
+        if self.growth_s > 1e-12:
+            root = sqrt(linear * linear + 2 * self.growth_s * elapsed_s)
+            count = (root - linear) / self.growth_s
+        else:
+            count = elapsed_s / self.first_s
+        return min(self.repeats, max(1, ceil(count - 1e-9)))
+
+
 @dataclass(slots=True)
-class PassLog:
+class TokenLog:
     """When tokens came. Owned by a runtime; a request is known by its number."""
 
     gap_s: array[float] = field(default_factory=lambda: array("f"))
@@ -51,10 +76,10 @@ class PassLog:
         return self.second_at.pop(request, None)
 
 
-class Passes:
+class ForwardPasses:
     """Stands for the model of every worker. Holds nothing of its own but the log."""
 
-    def __init__(self, timing: Timing, log: PassLog) -> None:
+    def __init__(self, timing: Timing, log: TokenLog) -> None:
         self._timing = timing
         self._log = log
 

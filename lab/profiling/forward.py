@@ -1,4 +1,4 @@
-"""How long passes of the real engine take here.
+"""How long forward passes of the real engine take on this machine.
 
 Life: a runner is built as a worker builds it, every block of its pool is written once (memory that
 was never written reads as one page of zeros, from the cache), then each point is run until it has
@@ -94,7 +94,7 @@ def running(config: Config, model: PreparedModel, threads: int) -> Iterator[Mode
             ranks.close()
 
 
-class Passes:
+class ForwardPasses:
     """Runs passes over one runner's pool. Owned by whoever measures; one pass at a time."""
 
     def __init__(self, runner: ModelRunner, point_s: float, max_batched_tokens: int) -> None:
