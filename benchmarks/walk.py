@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.served import Served
+from benchmarks.serving.served import Served
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("engine", "kvtransfer", "prefill_worker", "decode_worker", "router", "cluster", "lab")

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from benchmarks.fidelity import as_served
-from benchmarks.fidelity_load import (
+from benchmarks.serving.fidelity import as_served
+from benchmarks.serving.fidelity_load import (
     BlockIds,
     WorkloadSpec,
     plan,
@@ -137,7 +137,7 @@ def test_the_tables_show_what_was_measured_and_nothing_else() -> None:
     assert "GB/s" not in text
 
 
-# -- the workload of benchmarks.fidelity ---------------------------------------------------------
+# -- the workload of benchmarks.serving.fidelity ---------------------------------------------------------
 
 
 def test_conversations_go_on_from_what_was_said_and_repeat_exactly() -> None:

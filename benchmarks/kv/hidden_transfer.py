@@ -1,6 +1,6 @@
 """How much of a long prompt's TTFT is owed to moving its KV between the pools.
 
-python -m benchmarks.hidden_transfer [--tokens 4000] [--rounds 3] [--json OUT]
+python -m benchmarks.kv.hidden_transfer [--tokens 4000] [--rounds 3] [--json OUT]
 
 One prefill worker, one decode worker, one request at a time. What is told are the request's own
 phases, from the metrics that every request adds to: `prefill` ends with the first token; `transfer`
@@ -18,9 +18,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
 
-from benchmarks.first_light import MODEL, time_one
 from benchmarks.report import make_console, write_json
-from benchmarks.served import Served
+from benchmarks.serving.first_light import MODEL, time_one
+from benchmarks.serving.served import Served
 from lab.bench.load import LoadSpec, make_prompts
 
 PHASES = ("prefill", "ttft", "transfer", "first_decode")

@@ -1,11 +1,11 @@
 """How well a text that is given is foretold, far behind a window and its sinks.
 
-`python -m benchmarks.window_given`: 20,000 tokens of English prose (as `benchmarks.fp8` takes it),
-more than twice the model's context, go through the engine's paged KV with a window of 1,024
-positions and 4 sinks, and the probability of each token is taken. Beside it the same window without
-sinks, pieces of 1,024 tokens each read alone, and no window, until the model's context ends. Text
-that is drawn (`benchmarks.window`) can go astray by the draw; here nothing is drawn. Where the
-prose ends it begins anew, which no window holds any more.
+`python -m benchmarks.engine.window_given`: 20,000 tokens of English prose (as
+`benchmarks.engine.fp8` takes it), more than twice the model's context, go through the engine's
+paged KV with a window of 1,024 positions and 4 sinks, and the probability of each token is taken.
+Beside it the same window without sinks, pieces of 1,024 tokens each read alone, and no window,
+until the model's context ends. Text that is drawn (`benchmarks.engine.window`) can go astray by the
+draw; here nothing is drawn. Where the prose ends it begins anew, which no window holds any more.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import click
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.fp8 import BLOCK_SIZE, pieces_of, prose, score
+from benchmarks.engine.fp8 import BLOCK_SIZE, pieces_of, prose, score
 from benchmarks.report import make_console, write_json
 from cluster.api.text.tokenizer import Tokenizer
 from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from engine.model.config import ModelConfig
 from engine.model.runner import ModelRunner
 
-DEFAULT_JSON = Path(__file__).parent / "results" / "window_given.json"
+DEFAULT_JSON = Path(__file__).parents[1] / "results" / "window_given.json"
 CHUNK = 256  # tokens that are fed at once
 
 

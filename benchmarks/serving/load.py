@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from random import Random
 from urllib.parse import urlsplit
 
-from benchmarks.first_light import MODEL
+from benchmarks.serving.first_light import MODEL
 from lab.bench.load import LoadSpec, make_prompts
 
 MAX_CONNECTIONS = 4096

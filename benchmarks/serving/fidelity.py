@@ -1,11 +1,11 @@
 """Does the simulation tell the truth? A workload against a real cluster, and the same simulated.
 
-`python -m benchmarks.fidelity`: measures this machine (`kvrelay profile`), starts a cluster of one
-prefill and one decode worker, sends conversations for some minutes, replays what was sent with the
-profile, and compares TTFT and ITL at p50 and p90. A machine that is shared with others does not
-stay as fast as it was: what is sent goes in parts, with a profile before, between and after them,
-and each part is replayed with the mean of the two beside it. `--folder DIR` keeps profiles and
-recordings, and takes those that are there already.
+`python -m benchmarks.serving.fidelity`: measures this machine (`kvrelay profile`), starts a cluster
+of one prefill and one decode worker, sends conversations for some minutes, replays what was sent
+with the profile, and compares TTFT and ITL at p50 and p90. A machine that is shared with others
+does not stay as fast as it was: what is sent goes in parts, with a profile before, between and
+after them, and each part is replayed with the mean of the two beside it. `--folder DIR` keeps
+profiles and recordings, and takes those that are there already.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.conversations import LoadFailed
-from benchmarks.fidelity_load import (
+from benchmarks.report import make_console, write_json
+from benchmarks.serving.conversations import LoadFailed
+from benchmarks.serving.fidelity_load import (
     Planned,
     Recorded,
     WorkloadSpec,
@@ -40,8 +41,7 @@ from benchmarks.fidelity_load import (
     trace_of,
     write_recording,
 )
-from benchmarks.report import make_console, write_json
-from benchmarks.served import Served
+from benchmarks.serving.served import Served
 from cluster.api.text.tokenizer import Tokenizer
 from cluster.config import Config
 from cluster.serve.deployment import ITL_TARGET_MS

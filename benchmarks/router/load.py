@@ -1,4 +1,4 @@
-"""The blocks that `benchmarks.routing` fills indexes with, and the prompts it asks about.
+"""The blocks that `benchmarks.router.routing` fills indexes with, and the prompts it asks about.
 
 Needs nothing but Python, so that another interpreter can make the same ones. Names are random: what
 a name is made of is nothing to an index.

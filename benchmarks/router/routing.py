@@ -1,15 +1,15 @@
 """How long a router looks for the holders of a prompt, with many workers and many blocks.
 
-`python -m benchmarks.routing` fills a prefix index with sessions and with a prefix that every
-worker holds, and asks it for prompts of 12,000 and 120,000 tokens: held whole, held by half, begun
-with what all hold, and new. A lookup counts with the choice of the best holders of both roles. Then
-whole decisions are timed: names of the prompt's blocks, lookup, costs, choice, booking.
+`python -m benchmarks.router.routing` fills a prefix index with sessions and with a prefix that
+every worker holds, and asks it for prompts of 12,000 and 120,000 tokens: held whole, held by half,
+begun with what all hold, and new. A lookup counts with the choice of the best holders of both
+roles. Then whole decisions are timed: names of the prompt's blocks, lookup, costs, choice, booking.
 
 With `--peer-python`, `RadixTree.find_matches` of ai-dynamo-runtime gets the same blocks and prompts
 in the same run. It has an environment of its own:
 
     python3 -m venv dynamo && dynamo/bin/pip install ai-dynamo-runtime
-    python -m benchmarks.routing --peer-python dynamo/bin/python
+    python -m benchmarks.router.routing --peer-python dynamo/bin/python
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from benchmarks.report import make_console, write_json
-from benchmarks.routing_decision import (
+from benchmarks.router.decision import (
     BLOCK_SIZE,
     Samples,
     decision,
@@ -39,7 +39,7 @@ from benchmarks.routing_decision import (
     start_workers,
     timed,
 )
-from benchmarks.routing_load import KINDS, PROMPT_BLOCKS, RoutingLoad, Session
+from benchmarks.router.load import KINDS, PROMPT_BLOCKS, RoutingLoad, Session
 from engine.kv.events import KVEvents
 from engine.kv.tier import Tier
 from lab.bench.load import percentile
@@ -137,8 +137,8 @@ def run_peer(
         "workers": load.num_workers, "blocks": load.num_blocks, "seed": load.seed,
         "limit_s": limit_s, "lookups": num_lookups,
     }  # fmt: skip
-    command = [str(python), "-m", "benchmarks.routing_peer"]
-    root = Path(__file__).parent.parent
+    command = [str(python), "-m", "benchmarks.router.peer"]
+    root = Path(__file__).parents[2]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=root) as process:
         assert process.stdin is not None
@@ -153,7 +153,7 @@ def run_peer(
         if process.wait(PEER_EXIT_S) or "lookups" not in said:
             raise click.ClickException(
                 f"{python} could not run the peer (status {process.returncode}): expected an"
-                " interpreter with ai-dynamo-runtime; see python -m benchmarks.routing --help"
+                " interpreter with ai-dynamo-runtime; see --help"
             )
     return said
 

@@ -1,10 +1,10 @@
 """KVRelay beside vLLM: the same machine, model, type of numbers, threads and KV budget, in one run.
 
-`python -m benchmarks.peer agents --vllm-python PYTHON`: agents whose conversations do not fit into
-the KV cache all at once. KVRelay has a host tier below it; vLLM, as it is, computes again.
+`python -m benchmarks.serving.peer agents --vllm-python PYTHON`: agents whose conversations do not
+fit into the KV cache all at once. KVRelay has a host tier below it; vLLM, as it is, computes again.
 
-`python -m benchmarks.peer mixed --vllm-python PYTHON`: short chats beside long prompts. KVRelay
-with one worker for prompts and one for tokens, on the same cores.
+`python -m benchmarks.serving.peer mixed --vllm-python PYTHON`: short chats beside long prompts.
+KVRelay with one worker for prompts and one for tokens, on the same cores.
 
 All servers are up; one at a time has load, in turn. On CPUs the "device" is memory like any other:
 what is compared is what a KV budget is made of, not how fast the memory is.
@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.conversations import AgentsSpec, LoadFailed, run_agents, summarize_agents
-from benchmarks.first_light import MODEL, mixed_load, time_one
 from benchmarks.report import make_console, write_json
-from benchmarks.served import Served
-from benchmarks.vllm_served import BLOCK_SIZE as VLLM_BLOCK_SIZE
-from benchmarks.vllm_served import VllmServed, VllmSetup, check_python
+from benchmarks.serving.conversations import AgentsSpec, LoadFailed, run_agents, summarize_agents
+from benchmarks.serving.first_light import MODEL, mixed_load, time_one
+from benchmarks.serving.served import Served
+from benchmarks.serving.vllm_served import BLOCK_SIZE as VLLM_BLOCK_SIZE
+from benchmarks.serving.vllm_served import VllmServed, VllmSetup, check_python
 from engine.model.checkpoint.resolve import resolve_model
 from engine.model.config import ModelConfig
 from lab.bench.load import percentile

@@ -1,8 +1,8 @@
 """What guesses that are fed along gain: two workers in turns, one with them and one without.
 
-`python -m benchmarks.speculation`: answers to requests whose texts repeat themselves much (code
-that is edited, data in another form) and little (a story), one request at a time and several at
-once. The tokens of both workers have to be the same, or it ends with 1.
+`python -m benchmarks.engine.speculation`: answers to requests whose texts repeat themselves much
+(code that is edited, data in another form) and little (a story), one request at a time and several
+at once. The tokens of both workers have to be the same, or it ends with 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import click
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.fp8 import prose
+from benchmarks.engine.fp8 import prose
 from benchmarks.report import make_console, write_json
 from cluster.api.text.tokenizer import Tokenizer
 from cluster.config import load_config
@@ -31,7 +31,7 @@ from engine.model.checkpoint.resolve import DEFAULT_MODEL
 from engine.request import SamplingParams
 from lab.bench.lone_worker import Answer, LoneWorker
 
-DEFAULT_JSON = Path(__file__).parent / "results" / "speculation.json"
+DEFAULT_JSON = Path(__file__).parents[1] / "results" / "speculation.json"
 BLOCK_SIZE = 16
 GUESSES = 7
 WITHOUT, WITH = "one by one", f"{GUESSES} guesses"

@@ -1,11 +1,11 @@
 """What KV below device memory is worth to a conversation that goes on, and what it costs others.
 
-`python -m benchmarks.tiers resume`: many conversations, room for few of them on the device; how
+`python -m benchmarks.kv.tiers resume`: many conversations, room for few of them on the device; how
 long the next turn waits for its first token when its KV is in host memory, on disk, or on disk
 after a restart, and whether it answers what a server without tiers answers.
 
-`python -m benchmarks.tiers no-harm`: throughput of prompts that have nothing in common, with tiers
-and without.
+`python -m benchmarks.kv.tiers no-harm`: throughput of prompts that have nothing in common, with
+tiers and without.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks.conversations import LoadFailed, tokens_by_source
-from benchmarks.first_light import MODEL, load
-from benchmarks.report import make_console, ms, write_json
-from benchmarks.resume import (
+from benchmarks.kv.resume import (
     PREFILL_TOKENS_PER_S,
     SOURCES,
     Resumed,
@@ -36,7 +33,10 @@ from benchmarks.resume import (
     ResumeRun,
     wait_settled,
 )
-from benchmarks.served import Served
+from benchmarks.report import make_console, ms, write_json
+from benchmarks.serving.conversations import LoadFailed, tokens_by_source
+from benchmarks.serving.first_light import MODEL, load
+from benchmarks.serving.served import Served
 from engine.kv.tier import Tier
 from lab.bench.load import LoadSpec
 

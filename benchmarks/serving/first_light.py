@@ -1,6 +1,6 @@
 """What two pools, a prefix cache and continuous batching are worth, side by side in one run.
 
-python -m benchmarks.first_light [prefix|hit-rate|batching|stall|all] [--json OUT]
+python -m benchmarks.serving.first_light [prefix|hit-rate|batching|stall|all] [--json OUT]
 
 Each measurement starts its own `kvrelay serve`, over HTTP, and prints a ratio; only ratios within
 one run mean anything on a shared machine.
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import write_json
-from benchmarks.served import Served
+from benchmarks.serving.served import Served
 from cluster.api.text.tokenizer import Tokenizer
 from engine.kv.block_hash import CacheScope, hash_blocks
 from engine.model.checkpoint.resolve import resolve_model

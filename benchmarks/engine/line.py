@@ -1,6 +1,6 @@
-"""One engine behind its standard input and output, for `benchmarks.engine_cpu`.
+"""One engine behind its standard input and output, for `benchmarks.engine.cpu`.
 
-`python -m benchmarks.engine_line kvrelay|vllm SPEC`: each line in asks for tokens after some
+`python -m benchmarks.engine.line kvrelay|vllm SPEC`: each line in asks for tokens after some
 prompts, `{"prompts": [[ids]], "output": n}`; each line out says how long it took. The process ends
 with its input. With vLLM it runs in an interpreter that has that package, and uses nothing else of
 KVRelay.

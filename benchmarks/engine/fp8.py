@@ -1,8 +1,8 @@
 """What a KV cache in fewer bits costs: perplexity, tokens that change, and what it saves.
 
-`python -m benchmarks.fp8`: English prose (this project's own documents, without their tables and
-code) goes through the engine's paged KV chunk by chunk, and the probability of each token is taken,
-with KV in float32, in bfloat16 and in float8_e4m3. Then each kind answers the same prompts.
+`python -m benchmarks.engine.fp8`: English prose (this project's own documents, without their tables
+and code) goes through the engine's paged KV chunk by chunk, and the probability of each token is
+taken, with KV in float32, in bfloat16 and in float8_e4m3. Then each kind answers the same prompts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from engine.step import ScheduledSeq, Step
 from lab.bench.engine import EngineSpec, greedy
 from lab.bench.lone_worker import LoneWorker
 
-ROOT = Path(__file__).parent.parent
-DEFAULT_JSON = Path(__file__).parent / "results" / "fp8.json"
+ROOT = Path(__file__).parents[2]
+DEFAULT_JSON = Path(__file__).parents[1] / "results" / "fp8.json"
 BLOCK_SIZE = 16
 BASE = "float32"
 # KV -> (dtype, kv_dtype) of the engine. On a CPU without bf16 arithmetic only KV differs.

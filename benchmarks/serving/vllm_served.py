@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.served import OwnedServer
+from benchmarks.serving.served import OwnedServer
 
 START_TIMEOUT_S = 900.0  # it compiles the model at each start: two minutes on two slow cores
 STOP_TIMEOUT_S = 30.0

@@ -1,7 +1,7 @@
-"""The peer's side of `benchmarks.routing`: fills a `RadixTree` of ai-dynamo-runtime and asks it.
+"""The peer of `routing`: fills a `RadixTree` of ai-dynamo-runtime and asks it.
 
 Runs in an interpreter that has that package, and uses nothing else of KVRelay than
-`benchmarks.routing_load`. Reads one JSON object from its standard input; writes one a line: how
+`benchmarks.router.load`. Reads one JSON object from its standard input; writes one a line: how
 many blocks it has, and at last what it measured.
 """
 
@@ -14,7 +14,7 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks.routing_load import HOT_BLOCKS, KINDS, PROMPT_BLOCKS, RoutingLoad, Session
+from benchmarks.router.load import HOT_BLOCKS, KINDS, PROMPT_BLOCKS, RoutingLoad, Session
 
 REPORT_EVERY_S = 0.5
 

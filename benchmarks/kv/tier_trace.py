@@ -1,7 +1,7 @@
 """How many KV blocks of a request trace are found in device memory, host memory and on disk.
 
-`python -m benchmarks.tier_trace TRACE`: one worker's real BlockPool and Tiers in virtual time, as
-if it served the whole trace. A line of TRACE is a JSON object with `timestamp` in ms and
+`python -m benchmarks.kv.tier_trace TRACE`: one worker's real BlockPool and Tiers in virtual time,
+as if it served the whole trace. A line of TRACE is a JSON object with `timestamp` in ms and
 `hash_ids`, the ids of the chained blocks of its prompt. Moves take no time unless
 `--bytes-per-token` is given; requests take none. `--policies` compares rules of eviction on one
 cache instead.
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.tier_policies import POLICIES
+from benchmarks.kv.tier_policies import POLICIES
 from engine.config import WorkerConfig
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Retention, Tier

@@ -1,6 +1,6 @@
 """A router is killed and started again: how long until it knows where two million blocks are?
 
-`python -m benchmarks.router_restart`: a router in a process of its own, the one that `kvrelay
+`python -m benchmarks.router.restart`: a router in a process of its own, the one that `kvrelay
 serve` starts beside the first, with a Redis of its own behind it. Its workers are peers on the wire
 that tell what they hold, but compute nothing. Prompts whose blocks one of them holds show what the
 router knows: it is to send each there. Then it is killed (SIGKILL), and started again; the workers
@@ -140,7 +140,7 @@ class RouterProcess:
     def __init__(self, spec: tuple[Any, ...]) -> None:
         self.spawned_at = time.time()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.router_restart", "--child"],
+            [sys.executable, "-m", "benchmarks.router.restart", "--child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

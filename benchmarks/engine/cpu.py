@@ -1,6 +1,6 @@
 """The engine beside vLLM's on a CPU: the same weights, prompts and threads, in one run.
 
-`python -m benchmarks.engine_cpu --vllm-python PYTHON`: decode in batches, prefill of long prompts,
+`python -m benchmarks.engine.cpu --vllm-python PYTHON`: decode in batches, prefill of long prompts,
 and the start of a process up to its first token, greedy and without any prefix cache to help. Every
 engine is a process of its own without a server. All are loaded, one at a time computes while the
 others are stopped (SIGSTOP), who is first changes from round to round. Without bf16 arithmetic vLLM
@@ -31,8 +31,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.report import make_console, write_json
-from benchmarks.vllm_served import BLOCK_SIZE as VLLM_BLOCK_SIZE
-from benchmarks.vllm_served import VllmSetup, check_python
+from benchmarks.serving.vllm_served import BLOCK_SIZE as VLLM_BLOCK_SIZE
+from benchmarks.serving.vllm_served import VllmSetup, check_python
 from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from engine.model.config import ModelConfig
 from lab.bench.engine import Prompts, WorkerFailed
@@ -43,7 +43,7 @@ LOG_LINES = 20
 # How many times as quick as vLLM's best, and of int8 as our own bfloat16.
 WANTED = {"decode 1": 1.3, "decode 8": 1.9, "decode 32": 2.2, "prefill 1024": 1.6}
 WANTED |= {"prefill 2048": 1.6, "start": 4.0, "int8 decode 1": 2.0}
-DEFAULT_JSON = Path(__file__).parent / "results" / "engine_cpu.json"
+DEFAULT_JSON = Path(__file__).parents[1] / "results" / "engine_cpu.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Load:
 
 
 class Engine:
-    """A process of benchmarks.engine_line, stopped between what it is asked for. Owned by whoever
+    """A process of benchmarks.engine.line, stopped between what it is asked for. Owned by whoever
     started it; ends with its `with`."""
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
@@ -81,7 +81,7 @@ class Engine:
             stderr=self._log,
             text=True,
             env={**os.environ, **env},
-            cwd=Path(__file__).parent.parent,
+            cwd=Path(__file__).parents[2],
         )
 
     def __enter__(self) -> Engine:
@@ -167,7 +167,7 @@ class Engines:
     def _start(
         name: str, python: str, kind: str, spec: dict[str, Any], env: Mapping[str, str]
     ) -> Engine:
-        command = [python, "-m", "benchmarks.engine_line", kind, json.dumps(spec)]
+        command = [python, "-m", "benchmarks.engine.line", kind, json.dumps(spec)]
         return Engine(name, command, env)
 
 

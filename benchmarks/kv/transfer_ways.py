@@ -1,4 +1,4 @@
-"""The ways to move KV blocks that `benchmarks.transfer` compares, for one size of blocks.
+"""The ways to move KV blocks that `benchmarks.kv.transfer` compares, for one size of blocks.
 
 All move blocks by the same shuffled lists of indices. Block i of the second process, which is read,
 is filled with i % 251.
@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from benchmarks.second_process import second_process
+from benchmarks.kv.second_process import second_process
 from engine.kv.tier import Tier
 from kvtransfer.agent import Agent
 from kvtransfer.agents.disk import DiskAgent
@@ -94,7 +94,9 @@ class Ways:
         host = make_host_arena(*shape, pinned=False)
         fill(host)
         metadata = self._stack.enter_context(
-            second_process("benchmarks.transfer", "--peer", *map(str, shape), deadline_s=DEADLINE_S)
+            second_process(
+                "benchmarks.kv.transfer", "--peer", *map(str, shape), deadline_s=DEADLINE_S
+            )
         )
         nixl = NixlAgent("reader", device, host=host)
         self._stack.callback(nixl.close)

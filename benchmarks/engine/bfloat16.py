@@ -1,6 +1,6 @@
 """Where greedy bfloat16 tokens part from the reference, and how close the two best logits are.
 
-python -m benchmarks.bfloat16: 24 prompts, two pools, weights and KV in bfloat16, against the
+python -m benchmarks.engine.bfloat16: 24 prompts, two pools, weights and KV in bfloat16, against the
 implementation in `transformers` in bfloat16 and in float32.
 """
 

@@ -1,4 +1,5 @@
-"""Conversations that go on after their KV has left the device: what `benchmarks.tiers resume` does.
+"""Conversations that go on after their KV has left the device: what `benchmarks.kv.tiers resume`
+does.
 
 Each conversation is computed once, its first turn. There are more of them than the device holds and
 they go on in the order in which they began, so each has been pushed out by those after it when its
@@ -20,9 +21,9 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.conversations import NEXT_MESSAGES, Conversation, http_client
-from benchmarks.first_light import BLOCK_SIZE, MODEL, time_one
-from benchmarks.served import Served
+from benchmarks.serving.conversations import NEXT_MESSAGES, Conversation, http_client
+from benchmarks.serving.first_light import BLOCK_SIZE, MODEL, time_one
+from benchmarks.serving.served import Served
 from engine.kv.tier import Tier
 from engine.model.checkpoint.resolve import resolve_model
 from engine.model.config import ModelConfig

@@ -1,7 +1,7 @@
 """How fast KV blocks move: between processes, between tiers of memory, and to and from a disk,
 beside what the machine does without us: memcpy, pwrite and pread.
 
-`python -m benchmarks.transfer`: each round moves about `--mib` of blocks by shuffled lists of
+`python -m benchmarks.kv.transfer`: each round moves about `--mib` of blocks by shuffled lists of
 indices; all ways take turns within a round, so that a busy machine slows them alike. Medians.
 """
 
@@ -22,8 +22,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import transfer_ways as ways
-from benchmarks.transfer_ways import Ways, serve_as_peer
+from benchmarks.kv import transfer_ways as ways
+from benchmarks.kv.transfer_ways import Ways, serve_as_peer
 
 BLOCK_BYTES = (46_080, 368_640, 737_280)
 RATIOS = {

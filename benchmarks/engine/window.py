@@ -1,10 +1,10 @@
 """Text without end in a KV cache that does not grow: a window of positions, and sinks.
 
-`python -m benchmarks.window`: the default model writes 20,000 tokens, more than twice its context,
-through a worker as it is served, with a window of 1,024 positions and 4 sinks (StreamingLLM). Every
-1,000 tokens tell how many KV blocks the sequence holds, and how sane the text is: the mean
-log-probability of the tokens, and how many 4-grams were there before. Beside it the same window
-without sinks, and no window, until the model's context ends.
+`python -m benchmarks.engine.window`: the default model writes 20,000 tokens, more than twice its
+context, through a worker as it is served, with a window of 1,024 positions and 4 sinks
+(StreamingLLM). Every 1,000 tokens tell how many KV blocks the sequence holds, and how sane the text
+is: the mean log-probability of the tokens, and how many 4-grams were there before. Beside it the
+same window without sinks, and no window, until the model's context ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.request import SamplingParams
 from engine.sequence import NO_BLOCK
 from lab.bench.lone_worker import Answer, LoneWorker
 
-DEFAULT_JSON = Path(__file__).parent / "results" / "window.json"
+DEFAULT_JSON = Path(__file__).parents[1] / "results" / "window.json"
 BLOCK_SIZE = 16
 GRAM = 4  # tokens
 SAMPLE_CHARS = 300
