@@ -1,4 +1,4 @@
-"""What guesses that are fed along gain: two workers in turns, one with them and one without.
+"""What n-gram draft tokens gain: two workers in turns, one with them and one without.
 
 `python -m benchmarks.engine.speculation`: answers to requests whose texts repeat themselves much
 (code that is edited, data in another form) and little (a story), one request at a time and several

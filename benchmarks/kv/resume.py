@@ -1,5 +1,4 @@
-"""Conversations that go on after their KV has left the device: what `benchmarks.kv.tiers resume`
-does.
+"""Conversations that resume after their KV left the device, for `benchmarks.kv.tiers resume`.
 
 Each conversation is computed once, its first turn. There are more of them than the device holds and
 they go on in the order in which they began, so each has been pushed out by those after it when its

@@ -137,7 +137,7 @@ def test_the_tables_show_what_was_measured_and_nothing_else() -> None:
     assert "GB/s" not in text
 
 
-# -- the workload of benchmarks.serving.fidelity ---------------------------------------------------------
+# -- the workload of benchmarks.serving.fidelity -------------------------------------------------
 
 
 def test_conversations_go_on_from_what_was_said_and_repeat_exactly() -> None:
