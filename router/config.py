@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 POLICIES = (
     "prefix",
@@ -16,8 +16,7 @@ POLICIES = (
 MAX_PRIORITY = 100  # requests have one in [-MAX_PRIORITY, MAX_PRIORITY]; lower goes first
 
 
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits and waits of one router. Block size, context and fingerprint come from `WorkerInfo`.
 
     Raises ValueError for an unknown policy and for a limit below its least sensible value.

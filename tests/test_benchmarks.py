@@ -15,8 +15,9 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks import peer, resume, tiers
-from benchmarks.conversations import (
+from benchmarks.kv import resume, tiers
+from benchmarks.serving import peer
+from benchmarks.serving.conversations import (
     AgentsSpec,
     Conversation,
     LoadFailed,
@@ -24,7 +25,7 @@ from benchmarks.conversations import (
     summarize_agents,
     tokens_by_source,
 )
-from benchmarks.vllm_served import VllmSetup, check_python
+from benchmarks.serving.vllm_served import VllmSetup, check_python
 from lab.bench.load import Client, LoadSpec, Timing
 
 
@@ -102,7 +103,7 @@ def test_tokens_are_counted_by_where_their_kv_came_from() -> None:
 def test_agents_take_all_turns_and_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = Answers()
     monkeypatch.setattr(
-        "benchmarks.conversations.http_client",
+        "benchmarks.serving.conversations.http_client",
         lambda url: httpx.AsyncClient(transport=httpx.MockTransport(answers), base_url=url),
     )
     spec = AgentsSpec(3, 2, context_len=30, message_len=5, output_len=2, think_s=0.0)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import speculation
-from benchmarks.engine_cpu import INT8, OURS, PEER, Engine, Load, drop_slow, ratios
-from benchmarks.fp8 import Score, compare, pieces_of, prose, same_length, score
-from benchmarks.window import Spec, repeated_share, runs_of
-from benchmarks.window_given import Reading, by_interval, read, readings
-from benchmarks.window_given import Spec as GivenSpec
+from benchmarks.engine import speculation
+from benchmarks.engine.cpu import INT8, OURS, PEER, Engine, Load, drop_slow, ratios
+from benchmarks.engine.fp8 import Score, compare, pieces_of, prose, same_length, score
+from benchmarks.engine.window import Spec, repeated_share, runs_of
+from benchmarks.engine.window_given import Reading, by_interval, read, readings
+from benchmarks.engine.window_given import Spec as GivenSpec
 from engine.model.runner import ModelRunner
 from lab.bench.engine import Prompts
 from lab.bench.lone_worker import Answer, WorkerFailed

@@ -1,4 +1,4 @@
-"""The load of benchmarks/overload.py: what it sends and counts, against a server of a few lines."""
+"""The load of the overload benchmark: what it sends and counts, against a small server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import math
 from collections import Counter
 from typing import Any
 
-from benchmarks.load import Answer, Caller, Load, Offer
-from benchmarks.overload import goodput, report
+from benchmarks.serving.load import Answer, Caller, Load, Offer
+from benchmarks.serving.overload import goodput, report
 
 GOLD, BATCH = Caller("gold", "gold-key"), Caller("batch", "batch-key", 10)
 

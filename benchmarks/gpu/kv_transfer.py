@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.measure import copy_bandwidth, print_table, write_json
-from benchmarks.second_process import second_process
+from benchmarks.kv.second_process import second_process
 
 BLOCK_BYTES = 16 * 2 * 32 * 8 * 128 * 2  # tokens, planes, layers, KV heads, head_dim, bytes
 NUM_BLOCKS, ROUNDS, DEADLINE_S = 1024, 7, 60.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 from pathlib import Path
 
-from cluster.config import Config, ConfigError, TenantEntry, build_tenants, read_toml
+from cluster.config import Config, ConfigError, TenantEntry, build_config, read_toml
 from router.config import MAX_PRIORITY
 from router.messages import TenantShare
 
@@ -120,7 +120,7 @@ def load_tenants(config: Config) -> Tenants:
         unknown = ", ".join(sorted(tables.keys() - {"tenant"}))
         if unknown:
             raise ConfigError(f"{path}: {unknown}: only [[tenant]] may be in a tenants' file")
-        entries += build_tenants(tables.get("tenant", []), str(path))
+        entries += build_config(tables, str(path)).tenant
         if not entries:  # else a file that was emptied would open the server to all
             raise ConfigError(f"{path}: there is no [[tenant]] in it")
     if not entries:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from time import perf_counter
 from types import ModuleType
 from typing import Any
+
+from msgspec.structs import replace
 
 from cluster.api.tenants import Access
 from cluster.config import Config

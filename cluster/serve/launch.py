@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from cluster.api.tenants import Access, load_access
-from cluster.config import Config
+from cluster.config import Config, require_extra
 from cluster.serve.deployment import Deployment, ServeError, Tell
 from cluster.serve.router_api import serve_api
 from cluster.serve.router_process import RouterProcessError, bind
@@ -40,8 +40,11 @@ async def serve(
 ) -> None:
     """Serve until `stop` is set. `on_ready` gets the deployment and the port. `take_signals` is
     called whenever somebody else may have taken the process's signals. Raises ServeError, and
-    ConfigError for tenants and the store."""
+    ConfigError for tenants, the store and an extra that is not installed."""
     config = with_url(config)
+    if config.tracing.endpoint:
+        modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+        await asyncio.to_thread(require_extra, "tracing", *modules)
     access = await asyncio.to_thread(load_access, config)
     sock = await asyncio.to_thread(_bind, config)
     stopping = asyncio.create_task(stop.wait())

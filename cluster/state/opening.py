@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from cluster.config import Config, ConfigError, build_section
+from msgspec.structs import replace
+
+from cluster.config import Config, ConfigError, build_config, require_extra
 from cluster.state.session_store import SessionStore, open_sessions, session_config
 from engine.node import NodeId
 from router.sessions.table import SessionConfig, SessionRecord
@@ -48,12 +50,14 @@ def with_url(config: Config) -> Config:
     ConfigError, which does not show it."""
     url = config.state.url or os.environ.get(URL_VARIABLE, "")
     where = "configuration" if config.state.url else URL_VARIABLE
-    state = build_section(config.state, {"url": url}, where, "state")
+    build_config({"state": {"url": url}}, where)
     try:
         urlsplit(url).port  # noqa: B018 (it raises for what is no number)
     except ValueError as error:
         raise ConfigError(f"{where}: state.url = ...: expected a port of 0 to 65535") from error
-    return replace(config, state=state)
+    if url:
+        require_extra("redis", "redis")
+    return replace(config, state=replace(config.state, url=url))
 
 
 def open_state(

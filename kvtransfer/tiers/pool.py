@@ -19,7 +19,7 @@ PROBATION_SHARE = 0.7
 """Of a tier, left to blocks that no second request has used. The rest is for those that one has, so
 that a flood of prompts that nobody repeats does not push them out. On an hour of real chat traffic
 it finds 1.0 points more blocks than LRU in 8 M tokens and 0.3 more in 16 M, and no rule that was
-compared finds 0.5 more (`python -m benchmarks.tier_trace TRACE --policies`)."""
+compared finds 0.5 more (`python -m benchmarks.kv.tier_trace TRACE --policies`)."""
 KEPT_SHARE = 0.5  # of a tier, at most, is kept by orders
 
 Item = TypeVar("Item")

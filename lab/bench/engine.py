@@ -127,7 +127,7 @@ def measure(spec: EngineSpec, tell: Tell) -> dict[str, Any]:
     next_is("a fresh process")
     start_s = measure_start(spec)
     next_is("memory and multiplication")
-    dtype = config.model.dtype
+    dtype: str = config.model.dtype
     if dtype == "auto":
         dtype = ModelRunner.default_dtype("cuda" if on_gpu else "cpu")
     rates = measure_rates(*_arithmetic(on_gpu, dtype), spec.num_threads)

@@ -35,7 +35,7 @@ def profile(
 ) -> None:
     """Measure what kvrelay replay needs to know of this machine: --timing profile.npz.
 
-    Passes of the model, links between workers, what workers on the same cores cost each other, and
+    Forward passes, links between workers, what workers on the same cores cost each other, and
     what a request takes beside its passes. Run it while nothing else runs here.
     """
     import numpy as np
@@ -44,8 +44,8 @@ def profile(
     from cluster.worker.kv_plan import BuildError
     from engine.model.errors import ModelError
     from kvtransfer.agent import AgentError
+    from lab.profiling.forward import SMALL, Grid, ProfileError
     from lab.profiling.measure import measure
-    from lab.profiling.passes import SMALL, Grid, ProfileError
 
     if out.suffix != ".npz":
         raise click.BadParameter(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import structs
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -26,7 +27,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from cluster.config import ConfigError, load_config
+from cluster.config import ConfigError, load_config, require_extra
 from lab.replay.config import ORACLE, Fault, ReplayConfig
 from lab.replay.generators import PRESETS, preset
 from lab.replay.readers import TraceError, read_trace
@@ -120,6 +121,11 @@ def replay_command(
     configs = _configs(options)
     for path in (json_path, plot_path):
         _check_writable(path)
+    if plot_path is not None:
+        try:
+            require_extra("plot", "matplotlib")
+        except ConfigError as error:
+            raise BadInputError(str(error)) from error
     trace = load_traffic(traffic, options)
     for note in trace.notes:
         console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
@@ -147,7 +153,7 @@ def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
         default = router.policy
         stats_interval_s = max(1.0, (options["prefill"] + options["decode"]) / STATS_PER_S)
         patience_s = max(router.probe_after_s, 2.5 * stats_interval_s)
-        router = replace(router, policy=POLICIES[0], probe_after_s=patience_s)
+        router = structs.replace(router, policy=POLICIES[0], probe_after_s=patience_s)
         config = ReplayConfig(
             timing=timing,
             router=router,
@@ -169,7 +175,7 @@ def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
         return [
             replace(config, oracle=True)
             if name == ORACLE
-            else replace(config, router=replace(router, policy=name))
+            else replace(config, router=structs.replace(router, policy=name))
             for name in policies
         ]
     except (TimingError, ConfigError, ValueError) as error:
@@ -280,7 +286,7 @@ def _write_json(path: Path, trace: Trace, config: ReplayConfig, found: list[Summ
         "timing": config.timing.name,
         "links": asdict(config.timing.links),
         **{name: getattr(config, name) for name in names},
-        "router": {k: v for k, v in asdict(config.router).items() if k != "policy"},
+        "router": {k: v for k, v in structs.asdict(config.router).items() if k != "policy"},
         "faults": [asdict(fault) for fault in config.faults],
     }
     everything = {

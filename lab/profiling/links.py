@@ -26,7 +26,7 @@ from kvtransfer.agents.nixl import NixlAgent
 from kvtransfer.agents.pool import block_bytes, is_on_gpu, make_host_arena
 from kvtransfer.executor import TransferExecutor
 from kvtransfer.transfer_loop import Answer, TransferLoop
-from lab.profiling.passes import ProfileError
+from lab.profiling.forward import ProfileError
 
 OWN, EPOCH = "profile", 1
 COUNTS = (1, 4, 16, 48)  # blocks of a transfer

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from cluster.config import Config
 from cluster.worker.build import PreparedModel, prepare_model
 from engine.model.runner import ModelRunner
+from lab.profiling.forward import ForwardPasses, Grid, running
 from lab.profiling.links import disk_link, memory_links
 from lab.profiling.neighbour import NAME
 from lab.profiling.pair import Neighbour
-from lab.profiling.passes import Grid, Passes, running
 from lab.profiling.served import measure_served
 from lab.timing.profile import arrays_of, profile_of
 
@@ -48,7 +48,7 @@ def measure(config: Config, grid: Grid, tell: Tell, *, with_serving: bool = True
     engine = config.engine
     threads = engine.threads or os.cpu_count() or 1
     with running(config, model, threads) as runner:
-        passes = Passes(runner, grid.point_s, engine.max_num_batched_tokens)
+        passes = ForwardPasses(runner, grid.point_s, engine.max_num_batched_tokens)
         passes.fill_pool()
         grid = grid.within(model.max_model_len, passes.num_blocks, engine.block_size)
         work = _Work(config, model, runner, passes, grid, tell, int(with_serving))
@@ -72,7 +72,7 @@ class _Work:
         config: Config,
         model: PreparedModel,
         runner: ModelRunner,
-        passes: Passes,
+        passes: ForwardPasses,
         grid: Grid,
         tell: Tell,
         num_more: int,

@@ -19,7 +19,7 @@ from random import Random
 import numpy as np
 
 from lab.bench.load import LoadSpec, Timing, make_arrivals
-from lab.profiling.passes import ProfileError
+from lab.profiling.forward import ProfileError
 from lab.replay.contention import SPREAD_S
 from lab.timing.timing import Overheads, overheads_of
 from lab.timing.timing import Timing as PassTiming

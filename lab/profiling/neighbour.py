@@ -22,7 +22,7 @@ from cluster.wire.wire import Wire
 from cluster.worker.build import prepare_model
 from engine.model.runner import ModelRunner
 from kvtransfer.agents.nixl import NixlAgent
-from lab.profiling.passes import Passes, running
+from lab.profiling.forward import ForwardPasses, running
 
 NAME, ASKER = "profile-neighbour", "profile"
 LOOPBACK = "127.0.0.1"
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _serve(setup: Setup, runner: ModelRunner) -> None:
-    passes = Passes(runner, 0.0, setup.config.engine.max_num_batched_tokens)
+    passes = ForwardPasses(runner, 0.0, setup.config.engine.max_num_batched_tokens)
     passes.fill_pool()
     agent = NixlAgent(NAME, runner.kv_pool)
     loop = LoopThread(NAME)
@@ -90,7 +90,7 @@ async def _echo(setup: Setup) -> tuple[str, int]:
     return await wire.listen(LOOPBACK)
 
 
-def _compute(passes: Passes, num_tokens: int, lines: queue.SimpleQueue[str]) -> list[float]:
+def _compute(passes: ForwardPasses, num_tokens: int, lines: queue.SimpleQueue[str]) -> list[float]:
     """Seconds of each pass of so many tokens, until there is a line."""
     found: list[float] = []
     while not found or lines.empty():

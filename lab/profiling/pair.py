@@ -25,8 +25,8 @@ from cluster.config import Config
 from cluster.runtime.host import LoopThread
 from cluster.wire.wire import Wire
 from engine.kv.events import KVSnapshotRequest
+from lab.profiling.forward import ForwardPasses, ProfileError
 from lab.profiling.neighbour import ASKER, LOOPBACK, NAME, Reachable, Setup
-from lab.profiling.passes import Passes, ProfileError
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class Neighbour:
         return statistics.median(found)
 
     def slowed(
-        self, passes: Passes, tokens: int, batch: int, context: int, least_s: float
+        self, passes: ForwardPasses, tokens: int, batch: int, context: int, least_s: float
     ) -> Slowed:
         """Prompts of `tokens` there, decodes here: apart, then at once. In rounds, so that what
         else goes on here slows both alike."""
@@ -117,7 +117,7 @@ class Neighbour:
             decode.append(beside_s / alone_s)
         return Slowed(max(1.0, statistics.median(prefill)), max(1.0, statistics.median(decode)))
 
-    def _decode_for(self, passes: Passes, decodes: Any, least_s: float) -> float:
+    def _decode_for(self, passes: ForwardPasses, decodes: Any, least_s: float) -> float:
         """Mean seconds of a step: what others cost it comes in lumps."""
         found: list[float] = []
         while len(found) < 3 or sum(found) < least_s:

@@ -24,9 +24,11 @@ from itertools import count, pairwise
 import httpx
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from cluster.config import Config, TenantsSection
 from lab.bench.load import Client, LoadSpec, Timing, make_prompts
+from lab.profiling.forward import ProfileError
 from lab.profiling.mixture import (
     Mixed,
     alone_s,
@@ -35,7 +37,6 @@ from lab.profiling.mixture import (
     plan_mixture,
     prompt_s,
 )
-from lab.profiling.passes import ProfileError
 from lab.timing.profile import Profile
 from lab.timing.timing import Overheads
 
@@ -179,10 +180,10 @@ async def _send_mixture(asker: _Asker, planned: Sequence[Mixed]) -> list[Timing]
 @contextmanager
 def served(config: Config) -> Iterator[tuple[str, str]]:
     """URL and model of a server of its own, that keeps nothing and asks nobody for a key."""
-    config = replace(
+    config = structs.replace(
         config,
-        api=replace(config.api, host="127.0.0.1", port=0),
-        sessions=replace(config.sessions, durable=False),
+        api=structs.replace(config.api, host="127.0.0.1", port=0),
+        sessions=structs.replace(config.sessions, durable=False),
         tenants=TenantsSection(),
         tenant=(),
     )

@@ -1,11 +1,11 @@
-"""Passes of workers that share the cores of one machine: each slows the other role's down.
+"""Forward passes of workers that share the cores of one machine: each slows the other role's down.
 
 Life of a pass: begun with the seconds that it takes alone; while a worker of the other role has a
-pass too, it gets on at 1 / slowdown of its speed; ended by its worker. Whoever replays asks after
-each change when the passes will end now.
+pass too, it runs at 1 / slowdown of its speed; ended by its worker. After each change the runtime
+asks when the passes will end now.
 
-Equal passes do not take equally long there: what comes in between comes at random, so the spread of
-a pass is the less the longer it takes.
+Equal passes do not take equally long: interruptions come at random, so the relative spread of a
+pass is the smaller the longer it takes.
 """
 
 from __future__ import annotations

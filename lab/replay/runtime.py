@@ -1,57 +1,28 @@
 """The runtime of a replay: production nodes under virtual time, made to be fast.
 
-One heap of messages on their way, one clock. Passes of the model and transfers are replaced by how
-long they take. Many decode steps in a row, in which nobody else has a part, are one event, as
-`Step.repeats` allows; whatever changes who runs ends them at the step that is under way.
+Forward passes and transfers are replaced by how long they take. Many decode steps in a row of the
+same sequences are one event, as `Step.repeats` allows; whatever changes the running sequences ends
+them at the step that is under way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
-from math import ceil, sqrt
 from typing import Any
 
 from engine.kv.tier import Tier
 from engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
 from engine.step import Execute, Step
 from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, StoreIndex
 from lab.replay.contention import Contention
-from lab.replay.passes import Passes, PassLog
+from lab.replay.forward import Burst, ForwardPasses, TokenLog
 from lab.timing.timing import Timing, overheads_of
+from lab.virtual_time import VirtualTime
 
 MAX_BURST_S = 2.0
 """Longest run of decode steps that is one event: tokens come to the router in time."""
-
-
-@dataclass(slots=True, eq=False)
-class Burst:
-    """Decode steps in a row that are under way. Step j (from 1) ends `ends_s(j)` after the start;
-    each takes a little longer than the one before, because there is more KV to read."""
-
-    step: Step
-    start_s: float
-    first_s: float
-    growth_s: float
-    repeats: int
-    running: list[Sequence]  # when it began
-
-    def ends_s(self, count: int) -> float:
-        return count * (self.first_s + self.growth_s * (count - 1) / 2)
-
-    def count_at(self, now: float) -> int:
-        """Steps that have to end before the burst may: those that have begun by now."""
-        elapsed_s = now - self.start_s
-        linear = self.first_s - self.growth_s / 2
-        if self.growth_s > 1e-12:
-            root = sqrt(linear * linear + 2 * self.growth_s * elapsed_s)
-            count = (root - linear) / self.growth_s
-        else:
-            count = elapsed_s / self.first_s
-        return min(self.repeats, max(1, ceil(count - 1e-9)))
 
 
 @dataclass(slots=True, eq=False)
@@ -74,26 +45,21 @@ class BurstEnd:
 
 
 @dataclass(slots=True)
-class ReplayRuntime:
-    """Owns the heap, the clock and the lives. Invariant: the clock never goes back; what was on its
-    way to a life that has ended never arrives."""
+class ReplayRuntime(VirtualTime[Life, Any]):
+    """Owns the lives. An event is a message, or for no life a call."""
 
     timing: Timing
     block_size: int
     to_client: Callable[[float, Any], None]
-    now: float = 0.0
-    num_events: int = 0
     lives: dict[NodeId, Life] = field(default_factory=dict)
-    log: PassLog = field(default_factory=PassLog)
+    log: TokenLog = field(default_factory=TokenLog)
     notes: dict[str, int] = field(default_factory=dict)
     client: NodeId = "client"
-    _heap: list[tuple[float, int, Life | None, Any]] = field(default_factory=list)
-    _sequence: int = 0
-    _passes: Passes = field(init=False)
+    _passes: ForwardPasses = field(init=False)
     _contention: Contention | None = None  # None: no two workers share anything but links
 
     def __post_init__(self) -> None:
-        self._passes = Passes(self.timing, self.log)
+        self._passes = ForwardPasses(self.timing, self.log)
         overheads = overheads_of(self.timing)
         if overheads.shares_cores:
             self._contention = Contention(overheads)
@@ -117,34 +83,31 @@ class ReplayRuntime:
         return life.epoch
 
     def call_at(self, at_s: float, call: Callable[[], None]) -> None:
-        self._push(max(at_s, self.now), None, call)
+        self.schedule(max(at_s, self.now), None, call)
 
     def post(self, to: NodeId, message: Any, after_s: float = 0.0) -> None:
         life = self.lives.get(to)
         if life is not None and life.alive:
-            self._push(self.now + after_s, life, message)
+            self.schedule(self.now + after_s, life, message)
 
     def run(self, until: Callable[[], bool], num_events: int) -> bool:
         """Up to `num_events` events, or until `until`. True: there is nothing left to do."""
-        heap = self._heap
         for _ in range(num_events):
-            if not heap or until():
+            if until() or (event := self.advance()) is None:
                 return True
-            at_s, _, life, message = heappop(heap)
-            self.now = at_s
-            self.num_events += 1
+            life, message = event
             if life is None:
                 message()
-            elif life.alive:
-                if type(message) is BurstEnd:
-                    if message.burst is not life.burst:
-                        continue  # it ended earlier
-                    life.burst = None
-                    if self._contention is not None:
-                        self._contention.end(self.now, life.node.node_id)
-                        self._retime(self._contention)
-                    message = self._passes.finish(message.burst, message.count, self.now)
-                self._deliver(life, message)
+                continue
+            if type(message) is BurstEnd:
+                if message.burst is not life.burst:
+                    continue  # it ended earlier
+                life.burst = None
+                if self._contention is not None:
+                    self._contention.end(self.now, life.node.node_id)
+                    self._retime(self._contention)
+                message = self._passes.finish(message.burst, message.count, self.now)
+            self._deliver(life, message)
         return False
 
     def _deliver(self, life: Life, message: Any) -> None:
@@ -168,13 +131,13 @@ class ReplayRuntime:
                 else:
                     peer = self.lives.get(effect.to)
                     if peer is not None and peer.alive:
-                        self._push(self.now + message_s, peer, effect.message)
+                        self.schedule(self.now + message_s, peer, effect.message)
             elif kind is Execute:
                 self._execute(life, effect.step)
             elif kind is CopyBlocks:
                 self._read(life, effect)
             elif kind is Wake:
-                self._push(self.now + effect.after_s, life, Woken(effect.tag))
+                self.schedule(self.now + effect.after_s, life, Woken(effect.tag))
             elif kind is ConnectPeer:
                 self._connect(life, effect)
             elif kind is Note:
@@ -200,12 +163,12 @@ class ReplayRuntime:
         self._start(life, burst, repeats)
 
     def _retime(self, contention: Contention) -> None:
-        """Passes under way end at other times than before."""
+        """Forward passes under way end at other times than before."""
         for node_id, at_s in contention.ends().items():
             life = self.lives[node_id]
             assert life.burst is not None
             life.burst = replace(life.burst)
-            self._push(max(at_s, self.now), life, BurstEnd(life.burst, 1))
+            self.schedule(max(at_s, self.now), life, BurstEnd(life.burst, 1))
 
     def _start(self, life: Life, burst: Burst, count: int) -> None:
         """Let the burst end after `count` steps."""
@@ -213,14 +176,14 @@ class ReplayRuntime:
             burst.step, burst.start_s, burst.first_s, burst.growth_s, count, burst.running
         )
         life.burst = shorter
-        self._push(burst.start_s + shorter.ends_s(count), life, BurstEnd(shorter, count))
+        self.schedule(burst.start_s + shorter.ends_s(count), life, BurstEnd(shorter, count))
 
     def _connect(self, life: Life, effect: ConnectPeer) -> None:
         peer = self.lives.get(effect.peer)
         there = peer is not None and peer.alive and peer.epoch == effect.epoch
         error = None if there else f"{effect.peer} epoch {effect.epoch} is not there"
         done = PeerConnected(effect.peer, effect.epoch, error, "replayed")
-        self._push(self.now + 2 * self.timing.links.message_s, life, done)
+        self.schedule(self.now + 2 * self.timing.links.message_s, life, done)
 
     def _read(self, life: Life, effect: CopyBlocks) -> None:
         """A transfer waits for the ends of the links that it takes."""
@@ -245,8 +208,4 @@ class ReplayRuntime:
                 end.busy_until[link] = ends_s
         checksums = (0,) * len(effect.dst) if error is None else ()
         done = CopyDone(effect.transfer_id, error, checksums, ends_s - self.now, num_bytes)
-        self._push(ends_s, life, done)
-
-    def _push(self, at_s: float, life: Life | None, message: Any) -> None:
-        self._sequence += 1
-        heappush(self._heap, (at_s, self._sequence, life, message))
+        self.schedule(ends_s, life, done)

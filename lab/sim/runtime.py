@@ -1,9 +1,8 @@
 """The simulated runtime: production nodes under virtual time, with faults chosen by a seed.
 
-One heap of events, one clock, one random source. An event is a message that arrives or something
-that an executor does. Events at the same time run in the order in which they were made, so a seed
-decides everything, and `event_hash` (over time, source, destination and content of every message
-delivered) tells whether two runs were the same.
+An event is a message that arrives or something that an executor does. There is one random source,
+so a seed decides everything, and `event_hash` (over time, source, destination and content of every
+message delivered) tells whether two runs were the same.
 
 A worker has lives: each has an epoch, a pool, an executor and a transfer agent. A crash ends a life
 and all that belonged to it: steps, transfers, wake-ups, and messages on their way to it.
@@ -11,7 +10,6 @@ and all that belonged to it: steps, transfers, wake-ups, and messages on their w
 
 from __future__ import annotations
 
-import heapq
 import random
 import traceback
 from collections import Counter
@@ -30,6 +28,7 @@ from lab.sim.disk import SimDisk
 from lab.sim.executor import SimExecutor, SimPool
 from lab.sim.faults import Faults
 from lab.sim.transfers import SimAgent
+from lab.virtual_time import VirtualTime
 
 _MAX_EVENTS = 400_000
 """A run that makes more than this is taken for a livelock."""
@@ -87,25 +86,18 @@ class _Place:
 
 
 @dataclass(slots=True)
-class SimRuntime:
-    """Owns the heap, the clock and every node.
-
-    Invariant: the clock never goes back; an event of a dead life does nothing. Nodes in `trusted`
-    share a process, and its clock: what they say to each other always arrives, in order.
-    """
+class SimRuntime(VirtualTime[Life, Callable[[], None]]):
+    """Owns every node. Nodes in `trusted` share a process, and its clock: what they send each other
+    always arrives, in order."""
 
     seed: int
     rng: random.Random = field(init=False)
     faults: Faults = field(init=False)
-    now: float = 0.0
-    num_events: int = 0
     violations: list[Violation] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
     trusted: set[NodeId] = field(default_factory=set)
     stopped: bool = False  # a node raised: its state means nothing any more
     after_receive: Callable[[SimRuntime, Life], None] | None = None  # a check on every event
-    _heap: list[tuple[float, int, Life | None, Callable[[], None]]] = field(default_factory=list)
-    _sequence: int = 0
     _places: dict[NodeId, _Place] = field(default_factory=dict)
     _last_arrival: dict[tuple[NodeId, NodeId], float] = field(default_factory=dict)
     _hash: Any = field(default_factory=lambda: blake2b(digest_size=16))
@@ -189,21 +181,15 @@ class SimRuntime:
 
     def run_until(self, until_s: float, done: Callable[[], bool] | None = None) -> bool:
         """Run events up to a virtual time, or until `done`. False if `done` never came true."""
-        heap = self._heap
         while not self.stopped and not (done is not None and done()):
-            if not heap or heap[0][0] > until_s:
+            event = self.advance(until_s)
+            if event is None:
                 self.now = max(self.now, until_s)
                 return done is None
-            at_s, _, life, call = heapq.heappop(heap)
-            if life is not None and not life.alive:
-                continue
-            assert at_s >= self.now
-            self.now = at_s
-            self.num_events += 1
             if self.num_events > _MAX_EVENTS:
                 self.violate("livelock", f"{_MAX_EVENTS} events")
                 self.stopped = True
-            call()
+            event[1]()
         return not self.stopped
 
     def event_hash(self) -> str:
@@ -279,8 +265,7 @@ class SimRuntime:
 
     def _push(self, after_s: float, life: Life | None, call: Callable[[], None]) -> None:
         assert after_s >= 0
-        self._sequence += 1
-        heapq.heappush(self._heap, (self.now + after_s, self._sequence, life, call))
+        self.schedule(self.now + after_s, life, call)
 
     def _deliver(self, source: NodeId, life: Life, message: Any) -> None:
         paused_until = self.faults.paused_until(self.now, life.node_id)

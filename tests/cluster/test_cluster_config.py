@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.cli.example import example_toml
 from cluster.config import Config, ConfigError, load_config
 
 EXAMPLE = Path(__file__).parents[2] / "kvrelay.example.toml"
@@ -23,6 +24,11 @@ def test_without_a_file_everything_has_a_default() -> None:
 
 def test_the_example_says_what_the_defaults_are() -> None:
     assert load_config(EXAMPLE, {}) == Config()
+
+
+def test_the_example_is_written_from_the_settings() -> None:
+    """If this fails: `make example`."""
+    assert EXAMPLE.read_text() == example_toml()
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.served import Served
+from benchmarks.serving.served import Served
 from cluster.api.text.tokenizer import Tokenizer
 from cluster.config import EngineSection
 from engine.request import SamplingParams

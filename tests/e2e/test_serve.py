@@ -18,7 +18,7 @@ import openai
 import psutil
 import pytest
 
-from benchmarks.served import Served
+from benchmarks.serving.served import Served
 from engine.kv.spec import DTYPE_BYTES
 from engine.model.runner import ModelRunner
 

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.served import Served
+from benchmarks.serving.served import Served
 from tests.e2e.test_faults import all_up, status, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.served import Served
+from benchmarks.serving.served import Served
 from tests.cluster.state.stores import Server
 from tests.e2e.test_faults import is_idle, status, wait_for
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 import cluster.state.session_store
 from cluster.config import Config, SessionsSection, TiersSection
@@ -278,7 +279,7 @@ def test_a_server_finds_the_sessions_of_the_one_before_it(tmp_path: Path) -> Non
         session = serve_a_turn(config).sessions.table.find("", "s")
         assert session is not None
         assert (session.num_turns, session.num_tokens) == (number, 12)
-    off = replace(config, sessions=replace(config.sessions, durable=False))
+    off = structs.replace(config, sessions=structs.replace(config.sessions, durable=False))
     session = serve_a_turn(off).sessions.table.find("", "s")
     assert session is not None
     assert session.num_turns == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cluster.config import Config, EngineSection, ModelSection
 from cluster.worker.build import WorkerSpec, prepare_model, worker_config
@@ -158,7 +159,7 @@ def test_a_worker_can_say_what_its_kv_is_made_of() -> None:
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    config = dataclasses.replace(Config(), model=ModelSection(name=str(tmp_path / "none")))
+    config = structs.replace(Config(), model=ModelSection(name=str(tmp_path / "none")))
     with pytest.raises(BuildError) as caught:
         prepare_model(config, 1, lambda _news: None)
     assert "\n" not in str(caught.value)

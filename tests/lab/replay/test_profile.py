@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from benchmarks.fidelity import as_served
-from benchmarks.fidelity_load import (
+from benchmarks.serving.fidelity import as_served
+from benchmarks.serving.fidelity_load import (
     BlockIds,
     WorkloadSpec,
     plan,
@@ -25,6 +25,7 @@ from cluster.api.text.tokenizer import Tokenizer
 from cluster.config import Config
 from lab.bench.load import Timing
 from lab.cli.profile import profile, profile_tables
+from lab.profiling.forward import Grid, ProfileError
 from lab.profiling.links import fit_line
 from lab.profiling.mixture import (
     LOAD,
@@ -34,7 +35,6 @@ from lab.profiling.mixture import (
     prompts_slowed,
     steps_slowed,
 )
-from lab.profiling.passes import Grid, ProfileError
 from lab.profiling.served import fit_gaps, gaps_together, least_gap_s
 from lab.replay.replay import Replay, replay
 from lab.replay.trace import Trace, TraceRequest
@@ -137,7 +137,7 @@ def test_the_tables_show_what_was_measured_and_nothing_else() -> None:
     assert "GB/s" not in text
 
 
-# -- the workload of benchmarks.fidelity ---------------------------------------------------------
+# -- the workload of benchmarks.serving.fidelity -------------------------------------------------
 
 
 def test_conversations_go_on_from_what_was_said_and_repeat_exactly() -> None:

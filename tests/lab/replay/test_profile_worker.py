@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from cluster.config import Config, EngineSection, ModelSection
 from cluster.worker.build import PreparedModel
 from cluster.worker.kv_plan import plan_kv
-from lab.profiling import passes
-from lab.profiling.passes import ProfileError, running
+from lab.profiling import forward
+from lab.profiling.forward import ProfileError, running
 from tests.cluster.worker.test_build import MODEL
 
 ENGINE = EngineSection(num_blocks=9, tensor_parallel_size=2, kv_dtype="float8_e4m3", threads=3)
@@ -39,7 +39,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append((*arguments, Ranks()))
         return "runner", found[-1][-1]
 
-    monkeypatch.setattr(passes, "open_runner", open_runner)
+    monkeypatch.setattr(forward, "open_runner", open_runner)
     return found
 
 
@@ -62,7 +62,7 @@ def test_its_processes_end_when_measuring_fails(opened: list[Any]) -> None:
 def test_several_gpus_for_one_worker_are_refused_in_a_line(
     opened: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "find_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(forward, "find_device", lambda _: torch.device("cuda"))
     with (
         pytest.raises(ProfileError, match=r"^engine.tensor_parallel_size = 2 on GPUs .* to 1$"),
         running(CONFIG, PREPARED, 2),

@@ -1,0 +1,1 @@
+"""Of one engine, without a server: kernels, steps, number formats."""

@@ -1,0 +1,210 @@
+"""What n-gram draft tokens gain: two workers in turns, one with them and one without.
+
+`python -m benchmarks.engine.speculation`: answers to requests whose texts repeat themselves much
+(code that is edited, data in another form) and little (a story), one request at a time and several
+at once. The tokens of both workers have to be the same, or it ends with 1.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.engine.fp8 import prose
+from benchmarks.report import make_console, write_json
+from cluster.api.text.tokenizer import Tokenizer
+from cluster.config import load_config
+from cluster.worker.build import prepare_model
+from engine.model.checkpoint.resolve import DEFAULT_MODEL
+from engine.request import SamplingParams
+from lab.bench.lone_worker import Answer, LoneWorker
+
+DEFAULT_JSON = Path(__file__).parents[1] / "results" / "speculation.json"
+BLOCK_SIZE = 16
+GUESSES = 7
+WITHOUT, WITH = "one by one", f"{GUESSES} guesses"
+PEOPLE = "Ann, 31, Oslo\nBob, 45, Rome\nCid, 28, Bonn\nDan, 39, Lyon\nEve, 52, Kyiv\nFay, 23, Bern"
+
+
+def requests() -> dict[str, str]:
+    """What is asked, by kind."""
+    code = Path(__file__).read_text(encoding="utf-8")
+    return {
+        "question": "What is the capital of France, and why is it famous?",
+        "story": "Write a short story about a lighthouse keeper and a storm.",
+        "list": "List twenty animals with one sentence about each.",
+        "quotes": f"Quote the important sentences of this text:\n\n{prose()[:3500]}",
+        "code": f"Rename the function `main` and print the whole file again:\n\n{code[:2500]}",
+        "data": f"Turn this into JSON objects with keys name, age and city:\n\n{PEOPLE}",
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Of answers that were asked for at once, from when all had their first token."""
+
+    tokens_per_s: float  # until seven tenths of all tokens were there: then some may be left alone
+    token_s: float  # of an answer, in the mean of all
+    num_tokens: int
+
+    @staticmethod
+    def of(answers: Sequence[Answer]) -> Took:
+        began = max(answer.arrived_at[0] for answer in answers)
+        later = [[at for at in answer.arrived_at if at > began] for answer in answers]
+        at = sorted(moment for each in later for moment in each)
+        count = max(1, len(at) * 7 // 10)
+        return Took(
+            tokens_per_s=count / (at[count - 1] - began),
+            token_s=statistics.mean((each[-1] - began) / len(each) for each in later if each),
+            num_tokens=sum(len(answer.tokens) for answer in answers),
+        )
+
+
+class Pair:
+    """The two workers. Owned by a measurement, from `with` to its end."""
+
+    def __init__(self, model: str, quantization: str, most: int, max_tokens: int) -> None:
+        self._stack = ExitStack()
+        self.workers: dict[str, LoneWorker] = {}
+        threads = len(os.sched_getaffinity(0))
+        for name, guesses in ((WITHOUT, 0), (WITH, GUESSES)):
+            overrides = {
+                "model.name": model,
+                "model.quantization": quantization,
+                "model.device": "cpu",
+                "engine.block_size": BLOCK_SIZE,
+                "engine.num_blocks": most * (2_000 + max_tokens) // BLOCK_SIZE,
+                "engine.num_speculative_tokens": guesses,
+            }
+            config = load_config(None, overrides)
+            ready = prepare_model(config, 1, lambda _: None)
+            self.tokenizer = Tokenizer(ready.path)
+            self.workers[name] = self._stack.enter_context(
+                LoneWorker(config, ready, on_gpu=False, threads=threads)
+            )
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Texts that come again are told apart."""
+        again: Counter[str] = Counter()
+        asked = []
+        for text in texts:
+            content = f"{text}\n({again[text]})" if again[text] else text
+            again[text] += 1
+            chat = [{"role": "user", "content": content}]
+            asked.append(self.tokenizer.apply_chat_template(chat))
+        return asked
+
+    def ask(self, prompts: list[list[int]], sampling: SamplingParams, rounds: int) -> Row:
+        """In turns, once more than `rounds` says: the first is not counted."""
+        took: dict[str, list[Took]] = {name: [] for name in self.workers}
+        said: dict[str, list[list[int]]] = {}
+        before = self._drafts()
+        for turn in range(rounds + 1):
+            for name in list(self.workers)[:: 1 if turn % 2 else -1]:
+                answers = self.workers[name].generate(prompts, sampling)
+                said[name] = [answer.tokens for answer in answers]
+                took[name] += [Took.of(answers)] * (turn > 0)
+        fed, held = (after - b for after, b in zip(self._drafts(), before, strict=True))
+        same = said[WITHOUT] == said[WITH]
+        return Row(sum(map(len, prompts)), took, fed / (rounds + 1), held / max(1, fed), same)
+
+    def _drafts(self) -> tuple[float, float]:
+        counters = self.workers[WITH].node.core.counters
+        return counters.get("draft_tokens", 0), counters.get("draft_tokens_accepted", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    num_prompt_tokens: int
+    took: dict[str, list[Took]]
+    drafts: float  # tokens that were fed along, in each round
+    held: float  # the part of them that held
+    same: bool
+
+    def found(self) -> dict[str, Any]:
+        """Medians; ratios above 1 speak for guesses."""
+        rate = {n: statistics.median(t.tokens_per_s for t in took) for n, took in self.took.items()}
+        each = {n: statistics.median(t.token_s for t in took) for n, took in self.took.items()}
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": self.took[WITH][0].num_tokens,
+            "tokens_per_s": {name: round(value, 1) for name, value in rate.items()},
+            "ms_per_token": {name: round(1e3 * value, 2) for name, value in each.items()},
+            "throughput_ratio": round(rate[WITH] / rate[WITHOUT], 2),
+            "latency_ratio": round(each[WITHOUT] / each[WITH], 2),
+            "drafts_fed": round(self.drafts),
+            "drafts_held": round(self.held, 2),
+            "same_tokens": self.same,
+        }
+
+
+@click.command()
+@click.option("--model", default=DEFAULT_MODEL, show_default=True)
+@click.option("--quantization", default="none", show_default=True)
+@click.option("--at-once", default="4,16", show_default=True, help="Requests of mixed kinds.")
+@click.option("--max-tokens", default=200, show_default=True)
+@click.option("--temperature", default=0.0, show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--json", "path", type=click.Path(path_type=Path), default=DEFAULT_JSON)
+def main(
+    model: str,
+    quantization: str,
+    at_once: str,
+    max_tokens: int,
+    temperature: float,
+    rounds: int,
+    path: Path,
+) -> None:
+    """Compare, and print a table."""
+    console = make_console()
+    batches = [int(count) for count in at_once.split(",") if count]
+    texts = requests()
+    asked = {name: [text] for name, text in texts.items()}
+    asked |= {f"{n} at once": list(islice(cycle(texts.values()), n)) for n in batches}
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=5)
+    rows: dict[str, dict[str, Any]] = {}
+    with (
+        Pair(model, quantization, max([1, *batches]), max_tokens) as pair,
+        Progress(console=console, transient=True) as progress,
+    ):
+        for name, each in progress.track(asked.items(), description="answers"):
+            rows[name] = pair.ask(pair.prompts(each), sampling, rounds).found()
+    title = f"{model}, weights {quantization}, temperature {temperature:g}"
+    table = Table("", "in", "out", "tokens/s", "with guesses", "ratio", title=title)
+    for column in ("ms a token", "with guesses", "ratio", "fed", "held", "same"):
+        table.add_column(column)
+    for name, row in rows.items():
+        rate, each = row["tokens_per_s"], row["ms_per_token"]
+        cells = [row["prompt_tokens"], row["output_tokens"], rate[WITHOUT], rate[WITH]]
+        cells += [row["throughput_ratio"], each[WITHOUT], each[WITH], row["latency_ratio"]]
+        cells += [
+            row["drafts_fed"],
+            f"{row['drafts_held']:.0%}",
+            "yes" if row["same_tokens"] else "NO",
+        ]
+        table.add_row(name, *map(str, cells))
+    console.print(table)
+    write_json(path, {"title": title, "max_tokens": max_tokens, "rounds": rounds, "rows": rows})
+    sys.exit(0 if all(row["same_tokens"] for row in rows.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()

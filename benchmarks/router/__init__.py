@@ -1,0 +1,1 @@
+"""Of routers: decisions, several of them, restarts."""

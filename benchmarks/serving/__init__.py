@@ -1,0 +1,1 @@
+"""Of whole servers under load, beside peers."""
