@@ -65,10 +65,10 @@ class DecodeWorker:
                 return self._on_tick(now)
             case Abort(request_id, attempt):
                 keys = [k for k in self.core.seqs if k[0] == request_id and k[1] <= attempt]
-                return [effect for key in keys for effect in self._end(self.core.seqs[key])]
+                return [effect for key in keys for effect in self.exchange.end(self.core.seqs[key])]
             case RouterDown(router):  # and its clients with it: nobody takes the tokens
                 lost = [seq for seq in self.core.seqs.values() if seq.router == router]
-                return [effect for seq in lost for effect in self._end(seq)]
+                return [effect for seq in lost for effect in self.exchange.end(seq)]
             case Probe(request_id, attempt, router, position):
                 return [self.core.answer_probe(request_id, attempt, router, position)]
             case AuditRequest(reply_to):
@@ -144,18 +144,11 @@ class DecodeWorker:
         for seq in self.core.expired(now):
             detail = f"not finished by {self.node_id} before the deadline"
             refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
-            effects += [*self._end(seq), Send(seq.router, refused)]
+            effects += [*self.exchange.end(seq), Send(seq.router, refused)]
         effects += self.exchange.tick(now)
-        num_handoffs = len(self.exchange.connector.arrivals) + len(self.exchange.lender.loans)
+        num_handoffs = len(self.exchange.connector.arrivals) + len(self.exchange.producer.leases)
         stats = self.core.stats(num_handoffs, self.exchange.rates())
         return effects + [Send(router, stats) for router in self.core.routers]
-
-    def _end(self, seq: Sequence) -> list[Effect]:
-        """Forget `seq` now; its blocks go back when nothing writes to them."""
-        connector = self.exchange.connector
-        arrival = connector.arrivals.get(seq.key)
-        self.core.remove(seq)
-        return connector.fail(arrival, "cancelled") if arrival is not None else []
 
     def audit(self) -> Audit:
         return self.exchange.audit(self.check_idle())

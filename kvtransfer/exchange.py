@@ -1,5 +1,6 @@
-"""A worker's KV traffic as one thing: what it reads (connector), what it lends (lender), and what
-moves between its own tiers. Both kinds of worker have one, and add what their role does with it.
+"""A worker's KV traffic as one thing: what it reads from others (connector), what others read from
+it (producer), and what moves between its own tiers. Both kinds of worker have one, and add what
+their role does with it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.peer.arrival import Mode, Settled
 from kvtransfer.peer.connector import Connector
-from kvtransfer.peer.prefix_export import Lender
+from kvtransfer.peer.producer import Producer
 from kvtransfer.tiers.manager import Tiers
 
 
@@ -40,7 +41,7 @@ class KVExchange:
         self._core = core
         self.tiers = Tiers(config, core.kv)
         self.connector = Connector(config, core.kv, self.tiers)
-        self.lender = Lender(config, core.kv, self.tiers)
+        self.producer = Producer(config, core.kv, self.tiers, self.end)
         core.lower = self.tiers
         self._handlers: dict[type, Callable[[float, Any], list[Effect] | None]] = {
             CopyDone: self._on_copy_done,
@@ -50,8 +51,8 @@ class KVExchange:
             KVConnect: lambda now, message: self.connector.peers.on_connect(message),
             KVConnected: lambda now, message: self.connector.on_connected(message),
             PeerConnected: lambda now, message: self.connector.on_peer_connected(now, message),
-            KVFetch: lambda now, message: self.lender.on_fetch(now, message),
-            KVConfirmRequest: self._on_read,
+            KVFetch: lambda now, message: self.producer.on_fetch(now, message),
+            KVConfirmRequest: self._on_confirm_request,
             KVRelease: self._on_release,
             CacheOrder: lambda now, message: self.tiers.order(now, message),
             StoreFailed: lambda now, message: self.tiers.on_store_failed(now, message),
@@ -72,17 +73,23 @@ class KVExchange:
 
     def advance(self, now: float) -> list[Effect]:
         """After every message: what has become possible."""
-        return [*self.tiers.advance(now), *self.lender.advance(now)]
+        return [*self.tiers.advance(now), *self.producer.advance(now)]
 
     def tick(self, now: float) -> list[Effect]:
-        effects = [*self.connector.tick(now), *self.lender.tick(now), *self.tiers.tick(now)]
+        effects = [*self.connector.tick(now), *self.producer.tick(now), *self.tiers.tick(now)]
         core = self._core
         for why, times in self.connector.failures.items():
             core.counters[f"handoff_failed_{why}"] = times
         core.counters.update(self.connector.counters)
-        core.counters.update(self.lender.counters)
+        core.counters.update(self.producer.counters)
         core.counters.update(self.tiers.counters)
         return effects
+
+    def end(self, seq: Sequence) -> list[Effect]:
+        """Forget `seq` now; its blocks are freed once nothing writes to them."""
+        arrival = self.connector.arrivals.get(seq.key)
+        self._core.remove(seq)
+        return self.connector.fail(arrival, "cancelled") if arrival is not None else []
 
     def take_arrived(self, now: float) -> list[Settled]:
         """Arrivals that have ended: what is good of them is sealed, and their sequences are
@@ -146,12 +153,12 @@ class KVExchange:
         self.connector.on_confirmed((message.request_id, message.attempt))
         return []
 
-    def _on_read(self, now: float, message: KVConfirmRequest) -> list[Effect]:
-        return self.lender.on_read(message) or [self._refuse(message)]
+    def _on_confirm_request(self, now: float, message: KVConfirmRequest) -> list[Effect]:
+        effects = self.producer.on_confirm_request(message)
+        return [self._refuse(message)] if effects is None else effects
 
     def _on_release(self, now: float, message: KVRelease) -> list[Effect]:
-        self.lender.release((message.request_id, message.attempt))
-        return []
+        return self.producer.on_release((message.request_id, message.attempt))
 
     def _on_copy_done(self, now: float, done: CopyDone) -> list[Effect]:
         effects = self.tiers.on_copy_done(now, done)
@@ -167,7 +174,7 @@ class KVExchange:
         connector = self.connector
         return {tier: connector.bytes_per_s(tier) for tier in connector.read_bytes_per_s}
 
-    def audit(self, left: list[str], num_productions: int = 0) -> Audit:
+    def audit(self, left: list[str]) -> Audit:
         """Where every block is. `left`: what the worker would not have if it were idle."""
         config, pool = self._core.config, self._core.kv.pool
         counts = {
@@ -176,7 +183,7 @@ class KVExchange:
             "device.evictable": pool.num_evictable,
             "device.blank": pool.num_free - pool.num_evictable,
             "transfers": self.connector.num_reads + self.tiers.num_moves,
-            "leases": len(self.lender.loans) + num_productions,
+            "leases": len(self.producer.leases),
         }
         for tier, size in (
             (Tier.HOST, config.num_host_blocks),
@@ -191,6 +198,6 @@ class KVExchange:
         """What is left over when nothing should be; empty if all is well."""
         return [
             *self.connector.check_idle(),
-            *self.lender.check_idle(),
+            *self.producer.check_idle(),
             *self.tiers.check_idle(),
         ]

@@ -1,8 +1,8 @@
 """The consumer's side: which KV comes from elsewhere, and when it may be used.
 
-Life of an arrival here: expected (the request has come) -> started (destination blocks are
-allocated) -> reading, as blocks are known -> confirming, if a producer held them -> settled, also
-by whatever goes wrong, with what is certain to be good; the worker computes the rest. The same for all sources: a peer's pool, a peer's host memory, the own host memory and disk.
+Life of an arrival: expected (the request has come) -> started (destination blocks are allocated)
+-> reading, as blocks are announced -> confirming, if a producer held them -> settled, with those
+blocks that are certain to be good; the worker computes the rest. The same for all sources.
 """
 
 from __future__ import annotations

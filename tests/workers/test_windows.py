@@ -68,7 +68,7 @@ class Windowed(World):
         core, exchange = worker.core, worker.exchange
         moves = [m for m in exchange.tiers._moves.live.values() if Tier.DEVICE in m.way]
         others = sum(len(move.blocks) for move in moves)
-        others += sum(len(loan.blocks) for loan in exchange.lender.loans.values())
+        others += sum(len(export.blocks) for export in exchange.producer.exports)
         core.kv.check_integrity(others)
         self.look_at(core)
 
