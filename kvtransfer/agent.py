@@ -32,6 +32,24 @@ class PeerConnected:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadId:
+    """Of a copy into the blocks of one sequence; the connector's."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveId:
+    """Of a copy between a worker's own tiers, ahead of requests; that of its `Tiers`."""
+
+    number: int
+
+
+TransferId = ReadId | MoveId
+"""Unique within one life of a worker. Its type says who asked, and gets the `CopyDone`."""
+
+
+@dataclass(frozen=True, slots=True)
 class CopyBlocks:
     """Effect: READ block src[i] of `peer`'s `src_tier` into own block dst[i] of `dst_tier`. Always
     answered by `CopyDone`: after `timeout_s` it is given up, and `CopyDone` comes once nothing can
@@ -40,7 +58,7 @@ class CopyBlocks:
     With the node's own name as `peer` (at its own epoch) blocks move between its own tiers; it need
     not be connected. Only then may one of the tiers be the disk, the other being memory."""
 
-    transfer_id: int
+    transfer_id: TransferId
     peer: NodeId
     epoch: int
     src: tuple[int, ...]
@@ -73,7 +91,7 @@ class StoreFailed:
 class CopyDone:
     """The transfer has settled: no byte of dst will be written by it from now on."""
 
-    transfer_id: int
+    transfer_id: TransferId
     error: str | None
     checksums: tuple[int, ...] = ()  # of the bytes in memory (dst, or src where dst is the disk)
     elapsed_s: float = 0.0

@@ -34,8 +34,8 @@ from kvtransfer.tiers.manager import Tiers
 
 
 class KVExchange:
-    """Owned by a worker node, over its core. Invariant: every `CopyDone` belongs to the connector
-    or to the tiers."""
+    """Owned by a worker node, over its core. Invariant: every `CopyDone` goes to who
+    asked for the copy: the connector or the tiers."""
 
     def __init__(self, config: WorkerConfig, core: EngineCore) -> None:
         self._core = core

@@ -26,6 +26,7 @@ from kvtransfer.agent import (
     PeerConnected,
     StoreFailed,
     StoreIndex,
+    TransferId,
 )
 from kvtransfer.checksum import BlockBytes, checksum_blocks
 from kvtransfer.store import DiskStore, StoreError
@@ -111,7 +112,7 @@ class TransferExecutor:
         self._clock = clock
         self._own_epoch = epoch
         self._epochs: dict[NodeId, int] = {}
-        self._reads: dict[int, _Read] = {}
+        self._reads: dict[TransferId, _Read] = {}
         self._answered: list[CopyDone] = []  # by `post` itself, for the next `poll_reads`
 
     def connect(self, request: ConnectPeer) -> PeerConnected:

@@ -16,6 +16,7 @@ from engine.kv.tier import Tier
 from engine.node import NodeId, Note
 from engine.request import TokenLogprobs
 from engine.sequence import NO_BLOCK, Sequence
+from kvtransfer.agent import TransferId
 from kvtransfer.peer.handoff import ConsumerState
 from kvtransfer.tiers.manager import Source
 
@@ -67,7 +68,7 @@ class Arrival:
     offers: dict[int, Offer] = field(default_factory=dict)
     posted: set[int] = field(default_factory=set)
     good: set[int] = field(default_factory=set)
-    reads: dict[int, Read] = field(default_factory=dict)  # by transfer id
+    reads: dict[TransferId, Read] = field(default_factory=dict)
     started_at: float = 0.0
     final: bool = False  # the producer offers no more
     next_token: int | None = None

@@ -8,6 +8,7 @@ blocks that are certain to be good; the worker computes the rest. The same for a
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import count
 
 from engine.config import WorkerConfig
 from engine.cost import Rate
@@ -15,7 +16,7 @@ from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Tier
 from engine.node import Effect, NodeId, Note, Send
 from engine.sequence import Sequence
-from kvtransfer.agent import CopyBlocks, CopyDone, PeerConnected
+from kvtransfer.agent import CopyBlocks, CopyDone, PeerConnected, ReadId, TransferId
 from kvtransfer.messages import (
     KVConfirmRequest,
     KVConnected,
@@ -37,7 +38,7 @@ UNMEASURED_BYTES_PER_S = {Tier.HOST: 2e9, Tier.DISK: 0.5e9}
 
 
 class Connector:
-    """Owns the arrivals of one worker. Its transfers have even numbers.
+    """Owns the arrivals of one worker.
 
     Invariant: an arrival is here until no transfer can write to its destination; the sources that
     it loads from are pinned as long."""
@@ -54,8 +55,8 @@ class Connector:
         self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:LANE", and seconds
         self._early: OrderedDict[Key, list[KVReady]] = OrderedDict()
         self._planned: dict[Key, list[Source | None]] = {}
-        self._by_transfer: dict[int, Arrival] = {}
-        self._next_transfer_id = 0
+        self._by_transfer: dict[TransferId, Arrival] = {}
+        self._read_ids = map(ReadId, count())
 
     @property
     def num_reads(self) -> int:
@@ -280,8 +281,7 @@ class Connector:
         src_tier: Tier,
         src: tuple[int, ...],
     ) -> CopyBlocks:
-        transfer_id = self._next_transfer_id
-        self._next_transfer_id += 2
+        transfer_id = next(self._read_ids)
         arrival.posted.update(indices)
         arrival.reads[transfer_id] = Read(indices, own_tier, now)
         arrival.seq.num_reads += 1
@@ -344,7 +344,7 @@ class Connector:
     def check_idle(self) -> list[str]:
         left = [f"arrival {a.key} is {a.state}" for a in self.arrivals.values()]
         if self._by_transfer:
-            left.append(f"transfers {sorted(self._by_transfer)} are live")
+            left.append(f"transfers {sorted(read.number for read in self._by_transfer)} are live")
         if self._planned:
             left.append(f"loads of {sorted(self._planned)} are planned and not begun")
         return left

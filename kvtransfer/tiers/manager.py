@@ -16,7 +16,7 @@ from engine.config import WorkerConfig
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import DiskRecord, Retention, Tier, TierHashes
 from engine.node import Effect, Note, Send
-from kvtransfer.agent import CopyDone, StoreFailed
+from kvtransfer.agent import CopyDone, MoveId, StoreFailed
 from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from kvtransfer.tiers.blocks import TierBlocks
 from kvtransfer.tiers.moves import TierMoves
@@ -121,9 +121,9 @@ class Tiers:
         return [*self._moves.advance(now), *answers]
 
     def on_copy_done(self, now: float, done: CopyDone) -> list[Effect] | None:
-        """None if it is not a transfer of the tiers."""
+        """None if it is not a move between tiers. Any copy may have unpinned blocks of an order."""
         self._orders_due = bool(self._orders)
-        return self._moves.finish(now, done)
+        return self._moves.finish(now, done) if isinstance(done.transfer_id, MoveId) else None
 
     def on_store_failed(self, now: float, failed: StoreFailed) -> list[Effect]:
         text = f"{self._config.node_id}: {failed.error}"
@@ -216,7 +216,7 @@ class Tiers:
             if self.num_pinned(tier)
         ]
         if self._moves.live:
-            left.append(f"moves {sorted(self._moves.live)} are live")
+            left.append(f"moves {sorted(move.number for move in self._moves.live)} are live")
         return left + [f"order {live.order.order_id} is live" for live in self._orders]
 
     def _take_sealed(self, now: float) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import count
 
 from engine.config import WorkerConfig
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Tier
 from engine.node import Effect, Note
-from kvtransfer.agent import CopyBlocks, CopyDone
+from kvtransfer.agent import CopyBlocks, CopyDone, MoveId, TransferId
 from kvtransfer.tiers.blocks import TierBlocks
 from kvtransfer.tiers.pool import Entry, TierPool
 
@@ -54,7 +55,7 @@ class TierMoves:
     the next move to the disk."""
 
     def __init__(self, config: WorkerConfig, kv: KVCacheManager, blocks: TierBlocks) -> None:
-        self.live: dict[int, Move] = {}  # by transfer id
+        self.live: dict[TransferId, Move] = {}
         self.to_load: OrderedDict[bytes, None] = OrderedDict()  # from the first tier to the device
         self._config = config
         self._kv = kv
@@ -62,7 +63,7 @@ class TierMoves:
         self._sizes = {tier: pool.num_blocks for tier, pool in blocks.pools.items()}
         self._sizes[Tier.DEVICE] = config.num_blocks
         self._not_before: dict[tuple[Tier, Tier], float] = {}
-        self._next_transfer_id = 1  # odd; the connector's are even
+        self._move_ids = map(MoveId, count())
 
     def is_moving(self, block_hash: bytes, src: Tier, dst: Tier) -> bool:
         moves = (move for move in self.live.values() if move.way == (src, dst))
@@ -79,12 +80,10 @@ class TierMoves:
         self._blocks.take_forgotten()
         return [*self._blocks.index.take(now), *moves]
 
-    def finish(self, now: float, done: CopyDone) -> list[Effect] | None:
-        """A move has settled; None if it is not one of these."""
-        move = self.live.pop(done.transfer_id, None)
-        if move is None:
-            return None
-        way, count = f"{move.src}_{move.dst}", self._blocks.count
+    def finish(self, now: float, done: CopyDone) -> list[Effect]:
+        """A move has settled."""
+        move = self.live.pop(done.transfer_id)
+        way, add = f"{move.src}_{move.dst}", self._blocks.count
         if move.src is Tier.DEVICE:
             self._kv.pool.release([block.src for block in move.blocks])
         else:
@@ -93,13 +92,13 @@ class TierMoves:
         if done.error is None:
             assert len(done.checksums) == len(move.blocks)
             arrived = [b.checksum == c for b, c in zip(move.blocks, done.checksums, strict=True)]
-            count(f"moved_blocks_{way}", sum(arrived))
-            count(f"moved_bytes_{way}", done.num_bytes)
-            count(f"moved_s_{way}", done.elapsed_s)
+            add(f"moved_blocks_{way}", sum(arrived))
+            add(f"moved_bytes_{way}", done.num_bytes)
+            add(f"moved_s_{way}", done.elapsed_s)
             effects = self._blame(move, arrived)
         else:
             arrived = [False] * len(move.blocks)
-            count(f"moves_failed_{way}")
+            add(f"moves_failed_{way}")
             effects = self._fail(now, move, done)
         for block, good in zip(move.blocks, arrived, strict=True):
             self._settle(move.dst, block, good)
@@ -201,8 +200,7 @@ class TierMoves:
         else:
             for slot in sources:
                 self._blocks.pools[src].pin(slot)
-        transfer_id = self._next_transfer_id
-        self._next_transfer_id += 2
+        transfer_id = next(self._move_ids)
         self.live[transfer_id] = Move(src, dst, moving)
         config = self._config
         return [

@@ -14,7 +14,7 @@ from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import DiskRecord, Retention, Tier
 from engine.node import Effect, Note, Send
 from engine.stats import Role
-from kvtransfer.agent import CopyBlocks, CopyDone, StoreFailed, StoreIndex
+from kvtransfer.agent import CopyBlocks, CopyDone, MoveId, StoreFailed, StoreIndex
 from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from kvtransfer.tiers.manager import Source, Tiers
 
@@ -94,9 +94,9 @@ class TierWorld:
                     raise AssertionError(effect)
 
     def _check_post(self, read: CopyBlocks) -> None:
-        """Nobody reads what it writes, nobody else writes it, and the index does not list it."""
+        """No other move reads or writes its destination, and the index does not list it."""
         assert (read.peer, read.epoch) == ("w", 7)
-        assert read.transfer_id % 2 == 1
+        assert isinstance(read.transfer_id, MoveId)
         assert read.timeout_s == self.config.read_timeout_s
         ways = [(other.src_tier, other.dst_tier) for other in self.reads]
         assert (read.src_tier, read.dst_tier) not in ways
