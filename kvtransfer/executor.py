@@ -1,9 +1,9 @@
-"""Performs a worker's effects on the model, on a transfer agent and on the disk store.
+"""Performs a worker's effects on a transfer agent and on the disk store.
 
 Life of a read: posted; polled until it is done, has failed or is out of time; released, as often
 as the agent needs to say that nothing writes to its destination any more; checksummed if it was
 good; answered. `TransferExecutor` holds the reads of one agent, `kvtransfer.transfer_loop` is the
-thread that drives them. Steps run in the host's model thread.
+thread that drives them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from engine.kv.tier import Tier
 from engine.node import NodeId
-from engine.step import Sampled, Step, StepDone
 from kvtransfer.agent import (
     Agent,
     AgentError,
@@ -39,41 +38,6 @@ Corrupt = Callable[[CopyBlocks, Any], None]
 SETTLE_POLL_S = 500e-6
 STORE_CHECK_BUSY_S = 1.0
 STORE_CHECK_IDLE_S = 5.0
-
-
-class StepExecutor:
-    """Runs steps, one at a time, from the model thread."""
-
-    def __init__(
-        self,
-        run_step: Callable[[Step], StepDone],
-        pool_bytes: BlockBytes,
-        *,
-        close: Callable[[], None] | None = None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        """`pool_bytes`: the worker's device pool, `[num_blocks, bytes_per_block]`. `close` ends
-        what steps are run by, if that has processes of its own."""
-        self._run_step = run_step
-        self._close = close
-        self._pool_bytes = pool_bytes
-        self._clock = clock
-
-    def execute(self, step: Step) -> StepDone:
-        """Run the step, then checksum `step.checksum_blocks`. An exception becomes the error."""
-        started = self._clock()
-        try:
-            done = self._run_step(step)
-            checksums = checksum_blocks(self._pool_bytes, step.checksum_blocks)
-        except Exception as error:
-            logger.exception("step %d of %d tokens failed", step.step_id, step.num_tokens)
-            sampled: list[Sampled | None] = [None] * len(step.seqs)
-            return StepDone(step.step_id, sampled, error=_one_line(error))
-        return replace(done, checksums=checksums, elapsed_s=self._clock() - started)
-
-    def close(self) -> None:
-        if self._close is not None:
-            self._close()
 
 
 @dataclass(slots=True)

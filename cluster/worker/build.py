@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,11 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     """Load the model and make the worker; takes seconds. Raises BuildError."""
     from engine.model.quantize import scheme
     from engine.model.runner import ModelRunner
+    from engine.model.step_executor import StepExecutor
     from kvtransfer.agent import AgentError
     from kvtransfer.agents.pool import block_bytes
-    from kvtransfer.executor import StepExecutor, TransferExecutor
+    from kvtransfer.checksum import checksum_blocks
+    from kvtransfer.executor import TransferExecutor
 
     options = options or BuildOptions()
     try:
@@ -168,7 +171,8 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     if spec.role is Role.PREFILL:
         worker = PrefillWorker
     close = ranks.close if ranks else None
-    steps = StepExecutor(runner.execute, pools[Tier.DEVICE], close=close)
+    checksums = partial(checksum_blocks, pools[Tier.DEVICE])
+    steps = StepExecutor(runner.execute, checksums, close=close)
     moves = TransferExecutor(spec.worker, spec.epoch, agent, pools, corrupt=options.corrupt)
 
     def make_executor(deliver: Deliver) -> Executor:

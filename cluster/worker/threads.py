@@ -12,10 +12,11 @@ from queue import SimpleQueue
 from cluster.runtime.host import Deliver
 from cluster.worker.disk_tier import DiskTier
 from engine.kv.tier import Tier
+from engine.model.step_executor import StepExecutor
 from engine.node import Effect, NodeId
 from engine.step import Execute, Step, StepDone
 from kvtransfer.agent import ConnectPeer, CopyBlocks, StoreFailed, StoreIndex
-from kvtransfer.executor import StepExecutor, TransferExecutor, failed_read
+from kvtransfer.executor import TransferExecutor, failed_read
 from kvtransfer.transfer_loop import TransferLoop
 
 log = logging.getLogger("kvrelay.threads")

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cluster.config import Config
@@ -18,11 +19,12 @@ from cluster.worker.build import PreparedModel, WorkerSpec
 from cluster.worker.kv_plan import plan_kv
 from cluster.worker.runners import open_runner
 from engine.model.runner import ModelRunner, find_device
+from engine.model.step_executor import StepExecutor
 from engine.request import SamplingParams
 from engine.stats import Role
 from engine.step import ScheduledSeq, Step
 from kvtransfer.agents.pool import block_bytes
-from kvtransfer.executor import StepExecutor
+from kvtransfer.checksum import checksum_blocks
 
 GREEDY = SamplingParams(temperature=0.0)
 MIN_REPEATS = 3
@@ -99,7 +101,9 @@ class Passes:
 
     def __init__(self, runner: ModelRunner, point_s: float, max_batched_tokens: int) -> None:
         self._runner = runner
-        self._executor = StepExecutor(runner.execute, block_bytes(runner.kv_pool))
+        self._executor = StepExecutor(
+            runner.execute, partial(checksum_blocks, block_bytes(runner.kv_pool))
+        )
         self._point_s = point_s
         self._budget = max_batched_tokens
         self._block_size = runner.kv_spec.block_size

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from engine.kv.tier import Tier
-from engine.request import SamplingParams
-from engine.step import Sampled, ScheduledSeq, Step, StepDone
 from kvtransfer.agent import (
     ConnectPeer,
     CopyBlocks,
@@ -24,7 +22,6 @@ from kvtransfer.checksum import checksum_blocks
 from kvtransfer.executor import (
     STORE_CHECK_BUSY_S,
     STORE_CHECK_IDLE_S,
-    StepExecutor,
     StoreExecutor,
     TransferExecutor,
 )
@@ -41,14 +38,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def a_step(*checksum_blocks: int) -> Step:
-    seqs = [
-        ScheduledSeq("r", [1, 2], 0, [0], sample, SamplingParams(), [1, 2], 2)
-        for sample in (False, True)
-    ]
-    return Step(7, seqs, list(checksum_blocks))
 
 
 @dataclass
@@ -74,33 +63,6 @@ def bench() -> Iterator[Bench]:
     yield bench
     assert bench.executor.audit() == 0
     assert not bench.agent.live
-
-
-class TestSteps:
-    def test_blocks_are_checksummed_after_the_step(self) -> None:
-        pool = content(NUM_BLOCKS, BLOCK, 0)
-
-        def run(step: Step) -> StepDone:
-            pool[5] = 9
-            return StepDone(step.step_id, [None, Sampled(3)])
-
-        done = StepExecutor(run, pool).execute(a_step(5, 1))
-        assert done.checksums == checksum_blocks(pool, [5, 1])
-        assert (done.step_id, done.sampled, done.error) == (7, [None, Sampled(3)], None)
-
-    def test_an_exception_becomes_an_error_of_one_line(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        def run(step: Step) -> StepDone:
-            raise ValueError("shape mismatch\nand more")
-
-        done = StepExecutor(run, content(2, 8, 0)).execute(a_step(0))
-        assert done == StepDone(7, [None, None], error="ValueError: shape mismatch")
-        assert "Traceback" in caplog.text
-
-    def test_a_block_that_cannot_be_checksummed_is_an_error(self) -> None:
-        executor = StepExecutor(lambda step: StepDone(step.step_id, [None, None]), content(2, 8, 0))
-        assert (executor.execute(a_step(2)).error or "").startswith("IndexError")
 
 
 class TestReads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from cluster.worker.disk_tier import DiskTier
 from cluster.worker.threads import WorkerThreads
 from engine.kv.tier import Tier
+from engine.model.step_executor import StepExecutor
 from engine.step import Execute, Step, StepDone
 from kvtransfer.agent import (
     ConnectPeer,
@@ -21,7 +23,8 @@ from kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvtransfer.executor import StepExecutor, StoreExecutor, TransferExecutor
+from kvtransfer.checksum import checksum_blocks
+from kvtransfer.executor import StoreExecutor, TransferExecutor
 from kvtransfer.store import StoreError
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent
@@ -56,7 +59,7 @@ class Bench:
         self.steps: list[int] = []
         tier = DiskTier(TransferExecutor("me", 1, self.disk, pools), StoreExecutor(self.store), ())
         self.threads = WorkerThreads(
-            StepExecutor(self.run_step, pools[Tier.DEVICE]),
+            StepExecutor(self.run_step, partial(checksum_blocks, pools[Tier.DEVICE])),
             TransferExecutor("me", 1, self.memory, pools),
             tier if with_disk else None,
             self.answers.put,
