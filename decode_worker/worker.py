@@ -28,7 +28,7 @@ from kvtransfer.peer.arrival import Mode, Settled
 
 class DecodeWorker:
     """Node. Invariant: a sequence is REMOTE iff the connector has an arrival for it that has begun;
-    blocks of an ended sequence go back only when neither the step in flight nor a transfer writes
+    blocks of an ended sequence are freed only when neither the step in flight nor a transfer writes
     to them."""
 
     def __init__(self, config: WorkerConfig, records: Seq[DiskRecord] = ()) -> None:
@@ -66,7 +66,7 @@ class DecodeWorker:
             case Abort(request_id, attempt):
                 keys = [k for k in self.core.seqs if k[0] == request_id and k[1] <= attempt]
                 return [effect for key in keys for effect in self.exchange.end(self.core.seqs[key])]
-            case RouterDown(router):  # and its clients with it: nobody takes the tokens
+            case RouterDown(router):  # its clients are gone with it
                 lost = [seq for seq in self.core.seqs.values() if seq.router == router]
                 return [effect for seq in lost for effect in self.exchange.end(seq)]
             case Probe(request_id, attempt, router, position):
@@ -154,5 +154,5 @@ class DecodeWorker:
         return self.exchange.audit(self.check_idle())
 
     def check_idle(self) -> list[str]:
-        """What is left over when nothing should be; empty if all is well."""
+        """What an idle worker must not have; empty if all is well."""
         return self.exchange.check_idle() + self.core.check_idle()

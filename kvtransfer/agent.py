@@ -1,7 +1,7 @@
 """The transfer agent: effects that a worker node asks for, and the protocol behind them.
 
 Verbs and nouns are NIXL's: an agent registers memory, exchanges metadata with a peer, prepares a
-descriptor list once, and then a transfer (xfer) is two lists of indices.
+descriptor list once, and then a transfer is two lists of indices.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Agent(Protocol):
         """Forget `peer`; unknown names are ignored."""
         ...
 
-    def read(
+    def post_copy(
         self,
         peer: NodeId,
         src: list[int],

@@ -195,7 +195,7 @@ class KVExchange:
         return Audit(config.node_id, config.epoch, counts, tuple(left))
 
     def check_idle(self) -> list[str]:
-        """What is left over when nothing should be; empty if all is well."""
+        """What an idle worker must not have; empty if all is well."""
         return [
             *self.connector.check_idle(),
             *self.producer.check_idle(),

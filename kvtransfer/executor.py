@@ -1,8 +1,8 @@
 """Performs a worker's effects on a transfer agent and on the disk store.
 
-Life of a read: posted; polled until it is done, has failed or is out of time; released, as often
+Life of a copy: posted; polled until it is done, has failed or is out of time; released, as often
 as the agent needs to say that nothing writes to its destination any more; checksummed if it was
-good; answered. `TransferExecutor` holds the reads of one agent, `kvtransfer.transfer_loop` is the
+good; answered. `TransferExecutor` holds the copies of one agent, `kvtransfer.transfer_loop` is the
 thread that drives them.
 """
 
@@ -41,7 +41,7 @@ STORE_CHECK_IDLE_S = 5.0
 
 
 @dataclass(slots=True)
-class _Read:
+class _Copy:
     request: CopyBlocks
     handle: Any
     started: float
@@ -52,7 +52,7 @@ class _Read:
 class TransferExecutor:
     """Blocking calls on one agent, from the one thread that owns it.
 
-    Invariant: a read is in `_reads` from `post` until the agent has released its handle, and
+    Invariant: a copy is in `_copies` from `post` until the agent has released its handle, and
     leaves with its only CopyDone.
     """
 
@@ -67,7 +67,7 @@ class TransferExecutor:
         clock: Clock = time.monotonic,
     ) -> None:
         """`pools`: the worker's own memory, tier by tier, `[num_blocks, bytes_per_block]` each.
-        `corrupt` is called with every good read into memory, and the pool that it went to, before
+        `corrupt` is called with every good copy into memory, and the pool that it went to, before
         its checksums are taken: to inject faults."""
         self._node = node
         self._agent = agent
@@ -76,8 +76,8 @@ class TransferExecutor:
         self._clock = clock
         self._own_epoch = epoch
         self._epochs: dict[NodeId, int] = {}
-        self._reads: dict[TransferId, _Read] = {}
-        self._answered: list[CopyDone] = []  # by `post` itself, for the next `poll_reads`
+        self._copies: dict[TransferId, _Copy] = {}
+        self._answered: list[CopyDone] = []  # by `post` itself, for the next `poll_copies`
 
     def connect(self, request: ConnectPeer) -> PeerConnected:
         self._epochs.pop(request.peer, None)
@@ -91,49 +91,49 @@ class TransferExecutor:
         return PeerConnected(request.peer, request.epoch, lane=lane)
 
     def post(self, request: CopyBlocks) -> None:
-        """Begin a read; `poll_reads` returns its end."""
-        assert request.transfer_id not in self._reads, request.transfer_id
+        """Begin a copy; `poll_copies` returns its end."""
+        assert request.transfer_id not in self._copies, request.transfer_id
         started = self._clock()
         try:
-            read = self._begin(request, started)
+            copy = self._begin(request, started)
         except Exception as error:
-            self._answered.append(failed_read(request, _one_line(error), self._clock() - started))
+            self._answered.append(failed_copy(request, _one_line(error), self._clock() - started))
             return
-        if read is None:
+        if copy is None:
             self._answered.append(CopyDone(request.transfer_id, None))
         else:
-            self._reads[request.transfer_id] = read
+            self._copies[request.transfer_id] = copy
 
-    def poll_reads(self) -> list[CopyDone]:
-        """The reads that have settled since the last call. Does not wait."""
+    def poll_copies(self) -> list[CopyDone]:
+        """The copies that have settled since the last call. Does not wait."""
         done, self._answered = self._answered, []
-        for transfer_id, read in list(self._reads.items()):
-            answer = self._advance(read)
+        for transfer_id, copy in list(self._copies.items()):
+            answer = self._advance(copy)
             if answer is not None:
-                del self._reads[transfer_id]
+                del self._copies[transfer_id]
                 done.append(answer)
         return done
 
     def audit(self) -> int:
         """Live transfer handles and answers not fetched: 0 when idle."""
-        return len(self._reads) + len(self._answered)
+        return len(self._copies) + len(self._answered)
 
     def close(self, timeout_s: float) -> list[CopyDone]:
-        """Give up every read, wait up to `timeout_s` for them to settle, then close the agent,
+        """Give up every copy, wait up to `timeout_s` for them to settle, then close the agent,
         which settles the rest. Returns the answers."""
-        for read in self._reads.values():
-            read.error = read.error or "the worker shuts down"
-        done = self.poll_reads()
+        for copy in self._copies.values():
+            copy.error = copy.error or "the worker shuts down"
+        done = self.poll_copies()
         deadline = self._clock() + timeout_s
-        while self._reads and self._clock() < deadline:
+        while self._copies and self._clock() < deadline:
             time.sleep(SETTLE_POLL_S)
-            done += self.poll_reads()
+            done += self.poll_copies()
         self._agent.close()
-        done += [self._given_up(read) for read in self._reads.values()]
-        self._reads.clear()
+        done += [self._given_up(copy) for copy in self._copies.values()]
+        self._copies.clear()
         return done
 
-    def _begin(self, request: CopyBlocks, started: float) -> _Read | None:
+    def _begin(self, request: CopyBlocks, started: float) -> _Copy | None:
         """None if there is nothing to move."""
         own = request.peer == self._node
         epoch = self._own_epoch if own else self._epochs.get(request.peer)
@@ -148,14 +148,14 @@ class TransferExecutor:
         checksums = None
         if request.dst_tier is Tier.DISK:
             checksums = tuple(checksum_blocks(self._pools[request.src_tier], request.src))
-        handle = self._agent.read(
+        handle = self._agent.post_copy(
             request.peer,
             list(request.src),
             list(request.dst),
             src_tier=request.src_tier,
             dst_tier=request.dst_tier,
         )
-        return _Read(request, handle, started, checksums)
+        return _Copy(request, handle, started, checksums)
 
     def _check_tiers(self, request: CopyBlocks, own: bool) -> None:
         """Raises AgentError for tiers between which this executor cannot move anything."""
@@ -166,29 +166,29 @@ class TransferExecutor:
             if tier is not Tier.DISK and tier not in self._pools:
                 raise AgentError(f"read from {request.peer}: {self._node} has no {tier} memory")
 
-    def _advance(self, read: _Read) -> CopyDone | None:
-        """The answer, once the read has settled."""
-        if read.error is None:
+    def _advance(self, copy: _Copy) -> CopyDone | None:
+        """The answer, once the copy has settled."""
+        if copy.error is None:
             try:
-                if self._agent.poll(read.handle):
-                    return self._finish(read)
+                if self._agent.poll(copy.handle):
+                    return self._finish(copy)
             except Exception as error:
-                read.error = _one_line(error)
-        request = read.request
-        if read.error is None and self._clock() - read.started >= request.timeout_s:
-            read.error = (
+                copy.error = _one_line(error)
+        request = copy.request
+        if copy.error is None and self._clock() - copy.started >= request.timeout_s:
+            copy.error = (
                 f"read of {len(request.src)} blocks from {request.peer} not done"
                 f" after {request.timeout_s:g} s"
             )
-        if read.error is None or not self._agent.release(read.handle):
+        if copy.error is None or not self._agent.release(copy.handle):
             return None
-        return self._given_up(read)
+        return self._given_up(copy)
 
-    def _finish(self, read: _Read) -> CopyDone | None:
-        """The answer to a good read; None if its handle cannot be released yet."""
-        if not self._agent.release(read.handle):
+    def _finish(self, copy: _Copy) -> CopyDone | None:
+        """The answer to a good copy; None if its handle cannot be released yet."""
+        if not self._agent.release(copy.handle):
             return None
-        request, checksums = read.request, read.checksums
+        request, checksums = copy.request, copy.checksums
         memory = request.src_tier if request.dst_tier is Tier.DISK else request.dst_tier
         pool = self._pools[memory]
         if checksums is None:
@@ -199,13 +199,13 @@ class TransferExecutor:
             transfer_id=request.transfer_id,
             error=None,
             checksums=checksums,
-            elapsed_s=self._clock() - read.started,
+            elapsed_s=self._clock() - copy.started,
             num_bytes=len(request.dst) * pool.shape[1],
         )
 
-    def _given_up(self, read: _Read) -> CopyDone:
-        assert read.error is not None
-        return failed_read(read.request, read.error, self._clock() - read.started)
+    def _given_up(self, copy: _Copy) -> CopyDone:
+        assert copy.error is not None
+        return failed_copy(copy.request, copy.error, self._clock() - copy.started)
 
 
 class StoreExecutor:
@@ -251,7 +251,7 @@ class StoreExecutor:
             logger.warning("the disk store was not closed properly: %s", _one_line(error))
 
 
-def failed_read(request: CopyBlocks, error: str, elapsed_s: float = 0.0) -> CopyDone:
+def failed_copy(request: CopyBlocks, error: str, elapsed_s: float = 0.0) -> CopyDone:
     return CopyDone(request.transfer_id, error, elapsed_s=elapsed_s)
 
 

@@ -1,4 +1,4 @@
-"""Where the bytes of a KV block lie: one block, one span, one descriptor.
+"""The bytes of a KV block: one block, one span, one descriptor.
 
 The pool is `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`, so a block
 is one contiguous run of bytes in device memory, host memory, a file and on the wire, and the heads

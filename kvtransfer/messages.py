@@ -39,8 +39,8 @@ class KVConnected:
 
 @dataclass(frozen=True, slots=True)
 class KVFetch:
-    """Consumer to a worker that holds the prefix: lend me the blocks of these hashes, from the
-    first on. Answered by `KVReady`s, the last one `final`, whose blocks may be fewer."""
+    """Consumer to a worker that holds the prefix: export the blocks of these hashes, in order.
+    Answered by `KVReady`s, the last of them `final`; together they may cover fewer blocks."""
 
     request_id: str
     attempt: int
@@ -53,7 +53,7 @@ class KVFetch:
 class KVReady:
     """Producer to consumer: blocks [first, first + len(block_ids)) of the request can be read.
 
-    From a worker that lends them, `final` says that no more will come, and there is no
+    Of a prefix export, `final` says that no more blocks will come, and there is no
     `next_token`."""
 
     request_id: str

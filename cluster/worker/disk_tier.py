@@ -82,7 +82,7 @@ def open_disk_tier(
 
 
 def _unused(root: Path, fingerprint: bytes) -> list[str]:
-    """What lies under `root` for other models, and takes room there, if anything does."""
+    """Stores under `root` of other models, which take room there, as notices."""
     from kvtransfer.store import stale_stores
 
     stale = stale_stores(root, fingerprint)

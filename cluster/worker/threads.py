@@ -16,7 +16,7 @@ from engine.model.step_executor import StepExecutor
 from engine.node import Effect, NodeId
 from engine.step import Execute, Step, StepDone
 from kvtransfer.agent import ConnectPeer, CopyBlocks, StoreFailed, StoreIndex
-from kvtransfer.executor import TransferExecutor, failed_read
+from kvtransfer.executor import TransferExecutor, failed_copy
 from kvtransfer.transfer_loop import TransferLoop
 
 log = logging.getLogger("kvrelay.threads")
@@ -103,6 +103,6 @@ class WorkerThreads:
         if self._disk is not None:
             self._disk.submit(effect)
         elif isinstance(effect, CopyBlocks):
-            self._deliver(failed_read(effect, "this worker has no disk tier"))
+            self._deliver(failed_copy(effect, "this worker has no disk tier"))
         else:
             self._deliver(StoreFailed("this worker has no disk tier"))

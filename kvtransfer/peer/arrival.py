@@ -27,8 +27,8 @@ class Mode(StrEnum):
     """What the producer does for it."""
 
     HANDOFF = "handoff"  # computes all of the prompt and samples the next token
-    FETCH = "fetch"  # lends what it holds of the prefix
-    LOAD = "load"  # there is none: everything comes from the own tiers
+    FETCH = "fetch"  # exports what it holds of the prefix
+    LOAD = "load"  # there is no producer: everything comes from the own tiers
 
 
 @dataclass(frozen=True, slots=True)

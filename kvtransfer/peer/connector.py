@@ -33,7 +33,7 @@ from kvtransfer.tiers.manager import Source, Tiers
 
 MAX_EARLY = 256  # handoffs announced before their request has come
 CONFIRM_TIMEOUT_S = 5.0
-LEND_TIMEOUT_S = 2.0  # for the first answer to a KVFetch; nothing is computed for it
+FETCH_TIMEOUT_S = 2.0  # for the first answer to a KVFetch; nothing is computed for it
 UNMEASURED_BYTES_PER_S = {Tier.HOST: 2e9, Tier.DISK: 0.5e9}
 
 
@@ -97,8 +97,8 @@ class Connector:
         arrival.state = next_consumer(arrival.state, ConsumerEvent.START)
         effects: list[Effect] = []
         if arrival.mode is Mode.FETCH:
-            arrival.deadline = now + min(LEND_TIMEOUT_S, self.config.handoff_timeout_s)
-            effects += self._ask_to_lend(arrival)
+            arrival.deadline = now + min(FETCH_TIMEOUT_S, self.config.handoff_timeout_s)
+            effects += self._fetch_prefix(arrival)
         seq.num_arriving = arrival.own_end
         return effects + self._advance(now, arrival)
 
@@ -241,7 +241,7 @@ class Connector:
         request = KVConfirmRequest(*arrival.key, self.config.node_id, arrival.lease)
         return [Send(arrival.producer, request)]
 
-    def _ask_to_lend(self, arrival: Arrival) -> list[Effect]:
+    def _fetch_prefix(self, arrival: Arrival) -> list[Effect]:
         assert arrival.producer is not None
         seq = arrival.seq
         end = min(len(seq.block_ids), (len(seq.tokens) - 1) // self.config.block_size)

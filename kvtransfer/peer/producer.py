@@ -184,7 +184,7 @@ class Producer:
         if lease is None or lease.number != message.lease or lease.state is not ProducerState.HELD:
             return None
         if isinstance(lease, PrefixExport):
-            self._count("loaned_blocks", lease.num_exported)
+            self._count("prefix_exported_blocks", lease.num_exported)
         effects = self.end(lease, ProducerEvent.READ)
         return [*effects, Send(message.consumer, KVConfirmed(*lease.key))]
 
@@ -207,9 +207,9 @@ class Producer:
             block_hashes=fetch.block_hashes,
         )
         if len(self.exports) >= MAX_EXPORTS:
-            self._count("loans_refused")
+            self._count("prefix_exports_refused")
             return [self.announce(export, export.first, (), (), final=True)]
-        self._count("loans")
+        self._count("prefix_exports")
         self.leases[key] = self._staging[key] = export
         self._stage(export)
         return self._export(now, export, is_first=True)

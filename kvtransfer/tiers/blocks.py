@@ -140,7 +140,7 @@ class TierBlocks:
         self.forget_usage(block_hash)
 
     def discard(self, tier: Tier, slot: int, block_hash: bytes, why: str) -> None:
-        """This copy is of no use, whoever keeps it."""
+        """This copy is of no use, even if an order keeps it."""
         entry = self.pools[tier].get(block_hash)
         if entry is not None and entry.slot == slot:
             self.pools[tier].forget(entry, why)
@@ -159,7 +159,7 @@ class TierBlocks:
             pool.expire(now, at_most)
 
     def take_forgotten(self) -> None:
-        """Draw the consequences of what the pools have forgotten."""
+        """Count what the pools have forgotten, and remove it from the index."""
         for tier, pool in self.pools.items():
             for entry in pool.take_forgotten():
                 self.count(f"tier_{entry.gone}_{tier}")

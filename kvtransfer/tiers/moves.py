@@ -251,7 +251,7 @@ class TierMoves:
 
     def _fail(self, now: float, move: Move, done: CopyDone) -> list[Effect]:
         self._not_before[move.way] = now + RETRY_S
-        # What was refused took no time: nobody has tried to read it.
+        # A refused move took no time: the source was not read.
         if move.src is Tier.DISK and done.elapsed_s > 0:
             for block in move.blocks:
                 self._blocks.discard(Tier.DISK, block.src, block.block_hash, "unreadable")

@@ -198,14 +198,14 @@ def test_a_prefill_worker_fetches_the_prefix_from_the_decode_worker() -> None:
     world.assert_idle()
 
 
-def test_who_has_nothing_to_lend_says_so() -> None:
+def test_a_worker_without_the_prefix_exports_nothing() -> None:
     world = world_of(num_decode=2)
     finish(world, "b", PROMPT, decode="decode-1", fetch_from="decode")
     assert sources(world, "b") == {}
     world.assert_idle()
 
 
-def test_a_lender_that_is_silent_is_not_waited_for_long() -> None:
+def test_an_export_that_is_not_answered_is_not_waited_for_long() -> None:
     world = world_of(num_decode=2)
     finish(world, "a", PROMPT)
     world.lost = (KVReady,)
@@ -220,7 +220,7 @@ def test_a_lender_that_is_silent_is_not_waited_for_long() -> None:
     world.assert_idle()
 
 
-def test_blocks_read_after_the_loan_has_run_out_are_not_used() -> None:
+def test_blocks_read_after_the_lease_has_expired_are_not_used() -> None:
     world = world_of(num_decode=2, lease_s=1.0)
     finish(world, "a", PROMPT)
     world.hold_reads = True
