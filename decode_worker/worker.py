@@ -9,13 +9,11 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from typing import Any
 
 from decode_worker.messages import Decode
 from engine.config import WorkerConfig
 from engine.core import EngineCore
-from engine.kv.tier import DiskRecord
 from engine.messages import Refused
 from engine.node import Effect, Note, Send, Wake, Woken
 from engine.request import Abort, Probe, Refusal
@@ -24,6 +22,7 @@ from engine.stats import Audit, AuditRequest, RouterDown
 from engine.step import Execute, StepDone
 from kvtransfer.exchange import KVExchange
 from kvtransfer.peer.arrival import Mode, Settled
+from kvtransfer.tiers.blocks import StoreRecords
 
 
 class DecodeWorker:
@@ -31,17 +30,17 @@ class DecodeWorker:
     blocks of an ended sequence are freed only when neither the step in flight nor a transfer writes
     to them."""
 
-    def __init__(self, config: WorkerConfig, records: Seq[DiskRecord] = ()) -> None:
-        """`records`: what its disk store held when it was opened."""
+    def __init__(self, config: WorkerConfig, records: StoreRecords | None = None) -> None:
+        """`records`: what its stores held when they were opened."""
         self.config = config
         self.node_id = config.node_id
         self.core = EngineCore(config)
         self.exchange = KVExchange(config, self.core)
-        self._records = records
+        self._records = records or {}
 
     def start(self, now: float) -> list[Effect]:
         self.exchange.start(now, self._records)
-        self._records = ()
+        self._records = {}
         return [Wake(self.config.stats_interval_s, "tick")]
 
     def receive(self, now: float, message: Any) -> list[Effect]:

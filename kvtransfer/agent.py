@@ -56,7 +56,7 @@ class CopyBlocks:
     write to dst.
 
     With the node's own name as `peer` (at its own epoch) blocks move between its own tiers; it need
-    not be connected. Only then may one of the tiers be the disk, the other being memory."""
+    not be connected. Only then may one of the tiers be storage, the other being memory."""
 
     transfer_id: TransferId
     peer: NodeId
@@ -70,21 +70,23 @@ class CopyBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StoreIndex:
-    """Effect: change the index of the own disk store, in the order in which it was asked for
-    together with reads from and to the disk. `remove` goes first; a slot is removed before it is
+    """Effect: change the index of an own store, in the order in which it was asked for together
+    with copies from and to it. `remove` goes first; a slot is removed before it is
     written again, and put after it was written. Answered by `StoreFailed` if it failed."""
 
     remove: tuple[int, ...] = ()  # slots
     put: tuple[DiskRecord, ...] = ()
+    tier: Tier = Tier.DISK
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFailed:
-    """The disk store cannot be written (any more). What it holds may still be read, unless it is
+    """A store cannot be written (any more). What it holds may still be read, unless it is
     `lost`: the store is empty."""
 
     error: str
     lost: bool = False
+    tier: Tier = Tier.DISK
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class CopyDone:
 
     transfer_id: TransferId
     error: str | None
-    checksums: tuple[int, ...] = ()  # of the bytes in memory (dst, or src where dst is the disk)
+    checksums: tuple[int, ...] = ()  # of the bytes in memory (dst, or src where dst is storage)
     elapsed_s: float = 0.0
     num_bytes: int = 0
 

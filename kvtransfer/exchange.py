@@ -6,12 +6,11 @@ their role does with it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import Any
 
 from engine.config import WorkerConfig
 from engine.core import EngineCore
-from engine.kv.tier import DiskRecord, Tier
+from engine.kv.tier import Tier
 from engine.node import Effect, Send
 from engine.sequence import NO_BLOCK, SeqState, Sequence
 from engine.stats import Audit
@@ -30,7 +29,9 @@ from kvtransfer.messages import (
 from kvtransfer.peer.arrival import Mode, Settled
 from kvtransfer.peer.connector import Connector
 from kvtransfer.peer.producer import Producer
+from kvtransfer.tiers.blocks import StoreRecords
 from kvtransfer.tiers.manager import Tiers
+from kvtransfer.tiers.registry import TIERS
 
 
 class KVExchange:
@@ -58,8 +59,8 @@ class KVExchange:
             StoreFailed: lambda now, message: self.tiers.on_store_failed(now, message),
         }
 
-    def start(self, now: float, records: Seq[DiskRecord]) -> None:
-        """`records`: what the disk store held when it was opened."""
+    def start(self, now: float, records: StoreRecords) -> None:
+        """`records`: what each store held when it was opened."""
         self.tiers.start(now, records)
 
     def handle(self, now: float, message: object) -> list[Effect] | None:
@@ -185,11 +186,8 @@ class KVExchange:
             "transfers": self.connector.num_reads + self.tiers.num_moves,
             "leases": len(self.producer.leases),
         }
-        for tier, size in (
-            (Tier.HOST, config.num_host_blocks),
-            (Tier.DISK, config.num_disk_blocks),
-        ):
-            counts[f"{tier}.blocks"] = size
+        for tier, spec in TIERS.items():
+            counts[f"{tier}.blocks"] = spec.num_blocks(config)
             counts[f"{tier}.used"] = self.tiers.num_blocks(tier)
             counts[f"{tier}.pinned"] = self.tiers.num_pinned(tier)
         return Audit(config.node_id, config.epoch, counts, tuple(left))

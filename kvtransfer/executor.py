@@ -29,6 +29,7 @@ from kvtransfer.agent import (
 )
 from kvtransfer.checksum import BlockBytes, checksum_blocks
 from kvtransfer.store import DiskStore, StoreError
+from kvtransfer.tiers.registry import is_storage
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class _Copy:
     request: CopyBlocks
     handle: Any
     started: float
-    checksums: tuple[int, ...] | None  # taken before it was posted: of what goes to disk
+    checksums: tuple[int, ...] | None  # taken before it was posted: of what goes to storage
     error: str | None = None  # given up for this reason, and not settled yet
 
 
@@ -146,7 +147,7 @@ class TransferExecutor:
         if not request.src and not request.dst:
             return None
         checksums = None
-        if request.dst_tier is Tier.DISK:
+        if is_storage(request.dst_tier):
             checksums = tuple(checksum_blocks(self._pools[request.src_tier], request.src))
         handle = self._agent.post_copy(
             request.peer,
@@ -160,10 +161,11 @@ class TransferExecutor:
     def _check_tiers(self, request: CopyBlocks, own: bool) -> None:
         """Raises AgentError for tiers between which this executor cannot move anything."""
         tiers = (request.src_tier, request.dst_tier)
-        if Tier.DISK in tiers and (not own or tiers[0] is tiers[1]):
+        num_storage = sum(map(is_storage, tiers))
+        if num_storage > (1 if own else 0):
             raise AgentError(f"read from {request.peer}: {tiers[0]} to {tiers[1]} is not possible")
         for tier in tiers if own else tiers[1:]:
-            if tier is not Tier.DISK and tier not in self._pools:
+            if not is_storage(tier) and tier not in self._pools:
                 raise AgentError(f"read from {request.peer}: {self._node} has no {tier} memory")
 
     def _advance(self, copy: _Copy) -> CopyDone | None:
@@ -189,7 +191,7 @@ class TransferExecutor:
         if not self._agent.release(copy.handle):
             return None
         request, checksums = copy.request, copy.checksums
-        memory = request.src_tier if request.dst_tier is Tier.DISK else request.dst_tier
+        memory = request.src_tier if is_storage(request.dst_tier) else request.dst_tier
         pool = self._pools[memory]
         if checksums is None:
             if self._corrupt is not None:
@@ -209,10 +211,13 @@ class TransferExecutor:
 
 
 class StoreExecutor:
-    """Blocking calls on the disk store, from the one thread that owns it."""
+    """Blocking calls on the store of a tier, from the one thread that owns it."""
 
-    def __init__(self, store: DiskStore, *, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, store: DiskStore, *, tier: Tier = Tier.DISK, clock: Clock = time.monotonic
+    ) -> None:
         self._store = store
+        self._tier = tier
         self._clock = clock
         self._check_at = clock() + STORE_CHECK_IDLE_S
 
@@ -220,7 +225,7 @@ class StoreExecutor:
         try:
             self._store.update(change)
         except Exception as error:
-            return StoreFailed(_one_line(error))
+            return self._failed(_one_line(error))
         return None
 
     def check(self, busy: bool) -> StoreFailed | None:
@@ -236,19 +241,22 @@ class StoreExecutor:
         try:
             news = self._store.check()
         except Exception as error:
-            return StoreFailed(_one_line(error))
+            return self._failed(_one_line(error))
         if news is None:
             return None
         logger.warning("%s", news)
         if self._store.counters["recreated"] > recreated:
-            return StoreFailed(news, lost=True)
-        return StoreFailed(news) if self._store.in_trouble else None
+            return self._failed(news, lost=True)
+        return self._failed(news) if self._store.in_trouble else None
 
     def close(self) -> None:
         try:
             self._store.close()
         except Exception as error:
-            logger.warning("the disk store was not closed properly: %s", _one_line(error))
+            logger.warning("the %s store was not closed: %s", self._tier, _one_line(error))
+
+    def _failed(self, error: str, *, lost: bool = False) -> StoreFailed:
+        return StoreFailed(error, lost, self._tier)
 
 
 def failed_copy(request: CopyBlocks, error: str, elapsed_s: float = 0.0) -> CopyDone:

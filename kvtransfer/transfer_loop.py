@@ -1,4 +1,4 @@
-"""The thread that moves blocks for a worker: one for its memory, one for its disk.
+"""The thread that copies blocks for a worker: one for its memory, one for each of its stores.
 
 Requests are taken in the order in which they came. The loop polls without a pause while copies are
 about to end, with growing pauses while they run, and sleeps while there is nothing to do.
@@ -158,4 +158,4 @@ def _refused(request: Request, reason: str) -> Answer:
         case CopyBlocks():
             return failed_copy(request, reason)
         case StoreIndex():
-            return StoreFailed(f"the index was not changed: {reason}")
+            return StoreFailed(f"the index was not changed: {reason}", tier=request.tier)

@@ -8,12 +8,10 @@ confirms its reads, when the request is aborted, or when the lease expires.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from typing import Any
 
 from engine.config import WorkerConfig
 from engine.core import EngineCore
-from engine.kv.tier import DiskRecord
 from engine.messages import Refused
 from engine.node import Effect, Note, Send, Wake, Woken
 from engine.request import Abort, FinishReason, Probe, Refusal
@@ -24,24 +22,25 @@ from kvtransfer.exchange import KVExchange
 from kvtransfer.peer.arrival import Mode
 from kvtransfer.peer.handoff import ProducerEvent
 from kvtransfer.peer.producer import Handoff
+from kvtransfer.tiers.blocks import StoreRecords
 from prefill_worker.messages import Prefill
 
 
 class PrefillWorker:
     """Node. Invariant: every sequence has a handoff, its lease with the producer."""
 
-    def __init__(self, config: WorkerConfig, records: Seq[DiskRecord] = ()) -> None:
-        """`records`: what its disk store held when it was opened."""
+    def __init__(self, config: WorkerConfig, records: StoreRecords | None = None) -> None:
+        """`records`: what its stores held when they were opened."""
         self.config = config
         self.node_id = config.node_id
         self.core = EngineCore(config)
         self.exchange = KVExchange(config, self.core)
         self.producer = self.exchange.producer
-        self._records = records
+        self._records = records or {}
 
     def start(self, now: float) -> list[Effect]:
         self.exchange.start(now, self._records)
-        self._records = ()
+        self._records = {}
         return [Wake(self.config.stats_interval_s, "tick")]
 
     def receive(self, now: float, message: Any) -> list[Effect]:

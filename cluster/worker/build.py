@@ -166,7 +166,8 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
         log.warning("%s: %s", spec.worker, notice)
     if disk is None:
         config = replace(config, num_disk_blocks=0)
-    records = disk.records if disk is not None else ()
+    storage = {} if disk is None else {Tier.DISK: disk}
+    records = {tier: each.records for tier, each in storage.items()}
     worker: type[PrefillWorker | DecodeWorker] = DecodeWorker
     if spec.role is Role.PREFILL:
         worker = PrefillWorker
@@ -176,7 +177,7 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     moves = TransferExecutor(spec.worker, spec.epoch, agent, pools, corrupt=options.corrupt)
 
     def make_executor(deliver: Deliver) -> Executor:
-        return WorkerThreads(steps, moves, disk, deliver, spec.worker)
+        return WorkerThreads(steps, moves, storage, deliver, spec.worker)
 
     when_lost = ranks.when_lost if ranks else None
     node = worker(config, records)

@@ -18,7 +18,7 @@ from engine.request import TokenLogprobs
 from engine.sequence import NO_BLOCK, Sequence
 from kvtransfer.agent import TransferId
 from kvtransfer.peer.handoff import ConsumerState
-from kvtransfer.tiers.manager import Source
+from kvtransfer.tiers.blocks import Source
 
 Key = tuple[str, int]  # (request_id, attempt)
 

@@ -7,7 +7,7 @@ blocks that are certain to be good; the worker computes the rest. The same for a
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from itertools import count
 
 from engine.config import WorkerConfig
@@ -28,13 +28,14 @@ from kvtransfer.messages import (
 from kvtransfer.peer.arrival import Arrival, Key, Mode, Offer, Read, Settled, mismatch
 from kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, next_consumer
 from kvtransfer.peer.handshake import Peers, Reach
+from kvtransfer.tiers.blocks import Source
 from kvtransfer.tiers.loads import choose_loads
-from kvtransfer.tiers.manager import Source, Tiers
+from kvtransfer.tiers.manager import Tiers
+from kvtransfer.tiers.registry import TIERS, memory_tiers
 
 MAX_EARLY = 256  # handoffs announced before their request has come
 CONFIRM_TIMEOUT_S = 5.0
 FETCH_TIMEOUT_S = 2.0  # for the first answer to a KVFetch; nothing is computed for it
-UNMEASURED_BYTES_PER_S = {Tier.HOST: 2e9, Tier.DISK: 0.5e9}
 
 
 class Connector:
@@ -50,7 +51,7 @@ class Connector:
         self.peers = Peers(config)
         self.arrivals: dict[Key, Arrival] = {}
         self.settled: list[Settled] = []
-        self.failures: dict[str, int] = {}  # why arrivals failed -> how often
+        self.failures = Counter[str]()  # why arrivals failed -> how often
         self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
         self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:LANE", and seconds
         self._early: OrderedDict[Key, list[KVReady]] = OrderedDict()
@@ -172,7 +173,7 @@ class Connector:
         if bad and (read.tier is None or arrival.mode is Mode.HANDOFF):
             return effects + self.fail(arrival, why)
         if bad:
-            self._count_failure(why)
+            self.failures[why] += 1
         return effects + self._advance(now, arrival)
 
     def on_confirmed(self, key: Key) -> None:
@@ -184,7 +185,7 @@ class Connector:
         arrival = self.arrivals.get((message.request_id, message.attempt))
         if arrival is None or arrival.state is not ConsumerState.CONFIRMING:
             return []
-        self._count_failure("refused")
+        self.failures["refused"] += 1
         self._settle(arrival, ConsumerEvent.REFUSED)
         return []
 
@@ -192,7 +193,7 @@ class Connector:
         """Give `arrival` up. It settles now, or when its last transfer has."""
         if arrival.state is ConsumerState.DRAINING:
             return []
-        self._count_failure(why)
+        self.failures[why] += 1
         if arrival.reads:
             arrival.state = next_consumer(arrival.state, ConsumerEvent.CANCEL)
         elif arrival.state is ConsumerState.READING:
@@ -251,7 +252,7 @@ class Connector:
 
     def _post_own(self, now: float, arrival: Arrival) -> list[Effect]:
         effects: list[Effect] = []
-        for tier in (Tier.HOST, Tier.DISK):
+        for tier in TIERS:
             todo = [
                 index
                 for index, source in enumerate(arrival.own, start=arrival.first)
@@ -265,7 +266,7 @@ class Connector:
     def _post_offers(self, now: float, arrival: Arrival) -> list[Effect]:
         effects: list[Effect] = []
         new = sorted(filter(arrival.takes_offer, arrival.offers.keys() - arrival.posted))
-        for tier in (Tier.DEVICE, Tier.HOST):
+        for tier in memory_tiers():
             todo = [index for index in new if arrival.offers[index].tier is tier]
             if todo:
                 blocks = tuple(arrival.offers[index].block for index in todo)
@@ -302,17 +303,17 @@ class Connector:
         )
 
     def _load_s(self, tier: Tier) -> float:
-        rate = self.bytes_per_s(tier) or UNMEASURED_BYTES_PER_S[tier]
+        rate = self.bytes_per_s(tier) or TIERS[tier].bytes_per_s
         return self.config.bytes_per_block / rate
 
     def bytes_per_s(self, tier: Tier | None) -> float:
         """Measured rate of reads into device memory; until there was one, that of copies down to
         the tier, which take the same way, if it is better than what is assumed. 0: not known."""
         own = self.read_bytes_per_s[tier].value
-        if own or tier is None:
+        if own or tier not in TIERS:
             return own
         written = self.tiers.written_bytes_per_s(tier)
-        return written if written > UNMEASURED_BYTES_PER_S.get(tier, 0.0) else 0.0
+        return written if written > TIERS[tier].bytes_per_s else 0.0
 
     def _unreachable(self, producer: NodeId, why: str) -> list[Effect]:
         effects: list[Effect] = []
@@ -337,9 +338,6 @@ class Connector:
         for name, amount in (("bytes", num_bytes), ("seconds", elapsed_s)):
             key = f"kv_read_{name}:{source}"
             self.counters[key] = self.counters.get(key, 0.0) + amount
-
-    def _count_failure(self, why: str) -> None:
-        self.failures[why] = self.failures.get(why, 0) + 1
 
     def check_idle(self) -> list[str]:
         left = [f"arrival {a.key} is {a.state}" for a in self.arrivals.values()]

@@ -6,14 +6,14 @@ the blocks were held throughout, `KVConfirmed`), releases it (`KVRelease`), or i
 
 Two kinds. A *handoff* covers a sequence that this worker computes. A *prefix export* (`KVFetch`)
 covers blocks that its caches hold: those in device or host memory are pinned and announced at once,
-those on disk only are brought into host memory first.
+those that only storage has are brought into host memory first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 
 from engine.config import WorkerConfig
 from engine.kv.cache_manager import KVCacheManager
@@ -23,11 +23,13 @@ from engine.request import TokenLogprobs
 from engine.sequence import Sequence
 from kvtransfer.messages import KVConfirmed, KVConfirmRequest, KVFetch, KVReady
 from kvtransfer.peer.handoff import ProducerEvent, ProducerState, next_producer
-from kvtransfer.tiers.manager import Source, Tiers
+from kvtransfer.tiers.blocks import Source
+from kvtransfer.tiers.manager import Tiers
+from kvtransfer.tiers.registry import is_storage
 
 MAX_EXPORTS = 64
 EXPORT_SHARE = 0.5  # of the device pool, at most: exported blocks cannot be evicted
-STAGE_TIMEOUT_S = 5.0  # for blocks to come from disk; those that have not come are left out
+STAGE_TIMEOUT_S = 5.0  # for blocks to come from storage; those that have not come are left out
 
 Key = tuple[str, int]  # (request_id, attempt)
 
@@ -41,7 +43,7 @@ class Lease:
     number: int  # tells it from another lease of the same request, on other blocks
     state: ProducerState = ProducerState.COMPUTING
     announced_end: int = 0
-    until: float = float("inf")  # its end; of an export before it is held: of the wait for the disk
+    until: float = float("inf")  # its end; of an export before it is held: of the wait for storage
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,9 +60,9 @@ class PrefixExport(Lease):
 
     first: int
     block_hashes: tuple[bytes, ...]  # from `first` on
-    staged: set[bytes] = field(default_factory=set)  # asked for from disk
+    staged: set[bytes] = field(default_factory=set)  # asked for from storage
     blocks: list[int] = field(default_factory=list)  # of the device pool
-    sources: list[Source] = field(default_factory=list)  # of the host tier
+    sources: list[Source] = field(default_factory=list)  # of tiers in memory
 
     @property
     def num_exported(self) -> int:
@@ -89,7 +91,7 @@ class Producer:
         self._tiers = tiers
         self._end_sequence = end_sequence
         self.leases: dict[Key, Lease] = {}
-        self._staging: dict[Key, PrefixExport] = {}  # those that wait for the disk
+        self._staging: dict[Key, PrefixExport] = {}  # those that wait for storage
         # No two lives of a worker share a number, nor do the two kinds.
         self._handoff_numbers = count((config.epoch << 32) + 1)
         self._export_numbers = count((config.epoch << 32 | 1 << 31) + 1)
@@ -215,7 +217,7 @@ class Producer:
         return self._export(now, export, is_first=True)
 
     def advance(self, now: float) -> list[Effect]:
-        """Announce what has come from disk meanwhile."""
+        """Announce what has come from storage meanwhile."""
         waiting = list(self._staging.values())
         return [effect for export in waiting for effect in self._export(now, export)]
 
@@ -231,12 +233,12 @@ class Producer:
         return effects
 
     def _stage(self, export: PrefixExport) -> None:
-        """Ask for those blocks that only the disk has, if there is host memory for them."""
-        if not self._config.num_host_blocks:
+        """Ask for those blocks that only storage has, if there is a tier in memory for them."""
+        if self._tiers.memory_tier is None:
             return
         found = self._tiers.find(export.block_hashes)
-        on_disk = [source.block_hash for source in found if source.tier is Tier.DISK]
-        wanted = [each for each in on_disk if not self._kv.pool.is_cached(each)]
+        stored = [source.block_hash for source in found if is_storage(source.tier)]
+        wanted = [each for each in stored if not self._kv.pool.is_cached(each)]
         export.staged = set(wanted)
         self._tiers.promote(wanted)
 
@@ -249,10 +251,12 @@ class Producer:
             effects.append(self.announce(export, export.announced_end, blocks, sums, tier=tier))
             export.announced_end += len(blocks)
         rest = self._tiers.find(export.rest)
-        if rest and rest[0].tier is Tier.DISK and rest[0].block_hash in export.staged:
-            # It is on its way into host memory.
+        if rest and is_storage(rest[0].tier) and rest[0].block_hash in export.staged:
+            coming_to = self._tiers.memory_tier
+            assert coming_to is not None
             if is_first and not effects:
-                effects.append(self.announce(export, export.announced_end, (), (), tier=Tier.HOST))
+                empty = self.announce(export, export.announced_end, (), (), tier=coming_to)
+                effects.append(empty)
             return effects
         return [*effects, self._finish(now, export)]
 
@@ -267,16 +271,13 @@ class Producer:
             pool.acquire(blocks)
             export.blocks += blocks
             return Tier.DEVICE, tuple(blocks), tuple(self._kv.checksums[b] for b in blocks)
-        sources: list[Source] = []
-        for source in self._tiers.find(export.rest):
-            if source.tier is not Tier.HOST:
-                break
-            sources.append(source)
-        if not sources:
+        found = self._tiers.find(export.rest)
+        if not found or is_storage(tier := found[0].tier):
             return None
+        sources = list(takewhile(lambda source: source.tier is tier, found))
         self._tiers.pin(sources)
         export.sources += sources
-        return Tier.HOST, tuple(s.slot for s in sources), tuple(s.checksum for s in sources)
+        return tier, tuple(s.slot for s in sources), tuple(s.checksum for s in sources)
 
     def _finish(self, now: float, export: PrefixExport) -> Send:
         """Nothing more will be exported. A lease on nothing ends here."""

@@ -8,7 +8,8 @@ from engine.cost import blocks_worth_loading
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Tier
 from engine.sequence import NO_BLOCK, Sequence
-from kvtransfer.tiers.manager import Source, Tiers
+from kvtransfer.tiers.blocks import Source
+from kvtransfer.tiers.manager import Tiers
 
 
 def choose_loads(

@@ -142,7 +142,7 @@ def _disk_mover(
     if tier is None:
         yield None
         return
-    mover = Mover(tier.moves, lambda *args: TransferLoop(*args, store=tier.store))
+    mover = Mover(tier.copies, lambda *args: TransferLoop(*args, store=tier.store))
     try:
         yield mover
     finally:

@@ -10,6 +10,7 @@ from engine.kv.tier import Tier
 from engine.messages import TokenDeltas
 from engine.request import Abort
 from kvtransfer.messages import KVConfirmed, KVReady
+from tests.kvtransfer.tiers.object_tier import add_object_tier
 from tests.workers.world import World, reference
 
 PROMPT = list(range(1, 41))  # 10 blocks
@@ -72,6 +73,24 @@ def test_a_prefix_that_left_host_memory_comes_back_from_disk() -> None:
         demote_to_disk(world)
     finish(world, "b", PROMPT)
     assert sources(world, "b").get("disk", 0) > 0
+    world.assert_idle()
+
+
+def test_a_prefix_that_only_a_fourth_tier_has_comes_back_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = add_object_tier(monkeypatch)
+    world = world_of(num_host_blocks=12, num_disk_blocks=0, num_decode=2)
+    finish(world, "a", PROMPT)
+    demote_to_disk(world)
+    push_out(world)
+    demote_to_disk(world)
+    finish(world, "b", PROMPT)
+    assert sources(world, "b").get(tier, 0) > 0
+    push_out(world, "more")
+    demote_to_disk(world)
+    finish(world, "c", PROMPT, decode="decode-1", fetch_from="decode")
+    assert sources(world, "c")["peer"] >= 20, "it is staged in host memory for a peer"
     world.assert_idle()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.worker.disk_tier import DiskTier
+from cluster.worker.disk_tier import Storage
 from cluster.worker.threads import WorkerThreads
 from engine.kv.tier import Tier
 from engine.model.step_executor import StepExecutor
@@ -57,11 +57,11 @@ class Bench:
         self.store: Any = Store()
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.steps: list[int] = []
-        tier = DiskTier(TransferExecutor("me", 1, self.disk, pools), StoreExecutor(self.store), ())
+        tier = Storage(TransferExecutor("me", 1, self.disk, pools), StoreExecutor(self.store), ())
         self.threads = WorkerThreads(
             StepExecutor(self.run_step, partial(checksum_blocks, pools[Tier.DEVICE])),
             TransferExecutor("me", 1, self.memory, pools),
-            tier if with_disk else None,
+            {DISK: tier} if with_disk else {},
             self.answers.put,
             "me",
         )

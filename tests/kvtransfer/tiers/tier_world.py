@@ -16,7 +16,8 @@ from engine.node import Effect, Note, Send
 from engine.stats import Role
 from kvtransfer.agent import CopyBlocks, CopyDone, MoveId, StoreFailed, StoreIndex
 from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
-from kvtransfer.tiers.manager import Source, Tiers
+from kvtransfer.tiers.blocks import Source
+from kvtransfer.tiers.manager import Tiers
 
 KEEP = Retention(1000.0)
 MEMORY_ONLY = Retention(1000.0, to_disk=False)
@@ -69,7 +70,7 @@ class TierWorld:
         self.answers: list[CacheOrderDone] = []
         self.posted: list[CopyBlocks] = []
         self.known: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}  # by a listener
-        self.tiers.start(0.0, records)
+        self.tiers.start(0.0, {Tier.DISK: records})
         self.listen()
 
     def perform(self, effects: list[Effect]) -> None:
