@@ -10,6 +10,8 @@ from typing import Any
 
 from engine.config import WorkerConfig
 from engine.core import EngineCore
+from engine.cost import blocks_worth_loading
+from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Tier
 from engine.node import Effect, Send
 from engine.sequence import NO_BLOCK, SeqState, Sequence
@@ -29,7 +31,7 @@ from kvtransfer.messages import (
 from kvtransfer.peer.arrival import Mode, Settled
 from kvtransfer.peer.connector import Connector
 from kvtransfer.peer.producer import Producer
-from kvtransfer.tiers.blocks import StoreRecords
+from kvtransfer.tiers.blocks import Source, StoreRecords
 from kvtransfer.tiers.manager import Tiers
 from kvtransfer.tiers.registry import TIERS
 
@@ -41,7 +43,7 @@ class KVExchange:
     def __init__(self, config: WorkerConfig, core: EngineCore) -> None:
         self._core = core
         self.tiers = Tiers(config, core.kv)
-        self.connector = Connector(config, core.kv, self.tiers)
+        self.connector = Connector(config, self.tiers)
         self.producer = Producer(config, core.kv, self.tiers, self.end)
         core.lower = self.tiers
         self._handlers: dict[type, Callable[[float, Any], list[Effect] | None]] = {
@@ -69,8 +71,12 @@ class KVExchange:
         return None if handler is None else handler(now, message)
 
     def comes_from_elsewhere(self, seq: Sequence) -> bool:
-        """Of a sequence that has just got its blocks: whether some of them are not computed."""
-        return self.connector.plan(seq, self._core.pace.prefill_tokens_per_s.value)
+        """Of a sequence that has just got its blocks: whether some of them are not computed.
+        Decides what is loaded from the own tiers rather than computed, and pins it."""
+        core = self._core
+        compute_s = core.config.block_size / (core.pace.prefill_tokens_per_s.value or 1e-9)
+        sources = choose_loads(seq, core.kv, self.tiers, self.connector.load_s, compute_s)
+        return self.connector.plan(seq, sources)
 
     def advance(self, now: float) -> list[Effect]:
         """After every message: what has become possible."""
@@ -199,3 +205,49 @@ class KVExchange:
             *self.producer.check_idle(),
             *self.tiers.check_idle(),
         ]
+
+
+def choose_loads(
+    seq: Sequence,
+    kv: KVCacheManager,
+    tiers: Tiers,
+    load_s: Callable[[Tier], float],
+    compute_s: float,
+) -> list[Source | None]:
+    """Sources of blocks `[num_sealed, num_sealed + len(result))` of `seq`, which has just been
+    admitted; None where none is needed, and its table is laid out for that. `load_s`: to load a
+    block, by tier; `compute_s`: to compute one."""
+    if seq.compute_all:
+        return []
+    if kv.window.size:
+        return _choose_window(seq, kv, tiers, load_s, compute_s)
+    sources = tiers.find(kv.usable_hashes(seq)[seq.num_sealed :])
+    count = blocks_worth_loading((load_s(source.tier) for source in sources), compute_s)
+    return [*sources[:count]]
+
+
+def _choose_window(
+    seq: Sequence,
+    kv: KVCacheManager,
+    tiers: Tiers,
+    load_s: Callable[[Tier], float],
+    compute_s: float,
+) -> list[Source | None]:
+    """All or nothing: a part of a window is of no use. One that comes from a prefill worker is not
+    mixed with what is here."""
+    block_hashes, first = kv.usable_hashes(seq), seq.num_sealed
+    found: dict[int, Source] = {}
+
+    def has(index: int) -> bool:
+        if index < first:
+            return seq.block_ids[index] != NO_BLOCK
+        found.update((index, source) for source in tiers.find(block_hashes[index : index + 1]))
+        return index in found
+
+    end = 0 if seq.is_remote else kv.window.reach(len(block_hashes), has)
+    needed = [index for index in kv.window.kept(end * kv.block_size) if index >= first]
+    cost_s = sum(load_s(found[index].tier) for index in needed)
+    if cost_s >= (end - first) * compute_s or not kv.expect(seq, end):
+        return []
+    chosen = {index: found[index] for index in needed}
+    return [chosen.get(index) for index in range(first, end)]

@@ -27,7 +27,7 @@ from kvtransfer.agent import (
     StoreIndex,
     TransferId,
 )
-from kvtransfer.checksum import BlockBytes, checksum_blocks
+from kvtransfer.layout import BlockBytes, checksum_blocks
 from kvtransfer.store import DiskStore, StoreError
 from kvtransfer.tiers.registry import is_storage
 

@@ -127,8 +127,8 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     from engine.model.step_executor import StepExecutor
     from kvtransfer.agent import AgentError
     from kvtransfer.agents.pool import block_bytes
-    from kvtransfer.checksum import checksum_blocks
     from kvtransfer.executor import TransferExecutor
+    from kvtransfer.layout import checksum_blocks
 
     options = options or BuildOptions()
     try:

@@ -14,8 +14,8 @@ from typing import Any
 from engine.config import WorkerConfig
 from engine.kv.tier import DiskRecord, Tier
 from engine.model.cache import default_cache_dir
-from kvtransfer.checksum import BlockBytes
 from kvtransfer.executor import StoreExecutor, TransferExecutor
+from kvtransfer.layout import BlockBytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.node import NodeId
 from kvtransfer.agent import AgentError
 from kvtransfer.agents.metadata import Space
-from kvtransfer.checksum import BlockBytes
+from kvtransfer.layout import BlockBytes
 
 CUDA_HOST_REGISTER_PORTABLE = 1  # page-locked for every CUDA context
 

@@ -12,7 +12,6 @@ from itertools import count
 
 from engine.config import WorkerConfig
 from engine.cost import Rate
-from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Tier
 from engine.node import Effect, NodeId, Note, Send
 from engine.sequence import Sequence
@@ -29,7 +28,6 @@ from kvtransfer.peer.arrival import Arrival, Key, Mode, Offer, Read, Settled, mi
 from kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, next_consumer
 from kvtransfer.peer.handshake import Peers, Reach
 from kvtransfer.tiers.blocks import Source
-from kvtransfer.tiers.loads import choose_loads
 from kvtransfer.tiers.manager import Tiers
 from kvtransfer.tiers.registry import TIERS, memory_tiers
 
@@ -44,10 +42,9 @@ class Connector:
     Invariant: an arrival is here until no transfer can write to its destination; the sources that
     it loads from are pinned as long."""
 
-    def __init__(self, config: WorkerConfig, kv: KVCacheManager, tiers: Tiers) -> None:
+    def __init__(self, config: WorkerConfig, tiers: Tiers) -> None:
         self.config = config
         self.tiers = tiers
-        self._kv = kv
         self.peers = Peers(config)
         self.arrivals: dict[Key, Arrival] = {}
         self.settled: list[Settled] = []
@@ -77,11 +74,9 @@ class Connector:
             effects += self.on_ready(now, ready)
         return effects + self.peers.reach(now, producer, arrival.epoch)[1]
 
-    def plan(self, seq: Sequence, prefill_tokens_per_s: float) -> bool:
-        """Whether KV of `seq`, which has just got its blocks, comes from elsewhere. Decides what is
-        loaded from the own tiers rather than computed, and pins it."""
-        compute_s = self.config.block_size / (prefill_tokens_per_s or 1e-9)
-        sources = choose_loads(seq, self._kv, self.tiers, self._load_s, compute_s)
+    def plan(self, seq: Sequence, sources: list[Source | None]) -> bool:
+        """`sources`: what of `seq`, which has just got its blocks, is loaded from the own tiers;
+        pinned from now on. Returns whether KV of it comes from anywhere."""
         if sources:
             self.tiers.pin(source for source in sources if source is not None)
             self._planned[seq.key] = sources
@@ -302,7 +297,8 @@ class Connector:
             src_tier=src_tier,
         )
 
-    def _load_s(self, tier: Tier) -> float:
+    def load_s(self, tier: Tier) -> float:
+        """Seconds that a block takes from an own tier into device memory."""
         rate = self.bytes_per_s(tier) or TIERS[tier].bytes_per_s
         return self.config.bytes_per_block / rate
 

@@ -76,4 +76,4 @@ class BrokenDecodeWorker(DecodeWorker):
         self, config: WorkerConfig, broken: Break, records: StoreRecords | None = None
     ) -> None:
         super().__init__(config, records)
-        self.exchange.connector = _CONNECTORS[broken](config, self.core.kv, self.exchange.tiers)
+        self.exchange.connector = _CONNECTORS[broken](config, self.exchange.tiers)
