@@ -92,7 +92,7 @@ class DecodeWorker:
     def _schedule(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         exchange = self.exchange
-        for seq in self.core.scheduler.admit_waiting(now, exchange.comes_from_elsewhere):
+        for seq in self.core.scheduler.admit_waiting(now, exchange.has_external_kv):
             self.core.used(seq)
             if seq.state is SeqState.REMOTE:
                 effects += exchange.connector.start(now, seq)
@@ -121,7 +121,7 @@ class DecodeWorker:
             self.core.remove(seq)
 
     def _take_arrived(self, now: float) -> None:
-        """Sequences whose KV has come, as far as it will, go on."""
+        """Schedule the sequences whose arrivals have settled."""
         for settled in self.exchange.take_arrived(now):
             arrival, seq = settled.arrival, settled.arrival.seq
             if arrival.mode is Mode.HANDOFF:

@@ -33,14 +33,14 @@ class PeerConnected:
 
 @dataclass(frozen=True, slots=True)
 class ReadId:
-    """Of a copy into the blocks of one sequence; the connector's."""
+    """Of a copy into the blocks of one sequence; asked for by the connector."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class MoveId:
-    """Of a copy between a worker's own tiers, ahead of requests; that of its `Tiers`."""
+    """Of a copy between a worker's own tiers, ahead of requests; asked for by `Tiers`."""
 
     number: int
 
@@ -70,9 +70,9 @@ class CopyBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StoreIndex:
-    """Effect: change the index of an own store, in the order in which it was asked for together
-    with copies from and to it. `remove` goes first; a slot is removed before it is
-    written again, and put after it was written. Answered by `StoreFailed` if it failed."""
+    """Effect: change the index of a store of this worker, in the order in which it was asked for
+    together with copies from and to it. `remove` goes first; a slot is removed before it is written
+    again, and put after it was written. Answered by `StoreFailed` if it failed."""
 
     remove: tuple[int, ...] = ()  # slots
     put: tuple[DiskRecord, ...] = ()

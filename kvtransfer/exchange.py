@@ -70,16 +70,16 @@ class KVExchange:
         handler = self._handlers.get(type(message))
         return None if handler is None else handler(now, message)
 
-    def comes_from_elsewhere(self, seq: Sequence) -> bool:
-        """Of a sequence that has just got its blocks: whether some of them are not computed.
-        Decides what is loaded from the own tiers rather than computed, and pins it."""
+    def has_external_kv(self, seq: Sequence) -> bool:
+        """Whether KV of `seq`, which was just allocated, is read or loaded. Decides which blocks
+        are loaded from lower tiers rather than computed, and pins them."""
         core = self._core
         compute_s = core.config.block_size / (core.pace.prefill_tokens_per_s.value or 1e-9)
         sources = choose_loads(seq, core.kv, self.tiers, self.connector.load_s, compute_s)
         return self.connector.plan(seq, sources)
 
     def advance(self, now: float) -> list[Effect]:
-        """After every message: what has become possible."""
+        """After every message: start the transfers that have become possible."""
         return [*self.tiers.advance(now), *self.producer.advance(now)]
 
     def tick(self, now: float) -> list[Effect]:
@@ -100,7 +100,7 @@ class KVExchange:
 
     def take_arrived(self, now: float) -> list[Settled]:
         """Arrivals that have ended: what is good of them is sealed, and their sequences are
-        scheduled to compute the rest. Those of ended sequences give their blocks back."""
+        scheduled to compute the rest. Blocks of ended sequences are freed."""
         alive: list[Settled] = []
         if not self.connector.settled:  # as after most messages
             return alive

@@ -229,7 +229,7 @@ class StoreExecutor:
         return None
 
     def check(self, busy: bool) -> StoreFailed | None:
-        """Look after the store if it is time to, sooner while it is `busy`. What is wrong is told
+        """Check the store if it is time to, sooner while it is `busy`. What is wrong is reported
         once, and again only after it has changed."""
         now = self._clock()
         if busy:

@@ -132,7 +132,7 @@ def fingerprint(model: bytes, spec: KVSpec, version: int = LAYOUT_VERSION) -> by
 
 
 def compatibility(model: bytes, spec: KVSpec) -> tuple[tuple[str, str], ...]:
-    """What `fingerprint` is made of, field by field, for people: it says how two workers differ."""
+    """What `fingerprint` is made of, field by field, to say how two workers differ."""
     fields = ("dtype", "num_layers", "num_planes", "num_kv_heads", "head_dim", "block_size")
     return (
         ("model", model.hex()[:12]),

@@ -91,7 +91,7 @@ class PrefillWorker:
     def _schedule(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         exchange = self.exchange
-        for seq in self.core.scheduler.admit_waiting(now, exchange.comes_from_elsewhere):
+        for seq in self.core.scheduler.admit_waiting(now, exchange.has_external_kv):
             self.core.used(seq)
             if seq.state is SeqState.REMOTE:
                 effects += exchange.connector.start(now, seq)

@@ -1,4 +1,4 @@
-"""A worker's KV memory as bytes, and the check of block ids that came from elsewhere."""
+"""A worker's KV memory as bytes, and the check of block ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk agent for a GPU whose memory no disk reaches: what is read for it stops in host memory.
+"""A disk agent for a GPU without GPUDirect Storage: reads are staged in host memory.
 
 Life of a staged read: it waits for slots of the staging area -> a batch of its blocks is read into
 them -> copied to the device, and the slots are free again -> the next batch, until all have come.

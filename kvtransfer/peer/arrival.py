@@ -2,9 +2,9 @@
 or from both.
 
 Which blocks: `[first, end)` of the sequence's table. Those before `first` were in the prefix cache;
-those from `end` on are computed. Blocks `[first, first + len(own))` come from the own host memory
-or disk, the rest from the producer. Where the table has no block, as a window has left it, none
-comes.
+those from `end` on are computed. Blocks `[first, first + len(own))` are loaded from this worker's
+lower tiers, the others are read from the producer. Blocks outside a window are not in the table,
+and are skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Mode(StrEnum):
 
     HANDOFF = "handoff"  # computes all of the prompt and samples the next token
     FETCH = "fetch"  # exports what it holds of the prefix
-    LOAD = "load"  # there is no producer: everything comes from the own tiers
+    LOAD = "load"  # there is no producer: everything is loaded from lower tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Offer:
 
 @dataclass(slots=True)
 class Read:
-    """A transfer in flight. `tier` is that of the own source, None for a peer's."""
+    """A transfer in flight. `tier`: the lower tier that it loads from; None: a peer."""
 
     indices: list[int]
     tier: Tier | None
@@ -89,7 +89,7 @@ class Arrival:
 
     @property
     def end(self) -> int:
-        """Where what is awaited ends, as far as is known."""
+        """The end of the blocks that are expected, as far as is known."""
         if self.mode is Mode.HANDOFF:
             return len(self.seq.block_ids)
         end, limit = self.own_end, len(self.seq.block_ids)
@@ -99,7 +99,7 @@ class Arrival:
 
     @property
     def has_all(self) -> bool:
-        """Nothing more will come, and nothing is in flight."""
+        """No more blocks are expected, and no transfer is in flight."""
         complete = self.final or self.mode is Mode.LOAD
         if not complete or self.reads:
             return False
@@ -117,12 +117,12 @@ class Arrival:
         return end
 
     def takes_offer(self, index: int) -> bool:
-        """Whether what the producer has of this block is wanted."""
+        """Whether this block is read from the producer."""
         table = self.seq.block_ids
         return self.own_end <= index < len(table) and table[index] != NO_BLOCK
 
     def own_source(self, index: int) -> Source:
-        """Where a block that the table has, and that the own tiers have, is loaded from."""
+        """Where a block before `own_end` that the table has is loaded from."""
         source = self.own[index - self.first]
         assert source is not None
         return source
@@ -133,7 +133,7 @@ class Arrival:
         return self.offers[index].checksum
 
     def source_of(self, read: Read) -> str:
-        """Who the bytes of `read` come from, for people."""
+        """Whose bytes `read` copies, for log lines."""
         return f"{self.producer}" if read.tier is None else f"the own {read.tier} tier"
 
     def source_tier(self, index: int) -> str:

@@ -1,4 +1,4 @@
-"""The consumer's side: which KV comes from elsewhere, and when it may be used.
+"""The consumer's side: which KV is read from peers and lower tiers, and when it may be used.
 
 Life of an arrival: expected (the request has come) -> started (destination blocks are allocated)
 -> reading, as blocks are announced -> confirming, if a producer held them -> settled, with those
@@ -65,7 +65,7 @@ class Connector:
         return settled
 
     def expect(self, now: float, seq: Sequence, mode: Mode, producer: NodeId) -> list[Effect]:
-        """KV of `seq` is to come from `producer`; what it announced already is remembered."""
+        """KV of `seq` is read from `producer`, which may have announced blocks already."""
         patience_s = self.config.handoff_timeout_s if mode is Mode.HANDOFF else float("inf")
         arrival = Arrival(seq, mode, producer, now + patience_s)
         self.arrivals[seq.key] = arrival
@@ -75,8 +75,8 @@ class Connector:
         return effects + self.peers.reach(now, producer, arrival.epoch)[1]
 
     def plan(self, seq: Sequence, sources: list[Source | None]) -> bool:
-        """`sources`: what of `seq`, which has just got its blocks, is loaded from the own tiers;
-        pinned from now on. Returns whether KV of it comes from anywhere."""
+        """`sources`: blocks of `seq`, which was just allocated, that are loaded from lower tiers;
+        they are pinned from now on. Returns whether any of its KV is loaded or read."""
         if sources:
             self.tiers.pin(source for source in sources if source is not None)
             self._planned[seq.key] = sources
@@ -164,7 +164,7 @@ class Connector:
             for index in bad:
                 self.tiers.discard(arrival.own_source(index))
         why = "read_failed" if done.error is not None else "checksum_mismatch"
-        # The prefix up to a bad block of the own tiers is still of use; a producer's is not.
+        # The prefix up to a bad block of a lower tier is still of use; a producer's is not.
         if bad and (read.tier is None or arrival.mode is Mode.HANDOFF):
             return effects + self.fail(arrival, why)
         if bad:
@@ -185,7 +185,7 @@ class Connector:
         return []
 
     def fail(self, arrival: Arrival, why: str) -> list[Effect]:
-        """Give `arrival` up. It settles now, or when its last transfer has."""
+        """Give `arrival` up. It settles now, or once its last transfer has settled."""
         if arrival.state is ConsumerState.DRAINING:
             return []
         self.failures[why] += 1
@@ -198,7 +198,7 @@ class Connector:
         return [Send(arrival.producer, KVRelease(*arrival.key))] if arrival.producer else []
 
     def tick(self, now: float) -> list[Effect]:
-        """Time out what has had no news; ask again those who have not answered."""
+        """Time out arrivals without progress; repeat handshakes that were not answered."""
         effects: list[Effect] = []
         for arrival in list(self.arrivals.values()):
             if now >= arrival.deadline:
@@ -208,7 +208,7 @@ class Connector:
         return effects
 
     def _advance(self, now: float, arrival: Arrival) -> list[Effect]:
-        """Post what can be read; confirm or settle when all is here."""
+        """Post what can be read; confirm or settle once all blocks have arrived."""
         effects: list[Effect] = []
         reach = Reach.CONNECTED if arrival.producer is None else Reach.WAITING
         if arrival.producer is not None and arrival.epoch is not None:
@@ -298,7 +298,7 @@ class Connector:
         )
 
     def load_s(self, tier: Tier) -> float:
-        """Seconds that a block takes from an own tier into device memory."""
+        """Seconds that a block takes from a lower tier into device memory."""
         rate = self.bytes_per_s(tier) or TIERS[tier].bytes_per_s
         return self.config.bytes_per_block / rate
 

@@ -1,4 +1,4 @@
-"""What a worker holds below the device, how it is used, and what should be moved because of that.
+"""Blocks in the lower tiers of a worker: their usage, and which of them should be moved.
 
 Life of a block here: sealed on the device -> waiting to be copied -> in the first tier -> in those
 behind it too, once it was not used for a while -> in none, when all of them have forgotten it.
@@ -154,7 +154,7 @@ class TierBlocks:
                 pool.on_reuse(block_hash)
 
     def want_copy(self, now: float, block_hash: bytes, retention: Retention) -> None:
-        """A block that is sealed on the device: copy it down, if it is worth it."""
+        """A block that was sealed on the device: copy it down, if its retention asks for it."""
         usage = self.usages.get(block_hash)
         if usage is not None:
             self._touch(now, usage, retention)
@@ -219,7 +219,7 @@ class TierBlocks:
             self.pools[tier].forget(entry, why)
 
     def keep(self, block_hash: bytes) -> bool:
-        """In every tier where it is, as far as the quotas go; False if in none."""
+        """Pin it in every tier that has it, within the quotas; False if in none."""
         kept = [pool.keep(block_hash) for pool in self.pools.values()]
         return any(kept)
 
@@ -249,7 +249,7 @@ class TierBlocks:
 
     def on_store_failed(self, now: float, tier: Tier, error: str) -> list[Effect]:
         self.count(f"{tier}_store_failed")
-        return self.indexes[tier].failed(now, error)
+        return self.indexes[tier].on_failed(now, error)
 
     def forget_store(self, tier: Tier) -> None:
         """The store has begun again, empty. What is being written will fail by itself."""
@@ -294,7 +294,7 @@ class TierBlocks:
         self.consider_writing(usage.block_hash)
         for tier, pool in self.pools.items():
             if tier in self.indexes and (entry := pool.get(usage.block_hash)) is not None:
-                self.indexes[tier].used(now, entry)
+                self.indexes[tier].on_use(now, entry)
 
     def _usage_of(self, now: float, record: DiskRecord) -> Usage:
         """Of a block that a store held; another one may have held it too, for longer."""

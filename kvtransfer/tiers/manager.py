@@ -24,21 +24,21 @@ from kvtransfer.tiers.registry import TIERS, is_storage
 
 MAX_ORDERS = 256  # live; one more is answered at once
 ORDER_TIMEOUT_S = 30.0
-ORDER_WINDOW = 64  # blocks of one order that are looked at before the first ones have come true
+ORDER_WINDOW = 64  # blocks of one order that are in progress at a time
 RESUME_SHARE = 4  # one order brings up at most 1 / 4 of the device pool
 MAX_EXPIRED = 1024  # blocks of a tier that are forgotten in a tick because their time is over
 
 
 @dataclass(slots=True, eq=False)
 class LiveOrder:
-    """An order that has not been answered. `left`: blocks of which it is not known whether it comes
-    true for them; `asked`: what was asked for already, so that nothing is tried twice."""
+    """An order that has not been answered. `left`: blocks that it is not yet carried out for;
+    `asked`: moves that were asked for already, so that none is tried twice."""
 
     order: CacheOrder
     deadline: float
     left: deque[bytes]
     num_done: int = 0
-    asked: set[tuple[Tier, bytes]] = field(default_factory=set)  # the tier it should come to
+    asked: set[tuple[Tier, bytes]] = field(default_factory=set)  # the tier that it should move to
 
 
 class Tiers:
@@ -95,7 +95,7 @@ class Tiers:
             self._blocks.use(now, block_hash, retention)
 
     def discard(self, source: Source) -> None:
-        """Its bytes are bad or unreadable: forget this copy."""
+        """Its bytes are damaged or unreadable: forget this copy."""
         self._blocks.discard(source.tier, source.slot, source.block_hash, "bad")
 
     def promote(self, block_hashes: Sequence[bytes]) -> None:
@@ -138,7 +138,7 @@ class Tiers:
         return self.advance(now)
 
     def order(self, now: float, order: CacheOrder) -> list[Effect]:
-        """A wish of a router, answered by `CacheOrderDone` now or within ORDER_TIMEOUT_S."""
+        """Best effort; answered by `CacheOrderDone` now or within ORDER_TIMEOUT_S."""
         block_hashes = tuple(dict.fromkeys(order.block_hashes))
         self._blocks.count(f"cache_orders_{order.action}")
         left = self._read_again(order, block_hashes)
@@ -235,7 +235,7 @@ class Tiers:
                 blocks.park(block_hash)
 
     def _limit(self, live: LiveOrder) -> None:
-        """What is on the device already should stay there, and not too much should come."""
+        """Keep what is on the device already, and bring up only a share of the pool."""
         pool = self._kv.pool
         hits = pool.lookup(live.left)
         pool.acquire(hits)
@@ -265,7 +265,7 @@ class Tiers:
         return answers
 
     def _step(self, now: float, live: LiveOrder) -> None:
-        """Look at the blocks that are next; those that have to be waited for stay in `left`."""
+        """Go on with the next blocks; those that have to be waited for stay in `left`."""
         waiting: list[bytes] = []
         while live.left and len(waiting) < ORDER_WINDOW:
             block_hash = live.left.popleft()
@@ -280,7 +280,7 @@ class Tiers:
         live.left.extendleft(reversed(waiting))
 
     def _try(self, live: LiveOrder, block_hash: bytes) -> bool | None:
-        """Whether the order has come true for this block; None: it may, later."""
+        """Whether the order was carried out for this block; None: not yet."""
         match live.order.action:
             case CacheAction.PARK:
                 return self._park(block_hash)
@@ -325,7 +325,7 @@ class Tiers:
         return None
 
     def _drop(self, block_hash: bytes) -> bool | None:
-        """Sessions may share a block: one that an order keeps, or a request uses, stays there."""
+        """Sessions may share a block: one that is pinned by an order or in use stays there."""
         pool = self._kv.pool
         if block_hash not in self._blocks.usages and not pool.is_cached(block_hash):
             return False

@@ -97,7 +97,7 @@ class TierMoves:
             add(f"moved_blocks_{way}", sum(arrived))
             add(f"moved_bytes_{way}", done.num_bytes)
             add(f"moved_s_{way}", done.elapsed_s)
-            effects = self._blame(move, arrived)
+            effects = self._check_arrived(move, arrived)
         else:
             arrived = [False] * len(move.blocks)
             add(f"moves_failed_{way}")
@@ -238,9 +238,9 @@ class TierMoves:
                 blocks.indexes[dst].put(entry)
         blocks.consider_writing(block.block_hash)
 
-    def _blame(self, move: Move, arrived: list[bool]) -> list[Effect]:
-        """Bytes that do not fit their checksum: the source is forgotten, but for the device's,
-        which has been computed there and is not read back."""
+    def _check_arrived(self, move: Move, arrived: list[bool]) -> list[Effect]:
+        """Forget the sources of blocks that do not fit their checksum; not the device's, whose
+        blocks were computed there."""
         bad = [block for block, good in zip(move.blocks, arrived, strict=True) if not good]
         if not bad:
             return []

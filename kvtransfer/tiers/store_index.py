@@ -41,7 +41,7 @@ class IndexUpdates:
         if entry.indexed_until is not None:
             self._removed.append(entry.slot)
 
-    def used(self, now: float, entry: Entry) -> None:
+    def on_use(self, now: float, entry: Entry) -> None:
         """Its retention may have grown."""
         until, expires_at = entry.indexed_until, entry.usage.expires_at
         if until is not None and until < expires_at - REFRESH_SHARE * (expires_at - now):
@@ -72,7 +72,7 @@ class IndexUpdates:
         self._put.clear()
         return [StoreIndex(removed, tuple(records), self._tier)] if removed or records else []
 
-    def failed(self, now: float, error: str) -> list[Effect]:
+    def on_failed(self, now: float, error: str) -> list[Effect]:
         """The store could not be written."""
         if not self.may_write(now):
             return []  # posted before the failure that was noted
