@@ -17,10 +17,8 @@ from engine.node import NodeId, Note
 from engine.request import TokenLogprobs
 from engine.sequence import NO_BLOCK, Sequence
 from kvtransfer.agent import TransferId
-from kvtransfer.peer.handoff import ConsumerState
+from kvtransfer.peer.handoff import ConsumerState, Key
 from kvtransfer.tiers.blocks import Source
-
-Key = tuple[str, int]  # (request_id, attempt)
 
 
 class Mode(StrEnum):

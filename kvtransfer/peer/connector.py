@@ -24,8 +24,8 @@ from kvtransfer.messages import (
     KVRefused,
     KVRelease,
 )
-from kvtransfer.peer.arrival import Arrival, Key, Mode, Offer, Read, Settled, mismatch
-from kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, next_consumer
+from kvtransfer.peer.arrival import Arrival, Mode, Offer, Read, Settled, mismatch
+from kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, Key, next_consumer
 from kvtransfer.peer.handshake import Peers, Reach
 from kvtransfer.tiers.blocks import Source
 from kvtransfer.tiers.manager import Tiers

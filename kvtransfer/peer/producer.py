@@ -22,7 +22,7 @@ from engine.node import Effect, NodeId, Send
 from engine.request import TokenLogprobs
 from engine.sequence import Sequence
 from kvtransfer.messages import KVConfirmed, KVConfirmRequest, KVFetch, KVReady
-from kvtransfer.peer.handoff import ProducerEvent, ProducerState, next_producer
+from kvtransfer.peer.handoff import Key, ProducerEvent, ProducerState, next_producer
 from kvtransfer.tiers.blocks import Source
 from kvtransfer.tiers.manager import Tiers
 from kvtransfer.tiers.registry import is_storage
@@ -30,8 +30,6 @@ from kvtransfer.tiers.registry import is_storage
 MAX_EXPORTS = 64
 EXPORT_SHARE = 0.5  # of the device pool, at most: exported blocks cannot be evicted
 STAGE_TIMEOUT_S = 5.0  # for blocks to come from storage; those that have not come are left out
-
-Key = tuple[str, int]  # (request_id, attempt)
 
 
 @dataclass(slots=True, kw_only=True)
