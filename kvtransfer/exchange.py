@@ -1,21 +1,21 @@
-"""A worker's KV traffic as one thing: what it reads from others (connector), what others read from
-it (producer), and what moves between its own tiers. Both kinds of worker have one, and add what
-their role does with it.
+"""What both kinds of worker have: an engine core, and KV traffic as one thing: what it reads from
+others (connector), what others read from it (producer), and what moves between its tiers.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from engine.config import WorkerConfig
 from engine.core import EngineCore
-from engine.cost import blocks_worth_loading
-from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Tier
-from engine.node import Effect, Send
+from engine.node import Effect, Note, Send, Wake, Woken
+from engine.request import Abort, Probe, Refusal
 from engine.sequence import NO_BLOCK, SeqState, Sequence
-from engine.stats import Audit
+from engine.stats import Audit, AuditRequest, RouterDown
+from engine.step import StepDone
 from kvtransfer.agent import CopyDone, PeerConnected, StoreFailed
 from kvtransfer.messages import (
     CacheOrder,
@@ -28,10 +28,11 @@ from kvtransfer.messages import (
     KVRefused,
     KVRelease,
 )
-from kvtransfer.peer.arrival import Mode, Settled
+from kvtransfer.peer.arrival import Mode, Settled, choose_loads
 from kvtransfer.peer.connector import Connector
-from kvtransfer.peer.producer import Producer
-from kvtransfer.tiers.blocks import Source, StoreRecords
+from kvtransfer.peer.handoff import ProducerEvent
+from kvtransfer.peer.producer import Handoff, Producer
+from kvtransfer.tiers.blocks import StoreRecords
 from kvtransfer.tiers.manager import Tiers
 from kvtransfer.tiers.registry import TIERS
 
@@ -44,7 +45,7 @@ class KVExchange:
         self._core = core
         self.tiers = Tiers(config, core.kv)
         self.connector = Connector(config, self.tiers)
-        self.producer = Producer(config, core.kv, self.tiers, self.end)
+        self.producer = Producer(config, core.kv, self.tiers, self._forget)
         core.lower = self.tiers
         self._handlers: dict[type, Callable[[float, Any], list[Effect] | None]] = {
             CopyDone: self._on_copy_done,
@@ -60,10 +61,6 @@ class KVExchange:
             CacheOrder: lambda now, message: self.tiers.order(now, message),
             StoreFailed: lambda now, message: self.tiers.on_store_failed(now, message),
         }
-
-    def start(self, now: float, records: StoreRecords) -> None:
-        """`records`: what each store held when it was opened."""
-        self.tiers.start(now, records)
 
     def handle(self, now: float, message: object) -> list[Effect] | None:
         """Effects; None if `message` is something else."""
@@ -94,6 +91,12 @@ class KVExchange:
 
     def end(self, seq: Sequence) -> list[Effect]:
         """Forget `seq` now; its blocks are freed once nothing writes to them."""
+        lease = self.producer.leases.get(seq.key)
+        if isinstance(lease, Handoff):
+            return self.producer.end(lease, ProducerEvent.RELEASE)
+        return self._forget(seq)
+
+    def _forget(self, seq: Sequence) -> list[Effect]:
         arrival = self.connector.arrivals.get(seq.key)
         self._core.remove(seq)
         return self.connector.fail(arrival, "cancelled") if arrival is not None else []
@@ -207,47 +210,92 @@ class KVExchange:
         ]
 
 
-def choose_loads(
-    seq: Sequence,
-    kv: KVCacheManager,
-    tiers: Tiers,
-    load_s: Callable[[Tier], float],
-    compute_s: float,
-) -> list[Source | None]:
-    """Sources of blocks `[num_sealed, num_sealed + len(result))` of `seq`, which has just been
-    admitted; None where none is needed, and its table is laid out for that. `load_s`: to load a
-    block, by tier; `compute_s`: to compute one."""
-    if seq.compute_all:
-        return []
-    if kv.window.size:
-        return _choose_window(seq, kv, tiers, load_s, compute_s)
-    sources = tiers.find(kv.usable_hashes(seq)[seq.num_sealed :])
-    count = blocks_worth_loading((load_s(source.tier) for source in sources), compute_s)
-    return [*sources[:count]]
+class KVWorker(ABC):
+    """Node: an engine core and its KV traffic. What a role does with requests is its subclass's.
 
+    Invariant: blocks of an ended sequence are freed only once neither the step in flight nor a
+    transfer writes to them."""
 
-def _choose_window(
-    seq: Sequence,
-    kv: KVCacheManager,
-    tiers: Tiers,
-    load_s: Callable[[Tier], float],
-    compute_s: float,
-) -> list[Source | None]:
-    """All or nothing: a part of a window is of no use. One that comes from a prefill worker is not
-    mixed with what is here."""
-    block_hashes, first = kv.usable_hashes(seq), seq.num_sealed
-    found: dict[int, Source] = {}
+    DONE = "finished"  # what a request that missed its deadline was not, for the refusal
 
-    def has(index: int) -> bool:
-        if index < first:
-            return seq.block_ids[index] != NO_BLOCK
-        found.update((index, source) for source in tiers.find(block_hashes[index : index + 1]))
-        return index in found
+    def __init__(self, config: WorkerConfig, records: StoreRecords | None = None) -> None:
+        """`records`: what its stores held when they were opened."""
+        self.config = config
+        self.node_id = config.node_id
+        self.core = EngineCore(config)
+        self.exchange = KVExchange(config, self.core)
+        self._records = records or {}
 
-    end = 0 if seq.is_remote else kv.window.reach(len(block_hashes), has)
-    needed = [index for index in kv.window.kept(end * kv.block_size) if index >= first]
-    cost_s = sum(load_s(found[index].tier) for index in needed)
-    if cost_s >= (end - first) * compute_s or not kv.expect(seq, end):
-        return []
-    chosen = {index: found[index] for index in needed}
-    return [chosen.get(index) for index in range(first, end)]
+    def start(self, now: float) -> list[Effect]:
+        self.exchange.tiers.start(now, self._records)
+        self._records = {}
+        return [Wake(self.config.stats_interval_s, "tick")]
+
+    def receive(self, now: float, message: Any) -> list[Effect]:
+        effects = self.core.listen(now, message)
+        if effects is None:
+            effects = self.exchange.handle(now, message)
+        if effects is None:
+            effects = self._handle(now, message)
+        effects += self._use_arrived(now)
+        effects += self._schedule(now)
+        effects += self.exchange.advance(now)
+        return effects + self.core.flush()
+
+    @abstractmethod
+    def _on_request(self, now: float, message: Any) -> list[Effect] | None:
+        """None if `message` is not a request of this role."""
+
+    @abstractmethod
+    def _on_step_done(self, done: StepDone) -> list[Effect]: ...
+
+    @abstractmethod
+    def _use_arrived(self, now: float) -> list[Effect]:
+        """Go on with the sequences whose arrivals have settled."""
+
+    @abstractmethod
+    def _schedule(self, now: float) -> list[Effect]: ...
+
+    @property
+    def num_handoffs(self) -> int:
+        return len(self.exchange.producer.leases)
+
+    def _handle(self, now: float, message: Any) -> list[Effect]:
+        seqs = self.core.seqs.values()
+        match message:
+            case StepDone():
+                return self._on_step_done(message)
+            case Woken():
+                return self._on_tick(now)
+            case Abort(request_id, attempt):
+                mine = [seq for seq in seqs if seq.request_id == request_id]
+                return self._end([seq for seq in mine if seq.attempt <= attempt])
+            case RouterDown(router):  # its clients are gone with it
+                return self._end([seq for seq in seqs if seq.router == router])
+            case Probe(request_id, attempt, router, position):
+                return [self.core.answer_probe(request_id, attempt, router, position)]
+            case AuditRequest(reply_to):
+                return [Send(reply_to, self.audit())]
+        effects = self._on_request(now, message)
+        unexpected = Note("warning", "unexpected_message", f"{type(message).__name__}")
+        return [unexpected] if effects is None else effects
+
+    def _on_tick(self, now: float) -> list[Effect]:
+        effects: list[Effect] = [Wake(self.config.stats_interval_s, "tick")]
+        for seq in self.core.expired(now):
+            detail = f"not {self.DONE} by {self.node_id} before the deadline"
+            refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
+            effects += [*self.exchange.end(seq), Send(seq.router, refused)]
+        effects += self.exchange.tick(now)
+        stats = self.core.stats(self.num_handoffs, self.exchange.rates())
+        return effects + [Send(router, stats) for router in self.core.routers]
+
+    def _end(self, seqs: list[Sequence]) -> list[Effect]:
+        return [effect for seq in seqs for effect in self.exchange.end(seq)]
+
+    def audit(self) -> Audit:
+        return self.exchange.audit(self.check_idle())
+
+    def check_idle(self) -> list[str]:
+        """What an idle worker must not have; empty if all is well."""
+        return self.exchange.check_idle() + self.core.check_idle()

@@ -7,77 +7,32 @@ confirms its reads, when the request is aborted, or when the lease expires.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from engine.config import WorkerConfig
-from engine.core import EngineCore
 from engine.messages import Refused
-from engine.node import Effect, Note, Send, Wake, Woken
-from engine.request import Abort, FinishReason, Probe, Refusal
+from engine.node import Effect, Send
+from engine.request import FinishReason
 from engine.sequence import SeqState
-from engine.stats import Audit, AuditRequest, RouterDown
 from engine.step import Execute, StepDone
-from kvtransfer.exchange import KVExchange
+from kvtransfer.exchange import KVWorker
 from kvtransfer.peer.arrival import Mode
 from kvtransfer.peer.handoff import ProducerEvent
-from kvtransfer.peer.producer import Handoff
-from kvtransfer.tiers.blocks import StoreRecords
+from kvtransfer.peer.producer import Handoff, Producer
 from prefill_worker.messages import Prefill
 
 
-class PrefillWorker:
+class PrefillWorker(KVWorker):
     """Node. Invariant: every sequence has a handoff, its lease with the producer."""
 
-    def __init__(self, config: WorkerConfig, records: StoreRecords | None = None) -> None:
-        """`records`: what its stores held when they were opened."""
-        self.config = config
-        self.node_id = config.node_id
-        self.core = EngineCore(config)
-        self.exchange = KVExchange(config, self.core)
-        self.producer = self.exchange.producer
-        self._records = records or {}
+    DONE = "computed"
 
-    def start(self, now: float) -> list[Effect]:
-        self.exchange.start(now, self._records)
-        self._records = {}
-        return [Wake(self.config.stats_interval_s, "tick")]
+    @property
+    def producer(self) -> Producer:
+        return self.exchange.producer
 
-    def receive(self, now: float, message: Any) -> list[Effect]:
-        effects = self.core.listen(now, message)
-        if effects is None:
-            effects = self.exchange.handle(now, message)
-        if effects is None:
-            effects = self._handle(now, message)
-        effects += self._take_arrived(now)
-        effects += self._schedule(now)
-        effects += self.exchange.advance(now)
-        return effects + self.core.flush()
-
-    def _handle(self, now: float, message: Any) -> list[Effect]:
-        match message:
-            case Prefill():
-                return self._on_prefill(now, message)
-            case StepDone():
-                return self._on_step_done(message)
-            case Woken():
-                return self._on_tick(now)
-            case Abort(request_id, attempt):
-                return self._release(
-                    h
-                    for h in self.producer.handoffs
-                    if h.key[0] == request_id and h.key[1] <= attempt
-                )
-            case RouterDown(router):  # its clients are gone with it
-                return self._release(h for h in self.producer.handoffs if h.seq.router == router)
-            case Probe(request_id, attempt, router, position):
-                return [self.core.answer_probe(request_id, attempt, router, position)]
-            case AuditRequest(reply_to):
-                return [Send(reply_to, self.audit())]
-            case _:
-                return [Note("warning", "unexpected_message", f"{type(message).__name__}")]
-
-    def _on_prefill(self, now: float, message: Prefill) -> list[Effect]:
+    def _on_request(self, now: float, message: Any) -> list[Effect] | None:
+        if not isinstance(message, Prefill):
+            return None
         accepted = self.core.accept(now, message, role_needs_growth=False)
         if isinstance(accepted, Refused):
             return [Send(message.router, accepted)]
@@ -98,7 +53,7 @@ class PrefillWorker:
             handoff = self.producer.handoff(seq.key)
             self.producer.restart(handoff)
             effects += self._announce(handoff, seq.num_sealed)
-        effects += self._take_arrived(now)
+        effects += self._use_arrived(now)
         step = self.core.next_step()
         for seq, _ in self.core.scheduler.faults:
             self.producer.forget(seq.key)
@@ -112,7 +67,7 @@ class PrefillWorker:
                 step.checksum_blocks.append(share.block_ids[end // size])
         return [*effects, Execute(step)]
 
-    def _take_arrived(self, now: float) -> list[Effect]:
+    def _use_arrived(self, now: float) -> list[Effect]:
         """Prompts whose cached prefix has come go on; the consumer may read what came."""
         return [
             effect
@@ -180,24 +135,3 @@ class PrefillWorker:
             )
             effects.append(announced)
         return effects
-
-    def _on_tick(self, now: float) -> list[Effect]:
-        effects: list[Effect] = [Wake(self.config.stats_interval_s, "tick")]
-        for seq in self.core.expired(now):
-            effects += self._release([self.producer.handoff(seq.key)])
-            detail = f"not computed by {self.node_id} before the deadline"
-            refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
-            effects.append(Send(seq.router, refused))
-        effects += self.exchange.tick(now)
-        stats = self.core.stats(len(self.producer.leases), self.exchange.rates())
-        return effects + [Send(router, stats) for router in self.core.routers]
-
-    def _release(self, handoffs: Iterable[Handoff]) -> list[Effect]:
-        return [e for h in handoffs for e in self.producer.end(h, ProducerEvent.RELEASE)]
-
-    def audit(self) -> Audit:
-        return self.exchange.audit(self.check_idle())
-
-    def check_idle(self) -> list[str]:
-        """What an idle worker must not have; empty if all is well."""
-        return self.exchange.check_idle() + self.core.check_idle()
