@@ -9,74 +9,28 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from typing import Any
 
 from decode_worker.messages import Decode
-from engine.config import WorkerConfig
-from engine.core import EngineCore
-from engine.kv.tier import DiskRecord
-from engine.messages import Abort, Probe, Refused
-from engine.node import Effect, Note, Send, Wake, Woken
-from engine.request import Refusal
+from engine.messages import Refused
+from engine.node import Effect, Send
 from engine.sequence import SeqState, Sequence
-from engine.stats import Audit, AuditRequest, RouterDown
 from engine.step import Execute, StepDone
-from kvtransfer.exchange import KVExchange
+from kvtransfer.exchange import KVWorker
 from kvtransfer.peer.arrival import Mode, Settled
 
 
-class DecodeWorker:
-    """Node. Invariant: a sequence is REMOTE iff the connector has an arrival for it that has begun;
-    blocks of an ended sequence go back only when neither the step in flight nor a transfer writes
-    to them."""
+class DecodeWorker(KVWorker):
+    """Node. Invariant: a sequence is REMOTE iff the connector has an arrival for it that has
+    begun."""
 
-    def __init__(self, config: WorkerConfig, records: Seq[DiskRecord] = ()) -> None:
-        """`records`: what its disk store held when it was opened."""
-        self.config = config
-        self.node_id = config.node_id
-        self.core = EngineCore(config)
-        self.exchange = KVExchange(config, self.core)
-        self._records = records
+    @property
+    def num_handoffs(self) -> int:
+        return super().num_handoffs + len(self.exchange.connector.arrivals)
 
-    def start(self, now: float) -> list[Effect]:
-        self.exchange.start(now, self._records)
-        self._records = ()
-        return [Wake(self.config.stats_interval_s, "tick")]
-
-    def receive(self, now: float, message: Any) -> list[Effect]:
-        effects = self.core.on_router_message(now, message)
-        if effects is None:
-            effects = self.exchange.handle(now, message)
-        if effects is None:
-            effects = self._handle(now, message)
-        self._take_arrived(now)
-        effects += self._schedule(now)
-        effects += self.exchange.advance(now)
-        return effects + self.core.flush()
-
-    def _handle(self, now: float, message: Any) -> list[Effect]:
-        match message:
-            case Decode():
-                return self._on_decode(now, message)
-            case StepDone():
-                return self._on_step_done(message)
-            case Woken():
-                return self._on_tick(now)
-            case Abort(request_id, attempt):
-                keys = [k for k in self.core.seqs if k[0] == request_id and k[1] <= attempt]
-                return [effect for key in keys for effect in self._end(self.core.seqs[key])]
-            case RouterDown(router):  # and its clients with it: nobody takes the tokens
-                lost = [seq for seq in self.core.seqs.values() if seq.router == router]
-                return [effect for seq in lost for effect in self._end(seq)]
-            case Probe(request_id, attempt, router, position):
-                return [self.core.answer_probe(request_id, attempt, router, position)]
-            case AuditRequest(reply_to):
-                return [Send(reply_to, self.audit())]
-            case _:
-                return [Note("warning", "unexpected_message", f"{type(message).__name__}")]
-
-    def _on_decode(self, now: float, message: Decode) -> list[Effect]:
+    def _on_request(self, now: float, message: Any) -> list[Effect] | None:
+        if not isinstance(message, Decode):
+            return None
         accepted = self.core.accept(now, message, role_needs_growth=True)
         if isinstance(accepted, Refused):
             return [Send(message.router, accepted)]
@@ -93,11 +47,11 @@ class DecodeWorker:
     def _schedule(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         exchange = self.exchange
-        for seq in self.core.scheduler.admit_waiting(now, exchange.comes_from_elsewhere):
+        for seq in self.core.scheduler.admit_waiting(now, exchange.has_external_kv):
             self.core.mark_used(seq)
             if seq.state is SeqState.REMOTE:
                 effects += exchange.connector.start(now, seq)
-        self._take_arrived(now)
+        self._use_arrived(now)
         step = self.core.next_step()
         effects += self.core.fail_left_out()
         return effects if step is None else [*effects, Execute(step)]
@@ -121,8 +75,8 @@ class DecodeWorker:
         if finish is not None:
             self.core.remove(seq)
 
-    def _take_arrived(self, now: float) -> None:
-        """Sequences whose KV has come, as far as it will, go on."""
+    def _use_arrived(self, now: float) -> list[Effect]:
+        """Schedule the sequences whose arrivals have settled."""
         for settled in self.exchange.take_arrived(now):
             arrival, seq = settled.arrival, settled.arrival.seq
             if arrival.mode is Mode.HANDOFF:
@@ -132,34 +86,10 @@ class DecodeWorker:
                 seq.append(arrival.next_token, arrival.next_logprobs)
                 if seq.finish_reason(self.config.max_model_len) is not None:
                     self._report(seq)
+        return []
 
     def _hand_over(self, now: float, settled: Settled) -> None:
         self.core.count("handoffs_done" if settled.complete else "handoffs_failed")
         if settled.complete:
             # The producer knows what was computed, and says so.
             settled.arrival.seq.cached_reported = True
-
-    def _on_tick(self, now: float) -> list[Effect]:
-        effects: list[Effect] = [Wake(self.config.stats_interval_s, "tick")]
-        for seq in self.core.expired(now):
-            detail = f"not finished by {self.node_id} before the deadline"
-            refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
-            effects += [*self._end(seq), Send(seq.router, refused)]
-        effects += self.exchange.tick(now)
-        num_handoffs = len(self.exchange.connector.arrivals) + len(self.exchange.lender.loans)
-        stats = self.core.stats(num_handoffs, self.exchange.rates())
-        return effects + [Send(router, stats) for router in self.core.routers]
-
-    def _end(self, seq: Sequence) -> list[Effect]:
-        """Forget `seq` now; its blocks go back when nothing writes to them."""
-        connector = self.exchange.connector
-        arrival = connector.arrivals.get(seq.key)
-        self.core.remove(seq)
-        return connector.fail(arrival, "cancelled") if arrival is not None else []
-
-    def audit(self) -> Audit:
-        return self.exchange.audit(self.check_idle())
-
-    def check_idle(self) -> list[str]:
-        """What is left over when nothing should be; empty if all is well."""
-        return self.exchange.check_idle() + self.core.check_idle()

@@ -1,7 +1,7 @@
 """The transfer agent: effects that a worker node asks for, and the protocol behind them.
 
 Verbs and nouns are NIXL's: an agent registers memory, exchanges metadata with a peer, prepares a
-descriptor list once, and then a transfer (xfer) is two lists of indices.
+descriptor list once, and then a transfer is two lists of indices.
 """
 
 from __future__ import annotations
@@ -32,15 +32,33 @@ class PeerConnected:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadId:
+    """Of a copy into the blocks of one sequence; asked for by the connector."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveId:
+    """Of a copy between a worker's own tiers, ahead of requests; asked for by `Tiers`."""
+
+    number: int
+
+
+TransferId = ReadId | MoveId
+"""Unique within one life of a worker. Its type says who asked, and gets the `CopyDone`."""
+
+
+@dataclass(frozen=True, slots=True)
 class CopyBlocks:
     """Effect: READ block src[i] of `peer`'s `src_tier` into own block dst[i] of `dst_tier`. Always
     answered by `CopyDone`: after `timeout_s` it is given up, and `CopyDone` comes once nothing can
     write to dst.
 
     With the node's own name as `peer` (at its own epoch) blocks move between its own tiers; it need
-    not be connected. Only then may one of the tiers be the disk, the other being memory."""
+    not be connected. Only then may one of the tiers be storage, the other being memory."""
 
-    transfer_id: int
+    transfer_id: TransferId
     peer: NodeId
     epoch: int
     src: tuple[int, ...]
@@ -52,30 +70,32 @@ class CopyBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StoreIndex:
-    """Effect: change the index of the own disk store, in the order in which it was asked for
-    together with reads from and to the disk. `remove` goes first; a slot is removed before it is
-    written again, and put after it was written. Answered by `StoreFailed` if it failed."""
+    """Effect: change the index of a store of this worker, in the order in which it was asked for
+    together with copies from and to it. `remove` goes first; a slot is removed before it is written
+    again, and put after it was written. Answered by `StoreFailed` if it failed."""
 
     remove: tuple[int, ...] = ()  # slots
     put: tuple[DiskRecord, ...] = ()
+    tier: Tier = Tier.DISK
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFailed:
-    """The disk store cannot be written (any more). What it holds may still be read, unless it is
+    """A store cannot be written (any more). What it holds may still be read, unless it is
     `lost`: the store is empty."""
 
     error: str
     lost: bool = False
+    tier: Tier = Tier.DISK
 
 
 @dataclass(frozen=True, slots=True)
 class CopyDone:
     """The transfer has settled: no byte of dst will be written by it from now on."""
 
-    transfer_id: int
+    transfer_id: TransferId
     error: str | None
-    checksums: tuple[int, ...] = ()  # of the bytes in memory (dst, or src where dst is the disk)
+    checksums: tuple[int, ...] = ()  # of the bytes in memory (dst, or src where dst is storage)
     elapsed_s: float = 0.0
     num_bytes: int = 0
 
@@ -100,7 +120,7 @@ class Agent(Protocol):
         """Forget `peer`; unknown names are ignored."""
         ...
 
-    def read(
+    def post_copy(
         self,
         peer: NodeId,
         src: list[int],

@@ -1,19 +1,22 @@
-"""A worker's KV traffic as one thing: what it reads (connector), what it lends (lender), and what
-moves between its own tiers. Both kinds of worker have one, and add what their role does with it.
+"""What both kinds of worker have: an engine core, and KV traffic as one thing: what it reads from
+others (connector), what others read from it (producer), and what moves between its tiers.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import Any
 
 from engine.config import WorkerConfig
 from engine.core import EngineCore
-from engine.kv.tier import DiskRecord, Tier
-from engine.node import Effect, Send
+from engine.kv.tier import Tier
+from engine.messages import Abort, Probe
+from engine.node import Effect, Note, Send, Wake, Woken
+from engine.request import Refusal
 from engine.sequence import NO_BLOCK, SeqState, Sequence
-from engine.stats import Audit
+from engine.stats import Audit, AuditRequest, RouterDown
+from engine.step import StepDone
 from kvtransfer.agent import CopyDone, PeerConnected, StoreFailed
 from kvtransfer.messages import (
     CacheOrder,
@@ -26,21 +29,24 @@ from kvtransfer.messages import (
     KVRefused,
     KVRelease,
 )
-from kvtransfer.peer.arrival import Mode, Settled
+from kvtransfer.peer.arrival import Mode, Settled, choose_loads
 from kvtransfer.peer.connector import Connector
-from kvtransfer.peer.prefix_export import Lender
+from kvtransfer.peer.handoff import ProducerEvent
+from kvtransfer.peer.producer import Handoff, Producer
+from kvtransfer.tiers.blocks import StoreRecords
 from kvtransfer.tiers.manager import Tiers
+from kvtransfer.tiers.registry import TIERS
 
 
 class KVExchange:
-    """Owned by a worker node, over its core. Invariant: every `CopyDone` belongs to the connector
-    or to the tiers."""
+    """Owned by a worker node, over its core. Invariant: every `CopyDone` goes to who
+    asked for the copy: the connector or the tiers."""
 
     def __init__(self, config: WorkerConfig, core: EngineCore) -> None:
         self._core = core
         self.tiers = Tiers(config, core.kv)
-        self.connector = Connector(config, core.kv, self.tiers)
-        self.lender = Lender(config, core.kv, self.tiers)
+        self.connector = Connector(config, self.tiers)
+        self.producer = Producer(config, core.kv, self.tiers, self._forget)
         core.lower = self.tiers
         self._handlers: dict[type, Callable[[float, Any], list[Effect] | None]] = {
             CopyDone: self._on_copy_done,
@@ -50,43 +56,55 @@ class KVExchange:
             KVConnect: lambda now, message: self.connector.peers.on_connect(message),
             KVConnected: lambda now, message: self.connector.on_connected(message),
             PeerConnected: lambda now, message: self.connector.on_peer_connected(now, message),
-            KVFetch: lambda now, message: self.lender.on_fetch(now, message),
-            KVConfirmRequest: self._on_read,
+            KVFetch: lambda now, message: self.producer.on_fetch(now, message),
+            KVConfirmRequest: self._on_confirm_request,
             KVRelease: self._on_release,
             CacheOrder: lambda now, message: self.tiers.order(now, message),
             StoreFailed: lambda now, message: self.tiers.on_store_failed(now, message),
         }
-
-    def start(self, now: float, records: Seq[DiskRecord]) -> None:
-        """`records`: what the disk store held when it was opened."""
-        self.tiers.start(now, records)
 
     def handle(self, now: float, message: object) -> list[Effect] | None:
         """Effects; None if `message` is something else."""
         handler = self._handlers.get(type(message))
         return None if handler is None else handler(now, message)
 
-    def comes_from_elsewhere(self, seq: Sequence) -> bool:
-        """Of a sequence that has just got its blocks: whether some of them are not computed."""
-        return self.connector.plan(seq, self._core.timing.prefill_tokens_per_s.value)
+    def has_external_kv(self, seq: Sequence) -> bool:
+        """Whether KV of `seq`, which was just allocated, is read or loaded. Decides which blocks
+        are loaded from lower tiers rather than computed, and pins them."""
+        core = self._core
+        compute_s = core.config.block_size / (core.timing.prefill_tokens_per_s.value or 1e-9)
+        sources = choose_loads(seq, core.kv, self.tiers, self.connector.load_s, compute_s)
+        return self.connector.plan(seq, sources)
 
     def advance(self, now: float) -> list[Effect]:
-        """After every message: what has become possible."""
-        return [*self.tiers.advance(now), *self.lender.advance(now)]
+        """After every message: start the transfers that have become possible."""
+        return [*self.tiers.advance(now), *self.producer.advance(now)]
 
     def tick(self, now: float) -> list[Effect]:
-        effects = [*self.connector.tick(now), *self.lender.tick(now), *self.tiers.tick(now)]
+        effects = [*self.connector.tick(now), *self.producer.tick(now), *self.tiers.tick(now)]
         core = self._core
         for why, times in self.connector.failures.items():
             core.counters[f"handoff_failed_{why}"] = times
         core.counters.update(self.connector.counters)
-        core.counters.update(self.lender.counters)
+        core.counters.update(self.producer.counters)
         core.counters.update(self.tiers.counters)
         return effects
 
+    def end(self, seq: Sequence) -> list[Effect]:
+        """Forget `seq` now; its blocks are freed once nothing writes to them."""
+        lease = self.producer.leases.get(seq.key)
+        if isinstance(lease, Handoff):
+            return self.producer.end(lease, ProducerEvent.RELEASE)
+        return self._forget(seq)
+
+    def _forget(self, seq: Sequence) -> list[Effect]:
+        arrival = self.connector.arrivals.get(seq.key)
+        self._core.remove(seq)
+        return self.connector.fail(arrival, "cancelled") if arrival is not None else []
+
     def take_arrived(self, now: float) -> list[Settled]:
         """Arrivals that have ended: what is good of them is sealed, and their sequences are
-        scheduled to compute the rest. Those of ended sequences give their blocks back."""
+        scheduled to compute the rest. Blocks of ended sequences are freed."""
         alive: list[Settled] = []
         if not self.connector.settled:  # as after most messages
             return alive
@@ -146,12 +164,12 @@ class KVExchange:
         self.connector.on_confirmed((message.request_id, message.attempt))
         return []
 
-    def _on_read(self, now: float, message: KVConfirmRequest) -> list[Effect]:
-        return self.lender.on_read(message) or [self._refuse(message)]
+    def _on_confirm_request(self, now: float, message: KVConfirmRequest) -> list[Effect]:
+        effects = self.producer.on_confirm_request(message)
+        return [self._refuse(message)] if effects is None else effects
 
     def _on_release(self, now: float, message: KVRelease) -> list[Effect]:
-        self.lender.release((message.request_id, message.attempt))
-        return []
+        return self.producer.on_release((message.request_id, message.attempt))
 
     def _on_copy_done(self, now: float, done: CopyDone) -> list[Effect]:
         effects = self.tiers.on_copy_done(now, done)
@@ -167,7 +185,7 @@ class KVExchange:
         connector = self.connector
         return {tier: connector.bytes_per_s(tier) for tier in connector.read_bytes_per_s}
 
-    def audit(self, left: list[str], num_productions: int = 0) -> Audit:
+    def audit(self, left: list[str]) -> Audit:
         """Where every block is. `left`: what the worker would not have if it were idle."""
         config, pool = self._core.config, self._core.kv.pool
         counts = {
@@ -176,21 +194,109 @@ class KVExchange:
             "device.evictable": pool.num_evictable,
             "device.blank": pool.num_free - pool.num_evictable,
             "transfers": self.connector.num_reads + self.tiers.num_moves,
-            "leases": len(self.lender.loans) + num_productions,
+            "leases": len(self.producer.leases),
         }
-        for tier, size in (
-            (Tier.HOST, config.num_host_blocks),
-            (Tier.DISK, config.num_disk_blocks),
-        ):
-            counts[f"{tier}.blocks"] = size
+        for tier, spec in TIERS.items():
+            counts[f"{tier}.blocks"] = spec.num_blocks(config)
             counts[f"{tier}.used"] = self.tiers.num_blocks(tier)
             counts[f"{tier}.pinned"] = self.tiers.num_pinned(tier)
         return Audit(config.node_id, config.epoch, counts, tuple(left))
 
     def check_idle(self) -> list[str]:
-        """What is left over when nothing should be; empty if all is well."""
+        """What an idle worker must not have; empty if all is well."""
         return [
             *self.connector.check_idle(),
-            *self.lender.check_idle(),
+            *self.producer.check_idle(),
             *self.tiers.check_idle(),
         ]
+
+
+class KVWorker(ABC):
+    """Node: an engine core and its KV traffic. What a role does with requests is its subclass's.
+
+    Invariant: blocks of an ended sequence are freed only once neither the step in flight nor a
+    transfer writes to them."""
+
+    DONE = "finished"  # what a request that missed its deadline was not, for the refusal
+
+    def __init__(self, config: WorkerConfig, records: StoreRecords | None = None) -> None:
+        """`records`: what its stores held when they were opened."""
+        self.config = config
+        self.node_id = config.node_id
+        self.core = EngineCore(config)
+        self.exchange = KVExchange(config, self.core)
+        self._records = records or {}
+
+    def start(self, now: float) -> list[Effect]:
+        self.exchange.tiers.start(now, self._records)
+        self._records = {}
+        return [Wake(self.config.stats_interval_s, "tick")]
+
+    def receive(self, now: float, message: Any) -> list[Effect]:
+        effects = self.core.on_router_message(now, message)
+        if effects is None:
+            effects = self.exchange.handle(now, message)
+        if effects is None:
+            effects = self._handle(now, message)
+        effects += self._use_arrived(now)
+        effects += self._schedule(now)
+        effects += self.exchange.advance(now)
+        return effects + self.core.flush()
+
+    @abstractmethod
+    def _on_request(self, now: float, message: Any) -> list[Effect] | None:
+        """None if `message` is not a request of this role."""
+
+    @abstractmethod
+    def _on_step_done(self, done: StepDone) -> list[Effect]: ...
+
+    @abstractmethod
+    def _use_arrived(self, now: float) -> list[Effect]:
+        """Go on with the sequences whose arrivals have settled."""
+
+    @abstractmethod
+    def _schedule(self, now: float) -> list[Effect]: ...
+
+    @property
+    def num_handoffs(self) -> int:
+        return len(self.exchange.producer.leases)
+
+    def _handle(self, now: float, message: Any) -> list[Effect]:
+        seqs = self.core.seqs.values()
+        match message:
+            case StepDone():
+                return self._on_step_done(message)
+            case Woken():
+                return self._on_tick(now)
+            case Abort(request_id, attempt):
+                mine = [seq for seq in seqs if seq.request_id == request_id]
+                return self._end([seq for seq in mine if seq.attempt <= attempt])
+            case RouterDown(router):  # its clients are gone with it
+                return self._end([seq for seq in seqs if seq.router == router])
+            case Probe(request_id, attempt, router, position):
+                return [self.core.answer_probe(request_id, attempt, router, position)]
+            case AuditRequest(reply_to):
+                return [Send(reply_to, self.audit())]
+        effects = self._on_request(now, message)
+        unexpected = Note("warning", "unexpected_message", f"{type(message).__name__}")
+        return [unexpected] if effects is None else effects
+
+    def _on_tick(self, now: float) -> list[Effect]:
+        effects: list[Effect] = [Wake(self.config.stats_interval_s, "tick")]
+        for seq in self.core.expired(now):
+            detail = f"not {self.DONE} by {self.node_id} before the deadline"
+            refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
+            effects += [*self.exchange.end(seq), Send(seq.router, refused)]
+        effects += self.exchange.tick(now)
+        stats = self.core.stats(self.num_handoffs, self.exchange.rates())
+        return effects + [Send(router, stats) for router in self.core.routers]
+
+    def _end(self, seqs: list[Sequence]) -> list[Effect]:
+        return [effect for seq in seqs for effect in self.exchange.end(seq)]
+
+    def audit(self) -> Audit:
+        return self.exchange.audit(self.check_idle())
+
+    def check_idle(self) -> list[str]:
+        """What an idle worker must not have; empty if all is well."""
+        return self.exchange.check_idle() + self.core.check_idle()

@@ -1,9 +1,9 @@
-"""Performs a worker's effects on the model, on a transfer agent and on the disk store.
+"""Performs a worker's effects on a transfer agent and on the disk store.
 
-Life of a read: posted; polled until it is done, has failed or is out of time; released, as often
+Life of a copy: posted; polled until it is done, has failed or is out of time; released, as often
 as the agent needs to say that nothing writes to its destination any more; checksummed if it was
-good; answered. `TransferExecutor` holds the reads of one agent, `kvtransfer.transfer_loop` is the
-thread that drives them. Steps run in the host's model thread.
+good; answered. `TransferExecutor` holds the copies of one agent, `kvtransfer.transfer_loop` is the
+thread that drives them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from engine.kv.tier import Tier
 from engine.node import NodeId
-from engine.step import Sampled, Step, StepDone
 from kvtransfer.agent import (
     Agent,
     AgentError,
@@ -26,9 +25,11 @@ from kvtransfer.agent import (
     PeerConnected,
     StoreFailed,
     StoreIndex,
+    TransferId,
 )
-from kvtransfer.checksum import BlockBytes, checksum_blocks
+from kvtransfer.layout import BlockBytes, checksum_blocks
 from kvtransfer.store import DiskStore, StoreError
+from kvtransfer.tiers.registry import is_storage
 
 logger = logging.getLogger(__name__)
 
@@ -40,54 +41,19 @@ STORE_CHECK_BUSY_S = 1.0
 STORE_CHECK_IDLE_S = 5.0
 
 
-class StepExecutor:
-    """Runs steps, one at a time, from the model thread."""
-
-    def __init__(
-        self,
-        run_step: Callable[[Step], StepDone],
-        pool_bytes: BlockBytes,
-        *,
-        close: Callable[[], None] | None = None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        """`pool_bytes`: the worker's device pool, `[num_blocks, bytes_per_block]`. `close` ends
-        what steps are run by, if that has processes of its own."""
-        self._run_step = run_step
-        self._close = close
-        self._pool_bytes = pool_bytes
-        self._clock = clock
-
-    def execute(self, step: Step) -> StepDone:
-        """Run the step, then checksum `step.checksum_blocks`. An exception becomes the error."""
-        started = self._clock()
-        try:
-            done = self._run_step(step)
-            checksums = checksum_blocks(self._pool_bytes, step.checksum_blocks)
-        except Exception as error:
-            logger.exception("step %d of %d tokens failed", step.step_id, step.num_tokens)
-            sampled: list[Sampled | None] = [None] * len(step.seqs)
-            return StepDone(step.step_id, sampled, error=_one_line(error))
-        return replace(done, checksums=checksums, elapsed_s=self._clock() - started)
-
-    def close(self) -> None:
-        if self._close is not None:
-            self._close()
-
-
 @dataclass(slots=True)
-class _Read:
+class _Copy:
     request: CopyBlocks
     handle: Any
     started: float
-    checksums: tuple[int, ...] | None  # taken before it was posted: of what goes to disk
+    checksums: tuple[int, ...] | None  # taken before it was posted: of what goes to storage
     error: str | None = None  # given up for this reason, and not settled yet
 
 
 class TransferExecutor:
     """Blocking calls on one agent, from the one thread that owns it.
 
-    Invariant: a read is in `_reads` from `post` until the agent has released its handle, and
+    Invariant: a copy is in `_copies` from `post` until the agent has released its handle, and
     leaves with its only CopyDone.
     """
 
@@ -102,7 +68,7 @@ class TransferExecutor:
         clock: Clock = time.monotonic,
     ) -> None:
         """`pools`: the worker's own memory, tier by tier, `[num_blocks, bytes_per_block]` each.
-        `corrupt` is called with every good read into memory, and the pool that it went to, before
+        `corrupt` is called with every good copy into memory, and the pool that it went to, before
         its checksums are taken: to inject faults."""
         self._node = node
         self._agent = agent
@@ -111,8 +77,8 @@ class TransferExecutor:
         self._clock = clock
         self._own_epoch = epoch
         self._epochs: dict[NodeId, int] = {}
-        self._reads: dict[int, _Read] = {}
-        self._answered: list[CopyDone] = []  # by `post` itself, for the next `poll_reads`
+        self._copies: dict[TransferId, _Copy] = {}
+        self._answered: list[CopyDone] = []  # by `post` itself, for the next `poll_copies`
 
     def connect(self, request: ConnectPeer) -> PeerConnected:
         self._epochs.pop(request.peer, None)
@@ -126,49 +92,49 @@ class TransferExecutor:
         return PeerConnected(request.peer, request.epoch, lane=lane)
 
     def post(self, request: CopyBlocks) -> None:
-        """Begin a read; `poll_reads` returns its end."""
-        assert request.transfer_id not in self._reads, request.transfer_id
+        """Begin a copy; `poll_copies` returns its end."""
+        assert request.transfer_id not in self._copies, request.transfer_id
         started = self._clock()
         try:
-            read = self._begin(request, started)
+            copy = self._begin(request, started)
         except Exception as error:
-            self._answered.append(failed_read(request, _one_line(error), self._clock() - started))
+            self._answered.append(failed_copy(request, _one_line(error), self._clock() - started))
             return
-        if read is None:
+        if copy is None:
             self._answered.append(CopyDone(request.transfer_id, None))
         else:
-            self._reads[request.transfer_id] = read
+            self._copies[request.transfer_id] = copy
 
-    def poll_reads(self) -> list[CopyDone]:
-        """The reads that have settled since the last call. Does not wait."""
+    def poll_copies(self) -> list[CopyDone]:
+        """The copies that have settled since the last call. Does not wait."""
         done, self._answered = self._answered, []
-        for transfer_id, read in list(self._reads.items()):
-            answer = self._advance(read)
+        for transfer_id, copy in list(self._copies.items()):
+            answer = self._advance(copy)
             if answer is not None:
-                del self._reads[transfer_id]
+                del self._copies[transfer_id]
                 done.append(answer)
         return done
 
     def audit(self) -> int:
         """Live transfer handles and answers not fetched: 0 when idle."""
-        return len(self._reads) + len(self._answered)
+        return len(self._copies) + len(self._answered)
 
     def close(self, timeout_s: float) -> list[CopyDone]:
-        """Give up every read, wait up to `timeout_s` for them to settle, then close the agent,
+        """Give up every copy, wait up to `timeout_s` for them to settle, then close the agent,
         which settles the rest. Returns the answers."""
-        for read in self._reads.values():
-            read.error = read.error or "the worker shuts down"
-        done = self.poll_reads()
+        for copy in self._copies.values():
+            copy.error = copy.error or "the worker shuts down"
+        done = self.poll_copies()
         deadline = self._clock() + timeout_s
-        while self._reads and self._clock() < deadline:
+        while self._copies and self._clock() < deadline:
             time.sleep(SETTLE_POLL_S)
-            done += self.poll_reads()
+            done += self.poll_copies()
         self._agent.close()
-        done += [self._given_up(read) for read in self._reads.values()]
-        self._reads.clear()
+        done += [self._given_up(copy) for copy in self._copies.values()]
+        self._copies.clear()
         return done
 
-    def _begin(self, request: CopyBlocks, started: float) -> _Read | None:
+    def _begin(self, request: CopyBlocks, started: float) -> _Copy | None:
         """None if there is nothing to move."""
         own = request.peer == self._node
         epoch = self._own_epoch if own else self._epochs.get(request.peer)
@@ -181,50 +147,51 @@ class TransferExecutor:
         if not request.src and not request.dst:
             return None
         checksums = None
-        if request.dst_tier is Tier.DISK:
+        if is_storage(request.dst_tier):
             checksums = tuple(checksum_blocks(self._pools[request.src_tier], request.src))
-        handle = self._agent.read(
+        handle = self._agent.post_copy(
             request.peer,
             list(request.src),
             list(request.dst),
             src_tier=request.src_tier,
             dst_tier=request.dst_tier,
         )
-        return _Read(request, handle, started, checksums)
+        return _Copy(request, handle, started, checksums)
 
     def _check_tiers(self, request: CopyBlocks, own: bool) -> None:
         """Raises AgentError for tiers between which this executor cannot move anything."""
         tiers = (request.src_tier, request.dst_tier)
-        if Tier.DISK in tiers and (not own or tiers[0] is tiers[1]):
+        num_storage = sum(map(is_storage, tiers))
+        if num_storage > (1 if own else 0):
             raise AgentError(f"read from {request.peer}: {tiers[0]} to {tiers[1]} is not possible")
         for tier in tiers if own else tiers[1:]:
-            if tier is not Tier.DISK and tier not in self._pools:
+            if not is_storage(tier) and tier not in self._pools:
                 raise AgentError(f"read from {request.peer}: {self._node} has no {tier} memory")
 
-    def _advance(self, read: _Read) -> CopyDone | None:
-        """The answer, once the read has settled."""
-        if read.error is None:
+    def _advance(self, copy: _Copy) -> CopyDone | None:
+        """The answer, once the copy has settled."""
+        if copy.error is None:
             try:
-                if self._agent.poll(read.handle):
-                    return self._finish(read)
+                if self._agent.poll(copy.handle):
+                    return self._finish(copy)
             except Exception as error:
-                read.error = _one_line(error)
-        request = read.request
-        if read.error is None and self._clock() - read.started >= request.timeout_s:
-            read.error = (
+                copy.error = _one_line(error)
+        request = copy.request
+        if copy.error is None and self._clock() - copy.started >= request.timeout_s:
+            copy.error = (
                 f"read of {len(request.src)} blocks from {request.peer} not done"
                 f" after {request.timeout_s:g} s"
             )
-        if read.error is None or not self._agent.release(read.handle):
+        if copy.error is None or not self._agent.release(copy.handle):
             return None
-        return self._given_up(read)
+        return self._given_up(copy)
 
-    def _finish(self, read: _Read) -> CopyDone | None:
-        """The answer to a good read; None if its handle cannot be released yet."""
-        if not self._agent.release(read.handle):
+    def _finish(self, copy: _Copy) -> CopyDone | None:
+        """The answer to a good copy; None if its handle cannot be released yet."""
+        if not self._agent.release(copy.handle):
             return None
-        request, checksums = read.request, read.checksums
-        memory = request.src_tier if request.dst_tier is Tier.DISK else request.dst_tier
+        request, checksums = copy.request, copy.checksums
+        memory = request.src_tier if is_storage(request.dst_tier) else request.dst_tier
         pool = self._pools[memory]
         if checksums is None:
             if self._corrupt is not None:
@@ -234,20 +201,23 @@ class TransferExecutor:
             transfer_id=request.transfer_id,
             error=None,
             checksums=checksums,
-            elapsed_s=self._clock() - read.started,
+            elapsed_s=self._clock() - copy.started,
             num_bytes=len(request.dst) * pool.shape[1],
         )
 
-    def _given_up(self, read: _Read) -> CopyDone:
-        assert read.error is not None
-        return failed_read(read.request, read.error, self._clock() - read.started)
+    def _given_up(self, copy: _Copy) -> CopyDone:
+        assert copy.error is not None
+        return failed_copy(copy.request, copy.error, self._clock() - copy.started)
 
 
 class StoreExecutor:
-    """Blocking calls on the disk store, from the one thread that owns it."""
+    """Blocking calls on the store of a tier, from the one thread that owns it."""
 
-    def __init__(self, store: DiskStore, *, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, store: DiskStore, *, tier: Tier = Tier.DISK, clock: Clock = time.monotonic
+    ) -> None:
         self._store = store
+        self._tier = tier
         self._clock = clock
         self._check_at = clock() + STORE_CHECK_IDLE_S
 
@@ -255,11 +225,11 @@ class StoreExecutor:
         try:
             self._store.update(change)
         except Exception as error:
-            return StoreFailed(_one_line(error))
+            return self._failed(_one_line(error))
         return None
 
     def check(self, busy: bool) -> StoreFailed | None:
-        """Look after the store if it is time to, sooner while it is `busy`. What is wrong is told
+        """Check the store if it is time to, sooner while it is `busy`. What is wrong is reported
         once, and again only after it has changed."""
         now = self._clock()
         if busy:
@@ -271,22 +241,25 @@ class StoreExecutor:
         try:
             news = self._store.check()
         except Exception as error:
-            return StoreFailed(_one_line(error))
+            return self._failed(_one_line(error))
         if news is None:
             return None
         logger.warning("%s", news)
         if self._store.counters["recreated"] > recreated:
-            return StoreFailed(news, lost=True)
-        return StoreFailed(news) if self._store.in_trouble else None
+            return self._failed(news, lost=True)
+        return self._failed(news) if self._store.in_trouble else None
 
     def close(self) -> None:
         try:
             self._store.close()
         except Exception as error:
-            logger.warning("the disk store was not closed properly: %s", _one_line(error))
+            logger.warning("the %s store was not closed: %s", self._tier, _one_line(error))
+
+    def _failed(self, error: str, *, lost: bool = False) -> StoreFailed:
+        return StoreFailed(error, lost, self._tier)
 
 
-def failed_read(request: CopyBlocks, error: str, elapsed_s: float = 0.0) -> CopyDone:
+def failed_copy(request: CopyBlocks, error: str, elapsed_s: float = 0.0) -> CopyDone:
     return CopyDone(request.transfer_id, error, elapsed_s=elapsed_s)
 
 

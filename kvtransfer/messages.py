@@ -1,4 +1,4 @@
-"""What a consumer (decode worker) and a producer (prefill worker) say to each other.
+"""Messages between a consumer of KV (a decode worker) and a producer (a prefill worker).
 
 Life of a handoff: KVConnect / KVConnected once per pair and epoch; KVReady after each chunk; the
 consumer reads; KVConfirmRequest asks whether the blocks were held all the while; the answer is
@@ -17,7 +17,7 @@ from engine.request import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class KVConnect:
-    """Consumer to producer: tell me how to read your pool."""
+    """Consumer to producer: ask for agent metadata, to read the pool."""
 
     consumer: NodeId
     fingerprint: bytes
@@ -39,8 +39,8 @@ class KVConnected:
 
 @dataclass(frozen=True, slots=True)
 class KVFetch:
-    """Consumer to a worker that holds the prefix: lend me the blocks of these hashes, from the
-    first on. Answered by `KVReady`s, the last one `final`, whose blocks may be fewer."""
+    """Consumer to a worker that holds the prefix: export the blocks of these hashes, in order.
+    Answered by `KVReady`s, the last of them `final`; together they may cover fewer blocks."""
 
     request_id: str
     attempt: int
@@ -53,7 +53,7 @@ class KVFetch:
 class KVReady:
     """Producer to consumer: blocks [first, first + len(block_ids)) of the request can be read.
 
-    From a worker that lends them, `final` says that no more will come, and there is no
+    Of a prefix export, `final` says that no more blocks will come, and there is no
     `next_token`."""
 
     request_id: str
@@ -73,7 +73,7 @@ class KVReady:
 
 @dataclass(frozen=True, slots=True)
 class KVConfirmRequest:
-    """Consumer to producer: I have read them all; was the lease held throughout?"""
+    """Consumer to producer: all blocks were read; was the lease held throughout?"""
 
     request_id: str
     attempt: int
@@ -83,7 +83,7 @@ class KVConfirmRequest:
 
 @dataclass(frozen=True, slots=True)
 class KVRelease:
-    """Consumer to producer: I shall not read (any more); nothing is to be confirmed."""
+    """Consumer to producer: end the lease; there is nothing to confirm."""
 
     request_id: str
     attempt: int
@@ -105,10 +105,10 @@ class KVRefused:
 
 
 class CacheAction(StrEnum):
-    """What is to become of KV that no request uses at the moment."""
+    """What to do with KV that no request uses at the moment."""
 
-    PARK = "park"  # out of device memory, into the tiers below
-    RESUME = "resume"  # up again, ahead of the request that will need it
+    PARK = "park"  # out of device memory, into the lower tiers
+    RESUME = "resume"  # back into device memory, ahead of the next request
     PIN = "pin"  # keep it rather than other KV, within the quota of pins
     UNPIN = "unpin"
     DROP = "drop"  # forget it in every tier
@@ -116,8 +116,8 @@ class CacheAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheOrder:
-    """Router to a worker: a session's blocks. A wish: what is in use, or not there, is left alone.
-    Answered by `CacheOrderDone` when nothing more will come of it."""
+    """Router to a worker, about a session's blocks. Best effort: blocks that are in use or not
+    cached are left alone. Answered by `CacheOrderDone` when no more blocks will follow."""
 
     order_id: str
     router: NodeId
@@ -127,7 +127,7 @@ class CacheOrder:
 
 @dataclass(frozen=True, slots=True)
 class CacheOrderDone:
-    """`num_blocks`: how many of them the order has come true for."""
+    """`num_blocks`: how many of them the order was carried out for."""
 
     worker: NodeId
     order_id: str

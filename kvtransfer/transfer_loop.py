@@ -1,6 +1,6 @@
-"""The thread that moves blocks for a worker: one for its memory, one for its disk.
+"""The thread that copies blocks for a worker: one for its memory, one for each of its stores.
 
-Requests are taken in the order in which they came. The loop polls without a pause while reads are
+Requests are taken in the order in which they came. The loop polls without a pause while copies are
 about to end, with growing pauses while they run, and sleeps while there is nothing to do.
 """
 
@@ -18,13 +18,13 @@ from kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvtransfer.executor import StoreExecutor, TransferExecutor, failed_read
+from kvtransfer.executor import StoreExecutor, TransferExecutor, failed_copy
 
 Request = ConnectPeer | CopyBlocks | StoreIndex
 Answer = PeerConnected | CopyDone | StoreFailed
 
 SPINS = 20
-"""Polls without a pause after something happened: a read within one host is done in as many."""
+"""Polls without a pause after something happened: a copy within one host is done in as many."""
 FIRST_WAIT_S = 20e-6
 MAX_WAIT_S = 500e-6
 IDLE_WAIT_S = 1.0
@@ -34,7 +34,7 @@ SHUTS_DOWN = "the worker shuts down"
 class TransferLoop:
     """Owns a TransferExecutor, and its agent by it; of the disk's loop also the store.
 
-    Invariant: each connection and each read is answered through `on_done` exactly once, a change of
+    Invariant: each connection and each copy is answered through `on_done` exactly once, a change of
     the index if it failed. At most `max_outstanding` requests are not done; one more is refused,
     which is its answer.
     """
@@ -77,7 +77,7 @@ class TransferLoop:
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Begin to end, without waiting: refuse what is new, give up what runs, answer everything,
-        close the agent and the store. Reads that run have `timeout_s` to settle."""
+        close the agent and the store. Copies that run have `timeout_s` to settle."""
         with self._lock:
             if not self._stopped:
                 self._stopped = True
@@ -89,7 +89,7 @@ class TransferLoop:
         return not self._thread.is_alive()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """`stop`, then wait twice as long as the reads may take."""
+        """`stop`, then wait twice as long as the copies may take."""
         self.stop(timeout_s)
         return self.join(2 * timeout_s)
 
@@ -103,7 +103,7 @@ class TransferLoop:
             if request is not None:
                 self._begin(request)
                 quiet = 0
-            for answer in self._executor.poll_reads():
+            for answer in self._executor.poll_copies():
                 self._answer(answer)
                 quiet = 0
             self._check_store()
@@ -123,7 +123,7 @@ class TransferLoop:
             case ConnectPeer():
                 self._answer(self._executor.connect(request))
             case CopyBlocks() if self._stopped:
-                self._answer(failed_read(request, SHUTS_DOWN))
+                self._answer(failed_copy(request, SHUTS_DOWN))
             case CopyBlocks():
                 self._executor.post(request)
             case StoreIndex():
@@ -156,6 +156,6 @@ def _refused(request: Request, reason: str) -> Answer:
         case ConnectPeer():
             return PeerConnected(request.peer, request.epoch, reason)
         case CopyBlocks():
-            return failed_read(request, reason)
+            return failed_copy(request, reason)
         case StoreIndex():
-            return StoreFailed(f"the index was not changed: {reason}")
+            return StoreFailed(f"the index was not changed: {reason}", tier=request.tier)

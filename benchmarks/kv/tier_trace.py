@@ -144,7 +144,7 @@ class Replay:
         slowest = min(self.gib_s[tier] for tier in (read.src_tier, read.dst_tier))
         elapsed_s = num_bytes / (slowest * GIB)
         done = CopyDone(read.transfer_id, None, checksums, elapsed_s, num_bytes)
-        heapq.heappush(self.pending, (now + elapsed_s, read.transfer_id, done))
+        heapq.heappush(self.pending, (now + elapsed_s, read.transfer_id.number, done))
 
 
 def load(path: Path) -> list[TraceRequest]:

@@ -179,7 +179,7 @@ def mover(
 
     def move(src: list[int], dst: list[int]) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        handle = agent.read(peer, src, dst, src_tier=src_tier, dst_tier=dst_tier)
+        handle = agent.post_copy(peer, src, dst, src_tier=src_tier, dst_tier=dst_tier)
         polls = 0
         while not agent.poll(handle):
             polls += 1

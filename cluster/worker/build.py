@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,11 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     """Load the model and make the worker; takes seconds. Raises BuildError."""
     from engine.model.quantize import scheme
     from engine.model.runner import ModelRunner
+    from engine.model.step_executor import StepExecutor
     from kvtransfer.agent import AgentError
     from kvtransfer.agents.pool import block_bytes
-    from kvtransfer.executor import StepExecutor, TransferExecutor
+    from kvtransfer.executor import TransferExecutor
+    from kvtransfer.layout import checksum_blocks
 
     options = options or BuildOptions()
     try:
@@ -162,16 +165,18 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
         log.warning("%s: %s", spec.worker, notice)
     if disk is None:
         config = replace(config, num_disk_blocks=0)
-    records = disk.records if disk is not None else ()
+    storage = {} if disk is None else {Tier.DISK: disk}
+    records = {tier: each.records for tier, each in storage.items()}
     worker: type[PrefillWorker | DecodeWorker] = DecodeWorker
     if spec.role is Role.PREFILL:
         worker = PrefillWorker
     close = ranks.close if ranks else None
-    steps = StepExecutor(runner.execute, pools[Tier.DEVICE], close=close)
+    checksums = partial(checksum_blocks, pools[Tier.DEVICE])
+    steps = StepExecutor(runner.execute, checksums, close=close)
     moves = TransferExecutor(spec.worker, spec.epoch, agent, pools, corrupt=options.corrupt)
 
     def make_executor(deliver: Deliver) -> Executor:
-        return WorkerThreads(steps, moves, disk, deliver, spec.worker)
+        return WorkerThreads(steps, moves, storage, deliver, spec.worker)
 
     when_lost = ranks.when_lost if ranks else None
     node = worker(config, records)

@@ -1,4 +1,5 @@
-"""The disk tier of a worker: its store, opened, and what moves blocks to it and back.
+"""The storage of a worker below its memory: a store, opened, and what copies blocks to and from it.
+The disk is the only kind there is.
 
 A store that cannot be opened is no reason not to serve: the worker runs without it, and says why.
 """
@@ -13,15 +14,15 @@ from typing import Any
 from engine.cache_dir import default_cache_dir
 from engine.config import WorkerConfig
 from engine.kv.tier import DiskRecord, Tier
-from kvtransfer.checksum import BlockBytes
 from kvtransfer.executor import StoreExecutor, TransferExecutor
+from kvtransfer.layout import BlockBytes
 
 
 @dataclass(frozen=True, slots=True)
-class DiskTier:
-    """What the worker's disk thread will own."""
+class Storage:
+    """Of one tier: what the thread of that tier will own."""
 
-    moves: TransferExecutor
+    copies: TransferExecutor
     store: StoreExecutor
     records: tuple[DiskRecord, ...]  # what the store held when it was opened
 
@@ -40,7 +41,7 @@ def open_disk_tier(
     memory: Mapping[Tier, Any],
     pools: Mapping[Tier, BlockBytes],
     corrupt: Callable[..., None] | None = None,
-) -> tuple[DiskTier | None, list[str]]:
+) -> tuple[Storage | None, list[str]]:
     """The tier, if `config` has one and it can be opened, and what an operator should know.
 
     `folder`: of the machine; "": in the user's cache. `memory`: the worker's pools, `pools` the
@@ -76,13 +77,13 @@ def open_disk_tier(
             raise NoHostMemory
         arena = memory[Tier.HOST]
         agent = StagedAgent(disk, memory[Tier.DEVICE], arena, config.num_host_blocks)
-    moves = TransferExecutor(config.node_id, config.epoch, agent, pools, corrupt=corrupt)
-    tier = DiskTier(moves, StoreExecutor(store), tuple(store.records))
-    return tier, [*store.warnings, *_unused(root, config.fingerprint)]
+    copies = TransferExecutor(config.node_id, config.epoch, agent, pools, corrupt=corrupt)
+    storage = Storage(copies, StoreExecutor(store), tuple(store.records))
+    return storage, [*store.warnings, *_unused(root, config.fingerprint)]
 
 
 def _unused(root: Path, fingerprint: bytes) -> list[str]:
-    """What lies under `root` for other models, and takes room there, if anything does."""
+    """Stores under `root` of other models, which take room there, as notices."""
     from kvtransfer.store import stale_stores
 
     stale = stale_stores(root, fingerprint)

@@ -1,21 +1,23 @@
-"""The threads of one worker: one that computes, one that moves KV within memory, and one for the
-disk, so that a slow disk holds up nothing else. All report to the node."""
+"""The threads of one worker: one that computes, one that copies KV within memory, and one for each
+tier of storage, so that a slow disk holds up nothing else. All report to the node."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
 from cluster.runtime.host import Deliver
-from cluster.worker.disk_tier import DiskTier
+from cluster.worker.disk_tier import Storage
 from engine.kv.tier import Tier
+from engine.model.step_executor import StepExecutor
 from engine.node import Effect, NodeId
 from engine.step import Execute, Step, StepDone
 from kvtransfer.agent import ConnectPeer, CopyBlocks, StoreFailed, StoreIndex
-from kvtransfer.executor import StepExecutor, TransferExecutor, failed_read
+from kvtransfer.executor import TransferExecutor, failed_copy
+from kvtransfer.tiers.registry import is_storage
 from kvtransfer.transfer_loop import TransferLoop
 
 log = logging.getLogger("kvrelay.threads")
@@ -53,34 +55,36 @@ class StepThread:
 
 class WorkerThreads:
     """Executor of a worker's effects. Owns the threads, and by them the model, the agents and the
-    disk store."""
+    stores."""
 
     def __init__(
         self,
         steps: StepExecutor,
         memory: TransferExecutor,
-        disk: DiskTier | None,
+        storage: Mapping[Tier, Storage],
         deliver: Deliver,
         name: NodeId,
     ) -> None:
-        """`disk`: None if the worker has no disk tier."""
         self._name = name
         self._deliver = deliver
         self._model = steps
         self._steps = StepThread(steps.execute, deliver, f"{name}-step")
         self._memory = TransferLoop(memory, deliver, name=f"{name}-kv")
-        self._disk: TransferLoop | None = None
-        if disk is not None:
-            self._disk = TransferLoop(disk.moves, deliver, store=disk.store, name=f"{name}-disk")
+        self._storage = {
+            tier: TransferLoop(each.copies, deliver, store=each.store, name=f"{name}-{tier}")
+            for tier, each in storage.items()
+        }
 
     def perform(self, effect: Effect) -> None:
         match effect:
             case Execute(step):
                 self._steps.submit(step)
-            case StoreIndex():
-                self._on_disk(effect)
-            case CopyBlocks() if Tier.DISK in (effect.src_tier, effect.dst_tier):
-                self._on_disk(effect)
+            case StoreIndex(tier=tier):
+                self._submit_to(tier, effect)
+            case CopyBlocks(src_tier=tier) if is_storage(tier):
+                self._submit_to(tier, effect)
+            case CopyBlocks(dst_tier=tier) if is_storage(tier):
+                self._submit_to(tier, effect)
             case _:
                 assert isinstance(effect, ConnectPeer | CopyBlocks), effect
                 self._memory.submit(effect)
@@ -88,8 +92,7 @@ class WorkerThreads:
     def close(self) -> None:
         """All at once, so that the slowest decides how long it takes."""
         parts: dict[str, StepThread | TransferLoop] = {"step": self._steps, "memory": self._memory}
-        if self._disk is not None:
-            parts["disk"] = self._disk
+        parts |= {str(tier): loop for tier, loop in self._storage.items()}
         for part in parts.values():
             part.stop()
         deadline = time.monotonic() + CLOSE_S
@@ -98,10 +101,11 @@ class WorkerThreads:
                 log.warning("%s: the %s thread has not ended in time", self._name, name)
         self._model.close()
 
-    def _on_disk(self, effect: CopyBlocks | StoreIndex) -> None:
-        if self._disk is not None:
-            self._disk.submit(effect)
+    def _submit_to(self, tier: Tier, effect: CopyBlocks | StoreIndex) -> None:
+        missing = f"this worker has no {tier} tier"
+        if tier in self._storage:
+            self._storage[tier].submit(effect)
         elif isinstance(effect, CopyBlocks):
-            self._deliver(failed_read(effect, "this worker has no disk tier"))
+            self._deliver(failed_copy(effect, missing))
         else:
-            self._deliver(StoreFailed("this worker has no disk tier"))
+            self._deliver(StoreFailed(missing, tier=tier))

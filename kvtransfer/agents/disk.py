@@ -32,7 +32,7 @@ _abandoned: list[object] = []  # memory that a disk may still write to: never to
 
 
 @dataclass(slots=True, eq=False)
-class _Xfer:
+class _Transfer:
     text: str  # what it does, for errors
     reads: bool  # the disk
     num_blocks: int
@@ -62,7 +62,7 @@ class DiskAgent:
         located = {tier: space_of(pool) for tier, pool in self._pools.items()}
         self._spaces = {tier: space for tier, (space, _) in located.items()}
         assert {size for _, size in located.values()} == {store.bytes_per_block}, located
-        self._live: set[_Xfer] = set()
+        self._live: set[_Transfer] = set()
         self._broken = False
         self._transport: FileTransport | None = self._open()
         self._transport.current_file()
@@ -81,14 +81,14 @@ class DiskAgent:
     def disconnect(self, peer: NodeId) -> None:
         """There is no one to forget."""
 
-    def read(
+    def post_copy(
         self,
         peer: NodeId,
         src: list[int],
         dst: list[int],
         src_tier: Tier = Tier.DEVICE,
         dst_tier: Tier = Tier.DEVICE,
-    ) -> _Xfer:
+    ) -> _Transfer:
         text = f"move of {len(src)} blocks from {src_tier} to {dst_tier} of {peer}"
         if peer != self._name or [src_tier, dst_tier].count(Tier.DISK) != 1:
             raise AgentError(f"{text}: this is the disk of {self._name}, for its own memory")
@@ -99,30 +99,30 @@ class DiskAgent:
             raise AgentError(f"{text}: {self._name}'s disk does not reach {tier} memory")
         num_blocks, num_slots = self._spaces[tier].num_blocks, self._store.max_blocks
         check_block_ids(peer, src, dst, *([num_slots, num_blocks][:: 1 if reads else -1]))
-        busy = sum(xfer.num_blocks for xfer in self._live)
+        busy = sum(transfer.num_blocks for transfer in self._live)
         if busy + len(src) > MAX_LIVE_BLOCKS:
             raise AgentError(f"{text}: {busy} of at most {MAX_LIVE_BLOCKS} blocks are on their way")
         if self._broken and not self._live:
             transport = self._renew(transport)
         blocks, slots = (dst, src) if reads else (src, dst)
         end = max(map(self._store.offset, slots)) + self._store.bytes_per_block
-        xfer = _Xfer(text, reads, len(src), end, transport.current_file(), handle=0)
-        _check(xfer, transport)
+        transfer = _Transfer(text, reads, len(src), end, transport.current_file(), handle=0)
+        _check(transfer, transport)
         try:
-            xfer.handle = transport.make(reads, tier, blocks, xfer.file, slots)
+            transfer.handle = transport.make(reads, tier, blocks, transfer.file, slots)
         except Exception as error:
             raise AgentError(f"{text}: {error_text(error)}") from error
-        self._post(xfer, transport)
-        return xfer
+        self._post(transfer, transport)
+        return transfer
 
-    def poll(self, handle: _Xfer) -> bool:
+    def poll(self, handle: _Transfer) -> bool:
         assert not handle.released
         self._look(handle, self._opened())
         if handle.error is not None:
             raise AgentError(handle.error)
         return handle.settled
 
-    def release(self, handle: _Xfer) -> bool:
+    def release(self, handle: _Transfer) -> bool:
         if handle.released:
             return True
         transport = self._opened()
@@ -171,54 +171,58 @@ class DiskAgent:
         transport.close()
         return self._transport
 
-    def _post(self, xfer: _Xfer, transport: FileTransport) -> None:
-        self._live.add(xfer)
-        xfer.file.live += 1
+    def _post(self, transfer: _Transfer, transport: FileTransport) -> None:
+        self._live.add(transfer)
+        transfer.file.live += 1
         try:
             # What is cached is copied here, with the GIL released. Its end is seen by `_look`.
-            transport.agent.postXferReq(xfer.handle, b"")
+            transport.agent.postXferReq(transfer.handle, b"")
         except Exception as error:
-            self._settle_failed(xfer, error)
-            self.release(xfer)
-            raise AgentError(str(xfer.error)) from error
+            self._settle_failed(transfer, error)
+            self.release(transfer)
+            raise AgentError(str(transfer.error)) from error
 
-    def _look(self, xfer: _Xfer, transport: FileTransport) -> None:
-        """Let NIXL submit more of `xfer`, and see whether it has settled."""
-        if xfer.settled:
+    def _look(self, transfer: _Transfer, transport: FileTransport) -> None:
+        """Let NIXL submit more of `transfer`, and see whether it has settled."""
+        if transfer.settled:
             return
         try:
-            status = transport.agent.getXferStatus(xfer.handle)
+            status = transport.agent.getXferStatus(transfer.handle)
         except Exception as error:
-            self._settle_failed(xfer, error)
+            self._settle_failed(transfer, error)
             return
         if status == transport.nixl.NIXL_IN_PROG:
             return
-        xfer.settled = True
+        transfer.settled = True
         try:
-            _check(xfer, transport)
+            _check(transfer, transport)
         except AgentError as error:
-            xfer.error = str(error)
+            transfer.error = str(error)
 
-    def _settle_failed(self, xfer: _Xfer, error: Exception) -> None:
+    def _settle_failed(self, transfer: _Transfer, error: Exception) -> None:
         """NIXL says no more than that it failed; what an operator looks at first is added."""
-        xfer.settled = True
+        transfer.settled = True
         self._broken = True
-        status = os.fstatvfs(xfer.file.fd)
+        status = os.fstatvfs(transfer.file.fd)
         free_gib = status.f_bavail * status.f_frsize / 2**30
-        xfer.error = f"{xfer.text}: {error_text(error)}; the disk has {free_gib:.1f} GiB free"
+        transfer.error = (
+            f"{transfer.text}: {error_text(error)}; the disk has {free_gib:.1f} GiB free"
+        )
 
     def _release_all(self) -> bool:
-        for xfer in list(self._live):
-            self.release(xfer)
+        for transfer in list(self._live):
+            self.release(transfer)
         return not self._live
 
 
-def _check(xfer: _Xfer, transport: FileTransport) -> None:
+def _check(transfer: _Transfer, transport: FileTransport) -> None:
     """Before and after a transfer. Raises AgentError if what is read is not all in the file, or
     what is written is in a file that the store has given up."""
-    if xfer.reads:
-        size = os.fstat(xfer.file.fd).st_size
-        if size < xfer.end:
-            raise AgentError(f"{xfer.text}: the file was cut to {size} bytes, not {xfer.end}")
-    elif not transport.is_current(xfer.file):
-        raise AgentError(f"{xfer.text}: the disk store has another file now")
+    if transfer.reads:
+        size = os.fstat(transfer.file.fd).st_size
+        if size < transfer.end:
+            raise AgentError(
+                f"{transfer.text}: the file was cut to {size} bytes, not {transfer.end}"
+            )
+    elif not transport.is_current(transfer.file):
+        raise AgentError(f"{transfer.text}: the disk store has another file now")

@@ -51,7 +51,7 @@ class _Peer:
 
 
 @dataclass(slots=True)
-class _Xfer:
+class _Transfer:
     """Copies nothing before it is polled, and nothing after it was released."""
 
     name: NodeId
@@ -106,27 +106,27 @@ class LocalAgent:
     def disconnect(self, peer: NodeId) -> None:
         self._peers.pop(peer, None)
 
-    def read(
+    def post_copy(
         self,
         peer: NodeId,
         src: list[int],
         dst: list[int],
         src_tier: Tier = Tier.DEVICE,
         dst_tier: Tier = Tier.DEVICE,
-    ) -> _Xfer:
+    ) -> _Transfer:
         known = self._own if peer == self._name else self._peers.get(peer)
         if known is None:
             raise AgentError(f"not connected to {peer}")
         if known is self._own and src_tier is dst_tier:
             raise AgentError(f"{peer} moves blocks between tiers, not within {src_tier} memory")
-        xfer = _Xfer(peer, known, src_tier, dst_tier, src, dst)
-        source, destination = self._source(xfer), self._pools.get(dst_tier)
+        transfer = _Transfer(peer, known, src_tier, dst_tier, src, dst)
+        source, destination = self._source(transfer), self._pools.get(dst_tier)
         if destination is None:
             raise AgentError(f"read from {peer}: {self._name} has no {dst_tier} memory")
         check_block_ids(peer, src, dst, len(source), len(destination))
-        return xfer
+        return transfer
 
-    def poll(self, handle: _Xfer) -> bool:
+    def poll(self, handle: _Transfer) -> bool:
         assert not handle.released
         source, destination = self._source(handle), self._pools[handle.dst_tier]
         for src, dst in zip(handle.src, handle.dst, strict=True):
@@ -135,7 +135,7 @@ class LocalAgent:
                 destination[dst, span.dst : span.dst + span.length] = run
         return True
 
-    def release(self, handle: _Xfer) -> bool:
+    def release(self, handle: _Transfer) -> bool:
         handle.released = True
         return True
 
@@ -143,10 +143,10 @@ class LocalAgent:
         self._peers.clear()
         self._registry.remove(self._incarnation)
 
-    def _source(self, xfer: _Xfer) -> NDArray[np.uint8]:
-        pools = self._registry.pools.get(xfer.peer.incarnation)
+    def _source(self, transfer: _Transfer) -> NDArray[np.uint8]:
+        pools = self._registry.pools.get(transfer.peer.incarnation)
         if pools is None:
-            raise AgentError(f"{xfer.name} has left")
-        if xfer.src_tier not in pools:
-            raise AgentError(f"read from {xfer.name}: it has no {xfer.src_tier} memory")
-        return pools[xfer.src_tier]
+            raise AgentError(f"{transfer.name} has left")
+        if transfer.src_tier not in pools:
+            raise AgentError(f"read from {transfer.name}: it has no {transfer.src_tier} memory")
+        return pools[transfer.src_tier]

@@ -66,7 +66,7 @@ class _Peer:
 
 
 @dataclass(slots=True, eq=False)
-class _Xfer:
+class _Transfer:
     node: NodeId
     peer: _Peer
     handle: int
@@ -113,7 +113,7 @@ class NixlAgent:
         self._local: dict[tuple[Tier, Spans], int] = {}  # descriptor lists of own memory
         self._peers: dict[NodeId, _Peer] = {}
         self._retired: list[_Peer] = []  # gone, with transfers that have not settled
-        self._xfers: set[_Xfer] = set()
+        self._transfers: set[_Transfer] = set()
         try:
             self._start(backend, {"num_threads": str(num_threads)} if num_threads else {})
         except Exception as error:
@@ -179,14 +179,14 @@ class NixlAgent:
         else:
             self._forget(known)
 
-    def read(
+    def post_copy(
         self,
         peer: NodeId,
         src: list[int],
         dst: list[int],
         src_tier: Tier = Tier.DEVICE,
         dst_tier: Tier = Tier.DEVICE,
-    ) -> _Xfer:
+    ) -> _Transfer:
         known = self._own if peer == self._name else self._peers.get(peer)
         if known is None:
             raise AgentError(f"not connected to {peer}")
@@ -211,26 +211,26 @@ class NixlAgent:
         except Exception as error:
             known.failed = True
             raise AgentError(f"read from {peer}: {error_text(error)}") from error
-        xfer = _Xfer(peer, known, handle)
-        self._xfers.add(xfer)
+        transfer = _Transfer(peer, known, handle)
+        self._transfers.add(transfer)
         known.live += 1
         try:
             # Within a host the copy is made here, with the GIL released.
-            xfer.settled = self._agent.postXferReq(handle, b"") != self._nixl.NIXL_IN_PROG
+            transfer.settled = self._agent.postXferReq(handle, b"") != self._nixl.NIXL_IN_PROG
         except Exception as error:
-            self._settle_failed(xfer, error)
-            self.release(xfer)
-            raise AgentError(str(xfer.error)) from error
-        return xfer
+            self._settle_failed(transfer, error)
+            self.release(transfer)
+            raise AgentError(str(transfer.error)) from error
+        return transfer
 
-    def poll(self, handle: _Xfer) -> bool:
+    def poll(self, handle: _Transfer) -> bool:
         assert not handle.released
         self._look(handle)
         if handle.error is not None:
             raise AgentError(handle.error)
         return handle.settled
 
-    def release(self, handle: _Xfer) -> bool:
+    def release(self, handle: _Transfer) -> bool:
         if handle.released:
             return True
         self._look(handle)
@@ -247,8 +247,8 @@ class NixlAgent:
     def close(self) -> None:
         if self._agent is None:
             return
-        for xfer in list(self._xfers):
-            self._free(xfer)
+        for transfer in list(self._transfers):
+            self._free(transfer)
         for peer in [*self._peers.values(), *self._retired]:
             self._forget(peer)
         self._peers.clear()
@@ -287,32 +287,32 @@ class NixlAgent:
 
     def _find_lane(self, peer: _Peer, before: set[int], on_gpu: bool) -> None:
         """By the endpoint that came with this connection. If none did, the peer connected to us
-        before, and UCX uses that endpoint for both: it is among those that are nobody's."""
+        before, and UCX uses that endpoint for both: it is one that no peer has yet."""
         now = nixl_lanes.endpoints(self._facts.agent)
         peer.endpoints = frozenset(now - before)
         others = [self._own, *self._peers.values(), *self._retired]
         of_others = frozenset[int]().union(*(other.endpoints for other in others))
         peer.lane = nixl_lanes.lane(peer.endpoints or now - of_others, on_gpu and self._on_gpu)
 
-    def _look(self, xfer: _Xfer) -> None:
-        """Let the transport make progress, and see whether `xfer` has settled."""
-        if xfer.settled:
+    def _look(self, transfer: _Transfer) -> None:
+        """Let the transport make progress, and see whether `transfer` has settled."""
+        if transfer.settled:
             return
         try:
-            status = self._agent.getXferStatus(xfer.handle)
-            xfer.settled = status != self._nixl.NIXL_IN_PROG
+            status = self._agent.getXferStatus(transfer.handle)
+            transfer.settled = status != self._nixl.NIXL_IN_PROG
         except Exception as error:
-            self._settle_failed(xfer, error)
+            self._settle_failed(transfer, error)
 
-    def _settle_failed(self, xfer: _Xfer, error: Exception) -> None:
-        xfer.settled = True
-        xfer.error = f"read from {xfer.node}: {error_text(error)}"
-        xfer.peer.failed = True
+    def _settle_failed(self, transfer: _Transfer, error: Exception) -> None:
+        transfer.settled = True
+        transfer.error = f"read from {transfer.node}: {error_text(error)}"
+        transfer.peer.failed = True
 
-    def _free(self, xfer: _Xfer) -> None:
-        self._xfers.remove(xfer)
-        xfer.released = True
-        quietly(self._agent.releaseXferReq, xfer.handle)
+    def _free(self, transfer: _Transfer) -> None:
+        self._transfers.remove(transfer)
+        transfer.released = True
+        quietly(self._agent.releaseXferReq, transfer.handle)
 
     def _forget(self, peer: _Peer) -> None:
         for dlist in peer.dlists.values():

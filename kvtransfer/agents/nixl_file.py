@@ -77,7 +77,7 @@ class FileTransport:
         self._store = store
         self._agent_name = f"{name}#disk#{secrets.token_hex(8)}"
         config = self.nixl.nixlAgentConfig()
-        config.useProgThread = False  # nobody else asks anything of this agent
+        config.useProgThread = False  # no peer asks anything of this agent
         self.agent: Any = self.nixl.nixlAgent(self._agent_name, config)
         self._registered: list[tuple[Any, int]] = []
         self.memory: dict[Tier, tuple[int, int]] = {}  # backend, descriptor list

@@ -1,4 +1,4 @@
-"""A worker's KV memory as bytes, and the check of block ids that came from elsewhere."""
+"""A worker's KV memory as bytes, and the check of block ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.node import NodeId
 from kvtransfer.agent import AgentError
 from kvtransfer.agents.metadata import Space
-from kvtransfer.checksum import BlockBytes
+from kvtransfer.layout import BlockBytes
 
 CUDA_HOST_REGISTER_PORTABLE = 1  # page-locked for every CUDA context
 

@@ -1,4 +1,4 @@
-"""A disk agent for a GPU whose memory no disk reaches: what is read for it stops in host memory.
+"""A disk agent for a GPU without GPUDirect Storage: reads are staged in host memory.
 
 Life of a staged read: it waits for slots of the staging area -> a batch of its blocks is read into
 them -> copied to the device, and the slots are free again -> the next batch, until all have come.
@@ -63,7 +63,7 @@ class StagedAgent:
     def disconnect(self, peer: NodeId) -> None:
         self._agent.disconnect(peer)
 
-    def read(
+    def post_copy(
         self,
         peer: NodeId,
         src: list[int],
@@ -72,7 +72,7 @@ class StagedAgent:
         dst_tier: Tier = Tier.DEVICE,
     ) -> Any:
         if dst_tier is not Tier.DEVICE:
-            return self._agent.read(peer, src, dst, src_tier, dst_tier)
+            return self._agent.post_copy(peer, src, dst, src_tier, dst_tier)
         check_block_ids(peer, src, dst, max(src, default=0) + 1, len(self._device))
         staged = _Staged(peer, src, dst)
         self._post(staged)
@@ -109,7 +109,7 @@ class StagedAgent:
             return
         src = staged.src[staged.done : staged.done + count]
         slots = self._free[:count]
-        staged.handle = self._agent.read(staged.peer, src, slots, Tier.DISK, Tier.HOST)
+        staged.handle = self._agent.post_copy(staged.peer, src, slots, Tier.DISK, Tier.HOST)
         del self._free[:count]
         staged.slots = slots
 

@@ -2,32 +2,35 @@
 or from both.
 
 Which blocks: `[first, end)` of the sequence's table. Those before `first` were in the prefix cache;
-those from `end` on are computed. Blocks `[first, first + len(own))` come from the own host memory
-or disk, the rest from the producer. Where the table has no block, as a window has left it, none
-comes.
+those from `end` on are computed. Blocks `[first, first + len(own))` are loaded from this worker's
+lower tiers, the others are read from the producer. Blocks outside a window are not in the table,
+and are skipped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.cost import blocks_worth_loading
+from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Tier
 from engine.node import NodeId, Note
 from engine.request import TokenLogprobs
 from engine.sequence import NO_BLOCK, Sequence
-from kvtransfer.peer.handoff import ConsumerState
-from kvtransfer.tiers.manager import Source
-
-Key = tuple[str, int]  # (request_id, attempt)
+from kvtransfer.agent import TransferId
+from kvtransfer.peer.handoff import ConsumerState, Key
+from kvtransfer.tiers.blocks import Source
+from kvtransfer.tiers.manager import Tiers
 
 
 class Mode(StrEnum):
     """What the producer does for it."""
 
     HANDOFF = "handoff"  # computes all of the prompt and samples the next token
-    FETCH = "fetch"  # lends what it holds of the prefix
-    LOAD = "load"  # there is none: everything comes from the own tiers
+    FETCH = "fetch"  # exports what it holds of the prefix
+    LOAD = "load"  # there is no producer: everything is loaded from lower tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Offer:
 
 @dataclass(slots=True)
 class Read:
-    """A transfer in flight. `tier` is that of the own source, None for a peer's."""
+    """A transfer in flight. `tier`: the lower tier that it loads from; None: a peer."""
 
     indices: list[int]
     tier: Tier | None
@@ -67,7 +70,7 @@ class Arrival:
     offers: dict[int, Offer] = field(default_factory=dict)
     posted: set[int] = field(default_factory=set)
     good: set[int] = field(default_factory=set)
-    reads: dict[int, Read] = field(default_factory=dict)  # by transfer id
+    reads: dict[TransferId, Read] = field(default_factory=dict)
     started_at: float = 0.0
     final: bool = False  # the producer offers no more
     next_token: int | None = None
@@ -88,7 +91,7 @@ class Arrival:
 
     @property
     def end(self) -> int:
-        """Where what is awaited ends, as far as is known."""
+        """The end of the blocks that are expected, as far as is known."""
         if self.mode is Mode.HANDOFF:
             return len(self.seq.block_ids)
         end, limit = self.own_end, len(self.seq.block_ids)
@@ -98,7 +101,7 @@ class Arrival:
 
     @property
     def has_all(self) -> bool:
-        """Nothing more will come, and nothing is in flight."""
+        """No more blocks are expected, and no transfer is in flight."""
         complete = self.final or self.mode is Mode.LOAD
         if not complete or self.reads:
             return False
@@ -116,12 +119,12 @@ class Arrival:
         return end
 
     def takes_offer(self, index: int) -> bool:
-        """Whether what the producer has of this block is wanted."""
+        """Whether this block is read from the producer."""
         table = self.seq.block_ids
         return self.own_end <= index < len(table) and table[index] != NO_BLOCK
 
     def own_source(self, index: int) -> Source:
-        """Where a block that the table has, and that the own tiers have, is loaded from."""
+        """Where a block before `own_end` that the table has is loaded from."""
         source = self.own[index - self.first]
         assert source is not None
         return source
@@ -132,7 +135,7 @@ class Arrival:
         return self.offers[index].checksum
 
     def source_of(self, read: Read) -> str:
-        """Who the bytes of `read` come from, for people."""
+        """Whose bytes `read` copies, for log lines."""
         return f"{self.producer}" if read.tier is None else f"the own {read.tier} tier"
 
     def source_tier(self, index: int) -> str:
@@ -156,3 +159,49 @@ def mismatch(arrival: Arrival, read: Read, count: int) -> Note:
         " have the bytes that were stored or sent; they are computed again"
     )
     return Note("error", "kv_checksum_mismatch", text)
+
+
+def choose_loads(
+    seq: Sequence,
+    kv: KVCacheManager,
+    tiers: Tiers,
+    load_s: Callable[[Tier], float],
+    compute_s: float,
+) -> list[Source | None]:
+    """Sources of blocks `[num_sealed, num_sealed + len(result))` of `seq`, which has just been
+    admitted; None where none is needed, and its table is laid out for that. `load_s`: to load a
+    block, by tier; `compute_s`: to compute one."""
+    if seq.compute_all:
+        return []
+    if kv.window.size:
+        return _choose_window(seq, kv, tiers, load_s, compute_s)
+    sources = tiers.find(kv.usable_hashes(seq)[seq.num_sealed :])
+    count = blocks_worth_loading((load_s(source.tier) for source in sources), compute_s)
+    return [*sources[:count]]
+
+
+def _choose_window(
+    seq: Sequence,
+    kv: KVCacheManager,
+    tiers: Tiers,
+    load_s: Callable[[Tier], float],
+    compute_s: float,
+) -> list[Source | None]:
+    """All or nothing: a part of a window is of no use. One that comes from a prefill worker is not
+    mixed with what is here."""
+    block_hashes, first = kv.usable_hashes(seq), seq.num_sealed
+    found: dict[int, Source] = {}
+
+    def has(index: int) -> bool:
+        if index < first:
+            return seq.block_ids[index] != NO_BLOCK
+        found.update((index, source) for source in tiers.find(block_hashes[index : index + 1]))
+        return index in found
+
+    end = 0 if seq.is_remote else kv.window.reach(len(block_hashes), has)
+    needed = [index for index in kv.window.kept(end * kv.block_size) if index >= first]
+    cost_s = sum(load_s(found[index].tier) for index in needed)
+    if cost_s >= (end - first) * compute_s or not kv.expect(seq, end):
+        return []
+    chosen = {index: found[index] for index in needed}
+    return [chosen.get(index) for index in range(first, end)]

@@ -1,21 +1,21 @@
-"""The consumer's side: which KV comes from elsewhere, and when it may be used.
+"""The consumer's side: which KV is read from peers and lower tiers, and when it may be used.
 
-Life of an arrival here: expected (the request has come) -> started (destination blocks are
-allocated) -> reading, as blocks are known -> confirming, if a producer held them -> settled, also
-by whatever goes wrong, with what is certain to be good; the worker computes the rest. The same for all sources: a peer's pool, a peer's host memory, the own host memory and disk.
+Life of an arrival: expected (the request has come) -> started (destination blocks are allocated)
+-> reading, as blocks are announced -> confirming, if a producer held them -> settled, with those
+blocks that are certain to be good; the worker computes the rest. The same for all sources.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from itertools import count
 
 from engine.config import WorkerConfig
 from engine.cost import Rate
-from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Tier
 from engine.node import Effect, NodeId, Note, Send
 from engine.sequence import Sequence
-from kvtransfer.agent import CopyBlocks, CopyDone, PeerConnected
+from kvtransfer.agent import CopyBlocks, CopyDone, PeerConnected, ReadId, TransferId
 from kvtransfer.messages import (
     KVConfirmRequest,
     KVConnected,
@@ -24,38 +24,37 @@ from kvtransfer.messages import (
     KVRefused,
     KVRelease,
 )
-from kvtransfer.peer.arrival import Arrival, Key, Mode, Offer, Read, Settled, mismatch
-from kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, next_consumer
+from kvtransfer.peer.arrival import Arrival, Mode, Offer, Read, Settled, mismatch
+from kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, Key, next_consumer
 from kvtransfer.peer.handshake import Peers, Reach
-from kvtransfer.tiers.loads import choose_loads
-from kvtransfer.tiers.manager import Source, Tiers
+from kvtransfer.tiers.blocks import Source
+from kvtransfer.tiers.manager import Tiers
+from kvtransfer.tiers.registry import TIERS, memory_tiers
 
 MAX_EARLY = 256  # handoffs announced before their request has come
 CONFIRM_TIMEOUT_S = 5.0
-LEND_TIMEOUT_S = 2.0  # for the first answer to a KVFetch; nothing is computed for it
-UNMEASURED_BYTES_PER_S = {Tier.HOST: 2e9, Tier.DISK: 0.5e9}
+FETCH_TIMEOUT_S = 2.0  # for the first answer to a KVFetch; nothing is computed for it
 
 
 class Connector:
-    """Owns the arrivals of one worker. Its transfers have even numbers.
+    """Owns the arrivals of one worker.
 
     Invariant: an arrival is here until no transfer can write to its destination; the sources that
     it loads from are pinned as long."""
 
-    def __init__(self, config: WorkerConfig, kv: KVCacheManager, tiers: Tiers) -> None:
+    def __init__(self, config: WorkerConfig, tiers: Tiers) -> None:
         self.config = config
         self.tiers = tiers
-        self._kv = kv
         self.peers = Peers(config)
         self.arrivals: dict[Key, Arrival] = {}
         self.settled: list[Settled] = []
-        self.failures: dict[str, int] = {}  # why arrivals failed -> how often
+        self.failures = Counter[str]()  # why arrivals failed -> how often
         self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
         self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:LANE", and seconds
         self._early: OrderedDict[Key, list[KVReady]] = OrderedDict()
         self._planned: dict[Key, list[Source | None]] = {}
-        self._by_transfer: dict[int, Arrival] = {}
-        self._next_transfer_id = 0
+        self._by_transfer: dict[TransferId, Arrival] = {}
+        self._read_ids = map(ReadId, count())
 
     @property
     def num_reads(self) -> int:
@@ -66,7 +65,7 @@ class Connector:
         return settled
 
     def expect(self, now: float, seq: Sequence, mode: Mode, producer: NodeId) -> list[Effect]:
-        """KV of `seq` is to come from `producer`; what it announced already is remembered."""
+        """KV of `seq` is read from `producer`, which may have announced blocks already."""
         patience_s = self.config.handoff_timeout_s if mode is Mode.HANDOFF else float("inf")
         arrival = Arrival(seq, mode, producer, now + patience_s)
         self.arrivals[seq.key] = arrival
@@ -75,11 +74,9 @@ class Connector:
             effects += self.on_ready(now, ready)
         return effects + self.peers.reach(now, producer, arrival.epoch)[1]
 
-    def plan(self, seq: Sequence, prefill_tokens_per_s: float) -> bool:
-        """Whether KV of `seq`, which has just got its blocks, comes from elsewhere. Decides what is
-        loaded from the own tiers rather than computed, and pins it."""
-        compute_s = self.config.block_size / (prefill_tokens_per_s or 1e-9)
-        sources = choose_loads(seq, self._kv, self.tiers, self._load_s, compute_s)
+    def plan(self, seq: Sequence, sources: list[Source | None]) -> bool:
+        """`sources`: blocks of `seq`, which was just allocated, that are loaded from lower tiers;
+        they are pinned from now on. Returns whether any of its KV is loaded or read."""
         if sources:
             self.tiers.pin(source for source in sources if source is not None)
             self._planned[seq.key] = sources
@@ -96,8 +93,8 @@ class Connector:
         arrival.state = next_consumer(arrival.state, ConsumerEvent.START)
         effects: list[Effect] = []
         if arrival.mode is Mode.FETCH:
-            arrival.deadline = now + min(LEND_TIMEOUT_S, self.config.handoff_timeout_s)
-            effects += self._ask_to_lend(arrival)
+            arrival.deadline = now + min(FETCH_TIMEOUT_S, self.config.handoff_timeout_s)
+            effects += self._fetch_prefix(arrival)
         seq.num_arriving = arrival.own_end
         return effects + self._advance(now, arrival)
 
@@ -167,11 +164,11 @@ class Connector:
             for index in bad:
                 self.tiers.discard(arrival.own_source(index))
         why = "read_failed" if done.error is not None else "checksum_mismatch"
-        # The prefix up to a bad block of the own tiers is still of use; a producer's is not.
+        # The prefix up to a bad block of a lower tier is still of use; a producer's is not.
         if bad and (read.tier is None or arrival.mode is Mode.HANDOFF):
             return effects + self.fail(arrival, why)
         if bad:
-            self._count_failure(why)
+            self.failures[why] += 1
         return effects + self._advance(now, arrival)
 
     def on_confirmed(self, key: Key) -> None:
@@ -183,15 +180,15 @@ class Connector:
         arrival = self.arrivals.get((message.request_id, message.attempt))
         if arrival is None or arrival.state is not ConsumerState.CONFIRMING:
             return []
-        self._count_failure("refused")
+        self.failures["refused"] += 1
         self._settle(arrival, ConsumerEvent.REFUSED)
         return []
 
     def fail(self, arrival: Arrival, why: str) -> list[Effect]:
-        """Give `arrival` up. It settles now, or when its last transfer has."""
+        """Give `arrival` up. It settles now, or once its last transfer has settled."""
         if arrival.state is ConsumerState.DRAINING:
             return []
-        self._count_failure(why)
+        self.failures[why] += 1
         if arrival.reads:
             arrival.state = next_consumer(arrival.state, ConsumerEvent.CANCEL)
         elif arrival.state is ConsumerState.READING:
@@ -201,7 +198,7 @@ class Connector:
         return [Send(arrival.producer, KVRelease(*arrival.key))] if arrival.producer else []
 
     def tick(self, now: float) -> list[Effect]:
-        """Time out what has had no news; ask again those who have not answered."""
+        """Time out arrivals without progress; repeat handshakes that were not answered."""
         effects: list[Effect] = []
         for arrival in list(self.arrivals.values()):
             if now >= arrival.deadline:
@@ -211,7 +208,7 @@ class Connector:
         return effects
 
     def _advance(self, now: float, arrival: Arrival) -> list[Effect]:
-        """Post what can be read; confirm or settle when all is here."""
+        """Post what can be read; confirm or settle once all blocks have arrived."""
         effects: list[Effect] = []
         reach = Reach.CONNECTED if arrival.producer is None else Reach.WAITING
         if arrival.producer is not None and arrival.epoch is not None:
@@ -240,7 +237,7 @@ class Connector:
         request = KVConfirmRequest(*arrival.key, self.config.node_id, arrival.lease)
         return [Send(arrival.producer, request)]
 
-    def _ask_to_lend(self, arrival: Arrival) -> list[Effect]:
+    def _fetch_prefix(self, arrival: Arrival) -> list[Effect]:
         assert arrival.producer is not None
         seq = arrival.seq
         end = min(len(seq.block_ids), (len(seq.tokens) - 1) // self.config.block_size)
@@ -250,7 +247,7 @@ class Connector:
 
     def _post_own(self, now: float, arrival: Arrival) -> list[Effect]:
         effects: list[Effect] = []
-        for tier in (Tier.HOST, Tier.DISK):
+        for tier in TIERS:
             todo = [
                 index
                 for index, source in enumerate(arrival.own, start=arrival.first)
@@ -264,7 +261,7 @@ class Connector:
     def _post_offers(self, now: float, arrival: Arrival) -> list[Effect]:
         effects: list[Effect] = []
         new = sorted(filter(arrival.takes_offer, arrival.offers.keys() - arrival.posted))
-        for tier in (Tier.DEVICE, Tier.HOST):
+        for tier in memory_tiers():
             todo = [index for index in new if arrival.offers[index].tier is tier]
             if todo:
                 blocks = tuple(arrival.offers[index].block for index in todo)
@@ -280,8 +277,7 @@ class Connector:
         src_tier: Tier,
         src: tuple[int, ...],
     ) -> CopyBlocks:
-        transfer_id = self._next_transfer_id
-        self._next_transfer_id += 2
+        transfer_id = next(self._read_ids)
         arrival.posted.update(indices)
         arrival.reads[transfer_id] = Read(indices, own_tier, now)
         arrival.seq.num_reads += 1
@@ -301,18 +297,19 @@ class Connector:
             src_tier=src_tier,
         )
 
-    def _load_s(self, tier: Tier) -> float:
-        rate = self.bytes_per_s(tier) or UNMEASURED_BYTES_PER_S[tier]
+    def load_s(self, tier: Tier) -> float:
+        """Seconds that a block takes from a lower tier into device memory."""
+        rate = self.bytes_per_s(tier) or TIERS[tier].bytes_per_s
         return self.config.bytes_per_block / rate
 
     def bytes_per_s(self, tier: Tier | None) -> float:
         """Measured rate of reads into device memory; until there was one, that of copies down to
         the tier, which take the same way, if it is better than what is assumed. 0: not known."""
         own = self.read_bytes_per_s[tier].value
-        if own or tier is None:
+        if own or tier not in TIERS:
             return own
         written = self.tiers.written_bytes_per_s(tier)
-        return written if written > UNMEASURED_BYTES_PER_S.get(tier, 0.0) else 0.0
+        return written if written > TIERS[tier].bytes_per_s else 0.0
 
     def _unreachable(self, producer: NodeId, why: str) -> list[Effect]:
         effects: list[Effect] = []
@@ -338,13 +335,10 @@ class Connector:
             key = f"kv_read_{name}:{source}"
             self.counters[key] = self.counters.get(key, 0.0) + amount
 
-    def _count_failure(self, why: str) -> None:
-        self.failures[why] = self.failures.get(why, 0) + 1
-
     def check_idle(self) -> list[str]:
         left = [f"arrival {a.key} is {a.state}" for a in self.arrivals.values()]
         if self._by_transfer:
-            left.append(f"transfers {sorted(self._by_transfer)} are live")
+            left.append(f"transfers {sorted(read.number for read in self._by_transfer)} are live")
         if self._planned:
             left.append(f"loads of {sorted(self._planned)} are planned and not begun")
         return left

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+Key = tuple[str, int]  # (request_id, attempt)
+
 
 class ConsumerState(StrEnum):
     WAITING = "waiting"  # no destination blocks yet

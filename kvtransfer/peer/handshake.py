@@ -1,4 +1,4 @@
-"""Who this worker may read from: the handshake with each peer, once per pair and epoch.
+"""Peers that this worker can read: the handshake with each, once per pair and epoch.
 
 Life of a peer: asked (`KVConnect`) -> answered (`KVConnected`) -> connected by the agent. A new
 epoch of the peer begins it again. A peer with another model, dtype or layout is told apart by its
@@ -87,7 +87,7 @@ class Peers:
         return True, [connect]
 
     def on_peer_connected(self, message: PeerConnected) -> tuple[bool | None, list[Effect]]:
-        """(True: it can be read now, False: it cannot, None: that is no news; effects)."""
+        """(True: it can be read now, False: it cannot, None: nothing changed; effects)."""
         peer = self._peers.get(message.peer)
         if peer is None or peer.epoch != message.epoch:
             return None, []

@@ -33,7 +33,7 @@ COUNTERS = (
     "loaded",  # records found at opening
     "expired",  # records not loaded because their time was over
     "damaged",  # because the row was altered
-    "outside",  # because the slot lies beyond the file or max_blocks
+    "outside",  # because the slot is beyond the end of the file or max_blocks
     "duplicate",  # because an earlier slot has the same hash
     "emptied",  # times that the index was made anew in place of another
     "recreated",  # times that the store was made anew because it had vanished

@@ -1,4 +1,4 @@
-"""Where disk stores lie, who holds one, and which ones nobody needs any more.
+"""Paths of disk stores, the lock on one, and stores that are not needed any more.
 
 `<root>/<fingerprint, hex>/<owner>`: blocks of another model, dtype or layout are never in the same
 folder. The lock file in it is held by flock for as long as the store is open, and goes free with

@@ -1,63 +1,145 @@
-"""What a worker holds below the device, how it is used, and what should be moved because of that.
+"""Blocks in the lower tiers of a worker: their usage, and which of them should be moved.
 
-Life of a block here: sealed on the device -> waiting to be copied -> in host memory -> on disk too,
-once it was not used for a while -> in neither, when both tiers have forgotten it.
+Life of a block here: sealed on the device -> waiting to be copied -> in the first tier -> in those
+behind it too, once it was not used for a while -> in none, when all of them have forgotten it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from engine.config import WorkerConfig
 from engine.kv.tier import DiskRecord, Retention, Tier
 from engine.node import Effect
-from kvtransfer.tiers.disk_index import DiskIndex
 from kvtransfer.tiers.pool import Entry, LeastFirst, TierPool, Usage
+from kvtransfer.tiers.registry import TIERS, is_storage
+from kvtransfer.tiers.store_index import IndexUpdates
 
-WRITE_AHEAD_SHARE = 0.25  # of host memory: with fewer blank blocks, the oldest are written early
+WRITE_AHEAD_SHARE = 0.25  # of the first tier: with fewer blank blocks, the oldest are written early
+
+StoreRecords = Mapping[Tier, Sequence[DiskRecord]]
+"""What the store of each tier held when it was opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where this worker can load a block from."""
+
+    tier: Tier  # below the device
+    slot: int
+    block_hash: bytes
+    checksum: int
+
+
+class BackingTier:
+    """A tier behind the first one: what of that is to be written to it, and promoted from it. Owned
+    by `TierBlocks`. Each queue is bounded by the size of a tier, and may name what has gone."""
+
+    def __init__(self, first: TierPool, pool: TierPool, write_after_s: float) -> None:
+        self.pool = pool
+        self.to_promote: OrderedDict[bytes, None] = OrderedDict()  # to the first tier
+        self._first = first
+        self._to_park: OrderedDict[bytes, None] = OrderedDict()  # to be written at once
+        self._to_write = LeastFirst[Entry](self._last_used)  # once they were not used for a while
+        self._write_after_s = write_after_s
+
+    def park(self, block_hash: bytes) -> None:
+        """Write it as soon as possible, if the first tier has it."""
+        is_there = self._first.get(block_hash) is not None
+        if is_there and len(self._to_park) < self._first.num_blocks:
+            self._to_park[block_hash] = None
+
+    def consider_writing(self, entry: Entry) -> None:
+        """An entry of the first tier, if it should be here: once it was not used for a while, or at
+        once if parked."""
+        if self._lacks(entry):
+            self._to_write.add(entry)
+            if entry.usage.parked:
+                self.park(entry.block_hash)
+
+    def next_to_write(self, now: float) -> Entry | None:
+        """An entry of the first tier that is due to be written; it is queued no more."""
+        while self._to_park:
+            block_hash, _ = self._to_park.popitem(last=False)
+            entry = self._first.get(block_hash)
+            if entry is not None and entry.usage.parked and self._lacks(entry):
+                return entry
+        while self._is_due(entry := self._to_write.first(), now):
+            assert entry is not None
+            self._to_write.pop()
+            if self._lacks(entry):
+                return entry
+        return None
+
+    def may_be_due(self, now: float) -> bool:
+        """Whether `next_to_write` may find something."""
+        return bool(self._to_park) or self._is_due(self._to_write.first(), now)
+
+    def _lacks(self, entry: Entry) -> bool:
+        return self._takes(entry) and entry.block_hash not in self.pool
+
+    def _takes(self, entry: Entry) -> bool:
+        return entry.usage.to_disk or not is_storage(self.pool.tier)
+
+    def _is_due(self, entry: Entry | None, now: float) -> bool:
+        """Not used for a while; or about to be evicted, while there is still room here."""
+        if entry is None:
+            return False
+        crowded = self._first.num_blank < WRITE_AHEAD_SHARE * self._first.num_blocks
+        if crowded and self.pool.num_blank > 0:
+            return True
+        return entry.usage.last_used + self._write_after_s <= now
+
+    def _last_used(self, entry: Entry) -> float | None:
+        wanted = entry.readable and not entry.gone and self._takes(entry)
+        return entry.usage.last_used if wanted else None
 
 
 class TierBlocks:
     """Owned by `Tiers`. Owns the pools of the lower tiers.
 
     Invariant: `usages` holds exactly the blocks that are in a lower tier, on their way to one, or
-    in `to_copy`; no two have the same recency. Each queue is bounded by the size of a tier, and may
-    name what has gone meanwhile."""
+    in `to_copy`; no two have the same recency."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        sizes = {Tier.HOST: config.num_host_blocks, Tier.DISK: config.num_disk_blocks}
+        sizes = {tier: spec.num_blocks(config) for tier, spec in TIERS.items()}
         self.pools = {tier: TierPool(tier, size) for tier, size in sizes.items() if size}
-        self.host = self.pools.get(Tier.HOST)
-        self.disk = self.pools.get(Tier.DISK)
-        self.first_tier = Tier.HOST if self.host is not None else Tier.DISK
-        self.index = DiskIndex()
+        nothing = TierPool(next(iter(TIERS)), 0)  # of a worker without lower tiers
+        self.first = next(iter(self.pools.values()), nothing)
+        self.backing = [
+            BackingTier(self.first, pool, TIERS[tier].write_after_s(config))
+            for tier, pool in self.pools.items()
+            if pool is not self.first and not is_storage(self.first.tier)
+        ]
+        self.indexes = {tier: IndexUpdates(tier) for tier in TIERS if is_storage(tier)}
         self.usages: dict[bytes, Usage] = {}
         self.counters: dict[str, float] = {}
         self.to_copy: OrderedDict[bytes, None] = OrderedDict()  # from the device, in order
-        self.to_promote: OrderedDict[bytes, None] = OrderedDict()  # from disk to host
-        self._to_park: OrderedDict[bytes, None] = OrderedDict()  # from host to disk, at once
-        self._to_write = LeastFirst[Entry](_last_used)  # the same, of what was not used for a while
         self._max_to_copy = config.num_blocks
-        self._disk_after_s = config.disk_after_s
         self._recency = 0
 
-    def start(self, now: float, records: Iterable[DiskRecord]) -> None:
-        """`records`: what the disk store held when it was opened."""
-        if self.disk is None:
-            return
-        found = []
-        for record in records:
-            usage = self._add_usage(now, record.block_hash, Retention(record.keep_s))
-            found.append((record.slot, record.checksum, usage))
-        self.disk.fill(found)
+    def start(self, now: float, records: StoreRecords) -> None:
+        for tier, listed in records.items():
+            if tier not in self.pools:
+                continue
+            found = []
+            for record in listed:
+                usage = self._usage_of(now, record)
+                found.append((record.slot, record.checksum, usage))
+            self.pools[tier].fill(found)
+
+    def may_write(self, now: float, tier: Tier) -> bool:
+        """Whether `tier` may be written; storage that has failed is left alone for a while."""
+        return tier not in self.indexes or self.indexes[tier].may_write(now)
 
     def is_below(self, block_hash: bytes) -> bool:
         return any(pool.get(block_hash) is not None for pool in self.pools.values())
 
     def is_coming(self, block_hash: bytes) -> bool:
         """Whether it is on its way from the device."""
-        return block_hash in self.to_copy or self.pools[self.first_tier].is_coming(block_hash)
+        return block_hash in self.to_copy or self.first.is_coming(block_hash)
 
     def use(self, now: float, block_hash: bytes, retention: Retention) -> None:
         """A request that covers this block begins or ends."""
@@ -72,11 +154,11 @@ class TierBlocks:
                 pool.on_reuse(block_hash)
 
     def want_copy(self, now: float, block_hash: bytes, retention: Retention) -> None:
-        """A block that is sealed on the device: copy it down, if it is worth it."""
+        """A block that was sealed on the device: copy it down, if its retention asks for it."""
         usage = self.usages.get(block_hash)
         if usage is not None:
             self._touch(now, usage, retention)
-        elif retention.keep_s > 0 and (self.host is not None or retention.to_disk):
+        elif retention.keep_s > 0 and (retention.to_disk or not is_storage(self.first.tier)):
             usage = self._add_usage(now, block_hash, retention)
         if usage is None:
             return
@@ -87,49 +169,40 @@ class TierBlocks:
             self.forget_usage(oldest)
 
     def want_promotion(self, block_hashes: Sequence[bytes]) -> None:
-        """Hashes that are on disk: wanted in host memory soon, and there the last to be evicted."""
-        if self.host is None or self.disk is None:
+        """Wanted in the first tier soon, unless it has them, and there the last to be evicted."""
+        if not self.backing:
             return
         for block_hash in reversed(block_hashes):
             if (usage := self.usages.get(block_hash)) is not None:
                 self._recency += 1
                 usage.recency = self._recency
         for block_hash in block_hashes:
-            there = self.disk.get(block_hash) is not None and block_hash not in self.host
-            if there and len(self.to_promote) < self.host.num_blocks:
-                self.to_promote[block_hash] = None
+            if block_hash in self.first:
+                continue
+            for backing in self.backing:
+                if backing.pool.get(block_hash) is not None:
+                    if len(backing.to_promote) < self.first.num_blocks:
+                        backing.to_promote[block_hash] = None
+                    break
+
+    def is_promoting(self, block_hash: bytes) -> bool:
+        """Whether it is queued to come to the first tier."""
+        return any(block_hash in backing.to_promote for backing in self.backing)
 
     def park(self, block_hash: bytes) -> None:
-        """Write it to disk as soon as it is in host memory."""
+        """Write it to the tiers behind the first as soon as it is in that."""
         usage = self.usages.get(block_hash)
-        if self.host is None or self.disk is None or usage is None:
+        if not self.backing or usage is None:
             return
         usage.parked = True
-        if self.host.get(block_hash) is not None and len(self._to_park) < self.host.num_blocks:
-            self._to_park[block_hash] = None
-
-    def next_to_write(self, now: float) -> Entry | None:
-        """A host entry that is due to be written to disk; it is queued no more."""
-        assert self.host is not None
-        while self._to_park:
-            block_hash, _ = self._to_park.popitem(last=False)
-            entry = self.host.get(block_hash)
-            if entry is not None and entry.usage.parked and self._disk_lacks(entry):
-                return entry
-        while self._is_due(entry := self._to_write.first(), now):
-            assert entry is not None
-            self._to_write.pop()
-            if self._disk_lacks(entry):
-                return entry
-        return None
+        for backing in self.backing:
+            backing.park(block_hash)
 
     def consider_writing(self, block_hash: bytes) -> None:
-        """If the disk should have it: once it was not used for a while, or at once if parked."""
-        entry = self.host.get(block_hash) if self.host is not None else None
-        if entry is not None and self._disk_lacks(entry):
-            self._to_write.add(entry)
-            if entry.usage.parked:
-                self.park(block_hash)
+        entry = self.first.get(block_hash)
+        if entry is not None:
+            for backing in self.backing:
+                backing.consider_writing(entry)
 
     def drop(self, block_hash: bytes) -> None:
         """Forget it in each lower tier, unless an order keeps it there; copy it no more."""
@@ -140,13 +213,13 @@ class TierBlocks:
         self.forget_usage(block_hash)
 
     def discard(self, tier: Tier, slot: int, block_hash: bytes, why: str) -> None:
-        """This copy is of no use, whoever keeps it."""
+        """This copy is of no use, even if an order keeps it."""
         entry = self.pools[tier].get(block_hash)
         if entry is not None and entry.slot == slot:
             self.pools[tier].forget(entry, why)
 
     def keep(self, block_hash: bytes) -> bool:
-        """In every tier where it is, as far as the quotas go; False if in none."""
+        """Pin it in every tier that has it, within the quotas; False if in none."""
         kept = [pool.keep(block_hash) for pool in self.pools.values()]
         return any(kept)
 
@@ -159,12 +232,12 @@ class TierBlocks:
             pool.expire(now, at_most)
 
     def take_forgotten(self) -> None:
-        """Draw the consequences of what the pools have forgotten."""
+        """Count what the pools have forgotten, and remove it from the index."""
         for tier, pool in self.pools.items():
             for entry in pool.take_forgotten():
                 self.count(f"tier_{entry.gone}_{tier}")
-                if tier is Tier.DISK:
-                    self.index.remove(entry)
+                if tier in self.indexes:
+                    self.indexes[tier].remove(entry)
                 if self.forget_usage(entry.block_hash) and entry.gone == "evicted":
                     self.count("tier_lost")
 
@@ -174,26 +247,31 @@ class TierBlocks:
             return False
         return self.usages.pop(block_hash, None) is not None
 
-    def store_failed(self, now: float, error: str) -> list[Effect]:
-        self.count("disk_store_failed")
-        return self.index.failed(now, error)
+    def on_store_failed(self, now: float, tier: Tier, error: str) -> list[Effect]:
+        self.count(f"{tier}_store_failed")
+        return self.indexes[tier].on_failed(now, error)
 
-    def forget_disk(self) -> None:
-        """The disk store has begun again, empty. What is being written will fail by itself."""
-        disk = self.disk
-        for block_hash in disk.block_hashes() if disk is not None else ():
-            entry = disk.get(block_hash) if disk is not None else None
-            if disk is not None and entry is not None:
-                entry.indexed_until = None  # there is no record to remove
-                disk.forget(entry, "lost")
+    def forget_store(self, tier: Tier) -> None:
+        """The store has begun again, empty. What is being written will fail by itself."""
+        pool = self.pools.get(tier)
+        if pool is None:
+            return
+        for block_hash in pool.block_hashes():
+            entry = pool.get(block_hash)
+            assert entry is not None
+            entry.indexed_until = None  # there is no record to remove
+            pool.forget(entry, "lost")
 
     def has_work(self, now: float) -> bool:
-        """Whether a move could start, or the index be told something; not while the disk fails."""
-        may_write = self.index.may_write(now)
-        if self.to_promote or (self.to_copy and (may_write or self.host is not None)):
+        """Whether a move could start, or an index be told something; not while a store fails."""
+        if self.to_copy and self.may_write(now, self.first.tier):
             return True
-        due = bool(self._to_park) or self._is_due(self._to_write.first(), now)
-        return self.index.has_work(now) or (may_write and due)
+        if any(index.has_work(now) for index in self.indexes.values()):
+            return True
+        return any(
+            bool(each.to_promote) or (self.may_write(now, each.pool.tier) and each.may_be_due(now))
+            for each in self.backing
+        )
 
     def count(self, name: str, amount: float = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + amount
@@ -214,8 +292,17 @@ class TierBlocks:
         usage.expires_at = max(usage.expires_at, now + retention.keep_s)
         usage.to_disk |= retention.to_disk
         self.consider_writing(usage.block_hash)
-        if self.disk is not None and (entry := self.disk.get(usage.block_hash)) is not None:
-            self.index.used(now, entry)
+        for tier, pool in self.pools.items():
+            if tier in self.indexes and (entry := pool.get(usage.block_hash)) is not None:
+                self.indexes[tier].on_use(now, entry)
+
+    def _usage_of(self, now: float, record: DiskRecord) -> Usage:
+        """Of a block that a store held; another one may have held it too, for longer."""
+        usage = self.usages.get(record.block_hash)
+        if usage is None:
+            return self._add_usage(now, record.block_hash, Retention(record.keep_s))
+        usage.expires_at = max(usage.expires_at, now + record.keep_s)
+        return usage
 
     def _add_usage(self, now: float, block_hash: bytes, retention: Retention) -> Usage:
         assert block_hash not in self.usages
@@ -223,22 +310,3 @@ class TierBlocks:
         usage = Usage(block_hash, self._recency, now, now + retention.keep_s, retention.to_disk)
         self.usages[block_hash] = usage
         return usage
-
-    def _disk_lacks(self, entry: Entry) -> bool:
-        return self.disk is not None and entry.usage.to_disk and entry.block_hash not in self.disk
-
-    def _is_due(self, entry: Entry | None, now: float) -> bool:
-        """Not used for a while; or about to be evicted, while the disk still has room."""
-        if entry is None:
-            return False
-        assert self.host is not None
-        assert self.disk is not None
-        crowded = self.host.num_blank < WRITE_AHEAD_SHARE * self.host.num_blocks
-        if crowded and self.disk.num_blank > 0:
-            return True
-        return entry.usage.last_used + self._disk_after_s <= now
-
-
-def _last_used(entry: Entry) -> float | None:
-    wanted = entry.readable and not entry.gone and entry.usage.to_disk
-    return entry.usage.last_used if wanted else None

@@ -1,9 +1,9 @@
 """The tiers of a worker below its device memory: what is copied down, kept, brought up, forgotten.
 
-Life of a block: sealed on the device -> copied to host memory at once -> written to disk when it
-was not used for a while -> evicted where something is worth more, and forgotten when its retention
-is over. Requests load it from the fastest tier that has it. Orders of a router park, resume, pin
-and drop the blocks of a session that rests.
+Life of a block: sealed on the device -> copied to the first tier, host memory, at once -> written
+to those behind it, the disk, when it was not used for a while -> evicted where another block is
+worth more, and forgotten when its retention is over. Requests load it from the fastest tier that
+has it. Orders of a router park, resume, pin and drop the blocks of an idle session.
 """
 
 from __future__ import annotations
@@ -14,40 +14,31 @@ from dataclasses import dataclass, field
 
 from engine.config import WorkerConfig
 from engine.kv.cache_manager import KVCacheManager
-from engine.kv.tier import DiskRecord, Retention, Tier, TierHashes
+from engine.kv.tier import Retention, Tier, TierHashes
 from engine.node import Effect, Note, Send
-from kvtransfer.agent import CopyDone, StoreFailed
+from kvtransfer.agent import CopyDone, MoveId, StoreFailed
 from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
-from kvtransfer.tiers.blocks import TierBlocks
+from kvtransfer.tiers.blocks import Source, StoreRecords, TierBlocks
 from kvtransfer.tiers.moves import TierMoves
+from kvtransfer.tiers.registry import TIERS, is_storage
 
 MAX_ORDERS = 256  # live; one more is answered at once
 ORDER_TIMEOUT_S = 30.0
-ORDER_WINDOW = 64  # blocks of one order that are looked at before the first ones have come true
+ORDER_WINDOW = 64  # blocks of one order that are in progress at a time
 RESUME_SHARE = 4  # one order brings up at most 1 / 4 of the device pool
 MAX_EXPIRED = 1024  # blocks of a tier that are forgotten in a tick because their time is over
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where this worker can load a block from."""
-
-    tier: Tier  # host or disk
-    slot: int
-    block_hash: bytes
-    checksum: int
-
-
 @dataclass(slots=True, eq=False)
 class LiveOrder:
-    """An order that has not been answered. `left`: blocks of which it is not known whether it comes
-    true for them; `asked`: what was asked for already, so that nothing is tried twice."""
+    """An order that has not been answered. `left`: blocks that it is not yet carried out for;
+    `asked`: moves that were asked for already, so that none is tried twice."""
 
     order: CacheOrder
     deadline: float
     left: deque[bytes]
     num_done: int = 0
-    asked: set[tuple[Tier, bytes]] = field(default_factory=set)  # the tier it should come to
+    asked: set[tuple[Tier, bytes]] = field(default_factory=set)  # the tier that it should move to
 
 
 class Tiers:
@@ -69,8 +60,8 @@ class Tiers:
         self.counters = self._blocks.counters
         kv.collect_sealed = bool(self._pools)
 
-    def start(self, now: float, records: Sequence[DiskRecord]) -> None:
-        """`records`: what the disk store held when it was opened."""
+    def start(self, now: float, records: StoreRecords) -> None:
+        """`records`: what each store held when it was opened."""
         self._blocks.start(now, records)
 
     def find(self, block_hashes: Sequence[bytes]) -> list[Source]:
@@ -104,12 +95,18 @@ class Tiers:
             self._blocks.use(now, block_hash, retention)
 
     def discard(self, source: Source) -> None:
-        """Its bytes are bad or unreadable: forget this copy."""
+        """Its bytes are damaged or unreadable: forget this copy."""
         self._blocks.discard(source.tier, source.slot, source.block_hash, "bad")
 
     def promote(self, block_hashes: Sequence[bytes]) -> None:
-        """Wanted in host memory soon; `advance` starts the moves."""
+        """Wanted in the first tier soon; `advance` starts the moves."""
         self._blocks.want_promotion(block_hashes)
+
+    @property
+    def memory_tier(self) -> Tier | None:
+        """The first tier, if it is memory: blocks of storage can be promoted to it for peers."""
+        tier = self._blocks.first.tier
+        return tier if self._pools and not is_storage(tier) else None
 
     def advance(self, now: float) -> list[Effect]:
         """After every message: start what is due."""
@@ -121,26 +118,27 @@ class Tiers:
         return [*self._moves.advance(now), *answers]
 
     def on_copy_done(self, now: float, done: CopyDone) -> list[Effect] | None:
-        """None if it is not a transfer of the tiers."""
+        """None if it is not a move between tiers. Any copy may have unpinned blocks of an order."""
         self._orders_due = bool(self._orders)
-        return self._moves.finish(now, done)
+        return self._moves.finish(now, done) if isinstance(done.transfer_id, MoveId) else None
 
     def on_store_failed(self, now: float, failed: StoreFailed) -> list[Effect]:
         text = f"{self._config.node_id}: {failed.error}"
         if failed.lost:
-            self._blocks.forget_disk()
-            return [Note("warning", "disk_store_lost", text)]
-        return self._blocks.store_failed(now, text)
+            self._blocks.forget_store(failed.tier)
+            return [Note("warning", f"{failed.tier}_store_lost", text)]
+        return self._blocks.on_store_failed(now, failed.tier, text)
 
     def tick(self, now: float) -> list[Effect]:
         """About four times a second: what is due because time has passed."""
         self._blocks.expire(now, MAX_EXPIRED)
-        self._blocks.index.refresh(now)
+        for index in self._blocks.indexes.values():
+            index.refresh(now)
         self._orders_due = bool(self._orders)
         return self.advance(now)
 
     def order(self, now: float, order: CacheOrder) -> list[Effect]:
-        """A wish of a router, answered by `CacheOrderDone` now or within ORDER_TIMEOUT_S."""
+        """Best effort; answered by `CacheOrderDone` now or within ORDER_TIMEOUT_S."""
         block_hashes = tuple(dict.fromkeys(order.block_hashes))
         self._blocks.count(f"cache_orders_{order.action}")
         left = self._read_again(order, block_hashes)
@@ -182,7 +180,8 @@ class Tiers:
 
     def written_bytes_per_s(self, tier: Tier) -> float:
         """Of the copies down to `tier`, since the start; 0 before the first."""
-        way = f"device_{tier}" if tier is Tier.HOST else f"host_{tier}"
+        top = next(iter(TIERS))
+        way = f"{Tier.DEVICE if tier is top else top}_{tier}"
         seconds = self.counters.get(f"moved_s_{way}", 0.0)
         return self.counters[f"moved_bytes_{way}"] / seconds if seconds else 0.0
 
@@ -216,7 +215,7 @@ class Tiers:
             if self.num_pinned(tier)
         ]
         if self._moves.live:
-            left.append(f"moves {sorted(self._moves.live)} are live")
+            left.append(f"moves {sorted(move.number for move in self._moves.live)} are live")
         return left + [f"order {live.order.order_id} is live" for live in self._orders]
 
     def _take_sealed(self, now: float) -> None:
@@ -236,7 +235,7 @@ class Tiers:
                 blocks.park(block_hash)
 
     def _limit(self, live: LiveOrder) -> None:
-        """What is on the device already should stay there, and not too much should come."""
+        """Keep what is on the device already, and bring up only a share of the pool."""
         pool = self._kv.pool
         hits = pool.lookup(live.left)
         pool.acquire(hits)
@@ -248,7 +247,7 @@ class Tiers:
             for block_hash in list(live.left)[len(hits) :]
             if not pool.is_cached(block_hash)
         ]
-        first = self._pools[self._blocks.first_tier]
+        first = self._blocks.first
         self._blocks.want_promotion(
             [block_hash for block_hash in waiting if first.get(block_hash) is None]
         )
@@ -266,7 +265,7 @@ class Tiers:
         return answers
 
     def _step(self, now: float, live: LiveOrder) -> None:
-        """Look at the blocks that are next; those that have to be waited for stay in `left`."""
+        """Go on with the next blocks; those that have to be waited for stay in `left`."""
         waiting: list[bytes] = []
         while live.left and len(waiting) < ORDER_WINDOW:
             block_hash = live.left.popleft()
@@ -281,7 +280,7 @@ class Tiers:
         live.left.extendleft(reversed(waiting))
 
     def _try(self, live: LiveOrder, block_hash: bytes) -> bool | None:
-        """Whether the order has come true for this block; None: it may, later."""
+        """Whether the order was carried out for this block; None: not yet."""
         match live.order.action:
             case CacheAction.PARK:
                 return self._park(block_hash)
@@ -303,30 +302,30 @@ class Tiers:
         return not self._kv.pool.is_cached(block_hash)
 
     def _resume(self, live: LiveOrder, block_hash: bytes) -> bool | None:
-        """From the disk to the first tier, and from there to the device, each tried once."""
-        blocks, first = self._blocks, self._blocks.first_tier
+        """From a tier behind to the first one, and from there to the device, each tried once."""
+        blocks, first = self._blocks, self._blocks.first
         if self._kv.pool.is_cached(block_hash):
             return True
         if block_hash in self._moves.to_load or self._moves.is_moving(
-            block_hash, first, Tier.DEVICE
+            block_hash, first.tier, Tier.DEVICE
         ):
             return None
-        if self._pools[first].get(block_hash) is not None:
+        if first.get(block_hash) is not None:
             if (Tier.DEVICE, block_hash) in live.asked:
                 return False
             live.asked.add((Tier.DEVICE, block_hash))
             self._moves.to_load[block_hash] = None
             return None
-        if block_hash in blocks.to_promote or self._pools[first].is_coming(block_hash):
+        if blocks.is_promoting(block_hash) or first.is_coming(block_hash):
             return None
-        if not blocks.is_below(block_hash) or (first, block_hash) in live.asked:
+        if not blocks.is_below(block_hash) or (first.tier, block_hash) in live.asked:
             return False
-        live.asked.add((first, block_hash))
+        live.asked.add((first.tier, block_hash))
         blocks.want_promotion([block_hash])
         return None
 
     def _drop(self, block_hash: bytes) -> bool | None:
-        """Sessions may share a block: one that an order keeps, or a request uses, stays there."""
+        """Sessions may share a block: one that is pinned by an order or in use stays there."""
         pool = self._kv.pool
         if block_hash not in self._blocks.usages and not pool.is_cached(block_hash):
             return False
@@ -334,7 +333,7 @@ class Tiers:
         pool.evict([block_hash])
         if not pool.is_cached(block_hash):
             return block_hash not in self._blocks.usages
-        being_copied = self._moves.is_moving(block_hash, Tier.DEVICE, self._blocks.first_tier)
+        being_copied = self._moves.is_moving(block_hash, Tier.DEVICE, self._blocks.first.tier)
         return None if being_copied else False
 
     def _stop_loading(self, block_hashes: Iterable[bytes]) -> None:

@@ -8,14 +8,16 @@ be read, the others are forgotten, and so is a source that turns out to be bad.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 from engine.config import WorkerConfig
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import Tier
 from engine.node import Effect, Note
-from kvtransfer.agent import CopyBlocks, CopyDone
-from kvtransfer.tiers.blocks import TierBlocks
+from kvtransfer.agent import CopyBlocks, CopyDone, MoveId, TransferId
+from kvtransfer.tiers.blocks import BackingTier, TierBlocks
 from kvtransfer.tiers.pool import Entry, TierPool
 
 MAX_MOVE_BLOCKS = 32  # of one move; there is one at a time in each direction
@@ -50,11 +52,11 @@ class TierMoves:
     """Owned by `Tiers`.
 
     Invariant: at most one move each way; exactly the blocks of `live` are pinned by it, in the
-    tiers and on the device. What the disk's index has to be told of forgotten slots goes before
-    the next move to the disk."""
+    tiers and on the device. What the index of a store has to be told of forgotten slots goes
+    before the next move to that store."""
 
     def __init__(self, config: WorkerConfig, kv: KVCacheManager, blocks: TierBlocks) -> None:
-        self.live: dict[int, Move] = {}  # by transfer id
+        self.live: dict[TransferId, Move] = {}
         self.to_load: OrderedDict[bytes, None] = OrderedDict()  # from the first tier to the device
         self._config = config
         self._kv = kv
@@ -62,7 +64,7 @@ class TierMoves:
         self._sizes = {tier: pool.num_blocks for tier, pool in blocks.pools.items()}
         self._sizes[Tier.DEVICE] = config.num_blocks
         self._not_before: dict[tuple[Tier, Tier], float] = {}
-        self._next_transfer_id = 1  # odd; the connector's are even
+        self._move_ids = map(MoveId, count())
 
     def is_moving(self, block_hash: bytes, src: Tier, dst: Tier) -> bool:
         moves = (move for move in self.live.values() if move.way == (src, dst))
@@ -72,19 +74,18 @@ class TierMoves:
         """Start what is due."""
         moves = [
             *self._copy_down(now),
-            *self._write_to_disk(now),
-            *self._promote(now),
+            *self._each(self._write, now),
+            *self._each(self._promote, now),
             *self._load(now),
         ]
         self._blocks.take_forgotten()
-        return [*self._blocks.index.take(now), *moves]
+        changes = [effect for each in self._blocks.indexes.values() for effect in each.take(now)]
+        return [*changes, *moves]
 
-    def finish(self, now: float, done: CopyDone) -> list[Effect] | None:
-        """A move has settled; None if it is not one of these."""
-        move = self.live.pop(done.transfer_id, None)
-        if move is None:
-            return None
-        way, count = f"{move.src}_{move.dst}", self._blocks.count
+    def finish(self, now: float, done: CopyDone) -> list[Effect]:
+        """A move has settled."""
+        move = self.live.pop(done.transfer_id)
+        way, add = f"{move.src}_{move.dst}", self._blocks.count
         if move.src is Tier.DEVICE:
             self._kv.pool.release([block.src for block in move.blocks])
         else:
@@ -93,13 +94,13 @@ class TierMoves:
         if done.error is None:
             assert len(done.checksums) == len(move.blocks)
             arrived = [b.checksum == c for b, c in zip(move.blocks, done.checksums, strict=True)]
-            count(f"moved_blocks_{way}", sum(arrived))
-            count(f"moved_bytes_{way}", done.num_bytes)
-            count(f"moved_s_{way}", done.elapsed_s)
-            effects = self._blame(move, arrived)
+            add(f"moved_blocks_{way}", sum(arrived))
+            add(f"moved_bytes_{way}", done.num_bytes)
+            add(f"moved_s_{way}", done.elapsed_s)
+            effects = self._check_arrived(move, arrived)
         else:
             arrived = [False] * len(move.blocks)
-            count(f"moves_failed_{way}")
+            add(f"moves_failed_{way}")
             effects = self._fail(now, move, done)
         for block, good in zip(move.blocks, arrived, strict=True):
             self._settle(move.dst, block, good)
@@ -108,7 +109,7 @@ class TierMoves:
         return effects
 
     def _copy_down(self, now: float) -> list[Effect]:
-        blocks, pool = self._blocks, self._blocks.pools[self._blocks.first_tier]
+        blocks, pool = self._blocks, self._blocks.first
         moving: list[Moving] = []
         room = self._room(now, Tier.DEVICE, pool.tier)
         while blocks.to_copy and len(moving) < room:
@@ -126,40 +127,43 @@ class TierMoves:
             moving.append(Moving(block_hash, block, entry.slot, self._kv.checksums[block], entry))
         return self._post(Tier.DEVICE, pool.tier, moving)
 
-    def _write_to_disk(self, now: float) -> list[Effect]:
-        blocks = self._blocks
-        if blocks.disk is None or blocks.host is None:
-            return []
+    def _each(
+        self, start: Callable[[float, BackingTier], list[Effect]], now: float
+    ) -> list[Effect]:
+        return [effect for backing in self._blocks.backing for effect in start(now, backing)]
+
+    def _write(self, now: float, backing: BackingTier) -> list[Effect]:
+        """From the first tier to one behind it."""
+        first, target = self._blocks.first, backing.pool
         moving: list[Moving] = []
-        room = self._room(now, Tier.HOST, Tier.DISK)
-        while len(moving) < room and (source := blocks.next_to_write(now)) is not None:
-            entry = self._allocate(now, blocks.disk, source.block_hash)
+        room = self._room(now, first.tier, target.tier)
+        while len(moving) < room and (source := backing.next_to_write(now)) is not None:
+            entry = self._allocate(now, target, source.block_hash)
             if entry is None:
-                blocks.consider_writing(source.block_hash)
+                backing.consider_writing(source)
                 break
             moving.append(
                 Moving(source.block_hash, source.slot, entry.slot, source.checksum, entry)
             )
-        return self._post(Tier.HOST, Tier.DISK, moving)
+        return self._post(first.tier, target.tier, moving)
 
-    def _promote(self, now: float) -> list[Effect]:
-        blocks = self._blocks
-        if blocks.disk is None or blocks.host is None:
-            return []
+    def _promote(self, now: float, backing: BackingTier) -> list[Effect]:
+        """From there to the first tier."""
+        first, pool = self._blocks.first, backing.pool
         moving: list[Moving] = []
-        room = self._room(now, Tier.DISK, Tier.HOST)
-        while blocks.to_promote and len(moving) < room:
-            block_hash, _ = blocks.to_promote.popitem(last=False)
-            source = blocks.disk.get(block_hash)
-            if source is None or block_hash in blocks.host:
+        room = self._room(now, pool.tier, first.tier)
+        while backing.to_promote and len(moving) < room:
+            block_hash, _ = backing.to_promote.popitem(last=False)
+            source = pool.get(block_hash)
+            if source is None or block_hash in first:
                 continue
-            entry = self._allocate(now, blocks.host, block_hash)
+            entry = self._allocate(now, first, block_hash)
             if entry is not None:
                 moving.append(Moving(block_hash, source.slot, entry.slot, source.checksum, entry))
-        return self._post(Tier.DISK, Tier.HOST, moving)
+        return self._post(pool.tier, first.tier, moving)
 
     def _load(self, now: float) -> list[Effect]:
-        device, pool = self._kv.pool, self._blocks.pools[self._blocks.first_tier]
+        device, pool = self._kv.pool, self._blocks.first
         sources: list[Entry] = []
         room = self._room(now, pool.tier, Tier.DEVICE)
         room = min(room, device.num_free - device.num_blocks // FREE_SHARE)
@@ -181,7 +185,7 @@ class TierMoves:
             return 0
         if now < self._not_before.get((src, dst), now):
             return 0
-        if dst is Tier.DISK and not self._blocks.index.may_write(now):
+        if not self._blocks.may_write(now, dst):
             return 0
         share = min(self._sizes[src], self._sizes[dst]) // MOVE_SHARE
         return max(1, min(MAX_MOVE_BLOCKS, share))
@@ -201,8 +205,7 @@ class TierMoves:
         else:
             for slot in sources:
                 self._blocks.pools[src].pin(slot)
-        transfer_id = self._next_transfer_id
-        self._next_transfer_id += 2
+        transfer_id = next(self._move_ids)
         self.live[transfer_id] = Move(src, dst, moving)
         config = self._config
         return [
@@ -231,13 +234,13 @@ class TierMoves:
         elif pool.commit(entry, block.checksum):
             if any(other.is_kept(block.block_hash) for other in blocks.pools.values()):
                 pool.keep(block.block_hash)
-            if dst is Tier.DISK:
-                blocks.index.put(entry)
+            if dst in blocks.indexes:
+                blocks.indexes[dst].put(entry)
         blocks.consider_writing(block.block_hash)
 
-    def _blame(self, move: Move, arrived: list[bool]) -> list[Effect]:
-        """Bytes that do not fit their checksum: the source is forgotten, but for the device's,
-        which has been computed there and is not read back."""
+    def _check_arrived(self, move: Move, arrived: list[bool]) -> list[Effect]:
+        """Forget the sources of blocks that do not fit their checksum; not the device's, whose
+        blocks were computed there."""
         bad = [block for block, good in zip(move.blocks, arrived, strict=True) if not good]
         if not bad:
             return []
@@ -253,14 +256,14 @@ class TierMoves:
 
     def _fail(self, now: float, move: Move, done: CopyDone) -> list[Effect]:
         self._not_before[move.way] = now + RETRY_S
-        # What was refused took no time: nobody has tried to read it.
-        if move.src is Tier.DISK and done.elapsed_s > 0:
+        # A refused move took no time: the source was not read.
+        if move.src in self._blocks.indexes and done.elapsed_s > 0:
             for block in move.blocks:
-                self._blocks.discard(Tier.DISK, block.src, block.block_hash, "unreadable")
+                self._blocks.discard(move.src, block.src, block.block_hash, "unreadable")
         text = (
             f"{self._config.node_id}: {len(move.blocks)} blocks were not moved from {move.src} to"
             f" {move.dst}: {done.error}"
         )
-        if move.dst is Tier.DISK:
-            return self._blocks.store_failed(now, text)
+        if move.dst in self._blocks.indexes:
+            return self._blocks.on_store_failed(now, move.dst, text)
         return [Note("warning", "tier_move_failed", text)]

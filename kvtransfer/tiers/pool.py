@@ -1,8 +1,8 @@
 """One tier of KV blocks below the device: which slot holds which block, and which goes first.
 
-Life of an entry: allocated (its slot is being written) -> readable, and evictable while nobody
-reads it -> forgotten: evicted, expired, dropped or found bad. Its slot is blank once nobody reads
-it.
+Life of an entry: allocated (its slot is being written) -> readable, and evictable while it is not
+pinned -> forgotten: evicted, expired, dropped or found bad. Its slot is blank once it
+has no pins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.kv.tier import Tier, TierHashes
 
 PROBATION_SHARE = 0.7
 """Of a tier, left to blocks that no second request has used. The rest is for those that one has, so
-that a flood of prompts that nobody repeats does not push them out. On an hour of real chat traffic
+that a flood of prompts without a second use does not push them out. On an hour of real chat traffic
 it finds 1.0 points more blocks than LRU in 8 M tokens and 0.3 more in 16 M, and no rule that was
 compared finds 0.5 more (`python -m benchmarks.kv.tier_trace TRACE --policies`)."""
 KEPT_SHARE = 0.5  # of a tier, at most, is kept by orders
@@ -195,7 +195,7 @@ class TierPool:
         return not entry.gone
 
     def abandon(self, entry: Entry, why: str) -> None:
-        """It is not written, and nobody writes to it any more."""
+        """It was not written, and no transfer writes to it any more."""
         if not entry.gone:
             self.forget(entry, why)
         self.unpin(entry.slot)

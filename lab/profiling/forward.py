@@ -11,17 +11,19 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cluster.config import Config
 from cluster.worker.build import PreparedModel, WorkerSpec, open_runner
 from cluster.worker.kv_plan import plan_kv
 from engine.model.runner import ModelRunner, find_device
+from engine.model.step_executor import StepExecutor
 from engine.request import SamplingParams
 from engine.stats import Role
 from engine.step import ScheduledSeq, Step
 from kvtransfer.agents.pool import block_bytes
-from kvtransfer.executor import StepExecutor
+from kvtransfer.layout import checksum_blocks
 
 GREEDY = SamplingParams(temperature=0.0)
 MIN_REPEATS = 3
@@ -98,7 +100,9 @@ class ForwardPasses:
 
     def __init__(self, runner: ModelRunner, point_s: float, max_batched_tokens: int) -> None:
         self._runner = runner
-        self._executor = StepExecutor(runner.execute, block_bytes(runner.kv_pool))
+        self._executor = StepExecutor(
+            runner.execute, partial(checksum_blocks, block_bytes(runner.kv_pool))
+        )
         self._point_s = point_s
         self._budget = max_batched_tokens
         self._block_size = runner.kv_spec.block_size

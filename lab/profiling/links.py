@@ -6,6 +6,7 @@ come: for several numbers of blocks, of which the slope is the rate and the rest
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import statistics
@@ -21,7 +22,7 @@ from cluster.worker.disk_tier import open_disk_tier
 from engine.config import WorkerConfig
 from engine.kv.tier import Tier
 from engine.stats import Role
-from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
+from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, MoveId, PeerConnected
 from kvtransfer.agents.nixl import NixlAgent
 from kvtransfer.agents.pool import block_bytes, is_on_gpu, make_host_arena
 from kvtransfer.executor import TransferExecutor
@@ -43,7 +44,7 @@ class Mover:
     def __init__(self, executor: TransferExecutor, loop: Callable[..., TransferLoop]) -> None:
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._loop = loop(executor, self._answers.put)
-        self._num_transfers = 0
+        self._ids = map(MoveId, itertools.count())
 
     def connect(self, peer: str, num_blocks: int, metadata: bytes) -> None:
         self._loop.submit(ConnectPeer(peer, EPOCH, num_blocks, metadata))
@@ -53,9 +54,8 @@ class Mover:
 
     def seconds(self, peer: str, count: int, src: Tier, dst: Tier) -> float:
         """Of one transfer of `count` blocks, from its effect to its answer."""
-        self._num_transfers += 1
         blocks = tuple(range(count))
-        request = CopyBlocks(self._num_transfers, peer, EPOCH, blocks, blocks, TIMEOUT_S, src, dst)
+        request = CopyBlocks(next(self._ids), peer, EPOCH, blocks, blocks, TIMEOUT_S, src, dst)
         started = time.perf_counter()
         self._loop.submit(request)
         answer = self._answer()
@@ -142,7 +142,7 @@ def _disk_mover(
     if tier is None:
         yield None
         return
-    mover = Mover(tier.moves, lambda *args: TransferLoop(*args, store=tier.store))
+    mover = Mover(tier.copies, lambda *args: TransferLoop(*args, store=tier.store))
     try:
         yield mover
     finally:

@@ -13,13 +13,13 @@ from enum import StrEnum
 
 from decode_worker.worker import DecodeWorker
 from engine.config import WorkerConfig
-from engine.kv.tier import DiskRecord
 from engine.node import Effect, Send
 from kvtransfer.agent import CopyDone
 from kvtransfer.messages import KVRelease
 from kvtransfer.peer.arrival import Arrival
 from kvtransfer.peer.connector import Connector
 from kvtransfer.peer.handoff import ConsumerEvent
+from kvtransfer.tiers.blocks import StoreRecords
 
 
 class Break(StrEnum):
@@ -73,7 +73,7 @@ class BrokenDecodeWorker(DecodeWorker):
     """The production worker, but for one method of its connector."""
 
     def __init__(
-        self, config: WorkerConfig, broken: Break, records: list[DiskRecord] | None = None
+        self, config: WorkerConfig, broken: Break, records: StoreRecords | None = None
     ) -> None:
-        super().__init__(config, records or ())
-        self.exchange.connector = _CONNECTORS[broken](config, self.core.kv, self.exchange.tiers)
+        super().__init__(config, records)
+        self.exchange.connector = _CONNECTORS[broken](config, self.exchange.tiers)

@@ -8,7 +8,7 @@ from typing import Any
 
 from decode_worker.worker import DecodeWorker
 from engine.config import WorkerConfig
-from engine.kv.tier import DiskRecord
+from engine.kv.tier import DiskRecord, Tier
 from engine.node import Node, NodeId
 from engine.stats import Role, RouterUp
 from lab.sim import checkers
@@ -154,11 +154,12 @@ class _WorkerMaker:
     def __call__(self, epoch: int, records: list[DiskRecord]) -> Node:
         metadata = f"{self.config.node_id}:{epoch}".encode()
         config = replace(self.config, epoch=epoch, agent_metadata=metadata)
+        stored = {Tier.DISK: records}
         if config.role is Role.PREFILL:
-            return PrefillWorker(config, records)
+            return PrefillWorker(config, stored)
         if self.broken is not None:
-            return BrokenDecodeWorker(config, self.broken, records)
-        return DecodeWorker(config, records)
+            return BrokenDecodeWorker(config, self.broken, stored)
+        return DecodeWorker(config, stored)
 
 
 def run_seed(seed: int, broken: Break | None = None) -> Report:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from engine.kv.tier import Tier
 from engine.node import NodeId
-from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
+from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, TransferId
 from lab.sim.executor import OnViolation, SimExecutor
 
 
@@ -57,7 +57,7 @@ class SimAgent:
         self._after = after  # calls back after that many seconds, unless this worker died
         self._on_violation = on_violation
         self._peers: dict[NodeId, Peer] = {}
-        self._live: dict[int, CopyBlocks] = {}
+        self._live: dict[TransferId, CopyBlocks] = {}
 
     @property
     def num_live(self) -> int:

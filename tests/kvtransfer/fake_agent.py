@@ -30,7 +30,7 @@ class FakeAgent:
     def disconnect(self, peer: str) -> None:
         pass
 
-    def read(
+    def post_copy(
         self,
         peer: str,
         src: list[int],

@@ -6,7 +6,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from kvtransfer.agents.pool import DeviceBytes, pool_bytes
-from kvtransfer.checksum import checksum_blocks
+from kvtransfer.layout import checksum_blocks
 
 
 @pytest.fixture

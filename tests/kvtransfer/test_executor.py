@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from engine.kv.tier import Tier
-from engine.request import SamplingParams
-from engine.step import Sampled, ScheduledSeq, Step, StepDone
 from kvtransfer.agent import (
     ConnectPeer,
     CopyBlocks,
@@ -20,14 +18,13 @@ from kvtransfer.agent import (
     StoreIndex,
 )
 from kvtransfer.agents.local import LocalAgent, LocalRegistry
-from kvtransfer.checksum import checksum_blocks
 from kvtransfer.executor import (
     STORE_CHECK_BUSY_S,
     STORE_CHECK_IDLE_S,
-    StepExecutor,
     StoreExecutor,
     TransferExecutor,
 )
+from kvtransfer.layout import checksum_blocks
 from kvtransfer.store import StoreError
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
@@ -41,14 +38,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def a_step(*checksum_blocks: int) -> Step:
-    seqs = [
-        ScheduledSeq("r", [1, 2], 0, [0], sample, SamplingParams(), [1, 2], 2)
-        for sample in (False, True)
-    ]
-    return Step(7, seqs, list(checksum_blocks))
 
 
 @dataclass
@@ -76,86 +65,59 @@ def bench() -> Iterator[Bench]:
     assert not bench.agent.live
 
 
-class TestSteps:
-    def test_blocks_are_checksummed_after_the_step(self) -> None:
-        pool = content(NUM_BLOCKS, BLOCK, 0)
-
-        def run(step: Step) -> StepDone:
-            pool[5] = 9
-            return StepDone(step.step_id, [None, Sampled(3)])
-
-        done = StepExecutor(run, pool).execute(a_step(5, 1))
-        assert done.checksums == checksum_blocks(pool, [5, 1])
-        assert (done.step_id, done.sampled, done.error) == (7, [None, Sampled(3)], None)
-
-    def test_an_exception_becomes_an_error_of_one_line(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        def run(step: Step) -> StepDone:
-            raise ValueError("shape mismatch\nand more")
-
-        done = StepExecutor(run, content(2, 8, 0)).execute(a_step(0))
-        assert done == StepDone(7, [None, None], error="ValueError: shape mismatch")
-        assert "Traceback" in caplog.text
-
-    def test_a_block_that_cannot_be_checksummed_is_an_error(self) -> None:
-        executor = StepExecutor(lambda step: StepDone(step.step_id, [None, None]), content(2, 8, 0))
-        assert (executor.execute(a_step(2)).error or "").startswith("IndexError")
-
-
 class TestReads:
     def test_a_read_is_answered_once_when_done(self, bench: Bench) -> None:
         bench.executor.post(a_read())
-        assert bench.executor.poll_reads() == []
+        assert bench.executor.poll_copies() == []
         assert bench.executor.audit() == 1
         bench.clock.now = 2.0
         bench.agent.states[0] = "done"
         checksums = tuple(checksum_blocks(bench.pool, [2, 3]))
-        assert bench.executor.poll_reads() == [CopyDone(1, None, checksums, 2.0, 2 * BLOCK)]
-        assert bench.executor.poll_reads() == []
+        assert bench.executor.poll_copies() == [CopyDone(1, None, checksums, 2.0, 2 * BLOCK)]
+        assert bench.executor.poll_copies() == []
 
     def test_reads_settle_in_any_order(self, bench: Bench) -> None:
         for transfer_id in (1, 2, 3):
             bench.executor.post(a_read(transfer_id))
         bench.agent.states[:] = ["stalled", "done", "lost"]
-        assert [(d.transfer_id, d.error) for d in bench.executor.poll_reads()] == [
+        assert [(d.transfer_id, d.error) for d in bench.executor.poll_copies()] == [
             (2, None),
             (3, "lost"),
         ]
         bench.agent.states[0] = "done"
-        assert [d.transfer_id for d in bench.executor.poll_reads()] == [1]
+        assert [d.transfer_id for d in bench.executor.poll_copies()] == [1]
 
     def test_a_stalled_read_is_given_up_and_answered_once(self, bench: Bench) -> None:
         bench.executor.post(a_read(timeout_s=5))
         bench.clock.now = 4.9
-        assert bench.executor.poll_reads() == []
+        assert bench.executor.poll_copies() == []
         bench.clock.now = 5.0
-        (done,) = bench.executor.poll_reads()
+        (done,) = bench.executor.poll_copies()
         assert done.error == "read of 2 blocks from p not done after 5 s"
         assert done.checksums == ()
         bench.agent.states[0] = "done"
-        assert bench.executor.poll_reads() == []
+        assert bench.executor.poll_copies() == []
 
     @pytest.mark.parametrize("end", ["stalled", "done", "lost"])
     def test_no_answer_while_something_may_still_write(self, bench: Bench, end: str) -> None:
         bench.executor.post(a_read(timeout_s=5))
         bench.agent.pinned.add(0)
         bench.clock.now = 6.0
-        assert bench.executor.poll_reads() == []
+        assert bench.executor.poll_copies() == []
         bench.agent.states[0] = end
-        assert bench.executor.poll_reads() == []
+        assert bench.executor.poll_copies() == []
         assert bench.executor.audit() == 1
         bench.agent.pinned.clear()
-        (done,) = bench.executor.poll_reads()
+        (done,) = bench.executor.poll_copies()
         assert "not done after 5 s" in (done.error or "")
 
     def test_a_good_read_whose_handle_stays_a_while_is_still_good(self, bench: Bench) -> None:
         bench.executor.post(a_read())
         bench.agent.pinned.add(0)
         bench.agent.states[0] = "done"
-        assert bench.executor.poll_reads() == []
+        assert bench.executor.poll_copies() == []
         bench.agent.pinned.clear()
-        assert [d.error for d in bench.executor.poll_reads()] == [None]
+        assert [d.error for d in bench.executor.poll_copies()] == [None]
 
     @pytest.mark.parametrize(
         ("request_", "error"),
@@ -176,18 +138,18 @@ class TestReads:
         self, bench: Bench, request_: CopyBlocks, error: str
     ) -> None:
         bench.executor.post(request_)
-        assert [d.error for d in bench.executor.poll_reads()] == [error]
+        assert [d.error for d in bench.executor.poll_copies()] == [error]
 
     def test_a_read_of_nothing_is_done(self, bench: Bench) -> None:
         bench.executor.post(CopyBlocks(4, "p", 1, (), (), 1.0))
-        assert bench.executor.poll_reads() == [CopyDone(4, None)]
+        assert bench.executor.poll_copies() == [CopyDone(4, None)]
         assert bench.agent.num_reads == 0
 
     def test_a_failed_connection_says_why_and_ends_the_older_one(self, bench: Bench) -> None:
         answer = bench.executor.connect(ConnectPeer("p", 2, NUM_BLOCKS, b"bad"))
         assert answer == PeerConnected("p", 2, "p differs")
         bench.executor.post(a_read(epoch=1))
-        assert "connected to epoch None" in (bench.executor.poll_reads()[0].error or "")
+        assert "connected to epoch None" in (bench.executor.poll_copies()[0].error or "")
 
     def test_between_own_tiers_the_checksums_are_of_what_arrived(self, bench: Bench) -> None:
         bench.executor.post(a_read(1, "me", 7, src_tier=HOST))
@@ -196,14 +158,14 @@ class TestReads:
         bench.agent.states[:] = ["done"] * 3
         in_pool = tuple(checksum_blocks(bench.pool, [2, 3]))
         in_host = tuple(checksum_blocks(bench.host, [2, 3]))
-        assert [d.checksums for d in bench.executor.poll_reads()] == [in_pool, in_host, in_host]
+        assert [d.checksums for d in bench.executor.poll_copies()] == [in_pool, in_host, in_host]
 
     def test_what_goes_to_disk_is_checksummed_before_it_is_written(self, bench: Bench) -> None:
         before = tuple(checksum_blocks(bench.host, [0, 1]))
         bench.executor.post(a_read(1, "me", 7, src_tier=HOST, dst_tier=DISK))
         bench.host[0] ^= 0xFF  # by mistake, while it is being written
         bench.agent.states[0] = "done"
-        (done,) = bench.executor.poll_reads()
+        (done,) = bench.executor.poll_copies()
         assert done.checksums == before
         assert done.num_bytes == 2 * BLOCK
 
@@ -214,7 +176,7 @@ class TestReads:
             [{"dst_tier": HOST}, {"src_tier": HOST}, {"src_tier": HOST, "dst_tier": DISK}]
         ):
             executor.post(a_read(transfer_id, "me", 7, **tiers))
-        errors = {done.error for done in executor.poll_reads()}
+        errors = {done.error for done in executor.poll_copies()}
         assert errors == {"read from me: me has no host memory"}
         assert agent.num_reads == 0
 
@@ -240,7 +202,7 @@ def test_faults_are_put_into_the_memory_that_was_read_into_and_never_on_disk() -
     executor.post(a_read(1, "me", src_tier=HOST))
     executor.post(a_read(2, "me", src_tier=DISK, dst_tier=HOST))
     executor.post(a_read(3, "me", src_tier=HOST, dst_tier=DISK))
-    assert [done.error for done in executor.poll_reads()] == [None] * 3
+    assert [done.error for done in executor.poll_copies()] == [None] * 3
     assert hit == ["pool", "host"]
 
 
@@ -322,6 +284,6 @@ def test_bad_bytes_in_one_block_change_its_checksum_alone() -> None:
     executor = TransferExecutor("r", 1, agent, {Tier.DEVICE: pool}, corrupt=corrupt)
     assert executor.connect(ConnectPeer("p", 1, NUM_BLOCKS, producer.metadata())).error is None
     executor.post(CopyBlocks(1, "p", 1, (4, 5, 6), (1, 2, 3), 5.0))
-    (done,) = executor.poll_reads()
+    (done,) = executor.poll_copies()
     expected = checksum_blocks(source, [4, 5, 6])
     assert [a == b for a, b in zip(done.checksums, expected, strict=True)] == [True, False, True]

@@ -21,8 +21,8 @@ from kvtransfer.agent import (
     StoreIndex,
 )
 from kvtransfer.agents.local import LocalAgent, LocalRegistry
-from kvtransfer.checksum import checksum_blocks
 from kvtransfer.executor import TransferExecutor
+from kvtransfer.layout import checksum_blocks
 from kvtransfer.transfer_loop import Answer, TransferLoop
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
@@ -123,9 +123,9 @@ class TestTransferLoop:
         class Counting(TransferExecutor):
             polls = 0
 
-            def poll_reads(self) -> list[CopyDone]:
+            def poll_copies(self) -> list[CopyDone]:
                 self.polls += 1
-                return super().poll_reads()
+                return super().poll_copies()
 
         executor = Counting("me", 1, FakeAgent(), {Tier.DEVICE: content(4, 8, 0)})
         loop = start(executor)
@@ -160,9 +160,11 @@ class RecordingAgent(FakeAgent):
         super().__init__(states=["done"] * 100)
         self.events = events
 
-    def read(self, peer: str, src: list[int], dst: list[int], *tiers: Any, **named: Any) -> int:
+    def post_copy(
+        self, peer: str, src: list[int], dst: list[int], *tiers: Any, **named: Any
+    ) -> int:
         self.events.append(("read", *dst))
-        return super().read(peer, src, dst, *tiers, **named)
+        return super().post_copy(peer, src, dst, *tiers, **named)
 
     def close(self) -> None:
         super().close()

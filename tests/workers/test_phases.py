@@ -33,9 +33,9 @@ class Timed(World):
         for frame in self.to_router[num_before:]:
             if isinstance(frame, TokenDeltas):
                 for delta in frame.deltas:
-                    self.hear(frame.worker, delta)
+                    self.on_delta(frame.worker, delta)
 
-    def hear(self, worker: str, delta: Any) -> None:
+    def on_delta(self, worker: str, delta: Any) -> None:
         key = (worker, delta.request_id)
         if key not in self.told:
             assert delta.phases, f"{worker} does not say where the time of its first token went"

@@ -9,6 +9,7 @@ import pytest
 from engine.kv.tier import Tier
 from engine.messages import Abort, TokenDeltas
 from kvtransfer.messages import KVConfirmed, KVReady
+from tests.kvtransfer.tiers.object_tier import add_object_tier
 from tests.workers.world import World, reference
 
 PROMPT = list(range(1, 41))  # 10 blocks
@@ -71,6 +72,24 @@ def test_a_prefix_that_left_host_memory_comes_back_from_disk() -> None:
         demote_to_disk(world)
     finish(world, "b", PROMPT)
     assert sources(world, "b").get("disk", 0) > 0
+    world.assert_idle()
+
+
+def test_a_prefix_that_only_a_fourth_tier_has_comes_back_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = add_object_tier(monkeypatch)
+    world = world_of(num_host_blocks=12, num_disk_blocks=0, num_decode=2)
+    finish(world, "a", PROMPT)
+    demote_to_disk(world)
+    push_out(world)
+    demote_to_disk(world)
+    finish(world, "b", PROMPT)
+    assert sources(world, "b").get(tier, 0) > 0
+    push_out(world, "more")
+    demote_to_disk(world)
+    finish(world, "c", PROMPT, decode="decode-1", fetch_from="decode")
+    assert sources(world, "c")["peer"] >= 20, "it is staged in host memory for a peer"
     world.assert_idle()
 
 
@@ -197,14 +216,14 @@ def test_a_prefill_worker_fetches_the_prefix_from_the_decode_worker() -> None:
     world.assert_idle()
 
 
-def test_who_has_nothing_to_lend_says_so() -> None:
+def test_a_worker_without_the_prefix_exports_nothing() -> None:
     world = world_of(num_decode=2)
     finish(world, "b", PROMPT, decode="decode-1", fetch_from="decode")
     assert sources(world, "b") == {}
     world.assert_idle()
 
 
-def test_a_lender_that_is_silent_is_not_waited_for_long() -> None:
+def test_an_export_that_is_not_answered_is_not_waited_for_long() -> None:
     world = world_of(num_decode=2)
     finish(world, "a", PROMPT)
     world.lost = (KVReady,)
@@ -219,7 +238,7 @@ def test_a_lender_that_is_silent_is_not_waited_for_long() -> None:
     world.assert_idle()
 
 
-def test_blocks_read_after_the_loan_has_run_out_are_not_used() -> None:
+def test_blocks_read_after_the_lease_has_expired_are_not_used() -> None:
     world = world_of(num_decode=2, lease_s=1.0)
     finish(world, "a", PROMPT)
     world.hold_reads = True

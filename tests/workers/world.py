@@ -18,6 +18,7 @@ from engine.request import SamplingParams
 from engine.stats import Role
 from engine.step import Execute, Sampled, Step, StepDone
 from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, StoreIndex
+from kvtransfer.tiers.registry import TIERS, is_storage
 from prefill_worker.messages import Prefill
 from prefill_worker.worker import PrefillWorker
 
@@ -87,11 +88,11 @@ class World:
                 **{"max_model_len": 256, **limits},
             )
             found = (records or {}).get(name, [])
-            self.workers[name] = kind(config, found)
+            self.workers[name] = kind(config, {Tier.DISK: found})
             self.slots[name] = [[0] * BLOCK_SIZE for _ in range(count)]
             self.lower[name] = {
-                Tier.HOST: [[0] * BLOCK_SIZE for _ in range(config.num_host_blocks)],
-                Tier.DISK: [[0] * BLOCK_SIZE for _ in range(config.num_disk_blocks)],
+                tier: [[0] * BLOCK_SIZE for _ in range(spec.num_blocks(config))]
+                for tier, spec in TIERS.items()
             }
             self.indexed[name] = {record.slot: record for record in found}
             self.perform(name, self.workers[name].start(0.0))
@@ -159,7 +160,7 @@ class World:
             target[dst] = list(source[src])
         if corrupt:
             target[read.dst[0]][0] ^= 1
-        moved = [source[i] for i in read.src] if read.dst_tier is Tier.DISK else None
+        moved = [source[i] for i in read.src] if is_storage(read.dst_tier) else None
         moved = moved or [target[i] for i in read.dst]
         sums = tuple(checksum(slots) for slots in moved)
         self.queue.append((node, CopyDone(read.transfer_id, error, sums, 0.01, 1)))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
-from cluster.worker.disk_tier import DiskTier
+from cluster.worker.disk_tier import Storage
 from cluster.worker.threads import WorkerThreads
 from engine.kv.tier import Tier
+from engine.model.step_executor import StepExecutor
 from engine.step import Execute, Step, StepDone
 from kvtransfer.agent import (
     ConnectPeer,
@@ -21,7 +23,8 @@ from kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvtransfer.executor import StepExecutor, StoreExecutor, TransferExecutor
+from kvtransfer.executor import StoreExecutor, TransferExecutor
+from kvtransfer.layout import checksum_blocks
 from kvtransfer.store import StoreError
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent
@@ -54,11 +57,11 @@ class Bench:
         self.store: Any = Store()
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.steps: list[int] = []
-        tier = DiskTier(TransferExecutor("me", 1, self.disk, pools), StoreExecutor(self.store), ())
+        tier = Storage(TransferExecutor("me", 1, self.disk, pools), StoreExecutor(self.store), ())
         self.threads = WorkerThreads(
-            StepExecutor(self.run_step, pools[Tier.DEVICE]),
+            StepExecutor(self.run_step, partial(checksum_blocks, pools[Tier.DEVICE])),
             TransferExecutor("me", 1, self.memory, pools),
-            tier if with_disk else None,
+            {DISK: tier} if with_disk else {},
             self.answers.put,
             "me",
         )

@@ -86,7 +86,7 @@ def read(
     src_tier: Tier = Tier.DEVICE,
     dst_tier: Tier = Tier.DEVICE,
 ) -> None:
-    settle(agent, agent.read(peer, src, dst, src_tier=src_tier, dst_tier=dst_tier))
+    settle(agent, agent.post_copy(peer, src, dst, src_tier=src_tier, dst_tier=dst_tier))
 
 
 def fails(agent: Agent, *args: Any, **tiers: Any) -> str:

@@ -52,7 +52,7 @@ class TestEveryAgent:
             producer, sources[peer] = make("producer", seed=seed)
             reader.connect(peer, 1, NUM_BLOCKS, producer.metadata())
         reads = [("ab"[i % 2], list(range(i, 64, 8)), list(range(i, 64, 8))) for i in range(8)]
-        handles = [reader.read(*each) for each in reads]
+        handles = [reader.post_copy(*each) for each in reads]
         for handle in reversed(handles):
             settle(reader, handle)
         for peer, src, dst in reads:
@@ -61,7 +61,7 @@ class TestEveryAgent:
     def test_a_peer_that_was_never_connected_is_named(self, make: AgentMaker) -> None:
         reader, _ = make("reader")
         with pytest.raises(AgentError, match="nobody"):
-            reader.read("nobody", [0], [0])
+            reader.post_copy("nobody", [0], [0])
         reader.disconnect("nobody")
 
     def test_no_read_after_disconnect(self, make: AgentMaker) -> None:
@@ -69,7 +69,7 @@ class TestEveryAgent:
         reader.connect("p", 1, NUM_BLOCKS, make("producer")[0].metadata())
         reader.disconnect("p")
         with pytest.raises(AgentError, match="not connected to p"):
-            reader.read("p", [0], [0])
+            reader.post_copy("p", [0], [0])
 
     @pytest.mark.parametrize(
         ("src", "dst", "what"),
@@ -86,7 +86,7 @@ class TestEveryAgent:
         reader, _ = make("reader")
         reader.connect("p", 1, NUM_BLOCKS, make("producer")[0].metadata())
         with pytest.raises(AgentError, match=what):
-            reader.read("p", src, dst)
+            reader.post_copy("p", src, dst)
 
     def test_a_new_epoch_of_a_peer_replaces_the_old_one(self, make: AgentMaker) -> None:
         reader, pool = make("reader")
@@ -114,7 +114,7 @@ class TestEveryAgent:
         with pytest.raises(AgentError, match=r"p differs in number of blocks: it says 64"):
             reader.connect("p", 1, NUM_BLOCKS + 1, same.metadata())
         with pytest.raises(AgentError, match="not connected to p"):
-            reader.read("p", [0], [0])
+            reader.post_copy("p", [0], [0])
 
     def test_damaged_metadata_is_an_error_and_no_crash(self, make: AgentMaker) -> None:
         reader, _ = make("reader")
@@ -143,7 +143,7 @@ def test_a_local_peer_that_closed_fails_its_readers() -> None:
     registry = LocalRegistry()
     reader, producer = (LocalAgent(n, content(4, 64, 0), registry) for n in "rp")
     reader.connect("p", 1, 4, producer.metadata())
-    handle = reader.read("p", [0], [1])
+    handle = reader.post_copy("p", [0], [1])
     metadata = producer.metadata()
     producer.close()
     with pytest.raises(AgentError, match="p has left"):
@@ -159,7 +159,7 @@ def test_a_local_read_that_is_released_early_writes_nothing() -> None:
     reader = LocalAgent("r", pool, registry)
     reader.connect("p", 1, 4, LocalAgent("p", content(4, 64, 1), registry).metadata())
     before = pool.copy()
-    assert reader.release(reader.read("p", [0], [1]))
+    assert reader.release(reader.post_copy("p", [0], [1]))
     assert np.array_equal(pool, before)
 
 
@@ -211,14 +211,14 @@ class TestNixlBetweenProcesses:
 
 def read_while_killing(agent: NixlAgent, pid: int, blocks: list[int]) -> None:
     """Read all blocks again and again; the peer dies in the midst of one. Raises AgentError."""
-    handle = agent.read("p", blocks, blocks)
+    handle = agent.post_copy("p", blocks, blocks)
     killer = threading.Thread(target=os.kill, args=(pid, signal.SIGKILL))
     killer.start()
     deadline = time.monotonic() + DEADLINE_S
     try:
         while time.monotonic() < deadline:
             settle(agent, handle)
-            handle = agent.read("p", blocks, blocks)
+            handle = agent.post_copy("p", blocks, blocks)
     finally:
         killer.join()
 
@@ -239,7 +239,7 @@ def test_a_read_from_a_stopped_peer_is_released_only_when_its_bytes_have_come(
         agent.connect("p", 1, SIZES[0], metadata)
         read(agent, "p", [0], [0])
         os.kill(process.pid, signal.SIGSTOP)
-        handle = agent.read("p", blocks, blocks)
+        handle = agent.post_copy("p", blocks, blocks)
         for _ in range(100):
             assert not agent.release(handle)
         agent.disconnect("p")
@@ -263,7 +263,7 @@ def test_close_stops_a_read_that_never_settles(tcp_reader: tuple[NixlAgent, np.n
         agent.connect("p", 1, SIZES[0], metadata)
         read(agent, "p", [0], [0])
         os.kill(process.pid, signal.SIGSTOP)
-        agent.read("p", blocks, blocks)
+        agent.post_copy("p", blocks, blocks)
         agent.close()
         before = pool.copy()
         os.kill(process.pid, signal.SIGCONT)

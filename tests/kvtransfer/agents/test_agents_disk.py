@@ -105,7 +105,7 @@ def test_blocks_written_from_any_memory_are_read_into_any_other(world: World) ->
 def test_transfers_run_side_by_side(world: World) -> None:
     world.write(list(range(100)), list(range(100)))
     handles = [
-        world.agent.read("me", [slot], [299 - slot], src_tier=DISK, dst_tier=HOST)
+        world.agent.post_copy("me", [slot], [299 - slot], src_tier=DISK, dst_tier=HOST)
         for slot in range(100)
     ]
     for handle in reversed(handles):
@@ -125,7 +125,7 @@ def test_a_file_that_was_cut_is_an_error_and_changes_nothing(world: World) -> No
 
 def test_a_file_that_is_cut_during_a_read_is_an_error(world: World) -> None:
     world.write([0, 1], [0, 1])
-    handle = world.agent.read("me", [0, 1], [0, 1], src_tier=DISK, dst_tier=HOST)
+    handle = world.agent.post_copy("me", [0, 1], [0, 1], src_tier=DISK, dst_tier=HOST)
     os.truncate(world.store.folder / "blocks.kv", world.store.offset(1))
     with pytest.raises(AgentError, match="was cut to 8192 bytes"):
         settle(world.agent, handle)
@@ -135,9 +135,9 @@ def test_a_full_disk_fails_the_write_and_not_the_others(world: World) -> None:
     many = list(range(NUM_DEVICE))
     with files_up_to(world.store.offset(350) + SIZE // 2):
         handles = [
-            world.agent.read("me", many, many, src_tier=DEVICE, dst_tier=DISK),
-            world.agent.read("me", [0, 1], [349, 350], src_tier=DEVICE, dst_tier=DISK),
-            world.agent.read("me", many[::-1], many, src_tier=HOST, dst_tier=DISK),
+            world.agent.post_copy("me", many, many, src_tier=DEVICE, dst_tier=DISK),
+            world.agent.post_copy("me", [0, 1], [349, 350], src_tier=DEVICE, dst_tier=DISK),
+            world.agent.post_copy("me", many[::-1], many, src_tier=HOST, dst_tier=DISK),
         ]
         with pytest.raises(AgentError, match=r"from device to disk of me: .* GiB free"):
             settle(world.agent, handles[1])
@@ -162,7 +162,7 @@ def test_a_store_that_was_made_anew_is_written_under_its_new_file(world: World) 
 
 
 def test_a_write_into_a_file_that_the_store_has_given_up_is_an_error(world: World) -> None:
-    handle = world.agent.read("me", [0], [0], src_tier=DEVICE, dst_tier=DISK)
+    handle = world.agent.post_copy("me", [0], [0], src_tier=DEVICE, dst_tier=DISK)
     shutil.rmtree(world.store.folder)
     assert world.store.check() is not None
     with pytest.raises(AgentError, match="has another file now"):
@@ -202,7 +202,7 @@ def test_what_it_cannot_move_is_refused(
 def test_blocks_on_their_way_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MAX_LIVE_BLOCKS", 3)
     with opened(tmp_path) as world:
-        handle = world.agent.read("me", [0, 1], [0, 1], src_tier=DEVICE, dst_tier=DISK)
+        handle = world.agent.post_copy("me", [0, 1], [0, 1], src_tier=DEVICE, dst_tier=DISK)
         text = fails(world.agent, "me", [2, 3], [2, 3], src_tier=DEVICE, dst_tier=DISK)
         assert "2 of at most 3 blocks are on their way" in text
         settle(world.agent, handle)
@@ -293,7 +293,7 @@ def test_what_has_not_ended_is_not_released(
     be_strange(monkeypatch, stalled=stalled)
     with opened(tmp_path) as world:
         stalled[0] = True
-        handle = world.agent.read("me", [0], [0], src_tier=DISK, dst_tier=HOST)
+        handle = world.agent.post_copy("me", [0], [0], src_tier=DISK, dst_tier=HOST)
         for _ in range(10):
             assert not world.agent.poll(handle)
             assert not world.agent.release(handle)
@@ -313,7 +313,7 @@ def test_memory_that_a_disk_may_still_write_to_is_never_freed(
     host = content(4, SIZE, 0)
     agent = DiskAgent("me", {HOST: host}, store)
     stalled[0] = True
-    agent.read("me", [0], [0], src_tier=DISK, dst_tier=HOST)
+    agent.post_copy("me", [0], [0], src_tier=DISK, dst_tier=HOST)
     agent.close()
     assert "1 moves from and to disk have not ended" in caplog.text
     (kept,) = abandoned

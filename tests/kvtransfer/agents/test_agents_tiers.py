@@ -73,10 +73,10 @@ def test_moves_within_run_beside_reads_from_peers(make: AgentMaker) -> None:
     agent.connect("p", 1, COUNTS[Tier.DEVICE], producer.metadata())
     before = pools[Tier.DEVICE].copy()
     handles = [
-        agent.read("me", [i], [i], src_tier=Tier.DEVICE, dst_tier=Tier.HOST) for i in range(8)
+        agent.post_copy("me", [i], [i], src_tier=Tier.DEVICE, dst_tier=Tier.HOST) for i in range(8)
     ]
     handles += [
-        agent.read("p", [i], [i], src_tier=Tier.HOST, dst_tier=Tier.HOST) for i in range(8, 16)
+        agent.post_copy("p", [i], [i], src_tier=Tier.HOST, dst_tier=Tier.HOST) for i in range(8, 16)
     ]
     for handle in reversed(handles):
         settle(agent, handle)

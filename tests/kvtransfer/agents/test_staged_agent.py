@@ -66,7 +66,7 @@ def test_more_blocks_than_the_staging_area_holds_arrive(
 ) -> None:
     bench, written = on_disk
     src, dst = list(range(14)), list(range(19, 5, -1))
-    bench.finish(bench.agent.read("me", src, dst, DISK))
+    bench.finish(bench.agent.post_copy("me", src, dst, DISK))
     assert np.array_equal(bench.device_bytes[dst], written[src])
     assert not bench.device_bytes[:6].any()
     assert not arena[:NUM_HOST].any(), "the host tier's own blocks are left alone"
@@ -74,7 +74,7 @@ def test_more_blocks_than_the_staging_area_holds_arrive(
 
 def test_reads_share_the_staging_area(on_disk: tuple[Bench, np.ndarray]) -> None:
     bench, written = on_disk
-    handles = [bench.agent.read("me", [i, i + 1], [i, i + 1], DISK) for i in range(0, 12, 2)]
+    handles = [bench.agent.post_copy("me", [i, i + 1], [i, i + 1], DISK) for i in range(0, 12, 2)]
     for handle in reversed(handles[:3]):
         assert bench.agent.release(handle) or bench.agent.release(handle)
     for handle in handles[3:]:
@@ -87,19 +87,19 @@ def test_moves_of_host_memory_are_passed_on(
     on_disk: tuple[Bench, np.ndarray], arena: np.ndarray
 ) -> None:
     bench, written = on_disk
-    bench.finish(bench.agent.read("me", [7], [2], DISK, HOST))
+    bench.finish(bench.agent.post_copy("me", [7], [2], DISK, HOST))
     assert np.array_equal(arena[2], written[7])
     arena[1] = 9
-    bench.finish(bench.agent.read("me", [1], [7], HOST, DISK))
-    bench.finish(bench.agent.read("me", [7], [0], DISK))
+    bench.finish(bench.agent.post_copy("me", [1], [7], HOST, DISK))
+    bench.finish(bench.agent.post_copy("me", [7], [0], DISK))
     assert (bench.device_bytes[0] == 9).all()
 
 
 def test_slots_are_free_only_when_nothing_writes_to_them(arena: np.ndarray) -> None:
     inner = FakeAgent()
     bench = Bench(inner, arena)
-    first = bench.agent.read("me", [0, 1, 2, 3], [0, 1, 2, 3], DISK)
-    second = bench.agent.read("me", [4], [4], DISK)
+    first = bench.agent.post_copy("me", [0, 1, 2, 3], [0, 1, 2, 3], DISK)
+    second = bench.agent.post_copy("me", [4], [4], DISK)
     assert inner.num_reads == 1, "no slot is left for the second"
     inner.pinned.add(0)
     assert not bench.agent.poll(second)
@@ -118,7 +118,7 @@ def test_slots_are_free_only_when_nothing_writes_to_them(arena: np.ndarray) -> N
 def test_a_batch_that_fails_fails_the_read(arena: np.ndarray) -> None:
     inner = FakeAgent(states=["done", "the disk is gone"])
     bench = Bench(inner, arena)
-    handle = bench.agent.read("me", [0, 1, 2, 3], [0, 1, 2, 3], DISK)
+    handle = bench.agent.post_copy("me", [0, 1, 2, 3], [0, 1, 2, 3], DISK)
     assert not bench.agent.poll(handle)
     with pytest.raises(AgentError, match="the disk is gone"):
         bench.agent.poll(handle)
@@ -130,4 +130,4 @@ def test_a_batch_that_fails_fails_the_read(arena: np.ndarray) -> None:
 def test_a_block_outside_the_device_is_refused(arena: np.ndarray) -> None:
     bench = Bench(FakeAgent(), arena)
     with pytest.raises(AgentError, match=f"destination block {NUM_SLOTS}"):
-        bench.agent.read("me", [0], [NUM_SLOTS], DISK)
+        bench.agent.post_copy("me", [0], [NUM_SLOTS], DISK)

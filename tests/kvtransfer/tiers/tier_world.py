@@ -14,9 +14,10 @@ from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import DiskRecord, Retention, Tier
 from engine.node import Effect, Note, Send
 from engine.stats import Role
-from kvtransfer.agent import CopyBlocks, CopyDone, StoreFailed, StoreIndex
+from kvtransfer.agent import CopyBlocks, CopyDone, MoveId, StoreFailed, StoreIndex
 from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
-from kvtransfer.tiers.manager import Source, Tiers
+from kvtransfer.tiers.blocks import Source
+from kvtransfer.tiers.manager import Tiers
 
 KEEP = Retention(1000.0)
 MEMORY_ONLY = Retention(1000.0, to_disk=False)
@@ -69,7 +70,7 @@ class TierWorld:
         self.answers: list[CacheOrderDone] = []
         self.posted: list[CopyBlocks] = []
         self.known: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}  # by a listener
-        self.tiers.start(0.0, records)
+        self.tiers.start(0.0, {Tier.DISK: records})
         self.listen()
 
     def perform(self, effects: list[Effect]) -> None:
@@ -94,9 +95,9 @@ class TierWorld:
                     raise AssertionError(effect)
 
     def _check_post(self, read: CopyBlocks) -> None:
-        """Nobody reads what it writes, nobody else writes it, and the index does not list it."""
+        """No other move reads or writes its destination, and the index does not list it."""
         assert (read.peer, read.epoch) == ("w", 7)
-        assert read.transfer_id % 2 == 1
+        assert isinstance(read.transfer_id, MoveId)
         assert read.timeout_s == self.config.read_timeout_s
         ways = [(other.src_tier, other.dst_tier) for other in self.reads]
         assert (read.src_tier, read.dst_tier) not in ways

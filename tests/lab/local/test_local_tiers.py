@@ -72,7 +72,7 @@ def load_all(cluster: LocalCluster) -> None:
     """Read whatever is there, though a model as small as this one computes it sooner."""
     for worker in cluster.workers.values():
         node: Any = worker.node
-        cluster.run(partial(setattr, node.exchange.connector, "_load_s", lambda tier: 0.0))
+        cluster.run(partial(setattr, node.exchange.connector, "load_s", lambda tier: 0.0))
 
 
 def assert_clean(cluster: LocalCluster) -> None:

@@ -1,0 +1,51 @@
+"""Performs a worker's effect on its model: a step, then the checksums of the blocks that it fills.
+
+Runs in the worker's model thread. Knows neither torch nor the transfer of KV.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine.step import Sampled, Step, StepDone
+
+logger = logging.getLogger(__name__)
+
+
+class StepExecutor:
+    """Runs steps, one at a time, from the model thread."""
+
+    def __init__(
+        self,
+        run_step: Callable[[Step], StepDone],
+        checksum_blocks: Callable[[Sequence[int]], list[int]],
+        *,
+        close: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`checksum_blocks`: of the device pool, one number per block id. `close` ends the
+        processes that `run_step` has, if any."""
+        self._run_step = run_step
+        self._checksum_blocks = checksum_blocks
+        self._close = close
+        self._clock = clock
+
+    def execute(self, step: Step) -> StepDone:
+        """Run the step, then checksum `step.checksum_blocks`. An exception becomes the error."""
+        started = self._clock()
+        try:
+            done = self._run_step(step)
+            checksums = self._checksum_blocks(step.checksum_blocks)
+        except Exception as error:
+            logger.exception("step %d of %d tokens failed", step.step_id, step.num_tokens)
+            sampled: list[Sampled | None] = [None] * len(step.seqs)
+            text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            return StepDone(step.step_id, sampled, error=text)
+        return replace(done, checksums=checksums, elapsed_s=self._clock() - started)
+
+    def close(self) -> None:
+        if self._close is not None:
+            self._close()

@@ -1,0 +1,49 @@
+"""The tiers that a worker may have below its device memory, fastest first. To add one: a member of
+`engine.kv.tier.Tier`, an entry here, and what opens it in `cluster.worker`.
+
+The first tier that a worker has takes copies of all sealed blocks. The tiers behind it, which need
+that one to be memory, are written from it and promoted to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.config import WorkerConfig
+from engine.kv.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """What is known of a tier without looking at what it holds.
+
+    Memory is copied by the worker's memory agent, and peers read it. Anything else is storage: it
+    outlives the process, has an index (`StoreIndex`), and is copied to and from memory only, by an
+    agent and a thread of its own."""
+
+    num_blocks: Callable[[WorkerConfig], int]  # 0: the worker has no such tier
+    bytes_per_s: float  # of a load into device memory, until one was measured
+    is_storage: bool
+    # Behind the first tier: a block that was not used for this long is written.
+    write_after_s: Callable[[WorkerConfig], float] = lambda config: 0.0
+
+
+TIERS: dict[Tier, TierSpec] = {
+    Tier.HOST: TierSpec(lambda config: config.num_host_blocks, 2e9, is_storage=False),
+    Tier.DISK: TierSpec(
+        lambda config: config.num_disk_blocks,
+        0.5e9,
+        is_storage=True,
+        write_after_s=lambda config: config.disk_after_s,
+    ),
+}
+
+
+def is_storage(tier: Tier) -> bool:
+    return tier in TIERS and TIERS[tier].is_storage
+
+
+def memory_tiers() -> list[Tier]:
+    """What an agent of memory reaches, and peers may read; fastest first."""
+    return [Tier.DEVICE, *(tier for tier in TIERS if not TIERS[tier].is_storage)]

@@ -1,0 +1,28 @@
+"""A fourth tier, object storage, as one would be added: a member of the enum and an entry in the
+registry. For tests of what else has to know of it: nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.kv.tier import Tier
+from kvtransfer.tiers.registry import TIERS, TierSpec
+
+WRITE_AFTER_S = 10.0
+
+
+def add_object_tier(monkeypatch: pytest.MonkeyPatch, num_blocks: int = 80) -> Tier:
+    """Until the test ends, every worker has an object store of `num_blocks`."""
+    tier = str.__new__(Tier, "object")
+    tier._name_, tier._value_ = "OBJECT", "object"
+    monkeypatch.setattr(Tier, "_member_names_", [*Tier._member_names_, "OBJECT"])
+    monkeypatch.setitem(Tier._member_map_, "OBJECT", tier)
+    monkeypatch.setitem(Tier._value2member_map_, "object", tier)
+    spec = TierSpec(
+        lambda config: num_blocks,
+        1e9,
+        is_storage=True,
+        write_after_s=lambda config: WRITE_AFTER_S,
+    )
+    monkeypatch.setitem(TIERS, tier, spec)
+    return tier
