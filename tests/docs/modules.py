@@ -1,0 +1,66 @@
+"""The list of modules in docs/architecture.md, made from the first sentences of their docstrings.
+
+`python -m tests.docs.modules` rewrites what stands between the two `modules` marks.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from itertools import groupby
+from pathlib import Path
+
+from tests.structure import PACKAGES, ROOT
+
+PAGE = ROOT / "docs/architecture.md"
+BEGIN, END = "<!-- modules -->", "<!-- end of modules -->"
+WIDTH = 100
+
+
+def first_sentence(path: Path) -> str:
+    """Of the module's docstring, on one line and without its full stop."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    return paragraph.partition(". ")[0].rstrip(".:")
+
+
+def wing(path: Path) -> str:
+    """The package and the first folder below it: `router/admission`, or `router` alone."""
+    return "/".join(path.relative_to(ROOT).parts[:-1][:2])
+
+
+def module_list() -> str:
+    """Markdown: a heading for each wing, then one item for each module that is not empty."""
+    parts = []
+    for package in PACKAGES:
+        paths = sorted((ROOT / package).rglob("*.py"), key=lambda path: (wing(path), path))
+        for name, members in groupby(paths, key=wing):
+            parts.append(f"### {name}\n\n" + "\n".join(filter(None, map(_item, members))))
+    return "\n\n".join(parts)
+
+
+def _item(path: Path) -> str:
+    module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+    is_package = path.name == "__init__.py"
+    module = module.removesuffix(".__init__")
+    sentence = first_sentence(path)
+    if is_package and not sentence:
+        return ""
+    return textwrap.fill(
+        f"* `{module}`: {sentence}.",
+        WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def with_modules(page: str) -> str:
+    """`page` with the list between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return f"{before}{BEGIN}\n\n{module_list()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_modules(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

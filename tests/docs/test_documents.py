@@ -1,0 +1,107 @@
+"""Documents: lines within 100 columns, links that resolve, and names that exist in the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lab.cli.main import main as kvrelay
+from tests.docs.modules import PAGE, with_modules
+from tests.structure import PACKAGES, ROOT
+
+MAX_COLUMNS = 100
+HIDDEN = {".venv", ".git", "node_modules", ".pytest_cache", "shared"}
+DOCUMENTS = sorted(
+    path
+    for path in ROOT.rglob("*.md")
+    if not HIDDEN & set(path.relative_to(ROOT).parts) and not path.is_symlink()
+)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+DOTTED = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.[a-z_0-9]+)+)`")
+FILE = re.compile(rf"`((?:{'|'.join([*PACKAGES, 'tests', 'benchmarks', 'docs'])})/[\w./-]+)`")
+COMMAND = re.compile(r"kvrelay (?!-)([a-z]+)")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def code_of(text: str) -> str:
+    """What stands in code blocks and in backticks, a line each."""
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return "\n".join([*fenced, *re.findall(r"`([^`\n]+)`", text)])
+
+
+def anchors_of(path: Path) -> set[str]:
+    """As GitHub makes them from headings."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_lines_are_within_the_columns(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert not [
+        f"{number}: {line}"
+        for number, line in enumerate(lines, 1)
+        if len(line) > MAX_COLUMNS and "://" not in line and not line.startswith("![")
+    ]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_relative_links_resolve(path: Path) -> None:
+    broken = []
+    for target in LINK.findall(path.read_text(encoding="utf-8")):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        if not there.exists() or (anchor and anchor not in anchors_of(there)):
+            broken.append(target)
+    assert not broken
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_modules_and_files_that_are_named_exist(path: Path) -> None:
+    if path.name == "CHANGELOG.md":
+        return  # names what is gone
+    text = path.read_text(encoding="utf-8")
+    missing = [name for name in DOTTED.findall(text) if not is_in_code(name)]
+    for name in FILE.findall(text):
+        if not (ROOT / name).exists():
+            missing.append(name)
+    assert not missing
+
+
+def is_in_code(dotted: str) -> bool:
+    """A module, a package, or a name that its module defines or a setting of a section."""
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        base = ROOT.joinpath(*parts[:end])
+        file = base.with_suffix(".py") if not base.is_dir() else base / "__init__.py"
+        if file.is_file():
+            if end == len(parts):
+                return True
+            if base.is_dir():
+                break  # `router.tick_s` is a setting, not a module
+            return re.search(rf"\b{parts[end]}\b", file.read_text(encoding="utf-8")) is not None
+    section, _, key = dotted.partition(".")
+    example = (ROOT / "kvrelay.example.toml").read_text(encoding="utf-8")
+    body = example.partition(f"\n[{section}]")[2].partition("\n[")[0]
+    return re.search(rf"^{re.escape(key)} *=", body, flags=re.MULTILINE) is not None
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_commands_that_are_named_exist(path: Path) -> None:
+    if path.name == "CHANGELOG.md":
+        return
+    names = set(COMMAND.findall(code_of(path.read_text(encoding="utf-8"))))
+    assert names <= {*kvrelay.list_commands(None)}  # type: ignore[arg-type]
+
+
+def test_every_module_is_in_the_architecture() -> None:
+    """If this fails: `python -m tests.docs.modules`."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_modules(page) == page
