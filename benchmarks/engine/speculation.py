@@ -33,8 +33,8 @@ from lab.bench.lone_worker import Answer, LoneWorker
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "speculation.json"
 BLOCK_SIZE = 16
-GUESSES = 7
-WITHOUT, WITH = "one by one", f"{GUESSES} guesses"
+DRAFTS = 7
+WITHOUT, WITH = "one by one", f"{DRAFTS} drafts"
 PEOPLE = "Ann, 31, Oslo\nBob, 45, Rome\nCid, 28, Bonn\nDan, 39, Lyon\nEve, 52, Kyiv\nFay, 23, Bern"
 
 
@@ -79,14 +79,14 @@ class Pair:
         self._stack = ExitStack()
         self.workers: dict[str, LoneWorker] = {}
         threads = len(os.sched_getaffinity(0))
-        for name, guesses in ((WITHOUT, 0), (WITH, GUESSES)):
+        for name, drafts in ((WITHOUT, 0), (WITH, DRAFTS)):
             overrides = {
                 "model.name": model,
                 "model.quantization": quantization,
                 "model.device": "cpu",
                 "engine.block_size": BLOCK_SIZE,
                 "engine.num_blocks": most * (2_000 + max_tokens) // BLOCK_SIZE,
-                "engine.num_speculative_tokens": guesses,
+                "engine.num_speculative_tokens": drafts,
             }
             config = load_config(None, overrides)
             ready = prepare_model(config, 1, lambda _: None)
@@ -140,7 +140,7 @@ class Row:
     same: bool
 
     def found(self) -> dict[str, Any]:
-        """Medians; ratios above 1 speak for guesses."""
+        """Medians; ratios above 1 speak for drafts."""
         rate = {n: statistics.median(t.tokens_per_s for t in took) for n, took in self.took.items()}
         each = {n: statistics.median(t.token_s for t in took) for n, took in self.took.items()}
         return {
@@ -188,8 +188,8 @@ def main(
         for name, each in progress.track(asked.items(), description="answers"):
             rows[name] = pair.ask(pair.prompts(each), sampling, rounds).found()
     title = f"{model}, weights {quantization}, temperature {temperature:g}"
-    table = Table("", "in", "out", "tokens/s", "with guesses", "ratio", title=title)
-    for column in ("ms a token", "with guesses", "ratio", "fed", "held", "same"):
+    table = Table("", "in", "out", "tokens/s", "with drafts", "ratio", title=title)
+    for column in ("ms a token", "with drafts", "ratio", "fed", "held", "same"):
         table.add_column(column)
     for name, row in rows.items():
         rate, each = row["tokens_per_s"], row["ms_per_token"]

@@ -218,13 +218,13 @@ class TierBlocks:
         if entry is not None and entry.slot == slot:
             self.pools[tier].forget(entry, why)
 
-    def keep(self, block_hash: bytes) -> bool:
+    def retain(self, block_hash: bytes) -> bool:
         """Pin it in every tier that has it, within the quotas; False if in none."""
-        kept = [pool.keep(block_hash) for pool in self.pools.values()]
+        kept = [pool.retain(block_hash) for pool in self.pools.values()]
         return any(kept)
 
-    def stop_keeping(self, block_hash: bytes) -> bool:
-        stopped = [pool.stop_keeping(block_hash) for pool in self.pools.values()]
+    def stop_retaining(self, block_hash: bytes) -> bool:
+        stopped = [pool.stop_retaining(block_hash) for pool in self.pools.values()]
         return any(stopped)
 
     def expire(self, now: float, at_most: int) -> None:

@@ -288,10 +288,10 @@ class Tiers:
                 return self._resume(live, block_hash)
             case CacheAction.PIN:
                 if self._blocks.is_below(block_hash):
-                    return self._blocks.keep(block_hash)
+                    return self._blocks.retain(block_hash)
                 return None if self._blocks.is_coming(block_hash) else False
             case CacheAction.UNPIN:
-                return self._blocks.stop_keeping(block_hash)
+                return self._blocks.stop_retaining(block_hash)
             case CacheAction.DROP:
                 return self._drop(block_hash)
 

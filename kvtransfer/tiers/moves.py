@@ -232,8 +232,8 @@ class TierMoves:
         if not good:
             pool.abandon(entry, "failed")
         elif pool.commit(entry, block.checksum):
-            if any(other.is_kept(block.block_hash) for other in blocks.pools.values()):
-                pool.keep(block.block_hash)
+            if any(other.is_retained(block.block_hash) for other in blocks.pools.values()):
+                pool.retain(block.block_hash)
             if dst in blocks.indexes:
                 blocks.indexes[dst].put(entry)
         blocks.consider_writing(block.block_hash)

@@ -240,7 +240,7 @@ class TierPool:
         else:
             self._enlist(entry)
 
-    def keep(self, block_hash: bytes) -> bool:
+    def retain(self, block_hash: bytes) -> bool:
         """Have it neither evicted nor expire. False if it is not here, or the quota is used up."""
         entry = self.get(block_hash)
         if entry is None:
@@ -252,10 +252,10 @@ class TierPool:
             self.num_kept += 1
         return True
 
-    def is_kept(self, block_hash: bytes) -> bool:
+    def is_retained(self, block_hash: bytes) -> bool:
         return block_hash in self._entries and self._entries[block_hash].kept
 
-    def stop_keeping(self, block_hash: bytes) -> bool:
+    def stop_retaining(self, block_hash: bytes) -> bool:
         entry = self.get(block_hash)
         if entry is None or not entry.kept:
             return False

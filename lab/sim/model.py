@@ -5,7 +5,7 @@ equal slots mean equal prefixes. "Attention" adds up all slots up to the positio
 the next token is a function of that sum. One slot that is torn, stale, unwritten or taken from
 another request changes all slots after it and soon the tokens, and the oracle knows from the tokens
 alone what each slot and each next token has to be. Most tokens are what their position says, so
-that guesses of what comes next hold now and then.
+that draft tokens are accepted now and then.
 """
 
 from __future__ import annotations

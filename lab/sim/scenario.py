@@ -68,7 +68,7 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
     disk_after_s = rng.choice((0.05, rng.uniform(0.1, 2.0)))
     budget, seqs = rng.choice((8, 16, 32, 64)), rng.choice((2, 4, 8, 16))
     waiting = rng.choice((4, 16, 64))
-    guesses = rng.choice((0, 2, 7))
+    num_drafts = rng.choice((0, 2, 7))
 
     def config(role: Role, number: int) -> WorkerConfig:
         return WorkerConfig(
@@ -82,7 +82,7 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
             fingerprint=FINGERPRINT,
             max_num_batched_tokens=budget,
             max_num_seqs=seqs,
-            num_speculative_tokens=guesses,
+            num_speculative_tokens=num_drafts,
             max_waiting=waiting,
             lease_s=lease_s,
             handoff_timeout_s=handoff_s,

@@ -119,7 +119,7 @@ class Reuse:
         """Tokens of KV that requests of this kind bring per second."""
         return kind.num_tokens / self._tokens_s if self._tokens_s else 0.0
 
-    def worth_keeping(self, room_tokens: float) -> list[float]:
+    def worth_retaining(self, room_tokens: float) -> list[float]:
         """The share of each kind's requests whose KV to keep, so that most tokens are found again
         in a cache of `room_tokens` that is emptied from its oldest end.
 
@@ -210,7 +210,7 @@ class RetentionPolicy:
         ours, theirs = _room(self._prefills), _room(self._decodes)
         self._prefill_share = ours / max(1, ours + theirs)
         if self._num_seen >= MIN_REQUESTS:
-            self._shares = self._reuse.worth_keeping(ours + theirs)
+            self._shares = self._reuse.worth_retaining(ours + theirs)
 
 
 def _room(fleet: Fleet) -> int:

@@ -60,7 +60,7 @@ def test_nothing_is_collected_where_nobody_takes_it() -> None:
     assert kv.newly_sealed == []
 
 
-def test_blocks_that_are_not_worth_keeping_are_not_collected() -> None:
+def test_blocks_that_are_not_worth_retaining_are_not_collected() -> None:
     kv = KVCacheManager(8, block_size=4)
     kv.collect_sealed = True
     compute(kv, list(range(10)), SPARE)

@@ -141,7 +141,7 @@ def _hadamard(x, HEADS: tl.constexpr, WIDTH: tl.constexpr, HADAMARD_BLOCK: tl.co
 
 
 @triton.jit
-def _hadamard_halves(x, y, HEADS: tl.constexpr, WIDTH: tl.constexpr, HADAMARD_BLOCK: tl.constexpr):
+def _hadamard_pair(x, y, HEADS: tl.constexpr, WIDTH: tl.constexpr, HADAMARD_BLOCK: tl.constexpr):
     """As `fp8.hadamard`, both halves of some heads, [HEADS, WIDTH] each."""
     x, y = x.to(tl.float32), y.to(tl.float32)
     x, y = _hadamard(x, HEADS, WIDTH, HADAMARD_BLOCK), _hadamard(y, HEADS, WIDTH, HADAMARD_BLOCK)
@@ -150,7 +150,7 @@ def _hadamard_halves(x, y, HEADS: tl.constexpr, WIDTH: tl.constexpr, HADAMARD_BL
 
 @triton.jit
 def _put(
-    head, offset, x, y, z, x_at, y_at, z_at, halves, rests,
+    head, offset, x, y, z, x_at, y_at, z_at, in_half, rests,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Write token `offset` of a block for some heads, which begin at `head` [heads, 1]: three parts
@@ -160,14 +160,14 @@ def _put(
         x, y, z = x.to(tl.float32), y.to(tl.float32), z.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
         byte = _scale_byte(tl.maximum(largest, tl.max(tl.abs(z), 1)))[:, None]
-        is_written = tl.max(halves.to(tl.int32), 1)[:, None] > 0
+        is_written = tl.max(in_half.to(tl.int32), 1)[:, None] > 0
         tl.store(head + BLOCK_SIZE * HEAD_DIM + offset, byte.to(tl.uint8), mask=is_written)
-        tl.store(to + x_at, _e4m3(x, byte), mask=halves)
-        tl.store(to + y_at, _e4m3(y, byte), mask=halves)
+        tl.store(to + x_at, _e4m3(x, byte), mask=in_half)
+        tl.store(to + y_at, _e4m3(y, byte), mask=in_half)
         tl.store(to + z_at, _e4m3(z, byte), mask=rests)
     else:
-        tl.store(to + x_at, x, mask=halves)
-        tl.store(to + y_at, y, mask=halves)
+        tl.store(to + x_at, x, mask=in_half)
+        tl.store(to + y_at, y, mask=in_half)
         tl.store(to + z_at, z, mask=rests)
 
 
@@ -190,17 +190,17 @@ def _rope_write(
     is_query = heads < NUM_HEADS
     is_key = (heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV_HEADS)
     is_value = (heads >= NUM_HEADS + NUM_KV_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
-    halves = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (x_at < HALF)
+    in_half = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (x_at < HALF)
     rests = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (z_at < HEAD_DIM)
     at = qkv + token * QKV_STRIDE + heads * HEAD_DIM
-    x = tl.load(at + x_at, mask=halves, other=0.0).to(tl.float32)
-    y = tl.load(at + y_at, mask=halves, other=0.0).to(tl.float32)
+    x = tl.load(at + x_at, mask=in_half, other=0.0).to(tl.float32)
+    y = tl.load(at + y_at, mask=in_half, other=0.0).to(tl.float32)
     z = tl.load(at + z_at, mask=rests, other=0.0).to(tl.float32)
     if NORM:
         square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
         scale = tl.rsqrt(square / HEAD_DIM + EPS)[:, None]
-        x = _normed(x, scale, q_norm, k_norm, x_at, halves, is_query, is_key)
-        y = _normed(y, scale, q_norm, k_norm, y_at, halves, is_query, is_key)
+        x = _normed(x, scale, q_norm, k_norm, x_at, in_half, is_query, is_key)
+        y = _normed(y, scale, q_norm, k_norm, y_at, in_half, is_query, is_key)
         z = _normed(z, scale, q_norm, k_norm, z_at, rests, is_query, is_key)
         tl.store(at + z_at, z.to(kind), mask=rests & is_query)
     position = tl.load(positions + token)
@@ -208,28 +208,28 @@ def _rope_write(
         seen = tl.minimum(position, SINK_POSITION)
         sx, sy = _rotated(x, y, cos, sin, seen * HALF + half, half < HALF)
         if FP8:
-            sx, sy = _hadamard_halves(sx.to(kind), sy.to(kind), HEADS, BLOCK_HALF, HADAMARD_BLOCK)
+            sx, sy = _hadamard_pair(sx.to(kind), sy.to(kind), HEADS, BLOCK_HALF, HADAMARD_BLOCK)
         to = sink_queries + (token * NUM_HEADS + heads) * HEAD_DIM
-        tl.store(to + x_at, sx.to(kind), mask=halves & is_query)
-        tl.store(to + y_at, sy.to(kind), mask=halves & is_query)
+        tl.store(to + x_at, sx.to(kind), mask=in_half & is_query)
+        tl.store(to + y_at, sy.to(kind), mask=in_half & is_query)
         tl.store(to + z_at, z.to(kind), mask=rests & is_query)
     if ROTATE:
         rx, ry = _rotated(x, y, cos, sin, position * HALF + half, half < HALF)
         x, y = tl.where(is_value, x, rx), tl.where(is_value, y, ry)
     x, y, z = x.to(kind), y.to(kind), z.to(kind)
     if FP8:
-        mx, my = _hadamard_halves(x, y, HEADS, BLOCK_HALF, HADAMARD_BLOCK)
+        mx, my = _hadamard_pair(x, y, HEADS, BLOCK_HALF, HADAMARD_BLOCK)
         part = tl.where(is_key, 0.5 / HADAMARD_BLOCK, 1.0)
         x = tl.where(is_value, x, (mx * part).to(kind))
         y = tl.where(is_value, y, (my * part).to(kind))
-    tl.store(at + x_at, x, mask=halves & is_query)
-    tl.store(at + y_at, y, mask=halves & is_query)
+    tl.store(at + x_at, x, mask=in_half & is_query)
+    tl.store(at + y_at, y, mask=in_half & is_query)
     slot = tl.load(slots + token + tl.zeros((1, 1), dtype=tl.int32)).to(tl.int64)  # [1, 1]
     plane = is_value.to(tl.int32) * PLANE_STRIDE
     kv_head = heads - NUM_HEADS - is_value.to(tl.int32) * NUM_KV_HEADS
     head = pool + layer_offset + slot // BLOCK_SIZE * BLOCK_STRIDE + plane + kv_head * HEAD_STRIDE
     written = (is_key | is_value) & (slot >= 0)
-    _put(head, slot % BLOCK_SIZE, x, y, z, x_at, y_at, z_at, halves & written, rests & written,
+    _put(head, slot % BLOCK_SIZE, x, y, z, x_at, y_at, z_at, in_half & written, rests & written,
          HEAD_DIM, BLOCK_SIZE, FP8)  # fmt: skip
 
 
@@ -250,16 +250,16 @@ def _latent_write(
     angles = tl.load(positions + token) * HALF + half
     if chunk == 0:
         z_at = tl.arange(0, BLOCK_RANK)[None, :]
-        halves, rests = x_at < HALF, z_at < RANK
+        in_half, rests = x_at < HALF, z_at < RANK
         row = latent + token * LATENT_STRIDE
         z = tl.load(row + z_at, mask=rests, other=0.0)
-        x = tl.load(row + RANK + x_at, mask=halves, other=0.0).to(tl.float32)
-        y = tl.load(row + RANK + y_at, mask=halves, other=0.0).to(tl.float32)
+        x = tl.load(row + RANK + x_at, mask=in_half, other=0.0).to(tl.float32)
+        y = tl.load(row + RANK + y_at, mask=in_half, other=0.0).to(tl.float32)
         x, y = _rotated(x, y, cos, sin, angles, half < HALF)
         slot = tl.load(slots + token + tl.zeros((1, 1), dtype=tl.int32)).to(tl.int64)  # [1, 1]
         head = pool + layer_offset + slot // BLOCK_SIZE * BLOCK_STRIDE
         _put(head, slot % BLOCK_SIZE, x.to(kind), y.to(kind), z, RANK + x_at, RANK + y_at, z_at,
-             halves & (slot >= 0), rests & (slot >= 0), RANK + 2 * HALF, BLOCK_SIZE,
+             in_half & (slot >= 0), rests & (slot >= 0), RANK + 2 * HALF, BLOCK_SIZE,
              FP8)  # fmt: skip
     else:
         heads = ((chunk - 1) * HEADS + tl.arange(0, HEADS))[:, None]

@@ -86,7 +86,7 @@ def test_what_has_expired_goes_first() -> None:
     assert 5 in world.held(HOST)
 
 
-def test_a_block_that_is_not_worth_keeping_is_not_copied() -> None:
+def test_a_block_that_is_not_worth_retaining_is_not_copied() -> None:
     world = TierWorld(host=4)
     world.serve(1, retention=Retention(0.0))
     assert world.posted == []

@@ -144,13 +144,13 @@ class PoolMachine(RuleBasedStateMachine):
         there = entry is not None and entry.readable
         was_kept = entry is not None and entry.kept
         room = sum(e.kept for e in self.model.entries.values()) < KEPT_SHARE * NUM_BLOCKS
-        assert self.pool.keep(bytes([number])) == (there and (was_kept or room))
+        assert self.pool.retain(bytes([number])) == (there and (was_kept or room))
 
     @rule(number=NAMES)
-    def stop_keeping(self, number: int) -> None:
+    def stop_retaining(self, number: int) -> None:
         entry = self.model.entries.get(number)
         was_kept = entry is not None and entry.kept
-        assert self.pool.stop_keeping(bytes([number])) == was_kept
+        assert self.pool.stop_retaining(bytes([number])) == was_kept
 
     @rule(number=NAMES)
     def drop(self, number: int) -> None:

@@ -128,14 +128,14 @@ def found(reuse: Reuse, shares: list[float], room_tokens: float) -> float:
 
 def test_where_there_is_room_for_all_everything_is_kept() -> None:
     reuse = traffic(0.1)
-    assert reuse.worth_keeping(1e9) == [1.0] * len(reuse.kinds)
+    assert reuse.worth_retaining(1e9) == [1.0] * len(reuse.kinds)
 
 
 def test_where_room_is_short_what_is_seldom_continued_goes_first() -> None:
     reuse = traffic(0.05)
     kinds = [come(reuse, 2000.0 + turn, "a", 10 + 10 * turn) for turn in range(3)]
     inflow = sum(reuse.rate(kind) for kind in reuse.kinds)
-    shares = reuse.worth_keeping(12.0 * inflow)  # all of it lasts 12 s, and is wanted after 20
+    shares = reuse.worth_retaining(12.0 * inflow)  # all of it lasts 12 s, and is wanted after 20
     assert shares[kinds[0]] < 1.0
     assert shares[kinds[1]] == shares[kinds[2]] == 1.0
 
@@ -147,7 +147,7 @@ def test_what_is_kept_finds_as_much_as_keeping_all_or_any_one_kind(
 ) -> None:
     reuse = traffic(share_continued, count=600)
     room = room_s * sum(reuse.rate(kind) for kind in reuse.kinds)
-    shares = reuse.worth_keeping(room)
+    shares = reuse.worth_retaining(room)
     assert all(0.0 <= share <= 1.0 for share in shares)
     best = found(reuse, shares, room)
     count = len(reuse.kinds)
@@ -158,5 +158,5 @@ def test_what_is_kept_finds_as_much_as_keeping_all_or_any_one_kind(
 
 def test_nothing_is_learned_from_no_traffic() -> None:
     reuse = Reuse()
-    assert reuse.worth_keeping(0.0) == [1.0] * len(reuse.kinds)
-    assert reuse.worth_keeping(1e6) == [1.0] * len(reuse.kinds)
+    assert reuse.worth_retaining(0.0) == [1.0] * len(reuse.kinds)
+    assert reuse.worth_retaining(1e6) == [1.0] * len(reuse.kinds)
