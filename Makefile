@@ -60,7 +60,7 @@ bench: setup
 	$(BIN)/kvrelay bench serve --url http://127.0.0.1:$(PORT) $(ARGS)
 
 example: setup
-	$(BIN)/python -m cluster.cli.example > kvrelay.example.toml.new
+	$(BIN)/python -m tests.docs.example > kvrelay.example.toml.new
 	mv kvrelay.example.toml.new kvrelay.example.toml
 
 clean:

@@ -277,10 +277,10 @@ class EngineCore:
 
     def _snapshot(self, router: NodeId) -> Send:
         config = self.config
-        block_hashes = self.kv.pool.block_hashes()
+        hashes = self.kv.pool.block_hashes()
         tiers = self.lower.snapshot() if self.lower is not None else ()
         return Send(
-            router, KVSnapshot(config.node_id, config.epoch, self._event_seq, block_hashes, tiers)
+            router, KVSnapshot(config.node_id, config.epoch, self._event_seq, hashes, tiers)
         )
 
     def expired(self, now: float) -> list[Sequence]:

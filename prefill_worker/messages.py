@@ -29,6 +29,4 @@ class Prefill:
     scope: CacheScope = UNSALTED
     retention: Retention | None = None  # None: the worker's own
     fetch_from: NodeId | None = None  # a worker that holds more of the prefix, worth asking
-    block_hashes: bytes = (
-        b""  # of the full blocks of `tokens`, packed, so that they are hashed only once
-    )
+    block_hashes: bytes = b""  # packed, of the full blocks of `tokens`: hashed only once

@@ -1,6 +1,5 @@
 /* Hashes of a sequence's blocks. cffi reads this file. */
-#ifndef KVRELAY_BLOCK_CHAIN_H
-#define KVRELAY_BLOCK_CHAIN_H
+#pragma once
 
 #include <stdint.h>
 
@@ -8,5 +7,3 @@
  * comes `parent`. `tokens`: count * size bytes, size > 0. */
 void kvr_chain_hashes(const uint8_t *parent, const uint8_t *tokens, uint64_t count, uint64_t size,
                       uint8_t *block_hashes);
-
-#endif

@@ -33,10 +33,8 @@ class NetChanges:
         """Net (stored, removed) hashes since the last call."""
         if not self._is_stored:
             return (), ()
-        stored = tuple(block_hash for block_hash, is_stored in self._is_stored.items() if is_stored)
-        removed = tuple(
-            block_hash for block_hash, is_stored in self._is_stored.items() if not is_stored
-        )
+        stored = tuple(each for each, is_stored in self._is_stored.items() if is_stored)
+        removed = tuple(each for each, is_stored in self._is_stored.items() if not is_stored)
         self._is_stored.clear()
         return stored, removed
 

@@ -26,9 +26,7 @@ class KVCacheManager:
         self.window = window or Window(block_size)
         self.checksums: dict[int, int] = {}  # block id -> checksum of its bytes
         self.collect_sealed = False  # True: the tiers take `newly_sealed` after every message
-        self.newly_sealed: list[
-            tuple[int, bytes, Retention]
-        ] = []  # block, its hash, of the request
+        self.newly_sealed: list[tuple[int, bytes, Retention]] = []  # block, its hash
         self._tables: dict[Sequence, list[int]] = {}
 
     def num_blocks_for(self, num_tokens: int) -> int:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any
 
 from cluster.config import Config
@@ -102,12 +101,7 @@ class LoneWorker:
     def __enter__(self) -> LoneWorker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._executor.close()
 
     def generate(

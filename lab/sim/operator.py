@@ -81,9 +81,8 @@ class Operator:
             case CacheOrderDone(worker, order_id, num_blocks):
                 planned = self._given[order_id]
                 self.answers[order_id] += 1
-                if worker != planned.worker or not 0 <= num_blocks <= len(
-                    planned.order.block_hashes
-                ):
+                most = len(planned.order.block_hashes)
+                if worker != planned.worker or not 0 <= num_blocks <= most:
                     self._violated("order", f"{order_id}: {message}")
             case _:
                 self._violated("order", f"the operator was told {message}")

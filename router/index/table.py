@@ -23,20 +23,18 @@ SAID: int = constants.SAID  # all that a worker has said itself, in whatever tie
 NUM_RUNS: int = constants.NUM_RUNS  # in device memory, any memory, any tier, said by the worker
 
 
-def count_hashes(block_hashes: Hashes) -> int:
-    count, rest = divmod(len(block_hashes), HASH_BYTES)
+def count_hashes(hashes: Hashes) -> int:
+    count, rest = divmod(len(hashes), HASH_BYTES)
     if rest:
-        raise ValueError(
-            f"packed block_hashes of {len(block_hashes)} bytes: expected {HASH_BYTES} each"
-        )
+        raise ValueError(f"packed hashes of {len(hashes)} bytes: expected {HASH_BYTES} each")
     return count
 
 
-def _address(block_hashes: Hashes) -> bytes | int:
-    """`block_hashes` as an argument, without a copy; its size must not change meanwhile."""
-    if isinstance(block_hashes, bytes):
-        return block_hashes
-    return address_of(ffi.from_buffer(block_hashes))
+def _address(hashes: Hashes) -> bytes | int:
+    """`hashes` as an argument, without a copy; its size must not change meanwhile."""
+    if isinstance(hashes, bytes):
+        return hashes
+    return address_of(ffi.from_buffer(hashes))
 
 
 class Held(NamedTuple):
@@ -90,35 +88,33 @@ class IndexTable:
     def regroup(self, slot: int, group: int) -> None:
         self._lib.kvr_index_regroup(self.address, slot, group)
 
-    def change(self, slot: int, block_hashes: Hashes, add: int = 0, drop: int = 0) -> None:
+    def change(self, slot: int, hashes: Hashes, add: int = 0, drop: int = 0) -> None:
         """Facts `add` come to be true of the blocks, or facts `drop` are true no more."""
-        count = count_hashes(block_hashes)
+        count = count_hashes(hashes)
         if count:
-            self._lib.kvr_index_change(self.address, slot, _address(block_hashes), count, add, drop)
+            self._lib.kvr_index_change(self.address, slot, _address(hashes), count, add, drop)
 
     def drop_all(self, slot: int, facts: int) -> None:
         self._lib.kvr_index_drop_all(self.address, slot, facts)
 
-    def expect(self, slot: int, block_hashes: Hashes, now: float, until: float) -> None:
+    def expect(self, slot: int, hashes: Hashes, now: float, until: float) -> None:
         """The blocks count as in device memory until `until`, where they are not yet."""
-        count = count_hashes(block_hashes)
+        count = count_hashes(hashes)
         if count:
-            self._lib.kvr_index_expect(
-                self.address, slot, _address(block_hashes), count, now, until
-            )
+            self._lib.kvr_index_expect(self.address, slot, _address(hashes), count, now, until)
 
     def tidy(self, now: float, budget: int) -> None:
         """Take out what is over, at most `budget` blocks of each kind."""
         self._lib.kvr_index_tidy(self.address, now, budget)
 
-    def lookup(self, now: float, block_hashes: Hashes, limit: int | None) -> ctypes.Array[c_uint32]:
+    def lookup(self, now: float, hashes: Hashes, limit: int | None) -> ctypes.Array[c_uint32]:
         """NUM_RUNS lengths for each slot, of the first `limit` blocks."""
         ends = (c_uint32 * (NUM_RUNS * self._num_slots))()
-        count = count_hashes(block_hashes)
+        count = count_hashes(hashes)
         if limit is not None and limit < count:
             count = max(0, limit)
         if count and self._num_slots:
-            self._lib.kvr_index_lookup(self.address, now, _address(block_hashes), count, ends)
+            self._lib.kvr_index_lookup(self.address, now, _address(hashes), count, ends)
         return ends
 
     def best(self, ends: ctypes.Array[c_uint32], group: int, limit: int) -> list[int]:
@@ -129,12 +125,12 @@ class IndexTable:
         count = self._lib.kvr_index_best(self.address, ends, num_slots, group, limit, found)
         return found[:count]
 
-    def count(self, block_hashes: Hashes) -> dict[int, dict[Tier, int]]:
+    def count(self, hashes: Hashes) -> dict[int, dict[Tier, int]]:
         """How many of the blocks each slot has in each tier; no zeros."""
         counts = (c_uint32 * (len(FACT) * self._num_slots))()
-        count = count_hashes(block_hashes)
+        count = count_hashes(hashes)
         if count:
-            self._lib.kvr_index_count(self.address, _address(block_hashes), count, counts)
+            self._lib.kvr_index_count(self.address, _address(hashes), count, counts)
         found: dict[int, dict[Tier, int]] = {}
         for at, number in enumerate(counts):
             if number:
@@ -147,7 +143,7 @@ class IndexTable:
         sizes = [self.held(slot, fact) * HASH_BYTES for fact in FACT.values()]
         buffers = [(c_uint8 * size)() for size in sizes]
         self._lib.kvr_index_export(self.address, slot, *buffers)
-        return {tier: bytes(block_hashes) for tier, block_hashes in zip(FACT, buffers, strict=True)}
+        return {tier: bytes(hashes) for tier, hashes in zip(FACT, buffers, strict=True)}
 
     def held(self, slot: int, facts: int) -> int:
         """Number of blocks of which one of `facts`, that exclude each other, is true."""

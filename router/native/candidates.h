@@ -1,6 +1,5 @@
 /* Which workers a choice considers. */
-#ifndef KVRELAY_CANDIDATES_H
-#define KVRELAY_CANDIDATES_H
+#pragma once
 
 #include "cost.h"
 #include "fleet.h"
@@ -26,5 +25,3 @@ void find_candidates(const cost_model *c, const question *q, const fleet *f,
 /* Workers to fetch KV from, best first, among equals the least busy. They become those of `q`. */
 void find_fetch_sources(const cost_model *c, question *q, const holders_found *holders,
                         fetch_source *found);
-
-#endif

@@ -1,8 +1,7 @@
 /* What it costs to serve a request at a worker, in seconds: see `router/placement/cost.py` for the
  * parts.
  */
-#ifndef KVRELAY_COST_H
-#define KVRELAY_COST_H
+#pragma once
 
 #include <stddef.h>
 
@@ -51,5 +50,3 @@ bool may_be_local(const cost_model *c, const worker *w, const placement *first,
 /* Prefill elsewhere, as in `first`, and the KV that `w` lacks read from there. */
 placement remote_at(const cost_model *c, const worker *w, const placement *first,
                     const work *asked);
-
-#endif

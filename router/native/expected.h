@@ -4,8 +4,7 @@
  * is expected already, or is there, is not added again: so one that came, was evicted and is
  * expected once more may end with its first entry.
  */
-#ifndef KVRELAY_EXPECTED_H
-#define KVRELAY_EXPECTED_H
+#pragma once
 
 #include "slots.h"
 
@@ -23,5 +22,3 @@ typedef struct {
 void expire(store *all, expected *e, double now, uint64_t budget);
 
 void expect_block(store *all, expected *e, uint32_t number, block_hash block, double until);
-
-#endif

@@ -1,8 +1,7 @@
 /* The workers of one role, least busy first; equally busy ones in the order in which they were last
  * chosen, then in that of their tie breaks. The rank of each is that of its last update.
  */
-#ifndef KVRELAY_FLEET_H
-#define KVRELAY_FLEET_H
+#pragma once
 
 #include "kvrelay_router.h"
 
@@ -15,5 +14,3 @@ struct fleet {
     ranked *ranked;
     uint32_t count, room;
 };
-
-#endif

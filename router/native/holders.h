@@ -5,8 +5,7 @@
  * same workers hold share a set, and two blocks have the same holders if their words are equal. A
  * set counts the words that point to it, and is freed with the last.
  */
-#ifndef KVRELAY_HOLDERS_H
-#define KVRELAY_HOLDERS_H
+#pragma once
 
 #include "kvrelay_router.h"
 #include "memory.h"
@@ -136,5 +135,3 @@ uint32_t list_holders(holders h, holder *found, uint32_t limit);
 
 /* `h` with the facts of `slot` changed from `before` to `facts`; the reference to `h` is spent. */
 holders holders_with(sets *all, holders h, uint32_t slot, uint32_t before, uint32_t facts);
-
-#endif

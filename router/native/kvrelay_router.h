@@ -4,8 +4,7 @@
  *
  * Block hashes are packed, 16 bytes each. One thread at a time; nothing here blocks.
  */
-#ifndef KVRELAY_ROUTER_H
-#define KVRELAY_ROUTER_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -266,5 +265,3 @@ void kvr_expect(chooser *x, const question *q, const cost_model *c, fleet *f, wo
                 int64_t from, double until);
 
 #pragma GCC visibility pop
-
-#endif

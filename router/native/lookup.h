@@ -6,8 +6,7 @@
  * blocks between are bisected. A block that was not looked up may be missing; a run always ends
  * before one that was looked up and is not there.
  */
-#ifndef KVRELAY_LOOKUP_H
-#define KVRELAY_LOOKUP_H
+#pragma once
 
 #include "table.h"
 
@@ -34,5 +33,3 @@ uint32_t next_asked(uint32_t position, uint32_t count, uint32_t stride);
 
 /* Fill `ends`, and `longest`, for the first `count` blocks of a prompt. */
 void find_runs(search *s, uint32_t count, uint32_t stride);
-
-#endif

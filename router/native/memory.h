@@ -1,6 +1,5 @@
 /* What is allocated. Without memory a router cannot go on. */
-#ifndef KVRELAY_MEMORY_H
-#define KVRELAY_MEMORY_H
+#pragma once
 
 #include <stdint.h>
 #include <stdio.h>
@@ -14,5 +13,3 @@ static inline void *checked(void *memory) {
     }
     return memory;
 }
-
-#endif

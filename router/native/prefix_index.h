@@ -2,8 +2,7 @@
  * expected ones whose time is over: about as many as it was given, so that no call has to take out
  * many.
  */
-#ifndef KVRELAY_PREFIX_INDEX_H
-#define KVRELAY_PREFIX_INDEX_H
+#pragma once
 
 #include "expected.h"
 #include "lookup.h"
@@ -23,5 +22,3 @@ void index_expect_looked_up(prefix_index *x, uint32_t number, const uint8_t *blo
 
 /* What is wrong; NULL: nothing. O(everything), for tests. */
 const char *check_all(store *all, const expected *e);
-
-#endif

@@ -7,8 +7,7 @@
  * Life of a slot: free; open for a worker; closed, when the worker is removed or restarts. Its
  * blocks are then taken out some at a time, by later calls, and it is free again.
  */
-#ifndef KVRELAY_SLOTS_H
-#define KVRELAY_SLOTS_H
+#pragma once
 
 #include "table.h"
 
@@ -56,5 +55,3 @@ void close_slot(store *all, uint32_t number);
 
 /* Take up to `budget` blocks of closed slots out. */
 void drain(store *all, uint64_t budget);
-
-#endif

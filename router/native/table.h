@@ -5,8 +5,7 @@
  * tag of 32 bits: 10 choose the table, 22 the bucket there, in proportion to the table's size. So a
  * tag finds its block (among a few others) also after the table has grown.
  */
-#ifndef KVRELAY_TABLE_H
-#define KVRELAY_TABLE_H
+#pragma once
 
 #include "holders.h"
 
@@ -90,5 +89,3 @@ void insert_block(table *t, shard *s, entry new, uint32_t at);
 void delete_at(table *t, shard *s, uint32_t hole);
 
 void table_free(table *t);
-
-#endif

@@ -1,6 +1,5 @@
 /* What follows from the numbers of a worker. */
-#ifndef KVRELAY_WORKER_H
-#define KVRELAY_WORKER_H
+#pragma once
 
 #include "kvrelay_router.h"
 
@@ -22,5 +21,3 @@ static inline double used_fraction(const worker *w) {
 static inline bool can_take(const worker *w, double now, int64_t max_inflight) {
     return w->alive && now >= w->excluded_until && w->num_booked < max_inflight;
 }
-
-#endif

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.example import example_toml
 from cluster.config import Config, ConfigError, load_config
+from tests.docs.example import example_toml
 
 EXAMPLE = Path(__file__).parents[2] / "kvrelay.example.toml"
 

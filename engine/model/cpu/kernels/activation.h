@@ -1,6 +1,5 @@
 /* exp, tanh and the gates of an MLP, a vector at a time. */
-#ifndef KVRELAY_ACTIVATION_H
-#define KVRELAY_ACTIVATION_H
+#pragma once
 
 #include "vectors.h"
 
@@ -74,5 +73,3 @@ INLINE vf rough_gate_of(vf g, int activation) {
     return gate_of(g, activation);
 #endif
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* bfloat16 and FP8 (e4m3): conversions from and to float32. */
-#ifndef KVRELAY_FLOATS_H
-#define KVRELAY_FLOATS_H
+#pragma once
 
 #include "vectors.h"
 
@@ -97,5 +96,3 @@ INLINE vi round_fp8(vf x) {
     vi code = (small & tiny) | (large & ~tiny), over = code > 0x7e;
     return (code & ~over) | (over & 0x7e) | sign;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* The Hadamard transform of queries and keys (engine/model/fp8.py). */
-#ifndef KVRELAY_HADAMARD_H
-#define KVRELAY_HADAMARD_H
+#pragma once
 
 #include "vectors.h"
 
@@ -46,5 +45,3 @@ static inline void hadamard_row(float *x, int64_t half) {
 
 /* How many of its numbers are mixed with each other. */
 INLINE int64_t mixed_size(int64_t half) { return 2 * (half & -half); }
-
-#endif

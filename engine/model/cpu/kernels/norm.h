@@ -1,6 +1,5 @@
 /* RMSNorm of one row. */
-#ifndef KVRELAY_NORM_H
-#define KVRELAY_NORM_H
+#pragma once
 
 #include "vectors.h"
 
@@ -20,5 +19,3 @@ INLINE void normalise(const float *x, const float *weight, float *y, int64_t wid
     for (; i + VL <= width; i += VL) store(y + i, load(x + i) * scale * load(weight + i));
     for (; i < width; i++) y[i] = x[i] * scale * weight[i];
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* Threads that helper_main the caller; see pool.c. */
-#ifndef KVRELAY_THREAD_POOL_H
-#define KVRELAY_THREAD_POOL_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -21,5 +20,3 @@ void kvr_parallel_ranges(int threads, int64_t count, void (*body)(void *arg, int
  * same use. */
 enum { SCRATCH_CALLER, SCRATCH_TASK, SCRATCH_EXPERTS, SCRATCH_LATENT, NUM_SCRATCH };
 void *kvr_scratch(int use, size_t bytes);
-
-#endif

@@ -1,8 +1,7 @@
 /* Vectors of floats and integers, the size of a register, and what moves their lanes.
  *
  * They are the compiler's own vector types, so the same source serves AVX2, AVX-512 and NEON. */
-#ifndef KVRELAY_VECTORS_H
-#define KVRELAY_VECTORS_H
+#pragma once
 
 #include <math.h>
 #include <stdint.h>
@@ -126,5 +125,3 @@ INLINE void transpose_lanes(vf *rows) {
         }
     }
 }
-
-#endif

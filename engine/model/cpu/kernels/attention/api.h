@@ -1,7 +1,6 @@
 /* Attention over the paged KV pool: what Python calls, and the struct that it fills. cffi reads this
  * file too: it has declarations only. */
-#ifndef KVRELAY_ATTENTION_API_H
-#define KVRELAY_ATTENTION_API_H
+#pragma once
 
 #include <stdint.h>
 
@@ -53,5 +52,3 @@ void kvr_attention_plan(int64_t num_seqs, const int32_t *query_len, const int32_
 
 /* `attention` with other rows, result and layer. */
 void kvr_attention(const Attention *attention, const float *qkv, float *out, const void *pool);
-
-#endif

@@ -1,6 +1,5 @@
 /* What the parts of attention share: the call's description, and keys and values in the pool. */
-#ifndef KVRELAY_ATTENTION_ATTENTION_H
-#define KVRELAY_ATTENTION_ATTENTION_H
+#pragma once
 
 #include "../floats.h"
 #include "../hadamard.h"
@@ -119,5 +118,3 @@ INLINE void rotate_back(const Attention *a, float *query, int64_t back) {
     }
     if (mixed) hadamard_row(query, mixed);
 }
-
-#endif

@@ -4,8 +4,7 @@
  * are exact in any order. Many rows take transposed keys, as of the other kinds; few rows read K in the
  * pool's layout, and their lanes are added up for VL keys at once. Values become pairs of two positions each: of every 2 * VL columns those of
  * even number come first, which takes no shuffles, and `interleave_columns` puts them right in the end. */
-#ifndef KVRELAY_ATTENTION_INT16_H
-#define KVRELAY_ATTENTION_INT16_H
+#pragma once
 
 #include "keys.h"
 
@@ -116,5 +115,3 @@ INLINE void interleave_columns(float *x, int64_t width) {
         store(x + d + VL, shuffle_lanes(even, odd, turns + VL / 2));
     }
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* What a tile of attention does with keys and values: fetching, turning and multiplying them. */
-#ifndef KVRELAY_ATTENTION_KEYS_H
-#define KVRELAY_ATTENTION_KEYS_H
+#pragma once
 
 #include "../gemm/amx.h"
 #include "../gemm/fp16.h"
@@ -220,5 +219,3 @@ INLINE void fp16_values(word *pairs, int64_t count, int64_t width, int64_t ld, f
     for (int64_t i = 0; i < count; i += VL)
         fp16_some(pairs + i * ld, count - i < VL ? count - i : VL, width, ld, scales + 2 * i);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* The softmax of a tile, chunk of keys by chunk. */
-#ifndef KVRELAY_ATTENTION_SOFTMAX_H
-#define KVRELAY_ATTENTION_SOFTMAX_H
+#pragma once
 
 #include "../activation.h"
 #include "tile.h"
@@ -78,5 +77,3 @@ static void softmax_chunk(const Attention *a, const Tile *t, const Keys *k) {
             store(acc + d, load(acc + d) * shrink);
     }
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* A tile of attention: some tokens of one sequence, with the heads of one group; its memory and queries. */
-#ifndef KVRELAY_ATTENTION_TILE_H
-#define KVRELAY_ATTENTION_TILE_H
+#pragma once
 
 #include "../thread_pool.h"
 #include "int16.h"
@@ -78,5 +77,3 @@ static void tile_queries(const Attention *a, Tile *t, const float *from, int for
         convert_row(a->low_precision, q, dim, t->q_scales + r);
     }
 }
-
-#endif

@@ -2,8 +2,7 @@
  * `a`, one word of b's rows for each column, and adds up both numbers of a word in float32: first the lower
  * ones of all 16 words, then the upper ones, then both, and that to c. Numbers below the least normal one
  * count as zeros. */
-#ifndef KVRELAY_GEMM_AMX_H
-#define KVRELAY_GEMM_AMX_H
+#pragma once
 
 #include "micro.h"
 
@@ -91,5 +90,3 @@ INLINE void amx_rows(int64_t rows, int64_t depth, const word *a, int64_t lda, in
     else
         micro_amx(1, depth, a, lda, streams, b, ldb, c, ldc, keep, beside, with);
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* Matrix products: what Python calls, and how it names a packed weight. cffi reads this file too: it
  * has declarations only. */
-#ifndef KVRELAY_GEMM_API_H
-#define KVRELAY_GEMM_API_H
+#pragma once
 
 #include <stdint.h>
 
@@ -42,5 +41,3 @@ void kvr_linear(const float *x, int64_t n, int64_t ldx, int64_t k, const void *p
 void kvr_heads(const float *x, int64_t ldx, int64_t x_step, const char *packed, int kind, int64_t k,
                int64_t m, int64_t heads, int64_t rows, float *y, int64_t ldy, int64_t y_step,
                int threads);
-
-#endif

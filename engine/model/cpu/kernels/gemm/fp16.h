@@ -3,8 +3,7 @@
  * A half float has three bits more than bfloat16 and a small range, so numbers are taken relative to a
  * power of two, their scale. Two of them share a word; sums of the lower ones and the upper ones lie
  * apart in fp16 until they are added to float32. */
-#ifndef KVRELAY_GEMM_FP16_H
-#define KVRELAY_GEMM_FP16_H
+#pragma once
 
 #include "micro.h"
 
@@ -112,7 +111,5 @@ INLINE void micro_fp16(int rows, int64_t depth, const word *a, int64_t row, int6
                          const word *b, int64_t ldb, float *c, int64_t ldc, int keep,
                          const float *scales, const char *ahead) {}
 INLINE vu fp16_words(vu words, vu low, vu high) { return words; }
-
-#endif
 
 #endif

@@ -1,6 +1,5 @@
 /* One product with a packed matrix, and the tasks that it is made of. */
-#ifndef KVRELAY_GEMM_GEMM_H
-#define KVRELAY_GEMM_GEMM_H
+#pragma once
 
 #include "../activation.h"
 #include "../floats.h"
@@ -131,5 +130,3 @@ INLINE void put(const Gemm *t, int64_t row, int64_t panel, const vf sum[2]) {
         y[j] = base ? value + base[j] : value;
     }
 }
-
-#endif

@@ -2,8 +2,7 @@
  *
  * A number is an integer times a scale that some numbers share. Two of them share a word; sums of products
  * are int32, so that how many there are and how large they may be is decided together. */
-#ifndef KVRELAY_GEMM_INT16_H
-#define KVRELAY_GEMM_INT16_H
+#pragma once
 
 #include "micro.h"
 
@@ -142,5 +141,3 @@ INLINE void micro_int16(int rows, int64_t depth, const word *a, int64_t row, int
         store(to + VL, keep ? load(to + VL) + high : high);
     }
 }
-
-#endif

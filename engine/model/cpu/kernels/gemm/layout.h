@@ -17,8 +17,7 @@
  * - INT8: two depths share the word j, from its low byte on: outputs j and j + VL of the first, then
  *   of the second. INT8_GROUP depths are followed by their NR scales, which lie as a depth of BF16
  *   does. */
-#ifndef KVRELAY_GEMM_LAYOUT_H
-#define KVRELAY_GEMM_LAYOUT_H
+#pragma once
 
 #include "api.h"
 #include "micro.h"
@@ -67,5 +66,3 @@ INLINE void widen(const char *from, int kind, int odd, vf *low, vf *high) {
         *high = load((const float *)from + odd * NR + VL);
     }
 }
-
-#endif

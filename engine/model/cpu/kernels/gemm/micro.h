@@ -1,6 +1,5 @@
 /* The micro-kernels in float32 and bfloat16: a tile of MR rows and NR columns in registers. */
-#ifndef KVRELAY_GEMM_MICRO_H
-#define KVRELAY_GEMM_MICRO_H
+#pragma once
 
 #include "../vectors.h"
 
@@ -85,5 +84,3 @@ INLINE int64_t even_rows(int64_t left) {
     int64_t tiles = (left + MR - 1) / MR;
     return (left + tiles - 1) / tiles;
 }
-
-#endif

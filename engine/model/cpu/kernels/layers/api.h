@@ -1,7 +1,6 @@
 /* The other parts of a layer (norms, rotary positions with the write to the KV pool, experts): what
  * Python calls, and the structs that it fills. cffi reads this file too: it has declarations only. */
-#ifndef KVRELAY_LAYERS_API_H
-#define KVRELAY_LAYERS_API_H
+#pragma once
 
 #include <stdint.h>
 
@@ -53,5 +52,3 @@ void kvr_latent_write(const Rope *rope, float *q_rope, int64_t token_stride, int
 /* hidden += the experts' output of x; both [rows, width]. */
 void kvr_add_experts(const Experts *experts, const float *x, float *hidden, int64_t rows,
                      int64_t width, int activation, int threads);
-
-#endif

@@ -1,6 +1,5 @@
 /* Sampling: what Python calls. cffi reads this file too: it has declarations only. */
-#ifndef KVRELAY_SAMPLING_API_H
-#define KVRELAY_SAMPLING_API_H
+#pragma once
 
 #include <stdint.h>
 
@@ -18,5 +17,3 @@ void kvr_draw(float *logits, int64_t rows, int64_t vocab, const Draw *draws, int
 
 /* logits [count] become cap * tanh(logits / cap). */
 void kvr_cap(float *logits, int64_t count, float cap, int threads);
-
-#endif

@@ -1,7 +1,6 @@
 /* A step through all layers, and decode passes in a row: what Python calls, and the structs that it
  * fills. cffi reads this file too: it has declarations only. */
-#ifndef KVRELAY_STEP_API_H
-#define KVRELAY_STEP_API_H
+#pragma once
 
 #include <stdint.h>
 
@@ -78,5 +77,3 @@ typedef struct {
 
 /* Returns how many passes ran: up to `max_passes`, and none after one that drew a stop token. */
 int64_t kvr_decode(const Decode *decode);
-
-#endif

@@ -1,6 +1,5 @@
 /* What a step through all layers is told: their matrices and norms, and where its rows lie. */
-#ifndef KVRELAY_STEP_STEP_H
-#define KVRELAY_STEP_STEP_H
+#pragma once
 
 #include "../gemm/gemm.h"
 #include "api.h"
@@ -11,5 +10,3 @@ INLINE Gemm gemm_of(const Step *s, const float *x, const Matrix *m, float *y) {
     t.kind = (int)m->kind;
     return t;
 }
-
-#endif
