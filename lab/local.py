@@ -208,7 +208,7 @@ class LocalCluster:
             raise error
 
     def leftovers(self) -> list[str]:
-        """What is left over when nothing should be; empty if all is well."""
+        """What is leaked; empty if all is well."""
 
         def look() -> list[str]:
             nodes: list[Any] = [self.router, *(built.node for built in self.workers.values())]
@@ -217,7 +217,7 @@ class LocalCluster:
         return self._thread.call(look)
 
     def audit(self) -> dict[str, Any]:
-        """Where the workers' blocks are, and what is left over; see `cluster.control.audits`."""
+        """Where the workers' blocks are, and what is leaked; see `cluster.control.audits`."""
         asked = self._thread.submit(self._audits.ask(tuple(self.workers)))
         report = asked.result(AUDIT_WAIT_S)
 
@@ -228,7 +228,7 @@ class LocalCluster:
         return self._thread.call(look)
 
     def wait_idle(self, timeout_s: float = 5.0) -> None:
-        """Raises AssertionError with what is left over after `timeout_s`."""
+        """Raises AssertionError with what is not idle after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while left := self.leftovers():
             self.check()

@@ -95,7 +95,7 @@ class Calls:
             return
         served = self._served(call, call.result)
         for choice in served.choices:
-            self._observe(choice)
+            self._record_phases(choice)
         if self._trace is not None:
             self._trace(served, call.headers, time.time_ns())
         self._kept[call.request_id] = served
@@ -138,7 +138,7 @@ class Calls:
             sampling=result.sampling,
         )
 
-    def _observe(self, choice: ServedChoice) -> None:
+    def _record_phases(self, choice: ServedChoice) -> None:
         sums: dict[str, float] = {}
         for phase in choice.phases:
             sums[phase.name] = sums.get(phase.name, 0.0) + phase.seconds

@@ -228,7 +228,7 @@ class RouterClient:
         return []
 
     def receive(self, now: float, message: Any) -> list[Effect]:
-        """Take an `Output`, a `Failed` or a `SessionReply`. What nobody waits for any more is
+        """Take an `Output`, a `Failed` or a `SessionReply`. What no call waits for any more is
         dropped."""
         if isinstance(message, SessionReply):
             reply = self._replies.get(message.command_id)

@@ -85,7 +85,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def unauthorized(message: str) -> ApiError:
-    """401: nobody knows who calls."""
+    """401: the caller is unknown."""
     return ApiError(401, message, code="invalid_api_key")
 
 

@@ -33,7 +33,7 @@ class ConcurrencyLimiter:
         self._since = 0.0  # sum of the times at which those that are taken were
         self._stay_s = 0.0  # mean of those that were left
         self._num_left = 0
-        self._told = 0.0  # the latest time that somebody was told to come back at
+        self._told = 0.0  # the latest time that a client was told to come back at
 
     @contextmanager
     def take(self) -> Iterator[None]:

@@ -58,7 +58,7 @@ def _counted(
         except ApiError as error:
             outcome = error.outcome
             raise
-        except ClientDisconnect:  # nobody is there to read it
+        except ClientDisconnect:  # the client is gone
             return Response(status_code=400)
         finally:
             ctx.metrics.requests.labels("sessions", outcome).inc()

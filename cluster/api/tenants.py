@@ -70,7 +70,7 @@ class Tenants:
                     )
 
     def find(self, key: str | None) -> Tenant | None:
-        """Whose `key` it is; None: nobody's. Takes as long whatever the key is."""
+        """Whose `key` it is; None: unknown. Takes as long whatever the key is."""
         if not self.key_required:
             return ANONYMOUS
         presented = sha256((key or "").encode("utf-8", "surrogatepass")).digest()
@@ -100,7 +100,7 @@ def _hashes(entry: TenantEntry) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may call, and what of their prompts is nobody's secret."""
+    """Who may call, and what of their prompts is public."""
 
     tenants: Tenants
     public_prompts: tuple[str, ...]

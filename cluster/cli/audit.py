@@ -1,4 +1,4 @@
-"""`kvrelay audit`: does every block of the cluster add up, and is anything held for nobody?
+"""`kvrelay audit`: does every block of the cluster add up, and does any leak?
 
 What has just ended may still be settling, so it looks again for a while before it complains.
 """

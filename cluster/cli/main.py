@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cluster.serve.deployment import Deployment
 
 COMMANDS = {
-    "audit": ("cluster.cli.audit", "audit", "Do all KV blocks add up, and is any held for nobody?"),
+    "audit": ("cluster.cli.audit", "audit", "Do all KV blocks add up, and does any leak?"),
     "explain": ("cluster.cli.explain", "explain", "Where a request's time went, and why."),
     "chat": ("cluster.cli.client", "chat", "Talk to a served model from the terminal."),
     "status": ("cluster.cli.client", "status", "Workers, what they do, and the cache hit rate."),

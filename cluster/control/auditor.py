@@ -78,7 +78,7 @@ class Auditor:
                 return [Note("warning", "unexpected_message", type(message).__name__)]
 
     def check_idle(self) -> list[str]:
-        """What is left over when nothing should be; empty if all is well."""
+        """What is leaked; empty if all is well."""
         return [f"audit {audit_id} is under way" for audit_id in self._pending]
 
     def _begin(self, order: AuditAll) -> list[Effect]:

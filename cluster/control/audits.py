@@ -1,6 +1,6 @@
 """Audits for whoever waits for one: a coroutine asks, and gets what all workers hold as plain data.
 
-Nothing is left over if the sums of blocks come out even, nobody was silent and, unless requests are
+Nothing is leaked if the sums of blocks come out even, no worker was silent and, unless requests are
 live, no worker and no router holds on to anything.
 """
 

@@ -126,7 +126,7 @@ class Controller:
                 return self._introduce(worker, message) if worker else []
             case Introduced(to, about, epoch):
                 worker = self._current(about, epoch, WorkerState.INTRODUCING)
-                effects = self._heard(now, worker, to) if worker else []
+                effects = self._on_introduced(now, worker, to) if worker else []
                 reached = self.workers.get(to)
                 to_epoch = None if reached is None else reached.epoch
                 return effects + self.router_processes.introduced(message, to_epoch, self._up())
@@ -206,7 +206,7 @@ class Controller:
         notes = [Note("warning", "worker_notice", f"{worker.node}: {n}") for n in started.notices]
         return [*effects, Wake(self.config.introduce_timeout_s, tag), *notes]
 
-    def _heard(self, now: float, worker: Worker, to: NodeId) -> list[Effect]:
+    def _on_introduced(self, now: float, worker: Worker, to: NodeId) -> list[Effect]:
         worker.waiting_for.discard(to)
         if worker.waiting_for:
             return []
@@ -258,7 +258,7 @@ class Controller:
         effects += self.router_processes.worker_lost(worker.node, worker.epoch, reason)
         for other in self.workers.values():
             if other.state is WorkerState.INTRODUCING and worker.node in other.waiting_for:
-                effects += self._heard(now, other, worker.node)
+                effects += self._on_introduced(now, other, worker.node)
         return effects
 
     def _woken(self, now: float, tag: str) -> list[Effect]:

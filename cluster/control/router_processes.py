@@ -5,8 +5,8 @@
               +---------+--> backoff -> starting (next epoch) ...
 
 A router that is up is told of a worker, and the worker of it, once each knows where the other
-listens: pair by pair, so that one process that hangs keeps nobody else waiting. When a router is
-lost, its workers are told: its clients went with it, so nobody could take the tokens of its
+listens: pair by pair, so that one process that hangs keeps no other waiting. When a router is
+lost, its workers are told: its clients went with it, so no client could take the tokens of its
 requests, and deadlines are far too late to give their blocks and their share of a step to others.
 Routers are told of each other as well: see `router.state.ReplicaSync`.
 """
@@ -138,7 +138,7 @@ class RouterProcesses:
     def introduced(
         self, done: Introduced, worker_epoch: int | None, up: Mapping[NodeId, WorkerInfo]
     ) -> list[Effect]:
-        """Somebody has learned an address. `worker_epoch`: of the worker `done.to`, if it is one;
+        """A node has been told an address. `worker_epoch`: of the worker `done.to`, if it is one;
         else `done.to` is a router."""
         router = self.routers.get(done.to)
         effects: list[Effect] = []

@@ -145,7 +145,7 @@ class Deployment:
         await self.workers.close_all()
         await self.wire.close()
         if self.failed.done() and not self.failed.cancelled():
-            self.failed.exception()  # somebody has seen it, or nobody needs to
+            self.failed.exception()  # it was seen, or does not matter any more
 
     def kv_lines(self) -> list[str]:
         """What the KV cache costs, from what a worker reports."""
@@ -200,7 +200,7 @@ class Deployment:
         return {r.node: r.http_port for r in self.controller.router_processes.routers.values()}
 
     async def audit(self) -> dict[str, Any]:
-        """Where the workers' blocks are, and what is left over; see `cluster.control.audits`."""
+        """Where the workers' blocks are, and what is leaked; see `cluster.control.audits`."""
         workers = self.controller.workers.values()
         report = await self.audits.ask([w.node for w in workers if w.state is WorkerState.UP])
         status = self.router.status(self._loop.time())

@@ -39,7 +39,7 @@ async def serve(
     take_signals: Callable[[], None],
 ) -> None:
     """Serve until `stop` is set. `on_ready` gets the deployment and the port. `take_signals` is
-    called whenever somebody else may have taken the process's signals. Raises ServeError, and
+    called whenever a library may have taken the process's signals. Raises ServeError, and
     ConfigError for tenants, the store and an extra that is not installed."""
     config = with_url(config)
     if config.tracing.endpoint:
@@ -92,7 +92,7 @@ async def _unless(stopping: asyncio.Task[Any], task: asyncio.Task[Any]) -> Any:
 
 
 async def _settled(task: asyncio.Task[Any]) -> Any:
-    """The result of `task`; None if it failed, which is somebody else's to tell."""
+    """The result of `task`; None if it failed, which another task reports."""
     try:
         return await task
     except Exception:
@@ -114,7 +114,7 @@ def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
             outcome: tuple[Any, Any] = (future.set_result, call())
         except BaseException as error:
             outcome = (future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
             loop.call_soon_threadsafe(settle, *outcome)
 
     threading.Thread(target=run, name=name, daemon=True).start()

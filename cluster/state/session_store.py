@@ -132,7 +132,7 @@ class SessionStore:
             return self._open()
 
     def _open(self) -> tuple[sqlite3.Connection, list[SessionRecord]]:
-        # Made here rather than by SQLite, so that nobody else may ever read it.
+        # Made here rather than by SQLite, so that no other user may ever read it.
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(self.path, timeout=5.0, check_same_thread=False)
         try:

@@ -1,7 +1,7 @@
 """One decode worker without a router, for measurements of the engine alone.
 
 Life: built as the cluster builds it, with its own threads; `generate` gives it requests as a router
-would and collects their tokens; closed at the end. There is nobody to exchange KV with.
+would and collects their tokens; closed at the end. There is no peer to exchange KV with.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def measure(config: Config, grid: Grid, tell: Tell, *, with_serving: bool = True
         del runner, passes, work.runner, work.passes  # its memory is wanted by the workers
         work.next("a served cluster")
         timing = profile_of(arrays_of(prefill, decode, extra), "measured", "this machine")
-        # Workers on GPUs have one each, and one pool has nobody to share with.
+        # Workers on GPUs have one each, and one pool has no other to share with.
         shares_cores = "decode_slowdown" in extra and config.cluster.prefill > 0
         overheads = measure_served(config, timing, shares_cores=shares_cores)
         extra |= asdict(overheads)

@@ -179,7 +179,7 @@ async def _send_mixture(asker: _Asker, planned: Sequence[Mixed]) -> list[Timing]
 
 @contextmanager
 def served(config: Config) -> Iterator[tuple[str, str]]:
-    """URL and model of a server of its own, that keeps nothing and asks nobody for a key."""
+    """URL and model of a server of its own, that keeps nothing and asks for no key."""
     config = structs.replace(
         config,
         api=structs.replace(config.api, host="127.0.0.1", port=0),

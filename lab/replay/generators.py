@@ -1,4 +1,4 @@
-"""Traffic that nobody has recorded: conversations, and requests that share nothing.
+"""Synthetic traffic: conversations, and requests that share nothing.
 
 All of it is a pure function of its numbers and a seed. Conversations run already when the trace
 begins, so that its first minute is like any other: what came before the beginning is made too, and

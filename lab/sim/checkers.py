@@ -76,7 +76,7 @@ class QueueBounds:
 
 
 def check_idle(runtime: SimRuntime, router: NodeId, workers: list[NodeId]) -> None:
-    """Nothing is left over on any node."""
+    """Nothing is leaked on any node."""
     for node_id in (router, *workers):
         life = runtime.life(node_id)
         assert life is not None

@@ -1,7 +1,7 @@
 """Faults: which kinds, how strong and when, drawn from the seed before the run.
 
 Half of the kinds are off in any one run, so that each is also seen alone. All stop at `until_s`:
-from then on the network only has latency, reads succeed and nobody dies.
+from then on the network only has latency, reads succeed and no node dies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Somebody who gives orders about KV that rests: park, resume, pin, unpin, drop.
+"""An operator who gives orders about idle KV: park, resume, pin, unpin, drop.
 
 Orders are drawn with the scenario. Those given while there are faults may be lost, and so may their
 answers; those given after must each be answered once.

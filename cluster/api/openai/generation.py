@@ -232,14 +232,14 @@ class Generation:
             choice = self.choices[index]
             num_before = choice.num_tokens
             piece = choice.absorb(message)
-            self._observe(choice, choice.num_tokens - num_before)
+            self._record_times(choice, choice.num_tokens - num_before)
             if piece.finish_reason is not None:
                 self._cancel(index)  # at a stop string the router would go on
             if piece.text or piece.tokens or piece.finish_reason is not None:
                 pieces.append(piece)
         return pieces
 
-    def _observe(self, choice: Choice, num_tokens: int) -> None:
+    def _record_times(self, choice: Choice, num_tokens: int) -> None:
         metrics = self._ctx.metrics
         if num_tokens == 0:
             return

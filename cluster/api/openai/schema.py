@@ -1,7 +1,7 @@
 """What `/v1/chat/completions` and `/v1/completions` accept: OpenAI's parameters and ranges.
 
 A body is read by pydantic in strict mode: a number in quotes is an error, not a number. Fields that
-nobody knows are ignored; fields that are known, are not supported and would change the answer are
+are unknown are ignored; fields that are known, are not supported and would change the answer are
 refused by name. Errors become `ApiError`s that name the field, its value and what would be right.
 """
 

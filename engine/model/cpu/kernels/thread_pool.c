@@ -1,4 +1,4 @@
-/* A thread pool in which nobody waits for a helper that has not begun.
+/* A thread pool in which no thread waits for a helper that has not begun.
  *
  * Workers of a small deployment share cores with each other, the router and the API. A barrier that
  * every thread has to reach then costs a scheduler's time slice whenever one of them is not
