@@ -97,8 +97,8 @@ class TiersSection(Section, frozen=True):
     """Where KV goes that does not fit in the workers' pools, or outlives them. Sizes are per
     machine, shared by its decode workers (by its prefill workers where it has no others)."""
 
-    # host memory for KV, per machine; 0: no host tier
-    host_gib: Annotated[float, Meta(ge=0.0, le=65536.0)] = 0.0
+    # host memory for KV, per machine; 0: no host tier; auto: a quarter of what is free at the start
+    host_gib: Annotated[float, Meta(ge=0.0, le=65536.0)] | Literal["auto"] = "auto"
     disk_gib: Annotated[float, Meta(ge=0.0, le=1048576.0)] = 0.0  # the same on disk; 0: none
     disk_path: str = ""  # a folder on each machine; "": "kv" in the user's cache directory
     retention_s: Seconds = 3600.0  # KV is kept this long after its last use, if there is room
@@ -297,17 +297,24 @@ def _explain(error: str, tables: Any) -> str:
     elif complaint.startswith("Expected `object`"):
         expected = f"a table, [{name}]"
     elif complaint.startswith("Invalid enum"):
-        expected = f"one of {', '.join(get_args(kind))}"
+        choices = ", ".join(each for each in _flat(kind) if isinstance(each, str))
+        expected = f"a number or {choices}" if float in _flat(kind) else f"one of {choices}"
     elif " matching regex " in complaint:
         expected = meta["expected"]
     elif bound := re.fullmatch(r"Expected `\w+` ([<>]=?) (.+)", complaint):
         expected = f"{_EXPECTED[bound[1]]} {bound[2]}"
-    elif wrong := re.fullmatch(r"Expected `(\w+)`, got .*", complaint):
-        expected = _EXPECTED["array" if isinstance(value, list) else wrong[1]]
+    elif wrong := re.fullmatch(r"Expected `(\w+)[^`]*`, got .*", complaint):
+        is_entry = isinstance(value, list) and "got `array`" not in complaint
+        expected = _EXPECTED["array" if is_entry else wrong[1]]
     else:
         return complaint  # the section's own
     shown = "..." if kind is TenantEntry or meta.get("secret") else repr(value)
     return f"{name} = {shown}: expected {expected}"
+
+
+def _flat(kind: Any) -> list[Any]:
+    """What a type is made of: literals, and types without arguments."""
+    return [part for each in get_args(kind) for part in _flat(each)] or [kind]
 
 
 def _suggestion(key: str, kind: type[Struct]) -> str:

@@ -24,7 +24,7 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     policy: str = "prefix"  # one of POLICIES; the others are baselines to compare with
     max_queue: int = 1024  # new requests that wait; those that are retried are not counted
-    max_queue_wait_s: float = 10.0  # a request that would wait longer is refused
+    max_queue_wait_s: float = 0.0  # who would wait longer is refused; 0: as its timeout allows
     low_priority_share: float = 0.05  # of the service, for lower priorities while higher ones wait
     max_inflight_per_worker: int = 128  # requests of this router; the rest waits in its queue
     max_memory_wait_s: float = 3.0  # no worker is chosen where KV blocks are free only later
@@ -48,7 +48,13 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("max_inflight_per_worker", "max_attempts", "max_silent_probes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"router {name} is {getattr(self, name)}; at least 1 is needed")
-        for name in ("max_queue", "max_speculative", "max_decisions", "max_ended"):
+        for name in (
+            "max_queue",
+            "max_queue_wait_s",
+            "max_speculative",
+            "max_decisions",
+            "max_ended",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"router {name} is {getattr(self, name)}; it cannot be negative")
         if not 0 <= self.low_priority_share <= 0.5:
@@ -56,7 +62,6 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
                 f"router low_priority_share is {self.low_priority_share}; it must be in [0, 0.5]"
             )
         for name in (
-            "max_queue_wait_s",
             "max_timeout_s",
             "probe_after_s",
             "tick_s",

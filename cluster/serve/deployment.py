@@ -226,6 +226,10 @@ class Deployment:
         if engine.itl_target_ms == 0 and config.cluster.prefill > 0:
             engine = replace(engine, itl_target_ms=ITL_TARGET_MS)
         on_gpu = machine.num_gpus > 0
+        workers = self.controller.workers.values()
+        host_gib = config.tiers.host_gib
+        # Ranks of one model on several GPUs cannot use host memory.
+        has_auto_host = host_gib == "auto" and not (on_gpu and engine.tensor_parallel_size > 1)
         # Ray shows a worker its own GPUs only, so they are the first there.
         device = "cuda" if on_gpu else config.model.device.replace("auto", "cpu")
         return WorkerSpec(
@@ -242,8 +246,9 @@ class Deployment:
             threads=config.engine.threads or max(1, int(machine.num_cpus)),
             on_gpu=on_gpu,
             engine=engine,
-            host_bytes=tier_share(config.tiers.host_gib, start, self.controller.workers.values()),
-            disk_bytes=tier_share(config.tiers.disk_gib, start, self.controller.workers.values()),
+            host_bytes=0 if host_gib == "auto" else tier_share(host_gib, start, workers),
+            num_sharing_host=num_sharing_tiers(start, workers) if has_auto_host else 0,
+            disk_bytes=tier_share(config.tiers.disk_gib, start, workers),
             disk_path=config.tiers.disk_path,
             retention_s=config.tiers.retention_s,
             disk_after_s=config.tiers.disk_after_s,
@@ -286,12 +291,19 @@ class Deployment:
 
 
 def tier_share(machine_gib: float, start: StartWorker, workers: Iterable[Worker]) -> int:
-    """Bytes that a worker gets of a tier whose size is per machine.
+    """Bytes that a worker gets of a tier whose size is per machine."""
+    num_sharing = num_sharing_tiers(start, workers)
+    return int(machine_gib * GIB) // num_sharing if num_sharing else 0
 
-    The decode workers of a machine share it evenly, because sessions come back to them. Prefill
-    workers share it where there is no decode worker. All that belong on the machine count, whether
-    they are up or not, so that a worker that comes back finds its tiers as large as they were."""
+
+def num_sharing_tiers(start: StartWorker, workers: Iterable[Worker]) -> int:
+    """Workers among which the tiers of a machine are divided; 0: the one that starts has no part.
+
+    The decode workers of a machine share them evenly, because sessions come back to them. Prefill
+    workers share them where there is no decode worker. All that belong on the machine count,
+    whether they are up or not, so that a worker that comes back finds its tiers as large as before.
+    """
     here = [w.role for w in workers if w.machine_id == start.machine_id]
     if start.role is Role.PREFILL and Role.DECODE in here:
         return 0
-    return int(machine_gib * GIB) // here.count(start.role)
+    return here.count(start.role)

@@ -254,7 +254,7 @@ def open_sessions(
 
 def session_config(config: Config, durable: bool = False, shared: bool = False) -> SessionConfig:
     section, tiers = config.sessions, config.tiers
-    has_tiers = tiers.host_gib > 0 or tiers.disk_gib > 0
+    has_tiers = tiers.host_gib != 0 or tiers.disk_gib > 0
     return SessionConfig(
         max_sessions=section.max_sessions,
         max_per_tenant=section.max_per_tenant,

@@ -23,6 +23,7 @@ from cluster.worker.kv_plan import (
     GIB,
     BuildError,
     KVPlan,
+    auto_host_bytes,
     check_memory,
     model_config,
     plan_kv,
@@ -64,6 +65,7 @@ class WorkerSpec:
     threads: int  # 0: as the runner chooses
     engine: EngineSection
     host_bytes: int = 0  # of this worker's tiers; 0: no such tier
+    num_sharing_host: int = 0  # workers of its machine among which a host tier of auto is divided
     disk_bytes: int = 0
     disk_path: str = ""  # "": in the user's cache
     retention_s: float = DEFAULT_RETENTION.keep_s
@@ -108,7 +110,8 @@ def prepare_model(config: Config, num_workers_here: int, progress: Progress) -> 
     # The workers choose what "auto" is; float32 is the most that it can cost.
     dtype = "float32" if section.dtype == "auto" else section.dtype
     plan = plan_kv(model, config.engine, dtype, section.quantization)
-    host_bytes = int(config.tiers.host_gib * GIB) if num_workers_here else 0
+    host_gib = 0.0 if config.tiers.host_gib == "auto" else config.tiers.host_gib
+    host_bytes = int(host_gib * GIB) if num_workers_here else 0
     check_memory(plan, num_workers_here, psutil.virtual_memory().available, host_bytes)
     return PreparedModel(
         path=path,
@@ -137,8 +140,10 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
         if dtype == "auto":
             dtype = ModelRunner.default_dtype(device_type)
         plan = plan_kv(model, spec.engine, dtype, spec.quantization)
-        plan = plan_tiers(plan, spec.host_bytes, spec.disk_bytes)
         available_bytes = psutil.virtual_memory().available
+        free_bytes = available_bytes - (0 if spec.on_gpu else plan.needed_bytes)
+        host_bytes = spec.host_bytes or auto_host_bytes(plan, spec.num_sharing_host, free_bytes)
+        plan = plan_tiers(plan, host_bytes, spec.disk_bytes)
         check_memory(plan, 0 if spec.on_gpu else 1, available_bytes, plan.host_bytes)
         max_model_len = resolve_max_model_len(model, spec.engine, plan)
         runner, ranks = open_runner(spec, path, plan, dtype, max_model_len)

@@ -18,6 +18,8 @@ from kvtransfer.store.folder import slot_bytes
 
 GIB = float(1 << 30)
 SPARE_BYTES = 500 << 20  # of a process beside weights and KV: libraries, activations
+AUTO_HOST_SHARE = 0.25  # of the free memory of a machine, for a host tier whose size is not set
+AUTO_HOST_POOLS = 4  # times the KV pools of those that share it, at most
 
 
 class BuildError(Exception):
@@ -94,6 +96,16 @@ def plan_tiers(plan: KVPlan, host_bytes: int, disk_bytes: int) -> KVPlan:
                 f" KV block of {plan.spec.bytes_per_block / GIB:.3f} GiB; raise it, or set it to 0"
             )
     return replace(plan, num_host_blocks=counts["host"], num_disk_blocks=counts["disk"])
+
+
+def auto_host_bytes(plan: KVPlan, num_sharing: int, free_bytes: int) -> int:
+    """Of a worker's part of a host tier whose size is not set, which `num_sharing` workers of a
+    machine share (0: this one has no part). `free_bytes`: beside what the workers need. Whole
+    blocks, perhaps none."""
+    if not num_sharing:
+        return 0
+    most = min(int(AUTO_HOST_SHARE * free_bytes) // num_sharing, AUTO_HOST_POOLS * plan.kv_bytes)
+    return max(0, most) // plan.spec.bytes_per_block * plan.spec.bytes_per_block
 
 
 def check_memory(plan: KVPlan, num_workers: int, available_bytes: int, host_bytes: int = 0) -> None:

@@ -6,7 +6,8 @@ fits, but not now, waits. Whether it may is decided in the message that brings i
 * the queue is bounded, for all and for each tenant that has a bound. Where it is full, the tenant
   that has queued most for its weight gives up its newest request;
 * its wait is predicted: the work ahead of it, at the rate at which the queue drains. It is refused
-  where that is more than `max_queue_wait_s`, or leaves too little of its timeout to be served in.
+  where that leaves too little of its timeout to be served in, or, if `max_queue_wait_s` is set, is
+  more than that.
   While the rate is not known, everything up to the bound is admitted.
 
 A refused client is told when there will be capacity, which is reserved for it then
@@ -55,6 +56,7 @@ class Admission:
     def __init__(self, config: RouterConfig, queue: FairQueue, output_tokens: Average) -> None:
         """`output_tokens`: of a request; its owner keeps it up to date."""
         self._config = config
+        self._max_wait_s = config.max_queue_wait_s or inf
         self._queue = queue
         self._reservations = Reservations()
         self._estimates = Estimates(
@@ -219,17 +221,17 @@ class Admission:
         if wait_s <= allowed_s:
             return None
         detail = f"it would wait for about {wait_s:.1f} s, and "
-        if self._allowed_s(who) < self._config.max_queue_wait_s:
+        if self._allowed_s(who) < self._max_wait_s:
             detail += f"of its timeout of {who.timeout_s:g} s serving takes {who.service_s:.1f} s"
         elif is_new:
             detail += f"{allowed_s:g} s is the limit while others are expected back"
         else:
-            detail += f"{self._config.max_queue_wait_s:g} s is the limit"
+            detail += f"{self._max_wait_s:g} s is the limit"
         return self._refusal(now, who, Refusal.OVERLOADED, detail)
 
     def _allowed_s(self, who: Newcomer, patience: float = 1.0, margin: float = MARGIN) -> float:
         in_time_s = who.left_s * (1.0 - margin) - who.service_s
-        return min(self._config.max_queue_wait_s * patience, in_time_s)
+        return min(self._max_wait_s * patience, in_time_s)
 
     def _allowed_new_s(self, who: Newcomer) -> float:
         """While others have reservations."""

@@ -61,6 +61,8 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
         ('[model]\ndevice = "tpu"', "model.device = 'tpu': expected one of auto, cpu, cuda"),
         ('[cluster]\naddress = "here"', "cluster.address = 'here': expected auto or HOST:PORT"),
         ("[tiers]\nhost_gib = -1", "tiers.host_gib = -1: expected at least 0.0"),
+        ("[tiers]\nhost_gib = 'all'", "tiers.host_gib = 'all': expected a number or auto"),
+        ("[tiers]\nhost_gib = [1]", "tiers.host_gib = [1]: expected a number"),
         ("[tiers]\ndisk_gib = inf", "tiers.disk_gib = inf: expected a finite number"),
         ("[tiers]\ndisk_path = 7", "tiers.disk_path = 7: expected a text"),
         ("[tiers]\nretention_s = -0.5", "tiers.retention_s = -0.5: expected at least 0.0"),

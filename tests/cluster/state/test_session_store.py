@@ -298,7 +298,8 @@ def test_without_a_place_for_them_sessions_live_as_long_as_the_server(
 def test_nothing_is_parked_by_itself_where_there_is_no_tier_to_park_in(tmp_path: Path) -> None:
     sessions = SessionsSection(state_dir=str(tmp_path), park_after_s=7.0, durable=False)
     for tiers, park_after_s in (
-        (TiersSection(), 0.0),
+        (TiersSection(host_gib=0.0), 0.0),
+        (TiersSection(), 7.0),
         (TiersSection(host_gib=1.0), 7.0),
         (TiersSection(disk_gib=1.0, retention_s=99.0), 7.0),
     ):

@@ -14,6 +14,7 @@ from cluster.worker.build import WorkerSpec, prepare_model, worker_config
 from cluster.worker.kv_plan import (
     SPARE_BYTES,
     BuildError,
+    auto_host_bytes,
     check_memory,
     kv_lines,
     plan_kv,
@@ -134,6 +135,16 @@ def test_tiers_hold_as_many_blocks_as_fit() -> None:
     assert (both.host_bytes, both.needed_bytes) == (2 * size, plan.needed_bytes)
     with pytest.raises(BuildError, match=r"tiers.disk_gib: this worker's share of 0.0006\d+ GiB"):
         plan_tiers(plan, 0, size - 1)
+
+
+def test_a_host_tier_of_auto_is_a_quarter_of_what_is_free_and_a_few_pools_at_most() -> None:
+    plan = plan_kv(MODEL, EngineSection(num_blocks=8), "float32")
+    size = plan.spec.bytes_per_block
+    assert auto_host_bytes(plan, 1, 4 * 10 * size + 3) == 10 * size
+    assert auto_host_bytes(plan, 2, 4 * 10 * size) == 5 * size
+    assert auto_host_bytes(plan, 1, 4 * 1000 * size) == 4 * plan.kv_bytes
+    assert auto_host_bytes(plan, 1, size) == auto_host_bytes(plan, 1, -size) == 0
+    assert auto_host_bytes(plan, 0, 4 * 1000 * size) == 0  # a prefill worker beside a decode one
 
 
 def test_memory_of_the_host_tier_counts() -> None:

@@ -43,8 +43,23 @@ def test_what_would_wait_too_long_is_refused_in_the_message_that_brings_it() -> 
     s.drain()
 
 
-def test_by_default_waits_are_short_and_in_bursts_who_comes_back_is_served() -> None:
-    s = Overload(slots=8)
+def test_by_default_a_burst_waits_and_only_a_full_queue_refuses() -> None:
+    """As long as the clients' own timeouts allow: 600 s here."""
+    s = Overload(slots=8, max_queue=700)
+    s.offer(40.0, 0.0, 20.0)  # five times what can be served
+    s.run(20.0)
+    assert not any(client.refused for client in s.clients)
+    s.offer(40.0, 20.0, 25.0)
+    s.run(25.0)
+    refused = [client.refused[0] for client in s.clients if client.refused]
+    assert {failed.reason for failed in refused} == {Refusal.QUEUE_FULL}
+    s.drain()
+    assert s.served() == len(s.clients) - len(refused)
+    assert max(waits(s.clients)) > 80.0
+
+
+def test_with_a_limit_waits_are_short_and_in_bursts_who_comes_back_is_served() -> None:
+    s = Overload(slots=8, max_queue_wait_s=10.0)
     s.returns = lambda client: len(client.refused) <= 2  # as OpenAI's clients do
     for from_s in (0.0, 40.0, 80.0):
         s.offer(40.0, from_s, from_s + 6.0)  # five times what can be served
