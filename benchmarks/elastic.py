@@ -1,4 +1,4 @@
-"""Two pools beside one pool of the same hardware, and beside a peer, under load nobody tuned to.
+"""Two pools beside one pool of the same hardware, and beside a peer, under untuned load.
 
 `python -m benchmarks.elastic [agents|chat|mixed|all] [--vllm-python PYTHON] [--json FILE]`
 
