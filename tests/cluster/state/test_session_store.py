@@ -8,9 +8,9 @@ import sqlite3
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +21,17 @@ import cluster.state.session_store
 from cluster.config import Config, SessionsSection, TiersSection
 from cluster.runtime.host import LoopThread, NodeHost
 from cluster.state.session_store import SessionStore, SessionStoreError, open_sessions
-from engine.kv.block_hash import CacheScope
-from engine.kv.tier import Retention
 from engine.messages import TokenDeltas
 from engine.request import FinishReason, SamplingParams, TokenDelta
 from router.messages import Submit, WorkerUp
 from router.router import Router
 from router.sessions.sharing import DeleteSession, SaveSession
 from router.sessions.table import SessionRecord
+from tests.cluster.state import stores
 from tests.router.script import worker_info
 
 MODEL = "model"
-
-
-def record(name: str = "s", **changes: Any) -> SessionRecord:
-    made = SessionRecord(
-        tenant="tenant",
-        session=name,
-        tokens=array("I", [1, 2, 70_000]).tobytes(),
-        scope=CacheScope(b"\x00salt", 16),
-        retention=Retention(3600.0, to_disk=True),
-        num_turns=3,
-        worker="decode-0",
-        pinned=False,
-        age_s=50.0,
-        idle_s=20.0,
-    )
-    return replace(made, **changes)
+record = partial(stores.record, parked=True, version=0)  # as it is read from a file
 
 
 def kept(path: Path, model: str = MODEL) -> dict[str, SessionRecord]:

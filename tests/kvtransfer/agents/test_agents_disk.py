@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from kvtransfer.agents.metadata import Space
 from kvtransfer.store import DiskStore
 from tests.kvtransfer.agents.agent_kit import fails, read, settle
 from tests.kvtransfer.agents.nixl_peer import content
-from tests.kvtransfer.store.stores import open_store
+from tests.kvtransfer.store.stores import files_up_to, open_store
 
 SIZE = 5000  # not a multiple of a page
 NUM_DEVICE, NUM_HOST, NUM_SLOTS = 200, 300, 400  # a transfer is more than one batch of NIXL's
@@ -68,17 +67,6 @@ def world(
     monkeypatch.setattr(nixl_file, "QUEUES", (request.param,))
     with opened(tmp_path) as world:
         yield world
-
-
-@contextmanager
-def files_up_to(num_bytes: int) -> Iterator[None]:
-    """This process can write no file beyond `num_bytes`: as on a disk that becomes full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_blocks_written_from_any_memory_are_read_into_any_other(world: World) -> None:

@@ -4,7 +4,9 @@ a reader that trusts checksums alone, as the disk agent's caller does."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import resource
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from hashlib import shake_128
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,17 @@ def keep(store: DiskStore, slots: Iterable[int], keep_s: float = KEEP_S) -> None
     for slot in slots:
         write(store, slot, name_of(slot))
     store.update(StoreIndex(put=tuple(record(slot, name_of(slot), keep_s) for slot in slots)))
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """This process can write no file beyond `num_bytes`: as on a disk that becomes full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def serve(store: DiskStore) -> tuple[set[int], set[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import sqlite3
 import tempfile
@@ -16,7 +15,16 @@ import pytest
 from engine.kv.tier import DiskRecord
 from kvtransfer.agent import StoreIndex
 from kvtransfer.store import DiskStore, StoreError
-from tests.kvtransfer.store.stores import BLOCK, MAX_BLOCKS, SLOT, keep, name_of, open_store, serve
+from tests.kvtransfer.store.stores import (
+    BLOCK,
+    MAX_BLOCKS,
+    SLOT,
+    files_up_to,
+    keep,
+    name_of,
+    open_store,
+    serve,
+)
 
 MANY = 5000  # rows: some hundred KiB of index
 NOBODY = 65534
@@ -29,17 +37,6 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
         keep(store, range(10))
         assert store.check() is None
         yield store
-
-
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond: as on a disk that is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager
@@ -67,7 +64,7 @@ class TestUpdates:
             many = tuple(DiskRecord(10 + n, name_of(10 + n), 1, 60.0) for n in range(MANY))
             store.update(StoreIndex(put=few))
             with (
-                largest_file(100_000),
+                files_up_to(100_000),
                 pytest.raises(StoreError, match=rf"disk store {tmp_path}: .*; ") as raised,
             ):
                 store.update(StoreIndex(remove=(3,), put=many))
@@ -81,7 +78,7 @@ class TestUpdates:
 
     def test_a_slot_that_could_not_be_removed_can_be_used_again(self, store: DiskStore) -> None:
         log = (store.folder / "index.sqlite-wal").stat().st_size
-        with largest_file(log), pytest.raises(StoreError):
+        with files_up_to(log), pytest.raises(StoreError):
             store.update(StoreIndex(remove=tuple(range(10))))
         keep(store, [3])
         store.close()
@@ -100,12 +97,12 @@ class TestOpening:
                 open_store(folder)
 
     def test_a_size_that_the_disk_does_not_take_is_told(self, tmp_path: Path) -> None:
-        with largest_file(1 << 20), pytest.raises(StoreError, match=r"large.*make the store small"):
+        with files_up_to(1 << 20), pytest.raises(StoreError, match=r"large.*make the store small"):
             open_store(tmp_path, max_blocks=1000)
         open_store(tmp_path).close()
 
     def test_a_disk_without_room_for_an_index_is_told(self, tmp_path: Path) -> None:
-        with largest_file(0), pytest.raises(StoreError, match=f"disk store {tmp_path}: .*; "):
+        with files_up_to(0), pytest.raises(StoreError, match=f"disk store {tmp_path}: .*; "):
             open_store(tmp_path)
         with closing(open_store(tmp_path)) as store:
             assert store.warnings == []
@@ -140,7 +137,7 @@ class TestOpening:
             keep(store, range(5))
             keep(store, range(5, 10), keep_s=10.0)
         now += 20
-        with largest_file(0), closing(open_store(tmp_path, clock=lambda: now)) as store:
+        with files_up_to(0), closing(open_store(tmp_path, clock=lambda: now)) as store:
             assert serve(store) == (set(range(5)), set())
             assert store.counters["expired"] == 5
             assert len(store.warnings) == 1
