@@ -221,10 +221,10 @@ class Admission:
         if wait_s <= allowed_s:
             return None
         detail = f"it would wait for about {wait_s:.1f} s, and "
-        if self._allowed_s(who) < self._max_wait_s:
+        if is_new and wait_s <= self._allowed_s(who):
+            detail += f"{allowed_s:.3g} s is the limit while others are expected back"
+        elif self._allowed_s(who) < self._max_wait_s:
             detail += f"of its timeout of {who.timeout_s:g} s serving takes {who.service_s:.1f} s"
-        elif is_new:
-            detail += f"{allowed_s:g} s is the limit while others are expected back"
         else:
             detail += f"{self._max_wait_s:g} s is the limit"
         return self._refusal(now, who, Refusal.OVERLOADED, detail)

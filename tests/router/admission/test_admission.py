@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from decode_worker.messages import Decode
@@ -12,6 +14,7 @@ from router.dispatch import Dispatcher
 from router.messages import Cancel, Failed
 from router.record import Attempt, Rejection, RequestRecord
 from router.requests import MAX_TRIED
+from tests.router.admission.overload import Overload
 from tests.router.script import CLIENT, Script
 
 
@@ -239,3 +242,20 @@ def test_a_message_looks_at_few_of_those_that_find_no_place(
     monkeypatch.setattr(Dispatcher, "place", counted)
     s.submit("one more", tokens=range(100))
     assert len(tried) <= MAX_TRIED
+
+
+def test_a_refusal_names_the_timeout_only_where_that_is_too_short() -> None:
+    """Without a limit on waits, a new client is refused by its timeout, or by who is expected."""
+    s = Overload()
+    s.offer(10.0, 0.0, 60.0, timeout_s=20.0)
+    s.run(60.0)
+    s.drain()
+    told = [c.refused[0].detail for c in s.clients if c.refused]
+    pattern = r"wait for about ([\d.]+) s, and of its timeout of 20 s serving takes ([\d.]+) s$"
+    by_timeout = [found for detail in told if (found := re.search(pattern, detail))]
+    by_others = [d for d in told if d.endswith("is the limit while others are expected back")]
+    assert by_timeout
+    assert by_others
+    assert len(by_timeout) + len(by_others) == len(told)
+    for found in by_timeout:
+        assert float(found[1]) >= 20.0 * 0.9 - float(found[2]) - 0.1  # both are rounded
