@@ -161,7 +161,7 @@ class EngineCore:
         if step.repeats > 1 and done.error is None and done.sampled[0] is not None:
             repeats += len(done.sampled[0].more)
         self.count("steps", repeats)
-        self.count("tokens_fed", step.num_tokens * repeats)
+        self.count("tokens_scheduled", step.num_tokens * repeats)
         if done.error is None:
             num_drafted = sum(len(share.draft_tokens) for share in step.seqs)
             num_accepted = 0

@@ -121,7 +121,7 @@ def head_overlap(src: HeadShare, dst: HeadShare) -> tuple[CopySpan, ...]:
 def fingerprint(model: bytes, spec: KVSpec, version: int = LAYOUT_VERSION) -> bytes:
     """Names what KV bytes mean: the model (a digest of its config and weights), shape and layout.
 
-    Two workers exchange KV, and two block names can be equal, only if this is.
+    Two workers exchange KV, and two block hashes can be equal, only if this is.
     """
     shape = (
         f"{version} {spec.num_layers} {spec.num_kv_heads} {spec.head_dim} {spec.block_size}"

@@ -234,7 +234,7 @@ def reason(decision: Decision) -> str:
         next_best = f"next best {name_of(other)}: {seconds_text(other.seconds.total)}"
         said.append(f"in all {seconds_text(mine)}; {next_best}")
     else:
-        said.append("nobody else could take it")
+        said.append("no other worker could take it")
     return "; ".join(said)
 
 

@@ -61,6 +61,7 @@ SOURCES = [
     path for top in PACKAGES for end in ("py", "c", "h") for path in (ROOT / top).rglob(f"*.{end}")
 ]
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
+_NAME = re.compile(r"^\w?[\"']([A-Za-z_][\w.]*)[\"']$")  # a text that is one
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 
 
@@ -72,6 +73,8 @@ def identifiers(path: Path) -> Iterator[str]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NAME:
             yield token.string
+        elif token.type == tokenize.STRING:  # metrics, attributes, keys
+            yield from _NAME.findall(token.string)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -1,4 +1,4 @@
-"""How well a text that is given is foretold, far behind a window and its sinks.
+"""How well a text that is given is predicted, far behind a window and its sinks.
 
 `python -m benchmarks.engine.window_given`: 20,000 tokens of English prose (as
 `benchmarks.engine.fp8` takes it), more than twice the model's context, go through the engine's

@@ -206,5 +206,5 @@ def _of_first(choice: ServedChoice) -> dict[str, Any]:
         if attempt.prefill is not None:
             found["kvrelay.worker.prefill"] = attempt.prefill.worker
         if attempt.fetch_from is not None:
-            found["kvrelay.worker.lender"] = attempt.fetch_from
+            found["kvrelay.worker.fetch_from"] = attempt.fetch_from
     return found

@@ -91,7 +91,7 @@ def ends(world: World) -> dict[str, FinishReason]:
 
 
 def totals(world: World) -> Counter[str]:
-    names = ("steps", "tokens_fed")
+    names = ("steps", "tokens_scheduled")
     return Counter({name: world.decode.core.counters[name] for name in names})
 
 
@@ -107,7 +107,7 @@ def test_repeats_give_the_same_tokens_names_and_ends_as_single_steps(
         assert many.output(name, prompt) == reference(prompt, LENGTHS[name])
     assert cached(many) == cached(single)
     assert ends(many) == ends(single) == dict.fromkeys(PROMPTS, FinishReason.LENGTH)
-    assert totals(many)["tokens_fed"] == totals(single)["tokens_fed"]
+    assert totals(many)["tokens_scheduled"] == totals(single)["tokens_scheduled"]
 
 
 def test_a_repeat_ends_with_the_first_stop_token_of_anybody() -> None:

@@ -140,11 +140,11 @@ def test_the_next_turn_goes_on_behind_the_blocks_that_were_given_back() -> None:
     world.submit("other", prompt_of(Random(4), 33), 8, remote=False)
     world.drain()  # evicts what is the first to go
     turn = [*prompt, *reference(prompt, 21), 9, 9, 9]
-    fed = world.decode.core.counters["tokens_fed"]
+    fed = world.decode.core.counters["tokens_scheduled"]
     world.submit("b", turn, 6, remote=False)
     world.drain()
     assert world.output("b", turn) == reference(turn, 6)
-    assert world.decode.core.counters["tokens_fed"] - fed <= BLOCK_SIZE + 3 + 6
+    assert world.decode.core.counters["tokens_scheduled"] - fed <= BLOCK_SIZE + 3 + 6
     names = world.decode.core.kv.pool.block_hashes()
     assert len(names) < len(turn) // BLOCK_SIZE
     world.assert_idle()
@@ -165,11 +165,11 @@ def test_the_tiers_keep_the_sinks_and_the_window_and_a_later_turn_loads_them() -
         world.submit(f"other{number}", prompt_of(Random(6 + number), 40), 8, remote=False)
         world.drain()
     turn = [*prompt, *reference(prompt, 101), 9, 9, 9]
-    fed = world.decode.core.counters["tokens_fed"]
+    fed = world.decode.core.counters["tokens_scheduled"]
     world.submit("b", turn, 6, remote=False)
     world.drain()
     assert world.output("b", turn) == reference(turn, 6)
-    assert world.decode.core.counters["tokens_fed"] - fed <= BLOCK_SIZE + 3 + 6
+    assert world.decode.core.counters["tokens_scheduled"] - fed <= BLOCK_SIZE + 3 + 6
     assert world.decode.core.counters["blocks_from_host"] > 0
     world.assert_idle()
 
@@ -191,11 +191,11 @@ def test_a_session_is_parked_and_resumed_without_its_middle() -> None:
         assert world.decode.exchange.tiers.num_blocks(Tier.HOST) <= MOST_BLOCKS
     answers = [m.num_blocks for m in world.to_router if isinstance(m, CacheOrderDone)]
     assert answers == [len(names), len(names)]
-    fed = world.decode.core.counters["tokens_fed"]
+    fed = world.decode.core.counters["tokens_scheduled"]
     world.submit("b", [*tokens, 9, 9, 9], 6, remote=False)
     world.drain()
     assert world.output("b", [*tokens, 9, 9, 9]) == reference([*tokens, 9, 9, 9], 6)
-    assert world.decode.core.counters["tokens_fed"] - fed <= BLOCK_SIZE + 3 + 6
+    assert world.decode.core.counters["tokens_scheduled"] - fed <= BLOCK_SIZE + 3 + 6
     world.assert_idle()
 
 

@@ -37,7 +37,7 @@ def test_tokens_are_those_of_the_model(world: World, remote: bool) -> None:
 def test_remote_prompt_is_not_computed_by_the_decode_worker(world: World) -> None:
     world.submit("a", PROMPT, 4, remote=True)
     world.drain()
-    assert world.decode.core.counters["tokens_fed"] == 3
+    assert world.decode.core.counters["tokens_scheduled"] == 3
     assert world.decode.core.counters["handoffs_done"] == 1
 
 
@@ -76,7 +76,7 @@ def test_remote_requests_in_a_small_pool_finish_right() -> None:
 def test_second_request_reads_only_what_is_missing(world: World) -> None:
     world.submit("a", PROMPT, 3, remote=True)
     world.drain()
-    before = world.prefill.core.counters["tokens_fed"]
+    before = world.prefill.core.counters["tokens_scheduled"]
     world.hold_reads = True
     world.submit("b", [*PROMPT, 50, 51], 3, remote=True)
     world.drain()
@@ -86,14 +86,16 @@ def test_second_request_reads_only_what_is_missing(world: World) -> None:
     world.hold_reads = False
     world.drain()
     assert world.output("b", [*PROMPT, 50, 51]) == reference([*PROMPT, 50, 51], 3)
-    assert world.prefill.core.counters["tokens_fed"] - before == len(PROMPT) + 2 - 5 * BLOCK_SIZE
+    assert (
+        world.prefill.core.counters["tokens_scheduled"] - before == len(PROMPT) + 2 - 5 * BLOCK_SIZE
+    )
 
 
 def test_shared_prefix_that_is_being_computed_is_waited_for(world: World) -> None:
     world.submit("a", PROMPT, 2, remote=False)
     world.submit("b", [*PROMPT, 60, 61, 62], 2, remote=False)
     world.drain()
-    fed = world.decode.core.counters["tokens_fed"]
+    fed = world.decode.core.counters["tokens_scheduled"]
     assert fed == len(PROMPT) + 1 + (len(PROMPT) + 3 - 5 * BLOCK_SIZE) + 1
 
 
@@ -292,12 +294,12 @@ def test_prompts_beside_decodes_are_fed_as_far_as_the_itl_target_allows() -> Non
     world.submit("a", PROMPT, 20, remote=False)
     for _ in range(6):
         world.step()
-    fed = world.decode.core.counters["tokens_fed"]
+    fed = world.decode.core.counters["tokens_scheduled"]
     world.submit("b", [*range(40, 70)], 3, remote=False)
     sizes = []
     while world.step():
-        sizes.append(world.decode.core.counters["tokens_fed"] - fed)
-        fed = world.decode.core.counters["tokens_fed"]
+        sizes.append(world.decode.core.counters["tokens_scheduled"] - fed)
+        fed = world.decode.core.counters["tokens_scheduled"]
     # A step takes 10 ms here whatever is in it, so 10 ms are left at the rate of the first prompt.
     assert 1 < max(sizes) <= 1 + len(PROMPT)
     assert world.output("b", [*range(40, 70)]) == reference([*range(40, 70)], 3)

@@ -142,7 +142,7 @@ def test_every_attempt_is_shown_with_what_stood_beside_it(tokenizer: Tokenizer) 
         best = attempt["decision"]["decode_candidates"][0]
         assert best["worker"] == attempt["decode"]
         assert sum(best["seconds"].values()) == pytest.approx(best["total_s"])
-    assert "nobody else could take it" in found["attempts"][1]["decision"]["reason"]
+    assert "no other worker could take it" in found["attempts"][1]["decision"]["reason"]
 
 
 def test_prediction_and_reality_stand_side_by_side(routed: Served) -> None:

@@ -52,7 +52,7 @@ def test_tokens_are_computed_or_cached_and_nothing_else() -> None:
     outputs = sum(request.output_length - 1 for request in trace.requests)
     assert result.counters["preemptions"] == 0
     assert cached > 0
-    assert result.counters["tokens_fed"] == prompts - cached + outputs
+    assert result.counters["tokens_scheduled"] == prompts - cached + outputs
 
 
 def test_a_pool_that_is_too_small_for_all_is_shared_by_waiting_and_preemption() -> None:
