@@ -135,7 +135,8 @@ class EngineCore:
             self._ended.popitem(last=False)
 
     def next_step(self) -> Step | None:
-        """The next step, which also takes the checksums of the blocks that it fills."""
+        """The next step, which also takes the checksums of the blocks that it fills, and of the
+        last block of a prompt that is computed for another worker: it is sent, full or not."""
         if self.scheduler.in_flight:
             return None
         timing = self.timing
@@ -149,8 +150,10 @@ class EngineCore:
         if step is None or step.repeats > 1:  # a step that is repeated fills no block
             return step
         size = self.config.block_size
-        for share in step.seqs:
+        for seq, share in zip(self.scheduler.in_flight_seqs, step.seqs, strict=True):
             step.checksum_blocks += share.block_ids[share.start // size : share.end // size]
+            if share.sample and not seq.reserve_growth and share.end % size:
+                step.checksum_blocks.append(share.block_ids[share.end // size])
         return step
 
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:

@@ -35,7 +35,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.remote: list[Sequence] = []  # admitted, KV is being transferred or loaded
         self.in_flight: Step | None = None
-        self._in_flight_seqs: list[Sequence] = []
+        self.in_flight_seqs: list[Sequence] = []
         self._next_step_id = 0
         self.faults: list[tuple[Sequence, str]] = []  # for the worker to end, and why
         self.num_preemptions = 0
@@ -140,8 +140,8 @@ class Scheduler:
                     share.draft_tokens = draft
         self._next_step_id += 1
         self.in_flight = step
-        self._in_flight_seqs = [seq for seq, _ in chosen]
-        for seq in self._in_flight_seqs:
+        self.in_flight_seqs = [seq for seq, _ in chosen]
+        for seq in self.in_flight_seqs:
             seq.in_step = True
         return step
 
@@ -158,7 +158,7 @@ class Scheduler:
         survivors: list[tuple[Sequence, int]] = []
         if done.error is None:
             self.kv.checksums.update(zip(step.checksum_blocks, done.checksums, strict=True))
-        for index, (seq, share) in enumerate(zip(self._in_flight_seqs, step.seqs, strict=True)):
+        for index, (seq, share) in enumerate(zip(self.in_flight_seqs, step.seqs, strict=True)):
             seq.in_step = False
             if seq.state is SeqState.DEAD:
                 self.release_if_settled(seq)
@@ -182,7 +182,7 @@ class Scheduler:
                 self.kv.seal_computed(seq)
                 self.kv.slide(seq)
             survivors.append((seq, len(share.tokens)))
-        self._in_flight_seqs = []
+        self.in_flight_seqs = []
         return survivors
 
     def remove(self, seq: Sequence) -> None:

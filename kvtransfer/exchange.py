@@ -1,22 +1,18 @@
-"""What both kinds of worker have: an engine core, and KV traffic as one thing: what it reads from
-others (connector), what others read from it (producer), and what moves between its tiers.
+"""The KV traffic of a worker as one thing: what it reads from others (connector), what others read
+from it (producer), and what moves between its tiers.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from engine.config import WorkerConfig
 from engine.core import EngineCore
 from engine.kv.tier import Tier
-from engine.messages import Abort, Probe
-from engine.node import Effect, Note, Send, Wake, Woken
-from engine.request import Refusal
+from engine.node import Effect, Send
 from engine.sequence import NO_BLOCK, SeqState, Sequence
-from engine.stats import Audit, AuditRequest, RouterDown
-from engine.step import StepDone
+from engine.stats import Audit
 from kvtransfer.agent import CopyDone, PeerConnected, StoreFailed
 from kvtransfer.messages import (
     CacheOrder,
@@ -33,7 +29,6 @@ from kvtransfer.peer.arrival import Mode, Settled, choose_loads
 from kvtransfer.peer.connector import Connector
 from kvtransfer.peer.handoff import ProducerEvent
 from kvtransfer.peer.producer import Handoff, Producer
-from kvtransfer.tiers.blocks import StoreRecords
 from kvtransfer.tiers.manager import Tiers
 from kvtransfer.tiers.registry import TIERS
 
@@ -209,94 +204,3 @@ class KVExchange:
             *self.producer.check_idle(),
             *self.tiers.check_idle(),
         ]
-
-
-class KVWorker(ABC):
-    """Node: an engine core and its KV traffic. What a role does with requests is its subclass's.
-
-    Invariant: blocks of an ended sequence are freed only once neither the step in flight nor a
-    transfer writes to them."""
-
-    DONE = "finished"  # what a request that missed its deadline was not, for the refusal
-
-    def __init__(self, config: WorkerConfig, records: StoreRecords | None = None) -> None:
-        """`records`: what its stores held when they were opened."""
-        self.config = config
-        self.node_id = config.node_id
-        self.core = EngineCore(config)
-        self.exchange = KVExchange(config, self.core)
-        self._records = records or {}
-
-    def start(self, now: float) -> list[Effect]:
-        self.exchange.tiers.start(now, self._records)
-        self._records = {}
-        return [Wake(self.config.stats_interval_s, "tick")]
-
-    def receive(self, now: float, message: Any) -> list[Effect]:
-        effects = self.core.on_router_message(now, message)
-        if effects is None:
-            effects = self.exchange.handle(now, message)
-        if effects is None:
-            effects = self._handle(now, message)
-        effects += self._use_arrived(now)
-        effects += self._schedule(now)
-        effects += self.exchange.advance(now)
-        return effects + self.core.flush()
-
-    @abstractmethod
-    def _on_request(self, now: float, message: Any) -> list[Effect] | None:
-        """None if `message` is not a request of this role."""
-
-    @abstractmethod
-    def _on_step_done(self, done: StepDone) -> list[Effect]: ...
-
-    @abstractmethod
-    def _use_arrived(self, now: float) -> list[Effect]:
-        """Go on with the sequences whose arrivals have settled."""
-
-    @abstractmethod
-    def _schedule(self, now: float) -> list[Effect]: ...
-
-    @property
-    def num_handoffs(self) -> int:
-        return len(self.exchange.producer.leases)
-
-    def _handle(self, now: float, message: Any) -> list[Effect]:
-        seqs = self.core.seqs.values()
-        match message:
-            case StepDone():
-                return self._on_step_done(message)
-            case Woken():
-                return self._on_tick(now)
-            case Abort(request_id, attempt):
-                mine = [seq for seq in seqs if seq.request_id == request_id]
-                return self._end([seq for seq in mine if seq.attempt <= attempt])
-            case RouterDown(router):  # its clients are gone with it
-                return self._end([seq for seq in seqs if seq.router == router])
-            case Probe(request_id, attempt, router, position):
-                return [self.core.answer_probe(request_id, attempt, router, position)]
-            case AuditRequest(reply_to):
-                return [Send(reply_to, self.audit())]
-        effects = self._on_request(now, message)
-        unexpected = Note("warning", "unexpected_message", f"{type(message).__name__}")
-        return [unexpected] if effects is None else effects
-
-    def _on_tick(self, now: float) -> list[Effect]:
-        effects: list[Effect] = [Wake(self.config.stats_interval_s, "tick")]
-        for seq in self.core.expired(now):
-            detail = f"not {self.DONE} by {self.node_id} before the deadline"
-            refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
-            effects += [*self.exchange.end(seq), Send(seq.router, refused)]
-        effects += self.exchange.tick(now)
-        stats = self.core.stats(self.num_handoffs, self.exchange.rates())
-        return effects + [Send(router, stats) for router in self.core.routers]
-
-    def _end(self, seqs: list[Sequence]) -> list[Effect]:
-        return [effect for seq in seqs for effect in self.exchange.end(seq)]
-
-    def audit(self) -> Audit:
-        return self.exchange.audit(self.check_idle())
-
-    def check_idle(self) -> list[str]:
-        """What an idle worker must not have; empty if all is well."""
-        return self.exchange.check_idle() + self.core.check_idle()

@@ -30,9 +30,9 @@ from cluster.worker.kv_plan import (
     plan_tiers,
     resolve_max_model_len,
 )
+from cluster.worker.node import make_worker
 from cluster.worker.process import BuiltWorker
 from cluster.worker.threads import WorkerThreads
-from decode_worker.worker import DecodeWorker
 from engine.config import WorkerConfig
 from engine.kv.tier import DEFAULT_RETENTION, Retention, Tier
 from engine.model.checkpoint.resolve import resolve_model
@@ -41,7 +41,6 @@ from engine.model.errors import ModelError
 from engine.model.parallel.shard import check_divides
 from engine.node import NodeId
 from engine.stats import Role
-from prefill_worker.worker import PrefillWorker
 
 log = logging.getLogger("kvrelay.build")
 
@@ -172,9 +171,6 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
         config = replace(config, num_disk_blocks=0)
     storage = {} if disk is None else {Tier.DISK: disk}
     records = {tier: each.records for tier, each in storage.items()}
-    worker: type[PrefillWorker | DecodeWorker] = DecodeWorker
-    if spec.role is Role.PREFILL:
-        worker = PrefillWorker
     close = ranks.close if ranks else None
     checksums = partial(checksum_blocks, pools[Tier.DEVICE])
     steps = StepExecutor(runner.execute, checksums, close=close)
@@ -184,8 +180,9 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
         return WorkerThreads(steps, moves, storage, deliver, spec.worker)
 
     when_lost = ranks.when_lost if ranks else None
-    node = worker(config, records)
-    return BuiltWorker(node, config.info(), make_executor, tuple(notices), when_lost)
+    return BuiltWorker(
+        make_worker(config, records), config.info(), make_executor, tuple(notices), when_lost
+    )
 
 
 def make_arena(plan: KVPlan, *, on_gpu: bool) -> Any:
@@ -224,8 +221,8 @@ def worker_config(
         guard=engine.guard,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,
-        num_speculative_tokens=engine.num_speculative_tokens if spec.role is Role.DECODE else 0,
-        itl_target_s=engine.itl_target_ms / 1e3 if spec.role is Role.DECODE else 0.0,
+        num_speculative_tokens=engine.num_speculative_tokens,
+        itl_target_s=engine.itl_target_ms / 1e3,
         max_waiting=engine.max_waiting,
         lease_s=engine.lease_s,
         handoff_timeout_s=engine.handoff_timeout_s,

@@ -131,7 +131,7 @@ class Producer:
     def end(self, lease: Lease, event: ProducerEvent) -> list[Effect]:
         """Its blocks may be freed and written from now on."""
         lease.state = next_producer(lease.state, event)
-        self.forget(lease.key)
+        del self.leases[lease.key]
         if isinstance(lease, Handoff):
             return self._end_sequence(lease.seq)
         assert isinstance(lease, PrefixExport)
@@ -140,9 +140,10 @@ class Producer:
         self._tiers.unpin(lease.sources)
         return []
 
-    def forget(self, key: Key) -> None:
-        """Drop the lease of a sequence that has ended, if it has one."""
-        self.leases.pop(key, None)
+    def forget_handoff(self, seq: Sequence) -> None:
+        """Drop the handoff of a sequence that has ended, if it has one."""
+        if isinstance(self.leases.get(seq.key), Handoff):
+            del self.leases[seq.key]
 
     def announce(
         self,

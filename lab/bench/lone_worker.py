@@ -16,12 +16,12 @@ from typing import Any
 from cluster.config import Config
 from cluster.worker.build import BuildOptions, PreparedModel, WorkerSpec, build_worker
 from decode_worker.messages import Decode
-from decode_worker.worker import DecodeWorker
 from engine.messages import Refused, TokenDeltas
 from engine.node import Effect, NodeId, Note, Send, Wake
 from engine.request import FinishReason, SamplingParams, TokenLogprobs
 from engine.stats import Role
 from kvtransfer.agent import AgentError
+from kvtransfer.worker import Worker
 
 ASKER = "measurement-0"
 POLL_S = 1.0
@@ -87,7 +87,7 @@ class LoneWorker:
             engine=config.engine,
         )
         built = build_worker(spec, BuildOptions(make_agent=lambda *_: _NoAgent()))
-        assert isinstance(built.node, DecodeWorker)
+        assert isinstance(built.node, Worker)
         self.node = built.node  # its state is at rest between calls of `generate`
         self.info = built.info
         self.notices = built.notices

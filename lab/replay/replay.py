@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from decode_worker.worker import DecodeWorker
+from cluster.worker.node import make_worker
 from engine.config import WorkerConfig
 from engine.kv.block_hash import UNSALTED, CacheScope
 from engine.node import NodeId
@@ -24,7 +24,6 @@ from lab.replay.results import LoadSeries, ReplayResult, Sample
 from lab.replay.runtime import ReplayRuntime
 from lab.replay.trace import Trace, TraceRequest
 from lab.timing.timing import overheads_of
-from prefill_worker.worker import PrefillWorker
 from router.messages import Failed, Output, Submit, WorkerDown, WorkerUp
 from router.router import Router
 
@@ -103,14 +102,13 @@ class Replay:
             num_host_blocks=config.num_host_blocks,
             num_disk_blocks=config.num_disk_blocks,
             stats_interval_s=config.stats_interval_s,
-            itl_target_s=config.itl_target_s if role is Role.DECODE else 0.0,
+            itl_target_s=config.itl_target_s,
         )
 
     def _start(self, worker: WorkerConfig, epoch: int) -> None:
         config = replace(worker, epoch=epoch)
-        make = PrefillWorker if config.role is Role.PREFILL else DecodeWorker
         runtime = self.runtime
-        runtime.begin(make(config), epoch, config.num_blocks * config.block_size)
+        runtime.begin(make_worker(config), epoch, config.num_blocks * config.block_size)
         runtime.post(worker.node_id, RouterUp(ROUTER))
         runtime.post(ROUTER, WorkerUp(config.info()))
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import StrEnum
 
-from decode_worker.worker import DecodeWorker
-from engine.config import WorkerConfig
 from engine.node import Effect, Send
 from kvtransfer.agent import CopyDone
 from kvtransfer.messages import KVRelease
 from kvtransfer.peer.arrival import Arrival
 from kvtransfer.peer.connector import Connector
 from kvtransfer.peer.handoff import ConsumerEvent
-from kvtransfer.tiers.blocks import StoreRecords
+from kvtransfer.worker import Worker
 
 
 class Break(StrEnum):
@@ -69,11 +67,7 @@ _CONNECTORS: dict[Break, type[Connector]] = {
 }
 
 
-class BrokenDecodeWorker(DecodeWorker):
-    """The production worker, but for one method of its connector."""
-
-    def __init__(
-        self, config: WorkerConfig, broken: Break, records: StoreRecords | None = None
-    ) -> None:
-        super().__init__(config, records)
-        self.exchange.connector = _CONNECTORS[broken](config, self.exchange.tiers)
+def break_worker(worker: Worker, broken: Break) -> None:
+    """Replace one method of its connector, before it has received anything."""
+    exchange = worker.exchange
+    exchange.connector = _CONNECTORS[broken](worker.config, exchange.tiers)

@@ -7,15 +7,14 @@ nothing is left on any node, and the router's prefix index says what the workers
 
 from __future__ import annotations
 
-from decode_worker.worker import DecodeWorker
 from engine.kv.tier import Tier
 from engine.node import NodeId
 from engine.request import Refusal
 from engine.stats import Role
+from kvtransfer.worker import Worker
 from lab.sim.client import Client, JudgeFailure, Order
 from lab.sim.runtime import Life, SimRuntime
 from lab.sim.scenario import BLOCK_SIZE, Scenario
-from prefill_worker.worker import PrefillWorker
 from router.messages import Failed
 from router.router import Router
 
@@ -65,7 +64,7 @@ class QueueBounds:
 
     def __call__(self, runtime: SimRuntime, life: Life) -> None:
         node = life.node
-        if isinstance(node, PrefillWorker | DecodeWorker):
+        if isinstance(node, Worker):
             config, waiting = node.config, len(node.core.scheduler.waiting)
             if waiting > config.max_waiting + config.max_num_seqs:
                 runtime.violate("queue above its bound", f"{node.node_id}: {waiting} waiting")
@@ -96,7 +95,7 @@ def check_index(runtime: SimRuntime, router_id: NodeId, workers: list[NodeId]) -
         life = runtime.life(node_id)
         assert life is not None
         worker = life.node
-        assert isinstance(worker, PrefillWorker | DecodeWorker)
+        assert isinstance(worker, Worker)
         held = {Tier.DEVICE: set(worker.core.kv.pool.block_hashes())}
         held |= {part.tier: set(part.stored) for part in worker.exchange.tiers.snapshot()}
         for tier in Tier:

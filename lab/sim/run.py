@@ -6,19 +6,18 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode_worker.worker import DecodeWorker
+from cluster.worker.node import make_worker
 from engine.config import WorkerConfig
 from engine.kv.tier import DiskRecord, Tier
 from engine.node import Node, NodeId
-from engine.stats import Role, RouterUp
+from engine.stats import RouterUp
 from lab.sim import checkers
-from lab.sim.breakage import Break, BrokenDecodeWorker
+from lab.sim.breakage import Break, break_worker
 from lab.sim.client import Client, Outcome, SecondWave
 from lab.sim.faults import Crash, Rot
 from lab.sim.operator import OPERATOR, GiveOrder, Operator
 from lab.sim.runtime import PoolShape, SimRuntime, Violation
 from lab.sim.scenario import ROUTER, Scenario, draw_scenario
-from prefill_worker.worker import PrefillWorker
 from router.messages import WorkerDown, WorkerUp
 from router.router import Router
 
@@ -155,11 +154,10 @@ class _WorkerMaker:
         metadata = f"{self.config.node_id}:{epoch}".encode()
         config = replace(self.config, epoch=epoch, agent_metadata=metadata)
         stored = {Tier.DISK: records}
-        if config.role is Role.PREFILL:
-            return PrefillWorker(config, stored)
+        worker = make_worker(config, stored)
         if self.broken is not None:
-            return BrokenDecodeWorker(config, self.broken, stored)
-        return DecodeWorker(config, stored)
+            break_worker(worker, self.broken)
+        return worker
 
 
 def run_seed(seed: int, broken: Break | None = None) -> Report:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from cluster.worker.node import make_worker
 from decode_worker.messages import Decode
-from decode_worker.worker import DecodeWorker
 from engine.config import WorkerConfig
 from engine.kv.tier import DiskRecord, Tier
 from engine.messages import Refused, TokenDeltas
@@ -19,8 +19,8 @@ from engine.stats import Role
 from engine.step import Execute, Sampled, Step, StepDone
 from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, StoreIndex
 from kvtransfer.tiers.registry import TIERS, is_storage
+from kvtransfer.worker import Worker
 from prefill_worker.messages import Prefill
-from prefill_worker.worker import PrefillWorker
 
 BLOCK_SIZE = 4
 VOCAB = 97
@@ -59,7 +59,7 @@ class World:
         **limits: Any,
     ) -> None:
         self.now = 0.0
-        self.workers: dict[str, PrefillWorker | DecodeWorker] = {}
+        self.workers: dict[str, Worker] = {}
         self.slots: dict[str, list[list[int]]] = {}  # of the device
         self.lower: dict[str, dict[Tier, list[list[int]]]] = {}
         self.indexed: dict[str, dict[int, DiskRecord]] = {}  # what the disk's index says, by slot
@@ -69,13 +69,11 @@ class World:
         self.hold_reads = False
         self.log: list[tuple[str, CopyBlocks]] = []  # every read that was asked for
         self.lost: tuple[type, ...] = ()
-        kinds: list[tuple[str, Role, type[PrefillWorker | DecodeWorker], int]] = [
-            ("prefill", Role.PREFILL, PrefillWorker, prefill_blocks)
-        ]
+        kinds = [("prefill", Role.PREFILL, prefill_blocks)]
         for number in range(num_decode):
             name = "decode" if number == 0 else f"decode-{number}"
-            kinds.append((name, Role.DECODE, DecodeWorker, num_blocks))
-        for name, role, kind, count in kinds:
+            kinds.append((name, Role.DECODE, num_blocks))
+        for name, role, count in kinds:
             config = WorkerConfig(
                 node_id=name,
                 role=role,
@@ -88,7 +86,7 @@ class World:
                 **{"max_model_len": 256, **limits},
             )
             found = (records or {}).get(name, [])
-            self.workers[name] = kind(config, {Tier.DISK: found})
+            self.workers[name] = make_worker(config, {Tier.DISK: found})
             self.slots[name] = [[0] * BLOCK_SIZE for _ in range(count)]
             self.lower[name] = {
                 tier: [[0] * BLOCK_SIZE for _ in range(spec.num_blocks(config))]
@@ -98,16 +96,12 @@ class World:
             self.perform(name, self.workers[name].start(0.0))
 
     @property
-    def prefill(self) -> PrefillWorker:
-        worker = self.workers["prefill"]
-        assert isinstance(worker, PrefillWorker)
-        return worker
+    def prefill(self) -> Worker:
+        return self.workers["prefill"]
 
     @property
-    def decode(self) -> DecodeWorker:
-        worker = self.workers["decode"]
-        assert isinstance(worker, DecodeWorker)
-        return worker
+    def decode(self) -> Worker:
+        return self.workers["decode"]
 
     def perform(self, node: str, effects: list[Any]) -> None:
         for effect in effects:

@@ -1,0 +1,171 @@
+"""The worker: one node for both roles, over the engine and its KV traffic.
+
+Any worker computes prompts for others and decodes; its role is what routers prefer it for. What it
+does with a request is up to a `Part`, one for each kind: `prefill_worker.prefills` for prompts that
+are computed for another worker, `decode_worker.decodes` for requests that are generated here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from engine.config import WorkerConfig
+from engine.core import EngineCore
+from engine.messages import Abort, Probe, Refused
+from engine.node import Effect, Note, Send, Wake, Woken
+from engine.request import Refusal
+from engine.sequence import SeqState, Sequence
+from engine.stats import Audit, AuditRequest, RouterDown
+from engine.step import Execute, StepDone
+from kvtransfer.exchange import KVExchange
+from kvtransfer.peer.arrival import Settled
+from kvtransfer.tiers.blocks import StoreRecords
+
+
+class Part(ABC):
+    """What a worker does with one kind of request. Owned by the worker, and shares its core and
+    exchange with the other parts; each sequence belongs to exactly one."""
+
+    request: ClassVar[type]  # the message that asks for it
+    needs_growth: ClassVar[bool]  # tokens are generated here, after the first
+    goal: ClassVar[str]  # what one that missed its deadline was not, for the refusal
+
+    def __init__(self, core: EngineCore, exchange: KVExchange) -> None:
+        self.core = core
+        self.exchange = exchange
+
+    @abstractmethod
+    def begin(self, now: float, seq: Sequence, request: Any) -> list[Effect]:
+        """`seq` has been accepted for `request`, and waits."""
+
+    def on_admitted(self, seq: Sequence) -> list[Effect]:
+        """It has its blocks; those that were cache hits are sealed."""
+        return []
+
+    @abstractmethod
+    def on_arrived(self, now: float, settled: Settled) -> list[Effect]:
+        """Its KV has come from elsewhere, as far as it has; the rest is computed."""
+
+    @abstractmethod
+    def on_computed(self, seq: Sequence) -> list[Effect]:
+        """A step has computed more of its KV, and perhaps sampled tokens."""
+
+
+class Worker:
+    """Node. Invariants: blocks of an ended sequence are freed only once neither the step in flight
+    nor a transfer writes to them; a sequence is REMOTE iff the connector has an arrival for it that
+    has begun; one that is computed for another worker has a handoff with the producer."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        parts: Iterable[type[Part]],
+        records: StoreRecords | None = None,
+    ) -> None:
+        """`records`: what its stores held when they were opened."""
+        self.config = config
+        self.node_id = config.node_id
+        self.core = EngineCore(config)
+        self.exchange = KVExchange(config, self.core)
+        self._parts = {part.request: part(self.core, self.exchange) for part in parts}
+        self._by_growth = {part.needs_growth: part for part in self._parts.values()}
+        self._records = records or {}
+
+    def start(self, now: float) -> list[Effect]:
+        self.exchange.tiers.start(now, self._records)
+        self._records = {}
+        return [Wake(self.config.stats_interval_s, "tick")]
+
+    def receive(self, now: float, message: Any) -> list[Effect]:
+        effects = self.core.on_router_message(now, message)
+        if effects is None:
+            effects = self.exchange.handle(now, message)
+        if effects is None:
+            effects = self._handle(now, message)
+        effects += self._use_arrived(now)
+        effects += self._schedule(now)
+        effects += self.exchange.advance(now)
+        return effects + self.core.flush()
+
+    def _part_of(self, seq: Sequence) -> Part:
+        return self._by_growth[seq.reserve_growth]
+
+    def _handle(self, now: float, message: Any) -> list[Effect]:
+        seqs = self.core.seqs.values()
+        match message:
+            case StepDone():
+                return self._on_step_done(message)
+            case Woken():
+                return self._on_tick(now)
+            case Abort(request_id, attempt):
+                mine = [seq for seq in seqs if seq.request_id == request_id]
+                return self._end([seq for seq in mine if seq.attempt <= attempt])
+            case RouterDown(router):  # its clients are gone with it
+                return self._end([seq for seq in seqs if seq.router == router])
+            case Probe(request_id, attempt, router, position):
+                return [self.core.answer_probe(request_id, attempt, router, position)]
+            case AuditRequest(reply_to):
+                return [Send(reply_to, self.audit())]
+        part = self._parts.get(type(message))
+        if part is None:
+            return [Note("warning", "unexpected_message", f"{type(message).__name__}")]
+        accepted = self.core.accept(now, message, role_needs_growth=part.needs_growth)
+        if isinstance(accepted, Refused):
+            return [Send(message.router, accepted)]
+        return [] if accepted is None else part.begin(now, accepted, message)
+
+    def _use_arrived(self, now: float) -> list[Effect]:
+        """Go on with the sequences whose arrivals have settled."""
+        effects: list[Effect] = []
+        for settled in self.exchange.take_arrived(now):
+            effects += self._part_of(settled.arrival.seq).on_arrived(now, settled)
+        return effects
+
+    def _schedule(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        exchange = self.exchange
+        for seq in self.core.scheduler.admit_waiting(now, exchange.has_external_kv):
+            self.core.mark_used(seq)
+            if seq.state is SeqState.REMOTE:
+                effects += exchange.connector.start(now, seq)
+            effects += self._part_of(seq).on_admitted(seq)
+        effects += self._use_arrived(now)
+        step = self.core.next_step()
+        for seq, _ in self.core.scheduler.faults:
+            exchange.producer.forget_handoff(seq)
+        effects += self.core.fail_left_out()
+        return effects if step is None else [*effects, Execute(step)]
+
+    def _on_step_done(self, done: StepDone) -> list[Effect]:
+        survivors = self.core.finish_step(done)
+        if done.error is not None:
+            for seq, _ in survivors:
+                self.exchange.producer.forget_handoff(seq)
+            return self.core.fail_step(survivors, done.error)
+        effects: list[Effect] = []
+        for seq, _ in survivors:
+            effects += self._part_of(seq).on_computed(seq)
+        return effects
+
+    def _on_tick(self, now: float) -> list[Effect]:
+        effects: list[Effect] = [Wake(self.config.stats_interval_s, "tick")]
+        for seq in self.core.expired(now):
+            detail = f"not {self._part_of(seq).goal} by {self.node_id} before the deadline"
+            refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
+            effects += [*self.exchange.end(seq), Send(seq.router, refused)]
+        effects += self.exchange.tick(now)
+        num_handoffs = len(self.exchange.producer.leases) + len(self.exchange.connector.arrivals)
+        stats = self.core.stats(num_handoffs, self.exchange.rates())
+        return effects + [Send(router, stats) for router in self.core.routers]
+
+    def _end(self, seqs: list[Sequence]) -> list[Effect]:
+        return [effect for seq in seqs for effect in self.exchange.end(seq)]
+
+    def audit(self) -> Audit:
+        return self.exchange.audit(self.check_idle())
+
+    def check_idle(self) -> list[str]:
+        """What an idle worker must not have; empty if all is well."""
+        return self.exchange.check_idle() + self.core.check_idle()
