@@ -297,8 +297,8 @@ class EngineCore:
     def stats(self, num_handoffs: int, read_rates: Mapping[Tier | None, float]) -> WorkerStats:
         """`read_rates`: bytes per second into device memory, by own tier; None: from peers."""
         pool, scheduler = self.kv.pool, self.scheduler
-        is_busy = bool(scheduler.running)
         decoding = [len(seq.tokens) for seq in scheduler.running if seq.is_decoding]
+        is_busy = bool(decoding)
         self.counters["preemptions"] = scheduler.num_preemptions
         self.counters["evictions"] = pool.num_evictions
         return WorkerStats(

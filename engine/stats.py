@@ -9,13 +9,17 @@ from engine.node import NodeId
 
 
 class Role(StrEnum):
+    """What routers prefer a worker for. Any worker can do either."""
+
     PREFILL = "prefill"
-    DECODE = "decode"  # also computes prompts, when asked to: one pool is decode workers alone
+    DECODE = "decode"  # and prompts where that costs less: one pool is decode workers alone
+    BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What stays the same during an epoch of a worker."""
+    """What stays the same during an epoch of a worker, but for its role, which the controller may
+    change."""
 
     worker: NodeId
     role: Role

@@ -18,7 +18,7 @@ from engine.stats import Role, WorkerInfo, WorkerStats
 from router.averages import Average
 from router.config import RouterConfig
 from router.index.prefix_index import PrefixIndex
-from router.placement.choice import GROUP, Option
+from router.placement.choice import GROUP, POOL, Option
 from router.placement.cost import CostModel
 from router.placement.endpoint import Endpoint, model_number
 from router.placement.fleet import Fleet
@@ -34,14 +34,14 @@ STICKY_BLOCKS = 4  # prompts that begin with the same blocks, so many, belong to
 
 class Dispatcher:
     """Owned by the router. Invariant: an endpoint has a booking for each live attempt that it still
-    has work to do for, and for nothing else; the fleets are the workers that are up, by role."""
+    has work to do for, and for nothing else; the fleets are the workers that are up, by pool."""
 
     def __init__(self, config: RouterConfig, name: str = "") -> None:
         """`name` of the router: routers break ties differently."""
         self._config = config
         self._endpoints: dict[NodeId, Endpoint] = {}
         self.cost = CostModel()
-        self._fleets = {role: Fleet(name, self.cost) for role in Role}
+        self._fleets = {pool: Fleet(name, self.cost) for pool in (Role.DECODE, Role.PREFILL)}
         self._kinds: dict[tuple[bytes, int], WorkerInfo] = {}  # of the workers that are up
         self.index = PrefixIndex(
             config.snapshot_retry_s, config.speculative_s, config.max_speculative
@@ -59,7 +59,7 @@ class Dispatcher:
         )
         self._retention = RetentionPolicy(self._fleets[Role.DECODE], self._fleets[Role.PREFILL])
         self.output_tokens = Average(FIRST_OUTPUT)  # of a request
-        self._shapes: list[WorkerInfo] = []  # of the decode workers, one of each; always a new list
+        self._shapes: list[WorkerInfo] = []  # of the workers, one of each; always a new list
         self._now = 0.0  # of the last message about a worker
 
     @property
@@ -68,8 +68,8 @@ class Dispatcher:
         return (self._endpoints[worker] for worker in sorted(self._endpoints))
 
     @property
-    def has_decode(self) -> bool:
-        return len(self._fleets[Role.DECODE]) > 0
+    def has_workers(self) -> bool:
+        return any(len(fleet) for fleet in self._fleets.values())
 
     def workers(self) -> dict[NodeId, WorkerInfo]:
         """Those that are up."""
@@ -95,7 +95,7 @@ class Dispatcher:
             self._retire(old)
         endpoint = self._endpoints[info.worker] = Endpoint(info, last_seen_at=now)
         self.index.add(info.worker, info.epoch, GROUP[info.role])
-        self._fleets[info.role].add(now, endpoint)
+        self._fleets[POOL[info.role]].add(now, endpoint)
         self._on_fleet_changed()
         return (old if was_alive else None), True
 
@@ -109,6 +109,18 @@ class Dispatcher:
         dead = [e for e in self._endpoints.values() if not e.alive]
         for surplus in dead[: max(0, len(dead) - MAX_DEAD)]:
             del self._endpoints[surplus.worker]
+        return endpoint
+
+    def on_role(self, now: float, worker: NodeId, epoch: int, role: Role) -> Endpoint | None:
+        """Prefer the worker for `role` from now on; None: that is no change."""
+        endpoint = self.endpoint(worker, epoch)
+        if endpoint is None or endpoint.info.role is role:
+            return None
+        self._fleets[POOL[endpoint.info.role]].remove(endpoint)
+        endpoint.set_role(role)
+        self._fleets[POOL[role]].add(now, endpoint)
+        self.index.add(worker, epoch, GROUP[role])
+        self._on_fleet_changed()
         return endpoint
 
     def on_stats(self, now: float, stats: WorkerStats) -> bool:
@@ -132,10 +144,11 @@ class Dispatcher:
         endpoint.fail(now, self._config.backoff_s, self._config.max_backoff_s)
 
     def has_room(self, now: float) -> bool:
-        return self._fleets[Role.DECODE].has_room(now, self._config.max_inflight_per_worker)
+        limit = self._config.max_inflight_per_worker
+        return any(fleet.has_room(now, limit) for fleet in self._fleets.values())
 
     def check(self, record: RequestRecord) -> Rejection | None:
-        """Why no decode worker could ever serve `record`. Cuts max_tokens the first time."""
+        """Why no worker could ever serve `record`. Cuts max_tokens the first time."""
         if not self._shapes or record.fits is self._shapes:
             return None
         cut = clamp_max_tokens(record.num_prompt_tokens, record.sampling.max_tokens, self._shapes)
@@ -148,7 +161,7 @@ class Dispatcher:
     def place(self, now: float, record: RequestRecord) -> Attempt | Rejection | None:
         """Begin the next attempt of `record`. None: no worker can take it now."""
         rejection = self.check(record)
-        if rejection is not None or not self.has_decode:
+        if rejection is not None or not self.has_workers:
             return rejection
         work = self._work(record)
         choose = partial(self._policy.choose, now, work, lambda: self._sticky(record))
@@ -164,9 +177,9 @@ class Dispatcher:
             block_hashes = record.block_hashes(choice.decode.info)
             attempt.retain_on = self._retention.choose(now, record, block_hashes, choice.prefill)
         others_decode = choice.decode.num_decoding > 0
-        self._book(now, record, best, work, computes=first is None)
+        self._book(now, record, best, work, decodes=True, computes=first is None)
         if first is not None:
-            self._book(now, record, first, work, computes=True)
+            self._book(now, record, first, work, decodes=False, computes=True)
         attempt.decision = Decision(
             request_id=record.request_id,
             attempt=attempt.number,
@@ -228,11 +241,18 @@ class Dispatcher:
         return record.request_id.encode()
 
     def _book(
-        self, now: float, record: RequestRecord, option: Option, work: Work, *, computes: bool
+        self,
+        now: float,
+        record: RequestRecord,
+        option: Option,
+        work: Work,
+        *,
+        decodes: bool,
+        computes: bool,
     ) -> None:
         """`computes`: the prompt is computed there."""
         endpoint, info, device = option.endpoint, option.endpoint.info, option.held.device
-        output = work.output_tokens if info.role is Role.DECODE else 0.0
+        output = work.output_tokens if decodes else 0.0
         num_blocks = blocks_needed(work.num_tokens - device + int(output), info.block_size)
         num_blocks = min(num_blocks, info.max_seq_blocks or num_blocks)
         if computes and option.seconds.prefill > 0:
@@ -240,7 +260,7 @@ class Dispatcher:
         else:
             computed, prefill_s = 0, 0.0
         endpoint.book(now, record.request_id, computed, num_blocks, prefill_s)
-        fleet, until = self._fleets[info.role], now + self.index.expected_s
+        fleet, until = self._fleets[POOL[info.role]], now + self.index.expected_s
         self._policy.chooser.expect(fleet, endpoint, device // info.block_size, until)
         self._now = max(self._now, now)
 
@@ -249,19 +269,18 @@ class Dispatcher:
 
     def _update(self, now: float, endpoint: Endpoint) -> None:
         self._now = max(self._now, now)
-        self._fleets[endpoint.info.role].update(now, endpoint)
+        self._fleets[POOL[endpoint.info.role]].update(now, endpoint)
 
     def _retire(self, endpoint: Endpoint) -> None:
         endpoint.alive = False
-        self._fleets[endpoint.info.role].remove(endpoint)
+        self._fleets[POOL[endpoint.info.role]].remove(endpoint)
         self.index.remove(endpoint.worker)
 
     def _on_fleet_changed(self) -> None:
         """Workers have come or gone."""
-        living = [e for fleet in self._fleets.values() for e in fleet]
-        self._kinds = {(e.info.fingerprint, e.info.block_size): e.info for e in living}
-        decodes = [e.info for e in self._fleets[Role.DECODE]]
-        shapes = {(i.max_model_len, i.num_blocks, i.block_size): i for i in decodes}
+        infos = [e.info for fleet in self._fleets.values() for e in fleet]
+        self._kinds = {(i.fingerprint, i.block_size): i for i in infos}
+        shapes = {(i.max_model_len, i.num_blocks, i.block_size): i for i in infos}
         self._shapes = list(shapes.values())
 
 
@@ -277,11 +296,11 @@ def fits(info: WorkerInfo, num_tokens: int) -> bool:
 
 
 def clamp_max_tokens(
-    num_prompt: int, max_tokens: int, decodes: Sequence[WorkerInfo]
+    num_prompt: int, max_tokens: int, workers: Sequence[WorkerInfo]
 ) -> int | Rejection:
-    """`max_tokens`, cut to the longest context among `decodes` (at least one); or why the request
+    """`max_tokens`, cut to the longest context among `workers` (at least one); or why the request
     can be served by none of them."""
-    limit = max([info.max_model_len for info in decodes])
+    limit = max([info.max_model_len for info in workers])
     if num_prompt == 0:
         return Rejection(Refusal.CONTEXT_LENGTH, "the prompt has 0 tokens; it needs at least 1")
     if num_prompt + 1 > limit:
@@ -291,13 +310,13 @@ def clamp_max_tokens(
             f"{limit - 1} fit into the context of {limit}",
         )
     max_tokens = min(max_tokens, limit - num_prompt)
-    for info in decodes:
+    for info in workers:
         if fits(info, num_prompt + max_tokens):
             return max_tokens
-    largest = max(decodes, key=lambda info: info.num_blocks * info.block_size)
+    largest = max(workers, key=lambda info: info.num_blocks * info.block_size)
     needed = blocks_needed(num_prompt + max_tokens, largest.block_size)
     return Rejection(
         Refusal.NEVER_FITS,
         f"{num_prompt} prompt + {max_tokens} output tokens need {needed} KV blocks of "
-        f"{largest.block_size} tokens; the largest decode worker has {largest.num_blocks}",
+        f"{largest.block_size} tokens; the largest worker has {largest.num_blocks}",
     )

@@ -45,7 +45,7 @@ class Requests:
         self._clock = clock
         self._effects: list[Effect] = []
         self._ended: dict[str, NodeId] = {}  # id -> client; oldest first
-        self._no_decode_since: float | None = None
+        self._no_worker_since: float | None = None
         self.dispatcher = Dispatcher(config, router)
         self.replica_sync = ReplicaSync(self.dispatcher.index)
         self.totals = Totals()
@@ -123,7 +123,7 @@ class Requests:
     def dispatch(self, now: float) -> None:
         """Send out, in order, the queued requests that a worker has room for. A few may be passed
         by others that fit better, but none for ever."""
-        self.admission.on_queue_changed(now, has_decode=self.dispatcher.has_decode)
+        self.admission.on_queue_changed(now, has_workers=self.dispatcher.has_workers)
         if not self.room_changed:
             return
         self.room_changed = self._is_held_back = False
@@ -234,10 +234,10 @@ class Requests:
 
     def expire(self, now: float) -> None:
         """End requests that are past their deadline, or have waited too long for a first worker."""
-        if self.dispatcher.has_decode:
-            self._no_decode_since = None
-        elif self._no_decode_since is None:
-            self._no_decode_since = now
+        if self.dispatcher.has_workers:
+            self._no_worker_since = None
+        elif self._no_worker_since is None:
+            self._no_worker_since = now
         for record in list(self.live.values()):
             rejection = self._overdue(now, record)
             if rejection is not None:
@@ -247,10 +247,10 @@ class Requests:
 
     def _overdue(self, now: float, record: RequestRecord) -> Rejection | None:
         waited_s = now - record.queued_at
-        if record.current is None and self._no_decode_since is not None:
-            alone_s = now - max(record.queued_at, self._no_decode_since)
+        if record.current is None and self._no_worker_since is not None:
+            alone_s = now - max(record.queued_at, self._no_worker_since)
             if now >= record.deadline or alone_s >= self._config.no_workers_wait_s:
-                detail = f"no decode worker is up; waited {waited_s:.1f} s for one"
+                detail = f"no worker is up; waited {waited_s:.1f} s for one"
                 return Rejection(Refusal.NO_WORKERS, detail, NO_WORKERS_RETRY_AFTER_S)
         if now < record.deadline:
             return self.admission.hopeless(now, record)

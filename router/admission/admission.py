@@ -64,10 +64,10 @@ class Admission:
         )
         self._drain = self._estimates.drain
 
-    def on_queue_changed(self, now: float, *, has_decode: bool) -> None:
+    def on_queue_changed(self, now: float, *, has_workers: bool) -> None:
         """Whether requests wait, or are served, may have changed."""
         waits, serves = len(self._queue) > 0, len(self._queue.num_running) > 0
-        self._drain.update(now, waits=waits and has_decode, serves=serves)
+        self._drain.update(now, waits=waits and has_workers, serves=serves)
 
     def on_work(self, record: RequestRecord, units: float) -> None:
         """Workers have done so much work for `record`."""

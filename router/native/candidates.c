@@ -18,10 +18,10 @@ static bool fits(const worker *w, int64_t num_tokens) {
     return num_tokens <= w->max_model_len && needed <= w->num_blocks;
 }
 
-bool kvr_is_usable(const cost_model *c, const question *q, const worker *w) {
+bool kvr_is_usable(const cost_model *c, const question *q, const worker *w, bool decodes) {
     if (!can_take(w, q->asked.now, q->max_inflight) || !(q->trusting || is_trusted(q, w)))
         return false;
-    if (w->is_prefill)
+    if (!decodes)
         return fits(w, q->asked.num_tokens + 1);
     if (!fits(w, q->total_tokens))
         return false;
@@ -34,12 +34,13 @@ static int64_t held_in_any_tier(const question *q, const worker *w) {
 }
 
 void find_candidates(const cost_model *c, const question *q, const fleet *f,
-                     worker *const *holders, uint32_t num_holders, candidates *found) {
+                     worker *const *holders, uint32_t num_holders, bool decode,
+                     candidates *found) {
     int64_t most = -1;
     uint32_t tried = f->count < q->max_tried ? f->count : (uint32_t)q->max_tried;
     for (uint32_t i = 0; i < tried && found->count < q->num_idle; i++) {
         worker *w = f->ranked[i].worker;
-        if (!kvr_is_usable(c, q, w))
+        if (!kvr_is_usable(c, q, w, decode))
             continue;
         found->workers[found->count++] = w;
         int64_t has = held_in_any_tier(q, w);
@@ -52,7 +53,8 @@ void find_candidates(const cost_model *c, const question *q, const fleet *f,
             break;
         while (known < found->count && found->workers[known] != w)
             known++;
-        if (known == found->count && found->count < MAX_CANDIDATES && kvr_is_usable(c, q, w))
+        if (known == found->count && found->count < MAX_CANDIDATES &&
+            kvr_is_usable(c, q, w, decode))
             found->workers[found->count++] = w;
     }
 }

@@ -60,7 +60,7 @@ void kvr_look_up(chooser *x, question *q) {
 
 #define RANKED 8 /* holders of each kind and role that are looked at */
 
-/* A role is a group of slots: 0 decodes, 1 prefills. */
+/* Groups of slots: 0 has the workers that are preferred for decoding, 1 the others. */
 uint32_t kvr_find_holders(chooser *x, const question *q, uint32_t role, worker **found) {
     const work *asked = &q->asked;
     uint16_t slots[RANKED];
@@ -105,14 +105,22 @@ static option make_option(const work *asked, worker *w, int64_t prefill, placeme
     return (option){w, prefill, held_by(asked, w), placement, cost_ms};
 }
 
-/* For each of `decodes`: all of it there, and with the best prefill worker of its model. */
+/* For each of `decodes`: all of it there, and with the best prefill worker of its model. For each
+ * of `prefills`: all of it there, if it is a choice and not given. */
 static void find_options(const cost_model *c, const question *q, const candidates *decodes,
                          const candidates *prefills, answer *a) {
     const work *asked = &q->asked;
-    option *firsts = a->options, *all = a->options + q->num_candidates;
+    option *firsts = a->options, *all = a->options + 2 * q->num_candidates;
     for (uint32_t i = 0; i < prefills->count; i++) {
         worker *w = prefills->workers[i];
         firsts[a->num_prefills++] = make_option(asked, w, -1, prefill_at(c, w, asked));
+        if (!q->given && kvr_is_usable(c, q, w, true))
+            all[a->num_decodes++] = make_option(asked, w, -1, local_at(c, w, asked));
+    }
+    for (uint32_t i = 0; !q->given && i < decodes->count; i++) {
+        worker *w = decodes->workers[i];
+        if (w->roles & PREFILLS && kvr_is_usable(c, q, w, false))
+            firsts[a->num_prefills++] = make_option(asked, w, -1, prefill_at(c, w, asked));
     }
     if (!q->given)
         rank(firsts, a->num_prefills);
@@ -120,7 +128,8 @@ static void find_options(const cost_model *c, const question *q, const candidate
         worker *w = decodes->workers[i];
         const placement *first = NULL;
         int64_t best = 0;
-        while (best < a->num_prefills && firsts[best].worker->model != w->model)
+        while (best < a->num_prefills &&
+               (firsts[best].worker->model != w->model || firsts[best].worker == w))
             best++;
         if (best < a->num_prefills) {
             first = &firsts[best].placement;
@@ -158,12 +167,11 @@ void kvr_choose(chooser *x, const cost_model *c, const fleet *decodes, const fle
         for (uint32_t role = 0; role < 2; role++)
             holders.count[role] = kvr_find_holders(x, q, role, holders.workers[role]);
         find_fetch_sources(c, q, &holders, fetch_sources);
-        find_candidates(c, q, decodes, holders.workers[0], holders.count[0], &from_decodes);
-        if (from_decodes.count)
-            find_candidates(c, q, prefills, holders.workers[1], holders.count[1], &from_prefills);
+        find_candidates(c, q, decodes, holders.workers[0], holders.count[0], true, &from_decodes);
+        find_candidates(c, q, prefills, holders.workers[1], holders.count[1], false,
+                        &from_prefills);
     }
-    if (from_decodes.count)
-        find_options(c, q, &from_decodes, &from_prefills, a);
+    find_options(c, q, &from_decodes, &from_prefills, a);
     q->asked.fetch_sources = NULL;
 }
 

@@ -167,11 +167,18 @@ static void add_decode(const cost_model *c, const worker *w, const work *asked, 
     p->seconds.decode = output * after_s;
     /* Those that are there have half of their output before them, on average. */
     p->seconds.crowd = num_seqs(w) * output / 2 * (after_s - before_s);
+    if (w->roles == PREFILLS) {
+        /* It waits while prompts are computed there, and those wait for its steps. */
+        double prefilling = fmax(c->prefilling_at_least, w->typical_prefilling);
+        p->seconds.stall += prefilling * p->seconds.decode;
+        p->seconds.crowd += prefilling * p->seconds.decode;
+    }
 }
 
 /* Sequences that decode there while a prompt is computed. */
 static double stalled(const cost_model *c, const worker *w) {
-    return fmax(c->stalled_at_least, fmax(num_decoding(w), w->typical_decoding));
+    double at_least = w->roles == PREFILLS ? 0.0 : c->stalled_at_least;
+    return fmax(at_least, fmax(num_decoding(w), w->typical_decoding));
 }
 
 placement local_at(const cost_model *c, const worker *w, const work *asked) {

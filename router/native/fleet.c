@@ -68,7 +68,7 @@ static void put(fleet *f, worker *w, int64_t busy) {
  * sequences. */
 void kvr_fleet_update(fleet *f, worker *w, const cost_model *c, double now) {
     double busy;
-    if (w->is_prefill) {
+    if (w->roles == PREFILLS) {
         busy = kvr_prompts_busy_until(w->prompts, now);
         busy += w->other_tokens / RATE(c, w, prefill_tokens_per_s);
     } else {

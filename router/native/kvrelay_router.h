@@ -99,6 +99,9 @@ void kvr_prompts_free(prompt_queue *q);
 
 /* -- a worker: written by `router.placement.endpoint`, read here ------------------------------- */
 
+/* What a worker is preferred for, a bit each: any can do either. */
+enum { DECODES = 1, PREFILLS = 2 };
+
 enum { NUM_WEIGHTS = 4 }; /* of a fit, as in engine/cost.py */
 
 /* Seconds and bytes as measured; 0, or no weights: not measured. */
@@ -115,23 +118,25 @@ typedef struct {
     double bytes_per_token;
     int64_t slot; /* in the prefix index; -1: none */
     double last_seen_at, excluded_until, typical_decoding;
+    double typical_prefilling; /* share of the time in which it has prompts to compute */
     int64_t chosen_at; /* number of the decision that last took it */
     int64_t num_booked, reported_free_blocks;
     int64_t own_tokens, own_decoding, uncounted_blocks, other_tokens, other_seqs;
     rates rates;
     prompt_queue *prompts;
     int64_t ranked_busy, ranked_chosen_at, tie_break; /* its key in its fleet */
-    bool is_prefill, alive, has_stats, is_ranked;
+    int64_t roles;
+    bool alive, has_stats, is_ranked;
 } worker;
 
 /* `fleet`: rates of workers that have measured none. */
 typedef struct {
     rates fleet;
-    double handoff_s, stalled_at_least;
+    double handoff_s, stalled_at_least, prefilling_at_least;
     int64_t free_tokens;
 } cost_model;
 
-/* -- a fleet: the workers of one role, least busy first ---------------------------------------- */
+/* -- a fleet: workers that are preferred for one role, least busy first ------------------------- */
 
 typedef struct fleet fleet;
 
@@ -230,8 +235,8 @@ typedef struct {
     int64_t cost_ms;
 } option;
 
-/* Options of each role, best first: [num_candidates] with prefill workers, then
- * [2 * num_candidates] with decode workers. */
+/* Options, each kind best first: [2 * num_candidates] of who computes the prompt for another
+ * worker, then [3 * num_candidates] of who decodes. */
 typedef struct {
     int64_t num_decodes, num_prefills;
     option options[];
@@ -252,8 +257,9 @@ void kvr_look_up(chooser *x, question *q);
 /* Workers of a role that hold some of the prompt, most first. `found`: [MAX_CANDIDATES]. */
 uint32_t kvr_find_holders(chooser *x, const question *q, uint32_t role, worker **found);
 
-/* Whether it can take the request now, and would have room for its KV soon. */
-bool kvr_is_usable(const cost_model *c, const question *q, const worker *w);
+/* Whether it can take the request now, and would have room for its KV soon: to decode it, or else
+ * to compute its prompt for another worker. */
+bool kvr_is_usable(const cost_model *c, const question *q, const worker *w, bool decodes);
 
 /* Write to `a` the ways to serve the request that were considered. */
 void kvr_choose(chooser *x, const cost_model *c, const fleet *decodes, const fleet *prefills,

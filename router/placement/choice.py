@@ -16,8 +16,9 @@ from router.placement.endpoint import Endpoint
 from router.placement.fleet import Fleet
 from router.placement.work import Intake, Seconds, Work
 
-GROUP = {Role.DECODE: 0, Role.PREFILL: 1}  # of workers in the index; native code knows them
-MAX_CANDIDATES: int = constants.MAX_CANDIDATES  # of a role
+POOL = {Role.DECODE: Role.DECODE, Role.BOTH: Role.DECODE, Role.PREFILL: Role.PREFILL}
+GROUP = {Role.DECODE: 0, Role.BOTH: 0, Role.PREFILL: 1}  # in the index; native code knows them
+MAX_CANDIDATES: int = constants.MAX_CANDIDATES  # of a pool
 _ANSWER, _BYTES = ffi.typeof("answer *"), ffi.typeof("uint8_t[]")
 _HELD, _INTAKE = attrgetter(*Held._fields), attrgetter(*Intake._fields[:-1])
 _new = tuple.__new__  # makes a NamedTuple of all its fields in half the time
@@ -36,14 +37,14 @@ class Option(NamedTuple):
 
 class Options:
     """All options that a choice has considered: the `answer` that native code has written, read
-    when asked for. At least one has a decode worker."""
+    when asked for. At least one says who decodes."""
 
     __slots__ = ("_answer", "_endpoints", "_first")
 
     def __init__(self, answer: Any, num_candidates: int, endpoints: Mapping[Any, Endpoint]) -> None:
         """`endpoints`: by their structs; all that are in the answer, for as long as it is read."""
         self._answer, self._endpoints = answer, endpoints
-        self._first = num_candidates  # number of the first one with a decode worker
+        self._first = 2 * num_candidates  # number of the first one that says who decodes
 
     @property
     def best(self) -> Option:
@@ -130,23 +131,24 @@ class Chooser:
         self._lib.kvr_look_up(self._address, self._question_address)
 
     def holders(self, role: Role) -> list[Endpoint]:
-        """Those of the role that hold some of the prompt, most first."""
+        """Those of the pool that hold some of the prompt, most first."""
         found = ffi.new("worker *[]", MAX_CANDIDATES)
         count = self._lib.kvr_find_holders(
             self._address, self._question_address, GROUP[role], address_of(found)
         )
         return [self._by_struct[worker] for worker in found[0:count]]
 
-    def is_usable(self, endpoint: Endpoint) -> bool:
-        """Whether it can take the request now, and would have room for its KV soon."""
+    def is_usable(self, endpoint: Endpoint, role: Role) -> bool:
+        """Whether it can take the request in this role now, and would have room for its KV
+        soon."""
         usable: bool = self._lib.kvr_is_usable(
-            self._cost.address, self._question_address, endpoint.address
+            self._cost.address, self._question_address, endpoint.address, role is not Role.PREFILL
         )
         return usable
 
     def find(self, decodes: Fleet, prefills: Fleet, num_candidates: int) -> Options | None:
-        """The cheapest of what `num_candidates` of each role, or fewer, can do; None: no decode
-        worker is usable."""
+        """The cheapest of what `num_candidates` of each pool, or fewer, can do; None: no worker is
+        usable."""
         self._question.given = False
         return self._choose(decodes, prefills, num_candidates)
 
@@ -176,7 +178,7 @@ class Chooser:
 
     def _choose(self, decodes: Fleet, prefills: Fleet, num_candidates: int) -> Options | None:
         self._question.num_candidates = num_candidates
-        answer = ffi.new(_ANSWER, {"options": 3 * num_candidates})
+        answer = ffi.new(_ANSWER, {"options": 5 * num_candidates})
         self._lib.kvr_choose(
             self._address, self._cost.address, decodes.address, prefills.address,
             self._question_address, address_of(answer),

@@ -11,8 +11,9 @@ total = queue + load + fetch + prefill + transfer + memory + decode   the reques
   decode    its output at the worker's step time, with the KV that is there then
   delay     to the longer prompts, which now wait for this one
   stall     prefill time on a decode worker, once for each sequence that decodes there meanwhile;
-            the few tokens that a decode step computes beside its own are free
-  crowd     to the sequences there: each step takes longer
+            the few tokens that a decode step computes beside its own are free. On a prefill worker,
+            the time that its own output waits for prompts
+  crowd     to the sequences there: each step takes longer. On a prefill worker, to the prompts
 
 KV is loaded or fetched only where that is quicker than computing it. queue + load + fetch + prefill
 is the time to the first token.
@@ -46,13 +47,22 @@ class CostModel:
         prefill_tokens_per_s: float = 1000.0,
         handoff_s: float = 0.01,
         stalled_at_least: float = 0.5,
+        prefilling_at_least: float = 0.5,
         free_tokens: int = 16,
     ) -> None:
         """`handoff_s`: messages and connection of one handoff, whatever its size.
-        `stalled_at_least`: sequences that will come to decode while a prompt is computed.
+        `stalled_at_least`: sequences that will come to decode while a prompt is computed, where
+        they are meant to. `prefilling_at_least`: share of the time in which prompts will be
+        computed, where they are meant to be.
         `free_tokens` of a prompt cost a decode step nothing: it waits for the weights anyway."""
         fleet = (prefill_tokens_per_s, 0.03, 1e9, 2e9, 5e8)
-        fields = (dict(zip(RATES, fleet, strict=True)), handoff_s, stalled_at_least, free_tokens)
+        fields = {
+            "fleet": dict(zip(RATES, fleet, strict=True)),
+            "handoff_s": handoff_s,
+            "stalled_at_least": stalled_at_least,
+            "prefilling_at_least": prefilling_at_least,
+            "free_tokens": free_tokens,
+        }
         self.struct = ffi.new("cost_model *", fields)
         self.address = address_of(self.struct)
         self._measured: set[str] = set()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
 from itertools import count
@@ -24,7 +24,12 @@ from router.native.bindings import address_of, bindings, constants, ffi
 
 SETTLE_S = 0.1  # statistics that come this long after a dispatch count it
 LEAST_S: float = constants.LEAST_MS / 1000  # of a prompt that should be computed by now, and is not
-TYPICAL_S = 10.0  # time constant of the typical number of decoding sequences
+TYPICAL_S = 10.0  # time constant of what is typical: sequences that decode, prompts to compute
+ROLE_BITS = {
+    Role.DECODE: constants.DECODES,
+    Role.PREFILL: constants.PREFILLS,
+    Role.BOTH: constants.DECODES | constants.PREFILLS,
+}
 RATES = tuple(n for n, f in ffi.typeof("rates").fields if f.type.cname == "double")
 
 
@@ -125,6 +130,7 @@ class Endpoint:
     slot: int = struct_field("slot")  # its blocks in the prefix index
     excluded_until: float = struct_field("excluded_until")
     typical_decoding: float = struct_field("typical_decoding")
+    typical_prefilling: float = struct_field("typical_prefilling")
     chosen_at: int = struct_field("chosen_at")  # number of the decision that last took it
     alive: bool = struct_field("alive")
 
@@ -144,7 +150,7 @@ class Endpoint:
             "last_seen_at": last_seen_at,
             "reported_free_blocks": info.num_blocks,
             "prompts": self.prompts.struct,
-            "is_prefill": info.role is Role.PREFILL,
+            "roles": ROLE_BITS[info.role],
             "alive": True,
         }
         self.struct = ffi.new("worker *", fields)
@@ -155,6 +161,10 @@ class Endpoint:
         self.prompt_tokens = 0  # of requests whose prefix hit this worker has reported
         self.cached_tokens = 0
         self.cached_tokens_by_source: Counter[str] = Counter()
+
+    def set_role(self, role: Role) -> None:
+        self.info = replace(self.info, role=role)
+        self.struct.roles = ROLE_BITS[role]
 
     @property
     def pending_prefill_tokens(self) -> int:
@@ -228,7 +238,12 @@ class Endpoint:
         """Take statistics in and settle the books against them."""
         elapsed_s = now - self.struct.last_seen_at if self.stats is not None else TYPICAL_S
         weight = 1.0 - exp(-max(0.0, elapsed_s) / TYPICAL_S)
-        self.typical_decoding += weight * (stats.num_running - self.typical_decoding)
+        # Of a prefill worker, what runs are mostly prompts; elsewhere most will decode there.
+        prefers_prompts = self.info.role is Role.PREFILL
+        decoding = stats.num_decoding if prefers_prompts else stats.num_running
+        self.typical_decoding += weight * (decoding - self.typical_decoding)
+        has_prompts = stats.pending_prefill_tokens > stats.num_running
+        self.typical_prefilling += weight * (has_prompts - self.typical_prefilling)
         self.stats = stats
         self.struct.has_stats = True
         self.struct.reported_free_blocks = stats.num_free_blocks - stats.num_wanted_blocks

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from math import exp, log
@@ -96,8 +97,8 @@ class Policy:
     def choose(
         self, now: float, work: Work, sticky: Callable[[], bytes], *, trusting: bool = False
     ) -> Choice | None:
-        """None: no decode worker is usable. Only prefill workers with the fingerprint of the decode
-        worker are considered. `sticky`, for a baseline: equal for what should go to the same
+        """None: no worker is usable. Prompts are handed over only between workers of the same
+        fingerprint. `sticky`, for a baseline: equal for what should go to the same
         worker. `trusting`: silent workers, and those that have failed this request, are better than
         none."""
         self._num_choices += 1
@@ -107,6 +108,8 @@ class Policy:
             options = self.chooser.find(decodes, prefills, NUM_HOLDERS + NUM_IDLE)
         else:
             given = self._pick(Role.DECODE, sticky), self._pick(Role.PREFILL, sticky)
+            if not given[0]:  # rather than none, those decode that should not
+                given = self._pick(Role.PREFILL, sticky, decodes=True), ()
             options = self.chooser.weigh(decodes, prefills, given)
         if options is None:
             return None
@@ -116,17 +119,20 @@ class Policy:
             best.prefill.chosen_at = self._num_choices
         return Choice(best, first, options)
 
-    def _pick(self, role: Role, sticky: Callable[[], bytes]) -> Sequence[Endpoint]:
-        """The worker that a baseline takes; none, if none is usable."""
-        is_usable = self.chooser.is_usable
-        usable = filter(is_usable, self._fleets[role].least_busy())
+    def _pick(
+        self, pool: Role, sticky: Callable[[], bytes], *, decodes: bool = False
+    ) -> Sequence[Endpoint]:
+        """The worker of a pool that a baseline takes; none, if none is usable."""
+        role = Role.DECODE if decodes else pool
+        is_usable = partial(self.chooser.is_usable, role=role)
+        usable = filter(is_usable, self._fleets[pool].least_busy())
         match self.name:
             case "least_loaded":
                 return _first(usable)
             case "round_robin":
                 return _first(sorted(usable, key=lambda each: (each.chosen_at, each.worker)))
             case "prefix_only":
-                holders = filter(is_usable, self.chooser.holders(role))
+                holders = filter(is_usable, self.chooser.holders(pool))
                 return _first(holders) or _first(usable)
             case _:
                 drawn = self.name == "random"

@@ -22,7 +22,7 @@ def test_status_tells_of_workers_and_totals() -> None:
     assert status.totals.output_tokens == 2
     assert status.totals.retries == {"worker_down": 1}
     assert status.cache_hit_rate == 0.25
-    assert (status.num_live, status.num_queued) == (1, 1)
+    assert (status.num_live, status.num_queued) == (1, 0)  # the prefill worker has it now
     by_name = {w.worker: w for w in status.workers}
     assert by_name["decode-0"].state == "down"
     assert by_name["prefill-0"].state == "up"

@@ -35,10 +35,10 @@ def samples(served: Served) -> dict[tuple[str, tuple[tuple[str, str], ...]], flo
 def test_health_says_why_not(served: Served) -> None:
     response = served.http.get("/health")
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
-    served.health[:] = [False, {"reasons": ["no decode worker is up"]}]
+    served.health[:] = [False, {"reasons": ["no worker is up"]}]
     response = served.http.get("/health")
     assert response.status_code == 503
-    assert response.json() == {"status": "unavailable", "reasons": ["no decode worker is up"]}
+    assert response.json() == {"status": "unavailable", "reasons": ["no worker is up"]}
 
 
 def test_metrics_count_requests_tokens_and_latencies(served: Served, tokenizer: Tokenizer) -> None:

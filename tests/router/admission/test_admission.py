@@ -120,7 +120,7 @@ def test_a_request_that_comes_back_keeps_its_place_even_in_a_full_queue() -> Non
 
 
 def test_without_workers_it_waits_and_is_served_when_one_comes() -> None:
-    s = Script("prefill-0")
+    s = Script()
     s.submit()
     s.pass_time(30.0)
     assert s.sent == []
