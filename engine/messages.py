@@ -64,6 +64,17 @@ class TokenDeltas:
 
 
 @dataclass(frozen=True, slots=True)
+class Preempted:
+    """The worker had no memory left for this attempt, which waits for some: it goes on from the KV
+    that is still cached then, or elsewhere."""
+
+    worker: NodeId
+    epoch: int
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """A worker will not serve (or no longer knows) this attempt."""
 

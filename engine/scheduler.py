@@ -39,6 +39,7 @@ class Scheduler:
         self._next_step_id = 0
         self.faults: list[tuple[Sequence, str]] = []  # for the worker to end, and why
         self.num_preemptions = 0
+        self.preempted: list[Sequence] = []  # since the worker has last looked
         pool_tokens = config.num_blocks * config.block_size
         self._drafter = Drafter(config.num_speculative_tokens, config.max_num_seqs, pool_tokens)
 
@@ -276,6 +277,7 @@ class Scheduler:
         self.running.remove(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
+        self.preempted.append(victim)
         self._wait_again(victim)
 
     def _wait_again(self, seq: Sequence) -> None:

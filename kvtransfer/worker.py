@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from engine.config import WorkerConfig
 from engine.core import EngineCore
-from engine.messages import Abort, Probe, Refused
+from engine.messages import Abort, Preempted, Probe, Refused
 from engine.node import Effect, Note, Send, Wake, Woken
 from engine.request import Refusal
 from engine.sequence import SeqState, Sequence
@@ -136,7 +136,18 @@ class Worker:
         for seq, _ in self.core.scheduler.faults:
             exchange.producer.forget_handoff(seq)
         effects += self.core.fail_left_out()
+        effects += self._tell_preempted()
         return effects if step is None else [*effects, Execute(step)]
+
+    def _tell_preempted(self) -> list[Effect]:
+        """Tell the routers of sequences that have lost their memory since the last call."""
+        scheduler, config = self.core.scheduler, self.config
+        preempted, scheduler.preempted = scheduler.preempted, []
+        return [
+            Send(seq.router, Preempted(config.node_id, config.epoch, seq.request_id, seq.attempt))
+            for seq in preempted
+            if seq.state is SeqState.WAITING
+        ]
 
     def _on_step_done(self, done: StepDone) -> list[Effect]:
         survivors = self.core.finish_step(done)

@@ -143,32 +143,36 @@ def _phases(request: Explanation) -> Iterator[Phase]:
     first_at, free_at, end = request.first_token_at, request.submitted_at, request.ended_at
     for attempt in request.attempts:
         before = first_at is None or attempt.sent_at <= first_at
-        yield Phase("queue", attempt.sent_at - free_at, to_first=before)
-        free_at = end if attempt.ended_at is None else attempt.ended_at
-        yield from _attempt_phases(attempt, first_at, free_at)
+        begin = max(attempt.sent_at, free_at)  # one that takes over begins before the other ends
+        yield Phase("queue", begin - free_at, to_first=before)
+        free_at = max(begin, end if attempt.ended_at is None else attempt.ended_at)
+        yield from _attempt_phases(attempt, first_at, begin, free_at)
     if free_at < end or not request.attempts:
         yield Phase("queue", end - free_at, to_first=first_at is None)
 
 
-def _attempt_phases(attempt: Attempt, first_token_at: float | None, end: float) -> Iterator[Phase]:
-    """From when it was sent to `end`. `first_token_at`: of the request."""
+def _attempt_phases(
+    attempt: Attempt, first_token_at: float | None, begin: float, end: float
+) -> Iterator[Phase]:
+    """From `begin` to `end`. `first_token_at`: of the request."""
     number, decode = attempt.number, attempt.decode.worker
-    if attempt.first_at is None:
+    if attempt.first_at is None or attempt.first_at < begin:
         before = first_token_at is None or end <= first_token_at
-        yield Phase("lost", end - attempt.sent_at, number, decode, before)
+        if end > begin:
+            yield Phase("lost", end - begin, number, decode, before)
         return
     is_first = attempt.first_at == first_token_at
     reported = attempt.phases.get(attempt.first_from, {})
     parts: list[Part] = [("route", attempt.route_s, "")] if attempt.route_s else []
     parts += [(name, seconds, attempt.first_from) for name, seconds in reported.items()]
-    yield from _explained(parts, attempt.first_at - attempt.sent_at, number, is_first)
+    yield from _explained(parts, attempt.first_at - begin, number, is_first)
     at = attempt.first_at
     if attempt.second_at is not None:
         reported = attempt.phases.get(decode, {})
         parts = [(name, seconds, decode) for name, seconds in _after_prefill(reported).items()]
         yield from _explained(parts, attempt.second_at - at, number, to_first=False)
         at = attempt.second_at
-    last = attempt.last_at if attempt.cause else end
+    last = min(attempt.last_at, end) if attempt.cause else end
     yield Phase("decode", last - at, number, decode, to_first=False)
     if last < end:
         yield Phase("lost", end - last, number, decode, to_first=False)

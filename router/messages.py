@@ -12,7 +12,7 @@ from engine.kv.block_hash import UNSALTED, CacheScope
 from engine.kv.tier import Retention, Tier
 from engine.node import NodeId
 from engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
-from engine.stats import WorkerInfo
+from engine.stats import Role, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,16 @@ class Submit:
     tenant: str = ""
     share: TenantShare = TenantShare()
     call: bytes = b""  # names the client's call; the same when it is repeated; b"": the tokens do
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChanged:
+    """From the controller: prefer the worker for `role` from now on. What decodes on a worker that
+    is to compute prompts moves elsewhere, as far as there is room."""
+
+    worker: NodeId
+    epoch: int
+    role: Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ class Cause(StrEnum):
     QUEUE_FULL = "queue_full"
     EXECUTION = "execution"
     REFUSED = "refused"
+    MIGRATED = "migrated"  # not a failure: the next attempt has taken over
 
 
 class RetainOn(StrEnum):
@@ -81,6 +82,7 @@ class Attempt:
     started: bool = False  # its first token is in the record
     handed_over: bool = False  # the decode worker has produced tokens: the prefill worker is done
     prefill_reported: bool = False  # the prefill worker has sent its token
+    preempted: bool = False  # it waits for memory at its decode worker
     probed_at: float | None = None  # None: no probe is out
     silent_probes: int = 0  # sent since the last delta of the decode worker
     phases: dict[NodeId, dict[str, float]] = field(default_factory=dict)  # as its workers report
@@ -118,11 +120,15 @@ class Attempt:
     def involves(self, endpoint: Endpoint) -> bool:
         return endpoint is self.decode or endpoint is self.prefill
 
+    def needs(self, endpoint: Endpoint) -> bool:
+        """Whether it is lost without that worker."""
+        return endpoint is self.decode or (endpoint is self.prefill and not self.handed_over)
+
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """Owned by the router. Invariant: `tokens` begins with the prompt, only grows, and its output
-    part is exactly what was sent to the client. `current` is the last of `attempts`, or None."""
+    part is exactly what was sent to the client. `leaving` is None unless there is a `current`."""
 
     submit: Submit
     sampling: SamplingParams  # max_tokens is cut to the context once that is known
@@ -133,10 +139,13 @@ class RequestRecord:
     tokens: list[int] = field(init=False)
     attempts: list[Attempt] = field(default_factory=list)
     current: Attempt | None = None  # None: queued
+    leaving: Attempt | None = None  # that runs on until `current` has brought a token
     failures: int = 0  # attempts that count against the limit
     avoid: list[Endpoint] = field(
         default_factory=list
     )  # workers that failed it; used if no other is usable
+    num_moves: int = 0
+    next_move_at: float = 0.0  # not to be moved before
     clamped: bool = False
     fits: Sequence[WorkerInfo] | None = None  # on one of these, as was checked already
     first_token_at: float | None = None
@@ -216,6 +225,24 @@ class RequestRecord:
             self.clamped = True
             if max_tokens != self.sampling.max_tokens:
                 self.sampling = replace(self.sampling, max_tokens=max_tokens)
+
+    @property
+    def under_way(self) -> list[Attempt]:
+        """The attempts that workers have, the current one first."""
+        return [each for each in (self.current, self.leaving) if each is not None]
+
+    def attempt(self, number: int) -> Attempt | None:
+        """Of those under way."""
+        return next((each for each in self.under_way if each.number == number), None)
+
+    def leave(self) -> None:
+        """Room for the next attempt beside the current one."""
+        assert self.leaving is None, f"{self.request_id} is leaving already"
+        self.current, self.leaving = None, self.current
+
+    def stay(self) -> None:
+        """There will be no next attempt."""
+        self.current, self.leaving = self.leaving, None
 
     def enqueue(self, now: float) -> None:
         self.current = None

@@ -31,7 +31,6 @@ from router.state import ReplicaSync
 from router.status import Totals
 
 MAX_TRIED = 4  # requests that find no worker, in one message: each costs a choice
-NO_WORKERS_RETRY_AFTER_S = 5.0
 
 
 class Requests:
@@ -45,7 +44,6 @@ class Requests:
         self._clock = clock
         self._effects: list[Effect] = []
         self._ended: dict[str, NodeId] = {}  # id -> client; oldest first
-        self._no_worker_since: float | None = None
         self.dispatcher = Dispatcher(config, router)
         self.replica_sync = ReplicaSync(self.dispatcher.index)
         self.totals = Totals()
@@ -140,7 +138,7 @@ class Requests:
                 self.fail(record, attempt)
             elif attempt is not None:
                 attempt.route_s = self._clock() - began
-                self._send_attempt(now, record, attempt)
+                self._dispatch_now(now, record, attempt)
                 for passed in tried.values():
                     passed.num_passed += 1
             elif entry.num_passed >= MAX_PASSED:
@@ -171,14 +169,11 @@ class Requests:
             if record.first_token_at is None:
                 record.first_token_at = now
                 self.admission.on_work(record, computed_tokens(record))
-            if not attempt.started:
-                attempt.started = True
-                self.dispatcher.on_first_token(now, attempt, record.request_id)
-                self.room_changed = True
+            self.start(now, record, attempt)
         reason = delta.finish or record.complete()
         if reason is not None:
             has_ended = endpoint if delta.finish else None
-            self._effects += abort_messages(record, attempt, keep=has_ended)
+            self._stop(record, has_ended)
             self._finish(now, record, reason, new, logprobs)
         elif new:
             self._output(record, new, logprobs)
@@ -192,7 +187,8 @@ class Requests:
         gone: Endpoint | None = None,
         blamed: Endpoint | None = None,
     ) -> None:
-        """Give the current attempt up and queue the request for the next one.
+        """Give the current attempt up and queue the request for the next one; or, if it was about
+        to move, let it stay where it is.
 
         `gone` has forgotten the attempt already; `blamed` gets no requests for a while, and this
         request never again. A refusal for a full queue does not count as a failure.
@@ -200,11 +196,8 @@ class Requests:
         attempt = record.current
         assert attempt is not None, f"{record.request_id} has no attempt to give up"
         assert record.complete() is None, f"{record.request_id} is complete: nothing to retry"
-        self._effects += abort_messages(record, attempt, keep=gone)
-        self.dispatcher.release(attempt, record.request_id)
         attempt.end(now, cause)
-        record.current = None
-        self.room_changed = True
+        self._drop(record, attempt, gone)
         self.totals.retries[cause] += 1
         if blamed is not None:
             self.dispatcher.on_failure(now, blamed)
@@ -212,6 +205,10 @@ class Requests:
                 record.avoid.append(blamed)
         text = f"{record.request_id}: attempt {attempt.number} is lost ({cause}): {detail}"
         self._effects.append(Note("warning", f"attempt_{cause}", text))
+        if record.leaving is not None:
+            record.current, record.leaving = record.leaving, None
+            return
+        record.current = None
         if cause is not Cause.QUEUE_FULL:
             record.failures += 1
         if record.failures >= self._config.max_attempts:
@@ -220,6 +217,20 @@ class Requests:
         else:
             self.queue.restore(record)
             record.enqueue(now)
+
+    def leave(self, now: float, record: RequestRecord, cause: Cause) -> None:
+        """The attempt that it was about to leave is over, if there is one."""
+        if record.leaving is not None:
+            record.leaving.end(now, cause)
+            self._drop(record, record.leaving)
+            record.leaving = None
+
+    def start(self, now: float, record: RequestRecord, attempt: Attempt) -> None:
+        """The prompt of `attempt` is computed: it has sent tokens, be they known already."""
+        if not attempt.started:
+            attempt.started = True
+            self.dispatcher.on_first_token(now, attempt, record.request_id)
+            self.room_changed = True
 
     def cancel(self, record: RequestRecord) -> None:
         """End it, and send nothing to the client."""
@@ -234,38 +245,21 @@ class Requests:
 
     def expire(self, now: float) -> None:
         """End requests that are past their deadline, or have waited too long for a first worker."""
-        if self.dispatcher.has_workers:
-            self._no_worker_since = None
-        elif self._no_worker_since is None:
-            self._no_worker_since = now
+        has_workers = self.dispatcher.has_workers
         for record in list(self.live.values()):
-            rejection = self._overdue(now, record)
+            rejection = self.admission.overdue(now, record, has_workers=has_workers)
             if rejection is not None:
                 self.fail(record, rejection)
         while turned_away := self.admission.shed(now):
             self.fail(*turned_away)
 
-    def _overdue(self, now: float, record: RequestRecord) -> Rejection | None:
-        waited_s = now - record.queued_at
-        if record.current is None and self._no_worker_since is not None:
-            alone_s = now - max(record.queued_at, self._no_worker_since)
-            if now >= record.deadline or alone_s >= self._config.no_workers_wait_s:
-                detail = f"no worker is up; waited {waited_s:.1f} s for one"
-                return Rejection(Refusal.NO_WORKERS, detail, NO_WORKERS_RETRY_AFTER_S)
-        if now < record.deadline:
-            return self.admission.hopeless(now, record)
-        allowed_s = record.deadline - record.submitted_at
-        self.admission.on_deadline(now, record)
-        where = f"queued for {waited_s:.1f} s" if record.current is None else "being served"
-        max_tokens = record.sampling.max_tokens
-        done = f"{record.num_output_tokens} of at most {max_tokens} tokens were done"
-        return Rejection(
-            Refusal.DEADLINE, f"its {allowed_s:g} s are over; it was {where}, and {done}"
-        )
-
-    def _send_attempt(self, now: float, record: RequestRecord, attempt: Attempt) -> None:
+    def _dispatch_now(self, now: float, record: RequestRecord, attempt: Attempt) -> None:
         self.queue.charge(now, record)
         self.totals.sent(record.submit.tenant, now - record.queued_at)
+        self.send_attempt(now, record, attempt)
+
+    def send_attempt(self, now: float, record: RequestRecord, attempt: Attempt) -> None:
+        """To its workers."""
         self.totals.attempts += 1
         self.totals.handoffs += attempt.prefill is not None
         self.totals.fetches += attempt.fetch_from is not None
@@ -314,9 +308,15 @@ class Requests:
         self.admission.on_finished(now, record)
         self._forget(record, reason)
 
-    def _stop(self, record: RequestRecord) -> None:
-        if record.current is not None:
-            self._effects += abort_messages(record, record.current, keep=None)
+    def _stop(self, record: RequestRecord, has_ended: Endpoint | None = None) -> None:
+        for attempt in record.under_way:
+            self._effects += abort_messages(record, attempt, keep=has_ended)
+
+    def _drop(self, record: RequestRecord, attempt: Attempt, gone: Endpoint | None = None) -> None:
+        """`attempt` is over. `gone` has forgotten it already."""
+        self._effects += abort_messages(record, attempt, keep=gone)
+        self.dispatcher.release(attempt, record.request_id)
+        self.room_changed = True
 
     def _refuse(self, submit: Submit, rejection: Rejection) -> None:
         failed = Failed(
@@ -328,9 +328,9 @@ class Requests:
         self.explanations.add(self.now, record, outcome)
         if record.submit.session is not None:
             self.ended_turns.append((record, record.current))
-        if record.current is not None:
-            self.dispatcher.release(record.current, record.request_id)
-            record.current = None
+        for attempt in record.under_way:
+            self.dispatcher.release(attempt, record.request_id)
+        record.current = record.leaving = None
         units = units_done(record)
         self.queue.settle(record, units)
         self.totals.worked(record.submit.tenant, units)

@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import Any
 
 from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.messages import Abort, Probe, Refused, TokenDeltas
+from engine.messages import Abort, Preempted, Probe, Refused, TokenDeltas
 from engine.node import Effect, NodeId, Note, Wake, Woken
 from engine.request import Refusal, TokenDelta
 from engine.stats import RouterDown, RouterUp, WorkerStats
@@ -26,11 +26,13 @@ from router.messages import (
     Cancel,
     Failed,
     PromptRouted,
+    RoleChanged,
     SessionCommand,
     Submit,
     WorkerDown,
     WorkerUp,
 )
+from router.migration import Migrations
 from router.placement.endpoint import Endpoint
 from router.placement.work import Decision
 from router.record import Attempt, Cause, Rejection, RequestRecord, Verdict
@@ -75,6 +77,9 @@ class Router:
         self._requests = Requests(node_id, self._config, clock)
         self._dispatcher = self._requests.dispatcher
         self._totals = self._requests.totals
+        self._migrations = Migrations(
+            self._dispatcher, self._requests.live, self._requests.send_attempt, self._totals
+        )
         self.sessions = Sessions(
             node_id,
             session_config or SessionConfig(),
@@ -91,6 +96,8 @@ class Router:
             WorkerDown: self._on_worker_down,
             TokenDeltas: self._on_deltas,
             Refused: self._on_refused,
+            Preempted: self._migrations.on_preempted,
+            RoleChanged: self._on_role_changed,
             KVEvents: self._on_kv_events,
             KVSnapshot: self._on_kv_events,
             WorkerStats: self._on_stats,
@@ -194,14 +201,17 @@ class Router:
             self.shared.on_worker_down(down.worker)
             self._on_lost(now, lost, f"{down.worker} is down: {down.reason}")
 
+    def _on_role_changed(self, now: float, change: RoleChanged) -> None:
+        self._migrations.on_role_changed(now, change)
+        self._requests.room_changed = True
+
     def _on_lost(self, now: float, lost: Endpoint, detail: str) -> None:
         """Retry the requests that still need `lost`."""
         self.sessions.on_worker_down(now, lost.worker)
         for record in list(self._requests.live.values()):
-            attempt = record.current
-            if attempt is not None and (
-                attempt.decode is lost or (attempt.prefill is lost and not attempt.handed_over)
-            ):
+            if record.leaving is not None and record.leaving.needs(lost):
+                self._requests.leave(now, record, Cause.WORKER_DOWN)
+            if record.current is not None and record.current.needs(lost):
                 self._requests.retry(now, record, Cause.WORKER_DOWN, detail)
 
     def _on_kv_events(self, now: float, events: KVEvents | KVSnapshot) -> None:
@@ -221,21 +231,17 @@ class Router:
 
     def _on_delta(self, now: float, endpoint: Endpoint, delta: TokenDelta) -> None:
         record = self._requests.live.get(delta.request_id)
-        attempt = None if record is None else record.current
-        if (
-            record is None
-            or attempt is None
-            or attempt.number != delta.attempt
-            or not attempt.involves(endpoint)
-        ):
+        attempt = None if record is None else record.attempt(delta.attempt)
+        if record is None or attempt is None or not attempt.involves(endpoint):
             self._totals.stale += 1
             if delta.finish is None:  # the worker still generates for an attempt that is over
                 self._requests.send(endpoint.worker, Abort(delta.request_id, delta.attempt))
             return
         attempt.last_delta_at = now
-        from_decode = endpoint is attempt.decode
+        from_decode, has_left = endpoint is attempt.decode, attempt is record.leaving
         if from_decode:
             attempt.handed_over |= bool(delta.tokens)
+            attempt.preempted &= not delta.tokens
         else:
             attempt.prefill_reported |= bool(delta.tokens)
         num_before = len(record.tokens)
@@ -243,10 +249,15 @@ class Router:
         if verdict is Verdict.NEXT:
             if from_decode:
                 attempt.probed_at, attempt.silent_probes = None, 0
+            if record.leaving is not None and not has_left and attempt.handed_over:
+                self._requests.start(now, record, attempt)
+                self._requests.leave(now, record, Cause.MIGRATED)
             self._requests.advance(now, record, attempt, endpoint, delta, num_before)
         elif verdict is Verdict.GAP:
             self._totals.gaps += 1
             self._probe(now, record, attempt)
+        elif has_left:
+            self._requests.leave(now, record, Cause.DIVERGED)
         elif from_decode:
             # The decode worker continues from other tokens than the client has seen. A prefill
             # worker's token is ignored instead: it comes too late to count.
@@ -255,14 +266,11 @@ class Router:
     def _on_refused(self, now: float, refused: Refused) -> None:
         endpoint = self._dispatcher.endpoint(refused.worker, refused.epoch)
         record = self._requests.live.get(refused.request_id)
-        attempt = None if record is None else record.current
-        if (
-            endpoint is None
-            or record is None
-            or attempt is None
-            or attempt.number != refused.attempt
-            or not attempt.involves(endpoint)
-        ):
+        attempt = None if record is None else record.attempt(refused.attempt)
+        if endpoint is None or record is None or attempt is None or not attempt.involves(endpoint):
+            return
+        if attempt is record.leaving:
+            self._requests.leave(now, record, Cause.REFUSED)
             return
         from_decode = endpoint is attempt.decode
         if not from_decode and attempt.handed_over:
@@ -300,6 +308,7 @@ class Router:
         for record in list(self._requests.live.values()):
             if record.current is not None:
                 self._watch(now, record, record.current)
+        self._migrations.tick(now)
         self._ask_for_snapshots(now)
         self._requests.room_changed = True  # a back-off may be over
 

@@ -16,6 +16,7 @@ class Totals:
 
     requests: Counter[str] = field(default_factory=Counter)  # by FinishReason or Refusal
     retries: Counter[str] = field(default_factory=Counter)  # by Cause
+    migrations: int = 0  # of running requests to other workers, as far as begun
     submitted: int = 0
     attempts: int = 0
     handoffs: int = 0  # attempts with a prefill worker
@@ -60,6 +61,7 @@ class WorkerStatus:
     num_waiting: int
     num_handoffs: int
     num_inflight: int  # of this router
+    num_decoding: int  # of those, the ones whose output is generated there
     pending_prefill_tokens: int
     cache_hit_rate: float  # cached / prompt tokens of the requests it reported; 0 before the first
     prefill_tokens_per_s: float
@@ -105,6 +107,7 @@ def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
         num_waiting=stats.num_waiting if stats else 0,
         num_handoffs=stats.num_handoffs if stats else 0,
         num_inflight=len(endpoint.bookings),
+        num_decoding=endpoint.struct.own_decoding,
         pending_prefill_tokens=endpoint.pending_prefill_tokens if endpoint.alive else 0,
         cache_hit_rate=endpoint.cached_tokens / max(1, endpoint.prompt_tokens),
         prefill_tokens_per_s=stats.prefill_tokens_per_s if stats else 0.0,

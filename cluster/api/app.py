@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -29,6 +28,7 @@ from cluster.api.openai.formats import ChatFormat, CompletionFormat
 from cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
 from cluster.api.openai.respond import GenerateEndpoint, error_response
 from cluster.api.openai.schema import ChatRequest, CompletionRequest
+from cluster.api.operations import operation_routes
 from cluster.api.sessions import session_routes
 
 _log = logging.getLogger("kvrelay.api")
@@ -89,9 +89,9 @@ def create_app(ctx: ApiContext) -> FastAPI:
         Route("/v1/completions", completions, methods=["POST"]),
         *session_routes(ctx),
         *explanation_routes(ctx),
+        *operation_routes(ctx),
     ]
     _add_models(app, ctx)
-    _add_operations(app, ctx)
     return app
 
 
@@ -120,30 +120,6 @@ def _add_models(app: FastAPI, ctx: ApiContext) -> None:
         if name not in names:
             raise unknown_model(ctx, name)
         return JSONResponse(card(name))
-
-
-def _add_operations(app: FastAPI, ctx: ApiContext) -> None:
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        is_healthy, detail = ctx.healthy()
-        status = {"status": "ok" if is_healthy else "unavailable"}
-        return JSONResponse(detail | status, 200 if is_healthy else 503)
-
-    @app.get("/status")
-    async def status() -> JSONResponse:
-        return JSONResponse(ctx.status())
-
-    if ctx.audit is not None:
-        ask = ctx.audit
-
-        @app.get("/audit")
-        async def audit() -> JSONResponse:
-            return JSONResponse(await ask())
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        content = generate_latest(ctx.metrics.registry)
-        return Response(content, media_type=CONTENT_TYPE_LATEST)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

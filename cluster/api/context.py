@@ -17,6 +17,7 @@ from cluster.api.tenants import Tenants
 from cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from cluster.api.tracing import Tracing
 from engine.kv.tier import DEFAULT_RETENTION
+from engine.stats import Role
 from router.admission.admission import Call
 from router.explain import Explanations
 from router.messages import Failed
@@ -56,6 +57,8 @@ class ApiContext:
     explanations: Explanations  # of the router behind `client`
     limits: ApiLimits = field(default_factory=ApiLimits)
     audit: Callable[[], Awaitable[dict[str, Any]]] | None = None  # see cluster.control.audits
+    # Prefer a worker for another role; returns the one before. KeyError: lists the workers.
+    set_role: Callable[[str, Role], Role] | None = None
     # Why the router would refuse a call, by a cheap check; None: it has to be tried.
     refuse_early: Callable[[Call], Failed | None] = lambda call: None
     tenants: Tenants = field(default_factory=Tenants)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "audit": ("cluster.cli.audit", "audit", "Do all KV blocks add up, and does any leak?"),
     "explain": ("cluster.cli.explain", "explain", "Where a request's time went, and why."),
+    "role": ("cluster.cli.role", "role", "Prefer a worker for prompts, decoding or both."),
     "chat": ("cluster.cli.client", "chat", "Talk to a served model from the terminal."),
     "status": ("cluster.cli.client", "status", "Workers, what they do, and the cache hit rate."),
     "sessions": ("cluster.cli.sessions", "sessions", "See, park, resume, fork or close sessions."),

@@ -15,7 +15,7 @@ started again after a pause that grows with its failures and shrinks back once i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -29,6 +29,7 @@ from cluster.control.messages import (
     RouterFailed,
     RouterLost,
     RouterStarted,
+    SetRole,
     StartFailed,
     StartWorker,
     StopWorker,
@@ -39,7 +40,7 @@ from cluster.control.router_processes import TAG as ROUTER_TAG
 from cluster.control.router_processes import RouterProcesses, RouterProcessLimits
 from engine.node import Effect, NodeId, Note, Send, Wake, Woken
 from engine.stats import Role, RouterUp, WorkerInfo
-from router.messages import WorkerDown, WorkerUp
+from router.messages import RoleChanged, WorkerDown, WorkerUp
 
 
 class WorkerState(StrEnum):
@@ -138,6 +139,8 @@ class Controller:
             case WorkerLost(node, epoch, reason):
                 worker = self._current(node, epoch, *RUNNING)
                 return self._lost(now, worker, reason) if worker else []
+            case SetRole(node, role):
+                return self._set_role(self.workers[node], role) if node in self.workers else []
             case Woken(tag):
                 return self._woken(now, tag)
             case _:
@@ -183,7 +186,7 @@ class Controller:
 
     def _introduce(self, worker: Worker, started: WorkerStarted) -> list[Effect]:
         worker.state = WorkerState.INTRODUCING
-        worker.info = started.info
+        worker.info = replace(started.info, role=worker.role)
         worker.pid = started.pid
         worker.peer = me = Peer(worker.node, started.host, started.port, worker.epoch)
         others = [
@@ -222,6 +225,21 @@ class Controller:
             effects.append(Send(worker.node, RouterUp(router.node)))
             effects.append(Send(router.node, WorkerUp(worker.info)))
         return effects + self.router_processes.announce(self._up())
+
+    def _set_role(self, worker: Worker, role: Role) -> list[Effect]:
+        """Weights and KV stay where they are: only what routers prefer the worker for changes."""
+        if worker.role is role:
+            return []
+        text = f"{worker.node} was preferred for {worker.role}, and is for {role} now"
+        worker.role = role
+        effects: list[Effect] = [Note("info", "role_changed", text)]
+        if worker.info is not None:
+            worker.info = replace(worker.info, role=role)
+        if worker.state is WorkerState.UP:
+            change = RoleChanged(worker.node, worker.epoch, role)
+            effects += [Send(router.node, change) for router in self.config.routers]
+            effects += self.router_processes.role_changed(change)
+        return effects
 
     def _start_failed(
         self, now: float, worker: Worker, reason: str, permanent: bool

@@ -83,6 +83,14 @@ class StartFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SetRole:
+    """From an operator: what routers prefer the worker for from now on, also after a restart."""
+
+    worker: NodeId
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
 class Introduced:
     to: NodeId
     about: NodeId

@@ -31,7 +31,7 @@ from cluster.control.messages import (
 )
 from engine.node import Effect, NodeId, Note, Send, Wake
 from engine.stats import RouterDown, RouterUp, WorkerInfo
-from router.messages import WorkerDown, WorkerUp
+from router.messages import RoleChanged, WorkerDown, WorkerUp
 
 TAG = "router"
 Life = tuple[NodeId, int]  # a worker and its epoch
@@ -177,6 +177,10 @@ class RouterProcesses:
                     effects.append(Send(info.worker, RouterUp(router.node)))
                     effects.append(Send(router.node, WorkerUp(info)))
         return effects
+
+    def role_changed(self, change: RoleChanged) -> list[Effect]:
+        life = (change.worker, change.epoch)
+        return [Send(r.node, change) for r in self.routers.values() if life in r.told]
 
     def worker_lost(self, worker: NodeId, epoch: int, reason: str) -> list[Effect]:
         effects: list[Effect] = []

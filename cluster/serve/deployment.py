@@ -19,7 +19,14 @@ from cluster.config import Config
 from cluster.control.auditor import Auditor
 from cluster.control.audits import AuditDesk, audit_dict
 from cluster.control.controller import Controller, ControllerConfig, Worker, WorkerState
-from cluster.control.messages import Peer, RouterLost, StartRouter, StartWorker, WorkerLost
+from cluster.control.messages import (
+    Peer,
+    RouterLost,
+    SetRole,
+    StartRouter,
+    StartWorker,
+    WorkerLost,
+)
 from cluster.control.router_loads import RouterLoads
 from cluster.control.router_processes import RouterState, router_entry, status_of
 from cluster.runtime.host import NodeHost
@@ -153,11 +160,11 @@ class Deployment:
         return kv_lines(self.model.config, infos)
 
     def healthy(self) -> tuple[bool, dict[str, Any]]:
-        """Whether requests can be served: at least one decode worker is up."""
+        """Whether requests can be served: at least one worker is up."""
         workers = self.controller.workers.values()
         up = [w for w in workers if w.state is WorkerState.UP]
         detail = {"workers_up": len(up), "workers": len(workers)}
-        return any(w.role is Role.DECODE for w in up), detail
+        return bool(up), detail
 
     def status(self) -> dict[str, Any]:
         """What the router knows, and for each wanted worker what the controller does with it."""
@@ -207,6 +214,16 @@ class Deployment:
         num_live = status.num_live + status.num_queued
         num_live += await self._loads.num_live(self._ray.REACH_TIMEOUT_S)
         return audit_dict(report, num_live, self.router.check_idle())
+
+    def set_role(self, worker: NodeId, role: Role) -> Role:
+        """Prefer `worker` for `role` from now on; returns what it was before. Raises KeyError, with
+        the workers that there are."""
+        known = self.controller.workers
+        if worker not in known:
+            raise KeyError(sorted(known))
+        was = known[worker].role
+        self.host.deliver(CONTROLLER, SetRole(worker, role))
+        return was
 
     def _show(self) -> None:
         for worker in self.controller.workers.values():

@@ -209,6 +209,7 @@ async def _serve_api(
         stop,
         on_ready=lambda port: on_ready(deployment, port),
         audit=deployment.audit,
+        set_role=deployment.set_role,
     )
     deployment.failed.remove_done_callback(stop_on_failure)
     if deployment.failed.done():

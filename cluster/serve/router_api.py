@@ -14,6 +14,7 @@ from cluster.api.tenants import Access
 from cluster.config import Config
 from cluster.control.router_processes import RouterLoad
 from cluster.runtime.host import NodeHost
+from engine.stats import Role
 from router.router import Router
 
 SHUTDOWN_S = 5.0  # live requests have this long to finish
@@ -62,6 +63,7 @@ async def serve_api(
     stop: asyncio.Event,
     on_ready: Callable[[int], None],
     audit: Callable[[], Awaitable[dict[str, Any]]] | None = None,
+    set_role: Callable[[str, Role], Role] | None = None,
 ) -> None:
     """Serve HTTP at `sock` until `stop`. `on_ready` gets the port once requests are taken."""
     from prometheus_client import CollectorRegistry
@@ -78,17 +80,17 @@ async def serve_api(
     config, router = served.config, served.router
     registry = CollectorRegistry()
     ClusterCollector(registry, served.status)
-    name = f"api-{router.node_id.rpartition('-')[2]}"
-    client = RouterClient(name, router.node_id, served.host.deliver)
-    served.host.add(client)
-    metrics, tracing = ApiMetrics(registry), None
-    if config.tracing.endpoint:
-        tracing = await asyncio.to_thread(
-            Tracing,
-            config.tracing.endpoint,
-            config.tracing.sample,
-            lambda outcome, spans: metrics.spans.labels(outcome).inc(spans),
-        )
+    name = router.node_id.replace("router", "api")
+    served.host.add(client := RouterClient(name, router.node_id, served.host.deliver))
+    metrics, section, tracing = ApiMetrics(registry), config.tracing, None
+    if section.endpoint:
+
+        def count_spans(outcome: str, spans: int) -> None:
+            metrics.spans.labels(outcome).inc(spans)
+
+        tracing = await asyncio.to_thread(Tracing, section.endpoint, section.sample, count_spans)
+    public = access.public_prompts
+    prompts = await asyncio.to_thread(PublicPrompts.of_texts, tokenizer, public)
     context = ApiContext(
         model_name=served.served_model.served_name,
         tokenizer=tokenizer,
@@ -97,6 +99,7 @@ async def serve_api(
         status=served.status,
         healthy=served.healthy,
         audit=audit,
+        set_role=set_role,
         metrics=metrics,
         explanations=router.explanations,
         tracing=tracing,
@@ -108,9 +111,7 @@ async def serve_api(
         ),
         refuse_early=lambda call: router.refuse(asyncio.get_running_loop().time(), call),
         tenants=access.tenants,
-        public_prompts=await asyncio.to_thread(
-            PublicPrompts.of_texts, tokenizer, access.public_prompts
-        ),
+        public_prompts=prompts,
         retention_s=config.tiers.retention_s,
     )
     await serve_app(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from engine.kv.tier import Tier
 from engine.node import NodeId
 from engine.request import Refusal
-from engine.stats import Role
 from kvtransfer.worker import Worker
 from lab.sim.client import Client, JudgeFailure, Order
 from lab.sim.runtime import Life, SimRuntime
@@ -26,7 +25,7 @@ def failure_judge(scenario: Scenario) -> JudgeFailure:
     """Which refusals are honest: each has a condition that the run has to meet."""
     plan = scenario.faults
     max_model_len = scenario.workers[0].max_model_len
-    pools = [BLOCK_SIZE * w.num_blocks for w in scenario.workers if w.role is Role.DECODE]
+    pools = [BLOCK_SIZE * w.num_blocks for w in scenario.workers]
 
     def judge(order: Order, failed: Failed, now: float) -> str | None:
         job, reason = order.job, failed.reason
@@ -55,12 +54,12 @@ class QueueBounds:
     """After every event of a node: no queue is above its bound.
 
     Preempted sequences wait again on a worker: they had a place already. Requests that come back to
-    the router were dispatched: there are at most as many as the decode workers had slots for."""
+    the router were dispatched: there are at most as many as the workers had slots for."""
 
     def __init__(self, scenario: Scenario) -> None:
         config = scenario.router
-        num_decode = sum(w.role is Role.DECODE for w in scenario.workers)
-        self._max_queued = config.max_queue + num_decode * config.max_inflight_per_worker
+        num_workers = len(scenario.workers)
+        self._max_queued = config.max_queue + num_workers * config.max_inflight_per_worker
 
     def __call__(self, runtime: SimRuntime, life: Life) -> None:
         node = life.node

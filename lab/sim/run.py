@@ -17,8 +17,8 @@ from lab.sim.client import Client, Outcome, SecondWave
 from lab.sim.faults import Crash, Rot
 from lab.sim.operator import OPERATOR, GiveOrder, Operator
 from lab.sim.runtime import PoolShape, SimRuntime, Violation
-from lab.sim.scenario import ROUTER, Scenario, draw_scenario
-from router.messages import WorkerDown, WorkerUp
+from lab.sim.scenario import ROUTER, RoleChange, Scenario, draw_scenario
+from router.messages import RoleChanged, WorkerDown, WorkerUp
 from router.router import Router
 
 CLIENT: NodeId = "client"
@@ -50,6 +50,7 @@ class Cluster:
         self.scenario: Scenario = draw_scenario(self.runtime.rng)
         self._configs = {config.node_id: config for config in self.scenario.workers}
         self.worker_ids = list(self._configs)
+        self._roles = {worker: config.role for worker, config in self._configs.items()}
         runtime = self.runtime
         runtime.trusted = {ROUTER, CLIENT}
         runtime.after_receive = checkers.QueueBounds(self.scenario)
@@ -80,6 +81,8 @@ class Cluster:
         self.operator = Operator(runtime.violate)
         runtime.add(OPERATOR, lambda epoch, records: self.operator)
         self._give_orders(after_faults=False)
+        for change in self.scenario.role_changes:
+            runtime.call_at(change.at_s, lambda change=change: self._change_role(change))  # type: ignore[misc]
         for rot in self.scenario.faults.rots:
             runtime.call_at(rot.at_s, lambda rot=rot: self._rot(rot))  # type: ignore[misc]
 
@@ -132,6 +135,16 @@ class Cluster:
             block[rot.slot % len(block)] ^= 1 << 23
             self.runtime.faults.injected[f"{rot.tier} rots"] += 1
 
+    def _change_role(self, change: RoleChange) -> None:
+        """The controller remembers it, whoever hears of it."""
+        worker, role = change.worker, change.role
+        self._roles[worker] = role
+        self.runtime.faults.injected["role change"] += 1
+        life = self.runtime.life(worker)
+        if life is None or change.lost:
+            return
+        self.runtime.post(CONTROLLER, ROUTER, RoleChanged(worker, life.epoch, role))
+
     def _restart(self, worker: NodeId) -> None:
         self.runtime.restart(worker)
         self._announce(worker)
@@ -140,7 +153,8 @@ class Cluster:
         """Worker and router hear of each other at moments of their own."""
         runtime, life = self.runtime, self.runtime.life(worker)
         assert life is not None
-        info = replace(self._configs[worker], epoch=life.epoch).info()
+        config = replace(self._configs[worker], epoch=life.epoch, role=self._roles[worker])
+        info = config.info()
         runtime.post(CONTROLLER, worker, RouterUp(ROUTER), 0.01 * runtime.rng.random())
         runtime.post(CONTROLLER, ROUTER, WorkerUp(info), 0.01 * runtime.rng.random())
 

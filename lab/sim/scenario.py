@@ -24,6 +24,17 @@ FINGERPRINT = b"simulated model, one layout"
 
 
 @dataclass(frozen=True, slots=True)
+class RoleChange:
+    """The controller prefers a worker for another role; `lost`: no router hears of it until the
+    worker starts again."""
+
+    worker: NodeId
+    at_s: float
+    role: Role
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """What the seed chose. `workers` have epoch 0: each life of a worker gets its own."""
 
@@ -33,6 +44,7 @@ class Scenario:
     jobs: tuple[Job, ...]
     faults: FaultPlan
     orders: tuple[PlannedOrder, ...]
+    role_changes: tuple[RoleChange, ...]
 
     @property
     def quiet_s(self) -> float:
@@ -55,7 +67,8 @@ def draw_scenario(rng: random.Random) -> Scenario:
     jobs = draw_jobs(rng, limits, until_s)
     router = _draw_router(rng)
     orders = draw_orders(rng, names, jobs, until_s, FINGERPRINT, BLOCK_SIZE)
-    return Scenario(tuple(workers), router, checksums, tuple(jobs), faults, tuple(orders))
+    changes = _draw_role_changes(rng, names, until_s)
+    return Scenario(tuple(workers), router, checksums, tuple(jobs), faults, tuple(orders), changes)
 
 
 def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
@@ -97,6 +110,17 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
     return [config(Role.PREFILL, n) for n in range(num_prefill)] + [
         config(Role.DECODE, n) for n in range(num_decode)
     ]
+
+
+def _draw_role_changes(
+    rng: random.Random, workers: list[NodeId], until_s: float
+) -> tuple[RoleChange, ...]:
+    """In order of time; some while nothing else goes wrong any more."""
+    times = sorted(rng.uniform(0.0, until_s + 2.0) for _ in range(rng.choice((0, 0, 2, 6, 20))))
+    return tuple(
+        RoleChange(rng.choice(workers), at_s, rng.choice(list(Role)), rng.random() < 0.1)
+        for at_s in times
+    )
 
 
 def _draw_router(rng: random.Random) -> RouterConfig:

@@ -30,6 +30,7 @@ from router.messages import Submit
 from router.record import Rejection, RequestRecord
 
 MIN_RETRY_AFTER_S = 0.1
+NO_WORKERS_RETRY_AFTER_S = 5.0
 UNKNOWN_RETRY_AFTER_S = 1.0  # while it is not known how fast the queue drains
 MAX_STAY = 0.35  # of a timeout, for all work that is at the workers; the rest stays queued
 MIN_RUNNING = 4  # so many requests may always be at the workers
@@ -63,6 +64,7 @@ class Admission:
             queue, self._reservations, config.low_priority_share, output_tokens
         )
         self._drain = self._estimates.drain
+        self._no_worker_since: float | None = None
 
     def on_queue_changed(self, now: float, *, has_workers: bool) -> None:
         """Whether requests wait, or are served, may have changed."""
@@ -84,10 +86,6 @@ class Admission:
     def on_finished(self, now: float, record: RequestRecord) -> None:
         """`record` was served to its end."""
         self._estimates.on_finished(now, record)
-
-    def on_deadline(self, now: float, record: RequestRecord) -> None:
-        """`record` is past its deadline."""
-        self._estimates.on_ended(now, record)
 
     def may_send(self, record: RequestRecord) -> bool:
         """Whether `record` can be expected to end in time beside all that is at the workers.
@@ -164,7 +162,30 @@ class Admission:
                 return flow.newest, self._refusal(now, who, Refusal.OVERLOADED, detail)
         return None
 
-    def hopeless(self, now: float, record: RequestRecord) -> Rejection | None:
+    def overdue(self, now: float, record: RequestRecord, *, has_workers: bool) -> Rejection | None:
+        """Why `record` ends now: its deadline is over, or no worker came up. None: it goes on."""
+        if has_workers:
+            self._no_worker_since = None
+        elif self._no_worker_since is None:
+            self._no_worker_since = now
+        waited_s = now - record.queued_at
+        if record.current is None and self._no_worker_since is not None:
+            alone_s = now - max(record.queued_at, self._no_worker_since)
+            if now >= record.deadline or alone_s >= self._config.no_workers_wait_s:
+                detail = f"no worker is up; waited {waited_s:.1f} s for one"
+                return Rejection(Refusal.NO_WORKERS, detail, NO_WORKERS_RETRY_AFTER_S)
+        if now < record.deadline:
+            return self._hopeless(now, record)
+        self._estimates.on_ended(now, record)
+        where = f"queued for {waited_s:.1f} s" if record.current is None else "being served"
+        allowed_s = record.deadline - record.submitted_at
+        max_tokens = record.sampling.max_tokens
+        done = f"{record.num_output_tokens} of at most {max_tokens} tokens were done"
+        return Rejection(
+            Refusal.DEADLINE, f"its {allowed_s:g} s are over; it was {where}, and {done}"
+        )
+
+    def _hopeless(self, now: float, record: RequestRecord) -> Rejection | None:
         """Why `record` can no longer be served in time, if it waits and was never dispatched."""
         if record not in self._queue or self._queue.entry(record).is_charged:
             return None

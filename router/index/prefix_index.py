@@ -124,7 +124,7 @@ class PrefixIndex:
         """Told which slot of the table a worker has from now on; None: none any more."""
 
     def add(self, worker: NodeId, epoch: int, group: int = 0) -> None:
-        """Begin to follow `worker`, if it is not followed yet: it is due to be asked for a snapshot.
+        """Begin to follow `worker`, if it is not followed: it is due to be asked for a snapshot.
         `group` is the kind of workers that it is to be found among from now on."""
         view = self.views.get(worker)
         if view is None:

@@ -91,7 +91,7 @@ def test_status_of_a_router_becomes_plain_data() -> None:
     totals.requests["stop"] += 3
     totals.cached_tokens_by_source["host"] += 4
     worker = WorkerStatus(
-        "decode-0", Role.DECODE, 1, "up", 10, 2, 3, 1, 0, 0, 1, 5, 0.5, 1.0, 2.0, 3.0, {"a": 1}
+        "decode-0", Role.DECODE, 1, "up", 10, 2, 3, 1, 0, 0, 1, 1, 5, 0.5, 1.0, 2.0, 3.0, {"a": 1}
     )
     plain = status_dict(RouterStatus("router-0", "seconds", 1, 0, totals, (worker,)), MODEL)
     assert (plain["model"], plain["cache_hit_rate"]) == (MODEL, 0.5)

@@ -1,0 +1,91 @@
+"""What operators and their tools ask a server: `/health`, `/status`, `/metrics`, `/audit`, and
+`/workers/{worker}/role`, which changes what a worker is preferred for."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError, invalid
+from cluster.api.incoming import read_body
+from cluster.api.openai.schema import parse
+from engine.stats import Role
+
+
+class RoleRequest(BaseModel):
+    """Body of POST /workers/{worker}/role."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: str
+
+
+def operation_routes(ctx: ApiContext) -> list[Route]:
+    calls = _Operations(ctx)
+    routes = [
+        Route("/health", calls.health, methods=["GET"]),
+        Route("/status", calls.status, methods=["GET"]),
+        Route("/metrics", calls.metrics, methods=["GET"]),
+    ]
+    if ctx.audit is not None:
+        routes.append(Route("/audit", calls.audit, methods=["GET"]))
+    if ctx.set_role is not None:
+        routes.append(Route("/workers/{worker}/role", calls.set_role, methods=["POST"]))
+    return routes
+
+
+class _Operations:
+    def __init__(self, ctx: ApiContext) -> None:
+        self._ctx = ctx
+
+    async def health(self, http: Request) -> Response:
+        is_healthy, detail = self._ctx.healthy()
+        status = {"status": "ok" if is_healthy else "unavailable"}
+        return JSONResponse(detail | status, 200 if is_healthy else 503)
+
+    async def status(self, http: Request) -> Response:
+        return JSONResponse(self._ctx.status())
+
+    async def metrics(self, http: Request) -> Response:
+        content = generate_latest(self._ctx.metrics.registry)
+        return Response(content, media_type=CONTENT_TYPE_LATEST)
+
+    async def audit(self, http: Request) -> Response:
+        assert self._ctx.audit is not None
+        return JSONResponse(await self._ctx.audit())
+
+    async def set_role(self, http: Request) -> Response:
+        """Only for callers on the server's own machine: a key says who may generate, not who may
+        operate."""
+        assert self._ctx.set_role is not None
+        host = http.client.host if http.client else ""
+        if not _is_loopback(host):
+            raise ApiError(
+                403,
+                f"Roles are changed from the machine of the server; {host} is another",
+                code="forbidden",
+            )
+        wanted = parse(RoleRequest, await read_body(http, self._ctx.limits)).role
+        roles = [str(role) for role in Role]
+        if wanted not in roles:
+            raise invalid(f"'role': expected one of {roles}, got {wanted[:40]!r}", param="role")
+        worker = http.path_params["worker"]
+        try:
+            was = self._ctx.set_role(worker, Role(wanted))
+        except KeyError as error:
+            known = ", ".join(error.args[0]) or "none"
+            raise ApiError(404, f"There is no worker {worker[:80]!r}; there are: {known}") from None
+        return JSONResponse({"worker": worker, "role": wanted, "was": was})
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

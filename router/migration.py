@@ -1,0 +1,85 @@
+"""Which running requests move to other workers, and when.
+
+Life of a migration: a second attempt begins beside the first, at a worker that has room; it fetches
+or computes the KV while the first one still generates -> with its first token it takes over, and
+the first is given up. The tokens are the same, because sampling depends on (seed, position), so
+either may fail on the way: the other goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from engine.messages import Preempted
+from engine.stats import Role
+from router.dispatch import Dispatcher
+from router.messages import RoleChanged
+from router.placement.endpoint import Endpoint
+from router.record import Attempt, RequestRecord
+from router.status import Totals
+
+PAUSE_S = 0.2  # between two migrations of a request; doubles each time
+MAX_DOUBLINGS = 8
+
+
+class Migrations:
+    """Owned by the router."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        live: Mapping[str, RequestRecord],
+        send: Callable[[float, RequestRecord, Attempt], None],
+        totals: Totals,
+    ) -> None:
+        """`send`: an attempt to its workers."""
+        self._dispatcher = dispatcher
+        self._live = live
+        self._send = send
+        self._totals = totals
+
+    def on_role_changed(self, now: float, change: RoleChanged) -> None:
+        """What decodes on a worker that is to compute prompts moves; what finds no room stays."""
+        worker = self._dispatcher.on_role(now, change.worker, change.epoch, change.role)
+        if worker is not None and change.role is Role.PREFILL:
+            self._clear(now, worker)
+
+    def on_preempted(self, now: float, preempted: Preempted) -> None:
+        record = self._live.get(preempted.request_id)
+        attempt = None if record is None else record.attempt(preempted.attempt)
+        if record is None or attempt is None or attempt.decode.worker != preempted.worker:
+            return
+        attempt.preempted = attempt.decode.info.epoch == preempted.epoch
+        self._rescue(now, record)
+
+    def tick(self, now: float) -> None:
+        """Those that wait for memory move as soon as another worker has some."""
+        for record in list(self._live.values()):
+            self._rescue(now, record)
+
+    def _move(self, now: float, record: RequestRecord) -> None:
+        """To another worker, if one has room."""
+        old = record.current
+        if old is None or record.leaving is not None or not old.started:
+            return
+        if now < record.next_move_at:
+            return
+        record.leave()
+        attempt = self._dispatcher.place(now, record, leaves=old.decode)
+        if isinstance(attempt, Attempt):
+            self._totals.migrations += 1
+            record.next_move_at = now + PAUSE_S * 2.0 ** min(record.num_moves, MAX_DOUBLINGS)
+            record.num_moves += 1
+            self._send(now, record, attempt)
+        else:
+            record.stay()
+
+    def _rescue(self, now: float, record: RequestRecord) -> None:
+        if record.current is not None and record.current.preempted:
+            self._move(now, record)
+
+    def _clear(self, now: float, endpoint: Endpoint) -> None:
+        for record in list(self._live.values()):
+            attempt = record.current
+            if attempt is not None and attempt.decode is endpoint:
+                self._move(now, record)
