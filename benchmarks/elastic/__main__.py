@@ -1,6 +1,6 @@
 """Two pools beside one pool of the same hardware, and beside a peer, under untuned load.
 
-`python -m benchmarks.elastic [agents|chat|mixed|all] [--vllm-python PYTHON] [--json FILE]`
+`python -m benchmarks.elastic [LOAD] [--vllm-python PYTHON] [--json FILE]`
 
 Each server is started alone with its default settings (one pool gets the KV memory of both), takes
 the load of a round and is stopped, so that idle servers take no cores. Rounds go there and back.
@@ -8,6 +8,9 @@ the load of a round and is stopped, so that idle servers take no cores. Rounds g
 * agents: conversations at once, each with a context of its own and turns with time to think
 * chat: short prompts at a rate, open loop
 * mixed: chats once a second beside a 2,000-token prompt every 4 s
+* swing: only prompts, then only decodes, in turns of 20 s
+* kill: the decode worker, and then the prefill worker, dies under 16 streams
+* flip: roles change back and forth under load
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from random import Random
 from statistics import median
 from typing import Any
 
@@ -25,19 +27,18 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.elastic.disturbed import flips, kills
+from benchmarks.elastic.load import TURNS, Figures, agents, chat, mixed, swing
 from benchmarks.report import make_console, write_json
-from benchmarks.serving.conversations import Conversation, LoadFailed, http_client
-from benchmarks.serving.first_light import MODEL, mixed_load, time_one
+from benchmarks.serving.first_light import MODEL, time_one
 from benchmarks.serving.served import Served
 from benchmarks.serving.vllm_served import VllmServed, VllmSetup, check_python
 from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.resolve import resolve_model
-from lab.bench.load import Client, LoadSpec, Timing, make_prompts, percentile, run_load
 
 KV_GIB = 2.0  # of each server, however many workers it has
+LOADS = ("agents", "chat", "mixed", "swing", "kill", "flip", "all")
 ONE, TWO, FOUR, PEER = "one pool", "1 + 1", "2 + 2", "vLLM"
-Figures = dict[str, float]
-CONTEXT, MESSAGE, OUTPUT, TURNS, THINK_S = 3000, 150, 48, 5, 8.0  # tokens; turns; seconds
 
 
 def ours(prefill: int, decode: int) -> Callable[[], AbstractContextManager[Any]]:
@@ -52,85 +53,6 @@ def peer(python: Path) -> Callable[[], AbstractContextManager[Any]]:
     per_token = read_config(path).kv_spec(16, "bfloat16").bytes_per_token
     setup = VllmSetup(python, path, MODEL, int(KV_GIB * 2**30) // per_token, 8192, "bfloat16")
     return lambda: VllmServed(setup)
-
-
-async def agents(url: str, seed: int, num_agents: int, on_turn: Callable[[], None]) -> Figures:
-    """All begin at once. A conversation with a turn that fails ends there."""
-    spec = LoadSpec(url, MODEL, num_agents, concurrency=1, output_len=OUTPUT)
-    contexts = make_prompts(LoadSpec("", "", num_agents, input_len=CONTEXT, seed=seed))
-    talks = [Conversation(f"agent-{seed}-{i}") for i in range(num_agents)]
-    num_failed = 0
-
-    async def live(client: Client, i: int) -> None:
-        nonlocal num_failed
-        rng = Random(seed * 1009 + i)
-        texts = make_prompts(LoadSpec("", "", TURNS, input_len=MESSAGE, seed=rng.randrange(2**32)))
-        for turn in range(TURNS):
-            if turn:
-                await asyncio.sleep(THINK_S * rng.uniform(0.5, 1.5))
-            try:
-                await talks[i].say(client, texts[turn] if turn else contexts[i])
-            except LoadFailed:
-                num_failed += 1
-                return
-            finally:
-                on_turn()
-
-    async with http_client(url) as http:
-        client = Client(spec, http, lambda _: None)
-        await asyncio.gather(*(live(client, i) for i in range(num_agents)))
-        elapsed_s = client.now()
-    first = [talk.timings[0] for talk in talks if talk.timings]
-    later = [timing for talk in talks for timing in talk.timings[1:]]
-    # An infinite cache would have all of a turn that its predecessor sent and got.
-    known = sum(
-        before.num_prompt_tokens + before.num_output_tokens
-        for talk in talks
-        for before in talk.timings[:-1]
-    )
-    return {
-        **_ttft("first", first, (50, 90)),
-        **_ttft("later", later, (50, 90)),
-        "refused": num_failed,
-        "silence_s": _silence([*first, *later]),
-        "cached_of_infinite": sum(t.num_cached_tokens for t in later) / max(1, known),
-        "elapsed_s": elapsed_s,
-    }
-
-
-async def chat(url: str, seed: int, rate: float, seconds: float) -> Figures:
-    spec = LoadSpec(
-        url, MODEL, int(rate * seconds), rate=rate, input_len=128, output_len=64, seed=seed
-    )
-    timings, _ = await run_load(spec)
-    good = [timing for timing in timings if timing.error is None]
-    gaps = [gap for timing in good for gap in _gaps(timing)]
-    return {
-        **_ttft("chat", good, (50, 90, 99)),
-        "itl_p99_s": percentile(gaps, 99) or 0.0,
-        "refused": len(timings) - len(good),
-    }
-
-
-async def mixed(url: str, seed: int, seconds: float) -> Figures:
-    gaps, ttfts, long_ttfts = await mixed_load(url, seconds, seed=seed)
-    found = {f"chat_ttft_p{p}_s": percentile(ttfts, p) or 0.0 for p in (50, 90)}
-    long_ttft = percentile(long_ttfts, 50) or 0.0
-    return found | {"itl_p99_s": percentile(gaps, 99) or 0.0, "long_ttft_p50_s": long_ttft}
-
-
-def _ttft(name: str, timings: Sequence[Timing], percents: Sequence[int]) -> Figures:
-    values = [timing.ttft_s for timing in timings]
-    return {f"{name}_ttft_p{p}_s": percentile(values, p) or 0.0 for p in percents}
-
-
-def _gaps(timing: Timing) -> list[float]:
-    return [b - a for a, b in zip(timing.chunk_at, timing.chunk_at[1:], strict=False)]
-
-
-def _silence(timings: Sequence[Timing]) -> float:
-    """The longest pause within a stream."""
-    return max((gap for timing in timings for gap in _gaps(timing)), default=0.0)
 
 
 def compared(
@@ -157,7 +79,7 @@ def table(title: str, found: Mapping[str, Sequence[Figures]]) -> Table:
 
 
 @click.command()
-@click.argument("what", type=click.Choice(["agents", "chat", "mixed", "all"]), default="all")
+@click.argument("what", type=click.Choice(LOADS), default="all")
 @click.option(
     "--agents", "num_agents", type=int, multiple=True, default=(16, 40), show_default=True
 )
@@ -196,6 +118,12 @@ def main(
             run(name, lambda url, i, rate=rate: asyncio.run(chat(url, i, rate, seconds)))
     if what in ("mixed", "all"):
         run("chat beside long prompts", lambda url, i: asyncio.run(mixed(url, i, seconds)))
+    if what in ("swing", "all"):
+        run("swing", lambda url, i: asyncio.run(swing(url, i, 2.0, 12, 4)))
+    if what in ("kill", "all"):
+        run("kill -9", lambda url, i: asyncio.run(kills(url, i)))
+    if what in ("flip", "all"):
+        run("roles change", lambda url, i: asyncio.run(flips(url, i)))
     write_json(json_path, {"kv_gib": KV_GIB, "rounds": rounds, "results": results})
 
 

@@ -1,0 +1,1 @@
+"""Two pools that adapt, beside one pool and a peer."""
