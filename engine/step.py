@@ -68,6 +68,7 @@ class Step:
     # The pass may be run up to so often in a row, each sequence continued with the token that it
     # has just sampled, until one samples a stop token. More than once only if all are decodes.
     repeats: int = 1
+    gives_way: bool = False  # all are prompts for other workers: on shared cores decodes go first
 
     @property
     def num_tokens(self) -> int:

@@ -14,12 +14,9 @@ from cluster.control.router_processes import RouterLoad
 from cluster.serve.router_process import RouterProcess, RouterProcessError, RouterProcessSpec
 from cluster.worker.process import Listening, WorkerProcess
 from engine.node import NodeId
-from engine.stats import Role
 
 if TYPE_CHECKING:
     from cluster.worker.build import WorkerSpec
-
-PREFILL_NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
 
 
 class _Actor:
@@ -58,8 +55,6 @@ class WorkerActor(_Actor):
         from cluster.worker.kv_plan import BuildError  # not what a router has to wait for
 
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
-        if spec.role is Role.PREFILL and not spec.on_gpu:
-            os.nice(PREFILL_NICENESS)
         try:
             built = build_worker(spec)
             self._process = WorkerProcess(built, listening)

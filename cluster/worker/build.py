@@ -32,7 +32,7 @@ from cluster.worker.kv_plan import (
 )
 from cluster.worker.node import make_worker
 from cluster.worker.process import BuiltWorker
-from cluster.worker.threads import WorkerThreads
+from cluster.worker.threads import WorkerThreads, giving_way
 from engine.config import WorkerConfig
 from engine.kv.tier import DEFAULT_RETENTION, Retention, Tier
 from engine.model.checkpoint.resolve import resolve_model
@@ -177,7 +177,8 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     moves = TransferExecutor(spec.worker, spec.epoch, agent, pools, corrupt=options.corrupt)
 
     def make_executor(deliver: Deliver) -> Executor:
-        return WorkerThreads(steps, moves, storage, deliver, spec.worker)
+        shares = spec.num_peers > 0 and not spec.on_gpu
+        return WorkerThreads(steps, moves, storage, deliver, spec.worker, shares_cores=shares)
 
     when_lost = ranks.when_lost if ranks else None
     return BuiltWorker(
@@ -268,7 +269,8 @@ def open_runner(
     if size == 1:
         from engine.model.runner import ModelRunner
 
-        return ModelRunner(path, **options), None
+        # Others of the machine may be serving; one that takes the streams over goes first.
+        return giving_way(lambda: ModelRunner(path, **options)), None
     if spec.on_gpu and (spec.num_peers or spec.host_bytes or spec.disk_bytes):
         raise ModelError(
             f"engine.tensor_parallel_size = {size} on GPUs serves without KV transfer: it needs"

@@ -1,13 +1,17 @@
 """The threads of one worker: one that computes, one that copies KV within memory, and one for each
-tier of storage, so that a slow disk holds up nothing else. All report to the node."""
+tier of storage, so that a slow disk holds up nothing else. All report to the node. On shared cores
+a second one computes the steps that give way."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
+from typing import TypeVar
 
 from cluster.runtime.host import Deliver
 from cluster.worker.disk_tier import Storage
@@ -26,12 +30,36 @@ CLOSE_S = 15.0
 """What runs when a worker stops, a step or a write to disk, has this long to end."""
 
 
+T = TypeVar("T")
+
+NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
+
+
+def give_way() -> None:
+    """The calling thread, and those that it will start, let others of the machine go first."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def giving_way(call: Callable[[], T]) -> T:
+    """`call`, on a thread that gives way to others."""
+    with ThreadPoolExecutor(1, "giving-way", initializer=give_way) as thread:
+        return thread.submit(call).result()
+
+
 class StepThread:
     """Runs steps one after the other on a thread of its own. `execute` answers for failures."""
 
-    def __init__(self, execute: Callable[[Step], StepDone], deliver: Deliver, name: str) -> None:
+    def __init__(
+        self,
+        execute: Callable[[Step], StepDone],
+        deliver: Deliver,
+        name: str,
+        *,
+        gives_way: bool = False,
+    ) -> None:
         self._execute = execute
         self._deliver = deliver
+        self._gives_way = gives_way
         self._steps: SimpleQueue[Step | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -49,6 +77,8 @@ class StepThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        if self._gives_way:
+            give_way()
         while (step := self._steps.get()) is not None:
             self._deliver(self._execute(step))
 
@@ -64,11 +94,17 @@ class WorkerThreads:
         storage: Mapping[Tier, Storage],
         deliver: Deliver,
         name: NodeId,
+        *,
+        shares_cores: bool = False,
     ) -> None:
+        """`shares_cores`: with other workers of its machine."""
         self._name = name
         self._deliver = deliver
         self._model = steps
         self._steps = StepThread(steps.execute, deliver, f"{name}-step")
+        self._giving_way = self._steps
+        if shares_cores:
+            self._giving_way = StepThread(steps.execute, deliver, f"{name}-prompts", gives_way=True)
         self._memory = TransferLoop(memory, deliver, name=f"{name}-kv")
         self._storage = {
             tier: TransferLoop(each.copies, deliver, store=each.store, name=f"{name}-{tier}")
@@ -78,7 +114,7 @@ class WorkerThreads:
     def perform(self, effect: Effect) -> None:
         match effect:
             case Execute(step):
-                self._steps.submit(step)
+                (self._giving_way if step.gives_way else self._steps).submit(step)
             case StoreIndex(tier=tier):
                 self._submit_to(tier, effect)
             case CopyBlocks(src_tier=tier) if is_storage(tier):
@@ -92,6 +128,8 @@ class WorkerThreads:
     def close(self) -> None:
         """All at once, so that the slowest decides how long it takes."""
         parts: dict[str, StepThread | TransferLoop] = {"step": self._steps, "memory": self._memory}
+        if self._giving_way is not self._steps:
+            parts["prompts"] = self._giving_way
         parts |= {str(tier): loop for tier, loop in self._storage.items()}
         for part in parts.values():
             part.stop()

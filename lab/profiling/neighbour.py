@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import msgspec
 
 from cluster.config import Config
-from cluster.runtime.actors import PREFILL_NICENESS
 from cluster.runtime.host import LoopThread
 from cluster.wire.wire import Wire
 from cluster.worker.build import prepare_model
+from cluster.worker.threads import NICENESS
 from engine.model.runner import ModelRunner
 from kvtransfer.agents.nixl import NixlAgent
 from lab.profiling.forward import ForwardPasses, running
@@ -51,7 +51,7 @@ class Reachable:
 def main() -> None:
     setup = msgspec.json.decode(sys.stdin.readline(), type=Setup)
     if setup.on_cpu:
-        os.nice(PREFILL_NICENESS)
+        os.nice(NICENESS)
     model = prepare_model(setup.config, 0, lambda _: None)
     with running(setup.config, model, setup.threads) as runner:
         _serve(setup, runner)

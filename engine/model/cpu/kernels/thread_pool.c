@@ -1,4 +1,4 @@
-/* A thread pool in which no thread waits for a helper that has not begun.
+/* Thread pools in which no thread waits for a helper that has not begun.
  *
  * Workers of a small deployment share cores with each other, the router and the API. A barrier that
  * every thread has to reach then costs a scheduler's time slice whenever one of them is not
@@ -7,7 +7,10 @@
  *
  * `ticket` is (generation << 32 | next task). It is CLOSED while the job's fields change, so a
  * claim (compare-and-swap on the ticket) succeeds only for the job whose fields were read. One job
- * runs at a time; a caller that finds the pool taken does its tasks alone. */
+ * runs at a time; a caller that finds the pool taken does its tasks alone.
+ *
+ * A thread that gives way to others (whose niceness is above 0) has helpers apart, because helpers
+ * inherit the niceness of who starts them and cannot lower it. */
 #define _GNU_SOURCE
 #include "thread_pool.h"
 
@@ -15,25 +18,38 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #define MAX_HELPERS 255
 #define CLOSED UINT32_MAX
 #define SPINS 2000 /* about 50 us: the gap between two kernels of a step */
 #define SCRATCH_HEADER 64
 
-static pthread_mutex_t taken = PTHREAD_MUTEX_INITIALIZER; /* held by the caller during its job */
-static pthread_mutex_t sleep_mutex = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+typedef struct {
+    pthread_mutex_t taken; /* held by the caller during its job */
+    pthread_mutex_t sleep_mutex;
+    pthread_cond_t wake;
+    int num_helpers; /* changed under `taken` */
+    atomic_int sleepers;
+    _Atomic uint64_t ticket;
+    _Atomic int64_t num_tasks, num_done;
+    _Atomic int limit; /* helpers with a lower number may take part */
+    void (*_Atomic job_body)(void *, int64_t);
+    void *_Atomic job_arg;
+} Pool;
+
+typedef struct {
+    Pool *pool;
+    int number;
+} Helper;
+
+static Pool pools[2]; /* of threads with and without the default niceness */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_key_t scratch_keys[NUM_SCRATCH];
 static _Thread_local int thread_index; /* 0 of callers, a helper's number + 1 */
-static int num_helpers; /* changed under `taken` */
-static atomic_int sleepers;
-static _Atomic uint64_t ticket = CLOSED;
-static _Atomic int64_t num_tasks, num_done;
-static _Atomic int limit; /* helpers with a lower number may take part */
-static void (*_Atomic job_body)(void *, int64_t);
-static void *_Atomic job_arg;
+static _Thread_local Pool *own_pool; /* of callers */
 
 static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -44,95 +60,115 @@ static inline void relax(void) {
 }
 
 /* Run one task of the job that is open; 0 if there is none for helper `number`. */
-static int run_one(int number) {
-    uint64_t seen = atomic_load(&ticket);
+static int run_one(Pool *pool, int number) {
+    uint64_t seen = atomic_load(&pool->ticket);
     int64_t task = (int64_t)(seen & UINT32_MAX);
-    if (task == CLOSED || number >= atomic_load(&limit) || task >= atomic_load(&num_tasks))
+    if (task == CLOSED || number >= atomic_load(&pool->limit) ||
+        task >= atomic_load(&pool->num_tasks))
         return 0;
-    void (*body)(void *, int64_t) = atomic_load(&job_body);
-    void *arg = atomic_load(&job_arg);
-    if (!atomic_compare_exchange_strong(&ticket, &seen, seen + 1)) return 1; /* look again */
+    void (*body)(void *, int64_t) = atomic_load(&pool->job_body);
+    void *arg = atomic_load(&pool->job_arg);
+    if (!atomic_compare_exchange_strong(&pool->ticket, &seen, seen + 1))
+        return 1; /* look again */
     body(arg, task);
-    atomic_fetch_add(&num_done, 1);
+    atomic_fetch_add(&pool->num_done, 1);
     return 1;
 }
 
-static void sleep_until_changed(uint64_t seen) {
-    pthread_mutex_lock(&sleep_mutex);
-    atomic_fetch_add(&sleepers, 1);
-    while (atomic_load(&ticket) == seen) pthread_cond_wait(&wake, &sleep_mutex);
-    atomic_fetch_sub(&sleepers, 1);
-    pthread_mutex_unlock(&sleep_mutex);
+static void sleep_until_changed(Pool *pool, uint64_t seen) {
+    pthread_mutex_lock(&pool->sleep_mutex);
+    atomic_fetch_add(&pool->sleepers, 1);
+    while (atomic_load(&pool->ticket) == seen) pthread_cond_wait(&pool->wake, &pool->sleep_mutex);
+    atomic_fetch_sub(&pool->sleepers, 1);
+    pthread_mutex_unlock(&pool->sleep_mutex);
 }
 
-static void *helper_main(void *number) {
-    thread_index = (int)(intptr_t)number + 1;
+static void *helper_main(void *arg) {
+    Helper me = *(Helper *)arg;
+    free(arg);
+    thread_index = me.number + 1;
     for (;;) {
-        uint64_t seen = atomic_load(&ticket);
-        if (run_one((int)(intptr_t)number)) continue;
+        uint64_t seen = atomic_load(&me.pool->ticket);
+        if (run_one(me.pool, me.number)) continue;
         int spins = 0;
-        while (atomic_load(&ticket) == seen && spins++ < SPINS) relax();
-        if (spins > SPINS) sleep_until_changed(seen);
+        while (atomic_load(&me.pool->ticket) == seen && spins++ < SPINS) relax();
+        if (spins > SPINS) sleep_until_changed(me.pool, seen);
     }
     return NULL;
 }
 
-/* A forked child has none of the helpers. */
-static void forget_helpers(void) {
-    num_helpers = 0;
-    atomic_store(&sleepers, 0);
-    atomic_store(&ticket, CLOSED);
-    pthread_mutex_init(&taken, NULL);
-    pthread_mutex_init(&sleep_mutex, NULL);
-    pthread_cond_init(&wake, NULL);
+static void reset_pools(void) {
+    for (int p = 0; p < 2; p++) {
+        pools[p].num_helpers = 0;
+        atomic_store(&pools[p].sleepers, 0);
+        atomic_store(&pools[p].ticket, CLOSED);
+        pthread_mutex_init(&pools[p].taken, NULL);
+        pthread_mutex_init(&pools[p].sleep_mutex, NULL);
+        pthread_cond_init(&pools[p].wake, NULL);
+    }
 }
 
 static void start(void) {
-    pthread_atfork(NULL, NULL, forget_helpers);
+    reset_pools();
+    pthread_atfork(NULL, NULL, reset_pools); /* a forked child has none of the helpers */
     for (int use = 0; use < NUM_SCRATCH; use++) pthread_key_create(scratch_keys + use, free);
 }
 
-static void grow(int wanted) {
+static Pool *pool_of_caller(void) {
+    if (!own_pool) {
+        pthread_once(&once, start);
+        own_pool = pools + (getpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid)) > 0);
+    }
+    return own_pool;
+}
+
+static void grow(Pool *pool, int wanted) {
     wanted = wanted < MAX_HELPERS ? wanted : MAX_HELPERS;
-    while (num_helpers < wanted) {
+    while (pool->num_helpers < wanted) {
         pthread_t thread;
-        if (pthread_create(&thread, NULL, helper_main, (void *)(intptr_t)num_helpers)) return;
+        Helper *helper = malloc(sizeof *helper);
+        if (!helper) return;
+        *helper = (Helper){pool, pool->num_helpers};
+        if (pthread_create(&thread, NULL, helper_main, helper)) {
+            free(helper);
+            return;
+        }
         pthread_detach(thread);
-        num_helpers++;
+        pool->num_helpers++;
     }
 }
 
 int kvr_thread_index(void) { return thread_index; }
 
 void kvr_parallel(int threads, int64_t tasks, void (*body)(void *arg, int64_t task), void *arg) {
-    if (threads <= 1 || tasks <= 1 || tasks >= CLOSED || pthread_mutex_trylock(&taken)) {
+    Pool *pool = threads > 1 && tasks > 1 && tasks < CLOSED ? pool_of_caller() : NULL;
+    if (!pool || pthread_mutex_trylock(&pool->taken)) {
         for (int64_t task = 0; task < tasks; task++) body(arg, task);
         return;
     }
-    pthread_once(&once, start);
-    grow(threads - 1);
-    uint64_t generation = (atomic_load(&ticket) >> 32) + 1; /* the ticket is closed here */
-    atomic_store(&job_body, body);
-    atomic_store(&job_arg, arg);
-    atomic_store(&num_tasks, tasks);
-    atomic_store(&num_done, 0);
-    atomic_store(&limit, threads - 1);
-    atomic_store(&ticket, generation << 32);
-    if (atomic_load(&sleepers)) {
-        pthread_mutex_lock(&sleep_mutex);
-        pthread_cond_broadcast(&wake);
-        pthread_mutex_unlock(&sleep_mutex);
+    grow(pool, threads - 1);
+    uint64_t generation = (atomic_load(&pool->ticket) >> 32) + 1; /* the ticket is closed here */
+    atomic_store(&pool->job_body, body);
+    atomic_store(&pool->job_arg, arg);
+    atomic_store(&pool->num_tasks, tasks);
+    atomic_store(&pool->num_done, 0);
+    atomic_store(&pool->limit, threads - 1);
+    atomic_store(&pool->ticket, generation << 32);
+    if (atomic_load(&pool->sleepers)) {
+        pthread_mutex_lock(&pool->sleep_mutex);
+        pthread_cond_broadcast(&pool->wake);
+        pthread_mutex_unlock(&pool->sleep_mutex);
     }
-    while (run_one(-1)) {
+    while (run_one(pool, -1)) {
     }
-    for (int spins = 0; atomic_load(&num_done) < tasks; spins++) {
+    for (int spins = 0; atomic_load(&pool->num_done) < tasks; spins++) {
         if (spins < SPINS)
             relax();
         else
             sched_yield(); /* the helper may be waiting for this very core */
     }
-    atomic_store(&ticket, generation << 32 | CLOSED);
-    pthread_mutex_unlock(&taken);
+    atomic_store(&pool->ticket, generation << 32 | CLOSED);
+    pthread_mutex_unlock(&pool->taken);
 }
 
 typedef struct {

@@ -1,4 +1,4 @@
-/* Threads that helper_main the caller; see pool.c. */
+/* Threads that help the caller; see thread_pool.c. */
 #pragma once
 
 #include <stddef.h>
