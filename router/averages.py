@@ -11,6 +11,8 @@ from math import exp
 WINDOW_S = 10.0  # time constant of the rate at which the queue drains
 SERVED_WINDOW_S = 3.0  # and of what is served at any time, which grows as load comes
 KNOWN_AFTER_S = 1.0  # of measuring; before that a rate is not known
+STALL_S = 5.0  # so long without any work done, and clocks stand still: workers may be down
+OUTAGE_S = 30.0  # so long, and what was served meanwhile says nothing of how long serving takes
 SMOOTHING = 0.05  # weight of the latest value
 
 
@@ -86,67 +88,65 @@ class Meter:
         return decayed / (self._window_s * (1.0 - exp(-clock / self._window_s)))
 
 
-class Clock:
-    """Seconds for which something was going on."""
-
-    __slots__ = ("_at", "_runs", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = self._at = 0.0
-        self._runs = False
-
-    def update(self, now: float, runs: bool) -> None:
-        """From `now` on it runs, or stands still."""
-        if self._runs:
-            self.seconds += now - self._at
-        self._at, self._runs = now, runs
-
-
 class DrainRate:
     """How much work is done: while requests wait, which is how fast the queue drains, and while
     any are served; and how fast requests of each priority join the queue. Each clock stands still
-    while there is nothing to measure."""
+    while there is nothing to measure, and both do while no worker gets anything done."""
 
     def __init__(self) -> None:
-        self._waiting, self._serving = Clock(), Clock()
+        self._waiting_s = self._serving_s = 0.0
         self._drained, self._served = Meter(), Meter(SERVED_WINDOW_S)
         self._joined: dict[int, Meter] = {}
-        self._is_waiting = False
+        self._is_waiting = self._is_serving = False
+        self._at = self._worked_at = 0.0  # work that began or was done
+        self._outage_until = float("-inf")
 
     def update(self, now: float, *, waits: bool, serves: bool) -> None:
         """From `now` on requests wait, or none does; some are served, or none is."""
-        self._waiting.update(now, waits)
-        self._serving.update(now, serves)
-        self._is_waiting = waits
+        elapsed_s = max(0.0, min(now, self._worked_at + STALL_S) - self._at)
+        if self._is_waiting:
+            self._waiting_s += elapsed_s
+        if self._is_serving:
+            self._serving_s += elapsed_s
+        if not (self._is_waiting or self._is_serving):
+            self._worked_at = now
+        self._at, self._is_waiting, self._is_serving = now, waits, serves
 
     def on_work(self, units: float) -> None:
-        """So much work is done."""
-        self._served.add(self._serving.seconds, units)
+        """So much work is done, at the time of the last update."""
+        if self._at - self._worked_at >= OUTAGE_S:
+            self._outage_until = self._at
+        self._worked_at = self._at
+        self._served.add(self._serving_s, units)
         if self._is_waiting:
-            self._drained.add(self._waiting.seconds, units)
+            self._drained.add(self._waiting_s, units)
+
+    def was_out(self, since: float) -> bool:
+        """Whether for long no work was done, at some time after `since`."""
+        return self._at - self._worked_at >= OUTAGE_S or self._outage_until > since
 
     def on_queued(self, priority: int, units: float) -> None:
         if self._is_waiting:
-            self._joined.setdefault(priority, Meter()).add(self._waiting.seconds, units)
+            self._joined.setdefault(priority, Meter()).add(self._waiting_s, units)
 
     @property
     def units_per_s(self) -> float | None:
         """Of the queue, or as long as none has drained, of what is served; None: not known yet."""
-        return _known(self._drained, self._waiting) or _known(self._served, self._serving)
+        return _known(self._drained, self._waiting_s) or _known(self._served, self._serving_s)
 
     @property
     def can_serve_per_s(self) -> float | None:
         """The higher of the two; None: neither is known yet."""
-        served = _known(self._served, self._serving)
-        drained = _known(self._drained, self._waiting)
+        served = _known(self._served, self._serving_s)
+        drained = _known(self._drained, self._waiting_s)
         return max(served or 0.0, drained or 0.0) or None
 
     def joining_above(self, priority: int) -> float:
         """Units per second of requests that go before this priority."""
         above = [meter for number, meter in self._joined.items() if number < priority]
-        return sum(meter.rate(self._waiting.seconds) for meter in above)
+        return sum(meter.rate(self._waiting_s) for meter in above)
 
 
-def _known(meter: Meter, clock: Clock) -> float | None:
-    rate = meter.rate(clock.seconds)
-    return rate if clock.seconds >= KNOWN_AFTER_S and rate > 0 else None
+def _known(meter: Meter, clock_s: float) -> float | None:
+    rate = meter.rate(clock_s)
+    return rate if clock_s >= KNOWN_AFTER_S and rate > 0 else None

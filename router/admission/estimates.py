@@ -83,7 +83,8 @@ class Estimates:
     def on_ended(self, now: float, record: RequestRecord) -> None:
         """Count how long it took, as far as it came."""
         sent_at = self._queue.sent_at(record)
-        if sent_at is None:  # it was never sent, or more than once
+        # One that was sent more than once, or lived through an outage, tells nothing.
+        if sent_at is None or self.drain.was_out(since=sent_at):
             return
         first_at = now if record.first_token_at is None else record.first_token_at
         self._prompt_s.add(first_at - sent_at, record.num_prompt_tokens)

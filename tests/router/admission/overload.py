@@ -55,6 +55,7 @@ class Overload:
         self.running: dict[str, Decode] = {}
         self.returns: Callable[[Client], bool] = lambda client: False
         self._token_s = TOKEN_S
+        self.is_frozen = False  # True: the worker is up, and does nothing
         self.tokens_per_s = tokens_per_s
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -162,6 +163,9 @@ class Overload:
     def _work(self, decode: Decode, number: int) -> None:
         """Token `number` of a request is there."""
         if self.running.get(decode.request_id) is not decode:
+            return
+        if self.is_frozen:
+            self.at(self.now + 1.0, lambda: self._work(decode, number))
             return
         is_last = number == NUM_TOKENS
         if is_last:
