@@ -147,9 +147,6 @@ class EngineCore:
             timing.decode_step_s.value,
             timing.row_cost.published(),
         )
-        if step is not None:
-            seqs = self.scheduler.in_flight_seqs
-            step.gives_way = not any(seq.reserve_growth for seq in seqs)
         if step is None or step.repeats > 1:  # a step that is repeated fills no block
             return step
         size = self.config.block_size

@@ -39,7 +39,7 @@ class Scheduler:
         self._next_step_id = 0
         self.faults: list[tuple[Sequence, str]] = []  # for the worker to end, and why
         self.num_preemptions = 0
-        self.preempted: list[Sequence] = []  # since the worker has last looked
+        self._preempted: list[Sequence] = []
         pool_tokens = config.num_blocks * config.block_size
         self._drafter = Drafter(config.num_speculative_tokens, config.max_num_seqs, pool_tokens)
 
@@ -139,6 +139,7 @@ class Scheduler:
             else:
                 for share, draft in zip(step.seqs, drafts, strict=True):
                     share.draft_tokens = draft
+        step.gives_way = not any(seq.reserve_growth for seq, _ in chosen)
         self._next_step_id += 1
         self.in_flight = step
         self.in_flight_seqs = [seq for seq, _ in chosen]
@@ -277,13 +278,18 @@ class Scheduler:
         self.running.remove(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self.preempted.append(victim)
+        self._preempted.append(victim)
         self._wait_again(victim)
 
     def _wait_again(self, seq: Sequence) -> None:
         self.kv.release(seq)
         seq.state = SeqState.WAITING
         self.waiting.appendleft(seq)
+
+    def take_preempted(self) -> list[Sequence]:
+        """Those that have lost their blocks since the last call, in whatever state they are."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
 
     def take_faults(self) -> list[tuple[Sequence, str]]:
         """Live sequences that were left out of a step because of an invalid block table, and why,

@@ -136,17 +136,16 @@ class Worker:
         for seq, _ in self.core.scheduler.faults:
             exchange.producer.forget_handoff(seq)
         effects += self.core.fail_left_out()
-        effects += self._tell_preempted()
+        effects += self._tell_preempted(self.core.scheduler.take_preempted())
         return effects if step is None else [*effects, Execute(step)]
 
-    def _tell_preempted(self) -> list[Effect]:
-        """Tell the routers of sequences that have lost their memory since the last call."""
-        scheduler, config = self.core.scheduler, self.config
-        preempted, scheduler.preempted = scheduler.preempted, []
+    def _tell_preempted(self, preempted: Iterable[Sequence]) -> list[Effect]:
+        """Tell the routers of those that wait for memory."""
+        node_id, epoch = self.config.node_id, self.config.epoch
         return [
-            Send(seq.router, Preempted(config.node_id, config.epoch, seq.request_id, seq.attempt))
+            Send(seq.router, Preempted(node_id, epoch, seq.request_id, seq.attempt))
             for seq in preempted
-            if seq.state is SeqState.WAITING
+            if seq.state is SeqState.WAITING and seq.reserve_growth
         ]
 
     def _on_step_done(self, done: StepDone) -> list[Effect]:
@@ -166,6 +165,9 @@ class Worker:
             detail = f"not {self._part_of(seq).goal} by {self.node_id} before the deadline"
             refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
             effects += [*self.exchange.end(seq), Send(seq.router, refused)]
+        # Again, in case that a router has not heard of it.
+        waiting = self.core.scheduler.waiting
+        effects += self._tell_preempted(seq for seq in waiting if seq.num_preemptions)
         effects += self.exchange.tick(now)
         num_handoffs = len(self.exchange.producer.leases) + len(self.exchange.connector.arrivals)
         stats = self.core.stats(num_handoffs, self.exchange.rates())

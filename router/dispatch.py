@@ -221,6 +221,14 @@ class Dispatcher:
             if endpoint.release(request_id):
                 self._update(self._now, endpoint)
 
+    def check_idle(self) -> list[str]:
+        """A line for each thing that should not be there when no request is."""
+        left: list[str] = []
+        for endpoint in self._endpoints.values():
+            left += [f"{endpoint.worker} has {name} booked" for name in endpoint.bookings]
+            left += endpoint.check_integrity()
+        return left
+
     def _work(self, record: RequestRecord) -> Work:
         left = record.sampling.max_tokens - record.num_output_tokens
         return Work(

@@ -8,7 +8,7 @@ client's stream has neither gap nor repeat. One periodic tick watches deadlines 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -97,7 +97,7 @@ class Router:
             TokenDeltas: self._on_deltas,
             Refused: self._on_refused,
             Preempted: self._migrations.on_preempted,
-            RoleChanged: self._on_role_changed,
+            RoleChanged: self._migrations.on_role_changed,
             KVEvents: self._on_kv_events,
             KVSnapshot: self._on_kv_events,
             WorkerStats: self._on_stats,
@@ -140,6 +140,11 @@ class Router:
         return self._dispatcher.index
 
     @property
+    def live(self) -> Mapping[str, RequestRecord]:
+        """The requests that it serves, by id; not to be changed."""
+        return self._requests.live
+
+    @property
     def explanations(self) -> Explanations:
         """Of the requests that ended last; not to be changed."""
         return self._requests.explanations
@@ -170,10 +175,7 @@ class Router:
         """A line for each thing that should not be there when no request is."""
         left = [f"request {request_id} is live" for request_id in self._requests.live]
         left += [f"request {r.request_id} is queued" for r in self._requests.queue.in_order()]
-        for endpoint in self._dispatcher.endpoints:
-            left += [f"{endpoint.worker} has {name} booked" for name in endpoint.bookings]
-            left += endpoint.check_integrity()
-        return left + self.sessions.check_idle()
+        return left + self._dispatcher.check_idle() + self.sessions.check_idle()
 
     def _on_submit(self, now: float, submit: Submit) -> None:
         self._requests.submit(now, submit)
@@ -200,10 +202,6 @@ class Router:
         if lost is not None:
             self.shared.on_worker_down(down.worker)
             self._on_lost(now, lost, f"{down.worker} is down: {down.reason}")
-
-    def _on_role_changed(self, now: float, change: RoleChanged) -> None:
-        self._migrations.on_role_changed(now, change)
-        self._requests.room_changed = True
 
     def _on_lost(self, now: float, lost: Endpoint, detail: str) -> None:
         """Retry the requests that still need `lost`."""

@@ -7,9 +7,13 @@ nothing is left on any node, and the router's prefix index says what the workers
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from engine.kv.tier import Tier
 from engine.node import NodeId
 from engine.request import Refusal
+from engine.sequence import Sequence
+from engine.stats import Role
 from kvtransfer.worker import Worker
 from lab.sim.client import Client, JudgeFailure, Order
 from lab.sim.runtime import Life, SimRuntime
@@ -17,6 +21,8 @@ from lab.sim.scenario import BLOCK_SIZE, Scenario
 from router.messages import Failed
 from router.router import Router
 
+STARVATION_S = 2.0
+MARGIN = 4  # blocks that may be taken before a request that moves comes
 ROUTER_SAMPLING = 8
 """One event in so many: its status costs more to make than a message to decide."""
 
@@ -71,6 +77,61 @@ class QueueBounds:
             queued = node.status(runtime.now).num_queued
             if queued > self._max_queued:
                 runtime.violate("queue above its bound", f"{node.node_id}: {queued} queued")
+
+
+class Starvation:
+    """After the faults: no stream waits for memory for long, while a worker that may serve it has
+    room for all of it. One such wait is one violation."""
+
+    def __init__(self, router: NodeId, workers: list[NodeId]) -> None:
+        self._router = router
+        self._workers = workers
+        self._since: dict[tuple[NodeId, str, int], float] = {}
+        self._due_at = 0.0
+
+    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+        if runtime.faults.active or runtime.now < self._due_at:
+            return
+        self._due_at = runtime.now + STARVATION_S / 8
+        lives = [runtime.life(name) for name in self._workers]
+        nodes = [each.node for each in lives if each is not None]
+        workers = [node for node in nodes if isinstance(node, Worker)]
+        starving = {
+            (worker.node_id, *seq.key): seq
+            for worker in workers
+            for seq in worker.core.scheduler.waiting
+            if seq.num_preemptions and any(self._has_room(runtime, w, seq) for w in workers)
+        }
+        self._since = {key: self._since.get(key, runtime.now) for key in starving}
+        for key, since in self._since.items():
+            if runtime.now - since > STARVATION_S:
+                self._since[key] = float("inf")
+                runtime.violate("starved", f"{key} waits for memory while others have some")
+
+    def _has_room(self, runtime: SimRuntime, worker: Worker, seq: Sequence) -> bool:
+        """Room for all that it may become, beside what is there; and its router may choose it."""
+        life = runtime.life(self._router)
+        assert life is not None
+        assert isinstance(life.node, Router)
+        record = life.node.live.get(seq.request_id)
+        if record is None or worker.node_id in {each.worker for each in record.avoid}:
+            return False
+        core, config = worker.core, worker.config
+        busy = len(core.seqs)
+        whole = seq.num_prompt_tokens + seq.sampling.max_tokens
+        needed = -(-whole // config.block_size) + busy + 1
+        return busy + 1 < config.max_num_seqs and core.kv.pool.num_free >= needed + MARGIN
+
+
+def check_roles(runtime: SimRuntime, router: NodeId, told: Mapping[NodeId, Role]) -> None:
+    """The router prefers each worker for what it was last told to."""
+    life = runtime.life(router)
+    assert life is not None
+    assert isinstance(life.node, Router)
+    for status in life.node.status(runtime.now).workers:
+        if status.role is not told[status.worker]:
+            known = f"{status.worker} is {status.role} to the router"
+            runtime.violate("role differs", f"{known}, and was made {told[status.worker]}")
 
 
 def check_idle(runtime: SimRuntime, router: NodeId, workers: list[NodeId]) -> None:

@@ -12,14 +12,13 @@ from engine.kv.tier import DiskRecord, Tier
 from engine.node import Node, NodeId
 from engine.stats import RouterUp
 from lab.sim import checkers
-from lab.sim.breakage import Break, break_worker
+from lab.sim.breakage import Break, break_worker, make_router
 from lab.sim.client import Client, Outcome, SecondWave
 from lab.sim.faults import Crash, Rot
 from lab.sim.operator import OPERATOR, GiveOrder, Operator
-from lab.sim.runtime import PoolShape, SimRuntime, Violation
+from lab.sim.runtime import Life, PoolShape, SimRuntime, Violation
 from lab.sim.scenario import ROUTER, RoleChange, Scenario, draw_scenario
 from router.messages import RoleChanged, WorkerDown, WorkerUp
-from router.router import Router
 
 CLIENT: NodeId = "client"
 CONTROLLER: NodeId = "controller"
@@ -51,12 +50,22 @@ class Cluster:
         self._configs = {config.node_id: config for config in self.scenario.workers}
         self.worker_ids = list(self._configs)
         self._roles = {worker: config.role for worker, config in self._configs.items()}
+        self._told = dict(self._roles)  # the router, last of each
         runtime = self.runtime
         runtime.trusted = {ROUTER, CLIENT}
-        runtime.after_receive = checkers.QueueBounds(self.scenario)
+        bounds = checkers.QueueBounds(self.scenario)
+        starvation = checkers.Starvation(ROUTER, self.worker_ids)
+
+        def check(runtime: SimRuntime, life: Life) -> None:
+            bounds(runtime, life)
+            starvation(runtime, life)
+
+        runtime.after_receive = check
         runtime.faults.plan = self.scenario.faults
         runtime.faults.active = True
-        runtime.add(ROUTER, lambda epoch, records: Router(ROUTER, self.scenario.router))
+        runtime.add(
+            ROUTER, lambda epoch, records: make_router(ROUTER, self.scenario.router, broken)
+        )
         for config in self.scenario.workers:
             shape = PoolShape(
                 config.num_blocks,
@@ -102,6 +111,7 @@ class Cluster:
         if not runtime.stopped:
             checkers.check_idle(runtime, ROUTER, self.worker_ids)
             checkers.check_index(runtime, ROUTER, self.worker_ids)
+            checkers.check_roles(runtime, ROUTER, self._told)
             self.operator.check()
 
     def _crash(self, crash: Crash) -> None:
@@ -143,6 +153,7 @@ class Cluster:
         life = self.runtime.life(worker)
         if life is None or change.lost:
             return
+        self._told[worker] = role
         self.runtime.post(CONTROLLER, ROUTER, RoleChanged(worker, life.epoch, role))
 
     def _restart(self, worker: NodeId) -> None:
@@ -153,7 +164,8 @@ class Cluster:
         """Worker and router hear of each other at moments of their own."""
         runtime, life = self.runtime, self.runtime.life(worker)
         assert life is not None
-        config = replace(self._configs[worker], epoch=life.epoch, role=self._roles[worker])
+        role = self._told[worker] = self._roles[worker]
+        config = replace(self._configs[worker], epoch=life.epoch, role=role)
         info = config.info()
         runtime.post(CONTROLLER, worker, RouterUp(ROUTER), 0.01 * runtime.rng.random())
         runtime.post(CONTROLLER, ROUTER, WorkerUp(info), 0.01 * runtime.rng.random())

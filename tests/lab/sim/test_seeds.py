@@ -62,6 +62,7 @@ def test_the_seeds_see_every_outcome_and_every_fault() -> None:
         "read error",
         "read slow",
         "read stalled",
+        "role change",
         "slot flipped",
         "step error",
         "step slow",
@@ -98,6 +99,9 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
             Break.CHECKSUM,
             {"block used with wrong content", "a move reads a block that is being written"},
         ),
+        (Break.LEAVE, {"left over"}),
+        (Break.RESCUE, {"starved"}),
+        (Break.ROLE, {"role differs"}),
     ],
 )
 def test_the_checkers_notice_a_missing_safeguard(broken: Break, kinds: set[str]) -> None:
