@@ -32,6 +32,7 @@ class WorkerConfig:
     disk_after_s: float = 2.0  # a block that was not used for this long is written to disk
     window: int = 0  # positions that a query attends to in any layer; 0: all
     num_sinks: int = 0  # attention sinks: first positions that are attended to as well
+    cores: str = ""  # as in WorkerInfo
     guard: bool = True  # block tables are checked whole before each step, not in part
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
@@ -65,5 +66,6 @@ class WorkerConfig:
             fingerprint=self.fingerprint,
             num_host_blocks=self.num_host_blocks,
             num_disk_blocks=self.num_disk_blocks,
+            cores=self.cores,
             max_seq_blocks=self.kv_window.max_blocks(self.max_model_len) if self.window else 0,
         )

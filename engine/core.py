@@ -319,7 +319,8 @@ class EngineCore:
             disk_read_bytes_per_s=read_rates[Tier.DISK],
             num_host_blocks=self.lower.num_blocks(Tier.HOST) if self.lower else 0,
             num_disk_blocks=self.lower.num_blocks(Tier.DISK) if self.lower else 0,
-            prompt_weights=self.timing.present_prompt_weights(is_busy=is_busy),
+            prompt_weights=self.timing.prompt_cost.published(),
+            prompt_slowdown=self.timing.present_slowdown(is_busy=is_busy),
             decode_weights=self.timing.decode_cost.published(),
             num_wanted_blocks=sum(
                 self.kv.window.max_blocks(len(s.tokens)) for s in scheduler.waiting

@@ -45,6 +45,7 @@ class Rate:
 
 
 FORGET = 0.998  # factor on the weight of older samples, with each new one
+MAX_SLOWDOWN = 8.0
 MIN_SAMPLES = 8  # before a fit is published
 TOKENS_UNIT = 4096.0  # prompt tokens count in these, so that features are of one size
 SEQS_UNIT = 16.0
@@ -130,6 +131,7 @@ class StepTiming:
         self.prefill_tokens_per_s = Rate()
         self.decode_step_s = Rate()
         self.prompt_cost = FittedCost(4)
+        self._prompt_slowdown = Rate()  # seconds that prompts take now, for each that the fit says
         self.decode_cost = FittedCost(4)  # of a token for each
         self.row_cost = FittedCost(4)  # of a pass, by its rows
 
@@ -155,7 +157,10 @@ class StepTiming:
         total = sum(len(share.tokens) for share in prompts)
         self.prefill_tokens_per_s.add(total, elapsed_s)
         before = sum(len(share.tokens) * share.start for share in prompts)
-        self.prompt_cost.add(prompt_features(total, before // total, total), elapsed_s)
+        features = prompt_features(total, before // total, total)
+        if known := self.prompt_cost.published():
+            self._prompt_slowdown.add(elapsed_s, fitted_s(known, features))
+        self.prompt_cost.add(features, elapsed_s)
 
     def prompt_budget(self) -> int:
         """Prompt tokens that fit beside decodes into a step of `itl_target_s`, at measured rates;
@@ -174,10 +179,10 @@ class StepTiming:
         budget = self.prompt_budget()
         return budget / (self.decode_step_s.value + budget / rate)
 
-    def present_prompt_weights(self, *, is_busy: bool) -> tuple[float, ...]:
-        """The fit for prompts, slowed down likewise; empty while it is not published."""
-        weights, rate = self.prompt_cost.published(), self.prefill_tokens_per_s.value
+    def present_slowdown(self, *, is_busy: bool) -> float:
+        """By which prompts take longer now than by the fit: beside decodes, and judged by the last
+        steps. The fit remembers hundreds of steps, and what shares the cores of a machine may be
+        several times slower now than then."""
+        slowdown = min(MAX_SLOWDOWN, max(1.0 / MAX_SLOWDOWN, self._prompt_slowdown.value or 1.0))
         present = self.present_prefill_rate(is_busy=is_busy)
-        if present == rate:
-            return weights
-        return tuple(weight * rate / present for weight in weights)
+        return slowdown * self.prefill_tokens_per_s.value / present if present else slowdown

@@ -33,6 +33,7 @@ class WorkerInfo:
     num_host_blocks: int = 0  # that its host tier has room for
     num_disk_blocks: int = 0
     max_seq_blocks: int = 0  # that a sequence holds at once; 0: no bound below its tokens
+    cores: str = ""  # the machine on whose cores it computes, beside others; "": it has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class WorkerStats:
     num_disk_blocks: int = 0
     prompt_weights: tuple[float, ...] = ()  # of `engine.cost.prompt_features`; empty: not known yet
     decode_weights: tuple[float, ...] = ()  # of `engine.cost.decode_features`
+    prompt_slowdown: float = 1.0  # by which prompts take longer now than by `prompt_weights`
     num_wanted_blocks: int = 0  # that waiting sequences need
     num_decoding: int = 0  # sequences that have their whole prompt
     decoding_tokens: int = 0  # sum of their context lengths

@@ -216,8 +216,10 @@ class Dispatcher:
             self._update(now, attempt.prefill)
 
     def release(self, attempt: Attempt, request_id: str) -> None:
-        """The attempt is over."""
-        for endpoint in attempt.workers:
+        """The attempt is over. A prefill worker was released with its first token; what is booked
+        there now is another attempt."""
+        workers = (attempt.decode,) if attempt.started else attempt.workers
+        for endpoint in workers:
             if endpoint.release(request_id):
                 self._update(self._now, endpoint)
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import median
 
 from engine.node import NodeId
@@ -141,11 +142,12 @@ class Explanations:
 
 def _phases(request: Explanation) -> Iterator[Phase]:
     first_at, free_at, end = request.first_token_at, request.submitted_at, request.ended_at
-    for attempt in request.attempts:
+    for attempt, following in zip_longest(request.attempts, request.attempts[1:]):
         before = first_at is None or attempt.sent_at <= first_at
         begin = max(attempt.sent_at, free_at)  # one that takes over begins before the other ends
         yield Phase("queue", begin - free_at, to_first=before)
-        free_at = max(begin, end if attempt.ended_at is None else attempt.ended_at)
+        ends = [end, attempt.ended_at, following.first_at if following else None]
+        free_at = max(begin, min(at for at in ends if at is not None))
         yield from _attempt_phases(attempt, first_at, begin, free_at)
     if free_at < end or not request.attempts:
         yield Phase("queue", end - free_at, to_first=first_at is None)

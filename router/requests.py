@@ -172,6 +172,8 @@ class Requests:
             self.start(now, record, attempt)
         reason = delta.finish or record.complete()
         if reason is not None:
+            if attempt is record.leaving:
+                record.current, record.leaving = attempt, record.current
             has_ended = endpoint if delta.finish else None
             self._stop(record, has_ended)
             self._finish(now, record, reason, new, logprobs)

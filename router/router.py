@@ -267,14 +267,17 @@ class Router:
         attempt = None if record is None else record.attempt(refused.attempt)
         if endpoint is None or record is None or attempt is None or not attempt.involves(endpoint):
             return
-        if attempt is record.leaving:
-            self._requests.leave(now, record, Cause.REFUSED)
-            return
         from_decode = endpoint is attempt.decode
         if not from_decode and attempt.handed_over:
             return  # the decode worker has all that it needs
         detail = f"{refused.worker}: {refused.detail}"
         requests = self._requests
+        if attempt is record.leaving:
+            requests.leave(now, record, Cause.REFUSED)
+            return
+        if record.leaving is not None:  # whatever the new worker says, the old one goes on
+            requests.retry(now, record, Cause.REFUSED, detail, gone=endpoint)
+            return
         match refused.reason:
             case Refusal.UNKNOWN:
                 requests.retry(now, record, Cause.UNKNOWN, detail, gone=endpoint)

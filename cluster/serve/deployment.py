@@ -270,6 +270,7 @@ class Deployment:
             retention_s=config.tiers.retention_s,
             disk_after_s=config.tiers.disk_after_s,
             num_peers=config.cluster.prefill + config.cluster.decode - 1,
+            machine=start.machine_id,
             num_gpus=min(engine.tensor_parallel_size, int(machine.num_gpus)),
         )
 

@@ -72,6 +72,7 @@ class WorkerSpec:
     num_peers: int = 0  # other workers of the cluster
     quantization: str = "none"
     num_gpus: int = 0  # that it is given
+    machine: str = ""  # its id
 
     @property
     def node(self) -> NodeId:
@@ -219,6 +220,7 @@ def worker_config(
         disk_after_s=spec.disk_after_s,
         window=plan.window.size,
         num_sinks=plan.window.num_sinks,
+        cores="" if spec.on_gpu else spec.machine,
         guard=engine.guard,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,

@@ -33,11 +33,14 @@ CLOSE_S = 15.0
 T = TypeVar("T")
 
 NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
+MOST_NICENESS = 19  # that there is
 
 
 def give_way() -> None:
     """The calling thread, and those that it will start, let others of the machine go first."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    thread = threading.get_native_id()
+    niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+    os.setpriority(os.PRIO_PROCESS, thread, min(niceness, MOST_NICENESS))
 
 
 def giving_way(call: Callable[[], T]) -> T:

@@ -142,6 +142,19 @@ static void find_options(const cost_model *c, const question *q, const candidate
         rank(all, a->num_decodes);
 }
 
+/* Sequences that decode on the same cores as each of the candidates, but elsewhere. */
+static void look_beside(const chooser *x, const candidates *found) {
+    for (uint32_t i = 0; i < found->count; i++) {
+        worker *w = found->workers[i];
+        w->beside = 0.0;
+        for (uint32_t slot = 0; w->cores && slot < x->num_slots; slot++) {
+            const worker *other = x->by_slot[slot];
+            if (other != NULL && other != w && other->cores == w->cores)
+                w->beside += num_decoding(other);
+        }
+    }
+}
+
 static void copy_given(worker *const *from, int64_t count, candidates *to) {
     for (int64_t i = 0; i < count && i < MAX_CANDIDATES; i++)
         to->workers[to->count++] = from[i];
@@ -171,6 +184,8 @@ void kvr_choose(chooser *x, const cost_model *c, const fleet *decodes, const fle
         find_candidates(c, q, prefills, holders.workers[1], holders.count[1], false,
                         &from_prefills);
     }
+    look_beside(x, &from_decodes);
+    look_beside(x, &from_prefills);
     find_options(c, q, &from_decodes, &from_prefills, a);
     q->asked.fetch_sources = NULL;
 }

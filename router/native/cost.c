@@ -32,7 +32,8 @@ static void prompt_features(double num_new, double start, double budget, double 
     features[3] = before / (TOKENS_UNIT * TOKENS_UNIT);
 }
 
-static double prefill_s(const cost_model *c, const worker *w, int64_t num_new, int64_t start) {
+/* How long it takes to compute, if nothing else is to be done. */
+static double compute_s(const cost_model *c, const worker *w, int64_t num_new, int64_t start) {
     if (num_new <= 0)
         return 0.0;
     double rate_s = num_new / RATE(c, w, prefill_tokens_per_s), features[NUM_WEIGHTS];
@@ -44,6 +45,12 @@ static double prefill_s(const cost_model *c, const worker *w, int64_t num_new, i
     prompt_features(num_new, start, w->max_num_batched_tokens, features);
     /* A fit may be wrong where nothing was measured yet. */
     return fmax(fitted_s(weights, features), 0.05 * rate_s);
+}
+
+/* How long it takes now. Without a fit the rate is that of now already. */
+static double prefill_s(const cost_model *c, const worker *w, double computing_s) {
+    bool fitted = w->rates.has_prompt_weights || c->fleet.has_prompt_weights;
+    return fitted && w->rates.prompt_slowdown > 0 ? computing_s * w->rates.prompt_slowdown : computing_s;
 }
 
 /* One decode step of so many sequences, with that fraction of the pool. */
@@ -128,12 +135,14 @@ static placement prefill_with(const cost_model *c, const worker *w, const work *
                               const intake *in) {
     placement p = {.intake = *in};
     uint32_t num_behind = 0;
-    p.seconds.prefill = prefill_s(c, w, in->computed, asked->num_tokens - in->computed);
+    double computing_s = compute_s(c, w, in->computed, asked->num_tokens - in->computed);
+    p.seconds.prefill = prefill_s(c, w, computing_s);
     p.seconds.queue = kvr_prompts_ahead_of(w->prompts, asked->now, p.seconds.prefill, &num_behind);
     p.seconds.queue += w->other_tokens / RATE(c, w, prefill_tokens_per_s);
     p.seconds.load = in->load_s;
     p.seconds.fetch = in->fetch_s;
     p.seconds.delay = num_behind * p.seconds.prefill;
+    p.seconds.stall = computing_s * w->beside;
     return p;
 }
 
@@ -167,6 +176,7 @@ static void add_decode(const cost_model *c, const worker *w, const work *asked, 
     p->seconds.decode = output * after_s;
     /* Those that are there have half of their output before them, on average. */
     p->seconds.crowd = num_seqs(w) * output / 2 * (after_s - before_s);
+    p->seconds.crowd += output * after_s * w->beside;
     if (w->roles == PREFILLS) {
         /* It waits while prompts are computed there, and those wait for its steps. */
         double prefilling = fmax(c->prefilling_at_least, w->typical_prefilling);
@@ -185,7 +195,8 @@ placement local_at(const cost_model *c, const worker *w, const work *asked) {
     placement p = prefill_at(c, w, asked);
     int64_t computed = p.intake.computed, beyond = computed - c->free_tokens;
     if (beyond > 0)
-        p.seconds.stall = p.seconds.prefill * beyond / computed * stalled(c, w);
+        p.seconds.stall += compute_s(c, w, computed, asked->num_tokens - computed) * beyond /
+                           computed * stalled(c, w);
     add_decode(c, w, asked, &p);
     return p;
 }

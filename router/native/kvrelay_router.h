@@ -78,8 +78,9 @@ enum { LEAST_MS = 2 }; /* of a prompt that should be computed by now, and is not
 
 typedef struct prompt prompt;
 
-/* Prompts that are not known to be computed, shortest first, with the seconds that each still needs
- * as of `at`. */
+/* Prompts that are not known to be computed, with the seconds that each still needs as of `at`, in
+ * the order in which they will be computed: shortest first, but one that has waited counts as
+ * shorter, as in engine/scheduler.py. */
 typedef struct {
     double at;
     prompt *prompts;
@@ -88,6 +89,7 @@ typedef struct {
 
 /* Of equal ones the first goes first. */
 void kvr_prompts_add(prompt_queue *q, double now, uint64_t ticket, double seconds);
+void kvr_prompts_correct(prompt_queue *q, double now, uint64_t ticket, double seconds);
 void kvr_prompts_discard(prompt_queue *q, uint64_t ticket);
 void kvr_prompts_run_down(prompt_queue *q, double now);
 
@@ -109,15 +111,18 @@ typedef struct {
     double prefill_tokens_per_s, decode_step_s;
     double read_bytes_per_s, host_read_bytes_per_s, disk_read_bytes_per_s;
     double prompt_weights[NUM_WEIGHTS], decode_weights[NUM_WEIGHTS];
+    double prompt_slowdown; /* by which prompts take longer than by the fit; 0: not longer */
     bool has_prompt_weights, has_decode_weights;
 } rates;
 
 typedef struct {
     uint64_t model; /* equal for workers that can use each other's KV */
+    uint64_t cores; /* equal for workers that share the cores of a machine; 0: it has its own */
     int64_t block_size, num_blocks, max_model_len, max_seq_blocks, max_num_batched_tokens;
     double bytes_per_token;
     int64_t slot; /* in the prefix index; -1: none */
     double last_seen_at, excluded_until, typical_decoding;
+    double beside; /* sequences that decode on the same cores elsewhere; as of the last choice */
     double typical_prefilling; /* share of the time in which it has prompts to compute */
     int64_t chosen_at; /* number of the decision that last took it */
     int64_t num_booked, reported_free_blocks;

@@ -10,10 +10,13 @@ total = queue + load + fetch + prefill + transfer + memory + decode   the reques
   memory    waiting for blocks, where there are too few
   decode    its output at the worker's step time, with the KV that is there then
   delay     to the longer prompts, which now wait for this one
-  stall     prefill time on a decode worker, once for each sequence that decodes there meanwhile;
-            the few tokens that a decode step computes beside its own are free. On a prefill worker,
-            the time that its own output waits for prompts
+  stall     the time that the prompt is computed, once for each sequence that decodes there
+            meanwhile; the few tokens that a decode step computes beside its own are free. On a
+            prefill worker, the time that its own output waits for prompts
   crowd     to the sequences there: each step takes longer. On a prefill worker, to the prompts
+
+Workers that share the cores of a machine also take the time that they compute from each sequence
+that decodes on another one (stall, crowd): whoever goes first, as much is done in all.
 
 KV is loaded or fetched only where that is quicker than computing it. queue + load + fetch + prefill
 is the time to the first token.

@@ -30,7 +30,9 @@ ROLE_BITS = {
     Role.PREFILL: constants.PREFILLS,
     Role.BOTH: constants.DECODES | constants.PREFILLS,
 }
-RATES = tuple(n for n, f in ffi.typeof("rates").fields if f.type.cname == "double")
+RATES = tuple(
+    n for n, f in ffi.typeof("rates").fields if f.type.cname == "double" and n != "prompt_slowdown"
+)
 
 
 @cache
@@ -64,6 +66,7 @@ class Booking:
     booked_at: float
     prefill_tokens: int  # to be computed here
     num_blocks: int  # to be allocated here
+    token_s: float = 0.0  # to compute one of the tokens, at best
     counted: bool = False  # True: the last statistics know of it
     decoding: bool = False
 
@@ -93,6 +96,12 @@ class PromptQueue:
         """`request_id` is not there yet."""
         ticket = self._tickets[request_id] = next(self._numbers)
         self._lib.kvr_prompts_add(self._address, now, ticket, seconds)
+
+    def correct(self, now: float, request_id: str, seconds: float) -> None:
+        """It still needs so long, if it is there."""
+        ticket = self._tickets.get(request_id)
+        if ticket is not None:
+            self._lib.kvr_prompts_correct(self._address, now, ticket, seconds)
 
     def discard(self, now: float | None, request_id: str) -> None:
         """It is computed (`now`), or not wanted any more (None)."""
@@ -140,6 +149,7 @@ class Endpoint:
         self.prompts = PromptQueue()
         fields = {
             "model": model_number(info.fingerprint),
+            "cores": model_number(info.cores.encode()) if info.cores else 0,
             "block_size": info.block_size,
             "num_blocks": info.num_blocks,
             "max_model_len": info.max_model_len,
@@ -165,6 +175,11 @@ class Endpoint:
     def set_role(self, role: Role) -> None:
         self.info = replace(self.info, role=role)
         self.struct.roles = ROLE_BITS[role]
+
+    @property
+    def _slowdown(self) -> float:
+        """By which prompts take longer there now than usual."""
+        return 1.0 if self.stats is None else self.stats.prompt_slowdown
 
     @property
     def pending_prefill_tokens(self) -> int:
@@ -199,7 +214,8 @@ class Endpoint:
     ) -> None:
         """`prefill_s`: how long the `prefill_tokens` should take to be computed."""
         assert request_id not in self.bookings, f"{request_id} is booked twice on {self.worker}"
-        self.bookings[request_id] = Booking(now, prefill_tokens, num_blocks)
+        token_s = prefill_s / max(1, prefill_tokens) / self._slowdown
+        self.bookings[request_id] = Booking(now, prefill_tokens, num_blocks, token_s)
         struct = self.struct
         struct.num_booked += 1
         struct.uncounted_blocks += num_blocks
@@ -238,10 +254,7 @@ class Endpoint:
         """Take statistics in and settle the books against them."""
         elapsed_s = now - self.struct.last_seen_at if self.stats is not None else TYPICAL_S
         weight = 1.0 - exp(-max(0.0, elapsed_s) / TYPICAL_S)
-        # Of a prefill worker, what runs are mostly prompts; elsewhere most will decode there.
-        prefers_prompts = self.info.role is Role.PREFILL
-        decoding = stats.num_decoding if prefers_prompts else stats.num_running
-        self.typical_decoding += weight * (decoding - self.typical_decoding)
+        self.typical_decoding += weight * (stats.num_decoding - self.typical_decoding)
         has_prompts = stats.pending_prefill_tokens > stats.num_running
         self.typical_prefilling += weight * (has_prompts - self.typical_prefilling)
         self.stats = stats
@@ -252,6 +265,7 @@ class Endpoint:
         for name in RATES:
             setattr(rates, name, getattr(stats, name))
         set_weights(rates, stats.prompt_weights, stats.decode_weights)
+        rates.prompt_slowdown = stats.prompt_slowdown
         known = [b for b in self.bookings.values() if b.booked_at + SETTLE_S <= now]
         for booking in known:
             if not booking.counted:
@@ -262,11 +276,16 @@ class Endpoint:
         pending = max(0, stats.pending_prefill_tokens - stats.num_running)
         excess = sum(b.prefill_tokens for b in known) - pending
         self.struct.other_tokens = max(0, -excess)
-        for booking in known:  # prompts are computed in the order they came
+        for request_id, booking in self.bookings.items():  # computed in the order they came
+            if not booking.counted:
+                continue
             done = min(max(0, excess), booking.prefill_tokens)
             booking.prefill_tokens -= done
             self.struct.own_tokens -= done
             excess -= done
+            if booking.prefill_tokens:
+                left_s = booking.prefill_tokens * booking.token_s * self._slowdown
+                self.prompts.correct(now, request_id, left_s)
 
     def fail(self, now: float, backoff_s: float, max_backoff_s: float) -> None:
         """Leave the worker alone for a while; longer with every failure in a row."""

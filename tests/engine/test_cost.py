@@ -190,8 +190,22 @@ def test_a_worker_learns_what_prompts_cost_from_its_steps() -> None:
         num_new, start = rng.randrange(10, 2000), rng.choice((0, 512, 2000))
         seconds = fitted_s(TRUE, prompt_features(num_new, start, num_new))
         timing.on_step(Step(0, [share(start, num_new)]), seconds, 1)
-    weights = timing.present_prompt_weights(is_busy=False)
-    assert weights == pytest.approx(TRUE, rel=0.02)
+    assert timing.prompt_cost.published() == pytest.approx(TRUE, rel=0.02)
+    assert timing.present_slowdown(is_busy=False) == pytest.approx(1.0, abs=0.01)
+
+
+def test_prompts_that_take_longer_of_late_are_told_to_before_the_fit_has_learned_it() -> None:
+    timing, rng = timing_of(), Random(8)
+    for number in range(320):
+        num_new = rng.randrange(10, 2000)
+        seconds = fitted_s(TRUE, prompt_features(num_new, 0, num_new))
+        slow = 3.0 if number >= 300 else 1.0
+        timing.on_step(Step(0, [share(0, num_new)]), slow * seconds, 1)
+    said = timing.present_slowdown(is_busy=False) * fitted_s(
+        timing.prompt_cost.published(), prompt_features(500, 0, 500)
+    )
+    real = 3.0 * fitted_s(TRUE, prompt_features(500, 0, 500))
+    assert said == pytest.approx(real, rel=0.15)
 
 
 def test_repeated_steps_count_as_the_average_of_each() -> None:
@@ -220,10 +234,10 @@ def test_where_a_target_holds_prompts_back_they_are_told_to_take_longer() -> Non
         timing.on_step(Step(0, [share(100, 1)]), 0.02, 1)
         timing.on_step(Step(0, [share(0, 100)]), 0.1, 1)
     assert timing.prompt_budget() == 16, "10 tokens fit, but a block is the least"
-    idle, busy = (timing.present_prompt_weights(is_busy=b) for b in (False, True))
+    idle, busy = (timing.present_slowdown(is_busy=b) for b in (False, True))
     slowdown = 1000 / timing.present_prefill_rate(is_busy=True)
     assert slowdown > 1.5
-    assert busy == pytest.approx(tuple(slowdown * weight for weight in idle))
+    assert busy == pytest.approx(slowdown * idle)
 
 
 # -- load or compute ------------------------------------------------------------------------------

@@ -9,7 +9,7 @@
  * claim (compare-and-swap on the ticket) succeeds only for the job whose fields were read. One job
  * runs at a time; a caller that finds the pool taken does its tasks alone.
  *
- * A thread that gives way to others (whose niceness is above 0) has helpers apart, because helpers
+ * A thread that gives way to others (nicer than the process) has helpers apart, because helpers
  * inherit the niceness of who starts them and cannot lower it. */
 #define _GNU_SOURCE
 #include "thread_pool.h"
@@ -45,7 +45,7 @@ typedef struct {
     int number;
 } Helper;
 
-static Pool pools[2]; /* of threads with and without the default niceness */
+static Pool pools[2]; /* of threads that do not give way, and of those that do */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_key_t scratch_keys[NUM_SCRATCH];
 static _Thread_local int thread_index; /* 0 of callers, a helper's number + 1 */
@@ -117,7 +117,8 @@ static void start(void) {
 static Pool *pool_of_caller(void) {
     if (!own_pool) {
         pthread_once(&once, start);
-        own_pool = pools + (getpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid)) > 0);
+        int own = getpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid));
+        own_pool = pools + (own > getpriority(PRIO_PROCESS, (id_t)getpid()));
     }
     return own_pool;
 }

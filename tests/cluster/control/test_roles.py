@@ -1,0 +1,118 @@
+"""What a worker is preferred for is changed while it runs, and outlives it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.control.controller import WorkerState
+from cluster.control.messages import (
+    Introduce,
+    Introduced,
+    SetRole,
+    StartFailed,
+    StartWorker,
+    WorkerLost,
+)
+from engine.node import Note, Send, Woken
+from engine.stats import Role
+from router.messages import RoleChanged, WorkerUp
+from tests.cluster.control.test_controller import Script, info, of
+from tests.cluster.control.test_router_processes import TwoRouters
+
+
+def announced(script: Script, introductions: list[Any]) -> list[WorkerUp]:
+    """What routers are told of a worker once all say that they know it."""
+    said: list[Any] = []
+    for each in of(Introduce, introductions):
+        said += script.say(Introduced(each.to, each.about, each.epoch))
+    return [each.message for each in of(Send, said) if isinstance(each.message, WorkerUp)]
+
+
+def up_as(role: Role, worker: str, epoch: int) -> WorkerUp:
+    return WorkerUp(replace(info(worker, epoch), role=role))
+
+
+def test_every_router_hears_of_it_once_and_the_worker_does_not() -> None:
+    script = TwoRouters()
+    script.all_up()
+    change = RoleChanged("decode-0", 1, Role.PREFILL)
+    assert script.say(SetRole("decode-0", Role.PREFILL)) == [
+        Send("router-0", change),
+        Send("router-1", change),
+    ]
+    assert script.state("decode-0") is WorkerState.UP
+    assert script.controller.workers["decode-0"].role is Role.PREFILL
+    assert script.controller.workers["prefill-0"].role is Role.PREFILL
+
+
+def test_what_changes_nothing_is_told_to_nobody() -> None:
+    script = TwoRouters()
+    script.all_up()
+    assert script.say(SetRole("decode-0", Role.DECODE)) == []
+    script.say(SetRole("decode-0", Role.BOTH))
+    assert script.say(SetRole("decode-0", Role.BOTH)) == []
+    assert script.say(SetRole("nobody", Role.PREFILL)) == []
+    assert "nobody" not in script.controller.workers
+
+
+def test_it_is_noted_with_both_roles() -> None:
+    controller = Script().controller
+    (note,) = of(Note, controller.receive(0.0, SetRole("decode-0", Role.PREFILL)))
+    text = "decode-0 was preferred for decode, and is for prefill now"
+    assert note == Note("info", "role_changed", text)
+    assert controller.receive(0.0, SetRole("decode-0", Role.PREFILL)) == []
+
+
+def test_the_next_life_of_a_worker_begins_with_its_new_role() -> None:
+    script = Script()
+    script.bring_up("prefill-0", 1)
+    script.bring_up("decode-0", 1)
+    script.say(SetRole("decode-0", Role.PREFILL))
+    script.say(WorkerLost("decode-0", 1, "killed"))
+    again = script.say(Woken("backoff 1 decode-0"), at=1.0)
+    assert of(StartWorker, again) == [StartWorker("decode-0", Role.PREFILL, 2, "m1")]
+    # `started` says the role that it once had: the controller knows better.
+    said = announced(script, script.started("decode-0", 2))
+    assert said == [up_as(Role.PREFILL, "decode-0", 2)]
+
+
+@pytest.mark.parametrize(
+    "news", [WorkerLost("decode-0", 1, "killed"), StartFailed("decode-0", 1, "no memory", False)]
+)
+def test_while_a_worker_is_down_nobody_is_told_and_it_comes_back_in_its_new_role(
+    news: WorkerLost | StartFailed,
+) -> None:
+    script = Script()
+    script.say(news)
+    assert script.state("decode-0") is WorkerState.BACKOFF
+    assert script.say(SetRole("decode-0", Role.BOTH)) == []
+    again = script.say(Woken("backoff 1 decode-0"), at=1.0)
+    assert of(StartWorker, again) == [StartWorker("decode-0", Role.BOTH, 2, "m1")]
+
+
+def test_a_role_that_is_set_while_a_worker_starts_is_the_one_it_is_announced_with() -> None:
+    script = Script()
+    assert script.state("decode-0") is WorkerState.STARTING
+    assert script.say(SetRole("decode-0", Role.PREFILL)) == []  # no router knows the worker
+    said = announced(script, script.started("decode-0", 1))
+    assert said == [up_as(Role.PREFILL, "decode-0", 1)]
+
+
+def test_a_role_that_is_set_while_a_worker_is_introduced_is_the_one_it_is_announced_with() -> None:
+    script = Script()
+    introductions = script.started("decode-0", 1)
+    assert script.state("decode-0") is WorkerState.INTRODUCING
+    assert script.say(SetRole("decode-0", Role.PREFILL)) == []
+    assert announced(script, introductions) == [up_as(Role.PREFILL, "decode-0", 1)]
+
+
+def test_a_router_that_comes_later_hears_of_the_new_role_only() -> None:
+    script = TwoRouters()
+    script.acknowledge(script.started("decode-0", 1))
+    introductions = script.router_started()
+    change = RoleChanged("decode-0", 1, Role.PREFILL)
+    assert script.say(SetRole("decode-0", Role.PREFILL)) == [Send("router-0", change)]
+    assert announced(script, introductions) == [up_as(Role.PREFILL, "decode-0", 1)]
