@@ -113,14 +113,14 @@ static void find_options(const cost_model *c, const question *q, const candidate
     option *firsts = a->options, *all = a->options + 2 * q->num_candidates;
     for (uint32_t i = 0; i < prefills->count; i++) {
         worker *w = prefills->workers[i];
-        firsts[a->num_prefills++] = make_option(asked, w, -1, prefill_at(c, w, asked));
+        firsts[a->num_prefills++] = make_option(asked, w, -1, first_at(c, w, asked));
         if (!q->given && kvr_is_usable(c, q, w, true))
             all[a->num_decodes++] = make_option(asked, w, -1, local_at(c, w, asked));
     }
     for (uint32_t i = 0; !q->given && i < decodes->count; i++) {
         worker *w = decodes->workers[i];
         if (w->roles & PREFILLS && kvr_is_usable(c, q, w, false))
-            firsts[a->num_prefills++] = make_option(asked, w, -1, prefill_at(c, w, asked));
+            firsts[a->num_prefills++] = make_option(asked, w, -1, first_at(c, w, asked));
     }
     if (!q->given)
         rank(firsts, a->num_prefills);
@@ -142,15 +142,15 @@ static void find_options(const cost_model *c, const question *q, const candidate
         rank(all, a->num_decodes);
 }
 
-/* Sequences that decode on the same cores as each of the candidates, but elsewhere. */
-static void look_beside(const chooser *x, const candidates *found) {
+/* Sequences that decode on the cores of each candidate, but on other workers. */
+static void look_beside(const chooser *x, const cost_model *c, const candidates *found) {
     for (uint32_t i = 0; i < found->count; i++) {
         worker *w = found->workers[i];
         w->beside = 0.0;
         for (uint32_t slot = 0; w->cores && slot < x->num_slots; slot++) {
             const worker *other = x->by_slot[slot];
             if (other != NULL && other != w && other->cores == w->cores)
-                w->beside += num_decoding(other);
+                w->beside += stalled(c, other);
         }
     }
 }
@@ -184,8 +184,8 @@ void kvr_choose(chooser *x, const cost_model *c, const fleet *decodes, const fle
         find_candidates(c, q, prefills, holders.workers[1], holders.count[1], false,
                         &from_prefills);
     }
-    look_beside(x, &from_decodes);
-    look_beside(x, &from_prefills);
+    look_beside(x, c, &from_decodes);
+    look_beside(x, c, &from_prefills);
     find_options(c, q, &from_decodes, &from_prefills, a);
     q->asked.fetch_sources = NULL;
 }

@@ -146,7 +146,7 @@ static placement prefill_with(const cost_model *c, const worker *w, const work *
     return p;
 }
 
-placement prefill_at(const cost_model *c, const worker *w, const work *asked) {
+static placement prefill_at(const cost_model *c, const worker *w, const work *asked) {
     intake own = own_intake(c, w, asked, held_by(asked, w)), fetched;
     placement alone = prefill_with(c, w, asked, &own);
     if (!intake_with_fetch(c, w, asked, &own, &fetched))
@@ -154,6 +154,22 @@ placement prefill_at(const cost_model *c, const worker *w, const work *asked) {
     placement helped = prefill_with(c, w, asked, &fetched);
     double block_s = w->block_size / RATE(c, w, prefill_tokens_per_s);
     return total_of(&alone.seconds) - total_of(&helped.seconds) >= block_s ? helped : alone;
+}
+
+double stalled(const cost_model *c, const worker *w) {
+    double at_least = w->roles == PREFILLS ? 0.0 : c->stalled_at_least;
+    return fmax(at_least, fmax(num_decoding(w), w->typical_decoding));
+}
+
+placement first_at(const cost_model *c, const worker *w, const work *asked) {
+    placement p = prefill_at(c, w, asked);
+    int64_t computed = p.intake.computed;
+    double computing_s = compute_s(c, w, computed, asked->num_tokens - computed);
+    p.seconds.stall += computing_s * stalled(c, w);
+    /* It gives way to what decodes on the same cores. */
+    double slower = 1.0 + fmin(1.0, w->beside) * (c->giving_way - 1.0);
+    p.seconds.prefill = fmax(p.seconds.prefill, slower * computing_s);
+    return p;
 }
 
 double memory_s(const cost_model *c, const worker *w, const work *asked) {
@@ -183,12 +199,6 @@ static void add_decode(const cost_model *c, const worker *w, const work *asked, 
         p->seconds.stall += prefilling * p->seconds.decode;
         p->seconds.crowd += prefilling * p->seconds.decode;
     }
-}
-
-/* Sequences that decode there while a prompt is computed. */
-static double stalled(const cost_model *c, const worker *w) {
-    double at_least = w->roles == PREFILLS ? 0.0 : c->stalled_at_least;
-    return fmax(at_least, fmax(num_decoding(w), w->typical_decoding));
 }
 
 placement local_at(const cost_model *c, const worker *w, const work *asked) {

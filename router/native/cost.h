@@ -32,13 +32,16 @@ static inline held held_by(const work *asked, const worker *w) {
 /* Time that fetching from `source` saves a worker that holds none of the prefix, at most. */
 double fetch_gain_s(const cost_model *c, const fetch_source *source);
 
-/* Queue and prefill there, whatever its role; with the worker's own KV alone, or with a
- * peer's too, if that saves as much as computing one block takes. */
-placement prefill_at(const cost_model *c, const worker *w, const work *asked);
+/* Queue and prefill there, for another worker; with the worker's own KV alone, or with a peer's
+ * too, if that saves as much as computing one block takes. */
+placement first_at(const cost_model *c, const worker *w, const work *asked);
 
 /* Waiting for free blocks: requests have to end first. All blocks that are in use are freed, about
  * evenly, in the time of a whole request. */
 double memory_s(const cost_model *c, const worker *w, const work *asked);
+
+/* Sequences that decode there while a prompt is computed. */
+double stalled(const cost_model *c, const worker *w);
 
 /* Everything on one decode worker. */
 placement local_at(const cost_model *c, const worker *w, const work *asked);

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from router.placement.cost import CostModel
+from router.placement.endpoint import Endpoint
 from router.placement.fleet import Fleet
 from tests.router.fleet import STATS, endpoint
+from tests.router.script import worker_info, worker_stats
 
 
 def test_booked_load_counts_at_once_and_statistics_replace_it() -> None:
@@ -77,3 +81,21 @@ def test_back_off_grows_to_its_limit_and_success_ends_its_growth() -> None:
     e.succeed()
     e.fail(20.0, 0.5, 3.0)
     assert fleet.has_room(20.5, 10)
+
+
+def test_prompts_that_a_worker_has_not_computed_are_waited_for_again() -> None:
+    """The clock says that the second one is nearly done; the worker has not begun it."""
+    worker = Endpoint(worker_info("prefill-0"), 0.0)
+    worker.on_stats(0.0, worker_stats("prefill-0"))
+    worker.book(0.0, "a", 100, 4, prefill_s=1.0)
+    worker.book(0.0, "b", 300, 4, prefill_s=3.0)
+    assert worker.prompts.ahead_of(3.5, 100.0)[0] == pytest.approx(0.5, abs=0.1)
+    slow = worker_stats("prefill-0", pending_prefill_tokens=300, prompt_slowdown=2.0)
+    worker.on_stats(3.5, slow)
+    assert worker.prompts.ahead_of(3.5, 100.0)[0] == pytest.approx(6.0, abs=0.1)
+
+
+def test_only_sequences_that_decode_are_typical_for_it() -> None:
+    worker = Endpoint(worker_info("decode-0"), 0.0)
+    worker.on_stats(0.0, worker_stats("decode-0", num_running=9, num_decoding=2))
+    assert 0.0 < worker.typical_decoding < 2.0

@@ -89,3 +89,22 @@ def test_everybody_is_ahead_or_behind(prompts: list[float], seconds: float) -> N
     ahead = [left_s for left_s in prompts if left_s <= seconds]
     assert wait_s == pytest.approx(sum(ahead))
     assert num_behind == len(prompts) - len(ahead)
+
+
+def test_a_prompt_that_has_waited_counts_as_shorter() -> None:
+    """As at the worker: half a second for each second."""
+    waiting = PromptQueue()
+    waiting.add(0.0, "long", 5.0)
+    for number in range(8):
+        waiting.add(0.0, f"r{number}", 1.0)
+    assert waiting.ahead_of(0.0, 4.0)[0] == pytest.approx(8.0)
+    # Four of the eight are computed; the long one goes before a new prompt of 4 s.
+    assert waiting.ahead_of(4.0, 4.0)[0] == pytest.approx(9.0, abs=0.1)
+
+
+def test_what_a_worker_reports_corrects_what_time_has_run_down() -> None:
+    waiting = queue(2.0, 3.0)
+    waiting.correct(4.0, "r1", 2.5)  # by the clock 1 s is left of it
+    waiting.correct(4.0, "other", 9.0)
+    assert waiting.ahead_of(4.0, 100.0)[0] == pytest.approx(2.5, abs=0.1)
+    assert len(waiting) == 2
