@@ -45,6 +45,7 @@ class Rate:
 
 
 FORGET = 0.998  # factor on the weight of older samples, with each new one
+LEAST_BLOCKS = 4  # of prompt tokens in a step
 MAX_SLOWDOWN = 8.0
 MIN_SAMPLES = 8  # before a fit is published
 TOKENS_UNIT = 4096.0  # prompt tokens count in these, so that features are of one size
@@ -164,12 +165,13 @@ class StepTiming:
 
     def prompt_budget(self) -> int:
         """Prompt tokens that fit beside decodes into a step of `itl_target_s`, at measured rates;
-        at least a block, so that a prompt always advances."""
+        at least so many that the pass, whose fixed part decodes pay too, is worth it."""
         target_s = self._config.itl_target_s
         if target_s == 0:
             return self._config.max_num_batched_tokens
         spare_s = target_s - self.decode_step_s.value
-        return max(self._config.block_size, int(spare_s * self.prefill_tokens_per_s.value))
+        least = LEAST_BLOCKS * self._config.block_size
+        return max(least, int(spare_s * self.prefill_tokens_per_s.value))
 
     def present_prefill_rate(self, *, is_busy: bool) -> float:
         """Tokens per second that a prompt is computed at now: beside decodes, one budget a step."""

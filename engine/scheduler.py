@@ -17,7 +17,14 @@ from engine.kv.cache_manager import KVCacheManager
 from engine.sequence import SeqState, Sequence
 from engine.step import ScheduledSeq, Step, StepDone
 
-AGING = 0.5  # seconds by which a prompt counts as shorter for each second that it has waited
+
+def order_of(compute_s: float, waited_s: float) -> float:
+    """Prompts are computed in ascending order of this: shortest first, but one that has waited for
+    long, in proportion to what it takes, counts as shorter."""
+    if compute_s <= 0:
+        return 0.0
+    share = compute_s / (compute_s + waited_s)
+    return compute_s * share * share
 
 
 class Scheduler:
@@ -228,7 +235,7 @@ class Scheduler:
         pass_s, token_s = cost.weights[0] + decode_s, cost.weights[1] / TOKENS_UNIT
         prompts = [seq for seq in self.running if seq.num_missing > 1]
         if token_s > 0:
-            prompts.sort(key=lambda seq: seq.num_missing * token_s - AGING * (now - seq.arrived_at))
+            prompts.sort(key=lambda seq: order_of(seq.num_missing * token_s, now - seq.arrived_at))
         chosen: list[tuple[Sequence, int]] = []
         for seq in prompts:
             count = min(seq.num_missing, budget, self.kv.num_covered(seq) - seq.num_computed)

@@ -10,6 +10,7 @@ from math import exp
 
 WINDOW_S = 10.0  # time constant of the rate at which the queue drains
 SERVED_WINDOW_S = 3.0  # and of what is served at any time, which grows as load comes
+BEST_FADES_S = 60.0  # time constant with which the best rate is forgotten
 KNOWN_AFTER_S = 1.0  # of measuring; before that a rate is not known
 STALL_S = 5.0  # so long without any work done, and clocks stand still: workers may be down
 OUTAGE_S = 30.0  # so long, and what was served meanwhile says nothing of how long serving takes
@@ -96,6 +97,7 @@ class DrainRate:
     def __init__(self) -> None:
         self._waiting_s = self._serving_s = 0.0
         self._drained, self._served = Meter(), Meter(SERVED_WINDOW_S)
+        self._capacity, self._best, self._best_at = Meter(), 0.0, 0.0
         self._joined: dict[int, Meter] = {}
         self._is_waiting = self._is_serving = False
         self._at = self._worked_at = 0.0  # work that began or was done
@@ -118,6 +120,9 @@ class DrainRate:
             self._outage_until = self._at
         self._worked_at = self._at
         self._served.add(self._serving_s, units)
+        self._capacity.add(self._serving_s, units)
+        rate = self._capacity.rate(self._serving_s) if self._serving_s >= WINDOW_S else 0.0
+        self._best, self._best_at = max(rate, self._faded_best()), self._serving_s
         if self._is_waiting:
             self._drained.add(self._waiting_s, units)
 
@@ -136,10 +141,15 @@ class DrainRate:
 
     @property
     def can_serve_per_s(self) -> float | None:
-        """The higher of the two; None: neither is known yet."""
+        """The highest of the two, and of what was served in the last minutes: work is counted when
+        it is done, so that between two long prompts it looks as if little was; None: not known
+        yet."""
         served = _known(self._served, self._serving_s)
         drained = _known(self._drained, self._waiting_s)
-        return max(served or 0.0, drained or 0.0) or None
+        return max(served or 0.0, drained or 0.0, self._faded_best()) or None
+
+    def _faded_best(self) -> float:
+        return self._best * exp((self._best_at - self._serving_s) / BEST_FADES_S)
 
     def joining_above(self, priority: int) -> float:
         """Units per second of requests that go before this priority."""

@@ -47,6 +47,7 @@ NUM_SINGLE, SINGLE_WORDS = 20, 4  # requests one after the other
 STREAMS = (1, 4, 8)  # at once
 STREAM_TOKENS, STREAM_ROUNDS = 96, 3
 TIMEOUT_S = 120.0  # of a request
+HANDS_OVER = "round_robin"  # a policy that hands every prompt to a prefill worker
 
 
 @dataclass(slots=True)
@@ -61,23 +62,32 @@ def measure_served(config: Config, timing: Profile, *, shares_cores: bool) -> Ov
     """Start a cluster of `config` and time requests. `timing`: of this machine, without overheads.
     The slowdowns are found where the workers share cores. Raises ProfileError."""
     with served(config) as (url, model):
-        return asyncio.run(_measure(url, model, timing, shares_cores))
+        overheads, gap_s, tokens_per_word = asyncio.run(_measure_alone(url, model, timing))
+    if not shares_cores:
+        return overheads
+    timing = replace(timing, overheads=overheads)
+
+    def service_s(words: int, tokens: int) -> float:
+        return alone_s(timing, int(words * tokens_per_word)) + tokens * gap_s
+
+    planned = plan_mixture(service_s)
+    # Prompts and streams have to meet on two workers, whatever that costs.
+    hands_over = structs.replace(config, router=structs.replace(config.router, policy=HANDS_OVER))
+    with served(hands_over) as (url, model):
+        return contention_of(timing, asyncio.run(_measure_mixture(url, model, planned)))
 
 
-async def _measure(url: str, model: str, timing: Profile, shares_cores: bool) -> Overheads:
+async def _measure_alone(url: str, model: str, timing: Profile) -> tuple[Overheads, float, float]:
+    """As of `_alone`, and how many tokens a word makes."""
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
         asker = _Asker(url, model, http)
         overheads, gap_s = _alone(timing, await _send(asker))
-        if not shares_cores:
-            return overheads
-        timing = replace(timing, overheads=overheads)
-        tokens_per_word = asker.num_tokens / asker.num_words
+        return overheads, gap_s, asker.num_tokens / asker.num_words
 
-        def service_s(words: int, tokens: int) -> float:
-            return alone_s(timing, int(words * tokens_per_word)) + tokens * gap_s
 
-        seen = await _send_mixture(asker, plan_mixture(service_s))
-    return contention_of(timing, seen)
+async def _measure_mixture(url: str, model: str, planned: Sequence[Mixed]) -> list[Timing]:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+        return await _send_mixture(_Asker(url, model, http), planned)
 
 
 def _alone(timing: Profile, seen: _Seen) -> tuple[Overheads, float]:

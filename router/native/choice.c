@@ -142,16 +142,19 @@ static void find_options(const cost_model *c, const question *q, const candidate
         rank(all, a->num_decodes);
 }
 
-/* Sequences that decode on the cores of each candidate, but on other workers. */
+/* Which workers share the cores of each candidate, and how many sequences decode there. */
 static void look_beside(const chooser *x, const cost_model *c, const candidates *found) {
     for (uint32_t i = 0; i < found->count; i++) {
-        worker *w = found->workers[i];
+        worker *w = found->workers[i], *last = w;
         w->beside = 0.0;
         for (uint32_t slot = 0; w->cores && slot < x->num_slots; slot++) {
-            const worker *other = x->by_slot[slot];
-            if (other != NULL && other != w && other->cores == w->cores)
-                w->beside += stalled(c, other);
+            worker *other = x->by_slot[slot];
+            if (other == NULL || other == w || other->cores != w->cores)
+                continue;
+            w->beside += stalled(c, other);
+            last = last->next_beside = other;
         }
+        last->next_beside = w;
     }
 }
 

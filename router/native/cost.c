@@ -134,11 +134,16 @@ static bool intake_with_fetch(const cost_model *c, const worker *w, const work *
 static placement prefill_with(const cost_model *c, const worker *w, const work *asked,
                               const intake *in) {
     placement p = {.intake = *in};
-    uint32_t num_behind = 0;
+    uint32_t num_behind = 0, num_behind_beside = 0;
     double computing_s = compute_s(c, w, in->computed, asked->num_tokens - in->computed);
     p.seconds.prefill = prefill_s(c, w, computing_s);
     p.seconds.queue = kvr_prompts_ahead_of(w->prompts, asked->now, p.seconds.prefill, &num_behind);
     p.seconds.queue += w->other_tokens / RATE(c, w, prefill_tokens_per_s);
+    for (worker *v = w->next_beside; v != NULL && v != w; v = v->next_beside) {
+        p.seconds.queue += kvr_prompts_ahead_of(v->prompts, asked->now, p.seconds.prefill,
+                                                &num_behind_beside);
+        num_behind += num_behind_beside;
+    }
     p.seconds.load = in->load_s;
     p.seconds.fetch = in->fetch_s;
     p.seconds.delay = num_behind * p.seconds.prefill;
@@ -183,15 +188,15 @@ double memory_s(const cost_model *c, const worker *w, const work *asked) {
 
 /* Everything that is to be done on a decode worker, the same wherever the prompt is computed. */
 static void add_decode(const cost_model *c, const worker *w, const work *asked, placement *p) {
-    double output = asked->output_tokens, used = used_fraction(w);
-    double tokens = asked->num_tokens - held_by(asked, w).device + output / 2;
-    double growth = tokens / (w->num_blocks * w->block_size);
-    double before_s = step_s(c, w, num_seqs(w), used);
-    double after_s = fmax(before_s, step_s(c, w, num_seqs(w) + 1, fmin(1.0, used + growth)));
+    double output = asked->output_tokens, pool_tokens = w->num_blocks * w->block_size;
+    double used = w->decoding_tokens / pool_tokens;
+    double growth = (asked->num_tokens + output / 2) / pool_tokens;
+    double before_s = step_s(c, w, num_decoding(w), used);
+    double after_s = fmax(before_s, step_s(c, w, num_decoding(w) + 1, fmin(1.0, used + growth)));
     p->seconds.memory = memory_s(c, w, asked);
     p->seconds.decode = output * after_s;
     /* Those that are there have half of their output before them, on average. */
-    p->seconds.crowd = num_seqs(w) * output / 2 * (after_s - before_s);
+    p->seconds.crowd = num_decoding(w) * output / 2 * (after_s - before_s);
     p->seconds.crowd += output * after_s * w->beside;
     if (w->roles == PREFILLS) {
         /* It waits while prompts are computed there, and those wait for its steps. */

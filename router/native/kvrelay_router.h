@@ -115,7 +115,7 @@ typedef struct {
     bool has_prompt_weights, has_decode_weights;
 } rates;
 
-typedef struct {
+typedef struct worker {
     uint64_t model; /* equal for workers that can use each other's KV */
     uint64_t cores; /* equal for workers that share the cores of a machine; 0: it has its own */
     int64_t block_size, num_blocks, max_model_len, max_seq_blocks, max_num_batched_tokens;
@@ -123,10 +123,12 @@ typedef struct {
     int64_t slot; /* in the prefix index; -1: none */
     double last_seen_at, excluded_until, typical_decoding;
     double beside; /* sequences that decode on the same cores elsewhere; as of the last choice */
+    struct worker *next_beside; /* the next worker on the same cores, in a ring; likewise */
     double typical_prefilling; /* share of the time in which it has prompts to compute */
     int64_t chosen_at; /* number of the decision that last took it */
     int64_t num_booked, reported_free_blocks;
     int64_t own_tokens, own_decoding, uncounted_blocks, other_tokens, other_seqs;
+    int64_t decoding_tokens; /* KV that its decode steps read */
     rates rates;
     prompt_queue *prompts;
     int64_t ranked_busy, ranked_chosen_at, tie_break; /* its key in its fleet */

@@ -6,15 +6,17 @@
 
 #define LEAST_S (LEAST_MS / 1000.0)
 
-#define AGING 0.5 /* as in engine/scheduler.py */
 
 struct prompt {
     uint64_t ticket;
     double left_s, since;
 };
 
-/* All that wait age alike, so that the order of two does not change with time. */
-static double key_of(double left_s, double since) { return left_s + AGING * since; }
+/* As in engine/scheduler.py. */
+static double order_of(double compute_s, double waited_s) {
+    double share = compute_s / (compute_s + fmax(0.0, waited_s));
+    return compute_s * share * share;
+}
 
 void kvr_prompts_run_down(prompt_queue *q, double now) {
     double elapsed_s = now - q->at;
@@ -32,9 +34,13 @@ void kvr_prompts_run_down(prompt_queue *q, double now) {
 
 static void insert(prompt_queue *q, prompt p) {
     uint32_t at = q->count++;
-    double key = key_of(p.left_s, p.since);
-    for (; at && key_of(q->prompts[at - 1].left_s, q->prompts[at - 1].since) > key; at--)
-        q->prompts[at] = q->prompts[at - 1];
+    double order = order_of(p.left_s, q->at - p.since);
+    for (; at; at--) {
+        const prompt *other = &q->prompts[at - 1];
+        if (order_of(other->left_s, q->at - other->since) <= order)
+            break;
+        q->prompts[at] = *other;
+    }
     q->prompts[at] = p;
 }
 
@@ -68,12 +74,16 @@ void kvr_prompts_discard(prompt_queue *q, uint64_t ticket) {
 
 double kvr_prompts_ahead_of(prompt_queue *q, double now, double seconds, uint32_t *num_behind) {
     double wait_s = 0.0;
-    uint32_t i = 0;
+    uint32_t num_ahead = 0;
     kvr_prompts_run_down(q, now);
-    double key = key_of(seconds, now);
-    for (; i < q->count && key_of(q->prompts[i].left_s, q->prompts[i].since) <= key; i++)
-        wait_s += q->prompts[i].left_s;
-    *num_behind = q->count - i;
+    for (uint32_t i = 0; i < q->count; i++) {
+        const prompt *p = &q->prompts[i];
+        if (order_of(p->left_s, now - p->since) <= seconds) {
+            wait_s += p->left_s;
+            num_ahead++;
+        }
+    }
+    *num_behind = q->count - num_ahead;
     return wait_s;
 }
 

@@ -260,6 +260,7 @@ class Endpoint:
         self.stats = stats
         self.struct.has_stats = True
         self.struct.reported_free_blocks = stats.num_free_blocks - stats.num_wanted_blocks
+        self.struct.decoding_tokens = stats.decoding_tokens
         self.struct.last_seen_at = now
         rates = self.struct.rates
         for name in RATES:
@@ -275,7 +276,8 @@ class Endpoint:
         # One pending token of each running sequence is the one it decodes next.
         pending = max(0, stats.pending_prefill_tokens - stats.num_running)
         excess = sum(b.prefill_tokens for b in known) - pending
-        self.struct.other_tokens = max(0, -excess)
+        recent = sum(b.prefill_tokens for b in self.bookings.values() if not b.counted)
+        self.struct.other_tokens = max(0, -excess - recent)
         for request_id, booking in self.bookings.items():  # computed in the order they came
             if not booking.counted:
                 continue

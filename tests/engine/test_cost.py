@@ -229,11 +229,11 @@ def test_of_a_mixed_step_the_prompts_cost_what_the_decodes_alone_would_not() -> 
 
 
 def test_where_a_target_holds_prompts_back_they_are_told_to_take_longer() -> None:
-    timing = timing_of(itl_target_s=0.03)
+    timing = timing_of(itl_target_s=0.06)
     for _ in range(20):
-        timing.on_step(Step(0, [share(100, 1)]), 0.02, 1)
+        timing.on_step(Step(0, [share(100, 1)]), 0.05, 1)
         timing.on_step(Step(0, [share(0, 100)]), 0.1, 1)
-    assert timing.prompt_budget() == 16, "10 tokens fit, but a block is the least"
+    assert timing.prompt_budget() == 64, "10 tokens fit, but four blocks are the least"
     idle, busy = (timing.present_slowdown(is_busy=b) for b in (False, True))
     slowdown = 1000 / timing.present_prefill_rate(is_busy=True)
     assert slowdown > 1.5

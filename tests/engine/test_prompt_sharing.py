@@ -107,7 +107,7 @@ def test_a_long_prompt_is_not_held_up_for_ever_by_short_ones() -> None:
         prompts.come(30, max_tokens=1)  # as many as are computed
         fed = prompts.step(PER_TOKEN)
         prompts.now += sum(fed.values()) * 0.01
-        assert prompts.now < 10 * own_s, "it starves"
+        assert prompts.now < 12 * own_s, "it starves"
     assert prompts.now > 2 * own_s, "the short ones went first"
 
 

@@ -41,6 +41,7 @@ from lab.replay.trace import Trace, TraceRequest
 from lab.timing.file import load_timing
 from lab.timing.profile import arrays_of, profile_of
 from lab.timing.timing import overheads_of
+from router.config import RouterConfig
 from router.messages import Output
 from tests.engine.model.tiny import make_checkpoint
 
@@ -208,7 +209,9 @@ def test_slowdowns_are_found_again_from_what_clients_saw(monkeypatch: pytest.Mon
         on_answer(self, now, answer)
 
     monkeypatch.setattr(Replay, "_on_answer", note)
-    cluster = as_served(Config(), profile_of(arrays, "slowed", "a test"), 500)
+    # As it was measured: by a policy that hands every prompt over.
+    served = Config(router=RouterConfig(policy="round_robin"))
+    cluster = as_served(served, profile_of(arrays, "slowed", "a test"), 500)
     requests = [TraceRequest(each.at_s, each.num_words, each.num_tokens) for each in planned]
     replay(Trace("mixture", tuple(requests)), cluster)
     for timing, each in zip(seen, planned, strict=True):

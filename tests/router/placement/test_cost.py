@@ -11,7 +11,16 @@ from router.index.table import Held
 from router.placement.cost import SMOOTHING, CostModel
 from router.placement.endpoint import Endpoint
 from router.placement.work import Intake, Seconds
-from tests.router.fleet import STATS, endpoint, local_cost, on, prefill_cost, remote_cost, work
+from tests.router.fleet import (
+    ROOMY,
+    STATS,
+    endpoint,
+    local_cost,
+    on,
+    prefill_cost,
+    remote_cost,
+    work,
+)
 from tests.router.script import worker_info
 
 KB = 1024.0  # bytes of a token's KV here: N * KB bytes/s are N tokens/s
@@ -120,7 +129,8 @@ def test_kv_that_is_there_makes_steps_longer_where_the_worker_says_so() -> None:
     weights = (0.005, 0.0, 0.0, 0.02)  # all of it from how full the pool is
     told = {"num_running": 4, "decode_weights": weights}
     empty = endpoint("decode-0", **told)
-    full = endpoint("decode-1", num_free_blocks=400, **told)
+    pool_tokens = ROOMY["num_blocks"] * empty.info.block_size
+    full = endpoint("decode-1", decoding_tokens=int(0.6 * pool_tokens), **told)
     near, far = (local_cost(cost, 0.0, worker, todo).seconds for worker in (empty, full))
     assert near.decode == pytest.approx(100 * 0.005, rel=0.1)
     assert far.decode == pytest.approx(100 * (0.005 + 0.02 * 0.6**2), rel=0.1)
