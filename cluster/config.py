@@ -86,7 +86,7 @@ class EngineSection(Section, frozen=True):
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 7
     max_model_len: Count = 0  # tokens of prompt and output; 0: the model's, as far as KV holds it
     max_waiting: Positive = 256  # requests queued at a worker before it refuses
-    # CPU threads per worker; 0: the cores, divided by the workers
+    # CPU threads per worker; 0: all cores, which the workers of a machine share
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     lease_s: Timeout = 30.0  # a producer holds finished KV for its consumer this long
     handoff_timeout_s: Timeout = 30.0  # a consumer without KV after this computes it itself
