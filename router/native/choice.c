@@ -146,12 +146,13 @@ static void find_options(const cost_model *c, const question *q, const candidate
 static void look_beside(const chooser *x, const cost_model *c, const candidates *found) {
     for (uint32_t i = 0; i < found->count; i++) {
         worker *w = found->workers[i], *last = w;
-        w->beside = 0.0;
+        w->beside = w->decoding_beside = 0;
         for (uint32_t slot = 0; w->cores && slot < x->num_slots; slot++) {
             worker *other = x->by_slot[slot];
             if (other == NULL || other == w || other->cores != w->cores)
                 continue;
             w->beside += stalled(c, other);
+            w->decoding_beside += num_decoding(other);
             last = last->next_beside = other;
         }
         last->next_beside = w;

@@ -197,7 +197,7 @@ static void add_decode(const cost_model *c, const worker *w, const work *asked, 
     p->seconds.decode = output * after_s;
     /* Those that are there have half of their output before them, on average. */
     p->seconds.crowd = num_decoding(w) * output / 2 * (after_s - before_s);
-    p->seconds.crowd += output * after_s * w->beside;
+    p->seconds.crowd += output * after_s * w->decoding_beside;
     if (w->roles == PREFILLS) {
         /* It waits while prompts are computed there, and those wait for its steps. */
         double prefilling = fmax(c->prefilling_at_least, w->typical_prefilling);

@@ -122,7 +122,8 @@ typedef struct worker {
     double bytes_per_token;
     int64_t slot; /* in the prefix index; -1: none */
     double last_seen_at, excluded_until, typical_decoding;
-    double beside; /* sequences that decode on the same cores elsewhere; as of the last choice */
+    double beside; /* as `stalled` has it of all others on the same cores; as of the last choice */
+    int64_t decoding_beside; /* sequences that decode there now; likewise */
     struct worker *next_beside; /* the next worker on the same cores, in a ring; likewise */
     double typical_prefilling; /* share of the time in which it has prompts to compute */
     int64_t chosen_at; /* number of the decision that last took it */
