@@ -65,8 +65,8 @@ class TokenDeltas:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """The worker had no memory left for this attempt, which waits for some: it goes on from the KV
-    that is still cached then, or elsewhere."""
+    """The worker has no memory left for this attempt, which waits for some: it goes on from the KV
+    that is cached then, or elsewhere. Also of one that has waited for its first blocks."""
 
     worker: NodeId
     epoch: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any, ClassVar
 
 from engine.config import WorkerConfig
@@ -22,6 +23,9 @@ from engine.step import Execute, StepDone
 from kvtransfer.exchange import KVExchange
 from kvtransfer.peer.arrival import Settled
 from kvtransfer.tiers.blocks import StoreRecords
+
+MAX_TOLD = 8  # sequences that wait for memory, of which routers are told at a time
+MEMORY_WAIT_S = 0.5  # so long it may wait for its first blocks before they are told
 
 
 class Part(ABC):
@@ -165,9 +169,12 @@ class Worker:
             detail = f"not {self._part_of(seq).goal} by {self.node_id} before the deadline"
             refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
             effects += [*self.exchange.end(seq), Send(seq.router, refused)]
-        # Again, in case that a router has not heard of it.
-        waiting = self.core.scheduler.waiting
-        effects += self._tell_preempted(seq for seq in waiting if seq.num_preemptions)
+        # Again, in case that a router has not heard of it; and those that never had any.
+        waiting = islice(self.core.scheduler.waiting, MAX_TOLD)
+        late = now - MEMORY_WAIT_S
+        effects += self._tell_preempted(
+            s for s in waiting if s.num_preemptions or s.arrived_at < late
+        )
         effects += self.exchange.tick(now)
         num_handoffs = len(self.exchange.producer.leases) + len(self.exchange.connector.arrivals)
         stats = self.core.stats(num_handoffs, self.exchange.rates())

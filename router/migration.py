@@ -60,10 +60,10 @@ class Migrations:
     def _move(self, now: float, record: RequestRecord) -> None:
         """To another worker, if one has room."""
         old = record.current
-        if old is None or record.leaving is not None or not old.started:
+        if old is None or record.leaving is not None or now < record.next_move_at:
             return
-        if now < record.next_move_at:
-            return
+        if not old.started and (old.prefill is not None or not old.preempted):
+            return  # its prompt is being computed
         record.leave()
         attempt = self._dispatcher.place(now, record, leaves=old.decode)
         if isinstance(attempt, Attempt):

@@ -226,7 +226,8 @@ bool may_be_local(const cost_model *c, const worker *w, const placement *first,
     int64_t computed = asked->num_tokens - most;
     if (computed <= c->free_tokens)
         return true;
-    double least_s = 0.5 * computed / RATE(c, w, prefill_tokens_per_s) * (1.0 + stalled(c, w));
+    double others = stalled(c, w) / fmax(1.0, w->rates.prompt_slowdown);
+    double least_s = 0.5 * computed / RATE(c, w, prefill_tokens_per_s) * (1.0 + others);
     return least_s <= total_of(&first->seconds) + c->handoff_s;
 }
 

@@ -60,13 +60,16 @@ def test_a_request_that_generates_again_stays_though_memory_is_free_elsewhere() 
     assert s.dispatched()[0] == other
 
 
-def test_a_request_without_a_token_stays_where_it_waits_for_memory() -> None:
+def test_a_request_without_a_token_moves_too_and_starts_where_there_is_room() -> None:
     s = Script(*PAIR)
     s.submit(tokens=range(40))
-    worker, _, _ = s.dispatched()
-    s.tell(Preempted(worker, 1, "r", 1))
-    s.pass_time(1.0)
-    assert s.take(Decode) == []
+    old, _, _ = s.dispatched()
+    s.tell(Preempted(old, 1, "r", 1))
+    new, _, order = s.dispatched()
+    assert (new != old, order.attempt) == (True, 2)
+    s.delta(new, 40, 5, attempt=2)
+    assert s.one(Abort, old) == Abort("r", 1)
+    finish(s, new, 2, 5)
 
 
 def test_only_the_worker_that_has_the_request_can_say_that_it_was_preempted() -> None:

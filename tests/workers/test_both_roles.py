@@ -14,6 +14,7 @@ from engine.request import Refusal, SamplingParams
 from engine.sequence import SeqState
 from engine.step import Step, StepDone
 from kvtransfer.messages import KVReady
+from kvtransfer.worker import MEMORY_WAIT_S
 from prefill_worker.messages import Prefill
 from tests.workers.world import World, reference
 
@@ -205,3 +206,17 @@ def test_what_a_deadline_has_ended_is_told_by_what_was_asked_for(world: Both, wo
         ("decode-1", "other"): "not finished by decode-1 before the deadline",
     }
     assert Counter(each.request_id for each in world.refused()) == {"own": 1, "other": 2}
+
+
+def test_one_that_has_waited_for_its_first_blocks_is_told_of_too() -> None:
+    world = Both(num_blocks=14)
+    world.decode_at("decode", "large", LONG[:40], 8)  # 12 of the blocks at its end
+    world.decode_at("decode", "next", PROMPT, 4)
+    while len(world.decode.core.seqs) < 2:
+        world.step()
+    world.tick(MEMORY_WAIT_S / 2)
+    assert world.told == []
+    world.tick(MEMORY_WAIT_S)
+    assert world.told == [("decode", "next")]
+    finished(world)
+    assert world.output("next", PROMPT) == reference(PROMPT, 4)
