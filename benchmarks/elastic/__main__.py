@@ -119,7 +119,7 @@ def main(
     if what in ("mixed", "all"):
         run("chat beside long prompts", lambda url, i: asyncio.run(mixed(url, i, seconds)))
     if what in ("swing", "all"):
-        run("swing", lambda url, i: asyncio.run(swing(url, i, 2.0, 12, 4)))
+        run("swing", lambda url, i: asyncio.run(swing(url, i, 0.7, 12, 4)))
     if what in ("kill", "all"):
         run("kill -9", lambda url, i: asyncio.run(kills(url, i)))
     if what in ("flip", "all"):
