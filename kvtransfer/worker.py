@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from itertools import islice
+from math import inf
 from typing import Any, ClassVar
 
 from engine.config import WorkerConfig
@@ -169,9 +170,10 @@ class Worker:
             detail = f"not {self._part_of(seq).goal} by {self.node_id} before the deadline"
             refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
             effects += [*self.exchange.end(seq), Send(seq.router, refused)]
-        # Again, in case that a router has not heard of it; and those that never had any.
+        # Again, in case that a router has not heard of it; and those that never had any, unless
+        # others share these cores: there they would only compute at the same time.
         waiting = islice(self.core.scheduler.waiting, MAX_TOLD)
-        late = now - MEMORY_WAIT_S
+        late = now - (inf if self.config.cores else MEMORY_WAIT_S)
         effects += self._tell_preempted(
             s for s in waiting if s.num_preemptions or s.arrived_at < late
         )
