@@ -208,7 +208,7 @@ class Requests:
         text = f"{record.request_id}: attempt {attempt.number} is lost ({cause}): {detail}"
         self._effects.append(Note("warning", f"attempt_{cause}", text))
         if record.leaving is not None:
-            record.current, record.leaving = record.leaving, None
+            record.stay()
             return
         record.current = None
         if cause is not Cause.QUEUE_FULL:

@@ -1,4 +1,4 @@
-"""Loads that nobody has tuned a server to, and what their clients saw.
+"""Untuned loads, and what their clients saw.
 
 * agents: conversations at once, each with a context of its own and turns with time to think
 * chat: short prompts at a rate, open loop

@@ -50,7 +50,7 @@ static double compute_s(const cost_model *c, const worker *w, int64_t num_new, i
 /* How long it takes now. Without a fit the rate is that of now already. */
 static double prefill_s(const cost_model *c, const worker *w, double computing_s) {
     bool fitted = w->rates.has_prompt_weights || c->fleet.has_prompt_weights;
-    return fitted && w->rates.prompt_slowdown > 0 ? computing_s * w->rates.prompt_slowdown : computing_s;
+    return fitted ? computing_s * w->prompt_slowdown : computing_s;
 }
 
 /* One decode step of so many sequences, with that fraction of the pool. */
@@ -135,8 +135,8 @@ static placement prefill_with(const cost_model *c, const worker *w, const work *
                               const intake *in) {
     placement p = {.intake = *in};
     uint32_t num_behind = 0, num_behind_beside = 0;
-    double computing_s = compute_s(c, w, in->computed, asked->num_tokens - in->computed);
-    p.seconds.prefill = prefill_s(c, w, computing_s);
+    p.computing_s = compute_s(c, w, in->computed, asked->num_tokens - in->computed);
+    p.seconds.prefill = prefill_s(c, w, p.computing_s);
     p.seconds.queue = kvr_prompts_ahead_of(w->prompts, asked->now, p.seconds.prefill, &num_behind);
     p.seconds.queue += w->other_tokens / RATE(c, w, prefill_tokens_per_s);
     for (worker *v = w->next_beside; v != NULL && v != w; v = v->next_beside) {
@@ -147,7 +147,7 @@ static placement prefill_with(const cost_model *c, const worker *w, const work *
     p.seconds.load = in->load_s;
     p.seconds.fetch = in->fetch_s;
     p.seconds.delay = num_behind * p.seconds.prefill;
-    p.seconds.stall = computing_s * w->beside;
+    p.seconds.stall = p.computing_s * w->beside;
     return p;
 }
 
@@ -168,12 +168,10 @@ double stalled(const cost_model *c, const worker *w) {
 
 placement first_at(const cost_model *c, const worker *w, const work *asked) {
     placement p = prefill_at(c, w, asked);
-    int64_t computed = p.intake.computed;
-    double computing_s = compute_s(c, w, computed, asked->num_tokens - computed);
-    p.seconds.stall += computing_s * stalled(c, w);
+    p.seconds.stall += p.computing_s * stalled(c, w);
     /* It gives way to what decodes on the same cores. */
     double slower = 1.0 + fmin(1.0, w->beside) * (c->giving_way - 1.0);
-    p.seconds.prefill = fmax(p.seconds.prefill, slower * computing_s);
+    p.seconds.prefill = fmax(p.seconds.prefill, slower * p.computing_s);
     return p;
 }
 
@@ -210,8 +208,7 @@ placement local_at(const cost_model *c, const worker *w, const work *asked) {
     placement p = prefill_at(c, w, asked);
     int64_t computed = p.intake.computed, beyond = computed - c->free_tokens;
     if (beyond > 0)
-        p.seconds.stall += compute_s(c, w, computed, asked->num_tokens - computed) * beyond /
-                           computed * stalled(c, w);
+        p.seconds.stall += p.computing_s * beyond / computed * stalled(c, w);
     add_decode(c, w, asked, &p);
     return p;
 }
@@ -226,7 +223,7 @@ bool may_be_local(const cost_model *c, const worker *w, const placement *first,
     int64_t computed = asked->num_tokens - most;
     if (computed <= c->free_tokens)
         return true;
-    double others = stalled(c, w) / fmax(1.0, w->rates.prompt_slowdown);
+    double others = stalled(c, w) / fmax(1.0, w->prompt_slowdown);
     double least_s = 0.5 * computed / RATE(c, w, prefill_tokens_per_s) * (1.0 + others);
     return least_s <= total_of(&first->seconds) + c->handoff_s;
 }

@@ -111,7 +111,6 @@ typedef struct {
     double prefill_tokens_per_s, decode_step_s;
     double read_bytes_per_s, host_read_bytes_per_s, disk_read_bytes_per_s;
     double prompt_weights[NUM_WEIGHTS], decode_weights[NUM_WEIGHTS];
-    double prompt_slowdown; /* by which prompts take longer than by the fit; 0: not longer */
     bool has_prompt_weights, has_decode_weights;
 } rates;
 
@@ -125,6 +124,7 @@ typedef struct worker {
     double beside; /* as `stalled` has it of all others on the same cores; as of the last choice */
     int64_t decoding_beside; /* sequences that decode there now; likewise */
     struct worker *next_beside; /* the next worker on the same cores, in a ring; likewise */
+    double prompt_slowdown; /* by which prompts take longer than by the fit */
     double typical_prefilling; /* share of the time in which it has prompts to compute */
     int64_t chosen_at; /* number of the decision that last took it */
     int64_t num_booked, reported_free_blocks;
@@ -213,6 +213,7 @@ typedef struct {
 typedef struct {
     seconds seconds;
     intake intake;
+    double computing_s; /* of the prompt, if nothing else is to be done */
 } placement;
 
 /* -- a choice ---------------------------------------------------------------------------------- */

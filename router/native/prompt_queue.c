@@ -6,7 +6,6 @@
 
 #define LEAST_S (LEAST_MS / 1000.0)
 
-
 struct prompt {
     uint64_t ticket;
     double left_s, since;
@@ -53,23 +52,27 @@ void kvr_prompts_add(prompt_queue *q, double now, uint64_t ticket, double second
     insert(q, (prompt){ticket, fmax(seconds, LEAST_S), now});
 }
 
-void kvr_prompts_correct(prompt_queue *q, double now, uint64_t ticket, double seconds) {
-    kvr_prompts_run_down(q, now);
+/* False: it is not there. */
+static bool take_out(prompt_queue *q, uint64_t ticket, prompt *taken) {
     for (uint32_t i = 0; i < q->count; i++)
         if (q->prompts[i].ticket == ticket) {
-            prompt p = {ticket, fmax(seconds, LEAST_S), q->prompts[i].since};
+            *taken = q->prompts[i];
             memmove(q->prompts + i, q->prompts + i + 1, (--q->count - i) * sizeof(prompt));
-            insert(q, p);
-            return;
+            return true;
         }
+    return false;
+}
+
+void kvr_prompts_correct(prompt_queue *q, double now, uint64_t ticket, double seconds) {
+    prompt p;
+    kvr_prompts_run_down(q, now);
+    if (take_out(q, ticket, &p))
+        insert(q, (prompt){ticket, fmax(seconds, LEAST_S), p.since});
 }
 
 void kvr_prompts_discard(prompt_queue *q, uint64_t ticket) {
-    for (uint32_t i = 0; i < q->count; i++)
-        if (q->prompts[i].ticket == ticket) {
-            memmove(q->prompts + i, q->prompts + i + 1, (--q->count - i) * sizeof(prompt));
-            return;
-        }
+    prompt taken;
+    take_out(q, ticket, &taken);
 }
 
 double kvr_prompts_ahead_of(prompt_queue *q, double now, double seconds, uint32_t *num_behind) {

@@ -30,9 +30,7 @@ ROLE_BITS = {
     Role.PREFILL: constants.PREFILLS,
     Role.BOTH: constants.DECODES | constants.PREFILLS,
 }
-RATES = tuple(
-    n for n, f in ffi.typeof("rates").fields if f.type.cname == "double" and n != "prompt_slowdown"
-)
+RATES = tuple(n for n, f in ffi.typeof("rates").fields if f.type.cname == "double")
 
 
 @cache
@@ -139,6 +137,7 @@ class Endpoint:
     slot: int = struct_field("slot")  # its blocks in the prefix index
     excluded_until: float = struct_field("excluded_until")
     typical_decoding: float = struct_field("typical_decoding")
+    prompt_slowdown: float = struct_field("prompt_slowdown")
     typical_prefilling: float = struct_field("typical_prefilling")
     chosen_at: int = struct_field("chosen_at")  # number of the decision that last took it
     alive: bool = struct_field("alive")
@@ -160,6 +159,7 @@ class Endpoint:
             "last_seen_at": last_seen_at,
             "reported_free_blocks": info.num_blocks,
             "prompts": self.prompts.struct,
+            "prompt_slowdown": 1.0,
             "roles": ROLE_BITS[info.role],
             "alive": True,
         }
@@ -175,11 +175,6 @@ class Endpoint:
     def set_role(self, role: Role) -> None:
         self.info = replace(self.info, role=role)
         self.struct.roles = ROLE_BITS[role]
-
-    @property
-    def _slowdown(self) -> float:
-        """By which prompts take longer there now than usual."""
-        return 1.0 if self.stats is None else self.stats.prompt_slowdown
 
     @property
     def pending_prefill_tokens(self) -> int:
@@ -214,7 +209,7 @@ class Endpoint:
     ) -> None:
         """`prefill_s`: how long the `prefill_tokens` should take to be computed."""
         assert request_id not in self.bookings, f"{request_id} is booked twice on {self.worker}"
-        token_s = prefill_s / max(1, prefill_tokens) / self._slowdown
+        token_s = prefill_s / max(1, prefill_tokens) / self.prompt_slowdown
         self.bookings[request_id] = Booking(now, prefill_tokens, num_blocks, token_s)
         struct = self.struct
         struct.num_booked += 1
@@ -266,7 +261,7 @@ class Endpoint:
         for name in RATES:
             setattr(rates, name, getattr(stats, name))
         set_weights(rates, stats.prompt_weights, stats.decode_weights)
-        rates.prompt_slowdown = stats.prompt_slowdown
+        self.prompt_slowdown = stats.prompt_slowdown
         known = [b for b in self.bookings.values() if b.booked_at + SETTLE_S <= now]
         for booking in known:
             if not booking.counted:
@@ -286,7 +281,7 @@ class Endpoint:
             self.struct.own_tokens -= done
             excess -= done
             if booking.prefill_tokens:
-                left_s = booking.prefill_tokens * booking.token_s * self._slowdown
+                left_s = booking.prefill_tokens * booking.token_s * self.prompt_slowdown
                 self.prompts.correct(now, request_id, left_s)
 
     def fail(self, now: float, backoff_s: float, max_backoff_s: float) -> None:

@@ -175,7 +175,7 @@ def test_those_that_still_wait_for_memory_are_told_of_again_and_no_others() -> N
     finished(world)
 
 
-def test_a_prompt_for_another_worker_that_loses_its_memory_is_nobodys_to_move() -> None:
+def test_a_prompt_for_another_worker_that_loses_its_memory_is_not_reported() -> None:
     world = Both(num_blocks=16, max_num_batched_tokens=8)
     world.decode_at("decode", "own", PROMPT, 40)
     while not world.output("own", PROMPT):

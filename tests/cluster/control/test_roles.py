@@ -48,14 +48,14 @@ def test_every_router_hears_of_it_once_and_the_worker_does_not() -> None:
     assert script.controller.workers["prefill-0"].role is Role.PREFILL
 
 
-def test_what_changes_nothing_is_told_to_nobody() -> None:
+def test_a_role_that_does_not_change_is_not_sent() -> None:
     script = TwoRouters()
     script.all_up()
     assert script.say(SetRole("decode-0", Role.DECODE)) == []
     script.say(SetRole("decode-0", Role.BOTH))
     assert script.say(SetRole("decode-0", Role.BOTH)) == []
-    assert script.say(SetRole("nobody", Role.PREFILL)) == []
-    assert "nobody" not in script.controller.workers
+    assert script.say(SetRole("unknown-0", Role.PREFILL)) == []
+    assert "unknown-0" not in script.controller.workers
 
 
 def test_it_is_noted_with_both_roles() -> None:
@@ -82,7 +82,7 @@ def test_the_next_life_of_a_worker_begins_with_its_new_role() -> None:
 @pytest.mark.parametrize(
     "news", [WorkerLost("decode-0", 1, "killed"), StartFailed("decode-0", 1, "no memory", False)]
 )
-def test_while_a_worker_is_down_nobody_is_told_and_it_comes_back_in_its_new_role(
+def test_while_a_worker_is_down_no_router_is_told_and_it_comes_back_in_its_new_role(
     news: WorkerLost | StartFailed,
 ) -> None:
     script = Script()
