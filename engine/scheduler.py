@@ -228,14 +228,18 @@ class Scheduler:
     def _prompts(
         self, now: float, budget: int, cost: FittedCost, decode_s: float
     ) -> list[tuple[Sequence, int]]:
-        """Which prompts get how much of `budget`: shortest first, which is best for the mean
+        """Which prompts get how much of `budget`. First those of streams that have begun elsewhere
+        and are silent until they are computed here. Then the shortest, which is best for the mean
         latency; but one that has waited counts as shorter, so that a long one does not starve.
         Another prompt joins the pass if the passes that are saved, each with its decodes, are worth
         the delay of the prompts in it."""
         pass_s, token_s = cost.weights[0] + decode_s, cost.weights[1] / TOKENS_UNIT
-        prompts = [seq for seq in self.running if seq.num_missing > 1]
-        if token_s > 0:
-            prompts.sort(key=lambda seq: order_of(seq.num_missing * token_s, now - seq.arrived_at))
+
+        def order(seq: Sequence) -> tuple[bool, float]:
+            compute_s = max(0.0, seq.num_missing * token_s)
+            return seq.num_output_tokens == 0, order_of(compute_s, now - seq.arrived_at)
+
+        prompts = sorted((seq for seq in self.running if seq.num_missing > 1), key=order)
         chosen: list[tuple[Sequence, int]] = []
         for seq in prompts:
             count = min(seq.num_missing, budget, self.kv.num_covered(seq) - seq.num_computed)

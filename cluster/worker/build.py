@@ -124,6 +124,7 @@ def prepare_model(config: Config, num_workers_here: int, progress: Progress) -> 
 
 def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> BuiltWorker:
     """Load the model and make the worker; takes seconds. Raises BuildError."""
+    giving_way(_import_torch)
     from engine.model.quantize import scheme
     from engine.model.runner import ModelRunner
     from engine.model.step_executor import StepExecutor
@@ -185,6 +186,11 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     return BuiltWorker(
         make_worker(config, records), config.info(), make_executor, tuple(notices), when_lost
     )
+
+
+def _import_torch() -> None:
+    """Takes a core for seconds, which the worker that has taken over the streams needs."""
+    import torch  # noqa: F401
 
 
 def make_arena(plan: KVPlan, *, on_gpu: bool) -> Any:

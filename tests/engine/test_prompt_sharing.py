@@ -111,6 +111,17 @@ def test_a_long_prompt_is_not_held_up_for_ever_by_short_ones() -> None:
     assert prompts.now > 2 * own_s, "the short ones went first"
 
 
+def test_a_stream_that_has_begun_elsewhere_goes_before_prompts_that_have_not() -> None:
+    prompts = Prompts(20)
+    resumed = prompts.come(60)
+    resumed.num_prompt_tokens = 40  # the rest are tokens that a worker that died has sent
+    prompts.come(10)
+    order = []
+    while any(seq.num_missing > 1 for seq in prompts.seqs):
+        order += [name for name, count in prompts.step(PER_TOKEN).items() if count > 1]
+    assert order == ["r1", "r2", "r0"]
+
+
 def test_of_equal_prompts_the_one_that_has_waited_longer_goes_first() -> None:
     prompts = Prompts(64)
     prompts.now += 0.5
