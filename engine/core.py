@@ -180,21 +180,24 @@ class EngineCore:
         """After a step that failed: its sequences are refused, the router tries them elsewhere."""
         effects: list[Effect] = [Note("error", "step_failed", error)]
         for seq, _ in survivors:
-            effects.append(self._refuse_execution(seq, error))
+            effects.append(self._refuse(seq, Refusal.EXECUTION, error))
         return effects
 
     def fail_left_out(self) -> list[Effect]:
-        """End the sequences that were left out of a step because of an invalid block table. The
-        router tries them elsewhere."""
+        """End the sequences that were left out of a step because of an invalid block table, which
+        the router tries elsewhere, or of a grammar that cannot go on."""
         effects: list[Effect] = []
-        for seq, why in self.scheduler.take_faults():
+        for seq, reason, why in self.scheduler.take_faults():
             self.count("sequences_left_out")
             text = f"{seq.request_id}: {why}"
-            effects += [Note("error", "block_table_fault", text), self._refuse_execution(seq, why)]
+            level, counter = "error", "block_table_fault"
+            if reason is Refusal.GRAMMAR:
+                level, counter = "warning", "grammar_fault"
+            effects += [Note(level, counter, text), self._refuse(seq, reason, why)]
         return effects
 
-    def _refuse_execution(self, seq: Sequence, why: str) -> Send:
-        refused = self.refusal(seq.request_id, seq.attempt, Refusal.EXECUTION, why)
+    def _refuse(self, seq: Sequence, reason: Refusal, why: str) -> Send:
+        refused = self.refusal(seq.request_id, seq.attempt, reason, why)
         self.remove(seq)
         return Send(seq.router, refused)
 

@@ -2,9 +2,10 @@
 draft model, verified by the same pass that computes the next token.
 
 A pass of few decodes is bound by reading weights, so a few rows more cost little. The draft tokens
-of a sequence are those that followed its last n-gram where that occurred before; each is one row
-more. What is sampled after each row says how many of them are accepted. Sampling depends on the
-logits and (seed, position) alone, so the output is the same as without drafts.
+of a sequence are those that its grammar lets follow alone, else those that followed its last n-gram
+where that occurred before; each is one row more. What is sampled after each row says how many of
+them are accepted. Sampling depends on the logits, the grammar and (seed, position) alone, so the
+output is the same as without drafts.
 
 How many: one more row pays while the accepted tokens that it is expected to add, over the time that
 it is measured to take, exceed what the pass yields as it is. So long contexts, large batches and
@@ -105,14 +106,15 @@ class Drafter:
         row = self._row_cost(seqs, weights)
         if not self._max_drafts or MIN_GAIN * row * len(seqs) > MAX_NEEDED_RATE:
             return None
-        drafts = [
-            self._proposer(seq).propose(seq.tokens, min(self._max_drafts, room))
+        proposed = [
+            self._propose(seq, min(self._max_drafts, room))
             for seq, room in zip(seqs, rooms, strict=True)
         ]
+        drafts = [draft for draft, _ in proposed]
         candidates = sorted(
             (
-                (self._proposers[seq].acceptance_rate ** count, -count, index)
-                for index, (seq, draft) in enumerate(zip(seqs, drafts, strict=True))
+                (rate**count, -count, index)
+                for index, (draft, rate) in enumerate(proposed)
                 for count in range(1, len(draft) + 1)
             ),
             reverse=True,
@@ -141,8 +143,12 @@ class Drafter:
     def forget(self, seq: Sequence) -> None:
         self._proposers.pop(seq, None)
 
-    def _proposer(self, seq: Sequence) -> NgramProposer:
-        return self._proposers.setdefault(seq, NgramProposer(self._acceptance_rate))
+    def _propose(self, seq: Sequence, limit: int) -> tuple[list[int], float]:
+        """Draft tokens, and how likely each is to be accepted."""
+        if seq.forced:
+            return list(seq.forced[:limit]), 1.0
+        proposer = self._proposers.setdefault(seq, NgramProposer(self._acceptance_rate))
+        return proposer.propose(seq.tokens, limit), proposer.acceptance_rate
 
     def _row_cost(self, seqs: Seq[Sequence], weights: Seq[float]) -> float:
         """Of one row more, as a share of a pass over `seqs`."""

@@ -51,7 +51,8 @@ class Note:
 
 
 Effect = Any
-"""`Send`, `Wake`, `Note`, `engine.step.Execute`, or one of `kvtransfer.agent`'s effects."""
+"""`Send`, `Wake`, `Note`, `Execute` and `PrepareGrammar` of `engine.step`, or one of
+`kvtransfer.agent`'s effects."""
 
 
 class Node(Protocol):

@@ -27,6 +27,7 @@ class Refusal(StrEnum):
     UNKNOWN = "unknown_request"
     CANCELLED = "cancelled"
     EXECUTION = "execution_failed"
+    GRAMMAR = "grammar_failed"  # of the request; it would fail anywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,11 @@ class SamplingParams:
     min_tokens: int = 0
     seed: int = 0
     logprobs: int | None = None  # None: none; k: of the chosen token and the k best
+    grammar: str = ""  # that the output has to match, as of `llguidance`; empty: none
 
     def is_plain(self, num_output_tokens: int) -> bool:
         """Whether sampling the next token, after `num_output_tokens`, needs neither edited logits
-        nor logprobs."""
+        nor logprobs. A grammar's mask is no edit."""
         return (
             self.logprobs is None
             and not self.logit_bias

@@ -14,6 +14,7 @@ from engine.config import WorkerConfig
 from engine.cost import TOKENS_UNIT, FittedCost
 from engine.drafts import Drafter
 from engine.kv.cache_manager import KVCacheManager
+from engine.request import Refusal
 from engine.sequence import SeqState, Sequence
 from engine.step import ScheduledSeq, Step, StepDone
 
@@ -44,7 +45,8 @@ class Scheduler:
         self.in_flight: Step | None = None
         self.in_flight_seqs: list[Sequence] = []
         self._next_step_id = 0
-        self.faults: list[tuple[Sequence, str]] = []  # for the worker to end, and why
+        # For the worker to end, and why.
+        self.faults: list[tuple[Sequence, Refusal, str]] = []
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
         pool_tokens = config.num_blocks * config.block_size
@@ -173,7 +175,10 @@ class Scheduler:
                 self.release_if_settled(seq)
                 continue
             if index in done.failed:
-                self.faults.append((seq, done.failed[index]))
+                self.faults.append((seq, Refusal.EXECUTION, done.failed[index]))
+                continue
+            if index in done.ungrammatical:
+                self.faults.append((seq, Refusal.GRAMMAR, done.ungrammatical[index]))
                 continue
             if done.error is None:
                 sampled = done.sampled[index]
@@ -185,6 +190,7 @@ class Scheduler:
                         seq.tokens.extend(sampled.more)
                         seq.num_computed += len(sampled.more)
                     self._drafter.on_verified(seq, (sampled.token, *sampled.more))
+                    seq.forced = sampled.forced
                     if len(sampled.more) < len(share.draft_tokens):  # it did not fill its block
                         block = share.block_ids[share.start // self.config.block_size]
                         self.kv.checksums.pop(block, None)
@@ -254,7 +260,9 @@ class Scheduler:
 
     def _repeats(self, seq: Sequence) -> int:
         """Passes in a row that a decode can run by itself: no block is added or sealed, and it does
-        not end."""
+        not end. With a grammar, what may follow a token is not known before."""
+        if seq.sampling.grammar:
+            return 1
         to_seal = -len(seq.tokens) % self.config.block_size
         return max(1, min(to_seal, self._to_end(seq)))
 
@@ -302,11 +310,11 @@ class Scheduler:
         preempted, self._preempted = self._preempted, []
         return preempted
 
-    def take_faults(self) -> list[tuple[Sequence, str]]:
-        """Live sequences that were left out of a step because of an invalid block table, and why,
-        since the last call. The caller ends them."""
+    def take_faults(self) -> list[tuple[Sequence, Refusal, str]]:
+        """Live sequences that were left out of a step, and why, since the last call. The caller
+        ends them."""
         faults, self.faults = self.faults, []
-        return [(seq, why) for seq, why in faults if seq.state is not SeqState.DEAD]
+        return [fault for fault in faults if fault[0].state is not SeqState.DEAD]
 
     def _without_faults(self, chosen: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         sound = []
@@ -315,7 +323,7 @@ class Scheduler:
             if why is None:
                 sound.append((seq, count))
             else:
-                self.faults.append((seq, why))
+                self.faults.append((seq, Refusal.EXECUTION, why))
         return sound
 
     def _first_missing(self, seq: Sequence) -> bytes | None:

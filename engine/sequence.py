@@ -61,6 +61,7 @@ class Sequence:
     admitted_at: float | None = None
     cached_reported: bool = False
     num_preemptions: int = 0
+    forced: tuple[int, ...] = ()  # tokens that have to follow the last one
 
     @property
     def key(self) -> tuple[str, int]:

@@ -83,12 +83,20 @@ class Execute:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareGrammar:
+    """Effect: compile `grammar`, beside the steps, before the first one that samples by it."""
+
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     token: int
     logprobs: TokenLogprobs | None = None
     # Tokens after it: of the repeats, equally many for every sequence of the step; or, where draft
     # tokens were accepted, one for each of them.
     more: tuple[int, ...] = ()
+    forced: tuple[int, ...] = ()  # the only tokens that the sequence's grammar lets follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +110,4 @@ class StepDone:
     error: str | None = None  # why the pass failed; its other results are void
     # Index of a sequence -> why it was left out of the pass; nothing was computed for it.
     failed: dict[int, str] = field(default_factory=dict)
+    ungrammatical: dict[int, str] = field(default_factory=dict)  # the same, by its own grammar

@@ -20,7 +20,7 @@ from engine.node import Effect, Note, Send, Wake, Woken
 from engine.request import Refusal
 from engine.sequence import SeqState, Sequence
 from engine.stats import Audit, AuditRequest, RouterDown
-from engine.step import Execute, StepDone
+from engine.step import Execute, PrepareGrammar, StepDone
 from kvtransfer.exchange import KVExchange
 from kvtransfer.peer.arrival import Settled
 from kvtransfer.tiers.blocks import StoreRecords
@@ -119,7 +119,11 @@ class Worker:
         accepted = self.core.accept(now, message, role_needs_growth=part.needs_growth)
         if isinstance(accepted, Refused):
             return [Send(message.router, accepted)]
-        return [] if accepted is None else part.begin(now, accepted, message)
+        if accepted is None:
+            return []
+        grammar = accepted.sampling.grammar
+        prepared: list[Effect] = [PrepareGrammar(grammar)] if grammar else []
+        return [*prepared, *part.begin(now, accepted, message)]
 
     def _use_arrived(self, now: float) -> list[Effect]:
         """Go on with the sequences whose arrivals have settled."""
@@ -138,7 +142,7 @@ class Worker:
             effects += self._part_of(seq).on_admitted(seq)
         effects += self._use_arrived(now)
         step = self.core.next_step()
-        for seq, _ in self.core.scheduler.faults:
+        for seq, *_ in self.core.scheduler.faults:
             exchange.producer.forget_handoff(seq)
         effects += self.core.fail_left_out()
         effects += self._tell_preempted(self.core.scheduler.take_preempted())

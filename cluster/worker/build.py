@@ -175,7 +175,8 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     records = {tier: each.records for tier, each in storage.items()}
     close = ranks.close if ranks else None
     checksums = partial(checksum_blocks, pools[Tier.DEVICE])
-    steps = StepExecutor(runner.execute, checksums, close=close)
+    prepare = runner.grammars.prepare
+    steps = StepExecutor(runner.execute, checksums, close=close, prepare_grammar=prepare)
     moves = TransferExecutor(spec.worker, spec.epoch, agent, pools, corrupt=options.corrupt)
 
     def make_executor(deliver: Deliver) -> Executor:

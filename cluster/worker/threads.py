@@ -18,7 +18,7 @@ from cluster.worker.disk_tier import Storage
 from engine.kv.tier import Tier
 from engine.model.step_executor import StepExecutor
 from engine.node import Effect, NodeId
-from engine.step import Execute, Step, StepDone
+from engine.step import Execute, PrepareGrammar, Step, StepDone
 from kvtransfer.agent import ConnectPeer, CopyBlocks, StoreFailed, StoreIndex
 from kvtransfer.executor import TransferExecutor, failed_copy
 from kvtransfer.tiers.registry import is_storage
@@ -118,6 +118,8 @@ class WorkerThreads:
         match effect:
             case Execute(step):
                 (self._giving_way if step.gives_way else self._steps).submit(step)
+            case PrepareGrammar(grammar):
+                self._model.prepare_grammar(grammar)
             case StoreIndex(tier=tier):
                 self._submit_to(tier, effect)
             case CopyBlocks(src_tier=tier) if is_storage(tier):

@@ -8,6 +8,7 @@ from one thread at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -28,9 +29,10 @@ from engine.model.cpu.ops import CpuOps
 from engine.model.cpu.sampling import CpuDraw
 from engine.model.decoder import Decoder
 from engine.model.errors import ModelError
+from engine.model.grammar import Grammars
 from engine.model.ops import TORCH_DTYPES, Ops
 from engine.model.quantize import QUANTIZATIONS
-from engine.model.sampler import Draw, draw, sample
+from engine.model.sampler import Draw, Masks, draw, sample
 from engine.model.torch_ops import TorchOps
 from engine.step import Sampled, Step, StepDone
 
@@ -105,6 +107,9 @@ class ModelRunner:
             guard,
         )
         self._guard = Guard(self._limits)
+        threads = num_threads or torch.get_num_threads()
+        config = self.config
+        self.grammars = Grammars(model_dir, config.eos_token_ids, config.vocab_size, threads)
         self._draw: Draw = draw
         self._decode: CpuDecode | None = None
         with torch.inference_mode():
@@ -128,34 +133,51 @@ class ModelRunner:
     def execute(self, step: Step) -> StepDone:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
         left to the caller. A sequence outside the pool, the model's length or the vocabulary is
-        left out, and its error is in `failed`."""
+        left out, and its error is in `failed`; one that its grammar stops is in `ungrammatical`."""
         began = perf_counter()
         failed, tables = self._guard.check(step)
-        kept = [index for index in range(len(step.seqs)) if index not in failed]
-        if failed:
+        num_seqs = len(step.seqs)
+        ungrammatical: dict[int, str] = {}
+        masks_of: Masks | None = None
+        if any(seq.sample and seq.sampling.grammar for seq in step.seqs):
+            ungrammatical, masks_of = self.grammars.follow(step.seqs), self.grammars.masks
+        kept = [index for index in range(num_seqs) if index not in failed | ungrammatical]
+        if len(kept) < num_seqs:
+            checked = (index for index in range(num_seqs) if index not in failed)
+            by_index = dict(zip(checked, tables, strict=True))
+            tables = [by_index[index] for index in kept]
             step = Step(step.step_id, [step.seqs[index] for index in kept])
         sampled: list[Sampled | None] = []
         with torch.inference_mode():
             if step.seqs and self._steps is not None:
-                sampled = self._steps.execute(step, tables)
+                sampled = self._steps.execute(step, tables, masks_of)
             elif step.seqs:
-                sampled = self._run(step, tables)
-        if failed:
-            by_index = dict(zip(kept, sampled, strict=True))
-            sampled = [by_index.get(index) for index in range(len(kept) + len(failed))]
-        elapsed_s = perf_counter() - began
-        return StepDone(step.step_id, sampled, elapsed_s=elapsed_s, failed=failed)
+                sampled = self._run(step, tables, masks_of)
+        if masks_of is not None:
+            sampled, more = self.grammars.advance(step.seqs, sampled)
+            ungrammatical |= {kept[index]: why for index, why in more.items()}
+        results = dict(zip(kept, sampled, strict=True))
+        return StepDone(
+            step.step_id,
+            [results.get(index) for index in range(num_seqs)],
+            elapsed_s=perf_counter() - began,
+            failed=failed,
+            ungrammatical=ungrammatical,
+        )
 
-    def _run(self, step: Step, tables: list[np.ndarray]) -> list[Sampled | None]:
+    def _run(
+        self, step: Step, tables: list[np.ndarray], masks_of: Masks | None
+    ) -> list[Sampled | None]:
         """Not on a GPU."""
         if self._decode is not None:
-            drawn = self._decode.execute(step, tables)
+            drawn = self._decode.execute(step, tables, masks_of)
             if drawn is not None:
                 return [*drawn]
         batch = Batch.from_step(step, self._limits, self.device, tables)
         logits = self._decoder.forward(batch)
         asked = [seq for seq in step.seqs if seq.sample]
-        tokens = iter(sample(logits, asked, self.config.max_window, self._draw))
+        masks = masks_of([replace(seq, draft_tokens=[]) for seq in asked]) if masks_of else None
+        tokens = iter(sample(logits, asked, self.config.max_window, self._draw, masks))
         return [next(tokens) if seq.sample else None for seq in step.seqs]
 
     def _pool(self, num_blocks: int, given: torch.Tensor | None) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """From logits to tokens.
 
-Order: bans and biases, penalties, temperature, then top-k, top-p and min-p, then one draw. The draw
-is the inverse of the cumulative distribution at a number that is a pure function of (seed,
-position), so a continuation on another worker draws as this one would have. Tokens are accumulated
-in order of their ids, not of their probabilities: a last-bit difference in the logits then moves
-the boundaries a little instead of swapping two tokens' places.
+Order: a grammar's mask, biases, penalties, bans, temperature, then top-k, top-p and min-p, then one
+draw. The draw is the inverse of the cumulative distribution at a number that is a pure function of
+(seed, position), so a continuation on another worker draws as this one would have. Tokens are
+accumulated in order of their ids, not of their probabilities: a last-bit difference in the logits
+then moves the boundaries a little instead of swapping two tokens' places.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from engine.request import SamplingParams, TokenLogprobs
 from engine.step import Sampled, ScheduledSeq
 
 Draw = Callable[[torch.Tensor, list[ScheduledSeq]], list[int]]
+Masks = Callable[[list[ScheduledSeq]], np.ndarray]  # see `engine.model.grammar.Grammars.masks`
 
 GREEDY_BELOW = 1e-5  # a temperature this low is greedy
 CANDIDATES = 256  # sorted at first, more of the vocabulary only if top-p reaches further
@@ -51,16 +52,22 @@ def draw(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
 
 
 def sample(
-    logits: torch.Tensor, seqs: list[ScheduledSeq], window: int = 0, draw: Draw = draw
+    logits: torch.Tensor,
+    seqs: list[ScheduledSeq],
+    window: int = 0,
+    draw: Draw = draw,
+    masks: np.ndarray | None = None,
 ) -> list[Sampled]:
     """One token per row. logits: float32 [len(seqs), vocab_size], overwritten. window: penalties
     count the last `window` tokens, all that such a model attends to; 0: all. Otherwise an endless
-    text would in the end have every token penalized."""
+    text would in the end have every token penalized. masks: as of `Grammars.masks`, a row each."""
     raw = {
         row: torch.log_softmax(logits[row], dim=-1)
         for row, seq in enumerate(seqs)
         if seq.sampling.logprobs is not None
     }
+    if masks is not None:
+        logits.masked_fill_(~allowed(masks, logits), -torch.inf)
     for row, seq in enumerate(seqs):
         _edit(logits[row], seq, window)
     tokens = draw(logits, seqs) if seqs else []
@@ -68,6 +75,13 @@ def sample(
         Sampled(token, _logprobs(raw[row], token, seqs[row].sampling) if row in raw else None)
         for row, token in enumerate(tokens)
     ]
+
+
+def allowed(masks: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """The bits of uint32 [rows, words] as booleans, of the shape and on the device of `like`."""
+    octets = torch.from_numpy(masks.view(np.uint8)).to(like.device)
+    bits = torch.arange(8, dtype=torch.uint8, device=like.device)
+    return (octets.unsqueeze(-1) >> bits & 1).bool().flatten(1)[:, : like.shape[1]]
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
@@ -105,7 +119,11 @@ def _edit(row: torch.Tensor, seq: ScheduledSeq, window: int) -> None:
         penalty = s.presence_penalty + s.frequency_penalty * counts
         row[torch.from_numpy(values).to(row.device)] -= torch.from_numpy(penalty).to(row)
     if len(seq.context) - seq.num_prompt_tokens < s.min_tokens:
-        row[[token for token in s.stop_token_ids if 0 <= token < vocab]] = -torch.inf
+        stops = [token for token in s.stop_token_ids if 0 <= token < vocab]
+        unbanned = row[stops]
+        row[stops] = -torch.inf
+        if s.grammar and row.amax() == -torch.inf:  # the output is complete, nothing may follow
+            row[stops] = unbanned
 
 
 def _draw(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:

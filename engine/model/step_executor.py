@@ -24,13 +24,16 @@ class StepExecutor:
         checksum_blocks: Callable[[Sequence[int]], list[int]],
         *,
         close: Callable[[], None] | None = None,
+        prepare_grammar: Callable[[str], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`checksum_blocks`: of the device pool, one number per block id. `close` ends the
-        processes that `run_step` has, if any."""
+        processes that `run_step` has, if any. `prepare_grammar` begins to compile one; it may be
+        called from any thread."""
         self._run_step = run_step
         self._checksum_blocks = checksum_blocks
         self._close = close
+        self.prepare_grammar = prepare_grammar
         self._clock = clock
 
     def execute(self, step: Step) -> StepDone:

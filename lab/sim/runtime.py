@@ -22,7 +22,7 @@ import msgspec
 
 from engine.kv.tier import DiskRecord, Tier
 from engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
-from engine.step import Execute, StepDone
+from engine.step import Execute, PrepareGrammar, StepDone
 from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, StoreFailed, StoreIndex
 from lab.sim.disk import SimDisk
 from lab.sim.executor import SimExecutor, SimPool
@@ -221,6 +221,8 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
                 error = self.faults.connect()
                 after_s = 0.001 + 0.01 * self.rng.random()
                 self._push(after_s, life, lambda: self._connect(life, effect, error))
+            case PrepareGrammar():  # this model has no vocabulary to compile one for
+                pass
             case Note(_, counter, _):
                 self.notes[counter] += 1
             case _:

@@ -27,7 +27,7 @@ from engine.model.cpu.step import (
     step_of,
     widths,
 )
-from engine.model.sampler import is_plain
+from engine.model.sampler import Masks, is_plain
 from engine.model.weights import Weights
 from engine.request import SamplingParams
 from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verify_drafts
@@ -75,17 +75,26 @@ class CpuDecode:
         self._held: list[tuple[np.ndarray, SamplingParams]] = []
         self._lengths: list[int] = []  # of the sequences' rows
 
-    def execute(self, step: Step, tables: Sequence[np.ndarray]) -> list[Sampled] | None:
+    def execute(
+        self, step: Step, tables: Sequence[np.ndarray], masks_of: Masks | None = None
+    ) -> list[Sampled] | None:
         """Up to `step.repeats` passes; none follows one that drew a stop token. `tables`: of the
-        sequences, as `Guard.check` gives them. None: nothing was done, as some are no decodes, or
-        sampled in a way that the kernels do not know."""
+        sequences, as `Guard.check` gives them. `masks_of`: as `Grammars.masks`, for one pass.
+        None: nothing was done, as some are no decodes, or sampled in a way that the kernels do not
+        know."""
         seqs, told = step.seqs, self._told
         if not all(len(seq.tokens) == 1 and seq.sample and is_plain(seq) for seq in seqs):
             return None
         count = sum(len(seq.input_tokens) for seq in seqs)
         self._make_room(count, sum(len(seq.input_tokens) * seq.end for seq in seqs))
         self._fill(seqs, tables, count)
-        told.step.rows, told.max_passes = count, self._most(step) if count == len(seqs) else 1
+        at = self._rows["draws"]["mask"][:count]
+        at[:] = 0
+        if masks_of is not None:
+            masks = masks_of(seqs)
+            at[:] = masks.ctypes.data + np.arange(count) * masks.strides[0]
+        is_single = count > len(seqs) or masks_of is not None
+        told.step.rows, told.max_passes = count, 1 if is_single else self._most(step)
         told.logits = self._buffer("logits", count, told.head.rows).data_ptr()
         passes = self._lib.kvr_decode(ctypes.addressof(told))
         drawn = self._rows["drawn"][: passes * count].tolist()

@@ -38,7 +38,8 @@ class CpuDraw:
         return drawn
 
 
-def draw_of(seq: ScheduledSeq) -> tuple[float, float, float, int, int, int]:
+def draw_of(seq: ScheduledSeq) -> tuple[float, float, float, int, int, int, int]:
+    """Without a mask."""
     s = seq.sampling
     heat = 0.0 if is_greedy(s) else s.temperature
-    return heat, s.min_p, s.top_p, s.top_k, s.seed & _WORD, len(seq.context)
+    return heat, s.min_p, s.top_p, s.top_k, s.seed & _WORD, len(seq.context), 0

@@ -20,7 +20,7 @@ from engine.model.decoder import Decoder
 from engine.model.gpu.decode import NO_SLOT, DecodePasses
 from engine.model.gpu.sampling import Draws, draw, draw_values
 from engine.model.gpu.staging import stage, stage_arrays
-from engine.model.sampler import is_plain, sample
+from engine.model.sampler import Masks, is_plain, sample
 from engine.request import SamplingParams
 from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verify_drafts
 
@@ -57,30 +57,34 @@ class GpuSteps:
                     self._capture(progress)
 
     def execute(
-        self, step: Step, tables: Sequence[np.ndarray] | None = None
+        self,
+        step: Step,
+        tables: Sequence[np.ndarray] | None = None,
+        masks_of: Masks | None = None,
     ) -> list[Sampled | None]:
-        """`tables`: the sequences' block tables, if they are checked. Raises ValueError for a step
-        that is not within the limits; nothing was written then."""
+        """`tables`: the sequences' block tables, if they are checked. `masks_of`: as
+        `Grammars.masks`, called while the device computes. Raises ValueError for a step that is not
+        within the limits; nothing was written then."""
         decodes = all(len(seq.tokens) == 1 and seq.sample for seq in step.seqs)
         with self._on_device():
             if decodes and self._passes.size_for(len(step.seqs)):
-                return list(self._decode(step))
-            return self._ragged(step, tables)
+                return list(self._decode(step, masks_of))
+            return self._ragged(step, tables, masks_of)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched on the thread's device, and each thread has its own."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
-    def _decode(self, step: Step) -> list[Sampled]:
+    def _decode(self, step: Step, masks_of: Masks | None) -> list[Sampled]:
         """Up to `step.repeats` passes; what follows a stop token is thrown away. One pass where
         draft tokens are verified."""
         passes, seqs = self._passes, step.seqs
-        plain = [is_plain(seq) for seq in seqs]
         num_rows = sum(len(seq.input_tokens) for seq in seqs)
         if num_rows > len(seqs):
-            if all(plain) and passes.size_for(num_rows):
-                return self._verify(seqs, num_rows)
+            if all(map(is_plain, seqs)) and passes.size_for(num_rows):
+                return self._verify(seqs, num_rows, masks_of)
             seqs = [replace(seq, draft_tokens=[]) for seq in seqs]
+        plain = [_is_drawn_here(seq) for seq in seqs]
         size, count = passes.size_for(len(seqs)), len(seqs)
         most = min(step.repeats, passes.max_passes) if all(plain) else 1
         stops = [frozenset(seq.sampling.stop_token_ids) for seq in seqs]
@@ -104,16 +108,29 @@ class GpuSteps:
         if launched > len(rows):
             passes.result(launched - 1, count)  # it writes to blocks: not before it has ended
         if not all(plain):
-            return self._edited(rows[0], passes.logits[:count], seqs, plain)
+            return self._edited(rows[0], passes.logits[:count], seqs, plain, masks_of)
         columns = zip(*rows, strict=True)  # one per sequence
         return [Sampled(first, more=tuple(more)) for first, *more in columns]
 
-    def _verify(self, seqs: list[ScheduledSeq], num_rows: int) -> list[Sampled]:
+    def _verify(
+        self, seqs: list[ScheduledSeq], num_rows: int, masks_of: Masks | None
+    ) -> list[Sampled]:
         self._passes.load(seqs)
         self._passes.launch(self._passes.size_for(num_rows), 0)
-        return verify_drafts(seqs, self._passes.result(0, num_rows))
+        masks = masks_of(seqs) if masks_of else None
+        tokens = self._passes.result(0, num_rows)
+        if masks is not None:
+            rows = [row for seq in seqs for row in _rows_of(seq)]
+            logits = self._passes.logits[:num_rows]
+            wanted = [index for index, row in enumerate(rows) if row.sampling.grammar]
+            drawn = sample(logits[wanted], [rows[i] for i in wanted], masks=masks[wanted])
+            for index, each in zip(wanted, drawn, strict=True):
+                tokens[index] = each.token
+        return verify_drafts(seqs, tokens)
 
-    def _ragged(self, step: Step, tables: Sequence[np.ndarray] | None) -> list[Sampled | None]:
+    def _ragged(
+        self, step: Step, tables: Sequence[np.ndarray] | None, masks_of: Masks | None
+    ) -> list[Sampled | None]:
         host = Batch.from_step(step, self._limits, torch.device("cpu"), tables)
         batch = stage(host, self._device)
         logits = self._decoder.forward(batch)
@@ -122,8 +139,9 @@ class GpuSteps:
         if asked:
             seqs = [step.seqs[index] for index in asked]
             tokens = self._draw(logits, seqs)
-            plain = [is_plain(seq) for seq in seqs]
-            for index, each in zip(asked, self._edited(tokens, logits, seqs, plain), strict=True):
+            plain = [_is_drawn_here(seq) for seq in seqs]
+            edited = self._edited(tokens, logits, seqs, plain, masks_of)
+            for index, each in zip(asked, edited, strict=True):
                 sampled[index] = each
         elif self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
@@ -144,12 +162,15 @@ class GpuSteps:
         logits: torch.Tensor,
         seqs: list[ScheduledSeq],
         plain: list[bool],
+        masks_of: Masks | None,
     ) -> list[Sampled]:
         """`tokens`, and by the host's sampler those of rows that are not plain."""
         sampled = [Sampled(token) for token in tokens]
         rows = [row for row, is_so in enumerate(plain) if not is_so]
         if rows:
-            others = sample(logits[rows], [seqs[r] for r in rows], self._limits.window)
+            masks = masks_of(seqs)[rows] if masks_of else None
+            edited = [seqs[row] for row in rows]
+            others = sample(logits[rows], edited, self._limits.window, masks=masks)
             for row, other in zip(rows, others, strict=True):
                 sampled[row] = other
         return sampled
@@ -188,3 +209,16 @@ class GpuSteps:
             torch.cuda.synchronize(self._device)
             reason = str(error).splitlines()[0]
             self.notices.append(f"decode steps are not captured as graphs (slower): {reason}")
+
+
+def _is_drawn_here(seq: ScheduledSeq) -> bool:
+    return is_plain(seq) and not seq.sampling.grammar
+
+
+def _rows_of(seq: ScheduledSeq) -> list[ScheduledSeq]:
+    """The sequence as it is at each of its input tokens."""
+    drafts = seq.draft_tokens
+    return [
+        replace(seq, context=[*seq.context, *drafts[:count]], draft_tokens=[])
+        for count in range(len(drafts) + 1)
+    ]

@@ -3,12 +3,14 @@
 
 #include <stdint.h>
 
-/* Sampling parameters of one row. temperature 0: greedy; top_k 0: all tokens. */
+/* Sampling parameters of one row. temperature 0: greedy; top_k 0: all tokens. mask: a bit for each
+ * token, those whose bit is 0 are not drawn; NULL: all may be. */
 typedef struct {
     float temperature, min_p;
     double top_p;
     int64_t top_k;
     uint64_t seed, position; /* position: of the token that is drawn */
+    const uint32_t *mask;
 } Draw;
 
 /* logits: [rows, vocab], overwritten; tokens: [rows]. */

@@ -143,10 +143,23 @@ typedef struct {
     int64_t *tokens;
 } Rows;
 
+enum { WORD_BITS = 32 };
+
+static void apply_mask(float *row, int64_t size, const uint32_t *mask) {
+    for (int64_t from = 0; from < size; from += WORD_BITS) {
+        uint32_t bits = mask[from / WORD_BITS];
+        int64_t count = size - from < WORD_BITS ? size - from : WORD_BITS;
+        if (bits == UINT32_MAX) continue;
+        for (int64_t i = 0; i < count; i++)
+            row[from + i] = bits >> i & 1 ? row[from + i] : -INFINITY;
+    }
+}
+
 static void draw_row(void *arg, int64_t r) {
     const Rows *t = arg;
     const Draw *d = t->draws + r;
     float *row = t->logits + r * t->vocab, largest;
+    if (d->mask) apply_mask(row, t->vocab, d->mask);
     t->tokens[r] = find_best(row, t->vocab, &largest);
     if (d->temperature == 0 || !(largest > -INFINITY && largest < INFINITY)) return;
     weigh(row, t->vocab, largest, d->temperature);

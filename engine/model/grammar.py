@@ -1,0 +1,197 @@
+"""Outputs that have to match a grammar: masks of the tokens that may come next, and the tokens that
+have to (library: `llguidance`).
+
+The state of an output's grammar is a function of the grammar and of the tokens so far, so any
+worker can take over any output: a sequence that is not known here is replayed, in microseconds a
+token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+
+import llguidance
+import numpy as np
+
+from engine.step import Sampled, ScheduledSeq
+
+MAX_COMPILED = 128  # grammars that are kept, the last ones used
+MAX_OUTPUTS = 4096  # outputs whose state is kept; the others are replayed
+COMPILE_TIMEOUT_S = 10.0  # a grammar that a request brings was compiled once before, in the API
+WORD_BITS = 32
+ALL = np.uint32(0xFFFF_FFFF)
+
+LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=1_000_000,  # 20 ms of building a lexer
+    max_grammar_size=100_000,
+    max_lexer_states=50_000,  # 1 to 2 kB each
+    precompute_large_lexemes=False,  # a regular expression of a whole vocabulary would take seconds
+    verbose_errors=False,
+)
+
+
+class GrammarError(Exception):
+    """A grammar cannot be compiled, or an output cannot go on by it; one line."""
+
+
+def read_vocabulary(model_dir: Path, eos_token_ids: Sequence[int]) -> llguidance.LLTokenizer:
+    """The model's tokens as grammars see them; takes a second. Raises GrammarError."""
+    try:
+        text = (model_dir / "tokenizer.json").read_text(encoding="utf-8")
+        ends = {*eos_token_ids, *_named_end(model_dir, text)}
+        return llguidance.LLTokenizer(text, eos_token=sorted(ends) or None)
+    except (OSError, ValueError) as error:
+        raise GrammarError(f"no tokenizer for grammars: {error}") from error
+
+
+def _named_end(model_dir: Path, tokenizer: str) -> Iterator[int]:
+    """The token that `tokenizer_config.json` names as the end."""
+    path = model_dir / "tokenizer_config.json"
+    named = (
+        json.loads(path.read_text(encoding="utf-8")).get("eos_token") if path.is_file() else None
+    )
+    name = named.get("content") if isinstance(named, dict) else named
+    for added in json.loads(tokenizer).get("added_tokens", []):
+        if added["content"] == name:
+            yield added["id"]
+
+
+def compile_grammar(vocabulary: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    """In its initial state. Raises GrammarError."""
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+    check(matcher)
+    return matcher
+
+
+def check(matcher: llguidance.LLMatcher) -> None:
+    """Raises GrammarError."""
+    if matcher.is_error():
+        raise GrammarError(matcher.get_error().partition("\n")[0][:300])
+
+
+class _Output:
+    """The state of one sequence's grammar."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self.matcher = matcher
+        self.num_taken = 0  # output tokens
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Raises GrammarError."""
+        self.matcher.consume_tokens(list(tokens))
+        check(self.matcher)
+        self.num_taken += len(tokens)
+
+
+class Grammars:
+    """The grammars of a worker's outputs. Made with its model; `prepare` may be called from any
+    thread, the others from the one that runs steps."""
+
+    def __init__(
+        self, model_dir: Path, eos_token_ids: Sequence[int], vocab_size: int, num_threads: int
+    ) -> None:
+        """vocab_size: the width of logits, which may exceed the tokenizer's."""
+        self._num_words = -(-vocab_size // WORD_BITS)
+        self._source = (model_dir, tuple(eos_token_ids))
+        self._executor = llguidance.LLExecutor(num_threads=num_threads)
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._vocabulary: Future[llguidance.LLTokenizer] | None = None
+        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._lock = Lock()  # of the two above
+        self._outputs: OrderedDict[str, _Output] = OrderedDict()
+
+    def prepare(self, grammar: str) -> Future[llguidance.LLMatcher]:
+        """Begin to compile, so that a step does not have to wait for it."""
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._thread.submit(read_vocabulary, *self._source)
+            found = self._compiled.get(grammar)
+            if found is None:
+                vocabulary = self._vocabulary
+                found = self._thread.submit(lambda: compile_grammar(vocabulary.result(), grammar))
+                self._compiled[grammar] = found
+                while len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return found
+
+    def follow(self, seqs: Sequence[ScheduledSeq]) -> dict[int, str]:
+        """Bring the grammars of those of `seqs` that sample up to their last tokens. Returns the
+        index of those that cannot go on, and why."""
+        failed: dict[int, str] = {}
+        for index, seq in enumerate(seqs):
+            if seq.sample and seq.sampling.grammar:
+                try:
+                    self._follow(seq)
+                except GrammarError as error:
+                    failed[index] = str(error)
+        return failed
+
+    def masks(self, seqs: Sequence[ScheduledSeq]) -> np.ndarray:
+        """Bits of the tokens that may follow each input token of `seqs`, which sample and have been
+        followed, as uint32 [rows, words]. Those without a grammar may have any."""
+        single, drafted = [], []
+        row = 0
+        for seq in seqs:
+            if seq.sampling.grammar:
+                matcher = self._outputs[seq.request_id].matcher
+                if seq.draft_tokens:
+                    drafted.append((matcher, row, seq.draft_tokens))
+                else:
+                    single.append((matcher, row))
+            row += 1 + len(seq.draft_tokens)
+        masks = np.full((row, self._num_words), ALL)
+        place = masks.ctypes.data, masks.strides[0], row
+        if single:
+            self._executor.unsafe_compute_mask_ptr(single, *place)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+        return masks
+
+    def advance(
+        self, seqs: Sequence[ScheduledSeq], sampled: Sequence[Sampled | None]
+    ) -> tuple[list[Sampled | None], dict[int, str]]:
+        """`sampled` after `seqs`, with the tokens that have to follow; and as `failed` those whose
+        grammar could not say what may follow."""
+        advanced = list(sampled)
+        failed: dict[int, str] = {}
+        for index, (seq, each) in enumerate(zip(seqs, sampled, strict=True)):
+            if each is not None and seq.sampling.grammar:
+                try:
+                    advanced[index] = self._advanced(seq, each)
+                except GrammarError as error:
+                    advanced[index], failed[index] = None, str(error)
+        return advanced, failed
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _advanced(self, seq: ScheduledSeq, sampled: Sampled) -> Sampled:
+        """Raises GrammarError."""
+        output = self._outputs[seq.request_id]
+        check(output.matcher)
+        tokens = (sampled.token, *sampled.more)
+        if tokens[-1] in seq.sampling.stop_token_ids:
+            return sampled
+        output.take(tokens)
+        return replace(sampled, forced=tuple(output.matcher.compute_ff_tokens()))
+
+    def _follow(self, seq: ScheduledSeq) -> None:
+        """Raises GrammarError."""
+        output = self._outputs.get(seq.request_id)
+        if output is None or output.num_taken > len(seq.context) - seq.num_prompt_tokens:
+            try:
+                compiled = self.prepare(seq.sampling.grammar).result(COMPILE_TIMEOUT_S)
+            except TimeoutError:
+                raise GrammarError(f"not compiled within {COMPILE_TIMEOUT_S:g} s") from None
+            output = self._outputs[seq.request_id] = _Output(compiled.deep_copy())
+            while len(self._outputs) > MAX_OUTPUTS:
+                self._outputs.popitem(last=False)
+        self._outputs.move_to_end(seq.request_id)
+        output.take(seq.context[seq.num_prompt_tokens + output.num_taken :])

@@ -1,0 +1,212 @@
+"""Outputs that match a grammar: the same tokens by the kernels, by torch, with drafts, and on a
+worker that takes over."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import llguidance
+import pytest
+import torch
+
+from engine.model.grammar import Grammars
+from engine.model.runner import ModelRunner
+from engine.request import SamplingParams
+from engine.step import Sampled, ScheduledSeq, Step, StepDone
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "population": {"type": "integer", "minimum": 0, "maximum": 99999999},
+        "capital": {"type": "boolean"},
+    },
+    "required": ["name", "population", "capital"],
+    "additionalProperties": False,
+}
+STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+GRAMMAR = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, overrides=STYLE)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=80, stop_token_ids=(2,), grammar=GRAMMAR)
+DRAWN = replace(GREEDY, temperature=1.0, seed=7)
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def runner(smollm2_dir: Path) -> ModelRunner:
+    return ModelRunner(smollm2_dir, num_blocks=64, num_threads=2)
+
+
+@pytest.fixture(scope="module")
+def prompt(smollm2_dir: Path) -> list[int]:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode("A city as JSON, Paris:\n").ids
+    return ids
+
+
+def text_of(smollm2_dir: Path, tokens: list[int]) -> str:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    text: str = tokenizer.decode(tokens)
+    return text
+
+
+class Output:
+    """One sequence that is generated step by step, in blocks of its own."""
+
+    def __init__(
+        self, name: str, prompt: list[int], sampling: SamplingParams, first_block: int = 0
+    ) -> None:
+        self.name, self.sampling = name, sampling
+        self.tokens, self.num_prompt = list(prompt), len(prompt)
+        self.num_computed, self.first = 0, first_block
+        self.forced: tuple[int, ...] = ()
+        self.num_passes = 0
+
+    def share(self, *, drafts: bool) -> ScheduledSeq:
+        tokens = self.tokens[self.num_computed :]
+        room = min(-len(self.tokens) % BLOCK, 7) if drafts and len(tokens) == 1 else 0
+        return ScheduledSeq(
+            self.name,
+            tokens,
+            self.num_computed,
+            list(range(self.first, self.first + 16)),
+            True,
+            self.sampling,
+            self.tokens,
+            self.num_prompt,
+            list(self.forced[:room]),
+        )
+
+    def take(self, share: ScheduledSeq, sampled: Sampled | None) -> None:
+        assert sampled is not None
+        self.num_passes += 1
+        self.num_computed = share.start + len(share.tokens) + len(sampled.more)
+        self.tokens += [sampled.token, *sampled.more]
+        self.forced = sampled.forced
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def is_done(self) -> bool:
+        return self.output[-1:] == [2] or len(self.output) >= self.sampling.max_tokens
+
+
+def run(runner: ModelRunner, *seqs: ScheduledSeq) -> StepDone:
+    return runner.execute(Step(0, list(seqs)))
+
+
+def generate(
+    runner: ModelRunner, output: Output, *, drafts: bool = False, most: int = 1000
+) -> list[int]:
+    while not output.is_done and len(output.output) < most:
+        share = output.share(drafts=drafts)
+        (sampled,) = run(runner, share).sampled
+        output.take(share, sampled)
+    return output.output
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_an_output_matches_its_schema_however_it_is_computed(
+    runner: ModelRunner, prompt: list[int], smollm2_dir: Path, sampling: SamplingParams
+) -> None:
+    kind = "greedy" if sampling is GREEDY else "drawn"
+    tokens = generate(runner, Output(f"{kind}-1", prompt, sampling))
+    assert tokens[-1] == 2, "it ends where the text is complete"
+    value = json.loads(text_of(smollm2_dir, tokens[:-1]))
+    assert set(value) == {"name", "population", "capital"}
+    # by torch, which also says how likely each was
+    told = Output(f"{kind}-2", prompt, replace(sampling, logprobs=0))
+    assert generate(runner, told) == tokens
+    # with the tokens that have to follow verified in one pass
+    drafted = Output(f"{kind}-3", prompt, sampling)
+    assert generate(runner, drafted, drafts=True) == tokens
+    assert drafted.num_passes < 0.7 * len(tokens)
+
+
+def test_another_worker_goes_on_in_mid_output(
+    runner: ModelRunner, prompt: list[int], smollm2_dir: Path
+) -> None:
+    whole = generate(runner, Output("whole", prompt, DRAWN))
+    other = ModelRunner(smollm2_dir, num_blocks=64, num_threads=2)
+    for cut in (1, 5, len(whole) - 1):
+        begun = Output(f"begun-{cut}", prompt, DRAWN)
+        generate(runner, begun, most=cut)
+        taken = Output(f"begun-{cut}", prompt, DRAWN)
+        taken.tokens = list(begun.tokens)
+        assert generate(other, taken) == whole
+
+
+def test_one_of_a_batch_has_a_grammar_and_the_others_have_none(
+    runner: ModelRunner, prompt: list[int]
+) -> None:
+    free = replace(GREEDY, grammar="", max_tokens=12)
+    expected = generate(runner, Output("free-alone", prompt, free))
+    constrained = generate(runner, Output("constrained-alone", prompt, GREEDY))[:12]
+    outputs = [Output("a", prompt, GREEDY), Output("b", prompt, free, first_block=16)]
+    for _ in range(12):
+        shares = [output.share(drafts=False) for output in outputs]
+        for output, share, sampled in zip(
+            outputs, shares, run(runner, *shares).sampled, strict=True
+        ):
+            output.take(share, sampled)
+    assert [output.output for output in outputs] == [constrained, expected]
+
+
+def test_an_output_that_is_complete_ends_although_more_tokens_were_asked_for(
+    runner: ModelRunner, prompt: list[int]
+) -> None:
+    word = llguidance.LLMatcher.grammar_from_regex("(yes|no)")
+    output = Output("short", prompt, replace(GREEDY, grammar=word, min_tokens=30))
+    assert generate(runner, output)[-1] == 2
+
+
+def test_a_bias_counts_among_the_tokens_that_are_allowed(
+    runner: ModelRunner, prompt: list[int], smollm2_dir: Path
+) -> None:
+    word = llguidance.LLMatcher.grammar_from_regex("(yes|no)")
+    plain = replace(GREEDY, grammar=word)
+    first = generate(runner, Output("word", prompt, plain))[0]
+    biased = replace(plain, logit_bias={first: -100.0})
+    texts = {
+        text_of(smollm2_dir, generate(runner, Output(name, prompt, each))[:-1])
+        for name, each in (("word-1", plain), ("word-2", biased))
+    }
+    assert texts == {"yes", "no"}
+
+
+def test_a_grammar_that_cannot_be_kept_ends_its_own_request_alone(
+    runner: ModelRunner, prompt: list[int]
+) -> None:
+    bad = Output("bad", prompt, replace(GREEDY, grammar="start: nothing_like_it"))
+    good = Output("good", prompt, replace(GREEDY, grammar=""), first_block=16)
+    done = run(runner, bad.share(drafts=False), good.share(drafts=False))
+    assert list(done.ungrammatical) == [0]
+    assert "nothing_like_it" in done.ungrammatical[0]
+    assert done.sampled[0] is None
+    assert done.sampled[1] is not None
+    strays = Output("strays", prompt, GREEDY)
+    strays.tokens.append(99)  # a token that the grammar does not allow
+    assert list(run(runner, strays.share(drafts=False)).ungrammatical) == [0]
+
+
+def test_masks_are_the_same_on_the_device_and_in_the_kernels(
+    runner: ModelRunner, prompt: list[int], smollm2_dir: Path
+) -> None:
+    from engine.model.sampler import allowed
+
+    config = runner.config
+    grammars = Grammars(smollm2_dir, config.eos_token_ids, config.vocab_size, 1)
+    share = Output("masks", prompt, GREEDY).share(drafts=False)
+    assert grammars.follow([share]) == {}
+    masks = grammars.masks([share])
+    bits = allowed(masks, torch.zeros(1, config.vocab_size))[0]
+    by_words = [bool(masks[0, i // 32] >> (i % 32) & 1) for i in range(config.vocab_size)]
+    assert bits.tolist() == by_words
+    assert 0 < int(bits.sum()) < 20, "an object begins with a bracket"
