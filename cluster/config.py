@@ -149,12 +149,24 @@ class TenantEntry(Section, frozen=True):
     min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 
 
+ToolParser = Literal[
+    "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek",
+    "glm", "kimi", "minimax", "harmony",
+]  # fmt: skip
+
+
 class ApiSection(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000  # 0: any that is free
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 8 << 20  # of a request
     max_live_requests: Positive = 4096  # requests that generate at once; beyond it 429
     request_timeout_s: Timeout = 600.0  # from the arrival of the body to the last token
+    # how the model writes tool calls: "auto" goes by its chat template, "none" leaves them in the
+    # text; or hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek, glm, kimi, minimax,
+    # harmony
+    tool_parser: ToolParser = "auto"
+    # "think" takes <think> tags out of the text, "none" leaves them; "auto" goes by the template
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
 
 
 _REDIS = _text(

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -27,7 +28,7 @@ from cluster.api.incoming import caller
 from cluster.api.openai.formats import ChatFormat, CompletionFormat
 from cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
 from cluster.api.openai.respond import GenerateEndpoint, error_response
-from cluster.api.openai.schema import ChatRequest, CompletionRequest
+from cluster.api.openai.schema import ChatRequest, CompletionRequest, parse
 from cluster.api.operations import operation_routes
 from cluster.api.sessions import session_routes
 
@@ -80,9 +81,10 @@ def create_app(ctx: ApiContext) -> FastAPI:
     app.add_middleware(_RequestIds)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ApiError, _on_api_error)
-    chat = GenerateEndpoint(ctx, "chat", ChatRequest, plan_chat, ChatFormat)
+    chat = GenerateEndpoint(ctx, "chat", partial(parse, ChatRequest), plan_chat, ChatFormat)
+    read_completion = partial(parse, CompletionRequest)
     completions = GenerateEndpoint(
-        ctx, "completions", CompletionRequest, plan_completion, CompletionFormat
+        ctx, "completions", read_completion, plan_completion, CompletionFormat
     )
     app.router.routes += [
         Route("/v1/chat/completions", chat, methods=["POST"]),

@@ -11,8 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from cluster.api.calls import Calls
 from cluster.api.client import RouterClient
+from cluster.api.constraints.grammar import Constraints
 from cluster.api.limiter import ConcurrencyLimiter
 from cluster.api.metrics import ApiMetrics
+from cluster.api.output.dialect import Dialect
 from cluster.api.tenants import Tenants
 from cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from cluster.api.tracing import Tracing
@@ -66,6 +68,10 @@ class ApiContext:
     retention_s: float = DEFAULT_RETENTION.keep_s  # of KV, where a request does not say
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     tracing: Tracing | None = None
+    tool_parser: str = "auto"  # as of `Dialect.of`, and so is the next
+    reasoning_parser: str = "auto"
+    dialect: Dialect = field(init=False)
+    constraints: Constraints = field(init=False)
     calls: Calls = field(init=False)
     live: ConcurrencyLimiter = field(init=False)  # HTTP requests that generate
     commands: ConcurrencyLimiter = field(init=False)  # about sessions
@@ -77,6 +83,10 @@ class ApiContext:
         self.calls = Calls(self.model_name, self.explanations, self.metrics, trace)
         self.live = ConcurrencyLimiter(self.limits.max_live_requests)
         self.commands = ConcurrencyLimiter(self.limits.max_session_commands)
+        template = self.tokenizer.chat_template
+        source = template.source if template else ""
+        self.dialect = Dialect.of(source, self.tool_parser, self.reasoning_parser)
+        self.constraints = Constraints(self.tokenizer.directory, self.tokenizer.eos_token_ids)
         self._pool = ThreadPoolExecutor(self.limits.tokenizer_threads, "tokenizer")
         self._pool_of_large = ThreadPoolExecutor(1, "tokenizer-large")
 
@@ -92,5 +102,6 @@ class ApiContext:
         return await loop.run_in_executor(pool, lambda: call(*args, **kw))
 
     def close(self) -> None:
+        self.constraints.close()
         for pool in (self._pool, self._pool_of_large):
             pool.shutdown(wait=False, cancel_futures=True)

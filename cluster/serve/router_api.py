@@ -113,6 +113,8 @@ async def serve_api(
         tenants=access.tenants,
         public_prompts=prompts,
         retention_s=config.tiers.retention_s,
+        tool_parser=config.api.tool_parser,
+        reasoning_parser=config.api.reasoning_parser,
     )
     await serve_app(
         create_app(context),

@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError
 from cluster.api.openai.generation import Piece, TokenText
 from cluster.api.openai.plan import Plan
+from cluster.api.output.dialect import Reading
+from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text, merged
 
+_DONE = b"data: [DONE]\n\n"
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this
 
 
-class Format(Protocol):
-    """The shape of one endpoint's answers."""
+class Format(ABC):
+    """The shape of one endpoint's answers. `usage` is that of `Generation.usage`."""
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Chunks before the first text."""
-        ...
+    done = b""  # ends a stream that has not failed
 
+    @abstractmethod
+    def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """Events before the first text."""
+
+    @abstractmethod
     def chunks(self, piece: Piece) -> list[dict[str, Any]]: ...
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]: ...
+    @abstractmethod
+    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """Events after the last piece."""
 
+    @abstractmethod
     def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         """`pieces` of all choices, each choice's in order."""
-        ...
+
+    async def settled(self) -> None:
+        """Called when the answer is complete, before its end is sent."""
+        return
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        """Events that end a stream."""
+        return [error.body]
+
+    def encode(self, event: dict[str, Any]) -> bytes:
+        """As a server-sent event."""
+        return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
 @dataclass(slots=True)
@@ -52,53 +76,129 @@ class _Answer:
             envelope["usage"] = None  # present in every chunk, set in the last
         return envelope
 
+    def closing(self, kind: str, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return [self.envelope(kind, []) | {"usage": usage}] if self.plan.include_usage else []
+
     def named(self, token: int) -> tuple[str, bytes]:
         """A token as text and as bytes; the text shows U+FFFD where the bytes are not UTF-8."""
         data = self.ctx.tokenizer.token_bytes(token)
         return data.decode("utf-8", errors="replace"), data
 
 
-def _joined(pieces: Sequence[Piece], index: int) -> Piece:
+def joined(pieces: Sequence[Piece], index: int) -> Piece:
     """One choice's pieces as one."""
     mine = [piece for piece in pieces if piece.index == index]
     tokens = tuple(token for piece in mine for token in piece.tokens)
-    return Piece(index, "".join(p.text for p in mine), tokens, mine[-1].finish_reason)
+    return replace(mine[-1], text="".join(p.text for p in mine), tokens=tokens)
 
 
-class ChatFormat:
+class _Reader:
+    """One choice's text as what it says: deltas of OpenAI's messages."""
+
+    def __init__(self, reading: Reading, call_id: Callable[[int], str]) -> None:
+        self._parser = reading.parser()
+        self._call_id = call_id
+        self._num_calls = 0
+
+    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        events = self._parser.push(piece.text) if piece.text else []
+        if piece.finish_reason is not None:
+            events = merged(events + self._parser.finish())
+        return [self._delta(event) for event in events]
+
+    def finish_reason(self, piece: Piece) -> str | None:
+        is_call = piece.finish_reason == "stop" and self._parser.has_calls
+        return "tool_calls" if is_call else piece.finish_reason
+
+    def _delta(self, event: Event) -> dict[str, Any]:
+        match event:
+            case Text(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case CallBegin(name, call_id):
+                index, self._num_calls = self._num_calls, self._num_calls + 1
+                return _call_delta(
+                    index,
+                    {"name": name, "arguments": ""},
+                    id=call_id or self._call_id(index),
+                    type="function",
+                )
+            case Arguments(text):
+                return _call_delta(self._num_calls - 1, {"arguments": text})
+
+
+def _call_id(new_id: Callable[[str], str], choice: str, index: int) -> str:
+    return new_id(f"{choice}-{index}")
+
+
+def _call_delta(index: int, function: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, **fields, "function": function}]}
+
+
+def _message(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The message that its deltas make together."""
+    message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+    for delta in deltas:
+        for key in ("content", "reasoning_content"):
+            if key in delta:
+                message[key] = (message.get(key) or "") + delta[key]
+        for call in delta.get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
+            if "id" in call:
+                calls.append({key: call[key] for key in ("id", "type", "function")})
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    if message["content"] is None and "tool_calls" not in message:
+        message["content"] = ""
+    return message
+
+
+class ChatFormat(Format):
     """`/v1/chat/completions`."""
 
-    def __init__(self, ctx: ApiContext, plan: Plan, request_id: str) -> None:
+    done = _DONE
+
+    def __init__(self, ctx: ApiContext, plan: Plan, _: Any, request_id: str) -> None:
+        assert plan.reading is not None
         self._answer = _Answer(ctx, plan, f"chatcmpl-{request_id}")
         self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
+        new_id = plan.reading.tools.new_id if plan.reading.tools else str
+        self._readers = [
+            _Reader(plan.reading, partial(_call_id, new_id, f"{request_id}-{choice.index}"))
+            for choice in plan.choices
+        ]
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(c.index, delta, None, None) for c in self._answer.plan.choices]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        chunks = []
-        if piece.text or piece.tokens:
-            chunks.append(
-                self._chunk(piece.index, {"content": piece.text}, self._logprobs(piece), None)
-            )
+        reader = self._readers[piece.index]
+        deltas = reader.deltas(piece)
+        if piece.tokens and not deltas:
+            deltas = [{"content": ""}]  # what its log-probabilities come with
+        chunks = [
+            self._chunk(piece.index, delta, None if i else self._logprobs(piece), None)
+            for i, delta in enumerate(deltas)
+        ]
         if piece.finish_reason is not None:
-            chunks.append(self._chunk(piece.index, {}, None, piece.finish_reason))
+            chunks.append(self._chunk(piece.index, {}, None, reader.finish_reason(piece)))
         return chunks
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return self._answer.envelope("chat.completion.chunk", []) | {"usage": usage}
+    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._answer.closing("chat.completion.chunk", usage)
 
     def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         choices = []
         for plan in self._answer.plan.choices:
-            piece = _joined(pieces, plan.index)
-            message = {"role": "assistant", "content": piece.text, "refusal": None}
+            piece = joined(pieces, plan.index)
+            reader = self._readers[plan.index]
             choice = {
                 "index": piece.index,
-                "message": message,
+                "message": _message(reader.deltas(piece)),
                 "logprobs": self._logprobs(piece),
-                "finish_reason": piece.finish_reason,
+                "finish_reason": reader.finish_reason(piece),
             }
             choices.append(choice)
         return self._answer.envelope("chat.completion", choices) | {"usage": usage}
@@ -123,27 +223,29 @@ class ChatFormat:
         return {"token": text, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": list(data)}
 
 
-class CompletionFormat:
+class CompletionFormat(Format):
     """`/v1/completions`."""
 
-    def __init__(self, ctx: ApiContext, plan: Plan, request_id: str) -> None:
+    done = _DONE
+
+    def __init__(self, ctx: ApiContext, plan: Plan, _: Any, request_id: str) -> None:
         self._answer = _Answer(ctx, plan, f"cmpl-{request_id}")
         self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         echoed = [choice for choice in self._answer.plan.choices if choice.text]
         return [self._chunk(Piece(choice.index, choice.text, (), None)) for choice in echoed]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         return [self._chunk(piece)]
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return self._answer.envelope("text_completion", []) | {"usage": usage}
+    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._answer.closing("text_completion", usage)
 
     def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         choices = []
         for plan in self._answer.plan.choices:
-            choice = self._choice(_joined(pieces, plan.index))
+            choice = self._choice(joined(pieces, plan.index))
             choices.append(choice | {"text": plan.text + choice["text"]})
         return self._answer.envelope("text_completion", choices) | {"usage": usage}
 

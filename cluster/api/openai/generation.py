@@ -46,12 +46,13 @@ class Piece:
     text: str
     tokens: tuple[TokenText, ...]
     finish_reason: str | None
+    stopped_by: str | None = None  # the stop string that ended it
 
 
 class Choice:
     """One choice, from its tokens to its text. Owned by a `Generation`."""
 
-    def __init__(self, ctx: ApiContext, plan: ChoicePlan, stop: tuple[str, ...]) -> None:
+    def __init__(self, ctx: ApiContext, plan: ChoicePlan, whole: Plan) -> None:
         self.plan = plan
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -61,9 +62,10 @@ class Choice:
         self.stream: RequestStream | None = None  # once it is submitted
         self._wants_logprobs = plan.sampling.logprobs is not None
         self._held: list[TokenText] = []
+        markers = whole.reading.markers if whole.reading else ()
         self._detokenizer = Detokenizer(
-            ctx.tokenizer,
-            stop=stop,
+            ctx.tokenizer.showing(markers),
+            stop=whole.stop,
             context=plan.tokens if plan.continues else (),
             min_tokens=plan.sampling.min_tokens,
         )
@@ -91,7 +93,13 @@ class Choice:
             self.finish_reason = output.finish.value
         self.num_cached_tokens = output.num_cached_tokens
         self.cached_by_source = output.cached_by_source
-        return Piece(self.plan.index, "".join(texts), self._certain_tokens(), self.finish_reason)
+        return Piece(
+            self.plan.index,
+            "".join(texts),
+            self._certain_tokens(),
+            self.finish_reason,
+            detokenizer.stopped_by,
+        )
 
     def _certain_tokens(self) -> tuple[TokenText, ...]:
         """Tokens whose text has been let go of; at the natural end all the others too."""
@@ -115,7 +123,7 @@ class Generation:
     def __init__(self, ctx: ApiContext, plan: Plan, request_id: str, started_at: float) -> None:
         """`started_at`: when the body had come, in loop time."""
         self.plan = plan
-        self.choices = [Choice(ctx, choice, plan.stop) for choice in plan.choices]
+        self.choices = [Choice(ctx, choice, plan) for choice in plan.choices]
         self.gone = False  # the client went away
         self._ctx = ctx
         self._request_id = request_id

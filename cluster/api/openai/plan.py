@@ -14,9 +14,12 @@ from typing import Any
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid
+from cluster.api.openai.constrain import constrain, constrain_chat
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
+from cluster.api.output.dialect import Reading
 from cluster.api.tenants import Tenant
-from cluster.api.text.tokenizer import TemplateError, Tokenizer
+from cluster.api.text.tokenizer import Tokenizer
+from cluster.api.text.tool_prompt import TemplateError
 from engine.kv.block_hash import UNSALTED, CacheScope
 from engine.kv.tier import Retention
 from engine.request import Refusal, SamplingParams
@@ -24,6 +27,7 @@ from router.admission.admission import Call
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
 CHARS_PER_TOKEN = 4  # about
+_END_TOKENS = 16  # of a prompt, in which reasoning may have begun
 IN_MEMORY_S = 600.0  # OpenAI's: KV that may not be on disk is kept for minutes
 DAY_S = 86_400.0
 
@@ -46,6 +50,7 @@ class ChoicePlan:
 class Plan:
     choices: tuple[ChoicePlan, ...]
     stop: tuple[str, ...]
+    reading: Reading | None  # None: an output is text
     stream: bool
     include_usage: bool
     tenant: Tenant
@@ -57,7 +62,7 @@ class Plan:
 def call_of(ctx: ApiContext, request: GenerationRequest, tenant: Tenant, body: bytes) -> Call:
     """What can be said of a call before its prompt is tokenised. Raises `ApiError`."""
     if isinstance(request, ChatRequest):
-        num_chars = sum(len(message.content) for message in request.messages)
+        num_chars = chars_of(request)
         wanted = request.max_completion_tokens or request.max_tokens or ctx.max_model_len
     else:
         assert isinstance(request, CompletionRequest)
@@ -76,6 +81,14 @@ def call_of(ctx: ApiContext, request: GenerationRequest, tenant: Tenant, body: b
     )
 
 
+def chars_of(request: ChatRequest) -> int:
+    """About how many its prompt has."""
+    num_chars = sum(len(message.content) for message in request.messages)
+    for tool in request.tools or ():
+        num_chars += len(tool.function.description or "") + 4 * len(tool.function.parameters or ())
+    return num_chars
+
+
 def choice_seed(seed: int, i: int) -> int:
     """Seed of a prompt's choice `i`, in [0, 2**63): the first one's is `seed` itself."""
     if i == 0:
@@ -86,23 +99,41 @@ def choice_seed(seed: int, i: int) -> int:
 
 async def plan_chat(ctx: ApiContext, request: ChatRequest, tenant: Tenant) -> Plan:
     """Raises `ApiError`."""
-    _check(ctx, request)
-    messages = [message.for_template() for message in request.messages]
-    try:
-        size = sum(len(message.content) for message in request.messages)
-        tokens = await ctx.in_thread(size, ctx.tokenizer.apply_chat_template, messages)
-    except TemplateError as error:
-        raise invalid(str(error), param="messages") from None
+    tokens = await chat_prompt(ctx, request)
     room = _room(ctx, tokens, "messages")
+    given = [tool.tool() for tool in request.tools or ()]
+    end = b"".join(map(ctx.tokenizer.token_bytes, tokens[-_END_TOKENS:])).decode(errors="replace")
+    calls = request.tool_choice != "none"
+    reading = Reading.after(ctx.dialect, end, given, calls=calls)
+    grammar = await constrain_chat(ctx, request, reading)
     wanted = request.max_completion_tokens or request.max_tokens or room
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    sampling = _sampling(ctx.tokenizer, request, min(wanted, room), num_logprobs)
-    return _plan(ctx, request, tenant, [ChoicePlan(0, 0, tuple(tokens), sampling)])
+    sampling = _sampling(ctx.tokenizer, request, min(wanted, room), num_logprobs, grammar)
+    return _plan(ctx, request, tenant, [ChoicePlan(0, 0, tuple(tokens), sampling)], reading)
+
+
+async def chat_prompt(ctx: ApiContext, request: ChatRequest) -> list[int]:
+    """Its tokens. Raises `ApiError`."""
+    _check(ctx, request)
+    messages = [message.for_template() for message in request.messages]
+    shown = [tool.for_template() for tool in request.tools or ()]
+    options = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            options.setdefault("enable_thinking", False)
+    try:
+        size = chars_of(request)
+        render = ctx.tokenizer.apply_chat_template
+        return await ctx.in_thread(size, render, messages, shown, options)
+    except TemplateError as error:
+        raise invalid(str(error), param="messages") from None
 
 
 async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: Tenant) -> Plan:
     """Raises `ApiError`."""
     _check(ctx, request)
+    grammar = await constrain(ctx, request)
     prompts: list[ChoicePlan] = []
     for prompt in request.prompt:
         is_text = isinstance(prompt, str)
@@ -124,7 +155,7 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
             if not is_text:
                 text = await ctx.in_thread(len(tokens), ctx.tokenizer.decode, tokens)
         wanted = request.max_tokens or DEFAULT_COMPLETION_TOKENS
-        sampling = _sampling(ctx.tokenizer, request, min(wanted, room), request.logprobs)
+        sampling = _sampling(ctx.tokenizer, request, min(wanted, room), request.logprobs, grammar)
         place = len(prompts)
         prompts.append(ChoicePlan(0, place, tuple(tokens), sampling, text, continues=True))
     return _plan(ctx, request, tenant, prompts)
@@ -166,7 +197,11 @@ def _room(ctx: ApiContext, tokens: Sequence[int], param: str) -> int:
 
 
 def _sampling(
-    tokenizer: Tokenizer, request: GenerationRequest, max_tokens: int, num_logprobs: int | None
+    tokenizer: Tokenizer,
+    request: GenerationRequest,
+    max_tokens: int,
+    num_logprobs: int | None,
+    grammar: str,
 ) -> SamplingParams:
     if request.min_tokens > max_tokens:
         raise invalid(
@@ -181,7 +216,8 @@ def _sampling(
         is_given = name in request.model_fields_set
         return value if is_given else tokenizer.sampling_defaults.get(name, value)
 
-    ends = () if request.ignore_eos else tokenizer.eos_token_ids
+    # What follows a text that is complete matches no grammar.
+    ends = () if request.ignore_eos and not grammar else tokenizer.eos_token_ids
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=chosen("temperature"),
@@ -195,6 +231,7 @@ def _sampling(
         stop_token_ids=tuple(dict.fromkeys((*ends, *request.stop_token_ids))),
         min_tokens=request.min_tokens,
         logprobs=num_logprobs,
+        grammar=grammar,
     )
 
 
@@ -220,7 +257,11 @@ def _priority(request: GenerationRequest, tenant: Tenant) -> int:
 
 
 def _plan(
-    ctx: ApiContext, request: GenerationRequest, tenant: Tenant, prompts: list[ChoicePlan]
+    ctx: ApiContext,
+    request: GenerationRequest,
+    tenant: Tenant,
+    prompts: list[ChoicePlan],
+    reading: Reading | None = None,
 ) -> Plan:
     """`n` choices of each prompt, in OpenAI's order. The first of all is the session's turn."""
     seed = secrets.randbits(63) if request.seed is None else request.seed
@@ -236,6 +277,7 @@ def _plan(
     return Plan(
         choices=tuple(choices),
         stop=tuple(request.stop),
+        reading=reading,
         stream=request.stream,
         include_usage=request.include_usage,
         tenant=tenant,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -28,7 +27,7 @@ from cluster.api.limiter import LimitReached
 from cluster.api.openai.formats import Format
 from cluster.api.openai.generation import Generation, Piece
 from cluster.api.openai.plan import Plan, call_of
-from cluster.api.openai.schema import GenerationRequest, parse
+from cluster.api.openai.schema import GenerationRequest
 from cluster.api.tenants import Tenant
 
 Request = TypeVar("Request", bound=GenerationRequest)
@@ -41,10 +40,6 @@ def error_response(error: ApiError) -> JSONResponse:
     # What is left of a body is not read: the connection cannot be used again.
     close = {"connection": "close"} if error.status in (408, 413) else {}
     return JSONResponse(error.body, error.status, headers=error.headers | close)
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
 
 
 @contextlib.asynccontextmanager
@@ -72,15 +67,18 @@ class GenerateEndpoint(Generic[Request]):
         self,
         ctx: ApiContext,
         name: str,
-        schema: type[Request],
+        read: Callable[[bytes], Request],
         plan: Callable[[ApiContext, Request, Tenant], Awaitable[Plan]],
-        format: Callable[[ApiContext, Plan, str], Format],
+        format: Callable[[ApiContext, Plan, Request, str], Format],
+        refuse: Callable[[ApiError], JSONResponse] = error_response,
     ) -> None:
+        """read: a body, or ApiError. refuse: an error before the first byte."""
         self._ctx = ctx
         self._name = name
-        self._schema = schema
+        self._read = read
         self._plan = plan
         self._format = format
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self._ctx.metrics
@@ -93,7 +91,7 @@ class GenerateEndpoint(Generic[Request]):
                 call.outcome = await self._serve(http, call, send)
         except ApiError as error:
             call.outcome = error.outcome
-            await error_response(error)(scope, receive, send)
+            await self._refuse(error)(scope, receive, send)
         except ClientDisconnect:
             pass
         finally:
@@ -122,16 +120,16 @@ class GenerateEndpoint(Generic[Request]):
         clock = asyncio.get_running_loop().time
         call.received_at = clock()
         if len(body) <= _SMALL_BODY_BYTES:
-            request = parse(self._schema, body)
+            request = self._read(body)
         else:
-            request = await self._ctx.in_thread(len(body), parse, self._schema, body)
+            request = await self._ctx.in_thread(len(body), self._read, body)
         about = call_of(self._ctx, request, tenant, body)
         failed = self._ctx.refuse_early(about)
         if failed is not None:
             raise refused(failed)
         plan = replace(await self._plan(self._ctx, request, tenant), call=about.name)
         generation = Generation(self._ctx, plan, call.request_id, call.received_at)
-        format = self._format(self._ctx, plan, call.request_id)
+        format = self._format(self._ctx, plan, request, call.request_id)
         call.submitted_at = clock()
         try:
             async with _abandon_on_disconnect(generation, http.receive):
@@ -156,6 +154,7 @@ async def _whole(generation: Generation, format: Format, http: HttpRequest, send
     if generation.gone:
         return _CANCELLED
     content = format.whole(pieces, generation.usage())
+    await format.settled()
     await JSONResponse(content)(http.scope, http.receive, send)
     return generation.choices[0].finish_reason or _CANCELLED
 
@@ -166,25 +165,25 @@ async def _stream(generation: Generation, format: Format, send: Send) -> str:
     outcome = _CANCELLED
     try:
         async for batch in generation.batches():
-            events = [] if is_started else format.opening()
+            events = [] if is_started else format.opening(generation.usage())
             for piece in batch:
                 events.extend(format.chunks(piece))
             if not is_started:
                 is_started = True
                 await send(_START)
-            await _send_body(send, b"".join(map(_event, events)))
+            await _send_body(send, b"".join(map(format.encode, events)))
     except ApiError as error:
         if not is_started:
             raise
         outcome = error.outcome
-        await _send_body(send, _event(error.body))
+        await _send_body(send, b"".join(map(format.encode, format.failed(error))))
     else:
         if generation.gone:
             return _CANCELLED
         outcome = generation.choices[0].finish_reason or _CANCELLED
-        if generation.plan.include_usage:
-            await _send_body(send, _event(format.usage_chunk(generation.usage())))
-        await _send_body(send, b"data: [DONE]\n\n")
+        events = format.closing(generation.usage())
+        await format.settled()
+        await _send_body(send, b"".join(map(format.encode, events)) + format.done)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
     return outcome
 

@@ -8,6 +8,8 @@ refused by name. Errors become `ApiError`s that name the field, its value and wh
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -20,7 +22,9 @@ from pydantic import (
     model_validator,
 )
 
+from cluster.api.constraints.grammar import KINDS
 from cluster.api.errors import ApiError, invalid
+from cluster.api.openai.tools import ToolCall, ToolChoice, Tools
 from router.config import MAX_PRIORITY
 
 MAX_STOPS = 4
@@ -41,11 +45,6 @@ _UNSUPPORTED = {
     "suffix": "inserting before a suffix is not supported",
     "prompt_logprobs": "log-probabilities of the prompt are not supported",
     "use_beam_search": "beam search is not supported",
-    "guided_json": "guided decoding is not supported",
-    "guided_regex": "guided decoding is not supported",
-    "guided_choice": "guided decoding is not supported",
-    "guided_grammar": "guided decoding is not supported",
-    "structured_outputs": "guided decoding is not supported",
 }
 
 
@@ -143,8 +142,9 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_text_of)] = ""
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -158,11 +158,47 @@ class Message(BaseModel):
         """As chat templates know it: they have no developer, and no keys without a value."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.content}
-        for key in ("name", "tool_calls", "tool_call_id"):
+        for key in ("name", "tool_call_id", "reasoning_content"):
             value = getattr(self, key)
             if value is not None:
                 message[key] = value
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """`kind`, `value` and `options` are those of `grammar_of`; `param` is what asked for it."""
+
+    param: str
+    kind: str
+    value: Any
+    options: Mapping[str, Any]
+
+
+def _format_of(form: Any) -> list[Constraint]:
+    """Of a `response_format`. Raises ValueError."""
+    if form is None:
+        return []
+    kind = form.get("type") if isinstance(form, dict) else form
+    match kind:
+        case "text":
+            return []
+        case "json_object":
+            return [Constraint("response_format", kind, True, {})]
+        case "json_schema":
+            named = form.get("json_schema")
+            schema = named.get("schema", True) if isinstance(named, dict) else None
+            if schema is None:
+                raise ValueError("'response_format': 'json_schema' is an object with a 'schema'")
+            return [Constraint("response_format", "json", schema, {})]
+        case "structural_tag":
+            return [Constraint("response_format", kind, form, {})]
+    raise ValueError(
+        f"'response_format': type {kind!r:.60} is not known, use 'text', 'json_object',"
+        " 'json_schema' or 'structural_tag'"
+    )
 
 
 class GenerationRequest(BaseModel):
@@ -192,12 +228,20 @@ class GenerationRequest(BaseModel):
     priority: _Priority | None = None  # lower goes first, as in vLLM
     prompt_cache_key: _SessionName | None = None  # names the session that this is a turn of
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    response_format: Any = None
+    structured_outputs: dict[str, Any] | None = None  # this and the next are vLLM's
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
     @model_validator(mode="after")
     def _is_supported(self) -> GenerationRequest:
         for name, why in _UNSUPPORTED.items():
             if (self.model_extra or {}).get(name) not in (None, False, [], {}, ""):
                 raise ValueError(f"'{name}': {why}")
+        self.constraint()
         if self.stream_options is not None and not self.stream:
             raise ValueError("'stream_options' is only allowed where 'stream' is true")
         return self
@@ -206,31 +250,50 @@ class GenerationRequest(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    def constraint(self) -> Constraint | None:
+        """What the output has to match. Raises ValueError."""
+        options = self.structured_outputs or {}
+        found = [
+            Constraint("structured_outputs", kind, options[kind], options)
+            for kind in KINDS
+            if options.get(kind) not in (None, False)
+        ]
+        spaced = {"whitespace_pattern": self.guided_whitespace_pattern}
+        for kind in ("json", "regex", "choice", "grammar"):
+            name = f"guided_{kind}"
+            if getattr(self, name) is not None:
+                found.append(Constraint(name, kind, getattr(self, name), spaced))
+        found += _format_of(self.response_format)
+        if len(found) > 1:
+            names = " and ".join(f"{each.kind} ({each.param})" for each in found)
+            raise ValueError(f"'{found[0].param}': an output matches one thing, got {names}")
+        if options and not found:
+            raise ValueError(f"'structured_outputs': expected one of {', '.join(KINDS)}")
+        return found[0] if found else None
+
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: _Flag = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    response_format: Any = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: Annotated[bool, _or(True)] = True
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
 
     @model_validator(mode="after")
     def _is_text_only(self) -> ChatRequest:
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ValueError(
-                f"'tool_choice': {self.tool_choice!r:.60} is not supported, use 'none'"
-            )
-        if self.tools and self.tool_choice != "none":
-            raise ValueError(
-                "'tools': tools are not supported, leave out or use tool_choice 'none'"
-            )
-        form = self.response_format
-        kind = form.get("type") if isinstance(form, dict) else form
-        if kind not in (None, "text"):
-            raise ValueError(f"'response_format': type {kind!r:.60} is not supported, use 'text'")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"'tools': two tools are called {twice!r}")
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise ValueError("'tool_choice' is only allowed where there are 'tools'")
+        if isinstance(self.tool_choice, tuple) and self.tool_choice[0] not in names:
+            raise ValueError(f"'tool_choice': there is no tool {self.tool_choice[0]!r:.60}")
         if self.modalities not in (None, [], ["text"]):
             raise ValueError(
                 f"'modalities': {self.modalities!r:.60} is not supported, use ['text']"

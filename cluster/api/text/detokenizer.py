@@ -54,6 +54,7 @@ class Detokenizer:
         self.num_decoded = 0  # characters
         self.num_released = 0  # characters
         self.stopped = False
+        self.stopped_by: str | None = None  # the stop string
 
     def push(self, token: int) -> str:
         """Take one token; return the text that is certain now."""
@@ -86,10 +87,10 @@ class Detokenizer:
         self._held += new
         num_safe = len(self._held)
         if self._stop and self.num_tokens > self._min_tokens:
-            starts = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+            starts = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
             if starts:
                 self.stopped = True
-                num_safe = min(starts)
+                num_safe, self.stopped_by = min(starts)
             elif not final:
                 num_safe -= self._num_possible()
         text, self._held = self._held[:num_safe], self._held[num_safe:]

@@ -13,7 +13,8 @@ use what Hugging Face documents: `raise_exception`, `strftime_now`, `tojson`, lo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,12 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from cluster.api.text.detokenizer import Decoder
+from cluster.api.text.tool_prompt import TemplateError, describe_tools
+
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 _FOLLOWERS = ("a", " b", "\n", ".")
-
-
-class TemplateError(Exception):
-    """The messages cannot be rendered; the text is meant for the client."""
 
 
 class _GenerationBlock(Extension):
@@ -53,7 +53,8 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    raw: str = getattr(value, "raw", "")  # see `cluster.api.openai.tools.RawObject`
+    return raw or json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 class ChatTemplate:
@@ -74,16 +75,29 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the model's chat template is not valid Jinja: {error}") from error
         self._special_tokens = special_tokens
+        self.source = source
+        self.knows_tools = bool(re.search(r"\btools\b", source))
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt up to where the assistant speaks. Raises `TemplateError`."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt up to where the assistant speaks. `options`: what else the template may know.
+        Raises `TemplateError`."""
+        if not self.knows_tools:
+            messages, tools = describe_tools(messages, tools or []), None
         try:
             return self._template.render(
-                messages=messages,
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
+                {
+                    **(options or {}),
+                    "messages": messages,
+                    "add_generation_prompt": True,
+                    "tools": tools or None,
+                    "documents": None,
+                    **self._special_tokens,
+                }
             )
         except TemplateError as error:
             raise TemplateError(f"the model's chat template refuses: {error}") from error
@@ -133,7 +147,7 @@ class Tokenizer:
 
     def __init__(self, model_dir: str | Path) -> None:
         """Raises `TokenizerError`."""
-        directory = Path(model_dir)
+        self.directory = directory = Path(model_dir)
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"no tokenizer: {path} does not exist")
@@ -179,11 +193,17 @@ class Tokenizer:
         ids: list[int] = batch[0].ids
         return ids
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of the whole conversation. Raises `TemplateError`."""
         if self.chat_template is None:
             raise TemplateError("this model has no chat template: use /v1/completions")
-        return self.encode(self.chat_template.render(messages), add_special_tokens=False)
+        text = self.chat_template.render(messages, tools, options)
+        return self.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of `tokens` without special tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -193,6 +213,16 @@ class Tokenizer:
     def is_special(self, token: int) -> bool:
         """Whether `decode` leaves it out."""
         return token in self._special_ids
+
+    def special_id(self, text: str) -> int | None:
+        """Of a special token; None: `text` is none."""
+        token = self._tokenizer.token_to_id(text)
+        return token if token in self._special_ids else None
+
+    def showing(self, texts: Iterable[str]) -> Decoder:
+        """This one's text, with those special tokens that are among `texts`."""
+        shown = {self.special_id(text) for text in texts} - {None}
+        return _Showing(self, frozenset(shown)) if shown else self
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for; of a special token, its name."""
@@ -208,6 +238,19 @@ class Tokenizer:
             return bytes([int(text[3:5], 16)])
         plain: str = text.replace("▁", " ")
         return plain.encode()
+
+
+class _Showing:
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int | None]) -> None:
+        self._tokenizer, self._shown = tokenizer, shown
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """None of `tokens` is special to `is_special`."""
+        text: str = self._tokenizer._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+    def is_special(self, token: int) -> bool:
+        return self._tokenizer.is_special(token) and token not in self._shown
 
 
 def _content(token: Any) -> str | None:

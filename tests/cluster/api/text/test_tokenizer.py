@@ -70,7 +70,7 @@ def test_templates_may_refuse_and_name_the_day() -> None:
     )
     assert template.render([{"role": "user"}]) == "4<s>"
     with pytest.raises(TemplateError, match="user first"):
-        template.render([{"role": "tool"}])
+        template.render([{"role": "assistant"}])
 
 
 def test_templates_may_use_loops_json_and_generation_blocks() -> None:

@@ -1,0 +1,1 @@
+"""What an output has to match: JSON schemas, regular expressions, grammars and tool calls."""

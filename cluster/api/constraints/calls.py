@@ -1,0 +1,213 @@
+"""Grammars of tool calls, and of the reasoning that may come before an answer.
+
+A call that is demanded is the whole answer; calls that are only offered may follow free text, and
+from their trigger on they match the tools' schemas.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from cluster.api.constraints.schema import SchemaError, rewrite, schema_grammar
+from cluster.api.output.format import CallSyntax, ParameterSyntax, ToolFormat
+from cluster.api.output.marked_calls import Harmony
+from cluster.api.output.parser import THINK, THINK_END
+from cluster.api.output.tools import Tool
+
+TEXT = r"/(.|\n)*/"
+
+
+class Before(Enum):
+    """What may come before an answer."""
+
+    NOTHING = "nothing"
+    BEGUN = "begun"  # reasoning, of which the prompt has the beginning
+    MAY_THINK = "may think"  # reasoning between its tags
+    CHANNELS = "channels"  # Harmony's channel for it
+
+
+SpecialId = Callable[[str], int | None]
+"""Id of a special token, whose text is no text to a grammar; None: it is none."""
+
+
+@dataclass(slots=True)
+class Rules:
+    """A Lark grammar while it is made."""
+
+    special_id: SpecialId
+    markers: Sequence[str] = ()  # that may be special tokens
+    rules: list[str] = field(default_factory=list)
+
+    def add(self, name: str, body: str, options: str = "") -> str:
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+    def quote(self, text: str) -> str:
+        """`text` as terms: special tokens by their ids, the rest as strings."""
+        ids = {marker: self.special_id(marker) for marker in self.markers if marker in text}
+        special = [re.escape(marker) for marker, token in ids.items() if token is not None]
+        parts = re.split(f"({'|'.join(special)})", text) if special else [text]
+        terms = [
+            f"<[{ids[part]}]>" if ids.get(part) is not None else json.dumps(part)
+            for part in parts
+            if part
+        ]
+        return " ".join(terms)
+
+    def text_until(self, name: str, end: str) -> str:
+        """A rule for free text up to and with `end`."""
+        terms = self.quote(end)
+        if terms.startswith("<["):
+            return self.add(name, f"TEXT {terms}")
+        return self.add(name, f"{TEXT} {terms}", "[lazy]")
+
+    def made(self, start: str) -> str:
+        lines = ["%llguidance {}", f"start: {start}", *self.rules, f"TEXT: {TEXT}"]
+        return "\n".join(lines) + "\n"
+
+
+def call_grammar(
+    form: ToolFormat,
+    tools: Sequence[Tool],
+    special_id: SpecialId,
+    *,
+    required: bool,
+    parallel: bool,
+    before: Before = Before.NOTHING,
+    answer: str = "",
+) -> str:
+    """`required`: at least one call and nothing else. `answer`: a grammar that an answer without
+    calls has to match; empty: free text. Raises SchemaError, which names the tool."""
+    rules = Rules(special_id, (*form.markers, THINK, THINK_END))
+    arguments = [_arguments(rules, i, tool, form) for i, tool in enumerate(tools)]
+    syntaxes = [form.syntax(tool) for tool in tools]
+    shape = syntaxes[0]
+    one = _one_of(rules, "call", arguments, [syntax.begin for syntax in syntaxes], syntaxes)
+    more = ""
+    if parallel:  # what is between calls is one string with a call's begin: lexemes are greedy
+        begins = [shape.between + syntax.begin for syntax in syntaxes]
+        more = f"{_one_of(rules, 'next', arguments, begins, syntaxes)}*"
+    first, last = shape.first, rules.quote(shape.last)
+    if required:
+        start = rules.add("calls", _joined(rules.quote(first), one, more, last))
+    elif answer or not shape.trigger:  # an output that begins as a call is one
+        rules.add("calls", _joined(rules.quote(first), one, more, last))
+        final = _final(rules, before, "@answer") if answer else r"/([^{](.|\n)*)?/"
+        start = rules.add("offered", f"calls | {final}")
+    else:
+        trigger = rules.text_until("trigger", shape.trigger)
+        if first:
+            rest = _joined(rules.quote(first.removeprefix(shape.trigger)), one, more, last)
+        else:
+            begins = [syntax.begin.removeprefix(shape.trigger) for syntax in syntaxes]
+            rest = _one_of(rules, "head", arguments, begins, syntaxes)
+        rules.add("rest", rest)
+        start = rules.add("offered", f"({trigger} rest){'*' if parallel else '?'} TEXT")
+    made = rules.made(_joined(_reasoning(rules, before), start))
+    return _together(made, answer) if answer else made
+
+
+def answer_grammar(answer: str, special_id: SpecialId, before: Before) -> str:
+    """`answer`, a grammar, after reasoning."""
+    if before is Before.NOTHING:
+        return answer
+    rules = Rules(special_id, (THINK, THINK_END, *Harmony.markers))
+    final = _final(rules, before, "@answer")
+    return _together(rules.made(_joined(_reasoning(rules, before), final)), answer)
+
+
+def _together(main: str, answer: str) -> str:
+    grammar = {"lark_grammar": answer}
+    if answer.startswith("{"):
+        (grammar,) = json.loads(answer)["grammars"]
+    grammars = [{"name": "main", "lark_grammar": main}, {**grammar, "name": "answer"}]
+    return json.dumps({"grammars": grammars})
+
+
+def _reasoning(rules: Rules, before: Before) -> str:
+    match before:
+        case Before.BEGUN:
+            return f"{rules.text_until('reasoning', THINK_END)} /\\s*/"
+        case Before.MAY_THINK:
+            until = rules.text_until("reasoning", THINK_END)
+            return f"({rules.quote(THINK)} {until} /\\s*/)?"
+        case Before.CHANNELS:
+            begin = rules.quote(f"{Harmony.channel}analysis{Harmony.message}")
+            until = rules.text_until("reasoning", Harmony.end)
+            return f"({begin} {until} {rules.quote(Harmony.start + 'assistant')})?"
+    return ""
+
+
+def _final(rules: Rules, before: Before, answer: str) -> str:
+    if before is not Before.CHANNELS:
+        return answer
+    return _joined(rules.quote(f"{Harmony.channel}final{Harmony.message}"), answer)
+
+
+def _joined(*terms: str) -> str:
+    return " ".join(filter(None, terms))
+
+
+def _one_of(
+    rules: Rules,
+    name: str,
+    arguments: Sequence[str],
+    begins: Sequence[str],
+    syntaxes: Sequence[CallSyntax],
+) -> str:
+    """A rule for a call of any tool."""
+    calls = [
+        rules.add(f"{name}_{i}", _joined(rules.quote(begin), each, rules.quote(syntax.end)))
+        for i, (begin, each, syntax) in enumerate(zip(begins, arguments, syntaxes, strict=True))
+    ]
+    return rules.add(f"any_{name}", " | ".join(calls))
+
+
+def _arguments(rules: Rules, index: int, tool: Tool, form: ToolFormat) -> str:
+    schema: dict[str, Any] = {"type": "object", **tool.parameters}
+    syntax = form.syntax(tool)
+    try:
+        if syntax.parameters is None:
+            return rules.add(f"arguments_{index}", f"%json {json.dumps(_schema(schema, tool))}")
+        body = _parameters(rules, index, schema, tool, syntax.parameters)
+        return rules.add(f"arguments_{index}", body or '""')
+    except SchemaError as error:
+        raise SchemaError(f"tool '{tool.name}': {error}") from None
+
+
+def _schema(schema: dict[str, Any], tool: Tool) -> dict[str, Any]:
+    compiled: dict[str, Any] = json.loads(schema_grammar(schema, lenient=not tool.strict))
+    found: dict[str, Any] = compiled["grammars"][0]["json_schema"]
+    return found
+
+
+def _parameters(
+    rules: Rules, index: int, schema: dict[str, Any], tool: Tool, syntax: ParameterSyntax
+) -> str:
+    rewritten = rewrite(schema, lenient=not tool.strict)
+    shared = {key: rewritten[key] for key in ("$defs", "definitions") if key in rewritten}
+    required = rewritten.get("required", [])
+    terms = []
+    for number, (name, each) in enumerate(rewritten.get("properties", {}).items()):
+        rule = f"parameter_{index}_{number}"
+        begin = f"{syntax.key_begin}{name}{syntax.key_end}"
+        if syntax.value_begin:
+            begin += f"\n{syntax.value_begin}"
+        begin, end = begin + syntax.pad, f"{syntax.pad}{syntax.value_end}\n"
+        values = each.get("enum") if isinstance(each, dict) else None
+        if tool.type_of(name) == "string" and not values:
+            value = rules.text_until(f"{rule}_value", end)
+        elif values and all(isinstance(value, str) for value in values):
+            texts = " | ".join(rules.quote(value) for value in values)
+            value = f"({texts}) {rules.quote(end)}"
+        else:
+            part = {**each, **shared} if isinstance(each, dict) else {}
+            value = f"%json {json.dumps(_schema(part, tool))} {rules.quote(end)}"
+        rules.add(rule, f"{rules.quote(begin)} {value}")
+        terms.append(rule if name in required else f"{rule}?")
+    return " ".join(terms)

@@ -1,0 +1,58 @@
+"""What a format of tool calls is: how it is read, and how it is written."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import ClassVar
+
+from cluster.api.output.events import Events
+from cluster.api.output.reader import Read, Reader
+from cluster.api.output.tools import Tool
+
+Parsed = Read[None]
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """How a call of one tool is written: `first`, then calls with `between` them, then `last`. A
+    call is `begin`, its arguments as JSON, and `end`."""
+
+    trigger: str  # text from which on it can only be a call; empty: it has to come first of all
+    begin: str
+    end: str
+    between: str = ""
+    first: str = ""
+    last: str = ""
+    parameters: ParameterSyntax | None = None  # where arguments are not JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSyntax:
+    """How an argument is written, one after the other: a text as it is, other values as JSON."""
+
+    key_begin: str
+    key_end: str
+    value_end: str
+    value_begin: str = ""
+    pad: str = ""  # around a value
+
+
+class ToolFormat(ABC):
+    """One model family's. Immutable."""
+
+    name: ClassVar[str]
+    markers: ClassVar[tuple[str, ...]]  # that may be special tokens, which are no text otherwise
+
+    @abstractmethod
+    def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
+        """Read to the end of the output."""
+
+    def new_id(self, seed: str) -> str:
+        """Of a call; the same for the same seed."""
+        return "call_" + blake2b(seed.encode(), digest_size=12).hexdigest()
+
+    @abstractmethod
+    def syntax(self, tool: Tool) -> CallSyntax: ...

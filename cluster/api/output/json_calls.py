@@ -1,0 +1,171 @@
+"""Formats whose calls are JSON objects that name the tool: Hermes (also Qwen 2.5 and 3), Llama 3
+and Mistral."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from cluster.api.output.events import Events
+from cluster.api.output.format import CallSyntax, Parsed, ToolFormat
+from cluster.api.output.reader import Read, Reader
+from cluster.api.output.tools import Tool
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def call_object(reader: Reader, events: Events) -> Read[bool]:
+    """Read an object with a name and arguments. False: it is not one."""
+    if not (yield from reader.literal("{")):
+        return False
+    named = has_arguments = False
+    early: list[str] = []  # arguments that come before the name
+    while True:
+        yield from reader.space()
+        if (yield from reader.literal("}")):
+            break
+        key = yield from reader.json_string()
+        yield from reader.space()
+        if key is None or not (yield from reader.literal(":")):
+            return named
+        yield from reader.space()
+        if key == "name" and not named:
+            name = yield from reader.json_string()
+            if name is None:
+                return False
+            events.call(name)
+            events.arguments("".join(early))
+            named = True
+        elif key in _ARGUMENTS and not has_arguments:
+            has_arguments = True
+            emit = events.arguments if named else early.append
+            if (yield from reader.peek()) == '"':  # JSON within JSON
+                emit((yield from reader.json_string()) or "")
+            elif not (yield from reader.json_value(emit)):
+                return named
+        elif not (yield from reader.json_value()):
+            return named
+        yield from reader.space()
+        yield from reader.literal(",")
+    if named and not has_arguments:
+        events.arguments("{}")
+    return named
+
+
+class Hermes(ToolFormat):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`"""
+
+    name = "hermes"
+    begin, end = "<tool_call>", "</tool_call>"
+    markers = (begin, end)
+
+    def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
+        while (yield from reader.until(self.begin, emit=events.text)) is not None:
+            start = reader.at - len(self.begin)
+            yield from reader.space()
+            if not (yield from call_object(reader, events)):
+                events.text(reader.text[start : reader.at])
+                continue
+            if (yield from reader.until(self.end, self.begin)) == self.begin:
+                reader.at -= len(self.begin)
+
+    def syntax(self, tool: Tool) -> CallSyntax:
+        name = json.dumps(tool.name, ensure_ascii=False)
+        begin = f'{self.begin}\n{{"name": {name}, "arguments": '
+        return CallSyntax(self.begin, begin, f"}}\n{self.end}", "\n")
+
+
+class Llama3(ToolFormat):
+    """`{"name": ..., "parameters": {...}}`, where nothing else is said, or after a tag."""
+
+    name = "llama3_json"
+    tag = "<|python_tag|>"
+    markers = (tag,)
+
+    def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
+        start = reader.at
+        yield from reader.space()
+        tagged = yield from reader.literal(self.tag)
+        while True:
+            if not tagged and (yield from reader.peek()) != "{":
+                reader.at = start
+                tagged = (yield from reader.until(self.tag, emit=events.text)) is not None
+                if not tagged:
+                    return
+            yield from reader.space()
+            object_at = reader.at
+            if not (yield from call_object(reader, events)):
+                events.text(reader.text[start if not events.has_calls else object_at : reader.at])
+                yield from reader.until(self.tag, emit=events.text)
+                return
+            start = reader.at
+            yield from reader.space()
+            yield from reader.literal(";")
+            yield from reader.space()
+            tagged = yield from reader.literal(self.tag)
+            if not tagged and not (yield from reader.peek()):
+                return
+
+    def syntax(self, tool: Tool) -> CallSyntax:
+        name = json.dumps(tool.name, ensure_ascii=False)
+        return CallSyntax("", f'{{"name": {name}, "parameters": ', "}", "; ")
+
+
+class Mistral(ToolFormat):
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}`."""
+
+    name = "mistral"
+    begin, call_id, args = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+    markers = (begin, call_id, args)
+
+    def __init__(self, template: str = "") -> None:
+        self._named_first = self.args in template
+
+    def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
+        while (yield from reader.until(self.begin, emit=events.text)) is not None:
+            start = reader.at - len(self.begin)
+            yield from reader.space()
+            if (yield from reader.peek()) == "[":
+                good = yield from self._array(reader, events)
+            else:
+                good = yield from self._named(reader, events)
+            if not good:
+                events.text(reader.text[start : reader.at])
+
+    def _array(self, reader: Reader, events: Events) -> Read[bool]:
+        yield from reader.literal("[")
+        good = True
+        while good:
+            yield from reader.space()
+            good = yield from call_object(reader, events)
+            yield from reader.space()
+            if not (yield from reader.literal(",")):
+                break
+        yield from reader.literal("]")
+        return good
+
+    def _named(self, reader: Reader, events: Events) -> Read[bool]:
+        names: list[str] = []
+        marker = yield from reader.until(self.args, self.call_id, "{", emit=names.append)
+        name = "".join(names).strip()
+        if marker is None or not name:
+            return False
+        if marker == self.call_id:
+            marker = yield from reader.until(self.args, "{")
+        if marker == "{":
+            reader.at -= 1
+        events.call(name)
+        yield from reader.space()
+        yield from reader.json_value(events.arguments)
+        return True
+
+    def new_id(self, seed: str) -> str:
+        """Its template takes nine characters, no others."""
+        return super().new_id(seed)[-9:]
+
+    def syntax(self, tool: Tool) -> CallSyntax:
+        if self._named_first:
+            return CallSyntax(self.begin, f"{self.begin}{tool.name}{self.args}", "", "")
+        name = json.dumps(tool.name, ensure_ascii=False)
+        begin, end = f'{{"name": {name}, "arguments": ', "}"
+        return CallSyntax(self.begin, begin, end, ", ", f"{self.begin}[", "]")

@@ -1,0 +1,122 @@
+"""Formats that name the tool between markers, and then give its arguments as JSON: DeepSeek, Kimi,
+and gpt-oss's Harmony, which marks everything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from cluster.api.output.events import Events
+from cluster.api.output.format import CallSyntax, Parsed, ToolFormat
+from cluster.api.output.reader import Reader
+from cluster.api.output.tools import Tool
+
+_FENCE = "```"
+
+
+class DeepSeek(ToolFormat):
+    """V3 writes `function<sep>name` and the arguments in a fence, V3.1 `name<sep>{...}`."""
+
+    name = "deepseek"
+    section, section_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    markers = (section, begin, sep, end, section_end)
+
+    def __init__(self, template: str = "") -> None:
+        self._fenced = f"{_FENCE}json" in template
+
+    def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
+        outside = (self.begin, self.section, self.section_end)
+        while (marker := (yield from reader.until(*outside, emit=events.text))) is not None:
+            if marker != self.begin:
+                continue
+            start = reader.at - len(marker)
+            kind: list[str] = []
+            if (yield from reader.until(self.sep, self.end, emit=kind.append)) != self.sep:
+                events.text(reader.text[start : reader.at])
+                continue
+            name = "".join(kind).strip()
+            if name == "function" and (yield from reader.peek()) != "{":
+                names: list[str] = []
+                yield from reader.until("\n", emit=names.append)
+                name = "".join(names).strip()
+            events.call(name)
+            yield from reader.space()
+            if (yield from reader.literal(_FENCE)):
+                yield from reader.literal("json")
+                yield from reader.space()
+            yield from reader.json_value(events.arguments)
+            yield from reader.until(self.end)
+
+    def syntax(self, tool: Tool) -> CallSyntax:
+        begin, end = f"{self.begin}{tool.name}{self.sep}", self.end
+        if self._fenced:
+            begin = f"{self.begin}function{self.sep}{tool.name}\n{_FENCE}json\n"
+            end = f"\n{_FENCE}{self.end}"
+        between = "\n" if self._fenced else ""
+        return CallSyntax(self.section, begin, end, between, self.section, self.section_end)
+
+
+class Kimi(ToolFormat):
+    """Calls are `functions.name:0`, counted; that is also their id."""
+
+    name = "kimi"
+    section, section_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    begin, args, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    markers = (section, begin, args, end, section_end)
+
+    def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
+        outside = (self.begin, self.section, self.section_end)
+        while (marker := (yield from reader.until(*outside, emit=events.text))) is not None:
+            if marker != self.begin:
+                continue
+            start = reader.at - len(marker)
+            header: list[str] = []
+            if (yield from reader.until(self.args, self.end, emit=header.append)) != self.args:
+                events.text(reader.text[start : reader.at])
+                continue
+            call_id = "".join(header).strip()
+            name = re.sub(r":\d+$", "", call_id).removeprefix("functions.")
+            events.call(name, call_id)
+            yield from reader.space()
+            yield from reader.json_value(events.arguments)
+            yield from reader.until(self.end)
+
+    def syntax(self, tool: Tool) -> CallSyntax:
+        begin = f"{self.begin}functions.{tool.name}:0{self.args}"
+        return CallSyntax(self.section, begin, self.end, "", self.section, self.section_end)
+
+
+class Harmony(ToolFormat):
+    """Messages with a channel: `analysis` is reasoning, `commentary to=functions.name` a call, what
+    else there is, text."""
+
+    name = "harmony"
+    start, channel, constrain = "<|start|>", "<|channel|>", "<|constrain|>"
+    message, end, call = "<|message|>", "<|end|>", "<|call|>"
+    markers = (start, channel, constrain, message, end, call, "<|return|>")
+
+    def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
+        while True:
+            header: list[str] = []
+            marker = yield from reader.until(self.message, emit=header.append)
+            head = "".join(header)
+            if marker is None:
+                if self.channel not in head and self.start not in head:
+                    events.text(head)  # it does not follow the format
+                return
+            recipient = re.search(r"to=([^\s<]+)", head)
+            emit = events.text
+            if recipient is not None:
+                events.call(recipient[1].removeprefix("functions."))
+                emit = events.arguments
+            elif re.search(r"<\|channel\|>\s*analysis", head):
+                emit = events.reasoning
+            yield from reader.until(self.end, self.call, "<|return|>", emit=emit)
+            if emit == events.reasoning:
+                events.end_reasoning()
+
+    def syntax(self, tool: Tool) -> CallSyntax:
+        to = f"to=functions.{tool.name} "
+        begin = f"{self.channel}commentary {to}{self.constrain}json{self.message}"
+        return CallSyntax(f"{self.channel}commentary to=", begin, "")

@@ -1,0 +1,174 @@
+"""Reads an output that is still coming.
+
+A format's parser is a generator: it asks a `Reader` for what comes next by `yield from`, and is
+resumed when there is more. So the same code reads a whole output and any stream of its parts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Read = Generator[None, None, T]
+"""Yields while it needs more of the output; returns what was read."""
+
+_SPACE = " \t\r\n"
+Emit = Callable[[str], None]
+
+
+def ignore(_: str) -> None:
+    pass
+
+
+class Reader:
+    """Invariant: `text[:at]` has been read."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False  # no more will come
+
+    @property
+    def rest(self) -> str:
+        return self.text[self.at :]
+
+    def until(self, *markers: str, emit: Emit = ignore) -> Read[str | None]:
+        """Read past the first of `markers`; what comes before it is emitted as soon as it cannot
+        be the beginning of one. None: the output ended without."""
+        longest = max(map(len, markers))
+        while True:
+            found = [(i, -len(m), m) for m in markers if (i := self.text.find(m, self.at)) >= 0]
+            if found:
+                place, _, marker = min(found)
+                emit(self.text[self.at : place])
+                self.at = place + len(marker)
+                return marker
+            end = len(self.text)
+            if not self.ended:
+                end -= _held(self.text[max(self.at, end - longest + 1) :], markers)
+            emit(self.text[self.at : end])
+            self.at = end
+            if self.ended:
+                return None
+            yield
+
+    def all(self, emit: Emit) -> Read[None]:
+        """Emit whatever comes, to the end."""
+        while True:
+            emit(self.rest)
+            self.at = len(self.text)
+            if self.ended:
+                return
+            yield
+
+    def literal(self, text: str) -> Read[bool]:
+        """Read `text` if it comes next."""
+        while True:
+            rest = self.text[self.at : self.at + len(text)]
+            if rest == text:
+                self.at += len(text)
+                return True
+            if self.ended or not text.startswith(rest):
+                return False
+            yield
+
+    def any_of(self, *texts: str) -> Read[str | None]:
+        """Read whichever of `texts` comes next; of two that do, the first."""
+        for text in texts:
+            if (yield from self.literal(text)):
+                return text
+        return None
+
+    def space(self) -> Read[None]:
+        """Read white space."""
+        while True:
+            while self.at < len(self.text) and self.text[self.at] in _SPACE:
+                self.at += 1
+            if self.at < len(self.text) or self.ended:
+                return
+            yield
+
+    def peek(self) -> Read[str]:
+        """The next character; empty at the end."""
+        while self.at == len(self.text) and not self.ended:
+            yield
+        return self.text[self.at : self.at + 1]
+
+    def json_string(self) -> Read[str | None]:
+        """A string, without its escapes. None: it is none, or it did not end."""
+        if not (yield from self.literal('"')):
+            return None
+        begin = self.at - 1
+        if not (yield from self._to_end_of_string(ignore)):
+            return None
+        try:
+            text: str = json.loads(self.text[begin : self.at], strict=False)
+        except ValueError:
+            return None
+        return text
+
+    def json_value(self, emit: Emit = ignore) -> Read[bool]:
+        """Any value, emitted as it is written. False: it is none, or it did not end."""
+        first = yield from self.peek()
+        if first == '"':
+            self._emit(1, emit)
+            return (yield from self._to_end_of_string(emit))
+        if first not in ("{", "["):
+            return (yield from self._scalar(emit))
+        depth = 0
+        while True:
+            char = yield from self.peek()
+            if not char:
+                return False
+            self._emit(1, emit)
+            if char == '"':
+                if not (yield from self._to_end_of_string(emit)):
+                    return False
+            elif char in "{[":
+                depth += 1
+            elif char in "}]":
+                depth -= 1
+                if depth == 0:
+                    return True
+
+    def _scalar(self, emit: Emit) -> Read[bool]:
+        begin = self.at
+        while True:
+            char = yield from self.peek()
+            if not char or char in ",]}" or char in _SPACE or char in "<`":
+                break
+            self.at += 1
+        try:
+            json.loads(self.text[begin : self.at])
+        except ValueError:
+            return False
+        emit(self.text[begin : self.at])
+        return True
+
+    def _to_end_of_string(self, emit: Emit) -> Read[bool]:
+        while True:
+            char = yield from self.peek()
+            if not char:
+                return False
+            if char == "\\":
+                while len(self.text) < self.at + 2 and not self.ended:
+                    yield
+                self._emit(2, emit)
+                continue
+            self._emit(1, emit)
+            if char == '"':
+                return True
+
+    def _emit(self, count: int, emit: Emit) -> None:
+        emit(self.text[self.at : self.at + count])
+        self.at = min(self.at + count, len(self.text))
+
+
+def _held(end: str, markers: tuple[str, ...]) -> int:
+    """Characters at the end with which a marker may begin."""
+    for length in range(len(end), 0, -1):
+        if any(marker.startswith(end[-length:]) for marker in markers):
+            return length
+    return 0

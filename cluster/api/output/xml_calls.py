@@ -1,0 +1,159 @@
+"""Formats that write each argument between tags, a text as it is: Qwen3-Coder, GLM and MiniMax.
+
+What goes to the client is JSON. A text is sent as it comes; of another value the type that the
+schema gives it is needed, so it is sent once it is there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from cluster.api.output.events import Events
+from cluster.api.output.format import CallSyntax, ParameterSyntax, Parsed, ToolFormat
+from cluster.api.output.reader import Read, Reader
+from cluster.api.output.tools import Tool
+
+
+def as_json(text: str, kind: str) -> str:
+    """The value that `text` stands for, of a parameter of type `kind`; "": it is not known."""
+    stripped = text.strip()
+    if kind == "boolean" and stripped.lower() in ("true", "false"):
+        return stripped.lower()
+    if stripped in ("null", "None"):
+        return "null"
+    try:
+        json.loads(stripped)
+    except ValueError:
+        return json.dumps(text, ensure_ascii=False)
+    return stripped
+
+
+def read_arguments(
+    reader: Reader, events: Events, tool: Tool, syntax: ParameterSyntax, end: str
+) -> Read[None]:
+    """Read parameters up to `end`."""
+    separator = "{"
+    while True:
+        marker = yield from reader.until(syntax.key_begin, end)
+        if marker is None:
+            return
+        if marker == end:
+            break
+        keys: list[str] = []
+        if (yield from reader.until(syntax.key_end, emit=keys.append)) is None:
+            return
+        key = "".join(keys).strip()
+        events.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        separator = ", "
+        if syntax.value_begin:
+            yield from reader.until(syntax.value_begin)
+        yield from reader.literal(syntax.pad)
+        known = key in (tool.parameters.get("properties") or {})
+        kind = tool.type_of(key) if known else "string"
+        ends = (syntax.pad + syntax.value_end, syntax.value_end)
+        if kind == "string":
+            events.arguments('"')
+            ended = yield from reader.until(*ends, emit=lambda t: events.arguments(_escaped(t)))
+            if ended is None:
+                return
+            events.arguments('"')
+            continue
+        values: list[str] = []
+        if (yield from reader.until(*ends, emit=values.append)) is None:
+            return
+        events.arguments(as_json("".join(values), kind))
+    events.arguments("{}" if separator == "{" else "}")
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _tool(tools: Sequence[Tool], name: str) -> Tool:
+    return next((tool for tool in tools if tool.name == name), Tool(name))
+
+
+class _Tagged(ToolFormat):
+    """`name_begin` name `name_end` parameters `call_end`, in a section."""
+
+    section: str
+    section_end: str
+    name_begin: str
+    name_end: str
+    call_end: str
+    parameters: ParameterSyntax
+
+    def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
+        outside = (self.section, self.section_end, self.name_begin)
+        while (marker := (yield from reader.until(*outside, emit=events.text))) is not None:
+            start = reader.at - len(marker)
+            if marker == self.section_end:
+                continue
+            if marker == self.section:
+                yield from reader.space()
+                if not (yield from reader.literal(self.name_begin)):
+                    events.text(reader.text[start : reader.at])
+                    continue
+            names: list[str] = []
+            if (yield from reader.until(self.name_end, emit=names.append)) is None:
+                events.text(reader.text[start : reader.at])
+                continue
+            name = "".join(names).strip()
+            events.call(name)
+            tool = _tool(tools, name)
+            yield from read_arguments(reader, events, tool, self.parameters, self.call_end)
+
+    def syntax(self, tool: Tool) -> CallSyntax:
+        begin = f"{self.name_begin}{tool.name}{self.name_end}\n"
+        section = f"{self.section}\n", f"\n{self.section_end}"
+        end = self.call_end
+        return CallSyntax(self.section, begin, end, "\n", *section, self.parameters)
+
+
+class Qwen3Coder(_Tagged):
+    name = "qwen3_coder"
+    section, section_end = "<tool_call>", "</tool_call>"
+    name_begin, name_end, call_end = "<function=", ">", "</function>"
+    parameters = ParameterSyntax("<parameter=", ">", "</parameter>", pad="\n")
+    markers = (section, section_end)
+
+    def syntax(self, tool: Tool) -> CallSyntax:
+        call = super().syntax(tool)
+        begin, end = f"{call.first}{call.begin}", f"{call.end}{call.last}"
+        return CallSyntax(self.section, begin, end, "\n", parameters=self.parameters)
+
+
+class MiniMax(_Tagged):
+    name = "minimax"
+    section, section_end = "<minimax:tool_call>", "</minimax:tool_call>"
+    name_begin, name_end, call_end = '<invoke name="', '">', "</invoke>"
+    parameters = ParameterSyntax('<parameter name="', '">', "</parameter>")
+    markers = (section, section_end)
+
+
+class Glm(ToolFormat):
+    """`<tool_call>name`, and each argument as a key and a value."""
+
+    name = "glm"
+    begin, end, key_begin = "<tool_call>", "</tool_call>", "<arg_key>"
+    parameters = ParameterSyntax(key_begin, "</arg_key>", "</arg_value>", "<arg_value>")
+    markers = (begin, end, key_begin, "</arg_key>", "<arg_value>", "</arg_value>")
+
+    def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
+        while (yield from reader.until(self.begin, emit=events.text)) is not None:
+            start = reader.at - len(self.begin)
+            names: list[str] = []
+            marker = yield from reader.until(self.key_begin, self.end, emit=names.append)
+            name = "".join(names).strip()
+            if marker is None or not name:
+                events.text(reader.text[start : reader.at])
+                continue
+            reader.at -= len(marker)
+            events.call(name)
+            tool = _tool(tools, name)
+            yield from read_arguments(reader, events, tool, self.parameters, self.end)
+
+    def syntax(self, tool: Tool) -> CallSyntax:
+        begin = f"{self.begin}{tool.name}\n"
+        return CallSyntax(self.begin, begin, self.end, "\n", parameters=self.parameters)

@@ -1,0 +1,52 @@
+"""Tools for models whose chat template does not know any: described in the system message, in the
+Hermes format, which most models have seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+_BEFORE = (
+    "You can call tools. Each of these lines describes one, with a JSON schema of its arguments:"
+)
+_AFTER = (
+    "To call one, write its name and arguments as JSON between tags, and so for each call:"
+    '\n<tool_call>\n{"name": "the tool", "arguments": {"an argument": "its value"}}\n</tool_call>\n'
+    "The result comes between <tool_response> tags."
+)
+
+
+class TemplateError(Exception):
+    """The messages cannot be rendered; the text is meant for the client."""
+
+
+def describe_tools(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """`messages` as a template without tools understands them."""
+    told = [_told(message) for message in messages]
+    if not tools:
+        return told
+    lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    text = "\n".join([_BEFORE, "<tools>", *lines, "</tools>", _AFTER])
+    if told and told[0].get("role") == "system":
+        return [{**told[0], "content": f"{told[0]['content']}\n\n{text}".lstrip()}, *told[1:]]
+    return [{"role": "system", "content": text}, *told]
+
+
+def _told(message: dict[str, Any]) -> dict[str, Any]:
+    if message.get("role") == "tool":
+        text = f"<tool_response>\n{message.get('content', '')}\n</tool_response>"
+        return {"role": "user", "content": text}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    parts = [message["content"]] if message.get("content") else []
+    for call in calls:
+        function = call["function"]
+        name = json.dumps(function["name"], ensure_ascii=False)
+        arguments = function["arguments"]
+        text = getattr(arguments, "raw", "") or json.dumps(arguments, ensure_ascii=False)
+        parts.append(f'<tool_call>\n{{"name": {name}, "arguments": {text}}}\n</tool_call>')
+    return {"role": message["role"], "content": "\n".join(parts)}
