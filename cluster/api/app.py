@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.api.anthropic.routes import message_routes
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.explain import explanation_routes
@@ -30,6 +31,7 @@ from cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
 from cluster.api.openai.respond import GenerateEndpoint, error_response
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, parse
 from cluster.api.operations import operation_routes
+from cluster.api.responses.routes import response_routes
 from cluster.api.sessions import session_routes
 
 _log = logging.getLogger("kvrelay.api")
@@ -89,6 +91,8 @@ def create_app(ctx: ApiContext) -> FastAPI:
     app.router.routes += [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        *message_routes(ctx),
+        *response_routes(ctx),
         *session_routes(ctx),
         *explanation_routes(ctx),
         *operation_routes(ctx),

@@ -15,6 +15,7 @@ from cluster.api.constraints.grammar import Constraints
 from cluster.api.limiter import ConcurrencyLimiter
 from cluster.api.metrics import ApiMetrics
 from cluster.api.output.dialect import Dialect
+from cluster.api.responses.store import ResponseStore
 from cluster.api.tenants import Tenants
 from cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from cluster.api.tracing import Tracing
@@ -72,6 +73,7 @@ class ApiContext:
     reasoning_parser: str = "auto"
     dialect: Dialect = field(init=False)
     constraints: Constraints = field(init=False)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     calls: Calls = field(init=False)
     live: ConcurrencyLimiter = field(init=False)  # HTTP requests that generate
     commands: ConcurrencyLimiter = field(init=False)  # about sessions
@@ -103,5 +105,6 @@ class ApiContext:
 
     def close(self) -> None:
         self.constraints.close()
+        self.responses.close()
         for pool in (self._pool, self._pool_of_large):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -15,6 +15,8 @@ def caller(ctx: ApiContext, http: Request) -> Tenant:
     """Raises `ApiError` (401). Nothing but the key counts, and the key is never shown."""
     scheme, _, key = http.headers.get("authorization", "").partition(" ")
     key = key.strip()
+    if "x-api-key" in http.headers and not key:  # Anthropic's clients
+        scheme, key = "bearer", http.headers["x-api-key"].strip()
     if scheme.lower() != "bearer" or not key:
         tenant = ctx.tenants.find(None)
         why = "No API key was given: send it as 'Authorization: Bearer KEY'"

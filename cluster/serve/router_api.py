@@ -72,6 +72,7 @@ async def serve_api(
     from cluster.api.client import RouterClient
     from cluster.api.context import ApiContext, ApiLimits
     from cluster.api.metrics import ApiMetrics, ClusterCollector
+    from cluster.api.responses.store import FILE, ResponseStore
     from cluster.api.server import serve_app
     from cluster.api.text.tokenizer import PublicPrompts
     from cluster.api.tracing import Tracing
@@ -91,6 +92,8 @@ async def serve_api(
         tracing = await asyncio.to_thread(Tracing, section.endpoint, section.sample, count_spans)
     public = access.public_prompts
     prompts = await asyncio.to_thread(PublicPrompts.of_texts, tokenizer, public)
+    path = config.sessions.state_path / FILE if config.sessions.durable else None
+    responses = await asyncio.to_thread(ResponseStore, path)
     context = ApiContext(
         model_name=served.served_model.served_name,
         tokenizer=tokenizer,
@@ -115,6 +118,7 @@ async def serve_api(
         retention_s=config.tiers.retention_s,
         tool_parser=config.api.tool_parser,
         reasoning_parser=config.api.reasoning_parser,
+        responses=responses,
     )
     await serve_app(
         create_app(context),

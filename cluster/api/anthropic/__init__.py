@@ -1,0 +1,1 @@
+"""Anthropic's messages: what is accepted and answered. Inside, a request is a chat of OpenAI's."""

@@ -1,0 +1,48 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cluster.api.anthropic.format import MessageFormat, refuse
+from cluster.api.anthropic.schema import CountRequest, MessagesChat, as_chat, read_messages
+from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError
+from cluster.api.incoming import caller, read_body
+from cluster.api.openai.plan import Plan, chat_prompt, plan_chat
+from cluster.api.openai.respond import GenerateEndpoint
+from cluster.api.openai.schema import parse
+from cluster.api.tenants import Tenant
+from engine.kv.tier import Retention
+
+
+def message_routes(ctx: ApiContext) -> list[Route]:
+    messages = GenerateEndpoint(ctx, "messages", read_messages, _plan, MessageFormat, refuse)
+    count = partial(_count, ctx)
+    return [
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count, methods=["POST"]),
+    ]
+
+
+async def _plan(ctx: ApiContext, request: MessagesChat, tenant: Tenant) -> Plan:
+    plan = await plan_chat(ctx, request, tenant)
+    if request.keep_s is None:
+        return plan
+    return replace(plan, retention=Retention(max(request.keep_s, ctx.retention_s)))
+
+
+async def _count(ctx: ApiContext, http: Request) -> Response:
+    try:
+        caller(ctx, http)
+        body = await read_body(http, ctx.limits)
+        request = parse(CountRequest, body)
+        tokens = await chat_prompt(ctx, as_chat(request))
+    except ApiError as error:
+        return refuse(error)
+    return JSONResponse({"input_tokens": len(tokens)})

@@ -1,0 +1,261 @@
+"""What `/v1/messages` accepts, and the chat that it means.
+
+Two things keep a conversation's prefix the same from turn to turn: a system block that only names
+the client's version and the bill is left out, and the arguments of a call, which come as an object,
+are written as the model writes them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+
+from cluster.api.errors import ApiError, invalid
+from cluster.api.openai.schema import ChatRequest, parse
+from cluster.api.openai.tools import MAX_TOOLS
+
+BILLING = "x-anthropic-billing-header:"
+TTL_S = {"5m": 300.0, "1h": 3600.0}
+_EFFORTS = {"max": "high"}
+
+
+class Block(BaseModel):
+    """A block of content. Which fields it needs depends on its type."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Any = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class Turn(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class ToolDefinition(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _is_the_clients(self) -> ToolDefinition:
+        if self.type not in (None, "custom"):
+            raise ValueError(f"tool '{self.name}': tools of type {self.type!r} are not run here")
+        return self
+
+
+class MessagesRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str
+    messages: Annotated[list[Turn], Field(min_length=1), FailFast()]
+    max_tokens: Annotated[int, Field(ge=1)]
+    system: str | list[Block] | None = None
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+
+class CountRequest(MessagesRequest):
+    """Of `/v1/messages/count_tokens`, which generates nothing."""
+
+    max_tokens: int = 1
+
+
+class MessagesChat(ChatRequest):
+    """The chat that a request means. `keep_s`: what its `cache_control` asks for; None: it has
+    none."""
+
+    keep_s: float | None = None
+
+
+def read_messages(body: bytes) -> MessagesChat:
+    """Raises `ApiError` (400)."""
+    return as_chat(parse(MessagesRequest, body))
+
+
+def as_chat(request: MessagesRequest) -> MessagesChat:
+    """Raises `ApiError` (400)."""
+    chat: dict[str, Any] = {
+        "model": request.model,
+        "messages": _messages(request),
+        "max_tokens": request.max_tokens,
+        "stream": request.stream,
+        "keep_s": _keep_s(request),
+    }
+    for name in ("temperature", "top_p", "top_k"):
+        if getattr(request, name) is not None:
+            chat[name] = getattr(request, name)
+    if request.tools:
+        chat["tools"] = [_tool(tool) for tool in request.tools]
+        chat |= _choice(request.tool_choice)
+    kind = (request.thinking or {}).get("type", "disabled")
+    chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
+    config = request.output_config or {}
+    if isinstance(config.get("effort"), str):
+        chat["reasoning_effort"] = _EFFORTS.get(config["effort"], config["effort"])
+    form = request.output_format or config.get("format")
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        schema = {"name": "output", "schema": form.get("schema")}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    made = parse(MessagesChat, json.dumps(chat).encode())
+    made.stop = list(request.stop_sequences or [])
+    return made
+
+
+def _messages(request: MessagesRequest) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    system = request.system
+    if isinstance(system, list):
+        texts = [_text(block, "system") for block in system]
+        system = "\n\n".join(text for text in texts if not text.startswith(BILLING))
+    if system:
+        messages.append({"role": "system", "content": system})
+    for i, turn in enumerate(request.messages):
+        if isinstance(turn.content, str):
+            messages.append({"role": turn.role, "content": turn.content})
+        elif turn.role == "assistant":
+            messages.append(_said(turn.content, f"messages[{i}]"))
+        else:
+            messages += _asked(turn, f"messages[{i}]")
+    return messages
+
+
+def _said(blocks: list[Block], where: str) -> dict[str, Any]:
+    """A turn of the assistant."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for block in blocks:
+        match block.type:
+            case "thinking":
+                message["reasoning_content"] = block.thinking or ""
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                if block.name is None or block.id is None:
+                    raise invalid(f"'{where}': a tool_use has 'id', 'name' and 'input'", where)
+                arguments = json.dumps(block.input or {}, ensure_ascii=False)
+                function = {"name": block.name, "arguments": arguments}
+                call = {"id": block.id, "type": "function", "function": function}
+                message.setdefault("tool_calls", []).append(call)
+            case _:
+                message["content"] += _text(block, where)
+    return message
+
+
+def _asked(turn: Turn, where: str) -> list[dict[str, Any]]:
+    """A turn of the user: results of tools are messages of their own."""
+    assert isinstance(turn.content, list)
+    messages: list[dict[str, Any]] = []
+    texts: list[str] = []
+
+    def end_text() -> None:
+        if texts:
+            messages.append({"role": turn.role, "content": "\n".join(texts)})
+            texts.clear()
+
+    for block in turn.content:
+        if block.type != "tool_result":
+            texts.append(_text(block, where))
+            continue
+        end_text()
+        if block.tool_use_id is None:
+            raise invalid(f"'{where}': a tool_result has a 'tool_use_id'", where)
+        content = _result(block.content, where)
+        messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+    end_text()
+    return messages or [{"role": turn.role, "content": ""}]
+
+
+def _result(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise invalid(f"'{where}': the content of a tool_result is a string or a list", where)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "tool_reference":  # to a tool that the client has found for the model
+            texts.append(str(part.get("tool_name", "")))
+        elif kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            raise _not_text(str(kind), where)
+    return "\n".join(texts)
+
+
+def _text(block: Block, where: str) -> str:
+    if block.type != "text" or block.text is None:
+        raise _not_text(block.type, where)
+    return block.text
+
+
+def _not_text(kind: str, where: str) -> ApiError:
+    return invalid(f"'{where}': this model reads text, no content of type '{kind[:40]}'", where)
+
+
+def _tool(tool: ToolDefinition) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema or {}}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    kind = choice.get("type")
+    known: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none"}
+    if kind == "tool" and isinstance(choice.get("name"), str):
+        known["tool"] = {"type": "function", "function": {"name": choice["name"]}}
+    if kind not in known:
+        raise invalid(
+            f"'tool_choice': expected type auto, any, tool (with 'name') or none, got {kind!r:.60}",
+            param="tool_choice",
+        )
+    parallel = choice.get("disable_parallel_tool_use") is not True
+    return {"tool_choice": known[kind], "parallel_tool_calls": parallel}
+
+
+def _keep_s(request: MessagesRequest) -> float | None:
+    """The longest time to live that a `cache_control` names."""
+    marks = [tool.cache_control for tool in request.tools or ()]
+    marks += [block.cache_control for block in request.system or () if isinstance(block, Block)]
+    for turn in request.messages:
+        if isinstance(turn.content, list):
+            marks += [block.cache_control for block in turn.content]
+    found = []
+    for mark in marks:
+        if mark is not None:
+            ttl = mark.get("ttl", "5m")
+            if ttl not in TTL_S:
+                raise invalid(f"'cache_control': 'ttl' is '5m' or '1h', got {ttl!r:.40}")
+            found.append(TTL_S[ttl])
+    return max(found, default=None)

@@ -1,0 +1,241 @@
+"""OpenAI's JSON of a response: a whole one, and the typed events of a stream."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError
+from cluster.api.openai.formats import Format, joined
+from cluster.api.openai.generation import Piece
+from cluster.api.openai.plan import Plan
+from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text, merged
+from cluster.api.responses.schema import CUSTOM_INPUT, ENCRYPTED, ResponsesChat, ResponsesRequest
+
+Keep = Callable[[dict[str, Any]], Awaitable[None]]
+"""Keeps a response that is done."""
+
+_REPEATED = (
+    *("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"),
+    *("tools", "tool_choice", "parallel_tool_calls", "metadata", "user", "truncation"),
+    *("prompt_cache_key", "background", "top_logprobs", "service_tier"),
+)
+_DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "metadata": {},
+    "truncation": "disabled",
+    "background": False,
+    "top_logprobs": 0,
+    "service_tier": "default",
+}
+
+
+def begun(request: ResponsesRequest, model: str, response_id: str, status: str) -> dict[str, Any]:
+    """A response without output."""
+    given = request.model_dump()
+    repeated = {key: given.get(key) for key in _REPEATED}
+    for key, default in _DEFAULTS.items():
+        if repeated[key] is None:
+            repeated[key] = default
+    text, reasoning = given.get("text") or {}, given.get("reasoning") or {}
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "model": model,
+        "output": [],
+        "usage": None,
+        "store": request.is_kept,
+        "text": {"format": {"type": "text"}} | {k: v for k, v in text.items() if v is not None},
+        "reasoning": {"effort": None, "summary": None} | reasoning,
+        **repeated,
+    }
+
+
+class ResponseFormat(Format):
+    """`/v1/responses`. One choice."""
+
+    def __init__(
+        self, ctx: ApiContext, plan: Plan, request: ResponsesChat, response_id: str, keep: Keep
+    ) -> None:
+        assert plan.reading is not None
+        self._id, self._keep = response_id, keep
+        self._custom = frozenset(request.custom)
+        self._encrypts = ENCRYPTED in (request.asked.include or ())
+        self._parser = plan.reading.parser()
+        self._response = begun(request.asked, ctx.model_name, response_id, "in_progress")
+        self._output: list[dict[str, Any]] = self._response["output"]
+        self._open: dict[str, Any] | None = None  # the item that is being written
+        self._text = ""  # of its content, or its arguments
+        self._finish: str | None = None
+        self._num_events = 0
+
+    def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return [
+            self._event(f"response.{name}", response=self._response | {"output": []})
+            for name in ("created", "in_progress")
+        ]
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        events = self._parser.push(piece.text) if piece.text else []
+        if piece.finish_reason is not None:
+            self._finish = piece.finish_reason
+            events = merged(events + self._parser.finish())
+        return [made for event in events for made in self._written(event)]
+
+    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        made = self._end_item()
+        response = self._ended(usage)
+        return [*made, self._event(f"response.{response['status']}", response=response)]
+
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        self.chunks(joined(pieces, 0))
+        self._end_item()
+        return self._ended(usage)
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        told = {"code": error.code or "server_error", "message": error.message}
+        response = self._response | {"status": "failed", "error": told}
+        return [self._event("response.failed", response=response)]
+
+    async def settled(self) -> None:
+        await self._keep(self._response)
+
+    def encode(self, event: dict[str, Any]) -> bytes:
+        return f"event: {event['type']}\n".encode() + super().encode(event)
+
+    def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
+        response = self._response
+        response["status"] = "completed"
+        if self._finish == "length":
+            response["status"] = "incomplete"
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {
+                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]
+            },
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+        return response
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        assert self._open is not None
+        place = {"output_index": len(self._output), "item_id": self._open["id"]}
+        if self._open["type"] in ("message", "reasoning"):
+            place["content_index"] = 0
+        return self._event(kind, **place, **fields)
+
+    def _written(self, event: Event) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
+        kind = "message" if isinstance(event, Text) else "reasoning"
+        if isinstance(event, CallBegin):
+            return [*self._end_item(), *self._begin_item(self._call(event))]
+        if isinstance(event, Text | Reasoning):
+            if self._open is None or self._open["type"] != kind:
+                made = [*self._end_item(), *self._begin_item(self._said(kind))]
+            self._text += event.text
+            name = "output_text" if kind == "message" else "reasoning_text"
+            extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            made.append(self._of_item(f"response.{name}.delta", delta=event.text, **extra))
+            return made
+        assert isinstance(event, Arguments)
+        assert self._open is not None
+        self._text += event.text
+        if self._open["type"] == "function_call":  # a custom tool's input is told when it is whole
+            kind = "response.function_call_arguments.delta"
+            made.append(self._of_item(kind, delta=event.text))
+        return made
+
+    def _said(self, kind: str) -> dict[str, Any]:
+        if kind == "message":
+            item = {"type": "message", "id": self._item_id("msg"), "role": "assistant"}
+            return item | {"status": "in_progress", "content": []}
+        return {"type": "reasoning", "id": self._item_id("rs"), "summary": [], "content": []}
+
+    def _call(self, event: CallBegin) -> dict[str, Any]:
+        is_custom = event.name in self._custom
+        call_id = event.call_id or self._item_id("call")
+        return {
+            "type": "custom_tool_call" if is_custom else "function_call",
+            "id": self._item_id("ctc" if is_custom else "fc"),
+            "call_id": call_id,
+            "name": event.name,
+            "input" if is_custom else "arguments": "",
+            "status": "in_progress",
+        }
+
+    def _item_id(self, kind: str) -> str:
+        return f"{kind}_{self._id.removeprefix('resp_')}_{len(self._output)}"
+
+    def _begin_item(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        self._open, self._text = item, ""
+        index = len(self._output)
+        made = [self._event("response.output_item.added", output_index=index, item=dict(item))]
+        if item["type"] == "message":
+            made.append(self._of_item("response.content_part.added", part=_part("")))
+        return made
+
+    def _end_item(self) -> list[dict[str, Any]]:
+        item, text = self._open, self._text
+        if item is None:
+            return []
+        made: list[dict[str, Any]] = []
+        match item["type"]:
+            case "message":
+                part = _part(text)
+                item["content"] = [part]
+                made.append(self._of_item("response.output_text.done", text=text, logprobs=[]))
+                made.append(self._of_item("response.content_part.done", part=part))
+            case "reasoning":
+                item["content"] = [{"type": "reasoning_text", "text": text}]
+                if self._encrypts:
+                    item["encrypted_content"] = base64.b64encode(text.encode()).decode()
+                made.append(self._of_item("response.reasoning_text.done", text=text))
+            case "function_call":
+                item["arguments"] = text
+                kind = "response.function_call_arguments.done"
+                made.append(self._of_item(kind, arguments=text, name=item["name"]))
+            case _:
+                item["input"] = _input_of(text)
+                for name, key in (("delta", "delta"), ("done", "input")):
+                    kind = f"response.custom_tool_call_input.{name}"
+                    made.append(self._of_item(kind, **{key: item["input"]}))
+        if "status" in item:
+            item["status"] = "incomplete" if self._finish == "length" else "completed"
+        index = len(self._output)
+        made.append(self._event("response.output_item.done", output_index=index, item=item))
+        self._output.append(item)
+        self._open = None
+        return made
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _input_of(arguments: str) -> str:
+    """Of a custom tool, from the JSON that the model wrote."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    given = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
+    return given if isinstance(given, str) else arguments

@@ -1,0 +1,234 @@
+"""What `/v1/responses` accepts, and the chat that its items mean."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from cluster.api.errors import ApiError, invalid
+from cluster.api.openai.schema import ChatRequest
+from cluster.api.openai.tools import MAX_TOOLS
+
+# Tools that OpenAI runs itself. Clients offer them to every model; here none can be called.
+RUN_ELSEWHERE = ("web_search", "image_generation", "file_search", "code_interpreter")
+CUSTOM_INPUT = "input"  # the one parameter of a custom tool, as the model sees it
+ENCRYPTED = "reasoning.encrypted_content"
+
+
+def _items_of(given: Any) -> Any:
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if given is None:
+        return []
+    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+        raise ValueError("expected a string or a list of items")
+    return given
+
+
+class Reasoning(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    effort: str | None = None
+
+
+class TextOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str
+    input: Annotated[list[dict[str, Any]], BeforeValidator(_items_of)] = []
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    priority: int | None = None
+    seed: int | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        return self.store is not False
+
+
+class ResponsesChat(ChatRequest):
+    """The chat that a request means, and what its answer repeats."""
+
+    asked: ResponsesRequest
+    custom: list[str]  # names of tools whose input is a text
+
+
+def as_chat(request: ResponsesRequest, history: list[dict[str, Any]], session: str | None) -> Any:
+    """JSON of the `ResponsesChat`. history: items before those of the request. Raises `ApiError`
+    (400)."""
+    messages = _messages([*history, *request.input])
+    if request.instructions:
+        messages.insert(0, {"role": "system", "content": request.instructions})
+    if not messages:
+        raise invalid("'input': there is nothing to answer", param="input")
+    tools, custom = _tools(request.tools or [])
+    chat: dict[str, Any] = {
+        "model": request.model,
+        "messages": messages,
+        "stream": bool(request.stream),
+        "prompt_cache_key": request.prompt_cache_key or session,
+        "asked": request.model_dump(exclude_unset=True),
+        "custom": custom,
+        "parallel_tool_calls": request.parallel_tool_calls,
+    }
+    for name in ("temperature", "top_p", "priority", "seed", "user", "prompt_cache_retention"):
+        if getattr(request, name) is not None:
+            chat[name] = getattr(request, name)
+    if request.max_output_tokens is not None:
+        chat["max_completion_tokens"] = request.max_output_tokens
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        chat["reasoning_effort"] = request.reasoning.effort
+    if tools:
+        chat["tools"] = tools
+        chat["tool_choice"] = _choice(request.tool_choice)
+    if request.text is not None and request.text.format is not None:
+        chat["response_format"] = _format(request.text.format)
+    return chat
+
+
+def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as messages: what the assistant said in a row is one."""
+    messages: list[dict[str, Any]] = []
+    said: dict[str, Any] | None = None
+
+    def assistant() -> dict[str, Any]:
+        nonlocal said
+        if said is None:
+            said = {"role": "assistant", "content": ""}
+            messages.append(said)
+        return said
+
+    for i, item in enumerate(items):
+        kind = item.get("type", "message")
+        match kind:
+            case "message" if item.get("role") == "assistant":
+                assistant()["content"] += _text(item.get("content"), i)
+            case "message":
+                said = None
+                content = _text(item.get("content"), i)
+                messages.append({"role": item.get("role"), "content": content})
+            case "reasoning":
+                assistant()["reasoning_content"] = _reasoning(item)
+            case "function_call" | "custom_tool_call":
+                arguments = item.get("arguments", "")
+                if kind == "custom_tool_call":
+                    arguments = json.dumps({CUSTOM_INPUT: item.get("input")}, ensure_ascii=False)
+                function = {"name": _string(item, "name", i), "arguments": arguments}
+                call = {"id": _string(item, "call_id", i), "type": "function", "function": function}
+                assistant().setdefault("tool_calls", []).append(call)
+            case "function_call_output" | "custom_tool_call_output":
+                said = None
+                output, call_id = _text(item.get("output"), i), _string(item, "call_id", i)
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+            case _:
+                raise _bad(i, f"items of type {kind!r:.60} are not supported")
+    return messages
+
+
+def _string(item: dict[str, Any], key: str, index: int) -> str:
+    value = item.get(key)
+    if not isinstance(value, str):
+        raise _bad(index, f"'{key}' is a string, got {value!r:.60}")
+    return value
+
+
+def _text(content: Any, index: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise _bad(index, "content is a string or a list of parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("input_text", "output_text", "text", "refusal"):
+            raise _bad(index, f"this model reads text, no part of type {kind!r:.60}")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise _bad(index, f"a part of type {kind!r} has a string 'text'")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _reasoning(item: dict[str, Any]) -> str:
+    for key in ("content", "summary"):
+        parts = item.get(key)
+        if isinstance(parts, list) and parts:
+            return "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+    try:
+        return base64.b64decode(item.get("encrypted_content") or "", validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError, TypeError):
+        return ""
+
+
+def _bad(index: int, message: str) -> ApiError:
+    return invalid(f"'input[{index}]': {message}", param="input")
+
+
+def _tools(given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """As a chat has them, and which of them are custom."""
+    tools: list[dict[str, Any]] = []
+    custom: list[str] = []
+    for i, tool in enumerate(given):
+        kind = tool.get("type")
+        if isinstance(kind, str) and kind.startswith(RUN_ELSEWHERE):
+            continue
+        function = {
+            k: tool[k] for k in ("name", "description", "strict") if tool.get(k) is not None
+        }
+        if kind == "function":
+            function["parameters"] = tool.get("parameters") or {}
+        elif kind == "custom":
+            custom.append(str(tool.get("name")))
+            about = (tool.get("format") or {}).get("definition")
+            text = f"{function.get('description', '')}\n\nIts grammar:\n{about}" if about else ""
+            function["description"] = text or function.get("description", "")
+            function["parameters"] = {
+                "type": "object",
+                "properties": {CUSTOM_INPUT: {"type": "string"}},
+                "required": [CUSTOM_INPUT],
+            }
+        else:
+            raise invalid(f"'tools[{i}]': tools of type {kind!r:.60} are not run here", "tools")
+        tools.append({"type": "function", "function": function})
+    return tools, custom
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
+
+
+def _format(form: dict[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}

@@ -1,0 +1,88 @@
+"""Responses that can be asked for again and continued: one SQLite file, or memory.
+
+Each row is one response with the items that it was asked with; a conversation is the chain of its
+predecessors. All calls block, for a disk: they are made from a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+log = logging.getLogger("kvrelay.responses")
+
+FILE = "responses.db"
+KEEP_S = 30 * 86_400.0
+MAX_RESPONSES = 100_000  # the oldest are forgotten first
+PRUNE_EVERY = 256
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS responses (
+    tenant TEXT, id TEXT, record BLOB, created_at REAL, PRIMARY KEY (tenant, id))
+"""
+_PRUNE = """
+DELETE FROM responses WHERE created_at < ? OR rowid IN
+    (SELECT rowid FROM responses ORDER BY created_at DESC LIMIT -1 OFFSET ?)
+"""
+
+
+class ResponseStore:
+    """Owned by the API. May be called from any thread; several processes may share a file."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """path: of the file; None, or a file that cannot be used: memory."""
+        self._lock = threading.Lock()
+        self._num_puts = 0
+        self.is_durable = False
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+                self._connection = self._open(str(path))
+                self.is_durable = True
+                return
+            except (OSError, sqlite3.Error) as error:
+                log.warning(
+                    "responses will be forgotten when the server stops: %s: %s", path, error
+                )
+        self._connection = self._open(":memory:")
+
+    def put(self, tenant: str, response_id: str, record: bytes) -> None:
+        with self._lock, self._connection as connection:
+            values = (tenant, response_id, record, time.time())
+            connection.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?)", values)
+            self._num_puts += 1
+            if self._num_puts % PRUNE_EVERY == 1:
+                connection.execute(_PRUNE, (time.time() - KEEP_S, MAX_RESPONSES))
+
+    def get(self, tenant: str, response_id: str) -> bytes | None:
+        query = "SELECT record FROM responses WHERE tenant = ? AND id = ?"
+        with self._lock:
+            row = self._connection.execute(query, (tenant, response_id)).fetchone()
+        return None if row is None else row[0]
+
+    def delete(self, tenant: str, response_id: str) -> bool:
+        """Whether it was there."""
+        query = "DELETE FROM responses WHERE tenant = ? AND id = ?"
+        with self._lock, self._connection as connection:
+            return connection.execute(query, (tenant, response_id)).rowcount > 0
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    def _open(self, path: str) -> sqlite3.Connection:
+        connection = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            with connection:
+                connection.execute(_TABLE)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
