@@ -16,8 +16,8 @@ from cluster.api.openai.plan import Plan
 from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text, merged
 from cluster.api.responses.schema import CUSTOM_INPUT, ENCRYPTED, ResponsesChat, ResponsesRequest
 
-Keep = Callable[[dict[str, Any]], Awaitable[None]]
-"""Keeps a response that is done."""
+Keep = Callable[[dict[str, Any]], Awaitable[bool]]
+"""Keeps a response that is done, if that is asked for and possible; whether it did."""
 
 _REPEATED = (
     *("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"),
@@ -72,8 +72,10 @@ class ResponseFormat(Format):
         assert plan.reading is not None
         self._id, self._keep = response_id, keep
         self._custom = frozenset(request.custom)
+        self._spaces = request.spaces
         self._encrypts = ENCRYPTED in (request.asked.include or ())
         self._parser = plan.reading.parser()
+        self._new_call_id = plan.reading.tools.new_id if plan.reading.tools else str
         self._response = begun(request.asked, ctx.model_name, response_id, "in_progress")
         self._output: list[dict[str, Any]] = self._response["output"]
         self._open: dict[str, Any] | None = None  # the item that is being written
@@ -95,13 +97,13 @@ class ResponseFormat(Format):
         return [made for event in events for made in self._written(event)]
 
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        made = self._end_item()
+        made = self._end_item(is_last=True)
         response = self._ended(usage)
         return [*made, self._event(f"response.{response['status']}", response=response)]
 
     def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         self.chunks(joined(pieces, 0))
-        self._end_item()
+        self._end_item(is_last=True)
         return self._ended(usage)
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
@@ -110,7 +112,7 @@ class ResponseFormat(Format):
         return [self._event("response.failed", response=response)]
 
     async def settled(self) -> None:
-        await self._keep(self._response)
+        self._response["store"] = await self._keep(self._response)
 
     def encode(self, event: dict[str, Any]) -> bytes:
         return f"event: {event['type']}\n".encode() + super().encode(event)
@@ -139,7 +141,7 @@ class ResponseFormat(Format):
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
         assert self._open is not None
         place = {"output_index": len(self._output), "item_id": self._open["id"]}
-        if self._open["type"] in ("message", "reasoning"):
+        if self._open["type"] in _PARTS:
             place["content_index"] = 0
         return self._event(kind, **place, **fields)
 
@@ -172,12 +174,14 @@ class ResponseFormat(Format):
 
     def _call(self, event: CallBegin) -> dict[str, Any]:
         is_custom = event.name in self._custom
-        call_id = event.call_id or self._item_id("call")
+        call_id = event.call_id or self._new_call_id(self._item_id("call"))
+        space, name = self._spaces.get(event.name, ("", event.name))
         return {
             "type": "custom_tool_call" if is_custom else "function_call",
             "id": self._item_id("ctc" if is_custom else "fc"),
             "call_id": call_id,
-            "name": event.name,
+            "name": name,
+            **({"namespace": space} if space else {}),
             "input" if is_custom else "arguments": "",
             "status": "in_progress",
         }
@@ -189,23 +193,20 @@ class ResponseFormat(Format):
         self._open, self._text = item, ""
         index = len(self._output)
         made = [self._event("response.output_item.added", output_index=index, item=dict(item))]
-        if item["type"] == "message":
-            made.append(self._of_item("response.content_part.added", part=_part("")))
+        if item["type"] in _PARTS:
+            part = _PARTS[item["type"]]("")
+            made.append(self._of_item("response.content_part.added", part=part))
         return made
 
-    def _end_item(self) -> list[dict[str, Any]]:
+    def _end_item(self, is_last: bool = False) -> list[dict[str, Any]]:
         item, text = self._open, self._text
         if item is None:
             return []
         made: list[dict[str, Any]] = []
         match item["type"]:
             case "message":
-                part = _part(text)
-                item["content"] = [part]
                 made.append(self._of_item("response.output_text.done", text=text, logprobs=[]))
-                made.append(self._of_item("response.content_part.done", part=part))
             case "reasoning":
-                item["content"] = [{"type": "reasoning_text", "text": text}]
                 if self._encrypts:
                     item["encrypted_content"] = base64.b64encode(text.encode()).decode()
                 made.append(self._of_item("response.reasoning_text.done", text=text))
@@ -218,8 +219,13 @@ class ResponseFormat(Format):
                 for name, key in (("delta", "delta"), ("done", "input")):
                     kind = f"response.custom_tool_call_input.{name}"
                     made.append(self._of_item(kind, **{key: item["input"]}))
+        if item["type"] in _PARTS:
+            part = _PARTS[item["type"]](text)
+            item["content"] = [part]
+            made.append(self._of_item("response.content_part.done", part=part))
         if "status" in item:
-            item["status"] = "incomplete" if self._finish == "length" else "completed"
+            is_cut = is_last and self._finish == "length"
+            item["status"] = "incomplete" if is_cut else "completed"
         index = len(self._output)
         made.append(self._event("response.output_item.done", output_index=index, item=item))
         self._output.append(item)
@@ -227,8 +233,16 @@ class ResponseFormat(Format):
         return made
 
 
-def _part(text: str) -> dict[str, Any]:
+def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _reasoning_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
+# The one part of an item of a type.
+_PARTS = {"message": _text_part, "reasoning": _reasoning_part}
 
 
 def _input_of(arguments: str) -> str:

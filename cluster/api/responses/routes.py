@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, invalid
+from cluster.api.errors import ApiError, invalid, overloaded
 from cluster.api.incoming import caller, read_body
 from cluster.api.openai.plan import Plan, plan_chat
 from cluster.api.openai.respond import GenerateEndpoint, error_response
@@ -27,6 +31,9 @@ from cluster.api.tenants import Tenant
 
 MAX_TURNS = 2000  # of a conversation that is read back
 MAX_BACKGROUND = 64
+STOP_TIMEOUT_S = 5.0  # for one in the background that is cancelled
+_CHAT_NAMES = {"messages": "input", "response_format": "text.format"}
+_log = logging.getLogger("kvrelay.api")
 
 
 def response_routes(ctx: ApiContext) -> list[Route]:
@@ -52,7 +59,8 @@ class Responses:
         http = Request(scope, receive)
         try:
             tenant = caller(self._ctx, http)
-            request = parse(ResponsesRequest, await read_body(http, self._ctx.limits))
+            body = await read_body(http, self._ctx.limits)
+            request = await self._ctx.in_thread(len(body), parse, ResponsesRequest, body)
             call = _ResponseCall(self, request, tenant, f"resp_{scope['state']['request_id']}")
             await call.prepare()
             if request.background:
@@ -61,6 +69,8 @@ class Responses:
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
+        except ClientDisconnect:
+            return
         await call.endpoint()(scope, _after_body(call.body, receive), send)
 
     async def show(self, http: Request) -> Response:
@@ -68,11 +78,18 @@ class Responses:
 
     async def items(self, http: Request) -> Response:
         record = await self.record(http)
-        data = [{"id": f"item_{i}", **item} for i, item in enumerate(record["items"])]
-        return JSONResponse({"object": "list", "data": data, "has_more": False})
+        data = [_input_item(item, f"item_{i}") for i, item in enumerate(record["items"])]
+        if http.query_params.get("order") != "asc":  # as OpenAI, where it is not said
+            data.reverse()
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+        return JSONResponse({"object": "list", "data": data, "has_more": False} | ends)
 
     async def delete(self, http: Request) -> Response:
         tenant, response_id = caller(self._ctx, http), http.path_params["id"]
+        await self.find(tenant, response_id)
+        running = self._background.get(response_id)
+        if running is not None:
+            await running.cancel()
         delete = self._ctx.responses.delete
         if not await asyncio.to_thread(delete, tenant.name, response_id):
             raise unknown(response_id)
@@ -83,8 +100,7 @@ class Responses:
         response_id = http.path_params["id"]
         running = self._background.get(response_id)
         if running is not None:
-            running.cancelled.set()
-            await asyncio.wait([running.task], timeout=5.0)
+            await running.cancel()
             record = await self.record(http)
         elif not record["response"].get("background"):
             raise invalid(f"The response '{response_id}' does not run in the background")
@@ -96,15 +112,31 @@ class Responses:
 
     async def find(self, tenant: Tenant, response_id: str) -> dict[str, Any]:
         """Raises `ApiError` (404)."""
-        found = await asyncio.to_thread(self._ctx.responses.get, tenant.name, response_id)
-        if found is None:
+
+        def read() -> dict[str, Any] | None:
+            found = self._ctx.responses.get(tenant.name, response_id)
+            record: dict[str, Any] | None = None if found is None else json.loads(found)
+            return record
+
+        record = await asyncio.to_thread(read)
+        if record is None:
             raise unknown(response_id)
-        record: dict[str, Any] = json.loads(found)
         return record
 
-    async def keep(self, tenant: Tenant, record: dict[str, Any]) -> None:
-        data, response_id = json.dumps(record).encode(), record["response"]["id"]
-        await asyncio.to_thread(self._ctx.responses.put, tenant.name, response_id, data)
+    async def keep(self, tenant: Tenant, record: dict[str, Any]) -> bool:
+        """False: the file cannot be written, which is no reason to withhold the answer."""
+
+        def write() -> None:
+            data = json.dumps(record).encode()
+            self._ctx.responses.put(tenant.name, response_id, data)
+
+        response_id = record["response"]["id"]
+        try:
+            await asyncio.to_thread(write)
+        except sqlite3.Error:
+            _log.exception("response %s is not kept", response_id)
+            return False
+        return True
 
     @property
     def ctx(self) -> ApiContext:
@@ -114,13 +146,18 @@ class Responses:
         if not call.request.is_kept or call.request.stream:
             raise invalid("'background': a response in the background is stored and not streamed")
         if len(self._background) >= MAX_BACKGROUND:
-            raise ApiError(429, f"{MAX_BACKGROUND} responses run in the background, the limit")
-        model = self._ctx.model_name
-        response = begun(call.request, model, call.response_id, "in_progress")
-        await call.keep(response)
-        running = _Background(self, call, scope)
-        self._background[call.response_id] = running
-        running.task.add_done_callback(lambda _: self._background.pop(call.response_id, None))
+            raise overloaded(f"{MAX_BACKGROUND} responses run in the background, the limit", 1.0)
+        model, response_id = self._ctx.model_name, call.response_id
+        response = begun(call.request, model, response_id, "in_progress")
+        running = self._background[response_id] = _Background(self, call, scope)
+        try:
+            if not await call.keep(response):
+                raise ApiError(503, "Responses cannot be stored now", type="server_error")
+        except BaseException:
+            del self._background[response_id]
+            raise
+        running.task = asyncio.create_task(running.run())
+        running.task.add_done_callback(lambda _: self._background.pop(response_id, None))
         await JSONResponse(response)(scope, _never, send)
 
 
@@ -137,21 +174,26 @@ class _ResponseCall:
         """Read back what came before. Raises `ApiError`."""
         history = await self._history()
         session = self._root if self.request.is_kept else None
-        self.body = json.dumps(as_chat(self.request, history, session)).encode()
+
+        def chat() -> bytes:
+            return json.dumps(as_chat(self.request, history, session)).encode()
+
+        self.body = await asyncio.to_thread(chat)
 
     def endpoint(self) -> GenerateEndpoint[ResponsesChat]:
         return GenerateEndpoint(
             self._responses.ctx,
             "responses",
-            lambda body: parse(ResponsesChat, body),
-            plan_chat,
+            _read,
+            _plan,
             self._format,
         )
 
-    async def keep(self, response: dict[str, Any]) -> None:
-        if self.request.is_kept:
-            record = {"response": response, "items": self.request.input, "root": self._root}
-            await self._responses.keep(self._tenant, record)
+    async def keep(self, response: dict[str, Any]) -> bool:
+        if not self.request.is_kept:
+            return False
+        record = {"response": response, "items": self.request.input, "root": self._root}
+        return await self._responses.keep(self._tenant, record)
 
     def _format(
         self, ctx: ApiContext, plan: Plan, chat: ResponsesChat, request_id: str
@@ -178,28 +220,43 @@ class _Background:
     """A response that runs without a client. It is kept when it is done, whatever came of it."""
 
     def __init__(self, responses: Responses, call: _ResponseCall, scope: Scope) -> None:
-        self.cancelled = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None  # until its beginning has been kept
+        self._cancelled = asyncio.Event()
         self._responses, self._call, self._scope = responses, call, scope
         self._status, self._body = 0, b""
-        self.task = asyncio.get_running_loop().create_task(self._run())
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
         call = self._call
         receive = _after_body(call.body, self._disconnected)
-        await call.endpoint()(
-            {**self._scope, "state": dict(self._scope["state"])}, receive, self._take
-        )
+        scope = {**self._scope, "state": dict(self._scope["state"])}
+        try:
+            await call.endpoint()(scope, receive, self._take)
+        except Exception:
+            _log.exception("response %s failed", call.response_id)
+            self._status = 500
         if self._status == 200:
             return  # it was kept
         model = self._responses.ctx.model_name
-        status = "cancelled" if self.cancelled.is_set() else "failed"
+        status = "cancelled" if self._cancelled.is_set() else "failed"
         response = begun(call.request, model, call.response_id, status)
-        if status == "failed" and self._body:
-            response["error"] = json.loads(self._body)["error"]
+        if status == "failed":
+            response["error"] = self._error()
         await call.keep(response)
 
+    async def cancel(self) -> None:
+        """Returns when it has ended, or after a while."""
+        self._cancelled.set()
+        if self.task is not None:
+            await asyncio.wait([self.task], timeout=STOP_TIMEOUT_S)
+
+    def _error(self) -> dict[str, Any]:
+        if self._status in (0, 500):
+            return {"code": "server_error", "message": "Internal error"}
+        error = json.loads(self._body)["error"]
+        return {"code": error["code"] or error["type"], "message": error["message"]}
+
     async def _disconnected(self) -> Message:
-        await self.cancelled.wait()
+        await self._cancelled.wait()
         return {"type": "http.disconnect"}
 
     async def _take(self, message: Message) -> None:
@@ -207,6 +264,37 @@ class _Background:
             self._status = message["status"]
         else:
             self._body += message.get("body", b"")
+
+
+def _read(body: bytes) -> ResponsesChat:
+    with _in_own_words():
+        return parse(ResponsesChat, body)
+
+
+async def _plan(ctx: ApiContext, chat: ResponsesChat, tenant: Tenant) -> Plan:
+    with _in_own_words():
+        return await plan_chat(ctx, chat, tenant)
+
+
+@contextmanager
+def _in_own_words() -> Iterator[None]:
+    """Errors about the chat that a request means name what the request has."""
+    try:
+        yield
+    except ApiError as error:
+        for theirs, ours in _CHAT_NAMES.items():
+            error.message = error.message.replace(f"'{theirs}'", f"'{ours}'")
+            error.param = ours if error.param == theirs else error.param
+        raise
+
+
+def _input_item(item: dict[str, Any], item_id: str) -> dict[str, Any]:
+    """As clients expect it: with an id, and content as parts."""
+    if item.get("type", "message") != "message" or not isinstance(item.get("content"), str):
+        return {"id": item_id, **item}
+    kind = "output_text" if item.get("role") == "assistant" else "input_text"
+    content = [{"type": kind, "text": item["content"]}]
+    return {"id": item_id, "type": "message", **item, "content": content}
 
 
 def unknown(response_id: str) -> ApiError:

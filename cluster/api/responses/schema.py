@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -17,6 +17,7 @@ from cluster.api.openai.tools import MAX_TOOLS
 RUN_ELSEWHERE = ("web_search", "image_generation", "file_search", "code_interpreter")
 CUSTOM_INPUT = "input"  # the one parameter of a custom tool, as the model sees it
 ENCRYPTED = "reasoning.encrypted_content"
+ROLES = ("user", "assistant", "system", "developer")
 
 
 def _items_of(given: Any) -> Any:
@@ -80,24 +81,26 @@ class ResponsesChat(ChatRequest):
 
     asked: ResponsesRequest
     custom: list[str]  # names of tools whose input is a text
+    spaces: dict[str, list[str]]  # name of a tool -> its namespace, and its name there
 
 
 def as_chat(request: ResponsesRequest, history: list[dict[str, Any]], session: str | None) -> Any:
     """JSON of the `ResponsesChat`. history: items before those of the request. Raises `ApiError`
     (400)."""
-    messages = _messages([*history, *request.input])
+    messages = _messages([*history, *request.input], -len(history))
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
     if not messages:
         raise invalid("'input': there is nothing to answer", param="input")
-    tools, custom = _tools(request.tools or [])
+    tools, custom, spaces = _tools(request.tools or [])
     chat: dict[str, Any] = {
         "model": request.model,
         "messages": messages,
         "stream": bool(request.stream),
         "prompt_cache_key": request.prompt_cache_key or session,
-        "asked": request.model_dump(exclude_unset=True),
+        "asked": request.model_dump(exclude_unset=True, exclude={"input"}),
         "custom": custom,
+        "spaces": spaces,
         "parallel_tool_calls": request.parallel_tool_calls,
     }
     for name in ("temperature", "top_p", "priority", "seed", "user", "prompt_cache_retention"):
@@ -109,14 +112,15 @@ def as_chat(request: ResponsesRequest, history: list[dict[str, Any]], session: s
         chat["reasoning_effort"] = request.reasoning.effort
     if tools:
         chat["tools"] = tools
-        chat["tool_choice"] = _choice(request.tool_choice)
+    chat["tool_choice"] = _choice(request.tool_choice)
     if request.text is not None and request.text.format is not None:
         chat["response_format"] = _format(request.text.format)
     return chat
 
 
-def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages: what the assistant said in a row is one."""
+def _messages(items: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
+    """Items as messages: what the assistant said in a row is one. `first`: the place of the first
+    item in the request's input; those before it are of earlier requests."""
     messages: list[dict[str, Any]] = []
     said: dict[str, Any] | None = None
 
@@ -127,22 +131,30 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             messages.append(said)
         return said
 
-    for i, item in enumerate(items):
+    for i, item in enumerate(items, first):
         kind = item.get("type", "message")
         match kind:
             case "message" if item.get("role") == "assistant":
                 assistant()["content"] += _text(item.get("content"), i)
             case "message":
                 said = None
-                content = _text(item.get("content"), i)
-                messages.append({"role": item.get("role"), "content": content})
+                role, content = item.get("role"), _text(item.get("content"), i)
+                if role not in ROLES:
+                    raise _bad(i, f"'role' is one of {', '.join(ROLES)}, got {role!r:.60}")
+                messages.append({"role": role, "content": content})
             case "reasoning":
-                assistant()["reasoning_content"] = _reasoning(item)
+                message = assistant()
+                before = message.get("reasoning_content")
+                parts = [_reasoning(item)] if before is None else [before, _reasoning(item)]
+                message["reasoning_content"] = "\n".join(parts)
             case "function_call" | "custom_tool_call":
-                arguments = item.get("arguments", "")
                 if kind == "custom_tool_call":
-                    arguments = json.dumps({CUSTOM_INPUT: item.get("input")}, ensure_ascii=False)
-                function = {"name": _string(item, "name", i), "arguments": arguments}
+                    given = {CUSTOM_INPUT: _string(item, "input", i)}
+                    arguments = json.dumps(given, ensure_ascii=False)
+                else:
+                    arguments = _string(item, "arguments", i)
+                name = _spaced(item.get("namespace"), _string(item, "name", i))
+                function = {"name": name, "arguments": arguments}
                 call = {"id": _string(item, "call_id", i), "type": "function", "function": function}
                 assistant().setdefault("tool_calls", []).append(call)
             case "function_call_output" | "custom_tool_call_output":
@@ -185,7 +197,7 @@ def _reasoning(item: dict[str, Any]) -> str:
             return "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
     try:
         return base64.b64decode(item.get("encrypted_content") or "", validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError, TypeError):
+    except (ValueError, TypeError):  # it is not of this server
         return ""
 
 
@@ -193,11 +205,31 @@ def _bad(index: int, message: str) -> ApiError:
     return invalid(f"'input[{index}]': {message}", param="input")
 
 
-def _tools(given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """As a chat has them, and which of them are custom."""
+def _spaced(namespace: Any, name: str) -> str:
+    """What the model calls a tool."""
+    return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
+
+
+def _in_spaces(given: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each tool, and its namespace."""
+    for tool in given:
+        if tool.get("type") != "namespace":
+            yield tool, ""
+            continue
+        inside = tool.get("tools")
+        for each in inside if isinstance(inside, list) else ():
+            if isinstance(each, dict):
+                yield each, str(tool.get("name", ""))
+
+
+def _tools(
+    given: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[str], dict[str, list[str]]]:
+    """As a chat has them, which of them are custom, and which are in a namespace."""
     tools: list[dict[str, Any]] = []
     custom: list[str] = []
-    for i, tool in enumerate(given):
+    spaces: dict[str, list[str]] = {}
+    for i, (tool, space) in enumerate(_in_spaces(given)):
         kind = tool.get("type")
         if isinstance(kind, str) and kind.startswith(RUN_ELSEWHERE):
             continue
@@ -207,8 +239,9 @@ def _tools(given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]
         if kind == "function":
             function["parameters"] = tool.get("parameters") or {}
         elif kind == "custom":
-            custom.append(str(tool.get("name")))
-            about = (tool.get("format") or {}).get("definition")
+            custom.append(_spaced(space, str(tool.get("name"))))
+            form = tool.get("format")
+            about = form.get("definition") if isinstance(form, dict) else None
             text = f"{function.get('description', '')}\n\nIts grammar:\n{about}" if about else ""
             function["description"] = text or function.get("description", "")
             function["parameters"] = {
@@ -218,8 +251,11 @@ def _tools(given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]
             }
         else:
             raise invalid(f"'tools[{i}]': tools of type {kind!r:.60} are not run here", "tools")
+        if space and isinstance(tool.get("name"), str):
+            function["name"] = _spaced(space, tool["name"])
+            spaces[function["name"]] = [space, tool["name"]]
         tools.append({"type": "function", "function": function})
-    return tools, custom
+    return tools, custom, spaces
 
 
 def _choice(choice: Any) -> Any:

@@ -22,8 +22,9 @@ PRUNE_EVERY = 256
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS responses (
-    tenant TEXT, id TEXT, record BLOB, created_at REAL, PRIMARY KEY (tenant, id))
+    tenant TEXT, id TEXT, created_at REAL, record BLOB, PRIMARY KEY (tenant, id))
 """
+_INDEX = "CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created_at)"
 _PRUNE = """
 DELETE FROM responses WHERE created_at < ? OR rowid IN
     (SELECT rowid FROM responses ORDER BY created_at DESC LIMIT -1 OFFSET ?)
@@ -53,11 +54,11 @@ class ResponseStore:
 
     def put(self, tenant: str, response_id: str, record: bytes) -> None:
         with self._lock, self._connection as connection:
-            values = (tenant, response_id, record, time.time())
+            values = (tenant, response_id, time.time(), record)
             connection.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?)", values)
-            self._num_puts += 1
-            if self._num_puts % PRUNE_EVERY == 1:
+            if self._num_puts % PRUNE_EVERY == 0:
                 connection.execute(_PRUNE, (time.time() - KEEP_S, MAX_RESPONSES))
+            self._num_puts += 1
 
     def get(self, tenant: str, response_id: str) -> bytes | None:
         query = "SELECT record FROM responses WHERE tenant = ? AND id = ?"
@@ -82,6 +83,7 @@ class ResponseStore:
             connection.execute("PRAGMA synchronous = NORMAL")
             with connection:
                 connection.execute(_TABLE)
+                connection.execute(_INDEX)
         except BaseException:
             connection.close()
             raise
