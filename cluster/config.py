@@ -145,6 +145,8 @@ class TenantEntry(Section, frozen=True):
     weight: Annotated[float, Meta(ge=0.01, le=1000.0)] = 1.0
     max_concurrent: Count = 0  # requests that run at once; 0: any number
     max_queued: Count = 0  # requests that wait; 0: any number
+    requests_per_minute: Count = 0  # of each router; 0: any number
+    tokens_per_minute: Count = 0  # of prompts and answers, of each router; 0: any number
     # its requests cannot ask for a lower number, which goes first
     min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 
@@ -161,6 +163,8 @@ class ApiSection(Section, frozen=True):
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 8 << 20  # of a request
     max_live_requests: Positive = 4096  # requests that generate at once; beyond it 429
     request_timeout_s: Timeout = 600.0  # from the arrival of the body to the last token
+    # pages from where may call, in a browser: "*", or "https://A https://B"; "": none
+    cors_origins: Annotated[str, _text(r"[^,]*", "* or origins with spaces between them")] = ""
     # how the model writes tool calls: "auto" goes by its chat template, "none" leaves them in the
     # text; or hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek, glm, kimi, minimax,
     # harmony

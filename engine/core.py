@@ -184,22 +184,19 @@ class EngineCore:
         return effects
 
     def fail_left_out(self) -> list[Effect]:
-        """End the sequences that were left out of a step because of an invalid block table, which
-        the router tries elsewhere, or of a grammar that cannot go on."""
+        """End the sequences that were left out of a step: the router tries them elsewhere, but for
+        those whose grammar cannot go on."""
         effects: list[Effect] = []
         for seq, reason, why in self.scheduler.take_faults():
             self.count("sequences_left_out")
-            text = f"{seq.request_id}: {why}"
-            level, counter = "error", "block_table_fault"
-            if reason is Refusal.GRAMMAR:
-                level, counter = "warning", "grammar_fault"
-            effects += [Note(level, counter, text), self._refuse(seq, reason, why)]
+            counter = "grammar_fault" if reason is Refusal.GRAMMAR else "block_table_fault"
+            note = Note("error", counter, f"{seq.request_id}: {why}")
+            effects += [note, self._refuse(seq, reason, why)]
         return effects
 
     def _refuse(self, seq: Sequence, reason: Refusal, why: str) -> Send:
-        refused = self.refusal(seq.request_id, seq.attempt, reason, why)
         self.remove(seq)
-        return Send(seq.router, refused)
+        return Send(seq.router, self.refusal(seq.request_id, seq.attempt, reason, why))
 
     def report(self, seq: Sequence, finish: FinishReason | None) -> None:
         """Put the tokens that the router does not have yet into the next frame to it."""

@@ -45,8 +45,7 @@ class Scheduler:
         self.in_flight: Step | None = None
         self.in_flight_seqs: list[Sequence] = []
         self._next_step_id = 0
-        # For the worker to end, and why.
-        self.faults: list[tuple[Sequence, Refusal, str]] = []
+        self.faults: list[tuple[Sequence, Refusal, str]] = []  # for the worker to end, and why
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
         pool_tokens = config.num_blocks * config.block_size
@@ -163,8 +162,7 @@ class Scheduler:
         left out (those are in `faults`). Blocks of sequences that were ended meanwhile are freed.
         After a failed step nothing is computed."""
         step = self.in_flight
-        assert step is not None
-        assert step.step_id == done.step_id
+        assert step is not None and step.step_id == done.step_id  # noqa: PT018
         self.in_flight = None
         survivors: list[tuple[Sequence, int]] = []
         if done.error is None:
@@ -174,11 +172,9 @@ class Scheduler:
             if seq.state is SeqState.DEAD:
                 self.release_if_settled(seq)
                 continue
-            if index in done.failed:
-                self.faults.append((seq, Refusal.EXECUTION, done.failed[index]))
-                continue
-            if index in done.ungrammatical:
-                self.faults.append((seq, Refusal.GRAMMAR, done.ungrammatical[index]))
+            fault = done.fault(index)
+            if fault is not None:
+                self.faults.append((seq, *fault))
                 continue
             if done.error is None:
                 sampled = done.sampled[index]
@@ -234,11 +230,10 @@ class Scheduler:
     def _prompts(
         self, now: float, budget: int, cost: FittedCost, decode_s: float
     ) -> list[tuple[Sequence, int]]:
-        """Which prompts get how much of `budget`. First those of streams that have begun elsewhere
-        and are silent until they are computed here. Then the shortest, which is best for the mean
-        latency; but one that has waited counts as shorter, so that a long one does not starve.
-        Another prompt joins the pass if the passes that are saved, each with its decodes, are worth
-        the delay of the prompts in it."""
+        """Which prompts get how much of `budget`. First those of streams that are silent until they
+        are computed here. Then the shortest, which is best for the mean latency; but one that has
+        waited counts as shorter, so that a long one does not starve. Another prompt joins the pass
+        if the passes that are saved, each with its decodes, are worth the delay of those in it."""
         pass_s, token_s = cost.weights[0] + decode_s, cost.weights[1] / TOKENS_UNIT
 
         def order(seq: Sequence) -> tuple[bool, float]:
@@ -311,8 +306,7 @@ class Scheduler:
         return preempted
 
     def take_faults(self) -> list[tuple[Sequence, Refusal, str]]:
-        """Live sequences that were left out of a step, and why, since the last call. The caller
-        ends them."""
+        """Live sequences that were left out of a step since the last call. The caller ends them."""
         faults, self.faults = self.faults, []
         return [fault for fault in faults if fault[0].state is not SeqState.DEAD]
 

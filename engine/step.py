@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.request import SamplingParams, TokenLogprobs
+from engine.request import Refusal, SamplingParams, TokenLogprobs
 
 BURST_S = 0.025  # of passes in a row, at most: messages that arrive meanwhile wait for them
 
@@ -111,3 +111,10 @@ class StepDone:
     # Index of a sequence -> why it was left out of the pass; nothing was computed for it.
     failed: dict[int, str] = field(default_factory=dict)
     ungrammatical: dict[int, str] = field(default_factory=dict)  # the same, by its own grammar
+
+    def fault(self, index: int) -> tuple[Refusal, str] | None:
+        """Why the sequence at `index` was left out."""
+        if index in self.failed:
+            return Refusal.EXECUTION, self.failed[index]
+        why = self.ungrammatical.get(index)
+        return None if why is None else (Refusal.GRAMMAR, why)

@@ -16,6 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -33,6 +34,8 @@ from cluster.api.openai.schema import ChatRequest, CompletionRequest, parse
 from cluster.api.operations import operation_routes
 from cluster.api.responses.routes import response_routes
 from cluster.api.sessions import session_routes
+from cluster.api.utility.openapi import document_routes
+from cluster.api.utility.tokens import token_routes
 
 _log = logging.getLogger("kvrelay.api")
 
@@ -80,6 +83,14 @@ def create_app(ctx: ApiContext) -> FastAPI:
     app = FastAPI(
         title="KVRelay", openapi_url=None, redirect_slashes=False, lifespan=lifespan, debug=False
     )
+    if ctx.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=ctx.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
     app.add_middleware(_RequestIds)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ApiError, _on_api_error)
@@ -93,6 +104,8 @@ def create_app(ctx: ApiContext) -> FastAPI:
         Route("/v1/completions", completions, methods=["POST"]),
         *message_routes(ctx),
         *response_routes(ctx),
+        *token_routes(ctx),
+        *document_routes(ctx),
         *session_routes(ctx),
         *explanation_routes(ctx),
         *operation_routes(ctx),

@@ -7,14 +7,13 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from cluster.api.calls import Calls
 from cluster.api.client import RouterClient
-from cluster.api.constraints.grammar import Constraints
 from cluster.api.limiter import ConcurrencyLimiter
 from cluster.api.metrics import ApiMetrics
-from cluster.api.output.dialect import Dialect
+from cluster.api.rates import RateLimits
 from cluster.api.responses.store import ResponseStore
 from cluster.api.tenants import Tenants
 from cluster.api.text.tokenizer import PublicPrompts, Tokenizer
@@ -24,6 +23,10 @@ from engine.stats import Role
 from router.admission.admission import Call
 from router.explain import Explanations
 from router.messages import Failed
+
+if TYPE_CHECKING:
+    from cluster.api.constraints.grammar import Constraints
+    from cluster.api.output.dialect import Dialect
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -69,6 +72,8 @@ class ApiContext:
     retention_s: float = DEFAULT_RETENTION.keep_s  # of KV, where a request does not say
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     tracing: Tracing | None = None
+    cors_origins: tuple[str, ...] = ()  # of pages that may call, in a browser
+    rates: RateLimits = field(default_factory=RateLimits)
     tool_parser: str = "auto"  # as of `Dialect.of`, and so is the next
     reasoning_parser: str = "auto"
     dialect: Dialect = field(init=False)
@@ -85,6 +90,9 @@ class ApiContext:
         self.calls = Calls(self.model_name, self.explanations, self.metrics, trace)
         self.live = ConcurrencyLimiter(self.limits.max_live_requests)
         self.commands = ConcurrencyLimiter(self.limits.max_session_commands)
+        from cluster.api.constraints.grammar import Constraints
+        from cluster.api.output.dialect import Dialect
+
         template = self.tokenizer.chat_template
         source = template.source if template else ""
         self.dialect = Dialect.of(source, self.tool_parser, self.reasoning_parser)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from ipaddress import ip_address
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -30,6 +31,8 @@ def operation_routes(ctx: ApiContext) -> list[Route]:
     calls = _Operations(ctx)
     routes = [
         Route("/health", calls.health, methods=["GET"]),
+        Route("/ping", calls.ping, methods=["GET", "POST"]),
+        Route("/version", calls.version, methods=["GET"]),
         Route("/status", calls.status, methods=["GET"]),
         Route("/metrics", calls.metrics, methods=["GET"]),
     ]
@@ -48,6 +51,13 @@ class _Operations:
         is_healthy, detail = self._ctx.healthy()
         status = {"status": "ok" if is_healthy else "unavailable"}
         return JSONResponse(detail | status, 200 if is_healthy else 503)
+
+    async def ping(self, http: Request) -> Response:
+        """That there is an answer is the answer."""
+        return JSONResponse({})
+
+    async def version(self, http: Request) -> Response:
+        return JSONResponse({"version": version("kvrelay")})
 
     async def status(self, http: Request) -> Response:
         return JSONResponse(self._ctx.status())

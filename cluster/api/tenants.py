@@ -32,6 +32,8 @@ class Tenant:
     salt: bytes
     share: TenantShare = field(default_factory=TenantShare)
     min_priority: int = 0  # the first that its requests may ask for
+    requests_per_minute: int = 0  # 0: any number
+    tokens_per_minute: int = 0
 
 
 ANONYMOUS = Tenant("", b"", min_priority=-MAX_PRIORITY)
@@ -60,7 +62,14 @@ class Tenants:
                 person=b"kvrelay-tenant",
             )
             share = TenantShare(entry.weight, entry.max_concurrent, entry.max_queued)
-            tenant = Tenant(entry.name, digest.digest(), share, entry.min_priority)
+            tenant = Tenant(
+                entry.name,
+                digest.digest(),
+                share,
+                entry.min_priority,
+                entry.requests_per_minute,
+                entry.tokens_per_minute,
+            )
             for hashed in _hashes(entry):
                 other = self._by_hash.setdefault(hashed, tenant)
                 if other is not tenant:

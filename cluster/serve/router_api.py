@@ -55,6 +55,25 @@ def settle_memory() -> None:
     gc.set_threshold(50_000, 20, 200)
 
 
+def _responses_path(config: Config) -> Path | None:
+    """None: they are forgotten when the server stops."""
+    from cluster.api.responses.store import FILE
+
+    return config.sessions.state_path / FILE if config.sessions.durable else None
+
+
+def _limits(config: Config) -> Any:
+    from cluster.api.context import ApiLimits
+
+    api = config.api
+    return ApiLimits(
+        max_body_bytes=api.max_body_bytes,
+        max_live_requests=api.max_live_requests,
+        request_timeout_s=api.request_timeout_s,
+        session_timeout_s=config.sessions.order_timeout_s + 2.0,
+    )
+
+
 async def serve_api(
     served: RouterHost,
     tokenizer: Any,
@@ -70,9 +89,9 @@ async def serve_api(
 
     from cluster.api.app import create_app
     from cluster.api.client import RouterClient
-    from cluster.api.context import ApiContext, ApiLimits
+    from cluster.api.context import ApiContext
     from cluster.api.metrics import ApiMetrics, ClusterCollector
-    from cluster.api.responses.store import FILE, ResponseStore
+    from cluster.api.responses.store import ResponseStore
     from cluster.api.server import serve_app
     from cluster.api.text.tokenizer import PublicPrompts
     from cluster.api.tracing import Tracing
@@ -90,10 +109,8 @@ async def serve_api(
             metrics.spans.labels(outcome).inc(spans)
 
         tracing = await asyncio.to_thread(Tracing, section.endpoint, section.sample, count_spans)
-    public = access.public_prompts
-    prompts = await asyncio.to_thread(PublicPrompts.of_texts, tokenizer, public)
-    path = config.sessions.state_path / FILE if config.sessions.durable else None
-    responses = await asyncio.to_thread(ResponseStore, path)
+    prompts = await asyncio.to_thread(PublicPrompts.of_texts, tokenizer, access.public_prompts)
+    responses = await asyncio.to_thread(ResponseStore, _responses_path(config))
     context = ApiContext(
         model_name=served.served_model.served_name,
         tokenizer=tokenizer,
@@ -106,16 +123,12 @@ async def serve_api(
         metrics=metrics,
         explanations=router.explanations,
         tracing=tracing,
-        limits=ApiLimits(
-            max_body_bytes=config.api.max_body_bytes,
-            max_live_requests=config.api.max_live_requests,
-            request_timeout_s=config.api.request_timeout_s,
-            session_timeout_s=config.sessions.order_timeout_s + 2.0,
-        ),
+        limits=_limits(config),
         refuse_early=lambda call: router.refuse(asyncio.get_running_loop().time(), call),
         tenants=access.tenants,
         public_prompts=prompts,
         retention_s=config.tiers.retention_s,
+        cors_origins=tuple(config.api.cors_origins.split()),
         tool_parser=config.api.tool_parser,
         reasoning_parser=config.api.reasoning_parser,
         responses=responses,

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def prepare_model(config: Config, num_workers_here: int, progress: Progress) -> 
 
 def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> BuiltWorker:
     """Load the model and make the worker; takes seconds. Raises BuildError."""
-    giving_way(_import_torch)
+    # It takes a core for seconds, which the worker that has taken over the streams needs.
+    giving_way(lambda: import_module("engine.model.runner"))
     from engine.model.quantize import scheme
     from engine.model.runner import ModelRunner
     from engine.model.step_executor import StepExecutor
@@ -187,11 +189,6 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     return BuiltWorker(
         make_worker(config, records), config.info(), make_executor, tuple(notices), when_lost
     )
-
-
-def _import_torch() -> None:
-    """Takes a core for seconds, which the worker that has taken over the streams needs."""
-    import torch  # noqa: F401
 
 
 def make_arena(plan: KVPlan, *, on_gpu: bool) -> Any:

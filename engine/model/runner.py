@@ -97,23 +97,16 @@ class ModelRunner:
             longest = max(longest, max_model_len or 0)
         self.max_model_len = min(max_model_len or longest, longest)
         self.kv_pool = self._pool(num_blocks, kv_pool)
-        self._limits = Limits(
-            num_blocks,
-            block_size,
-            self.max_model_len,
-            self.config.vocab_size,
-            self.config.max_window,
-            self.config.num_sinks,
-            guard,
-        )
+        config, threads = self.config, num_threads or torch.get_num_threads()
+        vocab, window, num_sinks = config.vocab_size, config.max_window, config.num_sinks
+        longest = self.max_model_len
+        self._limits = Limits(num_blocks, block_size, longest, vocab, window, num_sinks, guard)
         self._guard = Guard(self._limits)
-        threads = num_threads or torch.get_num_threads()
-        config = self.config
-        self.grammars = Grammars(model_dir, config.eos_token_ids, config.vocab_size, threads)
+        self.grammars = Grammars(model_dir, config.eos_token_ids, vocab, threads)
         self._draw: Draw = draw
         self._decode: CpuDecode | None = None
         with torch.inference_mode():
-            ops = self._ops(num_threads or torch.get_num_threads())
+            ops = self._ops(threads)
             if member is not None:
                 ops = member.ops(ops, self.config)
             weights = load_weights(model_dir, self.config, ops, progress)

@@ -16,12 +16,11 @@ FILES = (
 
 def make_model(folder: Path) -> Path:
     """Write it to `folder`, with the default model's tokenizer and chat template."""
-    import torch
     import transformers
 
     source = resolve_model(DEFAULT_MODEL, progress=lambda _: None)
     vocab_size = transformers.AutoConfig.from_pretrained(source).vocab_size
-    torch.manual_seed(7)
+    transformers.set_seed(7)
     config = transformers.LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=64,

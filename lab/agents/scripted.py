@@ -14,9 +14,10 @@ import psutil
 
 from cluster.api.context import ApiContext
 from cluster.api.openai import generation, plan
-from cluster.api.openai.generation import Piece
+from cluster.api.openai.parts import Piece
 from cluster.api.openai.schema import ChatRequest
 from cluster.api.output.dialect import Reading
+from cluster.cli.main import main as main_command
 from lab.agents.script import COMMAND, answer_to
 from router.messages import Output
 
@@ -65,11 +66,9 @@ def main() -> None:
             killer.arm(ctx)
         return await ctx.constraints.check(lambda: f"start: {json.dumps(answer)}")
 
-    plan.constrain_chat = scripted
+    plan.constrain_chat = scripted  # type: ignore[attr-defined]
     generation.Choice = WatchedChoice  # type: ignore[misc]
-    from lab.cli.main import main as kvrelay
-
-    kvrelay()
+    main_command()
 
 
 if __name__ == "__main__":

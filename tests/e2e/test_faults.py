@@ -69,6 +69,20 @@ def url(server: Served) -> Iterator[str]:
     wait_for(server.url, is_idle, 1.5, "something is left over")
 
 
+STORY_FORMAT = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "story",
+        "schema": {
+            "type": "object",
+            "properties": {"title": {"type": "string"}, "text": {"type": "string"}},
+            "required": ["title", "text"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
 def kill(url: str, worker: str) -> None:
     (pid,) = [entry["pid"] for entry in status(url)["workers"] if entry["worker"] == worker]
     os.kill(pid, signal.SIGKILL)
@@ -90,8 +104,12 @@ def stream(url: str, options: dict[str, Any], on_chunk: Any = None) -> str:
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": 0, "max_tokens": 60}, {"temperature": 0.9, "seed": 7, "max_tokens": 60}],
-    ids=["greedy", "sampled"],
+    [
+        {"temperature": 0, "max_tokens": 60},
+        {"temperature": 0.9, "seed": 7, "max_tokens": 60},
+        {"temperature": 0.9, "seed": 7, "max_tokens": 90, "response_format": STORY_FORMAT},
+    ],
+    ids=["greedy", "sampled", "as JSON"],
 )
 def test_stream_goes_on_when_the_decode_worker_is_killed(url: str, options: dict[str, Any]) -> None:
     undisturbed = stream(url, options)

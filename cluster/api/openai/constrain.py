@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from cluster.api.constraints.calls import Before, answer_grammar, call_grammar
 from cluster.api.constraints.grammar import grammar_of
 from cluster.api.constraints.schema import SchemaError
 from cluster.api.context import ApiContext
 from cluster.api.errors import invalid
 from cluster.api.openai.schema import ChatRequest, GenerationRequest
-from cluster.api.output.dialect import Reading
 from cluster.api.output.marked_calls import Harmony
+
+if TYPE_CHECKING:
+    from cluster.api.output.dialect import Reading
 
 
 async def constrain(ctx: ApiContext, request: GenerationRequest) -> str:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
-from cluster.api.openai.generation import Piece, TokenText
-from cluster.api.openai.plan import Plan
-from cluster.api.output.dialect import Reading
+from cluster.api.openai.parts import Piece, Plan, TokenText
 from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text, merged
+
+if TYPE_CHECKING:
+    from cluster.api.context import ApiContext
+    from cluster.api.openai.schema import GenerationRequest
+    from cluster.api.output.dialect import Reading
 
 _DONE = b"data: [DONE]\n\n"
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this
@@ -60,6 +63,7 @@ class _Answer:
 
     ctx: ApiContext
     plan: Plan
+    request: GenerationRequest
     answer_id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -72,12 +76,26 @@ class _Answer:
             "system_fingerprint": self.ctx.system_fingerprint,
             "choices": choices,
         }
+        if self.request.service_tier is not None:
+            envelope["service_tier"] = "default"
         if self.plan.include_usage:
             envelope["usage"] = None  # present in every chunk, set in the last
         return envelope
 
     def closing(self, kind: str, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return [self.envelope(kind, []) | {"usage": usage}] if self.plan.include_usage else []
+
+    def ids(self, piece: Piece) -> dict[str, Any]:
+        """Of a choice: the tokens of `piece`, where they are asked for."""
+        if not self.request.return_token_ids:
+            return {}
+        return {"token_ids": list(piece.token_ids)}
+
+    def prompt_ids(self, index: int) -> dict[str, Any]:
+        """Of a choice, where it begins."""
+        if not self.request.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self.plan.choices[index].tokens)}
 
     def named(self, token: int) -> tuple[str, bytes]:
         """A token as text and as bytes; the text shows U+FFFD where the bytes are not UTF-8."""
@@ -89,7 +107,8 @@ def joined(pieces: Sequence[Piece], index: int) -> Piece:
     """One choice's pieces as one."""
     mine = [piece for piece in pieces if piece.index == index]
     tokens = tuple(token for piece in mine for token in piece.tokens)
-    return replace(mine[-1], text="".join(p.text for p in mine), tokens=tokens)
+    ids = tuple(token for piece in mine for token in piece.token_ids)
+    return replace(mine[-1], text="".join(p.text for p in mine), tokens=tokens, token_ids=ids)
 
 
 class _Reader:
@@ -159,9 +178,11 @@ class ChatFormat(Format):
 
     done = _DONE
 
-    def __init__(self, ctx: ApiContext, plan: Plan, _: Any, request_id: str) -> None:
+    def __init__(
+        self, ctx: ApiContext, plan: Plan, request: GenerationRequest, request_id: str
+    ) -> None:
         assert plan.reading is not None
-        self._answer = _Answer(ctx, plan, f"chatcmpl-{request_id}")
+        self._answer = _Answer(ctx, plan, request, f"chatcmpl-{request_id}")
         self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
         new_id = plan.reading.tools.new_id if plan.reading.tools else str
         self._readers = [
@@ -171,15 +192,21 @@ class ChatFormat(Format):
 
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        return [self._chunk(c.index, delta, None, None) for c in self._answer.plan.choices]
+        return [
+            self._chunk(c.index, delta, None, None, self._answer.prompt_ids(c.index))
+            for c in self._answer.plan.choices
+        ]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         reader = self._readers[piece.index]
         deltas = reader.deltas(piece)
-        if piece.tokens and not deltas:
+        ids = self._answer.ids(piece)
+        if (piece.tokens or ids) and not deltas:
             deltas = [{"content": ""}]  # what its log-probabilities come with
         chunks = [
-            self._chunk(piece.index, delta, None if i else self._logprobs(piece), None)
+            self._chunk(piece.index, delta, self._logprobs(piece), None, ids)
+            if i == 0
+            else self._chunk(piece.index, delta)
             for i, delta in enumerate(deltas)
         ]
         if piece.finish_reason is not None:
@@ -199,15 +226,22 @@ class ChatFormat(Format):
                 "message": _message(reader.deltas(piece)),
                 "logprobs": self._logprobs(piece),
                 "finish_reason": reader.finish_reason(piece),
+                **self._answer.prompt_ids(piece.index),
+                **self._answer.ids(piece),
             }
             choices.append(choice)
         return self._answer.envelope("chat.completion", choices) | {"usage": usage}
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], logprobs: Any, finish: str | None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: Any = None,
+        finish: str | None = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return self._answer.envelope("chat.completion.chunk", [choice])
+        return self._answer.envelope("chat.completion.chunk", [{**choice, **more}])
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self._wants_logprobs:
@@ -228,8 +262,10 @@ class CompletionFormat(Format):
 
     done = _DONE
 
-    def __init__(self, ctx: ApiContext, plan: Plan, _: Any, request_id: str) -> None:
-        self._answer = _Answer(ctx, plan, f"cmpl-{request_id}")
+    def __init__(
+        self, ctx: ApiContext, plan: Plan, request: GenerationRequest, request_id: str
+    ) -> None:
+        self._answer = _Answer(ctx, plan, request, f"cmpl-{request_id}")
         self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
 
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
@@ -246,7 +282,8 @@ class CompletionFormat(Format):
         choices = []
         for plan in self._answer.plan.choices:
             choice = self._choice(joined(pieces, plan.index))
-            choices.append(choice | {"text": plan.text + choice["text"]})
+            prompt = self._answer.prompt_ids(plan.index)
+            choices.append({**choice, "text": plan.text + choice["text"], **prompt})
         return self._answer.envelope("text_completion", choices) | {"usage": usage}
 
     def _chunk(self, piece: Piece) -> dict[str, Any]:
@@ -258,6 +295,7 @@ class CompletionFormat(Format):
             "text": piece.text,
             "logprobs": self._logprobs(piece) if self._wants_logprobs else None,
             "finish_reason": piece.finish_reason,
+            **self._answer.ids(piece),
         }
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 from cluster.api.calls import CallResult
 from cluster.api.client import RequestStream
 from cluster.api.context import ApiContext
 from cluster.api.errors import refused, shutting_down
-from cluster.api.openai.plan import ChoicePlan, Plan
+from cluster.api.openai.parts import ChoicePlan, Piece, Plan, TokenText
 from cluster.api.text.detokenizer import Detokenizer
-from engine.request import FinishReason, Refusal, TokenLogprobs
+from engine.request import FinishReason, Refusal
 from router.messages import Failed, Output
 
 # A client that fell behind finds thousands of tokens waiting. Turning them into text in slices of
@@ -27,26 +26,6 @@ from router.messages import Failed, Output
 _MAX_TOKENS_AT_ONCE = 64
 # The router keeps the deadline; this is for a router that does not answer any more.
 _DEADLINE_GRACE_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenText:
-    """A token of which log-probabilities were asked for; `offset`: where its text begins."""
-
-    token: int
-    logprobs: TokenLogprobs
-    offset: int  # characters from the beginning of the output
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What is new of one choice. The last one has `finish_reason`."""
-
-    index: int
-    text: str
-    tokens: tuple[TokenText, ...]
-    finish_reason: str | None
-    stopped_by: str | None = None  # the stop string that ended it
 
 
 class Choice:
@@ -74,6 +53,7 @@ class Choice:
         """Take tokens; return the text that is certain now."""
         detokenizer = self._detokenizer
         texts: list[str] = []
+        num_before = self.num_tokens
         for i, token in enumerate(output.tokens):
             self.num_tokens += 1
             is_last = i + 1 == len(output.tokens) and output.finish is FinishReason.STOP
@@ -99,6 +79,7 @@ class Choice:
             self._certain_tokens(),
             self.finish_reason,
             detokenizer.stopped_by,
+            output.tokens[: self.num_tokens - num_before],
         )
 
     def _certain_tokens(self) -> tuple[TokenText, ...]:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid
 from cluster.api.openai.constrain import constrain, constrain_chat
+from cluster.api.openai.parts import ChoicePlan, Plan
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
 from cluster.api.output.dialect import Reading
 from cluster.api.tenants import Tenant
 from cluster.api.text.tokenizer import Tokenizer
 from cluster.api.text.tool_prompt import TemplateError
-from engine.kv.block_hash import UNSALTED, CacheScope
+from engine.kv.block_hash import CacheScope
 from engine.kv.tier import Retention
 from engine.request import Refusal, SamplingParams
 from router.admission.admission import Call
@@ -30,33 +31,6 @@ CHARS_PER_TOKEN = 4  # about
 _END_TOKENS = 16  # of a prompt, in which reasoning may have begun
 IN_MEMORY_S = 600.0  # OpenAI's: KV that may not be on disk is kept for minutes
 DAY_S = 86_400.0
-
-
-@dataclass(frozen=True, slots=True)
-class ChoicePlan:
-    """One choice: `index` is its place in the answer, `prompt` the place of its prompt."""
-
-    index: int
-    prompt: int
-    tokens: tuple[int, ...]
-    sampling: SamplingParams
-    text: str = ""  # the prompt, where it is to be echoed
-    continues: bool = False  # the output goes on where the prompt's text ends
-    scope: CacheScope = UNSALTED
-    session: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    choices: tuple[ChoicePlan, ...]
-    stop: tuple[str, ...]
-    reading: Reading | None  # None: an output is text
-    stream: bool
-    include_usage: bool
-    tenant: Tenant
-    priority: int  # lower goes first
-    retention: Retention | None  # of the KV; None: the server's own
-    call: bytes = b""  # names the call; the same when it is repeated
 
 
 def call_of(ctx: ApiContext, request: GenerationRequest, tenant: Tenant, body: bytes) -> Call:

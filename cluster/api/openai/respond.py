@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -25,8 +25,9 @@ from cluster.api.errors import ApiError, overloaded, refused
 from cluster.api.incoming import caller, read_body
 from cluster.api.limiter import LimitReached
 from cluster.api.openai.formats import Format
-from cluster.api.openai.generation import Generation, Piece
-from cluster.api.openai.plan import Plan, call_of
+from cluster.api.openai.generation import Generation
+from cluster.api.openai.parts import Piece, Plan
+from cluster.api.openai.plan import call_of
 from cluster.api.openai.schema import GenerationRequest
 from cluster.api.tenants import Tenant
 
@@ -127,15 +128,35 @@ class GenerateEndpoint(Generic[Request]):
         failed = self._ctx.refuse_early(about)
         if failed is not None:
             raise refused(failed)
-        plan = replace(await self._plan(self._ctx, request, tenant), call=about.name)
+        rates, num_taken = self._ctx.rates, about.num_prompt_tokens
+        rates.admit(clock(), tenant, num_taken)
+        try:
+            return await self._generate(http, call, send, request, tenant, about.name)
+        finally:
+            used = 0 if call.result is None else call.result.usage["total_tokens"]
+            rates.settle(clock(), tenant, num_taken, used)
+
+    async def _generate(
+        self,
+        http: HttpRequest,
+        call: Call,
+        send: Send,
+        request: Request,
+        tenant: Tenant,
+        name: bytes,
+    ) -> str:
+        clock = asyncio.get_running_loop().time
+        assert call.received_at is not None
+        plan = replace(await self._plan(self._ctx, request, tenant), call=name)
         generation = Generation(self._ctx, plan, call.request_id, call.received_at)
         format = self._format(self._ctx, plan, request, call.request_id)
         call.submitted_at = clock()
+        headers = self._ctx.rates.headers(clock(), tenant)
         try:
             async with _abandon_on_disconnect(generation, http.receive):
                 if plan.stream:
-                    return await _stream(generation, format, send)
-                return await _whole(generation, format, http, send)
+                    return await _stream(generation, format, send, headers)
+                return await _whole(generation, format, http, send, headers)
         finally:
             call.result = generation.result()
             self._count(call.result.usage)
@@ -147,7 +168,13 @@ class GenerateEndpoint(Generic[Request]):
         metrics.output_tokens.inc(usage["completion_tokens"])
 
 
-async def _whole(generation: Generation, format: Format, http: HttpRequest, send: Send) -> str:
+async def _whole(
+    generation: Generation,
+    format: Format,
+    http: HttpRequest,
+    send: Send,
+    headers: Mapping[str, str],
+) -> str:
     pieces: list[Piece] = []
     async for batch in generation.batches():
         pieces.extend(batch)
@@ -155,11 +182,13 @@ async def _whole(generation: Generation, format: Format, http: HttpRequest, send
         return _CANCELLED
     content = format.whole(pieces, generation.usage())
     await format.settled()
-    await JSONResponse(content)(http.scope, http.receive, send)
+    await JSONResponse(content, headers=headers)(http.scope, http.receive, send)
     return generation.choices[0].finish_reason or _CANCELLED
 
 
-async def _stream(generation: Generation, format: Format, send: Send) -> str:
+async def _stream(
+    generation: Generation, format: Format, send: Send, headers: Mapping[str, str]
+) -> str:
     """Nothing is sent before the first text, so that a refusal can still be a status."""
     is_started = False
     outcome = _CANCELLED
@@ -170,7 +199,8 @@ async def _stream(generation: Generation, format: Format, send: Send) -> str:
                 events.extend(format.chunks(piece))
             if not is_started:
                 is_started = True
-                await send(_START)
+                more = [(name.encode(), value.encode()) for name, value in headers.items()]
+                await send({**_START, "headers": [*_HEADERS, *more]})
             await _send_body(send, b"".join(map(format.encode, events)))
     except ApiError as error:
         if not is_started:
@@ -188,15 +218,12 @@ async def _stream(generation: Generation, format: Format, send: Send) -> str:
     return outcome
 
 
-_START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+_START = {"type": "http.response.start", "status": 200}
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 async def _send_body(send: Send, body: bytes) -> None:

@@ -8,8 +8,6 @@ refused by name. Errors become `ApiError`s that name the field, its value and wh
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -22,8 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from cluster.api.constraints.grammar import KINDS
 from cluster.api.errors import ApiError, invalid
+from cluster.api.openai.constraint import Constraint, constraint_of
 from cluster.api.openai.tools import ToolCall, ToolChoice, Tools
 from router.config import MAX_PRIORITY
 
@@ -167,40 +165,6 @@ class Message(BaseModel):
         return message
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """`kind`, `value` and `options` are those of `grammar_of`; `param` is what asked for it."""
-
-    param: str
-    kind: str
-    value: Any
-    options: Mapping[str, Any]
-
-
-def _format_of(form: Any) -> list[Constraint]:
-    """Of a `response_format`. Raises ValueError."""
-    if form is None:
-        return []
-    kind = form.get("type") if isinstance(form, dict) else form
-    match kind:
-        case "text":
-            return []
-        case "json_object":
-            return [Constraint("response_format", kind, True, {})]
-        case "json_schema":
-            named = form.get("json_schema")
-            schema = named.get("schema", True) if isinstance(named, dict) else None
-            if schema is None:
-                raise ValueError("'response_format': 'json_schema' is an object with a 'schema'")
-            return [Constraint("response_format", "json", schema, {})]
-        case "structural_tag":
-            return [Constraint("response_format", kind, form, {})]
-    raise ValueError(
-        f"'response_format': type {kind!r:.60} is not known, use 'text', 'json_object',"
-        " 'json_schema' or 'structural_tag'"
-    )
-
-
 class GenerationRequest(BaseModel):
     """What both endpoints share."""
 
@@ -228,6 +192,9 @@ class GenerationRequest(BaseModel):
     priority: _Priority | None = None  # lower goes first, as in vLLM
     prompt_cache_key: _SessionName | None = None  # names the session that this is a turn of
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    return_token_ids: _Flag = False
+    service_tier: str | None = None
+    metadata: dict[str, Any] | None = None
     response_format: Any = None
     structured_outputs: dict[str, Any] | None = None  # this and the next are vLLM's
     guided_json: Any = None
@@ -252,24 +219,7 @@ class GenerationRequest(BaseModel):
 
     def constraint(self) -> Constraint | None:
         """What the output has to match. Raises ValueError."""
-        options = self.structured_outputs or {}
-        found = [
-            Constraint("structured_outputs", kind, options[kind], options)
-            for kind in KINDS
-            if options.get(kind) not in (None, False)
-        ]
-        spaced = {"whitespace_pattern": self.guided_whitespace_pattern}
-        for kind in ("json", "regex", "choice", "grammar"):
-            name = f"guided_{kind}"
-            if getattr(self, name) is not None:
-                found.append(Constraint(name, kind, getattr(self, name), spaced))
-        found += _format_of(self.response_format)
-        if len(found) > 1:
-            names = " and ".join(f"{each.kind} ({each.param})" for each in found)
-            raise ValueError(f"'{found[0].param}': an output matches one thing, got {names}")
-        if options and not found:
-            raise ValueError(f"'structured_outputs': expected one of {', '.join(KINDS)}")
-        return found[0] if found else None
+        return constraint_of(self)
 
 
 class ChatRequest(GenerationRequest):

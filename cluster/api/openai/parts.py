@@ -1,0 +1,62 @@
+"""What a call is planned to be, and the pieces that come of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.kv.block_hash import UNSALTED, CacheScope
+from engine.kv.tier import Retention
+from engine.request import SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from cluster.api.output.dialect import Reading
+    from cluster.api.tenants import Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePlan:
+    """One choice: `index` is its place in the answer, `prompt` the place of its prompt."""
+
+    index: int
+    prompt: int
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+    text: str = ""  # the prompt, where it is to be echoed
+    continues: bool = False  # the output goes on where the prompt's text ends
+    scope: CacheScope = UNSALTED
+    session: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    choices: tuple[ChoicePlan, ...]
+    stop: tuple[str, ...]
+    reading: Reading | None  # None: an output is text
+    stream: bool
+    include_usage: bool
+    tenant: Tenant
+    priority: int  # lower goes first
+    retention: Retention | None  # of the KV; None: the server's own
+    call: bytes = b""  # names the call; the same when it is repeated
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token of which log-probabilities were asked for; `offset`: where its text begins."""
+
+    token: int
+    logprobs: TokenLogprobs
+    offset: int  # characters from the beginning of the output
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new of one choice. The last one has `finish_reason`."""
+
+    index: int
+    text: str
+    tokens: tuple[TokenText, ...]
+    finish_reason: str | None
+    stopped_by: str | None = None  # the stop string that ended it
+    token_ids: tuple[int, ...] = ()

@@ -1,0 +1,1 @@
+"""Small things that clients ask of a server beside generating."""

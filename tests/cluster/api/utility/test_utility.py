@@ -1,0 +1,171 @@
+"""Tokens, documents, pages of other origins, rates: what clients ask beside generating."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+
+import pytest
+
+from cluster.api.app import create_app
+from cluster.api.context import ApiLimits
+from cluster.api.errors import ApiError
+from cluster.api.rates import RateLimits
+from cluster.api.tenants import Tenant
+from cluster.api.text.tokenizer import Tokenizer
+from cluster.api.utility.openapi import CALLS, document
+from tests.cluster.api.conftest import MODEL, Served, serve
+
+HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def test_a_text_becomes_tokens_and_text_again(served: Served, tokenizer: Tokenizer) -> None:
+    text = "Zürich is 🦙 nice"
+    body = {"prompt": text, "return_token_strs": True}
+    answer = served.post(body, "/tokenize").json()
+    assert answer["tokens"] == tokenizer.encode(text)
+    assert answer["count"] == len(answer["tokens"])
+    assert len(answer["token_strs"]) == answer["count"]
+    back = served.post({"tokens": answer["tokens"]}, "/detokenize")
+    assert back.json() == {"prompt": text}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_chat_becomes_the_tokens_that_it_is_answered_with(served: Served, named: bool) -> None:
+    body = HELLO if named else {"messages": HELLO["messages"]}
+    tokens = served.post(body, "/tokenize").json()["tokens"]
+    served.post(HELLO)
+    assert list(served.router.submits[-1].tokens) == tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, None),
+        ("/tokenize", {"prompt": "a", "messages": []}, None),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ],
+)
+def test_what_is_wrong_is_named(served: Served, path: str, body: object, param: str | None) -> None:
+    answer = served.post(body, path)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_another_model_is_not_served(served: Served) -> None:
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+        assert served.post({**body, "model": "other"}, path).status_code == 404
+
+
+def test_token_ids_come_with_the_answer(served: Served) -> None:
+    chat = {**HELLO, "return_token_ids": True}
+    choice = served.post(chat).json()["choices"][0]
+    sent = served.router.submits[-1]
+    assert choice["prompt_token_ids"] == list(sent.tokens)
+    assert choice["token_ids"] == served.router.answer(sent)
+    text = {"model": MODEL, "prompt": "Hello", "return_token_ids": True}
+    choice = served.post(text, "/v1/completions").json()["choices"][0]
+    assert choice["prompt_token_ids"] == list(served.router.submits[-1].tokens)
+    with served.http.stream("POST", "/v1/chat/completions", json={**chat, "stream": True}) as got:
+        lines = [line[6:] for line in got.iter_lines() if line.startswith("data: {")]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    assert choices[0]["prompt_token_ids"] == list(served.router.submits[-1].tokens)
+    streamed = [token for each in choices for token in each.get("token_ids", ())]
+    assert streamed == served.router.answer(served.router.submits[-1])
+
+
+def test_every_call_is_documented(served: Served) -> None:
+    found = served.http.get("/openapi.json").json()
+    assert found == document(MODEL)
+    routes = {
+        (method.lower(), route.path.replace("{id:path}", "{id}").replace("{name:path}", "{id}"))
+        for route in create_app(served.ctx).routes
+        for method in (getattr(route, "methods", None) or ())
+        if method not in ("HEAD", "OPTIONS")
+    }
+    told = {(method, path) for method, path, *_ in CALLS}
+    assert told <= routes
+    hidden = {path for method, path in routes - told if path.startswith("/v1/")}
+    assert not hidden, "calls that nobody is told of"
+    assert found["components"]["schemas"]["ChatRequest"]["properties"]["model"]["enum"] == [MODEL]
+
+
+def test_the_page_shows_every_call_and_loads_nothing(served: Served) -> None:
+    page = served.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    for _, path, summary, _ in CALLS:
+        assert path in page.text
+        assert escape(summary) in page.text
+    assert "<script" not in page.text
+    assert "http" not in page.text
+
+
+def test_the_server_says_that_it_is_there_and_its_version(served: Served) -> None:
+    assert served.http.get("/ping").status_code == served.http.post("/ping").status_code == 200
+    assert served.http.get("/version").json()["version"]
+
+
+def test_pages_of_chosen_origins_may_call(served: Served, tokenizer: Tokenizer) -> None:
+    asks = {
+        "origin": "https://page.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
+    path = "/v1/chat/completions"
+    assert "access-control-allow-origin" not in served.http.options(path, headers=asks).headers
+    origins = {"cors_origins": ("https://page.example",)}
+    with serve(tokenizer, ApiLimits(), context=origins) as opened:
+        allowed = opened.http.options(path, headers=asks)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+        answer = opened.http.post(path, json=HELLO, headers={"origin": "https://page.example"})
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
+        other = opened.http.options(path, headers={**asks, "origin": "https://other.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+TENANT = Tenant("team", b"salt", requests_per_minute=3, tokens_per_minute=100)
+
+
+def test_requests_of_a_minute_are_counted_and_come_back() -> None:
+    rates = RateLimits()
+    for _ in range(3):
+        rates.admit(0.0, TENANT, 1)
+    with pytest.raises(ApiError) as refused:
+        rates.admit(0.0, TENANT, 1)
+    assert refused.value.status == 429
+    assert refused.value.retry_after_s == pytest.approx(20.0)
+    assert "3 requests a minute" in refused.value.message
+    rates.admit(20.0, TENANT, 1)
+    with pytest.raises(ApiError):
+        rates.admit(20.1, TENANT, 1)
+
+
+def test_tokens_count_when_it_is_known_how_many_they_were() -> None:
+    rates = RateLimits()
+    rates.admit(0.0, TENANT, 10)
+    rates.settle(0.0, TENANT, 10, 130)  # the bucket owes 30 tokens
+    headers = rates.headers(0.0, TENANT)
+    assert headers["x-ratelimit-limit-tokens"] == "100"
+    assert headers["x-ratelimit-remaining-tokens"] == "0"
+    assert headers["x-ratelimit-remaining-requests"] == "2"
+    with pytest.raises(ApiError, match="100 tokens a minute"):
+        rates.admit(0.0, TENANT, 10)
+    rates.admit(24.1, TENANT, 10)
+    rates.settle(24.1, TENANT, 10, 0)  # it was refused later, and took nothing
+
+
+def test_a_prompt_larger_than_a_minute_is_served_from_a_full_bucket() -> None:
+    rates = RateLimits()
+    rates.admit(0.0, TENANT, 1000)
+    with pytest.raises(ApiError):
+        rates.admit(60.0, TENANT, 1)
+
+
+def test_tenants_without_rates_have_no_headers() -> None:
+    rates = RateLimits()
+    for _ in range(1000):
+        rates.admit(0.0, Tenant("free", b""), 10**6)
+    assert rates.headers(0.0, Tenant("free", b"")) == {}
