@@ -12,8 +12,7 @@ from cluster.api.anthropic.schema import MessagesChat
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.openai.formats import Format, joined
-from cluster.api.openai.generation import Piece
-from cluster.api.openai.plan import Plan
+from cluster.api.openai.parts import Piece, Plan
 from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text, merged
 
 _TYPES = {
@@ -21,6 +20,7 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
@@ -45,6 +45,7 @@ class MessageFormat(Format):
     def __init__(self, ctx: ApiContext, plan: Plan, request: MessagesChat, request_id: str) -> None:
         assert plan.reading is not None
         self._model, self._id = ctx.model_name, f"msg_{request_id}"
+        self._new_call_id = plan.reading.tools.new_id if plan.reading.tools else str
         self._parser = plan.reading.parser()
         self._marks_cache = request.keep_s is not None
         self._num_blocks = self._num_calls = 0
@@ -76,8 +77,10 @@ class MessageFormat(Format):
                 continue
             content.append(self._block(event))
             inputs.append("")
-            if isinstance(event, Text | Reasoning):
-                content[-1]["text" if isinstance(event, Text) else "thinking"] = event.text
+            if isinstance(event, Text):
+                content[-1]["text"] = event.text
+            elif isinstance(event, Reasoning):
+                content[-1] |= {"thinking": event.text, "signature": self._id}
         for block, text in zip(content, inputs, strict=True):
             if block["type"] == "tool_use":
                 block["input"] = _object(text)
@@ -144,8 +147,8 @@ class MessageFormat(Format):
                 return {"type": "thinking", "thinking": "", "signature": ""}
             case CallBegin(name, call_id):
                 self._num_calls += 1
-                made_id = f"toolu_{self._id[4:]}_{self._num_calls}"
-                return {"type": "tool_use", "id": call_id or made_id, "name": name, "input": {}}
+                call_id = call_id or self._new_call_id(f"{self._id}-{self._num_calls}")
+                return {"type": "tool_use", "id": call_id, "name": name, "input": {}}
         return {"type": "text", "text": ""}
 
     def _message(self, content: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:

@@ -5,18 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cluster.api.anthropic.format import MessageFormat, refuse
-from cluster.api.anthropic.schema import CountRequest, MessagesChat, as_chat, read_messages
+from cluster.api.anthropic.schema import (
+    CountRequest,
+    MessagesChat,
+    as_chat,
+    read_messages,
+    read_request,
+)
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.incoming import caller, read_body
-from cluster.api.openai.plan import Plan, chat_prompt, plan_chat
+from cluster.api.openai.parts import Plan
+from cluster.api.openai.plan import chat_prompt, plan_chat
 from cluster.api.openai.respond import GenerateEndpoint
-from cluster.api.openai.schema import parse
 from cluster.api.tenants import Tenant
 from engine.kv.tier import Retention
 
@@ -31,7 +37,11 @@ def message_routes(ctx: ApiContext) -> list[Route]:
 
 
 async def _plan(ctx: ApiContext, request: MessagesChat, tenant: Tenant) -> Plan:
-    plan = await plan_chat(ctx, request, tenant)
+    try:
+        plan = await plan_chat(ctx, request, tenant)
+    except ApiError as error:  # about what is called otherwise in a chat
+        error.message = error.message.replace("'response_format'", "'output_format'")
+        raise
     if request.keep_s is None:
         return plan
     return replace(plan, retention=Retention(max(request.keep_s, ctx.retention_s)))
@@ -41,8 +51,10 @@ async def _count(ctx: ApiContext, http: Request) -> Response:
     try:
         caller(ctx, http)
         body = await read_body(http, ctx.limits)
-        request = parse(CountRequest, body)
+        request = await ctx.in_thread(len(body), read_request, CountRequest, body)
         tokens = await chat_prompt(ctx, as_chat(request))
     except ApiError as error:
         return refuse(error)
+    except ClientDisconnect:  # the client is gone
+        return Response(status_code=400)
     return JSONResponse({"input_tokens": len(tokens)})

@@ -8,7 +8,7 @@ are written as the model writes them.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
@@ -18,7 +18,10 @@ from cluster.api.openai.tools import MAX_TOOLS
 
 BILLING = "x-anthropic-billing-header:"
 TTL_S = {"5m": 300.0, "1h": 3600.0}
+MAX_STOP_SEQUENCES = 64
+MAX_STOP_SEQUENCE_CHARS = 1024
 _EFFORTS = {"max": "high"}
+_StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_SEQUENCE_CHARS)]
 
 
 class Block(BaseModel):
@@ -38,11 +41,14 @@ class Block(BaseModel):
     cache_control: dict[str, Any] | None = None
 
 
+_Content = list[Block] | str  # in this order, so that what is wrong with a block is said
+
+
 class Turn(BaseModel):
     model_config = ConfigDict(strict=True)
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: _Content
 
 
 class ToolDefinition(BaseModel):
@@ -68,8 +74,10 @@ class MessagesRequest(BaseModel):
     model: str
     messages: Annotated[list[Turn], Field(min_length=1), FailFast()]
     max_tokens: Annotated[int, Field(ge=1)]
-    system: str | list[Block] | None = None
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    system: _Content | None = None
+    stop_sequences: Annotated[list[_StopSequence], Field(max_length=MAX_STOP_SEQUENCES)] | None = (
+        None
+    )
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -80,12 +88,16 @@ class MessagesRequest(BaseModel):
     metadata: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
 
 
 class CountRequest(MessagesRequest):
     """Of `/v1/messages/count_tokens`, which generates nothing."""
 
     max_tokens: int = 1
+
+
+Asked = TypeVar("Asked", bound=MessagesRequest)
 
 
 class MessagesChat(ChatRequest):
@@ -97,7 +109,15 @@ class MessagesChat(ChatRequest):
 
 def read_messages(body: bytes) -> MessagesChat:
     """Raises `ApiError` (400)."""
-    return as_chat(parse(MessagesRequest, body))
+    return as_chat(read_request(MessagesRequest, body))
+
+
+def read_request(kind: type[Asked], body: bytes) -> Asked:
+    """Raises `ApiError` (400)."""
+    try:
+        return parse(kind, body)
+    except ApiError as error:  # the alternative of a union is no place that a client knows
+        raise invalid(error.message.replace(".list[Block]", "")) from None
 
 
 def as_chat(request: MessagesRequest) -> MessagesChat:
@@ -114,15 +134,15 @@ def as_chat(request: MessagesRequest) -> MessagesChat:
             chat[name] = getattr(request, name)
     if request.tools:
         chat["tools"] = [_tool(tool) for tool in request.tools]
-        chat |= _choice(request.tool_choice)
+    chat |= _choice(request.tool_choice)
     kind = (request.thinking or {}).get("type", "disabled")
     chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
     config = request.output_config or {}
     if isinstance(config.get("effort"), str):
         chat["reasoning_effort"] = _EFFORTS.get(config["effort"], config["effort"])
     form = request.output_format or config.get("format")
-    if isinstance(form, dict) and form.get("type") == "json_schema":
-        schema = {"name": "output", "schema": form.get("schema")}
+    if form is not None:
+        schema = {"name": "output", "schema": _schema(form)}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     made = parse(MessagesChat, json.dumps(chat).encode())
     made.stop = list(request.stop_sequences or [])
@@ -133,7 +153,7 @@ def _messages(request: MessagesRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     system = request.system
     if isinstance(system, list):
-        texts = [_text(block, "system") for block in system]
+        texts = [_text(block, f"system[{j}]") for j, block in enumerate(system)]
         system = "\n\n".join(text for text in texts if not text.startswith(BILLING))
     if system:
         messages.append({"role": "system", "content": system})
@@ -150,21 +170,25 @@ def _messages(request: MessagesRequest) -> list[dict[str, Any]]:
 def _said(blocks: list[Block], where: str) -> dict[str, Any]:
     """A turn of the assistant."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
-    for block in blocks:
+    thoughts: list[str] = []
+    for j, block in enumerate(blocks):
+        place = f"{where}.content[{j}]"
         match block.type:
             case "thinking":
-                message["reasoning_content"] = block.thinking or ""
+                thoughts.append(block.thinking or "")
             case "redacted_thinking":
                 pass
             case "tool_use":
                 if block.name is None or block.id is None:
-                    raise invalid(f"'{where}': a tool_use has 'id', 'name' and 'input'", where)
+                    raise invalid(f"'{place}': a tool_use has 'id', 'name' and 'input'")
                 arguments = json.dumps(block.input or {}, ensure_ascii=False)
                 function = {"name": block.name, "arguments": arguments}
                 call = {"id": block.id, "type": "function", "function": function}
                 message.setdefault("tool_calls", []).append(call)
             case _:
-                message["content"] += _text(block, where)
+                message["content"] += _text(block, place)
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
     return message
 
 
@@ -179,14 +203,15 @@ def _asked(turn: Turn, where: str) -> list[dict[str, Any]]:
             messages.append({"role": turn.role, "content": "\n".join(texts)})
             texts.clear()
 
-    for block in turn.content:
+    for j, block in enumerate(turn.content):
+        place = f"{where}.content[{j}]"
         if block.type != "tool_result":
-            texts.append(_text(block, where))
+            texts.append(_text(block, place))
             continue
         end_text()
         if block.tool_use_id is None:
-            raise invalid(f"'{where}': a tool_result has a 'tool_use_id'", where)
-        content = _result(block.content, where)
+            raise invalid(f"'{place}': a tool_result has a 'tool_use_id'")
+        content = _result(block.content, place)
         messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     end_text()
     return messages or [{"role": turn.role, "content": ""}]
@@ -196,7 +221,7 @@ def _result(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise invalid(f"'{where}': the content of a tool_result is a string or a list", where)
+        raise invalid(f"'{where}': the content of a tool_result is a string or a list")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -216,7 +241,17 @@ def _text(block: Block, where: str) -> str:
 
 
 def _not_text(kind: str, where: str) -> ApiError:
-    return invalid(f"'{where}': this model reads text, no content of type '{kind[:40]}'", where)
+    return invalid(f"'{where}': this model reads text, no content of type '{kind[:40]}'")
+
+
+def _schema(form: Any) -> dict[str, Any]:
+    is_known = isinstance(form, dict) and form.get("type") == "json_schema"
+    schema = form.get("schema") if is_known else None
+    if not isinstance(schema, dict):
+        raise invalid(
+            f"'output_format': expected type json_schema with an object 'schema', got {form!r:.80}"
+        )
+    return schema
 
 
 def _tool(tool: ToolDefinition) -> dict[str, Any]:
@@ -232,10 +267,10 @@ def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
     if choice is None:
         return {}
     kind = choice.get("type")
-    known: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none"}
-    if kind == "tool" and isinstance(choice.get("name"), str):
+    known: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
+    if isinstance(choice.get("name"), str):
         known["tool"] = {"type": "function", "function": {"name": choice["name"]}}
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise invalid(
             f"'tool_choice': expected type auto, any, tool (with 'name') or none, got {kind!r:.60}",
             param="tool_choice",
@@ -246,7 +281,7 @@ def _choice(choice: dict[str, Any] | None) -> dict[str, Any]:
 
 def _keep_s(request: MessagesRequest) -> float | None:
     """The longest time to live that a `cache_control` names."""
-    marks = [tool.cache_control for tool in request.tools or ()]
+    marks = [request.cache_control, *(tool.cache_control for tool in request.tools or ())]
     marks += [block.cache_control for block in request.system or () if isinstance(block, Block)]
     for turn in request.messages:
         if isinstance(turn.content, list):
@@ -255,7 +290,7 @@ def _keep_s(request: MessagesRequest) -> float | None:
     for mark in marks:
         if mark is not None:
             ttl = mark.get("ttl", "5m")
-            if ttl not in TTL_S:
+            if not isinstance(ttl, str) or ttl not in TTL_S:
                 raise invalid(f"'cache_control': 'ttl' is '5m' or '1h', got {ttl!r:.40}")
             found.append(TTL_S[ttl])
     return max(found, default=None)

@@ -11,8 +11,7 @@ from typing import Any
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.openai.formats import Format, joined
-from cluster.api.openai.generation import Piece
-from cluster.api.openai.plan import Plan
+from cluster.api.openai.parts import Piece, Plan
 from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text, merged
 from cluster.api.responses.schema import CUSTOM_INPUT, ENCRYPTED, ResponsesChat, ResponsesRequest
 

@@ -22,7 +22,8 @@ from starlette.types import Message, Receive, Scope, Send
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid, overloaded
 from cluster.api.incoming import caller, read_body
-from cluster.api.openai.plan import Plan, plan_chat
+from cluster.api.openai.parts import Plan
+from cluster.api.openai.plan import plan_chat
 from cluster.api.openai.respond import GenerateEndpoint, error_response
 from cluster.api.openai.schema import parse
 from cluster.api.responses.format import ResponseFormat, begun

@@ -210,16 +210,17 @@ def _spaced(namespace: Any, name: str) -> str:
     return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
 
 
-def _in_spaces(given: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each tool, and its namespace."""
-    for tool in given:
+def _in_spaces(given: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The place of each tool, the tool, and its namespace. Raises `ApiError`."""
+    for i, tool in enumerate(given):
+        place, inside = f"tools[{i}]", tool.get("tools")
         if tool.get("type") != "namespace":
-            yield tool, ""
+            yield place, tool, ""
             continue
-        inside = tool.get("tools")
-        for each in inside if isinstance(inside, list) else ():
-            if isinstance(each, dict):
-                yield each, str(tool.get("name", ""))
+        if not isinstance(inside, list) or not all(isinstance(each, dict) for each in inside):
+            raise invalid(f"'{place}': a namespace has a list of 'tools'", "tools")
+        for j, each in enumerate(inside):
+            yield f"{place}.tools[{j}]", each, str(tool.get("name", ""))
 
 
 def _tools(
@@ -229,7 +230,7 @@ def _tools(
     tools: list[dict[str, Any]] = []
     custom: list[str] = []
     spaces: dict[str, list[str]] = {}
-    for i, (tool, space) in enumerate(_in_spaces(given)):
+    for place, tool, space in _in_spaces(given):
         kind = tool.get("type")
         if isinstance(kind, str) and kind.startswith(RUN_ELSEWHERE):
             continue
@@ -250,7 +251,7 @@ def _tools(
                 "required": [CUSTOM_INPUT],
             }
         else:
-            raise invalid(f"'tools[{i}]': tools of type {kind!r:.60} are not run here", "tools")
+            raise invalid(f"'{place}': tools of type {kind!r:.60} are not run here", "tools")
         if space and isinstance(tool.get("name"), str):
             function["name"] = _spaced(space, tool["name"])
             spaces[function["name"]] = [space, tool["name"]]
@@ -260,7 +261,8 @@ def _tools(
 
 def _choice(choice: Any) -> Any:
     if isinstance(choice, dict) and isinstance(choice.get("name"), str):
-        return {"type": "function", "function": {"name": choice["name"]}}
+        name = _spaced(choice.get("namespace"), choice["name"])
+        return {"type": "function", "function": {"name": name}}
     return choice
 
 

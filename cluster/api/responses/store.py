@@ -19,12 +19,16 @@ FILE = "responses.db"
 KEEP_S = 30 * 86_400.0
 MAX_RESPONSES = 100_000  # the oldest are forgotten first
 PRUNE_EVERY = 256
+BUSY_S = 5.0  # that others of the file's users may take
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS responses (
     tenant TEXT, id TEXT, created_at REAL, record BLOB, PRIMARY KEY (tenant, id))
 """
 _INDEX = "CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created_at)"
+_PUT = """
+INSERT OR REPLACE INTO responses (tenant, id, created_at, record) VALUES (?, ?, ?, ?)
+"""
 _PRUNE = """
 DELETE FROM responses WHERE created_at < ? OR rowid IN
     (SELECT rowid FROM responses ORDER BY created_at DESC LIMIT -1 OFFSET ?)
@@ -55,7 +59,7 @@ class ResponseStore:
     def put(self, tenant: str, response_id: str, record: bytes) -> None:
         with self._lock, self._connection as connection:
             values = (tenant, response_id, time.time(), record)
-            connection.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?)", values)
+            connection.execute(_PUT, values)
             if self._num_puts % PRUNE_EVERY == 0:
                 connection.execute(_PRUNE, (time.time() - KEEP_S, MAX_RESPONSES))
             self._num_puts += 1
@@ -77,9 +81,9 @@ class ResponseStore:
             self._connection.close()
 
     def _open(self, path: str) -> sqlite3.Connection:
-        connection = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
+        connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
+            _write_ahead(connection)
             connection.execute("PRAGMA synchronous = NORMAL")
             with connection:
                 connection.execute(_TABLE)
@@ -88,3 +92,17 @@ class ResponseStore:
             connection.close()
             raise
         return connection
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """SQLite does not wait if another process does the same at this moment."""
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            if not is_busy or time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)

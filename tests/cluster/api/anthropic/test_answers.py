@@ -1,0 +1,189 @@
+"""Messages with Anthropic's own client: whole answers, and streams with exactly its events."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cluster.api.anthropic.claude import ASK, THINK, WEATHER, ask, client, shape, stream
+from tests.cluster.api.conftest import MODEL, Served
+from tests.cluster.api.tools.templates import CALL, OSLO, SPOKEN, THOUGHT, call_text, prompt, says
+
+ANSWER = " The capital of France is Paris."  # of the scripted router, where a test says nothing
+REASONED = f"{THOUGHT}\n</think>\n\n{SPOKEN}\n{CALL}"
+
+
+def test_a_whole_text(served: Served) -> None:
+    answer = ask(served)
+    assert answer.id.startswith("msg_")
+    assert (answer.type, answer.role, answer.model) == ("message", "assistant", MODEL)
+    assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": ANSWER}]
+    assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
+    submit = served.router.submits[0]
+    assert answer.usage.input_tokens == len(submit.tokens)
+    assert answer.usage.output_tokens == len(served.router.answer(submit))
+    assert prompt(served).endswith(
+        "<|im_start|>user\nWill it rain in Oslo?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_streamed_text_has_anthropics_events_in_order(served: Served) -> None:
+    events = stream(served)
+    assert shape(events) == [
+        *("message_start", "ping", "start 0", "text_delta 0", "stop 0"),
+        *("message_delta", "message_stop"),
+    ]
+    begun = events[0]["message"]
+    assert (begun["content"], begun["stop_reason"], begun["stop_sequence"]) == ([], None, None)
+    assert (begun["type"], begun["role"], begun["model"]) == ("message", "assistant", MODEL)
+    assert begun["usage"]["input_tokens"] == len(served.router.submits[0].tokens)
+    assert events[2]["content_block"] == {"type": "text", "text": ""}
+    texts = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(texts) == ANSWER
+    assert len(texts) > 3
+    assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] == len(texts) + 1
+    assert events[-1] == {"type": "message_stop"}
+
+
+def test_the_client_assembles_a_stream(served: Served) -> None:
+    with client(served).messages.stream(model=MODEL, max_tokens=100, messages=ASK) as opened:
+        assert "".join(opened.text_stream) == ANSWER
+        message = opened.get_final_message()
+    assert message.stop_reason == "end_turn"
+    assert message.usage.input_tokens == len(served.router.submits[0].tokens)
+
+
+def test_reasoning_text_and_a_call_are_blocks_of_their_own(thinking: Served) -> None:
+    says(thinking, REASONED)
+    answer = ask(thinking, tools=[WEATHER], thinking=THINK)
+    thought, text, call = answer.content
+    assert (thought.type, text.type, call.type) == ("thinking", "text", "tool_use")
+    assert (thought.thinking, text.text) == (THOUGHT, SPOKEN)
+    assert thought.signature
+    assert (call.name, call.input) == ("weather", {"city": "Oslo"})
+    assert answer.stop_reason == "tool_use"
+
+
+def test_a_stream_of_reasoning_text_and_calls(thinking: Served) -> None:
+    says(thinking, f"{REASONED}\n{call_text('weather', '{}')}")
+    events = stream(thinking, tools=[WEATHER], thinking=THINK)
+    assert shape(events) == [
+        *("message_start", "ping"),
+        *("start 0", "thinking_delta 0", "signature_delta 0", "stop 0"),
+        *("start 1", "text_delta 1", "stop 1"),
+        *("start 2", "input_json_delta 2", "stop 2"),
+        *("start 3", "input_json_delta 3", "stop 3"),
+        *("message_delta", "message_stop"),
+    ]
+    begun = [e["content_block"] for e in events if e["type"] == "content_block_start"]
+    assert begun[0] == {"type": "thinking", "thinking": "", "signature": ""}
+    first, second = begun[2:]
+    assert first["id"] != second["id"]
+    assert first | {"id": ""} == {"type": "tool_use", "id": "", "name": "weather", "input": {}}
+    parts = [e["delta"]["partial_json"] for e in events if e.get("index") == 2 and "delta" in e]
+    assert "".join(parts) == OSLO
+    assert len(parts) > 3
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_a_stream_that_comes_all_at_once_has_the_same_events(thinking: Served) -> None:
+    says(thinking, REASONED)
+    events = stream(thinking, tools=[WEATHER], thinking=THINK)
+    thinking.router.per_output = 1000
+    at_once = stream(thinking, tools=[WEATHER], thinking=THINK)
+    assert shape(at_once) == shape(events)
+    assert len(at_once) < len(events) / 2
+    begun = [e["content_block"] for e in at_once if e["type"] == "content_block_start"]
+    assert begun[0] == {"type": "thinking", "thinking": "", "signature": ""}
+    assert (begun[1]["text"], begun[2]["input"]) == ("", {})
+
+
+def test_what_the_client_assembles_is_the_whole_answer(thinking: Served) -> None:
+    says(thinking, REASONED)
+    with client(thinking).messages.stream(
+        model=MODEL, max_tokens=300, messages=ASK, tools=[WEATHER], thinking=THINK
+    ) as opened:
+        streamed = opened.get_final_message()
+    whole = ask(thinking, tools=[WEATHER], thinking=THINK)
+
+    def told(message: object) -> list[dict[str, object]]:
+        blocks = [block.to_dict() for block in message.content]  # type: ignore[attr-defined]
+        return [{k: v for k, v in b.items() if k not in ("id", "signature")} for b in blocks]
+
+    assert told(streamed) == told(whole)
+    assert streamed.content[0].signature == streamed.id
+    assert (streamed.stop_reason, streamed.usage) == (whole.stop_reason, whole.usage)
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_a_stop_sequence_is_named(served: Served, as_stream: bool) -> None:
+    stops = ["never", " is Paris"]
+    if as_stream:
+        events = stream(served, stop_sequences=stops)
+        assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": stops[1]}
+        texts = [e["delta"]["text"] for e in events if e["type"] == "content_block_delta"]
+        assert "".join(texts) == " The capital of France"
+    else:
+        answer = ask(served, stop_sequences=stops)
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " is Paris")
+        assert answer.content[0].text == " The capital of France"
+    assert len(served.router.cancels) == 1
+
+
+def test_more_stop_sequences_than_openai_has(served: Served) -> None:
+    says(served, "one <13> two")
+    answer = ask(served, stop_sequences=[f"<{i}>" for i in range(20)])
+    assert (answer.content[0].text, answer.stop_sequence) == ("one ", "<13>")
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_an_answer_that_is_cut_says_so(served: Served, as_stream: bool) -> None:
+    if as_stream:
+        assert stream(served, max_tokens=3)[-2]["delta"]["stop_reason"] == "max_tokens"
+    else:
+        answer = ask(served, max_tokens=3)
+        assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 3)
+        assert answer.content[0].text == " The capital of"
+    assert served.router.submits[0].sampling.max_tokens == 3
+
+
+def test_a_call_that_is_cut_is_told_as_far_as_it_came(thinking: Served) -> None:
+    says(thinking, CALL)
+    num = len(thinking.ctx.tokenizer.encode(CALL)) - 12
+    answer = ask(thinking, tools=[WEATHER], max_tokens=num)
+    assert answer.stop_reason == "max_tokens"
+    (call,) = answer.content
+    assert call.type == "tool_use"
+    part = call.input["partial_json"]
+    assert isinstance(part, str)
+    assert OSLO.startswith(part)
+    events = stream(thinking, tools=[WEATHER], max_tokens=num)
+    streamed = [e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta"]
+    assert "".join(streamed) == part
+    assert shape(events)[-3:] == ["stop 0", "message_delta", "message_stop"]
+
+
+def test_an_answer_without_a_word_has_no_blocks(served: Served) -> None:
+    says(served, "")
+    assert shape(stream(served)) == ["message_start", "ping", "message_delta", "message_stop"]
+    answer = ask(served)
+    assert (answer.content, answer.stop_reason) == ([], "end_turn")
+
+
+def test_sampling_reaches_the_router(served: Served) -> None:
+    ask(served, extra_body={"temperature": 0.4, "top_p": 0.9, "top_k": 7})
+    sampling = served.router.submits[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.4, 0.9, 7)
+
+
+def test_events_are_lines_that_end_with_an_empty_one(served: Served) -> None:
+    response = served.post(
+        {"model": MODEL, "max_tokens": 9, "messages": ASK, "stream": True}, "/v1/messages"
+    )
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.text.startswith('event: message_start\ndata: {"type":"message_start",')
+    assert response.text.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+    for block in response.text.split("\n\n")[:-1]:
+        json.loads(block.partition("\ndata: ")[2])

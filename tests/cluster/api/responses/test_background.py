@@ -1,0 +1,145 @@
+"""Responses that run in the background: completed, cancelled, failed, and how many there may be."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from engine.request import Refusal
+from router.messages import Failed
+from tests.cluster.api.conftest import Served, wait_until
+from tests.cluster.api.responses.asking import ASK, PATH, ask, post, refused
+from tests.cluster.api.tools.templates import prompt
+
+ANSWER = " The capital of France is Paris."  # of the scripted router, where a test says nothing
+
+
+def begin(served: Served, given: Any = ASK, **changes: Any) -> Response:
+    made = ask(served, given, background=True, **changes)
+    assert (made.status, made.background, made.output) == ("in_progress", True, [])
+    return made
+
+
+def ended(served: Served, response_id: str) -> Response:
+    """The response, once it runs no more."""
+    found: list[Response] = []
+
+    def has_ended() -> bool:
+        found[:] = [served.openai().responses.retrieve(response_id)]
+        return found[0].status != "in_progress"
+
+    wait_until(has_ended)
+    return found[0]
+
+
+def test_a_response_completes_without_its_client(served: Served) -> None:
+    made = begin(served, metadata={"a": "b"})
+    done = ended(served, made.id)
+    assert (done.status, done.output_text, done.metadata) == ("completed", ANSWER, {"a": "b"})
+    assert done.usage is not None
+    assert done.usage.output_tokens > 3
+    ask(served, "Why?", previous_response_id=made.id)
+    assert f"assistant\n{ANSWER}<|im_end|>" in prompt(served)
+
+
+def test_one_that_is_cut_is_incomplete(served: Served) -> None:
+    made = begin(served, max_output_tokens=2)
+    assert ended(served, made.id).status == "incomplete"
+
+
+def test_one_that_is_cancelled_is_cancelled_at_the_router(served: Served) -> None:
+    served.router.delay_s = 60
+    made = begin(served)
+    wait_until(lambda: len(served.router.submits) == 1)
+    assert served.openai().responses.retrieve(made.id).status == "in_progress"
+    cancelled = served.openai().responses.cancel(made.id)
+    assert (cancelled.id, cancelled.status, cancelled.error) == (made.id, "cancelled", None)
+    assert served.router.cancels == [served.router.submits[0].request_id]
+    assert served.openai().responses.retrieve(made.id).status == "cancelled"
+    assert served.openai().responses.cancel(made.id).status == "cancelled"
+    error = refused(served, "Why?", previous_response_id=made.id)
+    assert error["message"] == f"The response '{made.id}' is cancelled"
+
+
+def test_one_that_is_running_cannot_be_continued_yet(served: Served) -> None:
+    served.router.delay_s = 60
+    made = begin(served)
+    error = refused(served, "Why?", previous_response_id=made.id)
+    assert error["message"] == f"The response '{made.id}' is in_progress"
+    served.openai().responses.cancel(made.id)
+
+
+def test_one_that_has_ended_is_not_cancelled_any_more(served: Served) -> None:
+    made = begin(served)
+    ended(served, made.id)
+    assert served.openai().responses.cancel(made.id).status == "completed"
+
+
+def test_one_in_the_foreground_cannot_be_cancelled(served: Served) -> None:
+    made = ask(served)
+    with pytest.raises(openai.BadRequestError, match="does not run in the background"):
+        served.openai().responses.cancel(made.id)
+
+
+def test_one_that_is_deleted_ends_and_stays_away(served: Served) -> None:
+    served.router.delay_s = 60
+    made = begin(served)
+    wait_until(lambda: len(served.router.submits) == 1)
+    served.openai().responses.delete(made.id)
+    served.wait_idle()
+    assert len(served.router.cancels) == 1
+    assert served.http.get(f"{PATH}/{made.id}").status_code == 404
+
+
+def test_one_that_fails_says_why(served: Served) -> None:
+    served.router.refuse = Failed("", Refusal.NO_WORKERS, "no worker is up")
+    failed = ended(served, begin(served).id)
+    assert (failed.status, failed.output) == ("failed", [])
+    assert failed.error is not None
+    assert failed.error.to_dict() == {"code": "no_workers", "message": "no worker is up"}
+
+
+def test_one_that_is_wrong_fails_too(served: Served) -> None:
+    failed = ended(served, begin(served, tool_choice="some").id)
+    assert failed.error is not None
+    assert failed.error.code == "invalid_request_error"
+    assert failed.error.message.startswith("'tool_choice': ")
+
+
+def test_a_bug_of_the_server_is_a_failure_that_shows_nothing_of_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("cluster.api.responses.routes.plan_chat", broken)
+    with caplog.at_level(logging.CRITICAL):
+        failed = ended(served, begin(served).id)
+    assert failed.status == "failed"
+    assert failed.error is not None
+    assert failed.error.to_dict() == {"code": "server_error", "message": "Internal error"}
+
+
+@pytest.mark.parametrize("changes", [{"store": False}, {"stream": True}])
+def test_the_background_stores_and_does_not_stream(served: Served, changes: dict[str, Any]) -> None:
+    error = refused(served, background=True, **changes)
+    assert error["message"].startswith("'background': ")
+    assert served.router.submits == []
+
+
+def test_more_than_the_limit_are_a_429(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.api.responses.routes.MAX_BACKGROUND", 2)
+    served.router.delay_s = 60
+    running = [begin(served) for _ in range(2)]
+    response = post(served, background=True)
+    assert response.status_code == 429
+    assert response.json()["error"]["type"] == "rate_limit_error"
+    assert response.headers["retry-after"] == "1"
+    served.openai().responses.cancel(running[0].id)
+    running[0] = begin(served)
+    for each in running:
+        served.openai().responses.cancel(each.id)

@@ -1,0 +1,146 @@
+"""`reasoning_content` of models that think in tags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.api.conftest import MODEL, Served
+from tests.cluster.api.tools.templates import (
+    ASK,
+    CALL,
+    OSLO,
+    SPOKEN,
+    THINKING,
+    THOUGHT,
+    WEATHER,
+    prompt,
+    says,
+    serve_template,
+)
+
+REASONED = f"<think>\n{THOUGHT}\n</think>\n\n{SPOKEN}"
+
+
+def message(served: Served, **changes: Any) -> dict[str, Any]:
+    """Of a whole answer."""
+    response = served.post({"model": MODEL, "messages": ASK} | changes)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()["choices"][0]["message"]
+    return found
+
+
+def streamed(served: Served, **changes: Any) -> dict[str, str]:
+    """Text of each kind of a stream's deltas, in the order in which they begin."""
+    texts: dict[str, str] = {}
+    for chunk in served.openai().chat.completions.create(
+        model=MODEL, messages=ASK, stream=True, **changes
+    ):
+        for key, value in chunk.choices[0].delta.to_dict().items():
+            if isinstance(value, str) and value and key != "role":
+                texts[key] = texts.get(key, "") + value
+    return texts
+
+
+def test_reasoning_is_told_apart_from_the_answer(thinking: Served) -> None:
+    says(thinking, REASONED)
+    found = message(thinking)
+    assert (found["reasoning_content"], found["content"]) == (THOUGHT, SPOKEN)
+    texts = streamed(thinking)
+    assert list(texts.items()) == [("reasoning_content", THOUGHT), ("content", SPOKEN)]
+
+
+def test_the_openai_client_sees_it_too(thinking: Served) -> None:
+    says(thinking, REASONED)
+    answer = thinking.openai().chat.completions.create(model=MODEL, messages=ASK)
+    found = answer.choices[0].message
+    assert (found.content, getattr(found, "reasoning_content", None)) == (SPOKEN, THOUGHT)
+
+
+def test_reasoning_that_the_prompt_begins(thinking: Served) -> None:
+    says(thinking, REASONED.removeprefix("<think>\n"))
+    found = message(thinking, chat_template_kwargs={"enable_thinking": True})
+    assert prompt(thinking).endswith("<|im_start|>assistant\n<think>\n")
+    assert (found["reasoning_content"], found["content"]) == (THOUGHT, SPOKEN)
+
+
+def test_reasoning_that_the_prompt_has_ended(thinking: Served) -> None:
+    says(thinking, f"{SPOKEN} <think>")
+    for changes in (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "none"},
+    ):
+        found = message(thinking, **changes)
+        assert prompt(thinking).endswith("<think>\n\n</think>\n\n")
+        assert found["content"] == f"{SPOKEN} <think>"
+        assert "reasoning_content" not in found
+
+
+def test_an_answer_without_reasoning_is_text(thinking: Served) -> None:
+    says(thinking, f"{SPOKEN} <think>no</think>")
+    found = message(thinking)
+    assert found["content"] == f"{SPOKEN} <think>no</think>"
+    assert "reasoning_content" not in found
+
+
+def test_reasoning_then_calls(thinking: Served) -> None:
+    says(thinking, f"<think>\n{THOUGHT}\n</think>\n\n{CALL}")
+    found = message(thinking, tools=[WEATHER])
+    assert (found["reasoning_content"], found["content"]) == (THOUGHT, None)
+    assert found["tool_calls"][0]["function"] == {"name": "weather", "arguments": OSLO}
+
+
+def test_a_call_within_reasoning_is_a_thought(thinking: Served) -> None:
+    says(thinking, f"<think>\n{CALL}\n</think>\n\n{SPOKEN}")
+    found = message(thinking, tools=[WEATHER])
+    assert (found["reasoning_content"], found["content"]) == (CALL, SPOKEN)
+    assert "tool_calls" not in found
+
+
+def test_reasoning_that_is_cut_is_no_answer(thinking: Served) -> None:
+    says(thinking, REASONED)
+    found = message(thinking, max_tokens=6)
+    assert THOUGHT.startswith(found["reasoning_content"])
+    assert found["content"] == ""
+
+
+def test_a_stop_string_within_reasoning_ends_all(thinking: Served) -> None:
+    says(thinking, REASONED)
+    found = message(thinking, stop=" Oslo")
+    assert (found["reasoning_content"], found["content"]) == ("They ask about", "")
+
+
+def test_reasoning_that_is_given_back_is_the_beginning_of_the_next_prompt(
+    thinking: Served,
+) -> None:
+    says(thinking, REASONED)
+    first = message(thinking)
+    message(thinking, messages=[*ASK, first, {"role": "user", "content": "So?"}])
+    one, two = (submit.tokens for submit in thinking.router.submits)
+    known = (*one, *thinking.ctx.tokenizer.encode(REASONED))
+    assert two[: len(known)] == known
+
+
+def test_a_model_whose_template_does_not_think(served: Served) -> None:
+    says(served, REASONED)
+    found = message(served)
+    assert found["content"] == REASONED
+    assert "reasoning_content" not in found
+
+
+@pytest.fixture(scope="module")
+def silent(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("silent")
+    parsers = {"reasoning_parser": "none", "tool_parser": "none"}
+    with serve_template(smollm2_dir, folder, THINKING, **parsers) as running:
+        yield running
+
+
+def test_parsers_can_be_switched_off(silent: Served) -> None:
+    says(silent, f"{REASONED}\n{CALL}")
+    found = message(silent, tools=[WEATHER])
+    assert found["content"] == f"{REASONED}\n{CALL}"
+    assert set(found) == {"role", "content", "refusal"}
