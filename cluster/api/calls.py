@@ -105,7 +105,8 @@ class Calls:
     def find(self, name: str, tenant: str) -> tuple[ServedCall, ServedChoice] | None:
         """`name`: the id of a call or of its answer; with "-2" behind it, of its choice 2. Other
         tenants' are not there."""
-        name = name.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        for prefix in ("chatcmpl-", "cmpl-", "msg_", "resp_"):
+            name = name.removeprefix(prefix)
         call_id, _, index = name.partition("-")
         served = self._kept.get(call_id)
         if served is None or served.tenant != tenant:

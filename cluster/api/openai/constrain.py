@@ -31,6 +31,12 @@ async def constrain(ctx: ApiContext, request: GenerationRequest) -> str:
 
 async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading) -> str:
     """Of a chat. Raises `ApiError`."""
+    if reading.tools is None and request.tool_choice not in (None, "auto", "none"):
+        raise invalid(
+            "'tool_choice': this server does not read tool calls (api.tool_parser is none), so it"
+            " cannot demand one",
+            param="tool_choice",
+        )
     answer = await constrain(ctx, request)
     before = _before(reading)
     special_id = ctx.tokenizer.special_id

@@ -20,6 +20,13 @@ class RawObject(dict[str, Any]):
 
     raw = ""
 
+    def __str__(self) -> str:
+        return self.raw
+
+    def __radd__(self, text: str) -> str:
+        """Templates that take arguments for a text put it behind another."""
+        return text + self.raw
+
 
 def arguments_of(text: str) -> Any:
     """What a template is given as the arguments of a call: an object where they are one."""

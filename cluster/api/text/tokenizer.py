@@ -31,6 +31,7 @@ from cluster.api.text.tool_prompt import TemplateError, describe_tools
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+_MARK = "\ue000"  # of no script
 _FOLLOWERS = ("a", " b", "\n", ".")
 
 
@@ -53,8 +54,23 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    raw: str = getattr(value, "raw", "")  # see `cluster.api.openai.tools.RawObject`
-    return raw or json.dumps(value, ensure_ascii=False, indent=indent)
+    """What was JSON before is written as it was (see `cluster.api.openai.tools.RawObject`)."""
+    if indent is not None:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+    raws: list[str] = []
+
+    def marked(value: Any) -> Any:
+        if raw := getattr(value, "raw", ""):
+            raws.append(raw)
+            return f"{_MARK}{len(raws) - 1}{_MARK}"
+        if isinstance(value, dict):
+            return {key: marked(each) for key, each in value.items()}
+        return [marked(each) for each in value] if isinstance(value, list | tuple) else value
+
+    text = json.dumps(marked(value), ensure_ascii=False)
+    for i, raw in enumerate(raws):
+        text = text.replace(f'"{_MARK}{i}{_MARK}"', raw, 1)
+    return text
 
 
 class ChatTemplate:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.api.openai.tools import arguments_of
 from cluster.api.text.tokenizer import ChatTemplate, TemplateError, Tokenizer, TokenizerError
 
 MESSAGES = [
@@ -100,3 +101,18 @@ def test_what_a_template_cannot_do_is_a_template_error(source: str) -> None:
 def test_a_template_that_is_not_jinja_is_a_clear_error() -> None:
     with pytest.raises(ValueError, match="not valid Jinja"):
         ChatTemplate("{% if %}", {})
+
+
+def test_templates_write_arguments_as_the_client_sent_them() -> None:
+    raw = '{"b":1,  "a": "\\u00e9"}'
+    call = {"name": "f", "arguments": arguments_of(raw)}
+    calls = [{"tool_calls": [call]}]
+    of_call = "messages[0].tool_calls[0]"
+    for source, expected in (
+        (f"{{{{ {of_call}.arguments | tojson }}}}", raw),
+        (f"{{{{ {of_call} | tojson }}}}", f'{{"name": "f", "arguments": {raw}}}'),
+        (f"{{{{ 'args: ' + {of_call}.arguments }}}}", f"args: {raw}"),
+        (f"{{{{ {of_call}.arguments }}}}", raw),
+        (f"{{{{ {of_call}.arguments.a }}}}", "é"),
+    ):
+        assert ChatTemplate(f"{{# tools #}}{source}", {}).render(calls) == expected
