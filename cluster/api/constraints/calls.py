@@ -13,13 +13,23 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from cluster.api.constraints.schema import SchemaError, rewrite, schema_grammar
-from cluster.api.output.format import CallSyntax, ParameterSyntax, ToolFormat
+from cluster.api.constraints.schema import SchemaError, part_grammar, rewrite
+from cluster.api.output.format import THINK, THINK_END, CallSyntax, ParameterSyntax, ToolFormat
 from cluster.api.output.marked_calls import Harmony
-from cluster.api.output.parser import THINK, THINK_END
 from cluster.api.output.tools import Tool
 
 TEXT = r"/(.|\n)*/"
+LINE = "\n"  # after each argument
+# Keywords of strict schemas that are refused where arguments are written between tags.
+OBJECT_LIMITS = (
+    *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const", "minProperties"),
+    *("maxProperties", "patternProperties", "propertyNames", "dependencies", "dependentRequired"),
+    *("dependentSchemas", "unevaluatedProperties"),
+)
+TEXT_LIMITS = (
+    *("pattern", "format", "minLength", "maxLength", "enum", "const", "allOf", "oneOf", "not"),
+    *("if", "$ref"),
+)
 
 
 class Before(Enum):
@@ -95,10 +105,12 @@ def call_grammar(
     first, last = shape.first, rules.quote(shape.last)
     if required:
         start = rules.add("calls", _joined(rules.quote(first), one, more, last))
-    elif answer or not shape.trigger:  # an output that begins as a call is one
+    elif answer or not shape.trigger or before is Before.CHANNELS:
         rules.add("calls", _joined(rules.quote(first), one, more, last))
-        final = _final(rules, before, "@answer") if answer else r"/([^{](.|\n)*)?/"
-        start = rules.add("offered", f"calls | {final}")
+        free = "TEXT" if before is Before.CHANNELS else _no_call(rules, form)
+        final = _final(rules, before, "@answer" if answer else free)
+        preamble = "" if answer else _preamble(rules, before)
+        start = rules.add("offered", _joined(preamble, f"(calls | {final})"))
     else:
         trigger = rules.text_until("trigger", shape.trigger)
         if first:
@@ -106,8 +118,13 @@ def call_grammar(
         else:
             begins = [syntax.begin.removeprefix(shape.trigger) for syntax in syntaxes]
             rest = _one_of(rules, "head", arguments, begins, syntaxes)
-        rules.add("rest", rest)
-        start = rules.add("offered", f"({trigger} rest){'*' if parallel else '?'} TEXT")
+        rules.add("rest", f"{trigger} {rest}")
+        if form.opening:  # without what is first
+            opening = rules.text_until("opening", form.opening)
+            begins = [syntax.begin.partition(form.opening)[2] for syntax in syntaxes]
+            rules.add("bare", f"{opening} {_one_of(rules, 'bare', arguments, begins, syntaxes)}")
+        call = "(rest | bare)" if form.opening else "rest"
+        start = rules.add("offered", f"{call}* TEXT" if parallel else f"{call} | TEXT")
     made = rules.made(_joined(_reasoning(rules, before), start))
     return _together(made, answer) if answer else made
 
@@ -143,6 +160,23 @@ def _reasoning(rules: Rules, before: Before) -> str:
     return ""
 
 
+def _no_call(rules: Rules, form: ToolFormat) -> str:
+    """Text where calls have no trigger: it does not begin as one, nor with reasoning before it."""
+    body = rf"/\s*([^{{\s](.|\n)*)?/ & ~/\s*{THINK}(.|\n)*/"
+    if form.opening:
+        body += rf" & ~/(.|\n)*{re.escape(form.opening)}(.|\n)*/"
+    return rules.add("NO_CALL", body)
+
+
+def _preamble(rules: Rules, before: Before) -> str:
+    """What Harmony may say to the user before a call."""
+    if before is not Before.CHANNELS:
+        return ""
+    begin = rules.quote(f"{Harmony.channel}commentary{Harmony.message}")
+    until = rules.text_until("preamble", Harmony.end)
+    return f"({begin} {until} {rules.quote(Harmony.start + 'assistant')})?"
+
+
 def _final(rules: Rules, before: Before, answer: str) -> str:
     if before is not Before.CHANNELS:
         return answer
@@ -161,10 +195,13 @@ def _one_of(
     syntaxes: Sequence[CallSyntax],
 ) -> str:
     """A rule for a call of any tool."""
-    calls = [
-        rules.add(f"{name}_{i}", _joined(rules.quote(begin), each, rules.quote(syntax.end)))
-        for i, (begin, each, syntax) in enumerate(zip(begins, arguments, syntaxes, strict=True))
-    ]
+    calls = []
+    for i, (begin, each, syntax) in enumerate(zip(begins, arguments, syntaxes, strict=True)):
+        number = f"/[0-9]{{1,4}}/ {rules.quote(syntax.number_end)}" if syntax.number_end else ""
+        # In the pieces of JSON, where an answer may be an object too: lexemes are greedy.
+        pieces = [begin] if syntax.trigger else re.findall(r'"[^"]*"|[^"]+', begin)
+        body = _joined(*map(rules.quote, pieces), number, each, rules.quote(syntax.end))
+        calls.append(rules.add(f"{name}_{i}", body))
     return rules.add(f"any_{name}", " | ".join(calls))
 
 
@@ -172,18 +209,12 @@ def _arguments(rules: Rules, index: int, tool: Tool, form: ToolFormat) -> str:
     schema: dict[str, Any] = {"type": "object", **tool.parameters}
     syntax = form.syntax(tool)
     try:
-        if syntax.parameters is None:
-            return rules.add(f"arguments_{index}", f"%json {json.dumps(_schema(schema, tool))}")
-        body = _parameters(rules, index, schema, tool, syntax.parameters)
+        body = f"%json {json.dumps(part_grammar(schema, lenient=not tool.strict))}"
+        if syntax.parameters is not None:
+            body = _parameters(rules, index, schema, tool, syntax.parameters)
         return rules.add(f"arguments_{index}", body or '""')
     except SchemaError as error:
         raise SchemaError(f"tool '{tool.name}': {error}") from None
-
-
-def _schema(schema: dict[str, Any], tool: Tool) -> dict[str, Any]:
-    compiled: dict[str, Any] = json.loads(schema_grammar(schema, lenient=not tool.strict))
-    found: dict[str, Any] = compiled["grammars"][0]["json_schema"]
-    return found
 
 
 def _parameters(
@@ -191,23 +222,62 @@ def _parameters(
 ) -> str:
     rewritten = rewrite(schema, lenient=not tool.strict)
     shared = {key: rewritten[key] for key in ("$defs", "definitions") if key in rewritten}
-    required = rewritten.get("required", [])
+    properties, required = rewritten.get("properties", {}), rewritten.get("required", [])
+    if tool.strict:
+        _refuse(rewritten, OBJECT_LIMITS, "the arguments")
+        missing = [name for name in required if name not in properties]
+        if missing:
+            raise SchemaError(f"'{missing[0]}' is required and not one of its properties")
     terms = []
-    for number, (name, each) in enumerate(rewritten.get("properties", {}).items()):
+    for number, (name, each) in enumerate(properties.items()):
+        if each is False:
+            continue
         rule = f"parameter_{index}_{number}"
         begin = f"{syntax.key_begin}{name}{syntax.key_end}"
         if syntax.value_begin:
             begin += f"\n{syntax.value_begin}"
-        begin, end = begin + syntax.pad, f"{syntax.pad}{syntax.value_end}\n"
-        values = each.get("enum") if isinstance(each, dict) else None
-        if tool.type_of(name) == "string" and not values:
-            value = rules.text_until(f"{rule}_value", end)
-        elif values and all(isinstance(value, str) for value in values):
-            texts = " | ".join(rules.quote(value) for value in values)
-            value = f"({texts}) {rules.quote(end)}"
+        begin, end = begin + syntax.pad, f"{syntax.pad}{syntax.value_end}{LINE}"
+        texts = _texts(each)
+        if tool.type_of(name) != "string":
+            part = {**each, **shared} if isinstance(each, dict) else each
+            json_schema = json.dumps(part_grammar(part, lenient=not tool.strict))
+            value = f"%json {json_schema} {rules.quote(end)}"
+        elif texts is not None:
+            value = f"({' | '.join(map(rules.quote, texts))}) {rules.quote(end)}"
         else:
-            part = {**each, **shared} if isinstance(each, dict) else {}
-            value = f"%json {json.dumps(_schema(part, tool))} {rules.quote(end)}"
+            if tool.strict:
+                _refuse(each, TEXT_LIMITS, f"the text '{name}'")
+            until = rules.text_until(f"{rule}_value", syntax.value_end)
+            value = f"{until} {rules.quote(LINE)}"
         rules.add(rule, f"{rules.quote(begin)} {value}")
         terms.append(rule if name in required else f"{rule}?")
     return " ".join(terms)
+
+
+def _texts(schema: Any) -> list[str] | None:
+    """All that may be written for a text, or null for it; None: they are not listed."""
+    if not isinstance(schema, dict):
+        return None
+    values, alternatives = schema.get("enum"), schema.get("anyOf")
+    if "const" in schema:
+        values = [schema["const"]]
+    if schema.get("type") == "null":
+        values = [None]
+    if isinstance(values, list):
+        return ["null" if v is None else v for v in values if v is None or isinstance(v, str)]
+    if not isinstance(alternatives, list):
+        return None
+    found = [_texts(each) for each in alternatives]
+    return None if None in found else [text for texts in found for text in texts or ()]
+
+
+def _refuse(schema: dict[str, Any], keywords: Sequence[str], what: str) -> None:
+    """What cannot be kept where arguments are not JSON."""
+    for keyword in keywords:
+        if keyword in schema:
+            raise SchemaError(
+                f"'{keyword}' of {what} is not supported in this model's format of tool calls"
+            )
+    alternatives = schema.get("anyOf")
+    for each in alternatives if isinstance(alternatives, list) else ():
+        _refuse(each, keywords, what)

@@ -17,7 +17,13 @@ from typing import Any
 import llguidance
 from llguidance import StructTag, grammar_from
 
-from cluster.api.constraints.schema import MAX_SCHEMA_CHARS, SchemaError, schema_grammar
+from cluster.api.constraints.schema import (
+    MAX_SCHEMA_CHARS,
+    SchemaError,
+    in_one_line,
+    part_grammar,
+    schema_grammar,
+)
 from engine.model.grammar import GrammarError, compile_grammar, read_vocabulary
 
 COMPILE_TIMEOUT_S = 5.0  # with those that wait before it
@@ -67,7 +73,10 @@ class Constraints:
             matcher = compile_grammar(self._vocabulary, grammar)
             matcher.compute_bitmask()  # a grammar that nothing matches is found here
         except GrammarError as error:
-            return str(error)
+            wrong = str(error)
+            if wrong.endswith(":"):  # more is said on other lines
+                wrong = llguidance.LLMatcher.validate_grammar(grammar) or wrong
+            return in_one_line(wrong)
         if matcher.is_error() or matcher.stop_reason() not in ("NotStopped", "NoExtension"):
             return "no text matches it"
         return None
@@ -92,7 +101,7 @@ def grammar_of(kind: str, value: Any, options: Mapping[str, Any]) -> str:
             try:
                 return grammar_from("grammar", _text(value))
             except ValueError as error:
-                raise SchemaError(str(error).partition("\n")[0]) from None
+                raise SchemaError(in_one_line(str(error))) from None
     return tag_grammar(_parsed(value))
 
 
@@ -122,8 +131,10 @@ def tag_grammar(form: Any) -> str:
         )
         if not trigger:
             raise SchemaError(f"no trigger begins {begin!r:.60}")
-        grammar = schema_grammar(each.get("schema", {}))
-        schema = json.loads(grammar)["grammars"][0]["json_schema"]
+        try:
+            schema = part_grammar(each.get("schema", {}))
+        except SchemaError as error:
+            raise SchemaError(f"the structure that begins {begin!r:.60}: {error}") from None
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
     return StructTag.to_grammar(tags, assume_special=False)
 
@@ -140,7 +151,8 @@ def _parsed(value: Any) -> Any:
     """JSON that may be given as a string."""
     if not isinstance(value, str):
         return value
+    text = _text(value)
     try:
-        return json.loads(_text(value))
-    except ValueError as error:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise SchemaError(f"it is not JSON: {error}") from None

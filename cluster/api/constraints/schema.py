@@ -14,6 +14,7 @@ computed. A `whitespace_pattern` allows other white space.
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, cast
 
 import llguidance
@@ -34,6 +35,11 @@ FORMATS = frozenset(  # that JSON Schema defines
 )
 _SUPPORTED_FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+_TOO_DEEP = f"the schema is nested more than {MAX_DEPTH} deep"
+_ONE_OF = (
+    "a 'oneOf' whose alternatives may both be valid is not supported: let each require a property "
+    "with a 'const' of its own, or use 'anyOf'"
 )
 _SUBSCHEMAS = frozenset(
     (
@@ -60,7 +66,27 @@ def schema_grammar(schema: Any, *, whitespace: str | None = None, lenient: bool 
             compiled, overrides=cast("JsonCompileOptions", style)
         )
     except ValueError as error:
-        raise SchemaError(str(error).partition("\n")[0]) from None
+        raise SchemaError(in_one_line(str(error))) from None
+
+
+def part_grammar(schema: Any, *, lenient: bool = False) -> dict[str, Any]:
+    """A schema for `%json` in another grammar. Raises SchemaError also for what does not compile:
+    an error of the whole grammar would not say which part is meant."""
+    grammar = schema_grammar(schema, lenient=lenient)
+    wrong = llguidance.LLMatcher.validate_grammar(grammar)
+    if wrong:
+        raise SchemaError(in_one_line(wrong))
+    part: dict[str, Any] = json.loads(grammar)["grammars"][0]["json_schema"]
+    return part
+
+
+def in_one_line(error: str) -> str:
+    """What the library says of a grammar, for a client."""
+    first, _, rest = error.partition("\n")
+    if "coerce_one_of" in first:
+        return _ONE_OF
+    reason = re.search(r"^error: (.*)", rest, re.MULTILINE)  # of a regular expression
+    return f"{first} {reason[1]}"[:300] if reason else first[:300]
 
 
 def rewrite(schema: Any, *, lenient: bool = False) -> dict[str, Any]:
@@ -69,7 +95,10 @@ def rewrite(schema: Any, *, lenient: bool = False) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise SchemaError(f"a schema is an object, got {schema!r:.60}")
-    size = len(json.dumps(schema))
+    try:
+        size = len(json.dumps(schema))
+    except RecursionError:
+        raise SchemaError(_TOO_DEEP) from None
     if size > MAX_SCHEMA_CHARS:
         raise SchemaError(f"the schema has {size} characters, more than {MAX_SCHEMA_CHARS}")
     rewritten: dict[str, Any] = _Rewriter(schema, lenient).schema(schema, 0)
@@ -84,7 +113,7 @@ class _Rewriter:
         if not isinstance(node, dict):
             return node
         if depth > MAX_DEPTH:
-            raise SchemaError(f"the schema is nested more than {MAX_DEPTH} deep")
+            raise SchemaError(_TOO_DEEP)
         made: dict[str, Any] = {}
         for key, value in node.items():
             if key in _MAPS and isinstance(value, dict):
@@ -95,18 +124,18 @@ class _Rewriter:
                 value = [self.schema(each, depth + 1) for each in value]
             elif key in _SUBSCHEMAS:
                 value = self.schema(value, depth + 1)
+            if key == "oneOf" and "anyOf" not in node and self._exclude_each_other(value):
+                key = "anyOf"
             made[key] = value
         named = made.get("format")
-        ignored = self._lenient or named not in FORMATS
-        if named is not None and ignored and named not in _SUPPORTED_FORMATS:
+        ignored = isinstance(named, str) and (self._lenient or named not in FORMATS)
+        if ignored and named not in _SUPPORTED_FORMATS:
             del made["format"]
-        if "oneOf" in made and "anyOf" not in made and self._exclude_each_other(made["oneOf"]):
-            made["anyOf"] = made.pop("oneOf")
         return made
 
     def _exclude_each_other(self, alternatives: Any) -> bool:
         """Whether no value can be valid by two of them, as far as is easily seen."""
-        if not isinstance(alternatives, list):
+        if not isinstance(alternatives, list) or not alternatives:
             return False
         resolved = [self._resolve(each) for each in alternatives]
         if not all(isinstance(each, dict) for each in resolved):
@@ -115,7 +144,7 @@ class _Rewriter:
             return True
         if _are_disjoint([_values(each) for each in resolved]):
             return True
-        shared = set.intersection(*(set(_tags(each)) for each in resolved)) if resolved else set()
+        shared = set.intersection(*(set(_tags(each)) for each in resolved))
         return any(_are_disjoint([_tags(each)[name] for each in resolved]) for name in shared)
 
     def _resolve(self, node: Any) -> Any:
@@ -138,7 +167,9 @@ def _types(node: dict[str, Any]) -> frozenset[str] | None:
     if named is None:
         values = _values(node)
         return None if values is None else frozenset(_type_of(json.loads(v)) for v in values)
-    types = {named} if isinstance(named, str) else set(named)
+    types = [named] if isinstance(named, str) else named
+    if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
+        return None
     return frozenset("number" if each == "integer" else each for each in types)
 
 
@@ -152,10 +183,25 @@ def _type_of(value: Any) -> str:
 def _values(node: dict[str, Any]) -> frozenset[str] | None:
     """The only values that are valid, as JSON; None: they are not listed."""
     if "const" in node:
-        return frozenset([json.dumps(node["const"], sort_keys=True)])
+        return frozenset([_written(node["const"])])
     if isinstance(node.get("enum"), list):
-        return frozenset(json.dumps(value, sort_keys=True) for value in node["enum"])
+        return frozenset(map(_written, node["enum"]))
     return None
+
+
+def _written(value: Any) -> str:
+    """The same for values that are equal, as 1 and 1.0 are."""
+    return json.dumps(_whole(value), sort_keys=True)
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in value.items()}
+    return value
 
 
 def _tags(node: dict[str, Any]) -> dict[str, frozenset[str]]:
@@ -165,7 +211,7 @@ def _tags(node: dict[str, Any]) -> dict[str, frozenset[str]]:
         return {}
     found: dict[str, frozenset[str]] = {}
     for name in required if isinstance(required, list) else ():
-        each = properties.get(name)
+        each = properties.get(name) if isinstance(name, str) else None
         values = _values(each) if isinstance(each, dict) else None
         if values is not None:
             found[name] = values

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.api.output.format import ToolFormat
+from cluster.api.output.format import THINK, THINK_END, ToolFormat
 from cluster.api.output.json_calls import Hermes
 from cluster.api.output.marked_calls import Harmony
-from cluster.api.output.parser import THINK, THINK_END, OutputParser, find_format
+from cluster.api.output.parser import OutputParser, find_format
 from cluster.api.output.tools import Tool
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +93,10 @@ class Events:
 def merged(events: list[Event]) -> list[Event]:
     """With neighbours of one kind joined."""
     joined: list[Event] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        match last, event:
-            case (Text(a), Text(b)):
-                joined[-1] = Text(a + b)
-            case (Reasoning(a), Reasoning(b)):
-                joined[-1] = Reasoning(a + b)
-            case (Arguments(a), Arguments(b)):
-                joined[-1] = Arguments(a + b)
-            case _:
-                joined.append(event)
+    for kind, group in groupby(events, type):
+        if kind is CallBegin:
+            joined += group
+        else:
+            texts = [each.text for each in group if not isinstance(each, CallBegin)]
+            joined.append(kind("".join(texts)))
     return joined

@@ -13,12 +13,14 @@ from cluster.api.output.reader import Read, Reader
 from cluster.api.output.tools import Tool
 
 Parsed = Read[None]
+THINK, THINK_END = "<think>", "</think>"  # around reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
     """How a call of one tool is written: `first`, then calls with `between` them, then `last`. A
-    call is `begin`, its arguments as JSON, and `end`."""
+    call is `begin`, its arguments as JSON, and `end`; where calls are counted, there is a number
+    between `begin` and `number_end`."""
 
     trigger: str  # text from which on it can only be a call; empty: it has to come first of all
     begin: str
@@ -27,6 +29,7 @@ class CallSyntax:
     first: str = ""
     last: str = ""
     parameters: ParameterSyntax | None = None  # where arguments are not JSON
+    number_end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class ToolFormat(ABC):
 
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]]  # that may be special tokens, which are no text otherwise
+    opening: ClassVar[str] = ""  # of a call that is read without what is `first`, or its trigger
 
     @abstractmethod
     def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:

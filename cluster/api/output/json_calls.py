@@ -4,7 +4,7 @@ and Mistral."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from cluster.api.output.events import Events
 from cluster.api.output.format import CallSyntax, Parsed, ToolFormat
@@ -14,8 +14,8 @@ from cluster.api.output.tools import Tool
 _ARGUMENTS = ("arguments", "parameters")
 
 
-def call_object(reader: Reader, events: Events) -> Read[bool]:
-    """Read an object with a name and arguments. False: it is not one."""
+def call_object(reader: Reader, events: Events, names: Collection[str] | None = None) -> Read[bool]:
+    """Read an object with a name, one of `names`, and arguments. False: it is not one."""
     if not (yield from reader.literal("{")):
         return False
     named = has_arguments = False
@@ -31,7 +31,7 @@ def call_object(reader: Reader, events: Events) -> Read[bool]:
         yield from reader.space()
         if key == "name" and not named:
             name = yield from reader.json_string()
-            if name is None:
+            if not name or (names is not None and name not in names):
                 return False
             events.call(name)
             events.arguments("".join(early))
@@ -40,7 +40,10 @@ def call_object(reader: Reader, events: Events) -> Read[bool]:
             has_arguments = True
             emit = events.arguments if named else early.append
             if (yield from reader.peek()) == '"':  # JSON within JSON
-                emit((yield from reader.json_string()) or "")
+                text = yield from reader.json_string()
+                if text is None:
+                    return named
+                emit(text.strip() or "{}")
             elif not (yield from reader.json_value(emit)):
                 return named
         elif not (yield from reader.json_value()):
@@ -66,8 +69,8 @@ class Hermes(ToolFormat):
             if not (yield from call_object(reader, events)):
                 events.text(reader.text[start : reader.at])
                 continue
-            if (yield from reader.until(self.end, self.begin)) == self.begin:
-                reader.at -= len(self.begin)
+            yield from reader.up_to(self.end, self.begin)
+            yield from reader.literal(self.end)
 
     def syntax(self, tool: Tool) -> CallSyntax:
         name = json.dumps(tool.name, ensure_ascii=False)
@@ -76,35 +79,29 @@ class Hermes(ToolFormat):
 
 
 class Llama3(ToolFormat):
-    """`{"name": ..., "parameters": {...}}`, where nothing else is said, or after a tag."""
+    """`{"name": ..., "parameters": {...}}`, where nothing else is said, or after a tag. Without
+    the tag it has to name a tool, since an answer may be an object with a name too."""
 
     name = "llama3_json"
-    tag = "<|python_tag|>"
+    opening = tag = "<|python_tag|>"
     markers = (tag,)
 
     def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
         start = reader.at
-        yield from reader.space()
-        tagged = yield from reader.literal(self.tag)
+        names = {tool.name for tool in tools}
         while True:
-            if not tagged and (yield from reader.peek()) != "{":
-                reader.at = start
-                tagged = (yield from reader.until(self.tag, emit=events.text)) is not None
-                if not tagged:
-                    return
             yield from reader.space()
-            object_at = reader.at
-            if not (yield from call_object(reader, events)):
-                events.text(reader.text[start if not events.has_calls else object_at : reader.at])
-                yield from reader.until(self.tag, emit=events.text)
+            is_tagged = yield from reader.literal(self.tag)
+            yield from reader.space()
+            if (yield from call_object(reader, events, None if is_tagged else names)):
+                yield from reader.space()
+                yield from reader.literal(";")
+                start = reader.at
+                continue
+            events.text(reader.text[start : reader.at])
+            if (yield from reader.until(self.tag, emit=events.text)) is None:
                 return
-            start = reader.at
-            yield from reader.space()
-            yield from reader.literal(";")
-            yield from reader.space()
-            tagged = yield from reader.literal(self.tag)
-            if not tagged and not (yield from reader.peek()):
-                return
+            reader.at = start = reader.at - len(self.tag)
 
     def syntax(self, tool: Tool) -> CallSyntax:
         name = json.dumps(tool.name, ensure_ascii=False)
@@ -134,15 +131,20 @@ class Mistral(ToolFormat):
 
     def _array(self, reader: Reader, events: Events) -> Read[bool]:
         yield from reader.literal("[")
-        good = True
-        while good:
+        begun = False
+        while True:
             yield from reader.space()
-            good = yield from call_object(reader, events)
+            start = reader.at
+            if not (yield from call_object(reader, events)):
+                break
+            begun = True
             yield from reader.space()
             if not (yield from reader.literal(",")):
-                break
-        yield from reader.literal("]")
-        return good
+                yield from reader.literal("]")
+                return True
+        if begun and not (yield from reader.literal("]")):
+            events.text(reader.text[start : reader.at])
+        return begun
 
     def _named(self, reader: Reader, events: Events) -> Read[bool]:
         names: list[str] = []

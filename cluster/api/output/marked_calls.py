@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cluster.api.output.events import Events
 from cluster.api.output.format import CallSyntax, Parsed, ToolFormat
-from cluster.api.output.reader import Reader
+from cluster.api.output.reader import Emit, Reader
 from cluster.api.output.tools import Tool
 
 _FENCE = "```"
@@ -21,6 +21,7 @@ class DeepSeek(ToolFormat):
     section, section_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     markers = (section, begin, sep, end, section_end)
+    opening = begin
 
     def __init__(self, template: str = "") -> None:
         self._fenced = f"{_FENCE}json" in template
@@ -38,15 +39,19 @@ class DeepSeek(ToolFormat):
             name = "".join(kind).strip()
             if name == "function" and (yield from reader.peek()) != "{":
                 names: list[str] = []
-                yield from reader.until("\n", emit=names.append)
-                name = "".join(names).strip()
+                ended = yield from reader.until("\n", emit=names.append)
+                name = "".join(names).strip() if ended else ""
+            if not name:
+                events.text(reader.text[start : reader.at])
+                continue
             events.call(name)
             yield from reader.space()
             if (yield from reader.literal(_FENCE)):
                 yield from reader.literal("json")
                 yield from reader.space()
             yield from reader.json_value(events.arguments)
-            yield from reader.until(self.end)
+            yield from reader.up_to(self.end, *outside)
+            yield from reader.literal(self.end)
 
     def syntax(self, tool: Tool) -> CallSyntax:
         begin, end = f"{self.begin}{tool.name}{self.sep}", self.end
@@ -64,6 +69,7 @@ class Kimi(ToolFormat):
     section, section_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     begin, args, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
     markers = (section, begin, args, end, section_end)
+    opening = begin
 
     def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
         outside = (self.begin, self.section, self.section_end)
@@ -77,14 +83,19 @@ class Kimi(ToolFormat):
                 continue
             call_id = "".join(header).strip()
             name = re.sub(r":\d+$", "", call_id).removeprefix("functions.")
+            if not name:
+                events.text(reader.text[start : reader.at])
+                continue
             events.call(name, call_id)
             yield from reader.space()
             yield from reader.json_value(events.arguments)
-            yield from reader.until(self.end)
+            yield from reader.up_to(self.end, *outside)
+            yield from reader.literal(self.end)
 
     def syntax(self, tool: Tool) -> CallSyntax:
-        begin = f"{self.begin}functions.{tool.name}:0{self.args}"
-        return CallSyntax(self.section, begin, self.end, "", self.section, self.section_end)
+        begin = f"{self.begin}functions.{tool.name}:"
+        section = self.section, self.section_end
+        return CallSyntax(self.section, begin, self.end, "", *section, number_end=self.args)
 
 
 class Harmony(ToolFormat):
@@ -97,6 +108,7 @@ class Harmony(ToolFormat):
     markers = (start, channel, constrain, message, end, call, "<|return|>")
 
     def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
+        last: Emit | None = None
         while True:
             header: list[str] = []
             marker = yield from reader.until(self.message, emit=header.append)
@@ -112,11 +124,17 @@ class Harmony(ToolFormat):
                 emit = events.arguments
             elif re.search(r"<\|channel\|>\s*analysis", head):
                 emit = events.reasoning
-            yield from reader.until(self.end, self.call, "<|return|>", emit=emit)
-            if emit == events.reasoning:
+            if last == events.reasoning and emit != last:
                 events.end_reasoning()
+            elif emit == last and recipient is None:
+                emit("\n\n")  # messages are paragraphs
+            if recipient is not None and (yield from reader.peek()) == "{":
+                yield from reader.json_value(emit)  # in whose strings markers are no markers
+            yield from reader.until(self.end, self.call, "<|return|>", emit=emit)
+            last = emit
 
     def syntax(self, tool: Tool) -> CallSyntax:
         to = f"to=functions.{tool.name} "
         begin = f"{self.channel}commentary {to}{self.constrain}json{self.message}"
-        return CallSyntax(f"{self.channel}commentary to=", begin, "")
+        between = f"{self.call}{self.start}assistant"
+        return CallSyntax(f"{self.channel}commentary to=", begin, "", between)

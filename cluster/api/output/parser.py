@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.api.output.events import Event, Events
-from cluster.api.output.format import Parsed, ToolFormat
+from cluster.api.output.format import THINK, THINK_END, Parsed, ToolFormat
 from cluster.api.output.json_calls import Hermes, Llama3, Mistral
 from cluster.api.output.marked_calls import DeepSeek, Harmony, Kimi
 from cluster.api.output.pythonic import Pythonic
@@ -13,7 +13,6 @@ from cluster.api.output.reader import Reader
 from cluster.api.output.tools import Tool
 from cluster.api.output.xml_calls import Glm, MiniMax, Qwen3Coder
 
-THINK, THINK_END = "<think>", "</think>"
 FORMATS: dict[str, type[ToolFormat]] = {
     kind.name: kind
     for kind in (

@@ -5,18 +5,19 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from cluster.api.output.events import Events
 from cluster.api.output.format import CallSyntax, Parsed, ToolFormat
-from cluster.api.output.reader import Read, Reader
+from cluster.api.output.reader import Read, Reader, without_surrogates
 from cluster.api.output.tools import Tool
 
-_NAME = re.compile(r"[\w.-]+")
+_NAME = re.compile(r"[\w.:/-]+")
 
 
 class Pythonic(ToolFormat):
-    """Where nothing else is said, or between `<|python_start|>` and `<|python_end|>`."""
+    """Where nothing else is said, or between `<|python_start|>` and `<|python_end|>`. Without
+    these the first call has to name a tool, since an answer may begin with a bracket too."""
 
     name = "pythonic"
     begin, end = "<|python_start|>", "<|python_end|>"
@@ -26,27 +27,30 @@ class Pythonic(ToolFormat):
         start = reader.at
         yield from reader.space()
         if (yield from reader.peek()) == "[":
-            if (yield from self._calls(reader, events, start)):
-                yield from reader.literal(self.end)
+            yield from self._calls(reader, events, start, {tool.name for tool in tools})
         else:
             reader.at = start
         while (yield from reader.until(self.begin, emit=events.text)) is not None:
-            if (yield from self._calls(reader, events, reader.at - len(self.begin))):
-                yield from reader.literal(self.end)
+            yield from self._calls(reader, events, reader.at - len(self.begin))
 
-    def _calls(self, reader: Reader, events: Events, start: int) -> Read[bool]:
-        """Read a list of calls. What is none is text."""
+    def _calls(
+        self, reader: Reader, events: Events, start: int, names: Collection[str] | None = None
+    ) -> Read[None]:
+        """Read a list of calls, the first of one of `names`, and the end marker. What is none is
+        text."""
         yield from reader.space()
         begun = False
         good = yield from reader.literal("[")
         while good:
             yield from reader.space()
             if begun and (yield from reader.literal("]")):
-                return True
-            names: list[str] = []
-            marker = yield from reader.until("(", "]", "\n", " ", emit=names.append)
-            name = "".join(names)
+                yield from reader.literal(self.end)
+                return
+            parts: list[str] = []
+            marker = yield from reader.until("(", "]", "\n", " ", emit=parts.append)
+            name = "".join(parts)
             good = marker == "(" and bool(_NAME.fullmatch(name))
+            good = good and (begun or names is None or name in names)
             if good:
                 begun = True
                 events.call(name)
@@ -55,7 +59,9 @@ class Pythonic(ToolFormat):
                 yield from reader.literal(",")
         if not begun:
             events.text(reader.text[start : reader.at])
-        return begun
+            return
+        yield from reader.up_to(self.end, self.begin)
+        yield from reader.literal(self.end)
 
     def _arguments(self, reader: Reader, events: Events) -> Read[bool]:
         separator = "{"
@@ -70,11 +76,7 @@ class Pythonic(ToolFormat):
             begin = reader.at
             if not (yield from _value(reader)):
                 return False
-            try:
-                value = ast.literal_eval(reader.text[begin : reader.at].strip())
-                text = json.dumps(value, ensure_ascii=False)
-            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-                text = json.dumps(reader.text[begin : reader.at].strip(), ensure_ascii=False)
+            text = _as_json(reader.text[begin : reader.at].strip())
             key = json.dumps("".join(keys).strip(), ensure_ascii=False)
             events.arguments(f"{separator}{key}: {text}")
             separator = ", "
@@ -82,6 +84,16 @@ class Pythonic(ToolFormat):
 
     def syntax(self, tool: Tool) -> CallSyntax:
         raise NotImplementedError("values are Python's, not JSON")
+
+
+def _as_json(literal: str) -> str:
+    """A Python literal's value; what is none is text."""
+    try:
+        value = ast.literal_eval(literal)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        text = json.dumps(literal, ensure_ascii=False)
+    return without_surrogates(text)
 
 
 def _value(reader: Reader) -> Read[bool]:

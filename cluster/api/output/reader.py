@@ -22,6 +22,24 @@ def ignore(_: str) -> None:
     pass
 
 
+def is_json(text: str) -> bool:
+    """Whether it is a value of JSON, which has no NaN and no infinity."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def without_surrogates(text: str) -> str:
+    """Halves of characters joined, and U+FFFD for one alone: it cannot be sent."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 class Reader:
     """Invariant: `text[:at]` has been read."""
 
@@ -53,6 +71,11 @@ class Reader:
             if self.ended:
                 return None
             yield
+
+    def up_to(self, *markers: str) -> Read[None]:
+        """Skip what comes before the first of `markers`, or to the end."""
+        marker = yield from self.until(*markers)
+        self.at -= len(marker or "")
 
     def all(self, emit: Emit) -> Read[None]:
         """Emit whatever comes, to the end."""
@@ -107,7 +130,7 @@ class Reader:
             text: str = json.loads(self.text[begin : self.at], strict=False)
         except ValueError:
             return None
-        return text
+        return without_surrogates(text)
 
     def json_value(self, emit: Emit = ignore) -> Read[bool]:
         """Any value, emitted as it is written. False: it is none, or it did not end."""
@@ -120,7 +143,7 @@ class Reader:
         depth = 0
         while True:
             char = yield from self.peek()
-            if not char:
+            if not char or char == "<":  # of a marker: the model forgot a bracket
                 return False
             self._emit(1, emit)
             if char == '"':
@@ -140,9 +163,7 @@ class Reader:
             if not char or char in ",]}" or char in _SPACE or char in "<`":
                 break
             self.at += 1
-        try:
-            json.loads(self.text[begin : self.at])
-        except ValueError:
+        if not is_json(self.text[begin : self.at]):
             return False
         emit(self.text[begin : self.at])
         return True

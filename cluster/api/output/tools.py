@@ -15,10 +15,30 @@ class Tool:
 
     def type_of(self, parameter: str) -> str:
         """Of a parameter, as JSON Schema calls it; "" if the schema does not say it plainly."""
+        kinds = self.types_of(parameter) - {"null"}
+        return next(iter(kinds)) if len(kinds) == 1 else ""
+
+    def types_of(self, parameter: str) -> frozenset[str]:
+        """With an empty name for what the schema does not say plainly."""
+        return _types(self._properties.get(parameter))
+
+    def has(self, parameter: str) -> bool:
+        """Whether the schema names it."""
+        return parameter in self._properties
+
+    @property
+    def _properties(self) -> Mapping[str, Any]:
         properties = self.parameters.get("properties")
-        schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
-        if isinstance(kind, list):
-            kinds = [each for each in kind if each != "null"]
-            kind = kinds[0] if len(kinds) == 1 else None
-        return kind if isinstance(kind, str) else ""
+        return properties if isinstance(properties, Mapping) else {}
+
+
+def _types(schema: Any) -> frozenset[str]:
+    if not isinstance(schema, Mapping):
+        return frozenset([""])
+    kind, alternatives, values = (schema.get(key) for key in ("type", "anyOf", "enum"))
+    if kind is None and isinstance(alternatives, list):
+        return frozenset[str]().union(*map(_types, alternatives))
+    if kind is None and isinstance(values, list) and all(isinstance(v, str) for v in values):
+        return frozenset(["string"])
+    kinds = kind if isinstance(kind, list) else [kind]
+    return frozenset(each if isinstance(each, str) else "" for each in kinds)

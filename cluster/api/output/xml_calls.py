@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from cluster.api.output.events import Events
 from cluster.api.output.format import CallSyntax, ParameterSyntax, Parsed, ToolFormat
-from cluster.api.output.reader import Read, Reader
+from cluster.api.output.reader import Read, Reader, is_json
 from cluster.api.output.tools import Tool
 
 
@@ -22,23 +22,19 @@ def as_json(text: str, kind: str) -> str:
         return stripped.lower()
     if stripped in ("null", "None"):
         return "null"
-    try:
-        json.loads(stripped)
-    except ValueError:
-        return json.dumps(text, ensure_ascii=False)
-    return stripped
+    return stripped if is_json(stripped) else json.dumps(text, ensure_ascii=False)
 
 
 def read_arguments(
-    reader: Reader, events: Events, tool: Tool, syntax: ParameterSyntax, end: str
+    reader: Reader, events: Events, tool: Tool, syntax: ParameterSyntax, *ends: str
 ) -> Read[None]:
-    """Read parameters up to `end`."""
+    """Read parameters up to the first of `ends`."""
     separator = "{"
     while True:
-        marker = yield from reader.until(syntax.key_begin, end)
+        marker = yield from reader.until(syntax.key_begin, *ends)
         if marker is None:
             return
-        if marker == end:
+        if marker != syntax.key_begin:
             break
         keys: list[str] = []
         if (yield from reader.until(syntax.key_end, emit=keys.append)) is None:
@@ -49,18 +45,23 @@ def read_arguments(
         if syntax.value_begin:
             yield from reader.until(syntax.value_begin)
         yield from reader.literal(syntax.pad)
-        known = key in (tool.parameters.get("properties") or {})
-        kind = tool.type_of(key) if known else "string"
-        ends = (syntax.pad + syntax.value_end, syntax.value_end)
+        kind = tool.type_of(key) if tool.has(key) else "string"
+        closing = (syntax.pad + syntax.value_end, syntax.value_end)
+        if "null" in tool.types_of(key) and (yield from reader.literal(f"null{closing[0]}")):
+            events.arguments("null")
+            continue
         if kind == "string":
             events.arguments('"')
-            ended = yield from reader.until(*ends, emit=lambda t: events.arguments(_escaped(t)))
+            ended = yield from reader.until(*closing, emit=lambda t: events.arguments(_escaped(t)))
             if ended is None:
                 return
             events.arguments('"')
             continue
-        values: list[str] = []
-        if (yield from reader.until(*ends, emit=values.append)) is None:
+        begin = reader.at
+        if not (yield from reader.json_value()):  # in whose strings tags are no tags
+            reader.at = begin
+        values = [reader.text[begin : reader.at]]
+        if (yield from reader.until(*closing, emit=values.append)) is None:
             return
         events.arguments(as_json("".join(values), kind))
     events.arguments("{}" if separator == "{" else "}")
@@ -86,9 +87,12 @@ class _Tagged(ToolFormat):
 
     def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
         outside = (self.section, self.section_end, self.name_begin)
+        has_called = False  # in this section
         while (marker := (yield from reader.until(*outside, emit=events.text))) is not None:
             start = reader.at - len(marker)
             if marker == self.section_end:
+                events.text("" if has_called else marker)
+                has_called = False
                 continue
             if marker == self.section:
                 yield from reader.space()
@@ -100,9 +104,13 @@ class _Tagged(ToolFormat):
                 events.text(reader.text[start : reader.at])
                 continue
             name = "".join(names).strip()
+            if not name:
+                events.text(reader.text[start : reader.at])
+                continue
             events.call(name)
-            tool = _tool(tools, name)
-            yield from read_arguments(reader, events, tool, self.parameters, self.call_end)
+            has_called = True
+            tool, ends = _tool(tools, name), (self.call_end, self.section_end)
+            yield from read_arguments(reader, events, tool, self.parameters, *ends)
 
     def syntax(self, tool: Tool) -> CallSyntax:
         begin = f"{self.name_begin}{tool.name}{self.name_end}\n"
@@ -115,6 +123,7 @@ class Qwen3Coder(_Tagged):
     name = "qwen3_coder"
     section, section_end = "<tool_call>", "</tool_call>"
     name_begin, name_end, call_end = "<function=", ">", "</function>"
+    opening = name_begin
     parameters = ParameterSyntax("<parameter=", ">", "</parameter>", pad="\n")
     markers = (section, section_end)
 
@@ -128,6 +137,7 @@ class MiniMax(_Tagged):
     name = "minimax"
     section, section_end = "<minimax:tool_call>", "</minimax:tool_call>"
     name_begin, name_end, call_end = '<invoke name="', '">', "</invoke>"
+    opening = name_begin
     parameters = ParameterSyntax('<parameter name="', '">', "</parameter>")
     markers = (section, section_end)
 

@@ -1,0 +1,164 @@
+"""How well structured outputs keep JSON schemas that people have written.
+
+`python -m benchmarks.structured schemas FILE [--json FILE]`
+
+FILE is gzipped, with one line a schema: {"name", "schema", "tests": [{"valid", "data"}]}. Each
+schema is compiled for the default model, and each instance is given to it as an output. What is
+asked for: no invalid instance is accepted, at most 0.2 % of the valid ones are rejected, and a
+schema that is refused is refused with the keyword that is not supported.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import llguidance
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.report import make_console, write_json
+from benchmarks.structured.ordered import in_schema_order
+from cluster.api.constraints.schema import SchemaError, in_one_line, rewrite, schema_grammar
+from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from engine.model.grammar import GrammarError, compile_grammar, read_vocabulary
+from lab.bench.load import percentile
+
+
+@dataclass
+class Tried:
+    """A schema with its instances."""
+
+    name: str
+    refused: str = ""  # why
+    compile_s: float = 0.0
+    num_valid: int = 0
+    num_invalid: int = 0
+    rejected: list[str] = field(default_factory=list)  # valid instances
+    accepted: list[str] = field(default_factory=list)  # invalid instances
+
+
+def read_schemas(path: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def try_schema(
+    vocabulary: llguidance.LLTokenizer, name: str, schema: Any, tests: Iterable[dict[str, Any]]
+) -> Tried:
+    tried = Tried(name)
+    started = time.perf_counter()
+    try:
+        matcher = compile_grammar(vocabulary, schema_grammar(schema))
+    except (SchemaError, GrammarError) as error:
+        tried.refused = in_one_line(str(error))
+        return tried
+    tried.compile_s = time.perf_counter() - started
+    rewritten = rewrite(schema)
+    for test in tests:
+        text = json.dumps(in_schema_order(rewritten, test["data"]), ensure_ascii=False)
+        tokens = vocabulary.tokenize_str(text)
+        matcher.reset()
+        is_accepted = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        tried.num_valid += test["valid"]
+        tried.num_invalid += not test["valid"]
+        if is_accepted != test["valid"]:
+            (tried.accepted if is_accepted else tried.rejected).append(text)
+    return tried
+
+
+def reason(refused: str) -> str:
+    """Without what only one schema has."""
+    general = re.sub(r" ?'json-schema:[^']*'", "", refused)
+    return re.split(
+        r": (?=let |json-schema|min=| \(|required property|Retrieving|Default)", general
+    )[0]
+
+
+def summary(results: Iterable[Tried]) -> dict[str, Any]:
+    results = list(results)
+    times = [each.compile_s for each in results if not each.refused]
+    refused = Counter(reason(each.refused) for each in results if each.refused)
+    return {
+        "schemas": len(results),
+        "refused": dict(refused.most_common()),
+        "valid": sum(each.num_valid for each in results),
+        "valid_rejected": sum(len(each.rejected) for each in results),
+        "invalid": sum(each.num_invalid for each in results),
+        "invalid_accepted": sum(len(each.accepted) for each in results),
+        "compile_ms": {
+            **{f"p{p}": round((percentile(times, p) or 0.0) * 1e3, 2) for p in (50, 99)},
+            "max": round(max(times, default=0.0) * 1e3, 2),
+        },
+    }
+
+
+@click.group()
+def main() -> None:
+    """Structured outputs, measured."""
+
+
+@main.command()
+@click.argument("corpus", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+def schemas(corpus: Path, json_path: Path | None) -> None:
+    """A corpus of JSON schemas with valid and invalid instances."""
+    console = make_console()
+    vocabulary = read_vocabulary(resolve_model(DEFAULT_MODEL, progress=lambda _: None), ())
+    lines = list(read_schemas(corpus))
+    tried = [try_schema(vocabulary, **line) for line in track(lines, "schemas", console=console)]
+    found = summary(tried)
+    table = Table("", "", title=f"{found['schemas']:,} JSON schemas of {corpus.name}")
+    table.add_row("refused", f"{sum(found['refused'].values()):,}")
+    for why, count in found["refused"].items():
+        table.add_row(f"  {why}", f"{count:,}")
+    for kind, count in (("valid", found["valid_rejected"]), ("invalid", found["invalid_accepted"])):
+        wrong = "rejected" if kind == "valid" else "accepted"
+        share = count / max(1, found[kind])
+        table.add_row(f"{kind} instances {wrong}", f"{count:,} of {found[kind]:,}, {share:.2%}")
+    for name, value in found["compile_ms"].items():
+        table.add_row(f"compile time {name}, ms", f"{value:,.1f}")
+    console.print(table)
+    for each in tried:
+        for text in each.rejected + each.accepted:
+            console.print(f"{each.name}: {text[:200]}", markup=False)
+    wrong_ones = [asdict(each) for each in tried if each.rejected or each.accepted]
+    write_json(json_path, found | {"wrong": wrong_ones})
+
+
+@main.command()
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+def speed(rounds: int, threads: int, json_path: Path | None) -> None:
+    """What masks cost a step of 8, and what forced tokens bring."""
+    from benchmarks.structured.speed import forced_tokens, masked_steps
+
+    console = make_console()
+    model = resolve_model(DEFAULT_MODEL, progress=lambda _: None)
+    table = Table("", "without", "with", "ratio", title="Structured output on the default model")
+    found = {}
+    with console.status("steps"):
+        found["steps"] = steps = masked_steps(model, rounds, threads)
+    times = (f"{steps[name]:.2f} ms" for name in ("plain_ms", "masked_ms"))
+    table.add_row("masks: a step of 8 decodes", *times, f"{steps['ratio']:.3f}")
+    for batch in (1, 8):
+        with console.status(f"{batch} at once"):
+            found[f"forced_{batch}"] = forced = forced_tokens(model, rounds, batch)
+        speeds = (f"{forced[name]:.0f} tokens/s" for name in ("tokens_s", "drafted_tokens_s"))
+        row = f"forced tokens as drafts: {batch} at once"
+        table.add_row(row, *speeds, f"{forced['ratio']:.2f}")
+    console.print(table)
+    write_json(json_path, found)
+
+
+if __name__ == "__main__":
+    main()

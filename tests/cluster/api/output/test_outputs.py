@@ -1,0 +1,61 @@
+"""Outputs of every format, whole and in parts: the events are the same, however they come."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.api.output.events import Event
+from cluster.api.output.parser import FORMATS
+from tests.cluster.api.output import json_outputs, marked_outputs, tagged_outputs
+from tests.cluster.api.output.reading import Output, cut, parser, read
+
+OUTPUTS = json_outputs.OUTPUTS | marked_outputs.OUTPUTS | tagged_outputs.OUTPUTS
+ALL = [(name, each) for name, outputs in OUTPUTS.items() for each in outputs]
+IDS = [f"{name}: {each.about}" for name, each in ALL]
+every_output = pytest.mark.parametrize(("name", "each"), ALL, ids=IDS)
+
+
+def test_there_are_outputs_of_every_format() -> None:
+    assert OUTPUTS.keys() == FORMATS.keys()
+    assert len(set(IDS)) == len(IDS)
+
+
+@every_output
+def test_an_output_is_read_as_its_events(name: str, each: Output) -> None:
+    assert read(parser(name, each.template), [each.text]) == list(each.events)
+
+
+@every_output
+def test_an_output_in_parts_has_the_same_events(name: str, each: Output) -> None:
+    """By the character, and in any two parts."""
+    assert read(parser(name, each.template), each.text) == list(each.events)
+    for place in range(1, len(each.text)):
+        events = read(parser(name, each.template), cut(each.text, [place]))
+        assert events == list(each.events), f"in two parts, cut at {place}"
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from(ALL), st.lists(st.integers(1, 250), max_size=8))
+def test_an_output_in_any_parts_has_the_same_events(
+    named: tuple[str, Output], places: list[int]
+) -> None:
+    name, each = named
+    assert read(parser(name, each.template), cut(each.text, places)) == list(each.events)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_any_text_with_markers_in_it_is_read_the_same_in_any_parts(
+    name: str, data: st.DataObject
+) -> None:
+    """Also what no model should write: nothing fails, and nothing hangs."""
+    pieces = [*FORMATS[name].markers, *(each.text for each in OUTPUTS[name])]
+    pieces += [*"{}[]:,()=' \\", '"', "\n", "é", "1", '"name": "f"', '"arguments": ']
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=12)))
+    places = data.draw(st.lists(st.integers(1, max(1, len(text))), max_size=6))
+    whole: list[Event] = read(parser(name), [text])
+    assert read(parser(name), cut(text, places)) == whole
+    assert read(parser(name), text) == whole
