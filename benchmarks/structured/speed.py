@@ -1,6 +1,7 @@
 """What masks cost a step, and what forced tokens bring.
 
-Steps: a batch of decodes with and without a grammar that allows any text, in turns in one process. Outputs: objects of a schema, with forced tokens fed as drafts and without.
+Steps: a batch of decodes with and without a grammar that allows any text, in turns in one process.
+Outputs: objects of a schema, with forced tokens fed as drafts and without.
 """
 
 from __future__ import annotations
