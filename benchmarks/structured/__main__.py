@@ -10,6 +10,7 @@ schema that is refused is refused with the keyword that is not supported.
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import re
@@ -156,6 +157,34 @@ def speed(rounds: int, threads: int, json_path: Path | None) -> None:
         speeds = (f"{forced[name]:.0f} tokens/s" for name in ("tokens_s", "drafted_tokens_s"))
         row = f"forced tokens as drafts: {batch} at once"
         table.add_row(row, *speeds, f"{forced['ratio']:.2f}")
+    console.print(table)
+    write_json(json_path, found)
+
+
+@main.command()
+@click.argument("corpus", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--count", type=click.IntRange(1), default=200, show_default=True)
+@click.option("--kill", is_flag=True, help="And again while workers die.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+def generate(corpus: Path, count: int, kill: bool, json_path: Path | None) -> None:
+    """Objects that the served model makes, judged by the package jsonschema."""
+    from benchmarks.serving.served import Served
+    from benchmarks.structured.generated import disturbed, judged, make_all
+
+    console = make_console()
+    lines = list(read_schemas(corpus))
+    vocabulary = read_vocabulary(resolve_model(DEFAULT_MODEL, progress=lambda _: None), ())
+    known = [each["schema"] for each in lines if not try_schema(vocabulary, **each).refused]
+    chosen = known[:: max(1, len(known) // count)][:count]
+    with Served({}) as served, console.status(f"{len(chosen)} objects"):
+        made = asyncio.run(make_all(served.url, chosen))
+        found = judged(chosen, made)
+        if kill:
+            again, found["workers_killed"] = asyncio.run(disturbed(served.url, chosen))
+            found["altered"] = sum(a != b for a, b in zip(made, again, strict=True))
+    table = Table("", "", title=f"Objects of {len(chosen)} schemas")
+    for name, number in found.items():
+        table.add_row(name.replace("_", " "), f"{number:,}")
     console.print(table)
     write_json(json_path, found)
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.api.constraints.calls import Before, answer_grammar, call_grammar
 from cluster.api.constraints.grammar import grammar_of
 from cluster.api.constraints.schema import SchemaError
 from cluster.api.context import ApiContext
-from cluster.api.errors import invalid
+from cluster.api.errors import ApiError, invalid
 from cluster.api.openai.schema import ChatRequest, GenerationRequest
 from cluster.api.output.marked_calls import Harmony
+from engine.model.grammar import GrammarError
 
 if TYPE_CHECKING:
     from cluster.api.output.dialect import Reading
+
+_log = logging.getLogger("kvrelay.api")
 
 
 async def constrain(ctx: ApiContext, request: GenerationRequest) -> str:
@@ -21,49 +27,56 @@ async def constrain(ctx: ApiContext, request: GenerationRequest) -> str:
     asked = request.constraint()
     if asked is None:
         return ""
-    try:
-        return await ctx.constraints.check(
-            lambda: grammar_of(asked.kind, asked.value, asked.options)
-        )
-    except SchemaError as error:
-        raise invalid(f"'{asked.param}': {error}", param=asked.param) from None
+    return await _checked(
+        ctx, asked.param, lambda: grammar_of(asked.kind, asked.value, asked.options)
+    )
 
 
 async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading) -> str:
     """Of a chat. Raises `ApiError`."""
-    if reading.tools is None and request.tool_choice not in (None, "auto", "none"):
+    choice = request.tool_choice
+    required = choice not in (None, "auto", "none")
+    if required and reading.tools is None:
         raise invalid(
             "'tool_choice': this server does not read tool calls (api.tool_parser is none), so it"
             " cannot demand one",
             param="tool_choice",
         )
     answer = await constrain(ctx, request)
-    before = _before(reading)
-    special_id = ctx.tokenizer.special_id
-    if reading.given and reading.tools is not None and request.tool_choice != "none":
-        required = request.tool_choice not in (None, "auto")
-        if required or answer or any(tool.strict for tool in reading.given):
-            form, given = reading.tools, reading.given
-            if isinstance(request.tool_choice, tuple):
-                given = [tool for tool in given if tool.name == request.tool_choice[0]]
-            parallel = request.parallel_tool_calls and not isinstance(request.tool_choice, tuple)
-            try:
-                return await ctx.constraints.check(
-                    lambda: call_grammar(
-                        form,
-                        given,
-                        special_id,
-                        required=required,
-                        parallel=parallel,
-                        before=before,
-                        answer="" if required else answer,
-                    )
-                )
-            except (SchemaError, NotImplementedError) as error:
-                raise invalid(f"'tools': {error}", param="tools") from None
-    if not answer:
-        return ""
-    return await ctx.constraints.check(lambda: answer_grammar(answer, special_id, before))
+    before, special_id = _before(reading), ctx.tokenizer.special_id
+    form, given = reading.tools, reading.given
+    offered = form is not None and bool(given) and choice != "none"
+    if form is not None and offered and (required or answer or any(t.strict for t in given)):
+        if isinstance(choice, tuple):
+            given = [tool for tool in given if tool.name == choice[0]]
+        make = partial(
+            call_grammar,
+            form,
+            given,
+            special_id,
+            required=required,
+            parallel=request.parallel_tool_calls and not isinstance(choice, tuple),
+            before=before,
+            answer="" if required else answer,
+        )
+        return await _checked(ctx, "tools", make)
+    if not answer or before is Before.NOTHING:
+        return answer
+    return await _checked(
+        ctx, "response_format", lambda: answer_grammar(answer, special_id, before)
+    )
+
+
+async def _checked(ctx: ApiContext, param: str, make: Callable[[], str]) -> str:
+    """Raises `ApiError`, which names `param`."""
+    try:
+        return await ctx.constraints.check(make)
+    except (SchemaError, NotImplementedError) as error:
+        raise invalid(f"'{param}': {error}", param=param) from None
+    except GrammarError as error:
+        _log.error("%s", error)
+        message = "This server's tokenizer is not one that outputs can be held to"
+        raise ApiError(501, message, param=param, type="server_error") from None
 
 
 def _before(reading: Reading) -> Before:

@@ -32,7 +32,7 @@ def arguments_of(text: str) -> Any:
     """What a template is given as the arguments of a call: an object where they are one."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     if not isinstance(value, dict):
         return text
