@@ -158,11 +158,11 @@ class Scheduler:
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
         """Apply a step that is done: KV computed, blocks sealed, sampled tokens appended.
 
-        Returns (sequence, number of tokens computed) of those that are still alive and were not
-        left out (those are in `faults`). Blocks of sequences that were ended meanwhile are freed.
-        After a failed step nothing is computed."""
+        Returns (sequence, tokens computed) of those that live and are not in `faults`. Blocks of
+        those that were ended meanwhile are freed. After a failed step nothing is computed."""
         step = self.in_flight
-        assert step is not None and step.step_id == done.step_id  # noqa: PT018
+        assert step is not None
+        assert step.step_id == done.step_id
         self.in_flight = None
         survivors: list[tuple[Sequence, int]] = []
         if done.error is None:

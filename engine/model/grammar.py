@@ -169,9 +169,6 @@ class Grammars:
                     advanced[index], failed[index] = None, str(error)
         return advanced, failed
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
     def _advanced(self, seq: ScheduledSeq, sampled: Sampled) -> Sampled:
         """Raises GrammarError."""
         output = self._outputs[seq.request_id]

@@ -6,14 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from starlette.responses import JSONResponse
-
 from cluster.api.anthropic.schema import MessagesChat
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.openai.formats import Format, joined
 from cluster.api.openai.parts import Piece, Plan
-from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text, merged
+from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
 
 _TYPES = {
     400: "invalid_request_error",
@@ -34,18 +32,15 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def refuse(error: ApiError) -> JSONResponse:
-    close = {"connection": "close"} if error.status in (408, 413) else {}
-    return JSONResponse(error_body(error), error.status, headers=error.headers | close)
-
-
 class MessageFormat(Format):
     """`/v1/messages`. One choice."""
+
+    names_events = True
 
     def __init__(self, ctx: ApiContext, plan: Plan, request: MessagesChat, request_id: str) -> None:
         assert plan.reading is not None
         self._model, self._id = ctx.model_name, f"msg_{request_id}"
-        self._new_call_id = plan.reading.tools.new_id if plan.reading.tools else str
+        self._new_call_id = plan.reading.new_id
         self._parser = plan.reading.parser()
         self._marks_cache = request.keep_s is not None
         self._num_blocks = self._num_calls = 0
@@ -89,13 +84,9 @@ class MessageFormat(Format):
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         return [error_body(error)]
 
-    def encode(self, event: dict[str, Any]) -> bytes:
-        return f"event: {event['type']}\n".encode() + super().encode(event)
-
     def _events(self, piece: Piece) -> list[Event]:
-        events = self._parser.push(piece.text) if piece.text else []
+        events = self._parser.read(piece.text, is_last=piece.finish_reason is not None)
         if piece.finish_reason is not None:
-            events = merged(events + self._parser.finish())
             self._stopped_by = piece.stopped_by
             self._reason = _REASONS.get(piece.finish_reason, "end_turn")
             if piece.stopped_by is not None:

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.api.anthropic.format import MessageFormat, refuse
+from cluster.api.anthropic.format import MessageFormat, error_body
 from cluster.api.anthropic.schema import (
     CountRequest,
     MessagesChat,
@@ -22,9 +22,13 @@ from cluster.api.errors import ApiError
 from cluster.api.incoming import caller, read_body
 from cluster.api.openai.parts import Plan
 from cluster.api.openai.plan import chat_prompt, plan_chat
-from cluster.api.openai.respond import GenerateEndpoint
+from cluster.api.openai.respond import GenerateEndpoint, error_response
 from cluster.api.tenants import Tenant
 from engine.kv.tier import Retention
+
+
+def refuse(error: ApiError) -> JSONResponse:
+    return error_response(error, error_body(error))
 
 
 def message_routes(ctx: ApiContext) -> list[Route]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from cluster.api.errors import ApiError
 from cluster.api.openai.parts import Piece, Plan, TokenText
-from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text, merged
+from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
 
 if TYPE_CHECKING:
     from cluster.api.context import ApiContext
@@ -28,6 +27,7 @@ class Format(ABC):
     """The shape of one endpoint's answers. `usage` is that of `Generation.usage`."""
 
     done = b""  # ends a stream that has not failed
+    names_events = False  # each by its type
 
     @abstractmethod
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
@@ -54,7 +54,8 @@ class Format(ABC):
 
     def encode(self, event: dict[str, Any]) -> bytes:
         """As a server-sent event."""
-        return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+        name = f"event: {event['type']}\n".encode() if self.names_events else b""
+        return name + b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
 @dataclass(slots=True)
@@ -114,15 +115,14 @@ def joined(pieces: Sequence[Piece], index: int) -> Piece:
 class _Reader:
     """One choice's text as what it says: deltas of OpenAI's messages."""
 
-    def __init__(self, reading: Reading, call_id: Callable[[int], str]) -> None:
+    def __init__(self, reading: Reading, choice: str) -> None:
+        """choice: what tells its calls from others'."""
         self._parser = reading.parser()
-        self._call_id = call_id
+        self._reading, self._choice = reading, choice
         self._num_calls = 0
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
-        events = self._parser.push(piece.text) if piece.text else []
-        if piece.finish_reason is not None:
-            events = merged(events + self._parser.finish())
+        events = self._parser.read(piece.text, is_last=piece.finish_reason is not None)
         return [self._delta(event) for event in events]
 
     def finish_reason(self, piece: Piece) -> str | None:
@@ -140,15 +140,11 @@ class _Reader:
                 return _call_delta(
                     index,
                     {"name": name, "arguments": ""},
-                    id=call_id or self._call_id(index),
+                    id=call_id or self._reading.new_id(f"{self._choice}-{index}"),
                     type="function",
                 )
             case Arguments(text):
                 return _call_delta(self._num_calls - 1, {"arguments": text})
-
-
-def _call_id(new_id: Callable[[str], str], choice: str, index: int) -> str:
-    return new_id(f"{choice}-{index}")
 
 
 def _call_delta(index: int, function: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -184,10 +180,8 @@ class ChatFormat(Format):
         assert plan.reading is not None
         self._answer = _Answer(ctx, plan, request, f"chatcmpl-{request_id}")
         self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
-        new_id = plan.reading.tools.new_id if plan.reading.tools else str
         self._readers = [
-            _Reader(plan.reading, partial(_call_id, new_id, f"{request_id}-{choice.index}"))
-            for choice in plan.choices
+            _Reader(plan.reading, f"{request_id}-{choice.index}") for choice in plan.choices
         ]
 
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:

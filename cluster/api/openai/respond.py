@@ -37,10 +37,11 @@ _SMALL_BODY_BYTES = 64 * 1024  # parsed in the event loop, larger ones in a thre
 _CANCELLED = "cancelled"
 
 
-def error_response(error: ApiError) -> JSONResponse:
+def error_response(error: ApiError, body: dict[str, Any] | None = None) -> JSONResponse:
+    """body: in another API's form than OpenAI's."""
     # What is left of a body is not read: the connection cannot be used again.
     close = {"connection": "close"} if error.status in (408, 413) else {}
-    return JSONResponse(error.body, error.status, headers=error.headers | close)
+    return JSONResponse(body or error.body, error.status, headers=error.headers | close)
 
 
 @contextlib.asynccontextmanager

@@ -56,6 +56,10 @@ class Reading:
         tools = dialect.tools if wanted else None
         return cls(tools, given, thinks, thinks and opened >= 0)
 
+    def new_id(self, seed: str) -> str:
+        """Of a call; the same for the same seed."""
+        return self.tools.new_id(seed) if self.tools else seed
+
     def parser(self) -> OutputParser:
         return OutputParser(self.tools, self.given, thinks=self.thinks, begun=self.begun)
 

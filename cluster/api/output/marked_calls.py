@@ -4,27 +4,32 @@ and gpt-oss's Harmony, which marks everything."""
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from cluster.api.output.events import Events
 from cluster.api.output.format import CallSyntax, Parsed, ToolFormat
-from cluster.api.output.reader import Emit, Reader
+from cluster.api.output.reader import Emit, Read, Reader
 from cluster.api.output.tools import Tool
 
 _FENCE = "```"
 
 
-class DeepSeek(ToolFormat):
-    """V3 writes `function<sep>name` and the arguments in a fence, V3.1 `name<sep>{...}`."""
+class _InSection(ToolFormat):
+    """`section`, then calls: `begin` head `args` JSON `end`."""
 
-    name = "deepseek"
-    section, section_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-    markers = (section, begin, sep, end, section_end)
-    opening = begin
+    section: str
+    section_end: str
+    begin: str
+    args: str
+    end: str
 
-    def __init__(self, template: str = "") -> None:
-        self._fenced = f"{_FENCE}json" in template
+    @abstractmethod
+    def named(self, head: str, reader: Reader) -> Read[tuple[str, str | None]]:
+        """The tool of a call and the call's own id. An empty name: it is no call."""
+
+    def before_json(self, reader: Reader) -> Read[None]:
+        yield from reader.space()
 
     def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
         outside = (self.begin, self.section, self.section_end)
@@ -32,37 +37,55 @@ class DeepSeek(ToolFormat):
             if marker != self.begin:
                 continue
             start = reader.at - len(marker)
-            kind: list[str] = []
-            if (yield from reader.until(self.sep, self.end, emit=kind.append)) != self.sep:
-                events.text(reader.text[start : reader.at])
-                continue
-            name = "".join(kind).strip()
-            if name == "function" and (yield from reader.peek()) != "{":
-                names: list[str] = []
-                ended = yield from reader.until("\n", emit=names.append)
-                name = "".join(names).strip() if ended else ""
+            head: list[str] = []
+            name, call_id = "", None
+            if (yield from reader.until(self.args, self.end, emit=head.append)) == self.args:
+                name, call_id = yield from self.named("".join(head).strip(), reader)
             if not name:
                 events.text(reader.text[start : reader.at])
                 continue
-            events.call(name)
-            yield from reader.space()
-            if (yield from reader.literal(_FENCE)):
-                yield from reader.literal("json")
-                yield from reader.space()
+            events.call(name, call_id)
+            yield from self.before_json(reader)
             yield from reader.json_value(events.arguments)
             yield from reader.up_to(self.end, *outside)
             yield from reader.literal(self.end)
 
+
+class DeepSeek(_InSection):
+    """V3 writes `function<sep>name` and the arguments in a fence, V3.1 `name<sep>{...}`."""
+
+    name = "deepseek"
+    section, section_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    begin, args, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    markers = (section, begin, args, end, section_end)
+    opening = begin
+
+    def __init__(self, template: str = "") -> None:
+        self._fenced = f"{_FENCE}json" in template
+
+    def named(self, head: str, reader: Reader) -> Read[tuple[str, str | None]]:
+        if head != "function" or (yield from reader.peek()) == "{":
+            return head, None
+        names: list[str] = []
+        ended = yield from reader.until("\n", emit=names.append)
+        return ("".join(names).strip() if ended else ""), None
+
+    def before_json(self, reader: Reader) -> Read[None]:
+        yield from reader.space()
+        if (yield from reader.literal(_FENCE)):
+            yield from reader.literal("json")
+            yield from reader.space()
+
     def syntax(self, tool: Tool) -> CallSyntax:
-        begin, end = f"{self.begin}{tool.name}{self.sep}", self.end
+        begin, end = f"{self.begin}{tool.name}{self.args}", self.end
         if self._fenced:
-            begin = f"{self.begin}function{self.sep}{tool.name}\n{_FENCE}json\n"
+            begin = f"{self.begin}function{self.args}{tool.name}\n{_FENCE}json\n"
             end = f"\n{_FENCE}{self.end}"
         between = "\n" if self._fenced else ""
         return CallSyntax(self.section, begin, end, between, self.section, self.section_end)
 
 
-class Kimi(ToolFormat):
+class Kimi(_InSection):
     """Calls are `functions.name:0`, counted; that is also their id."""
 
     name = "kimi"
@@ -71,26 +94,9 @@ class Kimi(ToolFormat):
     markers = (section, begin, args, end, section_end)
     opening = begin
 
-    def parse(self, reader: Reader, events: Events, tools: Sequence[Tool]) -> Parsed:
-        outside = (self.begin, self.section, self.section_end)
-        while (marker := (yield from reader.until(*outside, emit=events.text))) is not None:
-            if marker != self.begin:
-                continue
-            start = reader.at - len(marker)
-            header: list[str] = []
-            if (yield from reader.until(self.args, self.end, emit=header.append)) != self.args:
-                events.text(reader.text[start : reader.at])
-                continue
-            call_id = "".join(header).strip()
-            name = re.sub(r":\d+$", "", call_id).removeprefix("functions.")
-            if not name:
-                events.text(reader.text[start : reader.at])
-                continue
-            events.call(name, call_id)
-            yield from reader.space()
-            yield from reader.json_value(events.arguments)
-            yield from reader.up_to(self.end, *outside)
-            yield from reader.literal(self.end)
+    def named(self, head: str, reader: Reader) -> Read[tuple[str, str | None]]:
+        yield from ()
+        return re.sub(r":\d+$", "", head).removeprefix("functions."), head
 
     def syntax(self, tool: Tool) -> CallSyntax:
         begin = f"{self.begin}functions.{tool.name}:"

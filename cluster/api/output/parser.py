@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.api.output.events import Event, Events
+from cluster.api.output.events import Event, Events, merged
 from cluster.api.output.format import THINK, THINK_END, Parsed, ToolFormat
 from cluster.api.output.json_calls import Hermes, Llama3, Mistral
 from cluster.api.output.marked_calls import DeepSeek, Harmony, Kimi
@@ -68,6 +68,11 @@ class OutputParser:
     @property
     def has_calls(self) -> bool:
         return self._events.has_calls
+
+    def read(self, text: str, *, is_last: bool) -> list[Event]:
+        """What `text` adds, and if nothing follows it, what was held back."""
+        events = self.push(text) if text else []
+        return merged(events + self.finish()) if is_last else events
 
     def push(self, text: str) -> list[Event]:
         self._reader.text += text

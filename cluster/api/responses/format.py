@@ -12,7 +12,7 @@ from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.openai.formats import Format, joined
 from cluster.api.openai.parts import Piece, Plan
-from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text, merged
+from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
 from cluster.api.responses.schema import CUSTOM_INPUT, ENCRYPTED, ResponsesChat, ResponsesRequest
 
 Keep = Callable[[dict[str, Any]], Awaitable[bool]]
@@ -65,6 +65,8 @@ def begun(request: ResponsesRequest, model: str, response_id: str, status: str) 
 class ResponseFormat(Format):
     """`/v1/responses`. One choice."""
 
+    names_events = True
+
     def __init__(
         self, ctx: ApiContext, plan: Plan, request: ResponsesChat, response_id: str, keep: Keep
     ) -> None:
@@ -74,7 +76,7 @@ class ResponseFormat(Format):
         self._spaces = request.spaces
         self._encrypts = ENCRYPTED in (request.asked.include or ())
         self._parser = plan.reading.parser()
-        self._new_call_id = plan.reading.tools.new_id if plan.reading.tools else str
+        self._new_call_id = plan.reading.new_id
         self._response = begun(request.asked, ctx.model_name, response_id, "in_progress")
         self._output: list[dict[str, Any]] = self._response["output"]
         self._open: dict[str, Any] | None = None  # the item that is being written
@@ -89,10 +91,8 @@ class ResponseFormat(Format):
         ]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        events = self._parser.push(piece.text) if piece.text else []
-        if piece.finish_reason is not None:
-            self._finish = piece.finish_reason
-            events = merged(events + self._parser.finish())
+        self._finish = piece.finish_reason
+        events = self._parser.read(piece.text, is_last=self._finish is not None)
         return [made for event in events for made in self._written(event)]
 
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
@@ -112,9 +112,6 @@ class ResponseFormat(Format):
 
     async def settled(self) -> None:
         self._response["store"] = await self._keep(self._response)
-
-    def encode(self, event: dict[str, Any]) -> bytes:
-        return f"event: {event['type']}\n".encode() + super().encode(event)
 
     def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
         response = self._response
