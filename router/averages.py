@@ -11,6 +11,7 @@ from math import exp
 WINDOW_S = 10.0  # time constant of the rate at which the queue drains
 SERVED_WINDOW_S = 3.0  # and of what is served at any time, which grows as load comes
 BEST_FADES_S = 60.0  # time constant with which the best rate is forgotten
+WAITS_FADE_S = 60.0  # and with which it is that requests waited
 KNOWN_AFTER_S = 1.0  # of measuring; before that a rate is not known
 STALL_S = 5.0  # so long without any work done, and clocks stand still: workers may be down
 OUTAGE_S = 30.0  # so long, and what was served meanwhile says nothing of how long serving takes
@@ -92,9 +93,15 @@ class Meter:
 class DrainRate:
     """How much work is done: while requests wait, which is how fast the queue drains, and while
     any are served; and how fast requests of each priority join the queue. Each clock stands still
-    while there is nothing to measure, and both do while no worker gets anything done."""
+    while there is nothing to measure, and both do while no worker gets anything done.
+
+    Work is counted when it is done: while many long prompts are computed, none is done for long,
+    and what a few requests took before says little of what workers can do. Until requests have
+    waited for WINDOW_S, the rate is at least what workers say they compute of prompts."""
 
     def __init__(self) -> None:
+        self.workers_per_s = 0.0  # prompt tokens; 0: not known
+        self._recently_waiting_s = 0.0
         self._waiting_s = self._serving_s = 0.0
         self._drained, self._served = Meter(), Meter(SERVED_WINDOW_S)
         self._capacity, self._best, self._best_at = Meter(), 0.0, 0.0
@@ -106,8 +113,10 @@ class DrainRate:
     def update(self, now: float, *, waits: bool, serves: bool) -> None:
         """From `now` on requests wait, or none does; some are served, or none is."""
         elapsed_s = max(0.0, min(now, self._worked_at + STALL_S) - self._at)
+        self._recently_waiting_s *= exp(min(0.0, self._at - now) / WAITS_FADE_S)
         if self._is_waiting:
             self._waiting_s += elapsed_s
+            self._recently_waiting_s += elapsed_s
         if self._is_serving:
             self._serving_s += elapsed_s
         if not (self._is_waiting or self._is_serving):
@@ -137,16 +146,17 @@ class DrainRate:
     @property
     def units_per_s(self) -> float | None:
         """Of the queue, or as long as none has drained, of what is served; None: not known yet."""
+        if self.workers_per_s and self._recently_waiting_s < WINDOW_S:
+            return self.can_serve_per_s
         return _known(self._drained, self._waiting_s) or _known(self._served, self._serving_s)
 
     @property
     def can_serve_per_s(self) -> float | None:
-        """The highest of the two, and of what was served in the last minutes: work is counted when
-        it is done, so that between two long prompts it looks as if little was; None: not known
-        yet."""
-        served = _known(self._served, self._serving_s)
-        drained = _known(self._drained, self._waiting_s)
-        return max(served or 0.0, drained or 0.0, self._faded_best()) or None
+        """The highest of the two, of what was served in the last minutes, and of what workers say;
+        None: not known yet."""
+        served = _known(self._served, self._serving_s) or 0.0
+        drained = _known(self._drained, self._waiting_s) or 0.0
+        return max(served, drained, self._faded_best(), self.workers_per_s) or None
 
     def _faded_best(self) -> float:
         return self._best * exp((self._best_at - self._serving_s) / BEST_FADES_S)

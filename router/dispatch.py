@@ -68,6 +68,12 @@ class Dispatcher:
         return (self._endpoints[worker] for worker in sorted(self._endpoints))
 
     @property
+    def prompt_tokens_per_s(self) -> float:
+        """That the workers compute together which prompts are meant for; 0: not known yet."""
+        fleet = self._fleets[Role.PREFILL] or self._fleets[Role.DECODE]
+        return sum(each.stats.prefill_tokens_per_s for each in fleet if each.stats is not None)
+
+    @property
     def has_workers(self) -> bool:
         return any(len(fleet) for fleet in self._fleets.values())
 

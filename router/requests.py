@@ -247,6 +247,7 @@ class Requests:
 
     def expire(self, now: float) -> None:
         """End requests that are past their deadline, or have waited too long for a first worker."""
+        self.admission.on_workers(self.dispatcher.prompt_tokens_per_s)
         has_workers = self.dispatcher.has_workers
         for record in list(self.live.values()):
             rejection = self.admission.overdue(now, record, has_workers=has_workers)

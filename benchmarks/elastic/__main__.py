@@ -107,7 +107,9 @@ def main(
     def run_agents(url: str, seed: int, count: int) -> Figures:
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task(f"{count} agents", total=count * TURNS)
-            return asyncio.run(agents(url, seed, count, lambda: progress.advance(task)))
+            return asyncio.run(
+                agents(url, seed, count, lambda: progress.advance(task), console.print)
+            )
 
     if what in ("agents", "all"):
         for count in num_agents:

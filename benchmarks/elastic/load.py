@@ -21,7 +21,10 @@ CONTEXT, MESSAGE, OUTPUT, TURNS, THINK_S = 3000, 150, 48, 5, 8.0  # tokens; turn
 TTFT_SLO_S, ITL_SLO_S, PHASE_S = 2.0, 0.1, 20.0
 
 
-async def agents(url: str, seed: int, num_agents: int, on_turn: Callable[[], None]) -> Figures:
+async def agents(
+    url: str, seed: int, num_agents: int, on_turn: Callable[[], None],
+    on_failed: Callable[[str], None],
+) -> Figures:  # fmt: skip
     """All begin at once. A conversation with a turn that fails ends there."""
     spec = LoadSpec(url, MODEL, num_agents, concurrency=1, output_len=OUTPUT)
     contexts = make_prompts(LoadSpec("", "", num_agents, input_len=CONTEXT, seed=seed))
@@ -38,7 +41,9 @@ async def agents(url: str, seed: int, num_agents: int, on_turn: Callable[[], Non
             try:
                 await talks[i].say(client, texts[turn] if turn else contexts[i])
             except LoadFailed as error:
-                num_failed += "empty answer" not in str(error)  # all of its tokens had no text
+                if "empty answer" not in str(error):  # else all of its tokens had no text
+                    num_failed += 1
+                    on_failed(f"agent {i}, turn {turn}: {error}")
                 return
             finally:
                 on_turn()

@@ -71,6 +71,10 @@ class Admission:
         waits, serves = len(self._queue) > 0, len(self._queue.num_running) > 0
         self._drain.update(now, waits=waits and has_workers, serves=serves)
 
+    def on_workers(self, prompt_tokens_per_s: float) -> None:
+        """What they say that they compute together; 0: not known yet."""
+        self._drain.workers_per_s = prompt_tokens_per_s
+
     def on_work(self, record: RequestRecord, units: float) -> None:
         """Workers have done so much work for `record`."""
         self._drain.on_work(units)

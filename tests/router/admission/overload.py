@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from typing import Any
 
 from decode_worker.messages import Decode
 from engine.kv.events import KVSnapshot
-from engine.messages import Abort, TokenDeltas
+from engine.messages import Abort, Probe, TokenDeltas
 from engine.node import Send, Wake, Woken
 from engine.request import FinishReason, SamplingParams, TokenDelta
+from engine.stats import WorkerStats
 from router.config import RouterConfig
 from router.messages import Failed, Output, Submit, TenantShare, WorkerUp
 from router.router import TICK, Router
@@ -45,9 +47,16 @@ class Client:
 class Overload:
     """Drives one router with one decode worker of `slots` requests at once, each of which takes a
     second: it serves `slots` requests a second. With `tokens_per_s` it gives no more than that to
-    all together, and each takes the longer the more there are."""
+    all together, and each takes the longer the more there are. With `prompt_tokens_per_s` prompts
+    take time too, one after the other."""
 
-    def __init__(self, slots: int = 2, tokens_per_s: float | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        slots: int = 2,
+        tokens_per_s: float | None = None,
+        prompt_tokens_per_s: float = inf,
+        **config: Any,
+    ) -> None:
         self.now = 0.0
         self.router = Router("router-0", RouterConfig(max_inflight_per_worker=slots, **config))
         self.clients: list[Client] = []
@@ -57,6 +66,8 @@ class Overload:
         self._token_s = TOKEN_S
         self.is_frozen = False  # True: the worker is up, and does nothing
         self.tokens_per_s = tokens_per_s
+        self._prompt_tokens_per_s, self._prompts_until = prompt_tokens_per_s, 0.0
+        self._publishes = False
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._tell(WorkerUp(worker_info(WORKER, num_blocks=10_000, max_model_len=4096)))
@@ -88,12 +99,13 @@ class Overload:
         timeout_s: float = 600.0,
         priority: int = 0,
         call: bytes = b"",
+        num_prompt_tokens: int = PROMPT,
     ) -> Client:
         number = len(self.clients)
         submit = Submit(
             request_id="",
             reply_to="api",
-            tokens=(number,) * PROMPT,
+            tokens=(number,) * num_prompt_tokens,
             sampling=SamplingParams(max_tokens=NUM_TOKENS),
             timeout_s=timeout_s,
             priority=priority,
@@ -143,7 +155,10 @@ class Overload:
             match effect:
                 case Send(_, Decode() as decode):
                     self.running[decode.request_id] = decode
-                    self._work_on(decode, 1)
+                    self._begin(decode)
+                case Send(_, Probe() as probe) if probe.request_id in self.running:
+                    decode, at = self.running[probe.request_id], probe.position
+                    self.at(self.now, lambda d=decode, at=at: self._alive(d, at))
                 case Send(_, Abort() as abort):
                     self.running.pop(abort.request_id, None)
                 case Send(_, Failed() as failed):
@@ -153,6 +168,23 @@ class Overload:
                 case Wake(after_s, tag):
                     assert tag == TICK
                     self.at(self.now + after_s, lambda: self._tell(Woken(TICK)))
+
+    def _begin(self, decode: Decode) -> None:
+        self._prompts_until = max(self.now, self._prompts_until)
+        self._prompts_until += len(decode.tokens) / self._prompt_tokens_per_s
+        self.at(self._prompts_until, lambda: self._work_on(decode, 1))
+        if self._prompt_tokens_per_s < inf and not self._publishes:
+            self._publishes = True  # its first chunk is computed, and told of
+            self.at(self.now + 1.0, self._publish)
+
+    def _alive(self, decode: Decode, position: int) -> None:
+        delta = TokenDelta(decode.request_id, decode.attempt, position, ())
+        self._tell(TokenDeltas(WORKER, 1, (delta,)))
+
+    def _publish(self) -> None:
+        stats = WorkerStats(WORKER, 1, 10_000, 0, 0, 0, 0, 0, self._prompt_tokens_per_s, 0.0, 0.0)
+        self._tell(stats)
+        self.at(self.now + 1.0, self._publish)
 
     def _work_on(self, decode: Decode, number: int) -> None:
         step_s = self._token_s
@@ -173,7 +205,7 @@ class Overload:
         else:
             self._work_on(decode, number + 1)
         finish = FinishReason.LENGTH if is_last else None
-        position = PROMPT + number - 1
+        position = len(decode.tokens) + number - 1
         delta = TokenDelta(decode.request_id, decode.attempt, position, (7,), finish=finish)
         self._tell(TokenDeltas(WORKER, 1, (delta,)))
 
