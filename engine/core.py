@@ -18,7 +18,7 @@ from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
 from engine.kv.tier import Retention, Tier, TierHashes
 from engine.messages import Refused, TokenDeltas, WorkRequest
 from engine.node import Effect, NodeId, Note, Send
-from engine.request import FinishReason, Refusal, TokenDelta
+from engine.request import NO_OUTPUTS, FinishReason, Refusal, TokenDelta
 from engine.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
 from engine.stats import RouterDown, RouterUp, WorkerStats
@@ -233,6 +233,7 @@ class EngineCore:
             cached,
             dict(seq.cached_by_source) if cached is not None else {},
             dict(phases),
+            seq.prompt_outputs if start == seq.num_prompt_tokens and tokens else NO_OUTPUTS,
         )
 
     def answer_probe(self, request_id: str, attempt: int, router: NodeId, position: int) -> Send:
@@ -257,8 +258,7 @@ class EngineCore:
         tiers = self.lower.take_changes() if self.lower is not None else ()
         if stored or removed or tiers:
             self._event_seq += 1
-            seq = self._event_seq
-            event = KVEvents(config.node_id, config.epoch, seq, stored, removed, tiers)
+            event = KVEvents(config.node_id, config.epoch, self._event_seq, stored, removed, tiers)
             effects += [Send(router, event) for router in self.routers]
         return effects
 

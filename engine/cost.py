@@ -123,6 +123,15 @@ def fitted_s(weights: Sequence[float], features: Sequence[float]) -> float:
     return max(0.0, float(sum(map(mul, weights, features))))
 
 
+def order_of(compute_s: float, waited_s: float) -> float:
+    """Prompts are computed in ascending order of this: shortest first, but one that has waited for
+    long, in proportion to what it takes, counts as shorter."""
+    if compute_s <= 0:
+        return 0.0
+    share = compute_s / (compute_s + waited_s)
+    return compute_s * share * share
+
+
 class StepTiming:
     """How fast a worker computes, measured from its own steps: rates are moving averages, fits
     give the cost of a pass by its contents. Owned by a worker's core."""

@@ -30,9 +30,17 @@ class Refusal(StrEnum):
     GRAMMAR = "grammar_failed"  # of the request; it would fail anywhere
 
 
+class Pooling(StrEnum):
+    """How the hidden states of a prompt become one embedding."""
+
+    MEAN = "mean"
+    LAST = "last"
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. Randomness is a pure function of `(seed, position)`."""
+    """How the next token is chosen, and what else is wanted. Randomness is a pure function of
+    `(seed, position)`."""
 
     max_tokens: int = 16
     temperature: float = 1.0  # 0 is greedy
@@ -48,12 +56,20 @@ class SamplingParams:
     seed: int = 0
     logprobs: int | None = None  # None: none; k: of the chosen token and the k best
     grammar: str = ""  # that the output has to match, as of `llguidance`; empty: none
+    prompt_logprobs: int | None = None  # likewise, of the prompt's tokens after the first
+    pooling: Pooling | None = None  # an embedding of the prompt is wanted
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether each token of the prompt gives outputs: none of it may come from a cache."""
+        return self.prompt_logprobs is not None or self.pooling is not None
 
     def is_plain(self, num_output_tokens: int) -> bool:
         """Whether sampling the next token, after `num_output_tokens`, needs neither edited logits
         nor logprobs. A grammar's mask is no edit."""
         return (
             self.logprobs is None
+            and not self.reads_prompt
             and not self.logit_bias
             and self.repetition_penalty == 1.0
             and not self.presence_penalty
@@ -68,6 +84,17 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token, logprob), best first
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOutputs:
+    """What the tokens of a prompt gave."""
+
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the second token and those that follow
+    embedding: bytes = b""  # float32, of the hidden size; not normalized
+
+
+NO_OUTPUTS = PromptOutputs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +114,4 @@ class TokenDelta:
     # By "device", "host", "disk", "peer".
     cached_by_source: dict[str, int] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)  # phase name -> seconds
+    prompt: PromptOutputs = NO_OUTPUTS  # with the first token of output

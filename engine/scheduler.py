@@ -11,21 +11,12 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.config import WorkerConfig
-from engine.cost import TOKENS_UNIT, FittedCost
+from engine.cost import TOKENS_UNIT, FittedCost, order_of
 from engine.drafts import Drafter
 from engine.kv.cache_manager import KVCacheManager
 from engine.request import Refusal
 from engine.sequence import SeqState, Sequence
 from engine.step import ScheduledSeq, Step, StepDone
-
-
-def order_of(compute_s: float, waited_s: float) -> float:
-    """Prompts are computed in ascending order of this: shortest first, but one that has waited for
-    long, in proportion to what it takes, counts as shorter."""
-    if compute_s <= 0:
-        return 0.0
-    share = compute_s / (compute_s + waited_s)
-    return compute_s * share * share
 
 
 class Scheduler:
@@ -179,6 +170,8 @@ class Scheduler:
             if done.error is None:
                 sampled = done.sampled[index]
                 seq.num_computed = share.start + len(share.tokens)
+                if share.outputs_from is not None:
+                    seq.take_outputs(done.prompts[index], seq.num_computed)
                 if share.sample:
                     assert sampled is not None
                     seq.append(sampled.token, sampled.logprobs)
@@ -347,4 +340,6 @@ class Scheduler:
             sampling=seq.sampling,
             context=seq.tokens,
             num_prompt_tokens=seq.num_prompt_tokens,
+            outputs_from=seq.outputs_from,
+            pooled=seq.pooled,
         )

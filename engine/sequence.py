@@ -8,7 +8,7 @@ from enum import StrEnum
 from engine.kv.block_hash import BlockChain
 from engine.kv.tier import Retention
 from engine.node import NodeId
-from engine.request import FinishReason, SamplingParams, TokenLogprobs
+from engine.request import FinishReason, PromptOutputs, SamplingParams, TokenLogprobs
 
 NO_BLOCK = -1  # in a block table: freed, or never needed
 
@@ -62,6 +62,9 @@ class Sequence:
     cached_reported: bool = False
     num_preemptions: int = 0
     forced: tuple[int, ...] = ()  # tokens that have to follow the last one
+    num_outputs: int = 0  # prompt tokens, from the first, whose outputs are in the following
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pooled: bytes = b""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -83,6 +86,22 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def outputs_from(self) -> int | None:
+        """Position from which on outputs of the prompt are still wanted; None: they are not."""
+        is_wanted = self.sampling.reads_prompt and self.num_outputs < self.num_prompt_tokens
+        return self.num_outputs if is_wanted else None
+
+    @property
+    def prompt_outputs(self) -> PromptOutputs:
+        return PromptOutputs(tuple(self.prompt_logprobs), self.pooled)
+
+    def take_outputs(self, outputs: PromptOutputs, end: int) -> None:
+        """Of the prompt's tokens up to `end`, as far as they were not taken before."""
+        self.num_outputs = min(end, self.num_prompt_tokens)
+        self.prompt_logprobs += outputs.logprobs
+        self.pooled = outputs.embedding
 
     @property
     def block_hashes(self) -> list[bytes]:

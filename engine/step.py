@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.request import Refusal, SamplingParams, TokenLogprobs
+from engine.request import PromptOutputs, Refusal, SamplingParams, TokenLogprobs
 
 BURST_S = 0.025  # of passes in a row, at most: messages that arrive meanwhile wait for them
 
@@ -32,6 +32,26 @@ class ScheduledSeq:
     # Speculative decoding: tokens that may follow a decode's `tokens`, verified in the same pass
     # where the executor can. Their positions are in the block of `tokens[0]`.
     draft_tokens: list[int] = field(default_factory=list)
+    # Position from which on the prompt's tokens give outputs, those before it summed up to `pooled`
+    # (float32); None: none do.
+    outputs_from: int | None = None
+    pooled: bytes = b""
+
+    @property
+    def output_positions(self) -> range:
+        """Whose outputs are taken in this step."""
+        if self.outputs_from is None:
+            return range(0)
+        end = min(self.start + len(self.tokens), self.num_prompt_tokens)
+        return range(max(self.start, self.outputs_from), end)
+
+    @property
+    def read_positions(self) -> range:
+        """Whose hidden states are read: those, and the last one where a token is sampled."""
+        end, outputs = self.start + len(self.tokens), self.output_positions
+        if not outputs:
+            return range(end - self.sample, end)
+        return range(outputs.start, end if self.sample else outputs.stop)
 
     @property
     def input_tokens(self) -> list[int]:
@@ -111,6 +131,9 @@ class StepDone:
     # Index of a sequence -> why it was left out of the pass; nothing was computed for it.
     failed: dict[int, str] = field(default_factory=dict)
     ungrammatical: dict[int, str] = field(default_factory=dict)  # the same, by its own grammar
+    # Index of a sequence -> outputs of its `output_positions`; the embedding is a sum as long as
+    # the prompt has not ended.
+    prompts: dict[int, PromptOutputs] = field(default_factory=dict)
 
     def fault(self, index: int) -> tuple[Refusal, str] | None:
         """Why the sequence at `index` was left out."""

@@ -26,7 +26,13 @@ from cluster.worker.build import BuildOptions, WorkerSpec, build_worker
 from cluster.worker.process import BuiltWorker
 from engine.kv.block_hash import UNSALTED, CacheScope
 from engine.node import Effect, NodeId
-from engine.request import FinishReason, SamplingParams, TokenLogprobs
+from engine.request import (
+    NO_OUTPUTS,
+    FinishReason,
+    PromptOutputs,
+    SamplingParams,
+    TokenLogprobs,
+)
 from engine.stats import Role, RouterUp
 from kvtransfer.agents.local import LocalAgent, LocalRegistry
 from router.config import RouterConfig
@@ -49,6 +55,7 @@ class Completion:
     failed: Failed | None = None
     num_cached_tokens: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)
+    prompt: PromptOutputs = NO_OUTPUTS
     submitted_at: float = 0.0  # of time.monotonic
     arrived_at: list[float] = field(default_factory=list)  # of each token
 
@@ -76,6 +83,9 @@ class _Client:
             completion.num_cached_tokens = message.num_cached_tokens
             completion.cached_by_source = message.cached_by_source
             completion.finish = message.finish
+            if message.prompt != NO_OUTPUTS:
+                assert completion.prompt == NO_OUTPUTS, "twice"
+                completion.prompt = message.prompt
         elif isinstance(message, Failed):
             completion.failed = message
         if completion.finish is not None or completion.failed is not None:

@@ -239,15 +239,21 @@ class Dispatcher:
 
     def _work(self, record: RequestRecord) -> Work:
         left = record.sampling.max_tokens - record.num_output_tokens
+        # A prompt that gives outputs is computed whole, in one place.
+        whole = record.sampling.reads_prompt
+        prompts = [
+            HashedPrompt(
+                model_number(f), size, size, bytearray() if whole else record.packed_hashes(info)
+            )
+            for (f, size), info in self._kinds.items()
+        ]
         return Work(
             num_tokens=len(record.tokens),
             total_tokens=record.num_prompt_tokens + record.sampling.max_tokens,
             output_tokens=min(float(left), self.output_tokens.value),
-            prompts=[
-                HashedPrompt(model_number(fingerprint), size, size, record.packed_hashes(info))
-                for (fingerprint, size), info in self._kinds.items()
-            ],
+            prompts=prompts,
             avoid=record.avoid,
+            alone=whole,
         )
 
     def _sticky(self, record: RequestRecord) -> bytes:

@@ -11,7 +11,14 @@ from enum import StrEnum
 from engine.kv.block_hash import UNSALTED, CacheScope
 from engine.kv.tier import Retention, Tier
 from engine.node import NodeId
-from engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
+from engine.request import (
+    NO_OUTPUTS,
+    FinishReason,
+    PromptOutputs,
+    Refusal,
+    SamplingParams,
+    TokenLogprobs,
+)
 from engine.stats import Role, WorkerInfo
 
 
@@ -71,6 +78,7 @@ class Output:
     finish: FinishReason | None = None
     num_cached_tokens: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)  # as in TokenDelta
+    prompt: PromptOutputs = NO_OUTPUTS  # with the first token
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,14 @@ from engine.kv.block_hash import BlockChain
 from engine.kv.tier import Retention, Tier
 from engine.messages import Abort
 from engine.node import NodeId, Send
-from engine.request import FinishReason, Refusal, SamplingParams, TokenDelta
+from engine.request import (
+    NO_OUTPUTS,
+    FinishReason,
+    PromptOutputs,
+    Refusal,
+    SamplingParams,
+    TokenDelta,
+)
 from engine.stats import WorkerInfo
 from prefill_worker.messages import Prefill
 from router.messages import Submit
@@ -149,6 +156,7 @@ class RequestRecord:
     clamped: bool = False
     fits: Sequence[WorkerInfo] | None = None  # on one of these, as was checked already
     first_token_at: float | None = None
+    _outputs: PromptOutputs = NO_OUTPUTS  # of the prompt, that the client does not have yet
     num_cached_tokens: int | None = None  # of the prompt; None: not known yet
     cached_by_source: dict[str, int] = field(default_factory=dict)  # of those, where it is known
     _chains: dict[tuple[bytes, int], BlockChain] = field(default_factory=dict)
@@ -179,6 +187,17 @@ class RequestRecord:
             return Verdict.DIVERGED
         self.tokens.extend(delta.tokens[overlap:])
         return Verdict.NEXT
+
+    def take_outputs(self, outputs: PromptOutputs) -> None:
+        """They have come with the first token: no later attempt has to give them."""
+        if self.sampling.reads_prompt:
+            self.sampling = replace(self.sampling, prompt_logprobs=None, pooling=None)
+            self._outputs = outputs
+
+    def give_outputs(self) -> PromptOutputs:
+        """Once, to the client."""
+        outputs, self._outputs = self._outputs, NO_OUTPUTS
+        return outputs
 
     def note_cached(self, num_cached: int, by_source: Mapping[str, int]) -> None:
         """So many tokens of the prompt (at most all) were cached, and not computed."""

@@ -163,6 +163,7 @@ class Requests:
         attempt.on_delta(now, endpoint.worker, delta, bool(new))
         logprobs = delta.logprobs[-len(new) :] if new else ()
         if new:
+            record.take_outputs(delta.prompt)
             endpoint.succeed()
             self.admission.on_work(record, OUTPUT_UNITS * len(new))
             self.room_changed |= self._is_held_back
@@ -295,6 +296,7 @@ class Requests:
             finish=finish,
             num_cached_tokens=record.num_cached_tokens or 0,
             cached_by_source=record.cached_by_source,
+            prompt=record.give_outputs(),
         )
         self.send(record.submit.reply_to, output)
 

@@ -30,7 +30,7 @@ from benchmarks.report import make_console, write_json
 from benchmarks.structured.ordered import in_schema_order
 from cluster.api.constraints.schema import SchemaError, in_one_line, rewrite, schema_grammar
 from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
-from engine.model.grammar import GrammarError, compile_grammar, read_vocabulary
+from engine.model.sampling.grammar import GrammarError, compile_grammar, read_vocabulary
 from lab.bench.load import percentile
 
 

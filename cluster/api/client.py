@@ -16,7 +16,13 @@ from typing import Any
 from engine.kv.block_hash import UNSALTED, CacheScope
 from engine.kv.tier import Retention
 from engine.node import Effect, NodeId
-from engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
+from engine.request import (
+    NO_OUTPUTS,
+    FinishReason,
+    Refusal,
+    SamplingParams,
+    TokenLogprobs,
+)
 from router.messages import (
     Cancel,
     Failed,
@@ -46,6 +52,7 @@ class RequestStream:
         self._next_index = 0  # of the next token to arrive
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self.prompt = NO_OUTPUTS  # of the prompt, with the first token
         self._num_cached_tokens = 0
         self._cached_by_source: dict[str, int] = {}
         self._finish: FinishReason | None = None
@@ -101,6 +108,8 @@ class RequestStream:
             self.first_at = now
         self._tokens.extend(tokens)
         self._logprobs.extend(output.logprobs[known:])
+        if output.prompt != NO_OUTPUTS:
+            self.prompt = output.prompt
         self._next_index += len(tokens)
         if output.num_cached_tokens >= self._num_cached_tokens:
             self._num_cached_tokens = output.num_cached_tokens

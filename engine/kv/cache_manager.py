@@ -34,8 +34,9 @@ class KVCacheManager:
 
     def usable_hashes(self, seq: Sequence) -> list[bytes]:
         """Hashes of the blocks that a prefix hit may cover: the last token is always computed,
-        because its logits are needed."""
-        return seq.block_hashes[: (len(seq.tokens) - 1) // self.block_size]
+        because its logits are needed, as is all of a prompt that still has to give outputs."""
+        end = len(seq.tokens) - 1 if seq.outputs_from is None else seq.outputs_from
+        return seq.block_hashes[: end // self.block_size]
 
     def num_cached(self, seq: Sequence) -> int:
         """How many blocks, from the first, need not be computed; with a window, some of them may

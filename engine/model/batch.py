@@ -55,7 +55,7 @@ class Batch:
     context_len: torch.Tensor  # [S] int32: tokens up to and with the last one of the query
     # [S, widest] int32; 0 past a sequence's blocks, -1 before its window
     block_tables: torch.Tensor
-    sample_rows: torch.Tensor  # [R] int64
+    sample_rows: torch.Tensor  # [R] int64, ascending
     spans: tuple[tuple[int, int, int], ...]  # (query_start, query_len, context_len), on the host
 
     @staticmethod
@@ -82,7 +82,12 @@ class Batch:
         positions = np.arange(len(rows)) + (starts - firsts)[rows]
         slots = tables[rows, positions // size].astype(np.int64) * size + positions % size
         tokens = np.fromiter(chain.from_iterable(seq.tokens for seq in seqs), np.int64, len(rows))
-        asked = np.array([seq.sample for seq in seqs], np.bool_)
+        offsets = (firsts - starts).tolist()
+        read = [
+            position + offset
+            for seq, offset in zip(seqs, offsets, strict=True)
+            for position in seq.read_positions
+        ]
         spans = zip(firsts.tolist(), counts.tolist(), ends.tolist(), strict=True)
         return Batch(
             tokens=torch.from_numpy(tokens).to(device),
@@ -92,7 +97,7 @@ class Batch:
             query_len=torch.from_numpy(counts.astype(np.int32)).to(device),
             context_len=torch.from_numpy(ends.astype(np.int32)).to(device),
             block_tables=torch.from_numpy(tables).to(device),
-            sample_rows=torch.from_numpy((firsts + counts - 1)[asked]).to(device),
+            sample_rows=torch.tensor(read, dtype=torch.int64).to(device),
             spans=tuple(spans),
         )
 
@@ -101,7 +106,7 @@ class Batch:
         last = (self.query_start + self.query_len - 1).long()
         seqs = torch.bucketize(self.sample_rows, last)
         rows = torch.arange(len(seqs), dtype=torch.int32)
-        context = self.context_len[seqs]
+        context = (self.positions[self.sample_rows] + 1).int()
         return Batch(
             tokens=self.tokens[self.sample_rows],
             positions=self.positions[self.sample_rows],

@@ -24,8 +24,13 @@ class Decoder:
         self._ops = ops
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits of the rows to be sampled, float32 [R, vocab_size], valid until the next call."""
-        ops, weights, cap = self._ops, self._weights, self._config.logits_softcap
+        """Logits of `batch.sample_rows`, float32 [R, vocab_size], valid until the next call."""
+        return self.logits(self.hidden_states(batch))
+
+    def hidden_states(self, batch: Batch) -> torch.Tensor:
+        """Of `batch.sample_rows` after the last norm, [R, hidden_size], valid until the next
+        call."""
+        ops, weights = self._ops, self._weights
         ops.begin(batch)
         hidden = ops.embed(weights.table, batch.tokens)  # [N, hidden_size]
         if self._config.embed_scale != 1.0:
@@ -34,7 +39,12 @@ class Decoder:
         sampled = ops.run_layers(hidden, weights.layers, batch)
         if sampled is None:
             sampled = self._run_layers(hidden, batch)
-        logits = ops.linear(ops.rms_norm(sampled, weights.norm), weights.head).float()
+        return ops.rms_norm(sampled, weights.norm)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [R, vocab_size], valid until the next call. hidden: as of `hidden_states`."""
+        ops, cap = self._ops, self._config.logits_softcap
+        logits = ops.linear(hidden, self._weights.head).float()
         return ops.cap(logits, cap) if cap else logits
 
     def _run_layers(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:

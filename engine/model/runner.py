@@ -29,12 +29,14 @@ from engine.model.cpu.ops import CpuOps
 from engine.model.cpu.sampling import CpuDraw
 from engine.model.decoder import Decoder
 from engine.model.errors import ModelError
-from engine.model.grammar import Grammars
 from engine.model.ops import TORCH_DTYPES, Ops
 from engine.model.quantize import QUANTIZATIONS
-from engine.model.sampler import Draw, Masks, draw, sample
+from engine.model.sampling.grammar import Grammars
+from engine.model.sampling.prompt_outputs import read_prompts
+from engine.model.sampling.sampler import Draw, Masks, draw, sample
 from engine.model.torch_ops import TorchOps
-from engine.step import Sampled, Step, StepDone
+from engine.request import PromptOutputs
+from engine.step import Sampled, ScheduledSeq, Step, StepDone
 
 if TYPE_CHECKING:
     from engine.model.gpu.steps import GpuSteps
@@ -141,11 +143,12 @@ class ModelRunner:
             tables = [by_index[index] for index in kept]
             step = Step(step.step_id, [step.seqs[index] for index in kept])
         sampled: list[Sampled | None] = []
+        outputs: dict[int, PromptOutputs] = {}
         with torch.inference_mode():
             if step.seqs and self._steps is not None:
-                sampled = self._steps.execute(step, tables, masks_of)
+                sampled, outputs = self._steps.execute(step, tables, masks_of)
             elif step.seqs:
-                sampled = self._run(step, tables, masks_of)
+                sampled, outputs = self._run(step, tables, masks_of)
         if masks_of is not None:
             sampled, more = self.grammars.advance(step.seqs, sampled)
             ungrammatical |= {kept[index]: why for index, why in more.items()}
@@ -156,22 +159,29 @@ class ModelRunner:
             elapsed_s=perf_counter() - began,
             failed=failed,
             ungrammatical=ungrammatical,
+            prompts={kept[index]: each for index, each in outputs.items()},
         )
 
     def _run(
         self, step: Step, tables: list[np.ndarray], masks_of: Masks | None
-    ) -> list[Sampled | None]:
+    ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:
         """Not on a GPU."""
         if self._decode is not None:
             drawn = self._decode.execute(step, tables, masks_of)
             if drawn is not None:
-                return [*drawn]
+                return [*drawn], {}
         batch = Batch.from_step(step, self._limits, self.device, tables)
+
+        def draw(logits: torch.Tensor, asked: list[ScheduledSeq]) -> list[Sampled]:
+            masks = masks_of([replace(seq, draft_tokens=[]) for seq in asked]) if masks_of else None
+            return sample(logits, asked, self.config.max_window, self._draw, masks)
+
+        if any(seq.outputs_from is not None for seq in step.seqs):
+            hidden = self._decoder.hidden_states(batch)
+            return read_prompts(step, hidden, self._decoder.logits, draw)
         logits = self._decoder.forward(batch)
-        asked = [seq for seq in step.seqs if seq.sample]
-        masks = masks_of([replace(seq, draft_tokens=[]) for seq in asked]) if masks_of else None
-        tokens = iter(sample(logits, asked, self.config.max_window, self._draw, masks))
-        return [next(tokens) if seq.sample else None for seq in step.seqs]
+        tokens = iter(draw(logits, [seq for seq in step.seqs if seq.sample]))
+        return [next(tokens) if seq.sample else None for seq in step.seqs], {}
 
     def _pool(self, num_blocks: int, given: torch.Tensor | None) -> torch.Tensor:
         spec = self.kv_spec

@@ -105,19 +105,20 @@ static option make_option(const work *asked, worker *w, int64_t prefill, placeme
     return (option){w, prefill, held_by(asked, w), placement, cost_ms};
 }
 
-/* For each of `decodes`: all of it there, and with the best prefill worker of its model. For each
- * of `prefills`: all of it there, if it is a choice and not given. */
+/* For each of `decodes`: all of it there, and, unless `alone`, with the best prefill worker of its
+ * model. For each of `prefills`: all of it there, if it is a choice and not given. */
 static void find_options(const cost_model *c, const question *q, const candidates *decodes,
                          const candidates *prefills, answer *a) {
     const work *asked = &q->asked;
     option *firsts = a->options, *all = a->options + 2 * q->num_candidates;
     for (uint32_t i = 0; i < prefills->count; i++) {
         worker *w = prefills->workers[i];
-        firsts[a->num_prefills++] = make_option(asked, w, -1, first_at(c, w, asked));
+        if (!q->alone)
+            firsts[a->num_prefills++] = make_option(asked, w, -1, first_at(c, w, asked));
         if (!q->given && kvr_is_usable(c, q, w, true))
             all[a->num_decodes++] = make_option(asked, w, -1, local_at(c, w, asked));
     }
-    for (uint32_t i = 0; !q->given && i < decodes->count; i++) {
+    for (uint32_t i = 0; !q->given && !q->alone && i < decodes->count; i++) {
         worker *w = decodes->workers[i];
         if (w->roles & PREFILLS && kvr_is_usable(c, q, w, false))
             firsts[a->num_prefills++] = make_option(asked, w, -1, first_at(c, w, asked));

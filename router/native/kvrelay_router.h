@@ -231,6 +231,7 @@ typedef struct {
     worker **avoid;
     int64_t num_avoid;
     bool trusting, given; /* trusting: silent workers and those to be avoided are usable */
+    bool alone;           /* who decodes computes the prompt too */
     worker **decodes, **prefills, **fetch_sources;
     int64_t num_decodes, num_prefills, num_fetch_sources;
     int64_t num_idle, num_holders, max_tried, fetch_sources_per_role;

@@ -66,6 +66,7 @@ class Work(NamedTuple):
     output_tokens: float  # expected from now on
     prompts: Sequence[HashedPrompt]  # one for each kind of workers
     avoid: Sequence[Endpoint] = ()  # workers that have failed it
+    alone: bool = False  # one worker has to do all of it
 
 
 @dataclass(frozen=True, slots=True)

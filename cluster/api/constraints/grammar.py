@@ -24,7 +24,7 @@ from cluster.api.constraints.schema import (
     part_grammar,
     schema_grammar,
 )
-from engine.model.grammar import GrammarError, compile_grammar, read_vocabulary
+from engine.model.sampling.grammar import GrammarError, compile_grammar, read_vocabulary
 
 COMPILE_TIMEOUT_S = 5.0  # with those that wait before it
 MAX_KNOWN = 512

@@ -14,7 +14,7 @@ from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid
 from cluster.api.openai.schema import ChatRequest, GenerationRequest
 from cluster.api.output.marked_calls import Harmony
-from engine.model.grammar import GrammarError
+from engine.model.sampling.grammar import GrammarError
 
 if TYPE_CHECKING:
     from cluster.api.output.dialect import Reading

@@ -27,7 +27,7 @@ from engine.model.cpu.step import (
     step_of,
     widths,
 )
-from engine.model.sampler import Masks, is_plain
+from engine.model.sampling.sampler import Masks, is_plain
 from engine.model.weights import Weights
 from engine.request import SamplingParams
 from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verify_drafts

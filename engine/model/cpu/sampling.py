@@ -1,5 +1,5 @@
-"""Drawing tokens on a CPU with the compiled kernels: what `engine.model.sampler` draws with torch,
-without its threads, which spin for a while after where the kernels' own should run."""
+"""Drawing tokens on a CPU with the compiled kernels: what `sampling.sampler` draws with
+torch, without its threads, which spin for a while after where the kernels' own should run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.model.cpu.kernels import structure
-from engine.model.sampler import is_greedy
+from engine.model.sampling.sampler import is_greedy
 from engine.step import ScheduledSeq
 
 DRAW = np.dtype(structure("Draw"))
@@ -17,7 +17,7 @@ _WORD = (1 << 64) - 1
 
 
 class CpuDraw:
-    """As `engine.model.sampler.draw`."""
+    """As `engine.model.sampling.sampler.draw`."""
 
     def __init__(self, library: Any, num_threads: int) -> None:
         self._lib, self._threads = library, num_threads

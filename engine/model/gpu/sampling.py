@@ -1,4 +1,4 @@
-"""From logits to tokens on the device: what `engine.model.sampler` draws, without the host.
+"""From logits to tokens on the device: as `sampling.sampler`, without the host.
 
 One program per row. Weights exp((logit - largest) / temperature) are computed again in each pass
 over the row, which the second-level cache holds. The smallest weight that top-k and top-p keep is
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.sampler import GREEDY_BELOW
+from engine.model.sampling.sampler import GREEDY_BELOW
 from engine.request import SamplingParams
 
 BLOCK = 4096
@@ -73,7 +73,7 @@ def _mixed(word):
 
 @triton.jit
 def _uniform(seed, position):
-    """As `engine.model.sampler.uniform`: float64 in [0, 1)."""
+    """As `engine.model.sampling.sampler.uniform`: float64 in [0, 1)."""
     word = _mixed(seed.to(tl.uint64)) ^ (position.to(tl.uint64) * tl.full((), _GOLDEN, tl.uint64))
     return (_mixed(word) >> 12).to(tl.int64).to(tl.float64) * _UNIT
 

@@ -20,8 +20,9 @@ from engine.model.decoder import Decoder
 from engine.model.gpu.decode import NO_SLOT, DecodePasses
 from engine.model.gpu.sampling import Draws, draw, draw_values
 from engine.model.gpu.staging import stage, stage_arrays
-from engine.model.sampler import Masks, is_plain, sample
-from engine.request import SamplingParams
+from engine.model.sampling.prompt_outputs import read_prompts
+from engine.model.sampling.sampler import Masks, is_plain, sample
+from engine.request import PromptOutputs, SamplingParams
 from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verify_drafts
 
 AHEAD_S = 0.01
@@ -61,14 +62,16 @@ class GpuSteps:
         step: Step,
         tables: Sequence[np.ndarray] | None = None,
         masks_of: Masks | None = None,
-    ) -> list[Sampled | None]:
-        """`tables`: the sequences' block tables, if they are checked. `masks_of`: as
-        `Grammars.masks`, called while the device computes. Raises ValueError for a step that is not
-        within the limits; nothing was written then."""
-        decodes = all(len(seq.tokens) == 1 and seq.sample for seq in step.seqs)
+    ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:
+        """Tokens sampled, and outputs of prompts. `tables`: the sequences' block tables, if they
+        are checked. `masks_of`: as `Grammars.masks`, called while the device computes. Raises
+        ValueError for a step that is not within the limits; nothing was written then."""
+        decodes = all(
+            len(seq.tokens) == 1 and seq.sample and seq.outputs_from is None for seq in step.seqs
+        )
         with self._on_device():
             if decodes and self._passes.size_for(len(step.seqs)):
-                return list(self._decode(step, masks_of))
+                return list(self._decode(step, masks_of)), {}
             return self._ragged(step, tables, masks_of)
 
     def _on_device(self) -> AbstractContextManager[object]:
@@ -130,22 +133,28 @@ class GpuSteps:
 
     def _ragged(
         self, step: Step, tables: Sequence[np.ndarray] | None, masks_of: Masks | None
-    ) -> list[Sampled | None]:
+    ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:
         host = Batch.from_step(step, self._limits, torch.device("cpu"), tables)
         batch = stage(host, self._device)
+
+        def sampled_of(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[Sampled]:
+            tokens = self._draw(logits, seqs)
+            plain = [_is_drawn_here(seq) for seq in seqs]
+            return self._edited(tokens, logits, seqs, plain, masks_of)
+
+        if any(seq.outputs_from is not None for seq in step.seqs):
+            hidden = self._decoder.hidden_states(batch)
+            return read_prompts(step, hidden, self._decoder.logits, sampled_of)
         logits = self._decoder.forward(batch)
         asked = [index for index, seq in enumerate(step.seqs) if seq.sample]
         sampled: list[Sampled | None] = [None] * len(step.seqs)
         if asked:
             seqs = [step.seqs[index] for index in asked]
-            tokens = self._draw(logits, seqs)
-            plain = [_is_drawn_here(seq) for seq in seqs]
-            edited = self._edited(tokens, logits, seqs, plain, masks_of)
-            for index, each in zip(asked, edited, strict=True):
+            for index, each in zip(asked, sampled_of(logits, seqs), strict=True):
                 sampled[index] = each
         elif self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        return sampled
+        return sampled, {}
 
     def _draw(self, logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
         """A token per row as if all were plain; waits for them."""

@@ -11,8 +11,8 @@ import llguidance
 import pytest
 import torch
 
-from engine.model.grammar import Grammars
 from engine.model.runner import ModelRunner
+from engine.model.sampling.grammar import Grammars
 from engine.request import SamplingParams
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
 
@@ -199,7 +199,7 @@ def test_a_grammar_that_cannot_be_kept_ends_its_own_request_alone(
 def test_masks_are_the_same_on_the_device_and_in_the_kernels(
     runner: ModelRunner, prompt: list[int], smollm2_dir: Path
 ) -> None:
-    from engine.model.sampler import allowed
+    from engine.model.sampling.sampler import allowed
 
     config = runner.config
     grammars = Grammars(smollm2_dir, config.eos_token_ids, config.vocab_size, 1)

@@ -8,7 +8,7 @@ import torch
 from engine.cache_dir import default_cache_dir
 from engine.model.cpu import kernels
 from engine.model.cpu.sampling import CpuDraw
-from engine.model.sampler import draw, sample, uniform
+from engine.model.sampling.sampler import draw, sample, uniform
 from engine.request import SamplingParams
 from tests.engine.model.tiny import scheduled
 

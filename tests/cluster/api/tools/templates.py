@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.api.context import ApiLimits
 from cluster.api.text.tokenizer import Tokenizer
-from engine.model.grammar import compile_grammar, read_vocabulary
+from engine.model.sampling.grammar import compile_grammar, read_vocabulary
 from router.messages import Submit
 from tests.cluster.api.conftest import Served, serve
 

@@ -8,10 +8,10 @@ from tests.engine.model.paged import DEVICE
 
 pytest.importorskip("triton")
 
-from engine.model import sampler
 from engine.model.gpu import experts, int8, sampling
 from engine.model.gpu.norm_activation import gated, rms_norm
 from engine.model.quantize import dequantize, quantize
+from engine.model.sampling import sampler
 from engine.request import SamplingParams
 from tests.engine.model.tiny import scheduled
 

@@ -3,11 +3,12 @@ where there is no GPU, and then without graphs."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 
-from engine.request import SamplingParams
+from engine.request import Pooling, SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.gpu.triton_world import DEVICE, World
 from tests.engine.model.talks import GREEDY, Talk, alone, drafting, step
@@ -159,3 +160,26 @@ def test_every_kind_of_model_gives_the_tokens_of_torch(
         world = World(tmp_path, f"{name}-{kind}" if kind else name, kv_dtype)
         tokens.append(alone(world, Talk(LONG[:4] if INTERPRETED else LONG, [9, 4]), 3))
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("counts", [[18], [7, 11]])
+def test_what_a_prompt_gives_is_that_of_torch(triton, path, counts):
+    """Beside a decode: its log-probabilities, and its embedding."""
+    world, found = World(path, "torch"), []
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2, pooling=Pooling.MEAN)
+    for run in (triton.outputs, world.outputs):
+        long, other = Talk(LONG, [9, 4], params), Talk(SHORT, [3])
+        step(triton if run == triton.outputs else world, other)
+        logprobs, pooled = [], b""
+        for count in counts:
+            share = replace(long.next(count), context=LONG, pooled=pooled)
+            share.outputs_from = share.start
+            given = run(other.next(), share)[1]
+            long.num_computed = share.end
+            logprobs += given.logprobs
+            pooled = given.embedding
+        found.append((logprobs, np.frombuffer(pooled, np.float32)))
+    (mine, my_vector), (theirs, their_vector) = found
+    assert len(mine) == len(LONG) - 1
+    assert [each.logprob for each in mine] == pytest.approx([o.logprob for o in theirs], abs=1e-4)
+    np.testing.assert_allclose(my_vector, their_vector, atol=1e-4)

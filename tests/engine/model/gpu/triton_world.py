@@ -11,8 +11,10 @@ from engine.model.batch import Batch, Limits
 from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.load import load_weights
 from engine.model.decoder import Decoder
-from engine.model.sampler import sample
+from engine.model.sampling.prompt_outputs import read_prompts
+from engine.model.sampling.sampler import sample
 from engine.model.torch_ops import TorchOps
+from engine.request import PromptOutputs
 from engine.step import ScheduledSeq, Step
 from tests.engine.model.paged import DEVICE
 from tests.engine.model.tiny import BLOCK_SIZE
@@ -77,7 +79,16 @@ class World:
         step = Step(0, list(seqs), repeats=repeats)
         with torch.inference_mode():
             if self.steps is not None:
-                return self.steps.execute(step)
+                return self.steps.execute(step)[0]
             batch = Batch.from_step(step, self.limits, DEVICE)
             asked = iter(sample(self.decoder.forward(batch), [seq for seq in seqs if seq.sample]))
         return [next(asked) if seq.sample else None for seq in seqs]
+
+    def outputs(self, *seqs: ScheduledSeq) -> dict[int, PromptOutputs]:
+        """What prompts gave in one step."""
+        step = Step(0, list(seqs))
+        with torch.inference_mode():
+            if self.steps is not None:
+                return self.steps.execute(step)[1]
+            hidden = self.decoder.hidden_states(Batch.from_step(step, self.limits, DEVICE))
+            return read_prompts(step, hidden, self.decoder.logits, sample)[1]

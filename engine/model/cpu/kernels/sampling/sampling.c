@@ -1,4 +1,4 @@
-/* From logits to tokens, as engine/model/sampler.py says what is to be drawn.
+/* From logits to tokens, as engine/model/sampling/sampler.py says what is to be drawn.
  *
  * The smallest weight that top-k and top-p keep is found by bisection over the bits of a float32:
  * those of positive floats are ordered as the floats, and a pass over a row in the cache costs less

@@ -9,7 +9,7 @@ then moves the boundaries a little instead of swapping two tokens' places.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from engine.request import SamplingParams, TokenLogprobs
 from engine.step import Sampled, ScheduledSeq
 
 Draw = Callable[[torch.Tensor, list[ScheduledSeq]], list[int]]
-Masks = Callable[[list[ScheduledSeq]], np.ndarray]  # see `engine.model.grammar.Grammars.masks`
+Masks = Callable[[list[ScheduledSeq]], np.ndarray]  # as of `Grammars.masks`
 
 GREEDY_BELOW = 1e-5  # a temperature this low is greedy
 CANDIDATES = 256  # sorted at first, more of the vocabulary only if top-p reaches further
@@ -61,11 +61,7 @@ def sample(
     """One token per row. logits: float32 [len(seqs), vocab_size], overwritten. window: penalties
     count the last `window` tokens, all that such a model attends to; 0: all. Otherwise an endless
     text would in the end have every token penalized. masks: as of `Grammars.masks`, a row each."""
-    raw = {
-        row: torch.log_softmax(logits[row], dim=-1)
-        for row, seq in enumerate(seqs)
-        if seq.sampling.logprobs is not None
-    }
+    raw = {row: logits[row].clone() for row, seq in enumerate(seqs) if _is_reported(seq)}
     if masks is not None:
         logits.masked_fill_(~allowed(masks, logits), -torch.inf)
     for row, seq in enumerate(seqs):
@@ -75,6 +71,14 @@ def sample(
         Sampled(token, _logprobs(raw[row], token, seqs[row].sampling) if row in raw else None)
         for row, token in enumerate(tokens)
     ]
+
+
+def _is_reported(seq: ScheduledSeq) -> bool:
+    return seq.sampling.logprobs is not None
+
+
+def _logprobs(raw: torch.Tensor, token: int, sampling: SamplingParams) -> TokenLogprobs:
+    return token_logprobs(raw.unsqueeze(0), [token], sampling.logprobs or 0)[0]
 
 
 def allowed(masks: np.ndarray, like: torch.Tensor) -> torch.Tensor:
@@ -92,12 +96,18 @@ def is_plain(seq: ScheduledSeq) -> bool:
     return seq.sampling.is_plain(len(seq.context) - seq.num_prompt_tokens)
 
 
-def _logprobs(raw: torch.Tensor, token: int, sampling: SamplingParams) -> TokenLogprobs:
-    count = min(sampling.logprobs or 0, len(raw))
+def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Of a token for each row of float32 [len(tokens), vocab_size], and of the `count` best."""
+    if not len(tokens):
+        return []
+    raw = torch.log_softmax(logits, dim=-1)
+    ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(1)
+    chosen = raw.gather(1, ids).squeeze(1).tolist()
     if not count:
-        return TokenLogprobs(raw[token].item())
-    values, ids = raw.topk(count)
-    return TokenLogprobs(raw[token].item(), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+        return [TokenLogprobs(each) for each in chosen]
+    best = raw.topk(min(count, raw.shape[1]), dim=-1)
+    rows = zip(chosen, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [TokenLogprobs(each, tuple(zip(*top, strict=True))) for each, *top in rows]
 
 
 def _edit(row: torch.Tensor, seq: ScheduledSeq, window: int) -> None:
