@@ -27,6 +27,11 @@ from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.explain import explanation_routes
 from cluster.api.incoming import caller
+from cluster.api.openai.embeddings import (
+    EmbeddingFormat,
+    EmbeddingRequest,
+    plan_embeddings,
+)
 from cluster.api.openai.formats import ChatFormat, CompletionFormat
 from cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
 from cluster.api.openai.respond import GenerateEndpoint, error_response
@@ -99,9 +104,13 @@ def create_app(ctx: ApiContext) -> FastAPI:
     completions = GenerateEndpoint(
         ctx, "completions", read_completion, plan_completion, CompletionFormat
     )
+    embeddings = GenerateEndpoint(
+        ctx, "embeddings", partial(parse, EmbeddingRequest), plan_embeddings, EmbeddingFormat
+    )
     app.router.routes += [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
         *message_routes(ctx),
         *response_routes(ctx),
         *token_routes(ctx),

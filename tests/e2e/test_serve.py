@@ -19,11 +19,14 @@ import psutil
 import pytest
 
 from benchmarks.serving.served import Served
+from cluster.api.text.tokenizer import Tokenizer
 from engine.kv.spec import DTYPE_BYTES
 from engine.model.runner import ModelRunner
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
+# Weights and rounding as they ship: on CPUs that multiply bfloat16 faster, that.
+TOLERANCE = 1e-3 if ModelRunner.default_dtype() == "float32" else 0.2
 KVRELAY = [sys.executable, "-m", "lab.cli.main"]
 
 
@@ -63,6 +66,37 @@ def test_the_openai_client_gets_the_same_answer_streamed_and_not(served: Served)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     assert "Paris" in text
     assert whole.choices[0].message.content == text
+
+
+def test_what_a_prompt_gives_is_what_transformers_gives(served: Served, smollm2_dir: Path) -> None:
+    """Twice: the second time its KV is cached, on both workers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60)
+    text = (
+        "A river is a natural stream of fresh water that flows on land, or inside caves, to a sea."
+    )
+    prompt = Tokenizer(smollm2_dir).encode(text * 8)
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
+    with torch.inference_mode():
+        states = model.model(torch.tensor([prompt])).last_hidden_state[0]
+        known = torch.log_softmax(model.lm_head(states[:-1]), dim=-1)
+    wanted = [known[at, token].item() for at, token in enumerate(prompt[1:])]
+    vector = torch.nn.functional.normalize(states.mean(dim=0), dim=0).tolist()
+    ask_for = {"model": "smollm2-135m", "max_tokens": 1, "temperature": 0}
+    for _ in range(2):
+        client.completions.create(prompt=prompt, **ask_for)
+        answer = client.completions.create(prompt=prompt, echo=True, logprobs=1, **ask_for)
+        assert answer.choices[0].logprobs is not None
+        given = answer.choices[0].logprobs.token_logprobs
+        assert given is not None
+        assert given[0] is None
+        assert given[1 : len(prompt)] == pytest.approx(wanted, abs=TOLERANCE)
+        made = client.embeddings.create(
+            model="smollm2-135m", input=[prompt], extra_body={"pooling": "mean"}
+        )
+        assert made.data[0].embedding == pytest.approx(vector, abs=TOLERANCE)
 
 
 def test_health_and_status_name_both_workers(served: Served) -> None:

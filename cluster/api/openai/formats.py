@@ -109,7 +109,8 @@ def joined(pieces: Sequence[Piece], index: int) -> Piece:
     mine = [piece for piece in pieces if piece.index == index]
     tokens = tuple(token for piece in mine for token in piece.tokens)
     ids = tuple(token for piece in mine for token in piece.token_ids)
-    return replace(mine[-1], text="".join(p.text for p in mine), tokens=tokens, token_ids=ids)
+    text = "".join(piece.text for piece in mine)
+    return replace(mine[-1], text=text, tokens=tokens, token_ids=ids, embedding=mine[0].embedding)
 
 
 class _Reader:
@@ -243,6 +244,7 @@ class ChatFormat(Format):
         return {"content": [self._token(token) for token in piece.tokens], "refusal": None}
 
     def _token(self, token: TokenText) -> dict[str, Any]:
+        assert token.logprobs is not None  # a chat's prompt is not echoed
         top = [self._entry(other, logprob) for other, logprob in token.logprobs.top]
         return self._entry(token.token, token.logprobs.logprob) | {"top_logprobs": top}
 
@@ -263,8 +265,7 @@ class CompletionFormat(Format):
         self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
 
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        echoed = [choice for choice in self._answer.plan.choices if choice.text]
-        return [self._chunk(Piece(choice.index, choice.text, (), None)) for choice in echoed]
+        return []
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         return [self._chunk(piece)]
@@ -277,7 +278,7 @@ class CompletionFormat(Format):
         for plan in self._answer.plan.choices:
             choice = self._choice(joined(pieces, plan.index))
             prompt = self._answer.prompt_ids(plan.index)
-            choices.append({**choice, "text": plan.text + choice["text"], **prompt})
+            choices.append({**choice, **prompt})
         return self._answer.envelope("text_completion", choices) | {"usage": usage}
 
     def _chunk(self, piece: Piece) -> dict[str, Any]:
@@ -296,14 +297,17 @@ class CompletionFormat(Format):
         return {
             "tokens": [self._answer.named(token.token)[0] for token in piece.tokens],
             "token_logprobs": [
-                max(token.logprobs.logprob, _LOWEST_LOGPROB) for token in piece.tokens
+                max(token.logprobs.logprob, _LOWEST_LOGPROB) if token.logprobs else None
+                for token in piece.tokens
             ],
             "top_logprobs": [self._top(token) for token in piece.tokens],
             "text_offset": [token.offset for token in piece.tokens],
         }
 
-    def _top(self, token: TokenText) -> dict[str, float]:
+    def _top(self, token: TokenText) -> dict[str, float] | None:
         """The best tokens and the chosen one; of two with the same text, the better."""
+        if token.logprobs is None:
+            return None
         entries = [*token.logprobs.top, (token.token, token.logprobs.logprob)]
         top: dict[str, float] = {}
         for other, logprob in entries:

@@ -8,8 +8,9 @@ when every choice has finished, raises `ApiError` when one fails, and stops when
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from cluster.api.calls import CallResult
@@ -24,6 +25,7 @@ from router.messages import Failed, Output
 # A client that fell behind finds thousands of tokens waiting. Turning them into text in slices of
 # this many lets the event loop serve the others in between.
 _MAX_TOKENS_AT_ONCE = 64
+_MAX_AT_ONCE = 128  # choices of a call that are submitted; the others follow them
 # The router keeps the deadline; this is for a router that does not answer any more.
 _DEADLINE_GRACE_S = 2.0
 
@@ -41,6 +43,7 @@ class Choice:
         self.stream: RequestStream | None = None  # once it is submitted
         self._wants_logprobs = plan.sampling.logprobs is not None
         self._held: list[TokenText] = []
+        self._begun = False
         markers = whole.reading.markers if whole.reading else ()
         self._detokenizer = Detokenizer(
             ctx.tokenizer.showing(markers),
@@ -53,14 +56,20 @@ class Choice:
         """Take tokens; return the text that is certain now."""
         detokenizer = self._detokenizer
         texts: list[str] = []
-        num_before = self.num_tokens
+        num_before, embedding = self.num_tokens, b""
+        if not self._begun:
+            self._begun = True
+            texts.append(self.plan.text)
+            embedding = self._take_prompt()
+        if self.plan.is_silent:
+            output = replace(output, tokens=(), finish=output.finish and FinishReason.LENGTH)
         for i, token in enumerate(output.tokens):
             self.num_tokens += 1
             is_last = i + 1 == len(output.tokens) and output.finish is FinishReason.STOP
             if is_last and token in self.plan.sampling.stop_token_ids:
                 break  # it ends the text and is no part of it
             if self._wants_logprobs and i < len(output.logprobs):
-                offset = detokenizer.num_decoded
+                offset = len(self.plan.text) + detokenizer.num_decoded
                 self._held.append(TokenText(token, output.logprobs[i], offset))
             texts.append(detokenizer.push(token))
             if detokenizer.stopped:
@@ -80,14 +89,24 @@ class Choice:
             self.finish_reason,
             detokenizer.stopped_by,
             output.tokens[: self.num_tokens - num_before],
+            embedding,
         )
+
+    def _take_prompt(self) -> bytes:
+        """What the prompt gave, with the first tokens: its tokens come first; its embedding."""
+        assert self.stream is not None
+        plan, outputs = self.plan, self.stream.prompt
+        if plan.offsets:
+            logprobs = (None, *outputs.logprobs)
+            self._held += map(TokenText, plan.tokens, logprobs, plan.offsets)
+        return outputs.embedding
 
     def _certain_tokens(self) -> tuple[TokenText, ...]:
         """Tokens whose text has been let go of; at the natural end all the others too."""
         held = self._held
         num = len(held)
         if self._detokenizer.stopped or self.finish_reason is None:
-            end = self._detokenizer.num_released
+            end = len(self.plan.text) + self._detokenizer.num_released
             num = next((i for i, token in enumerate(held) if token.offset >= end), len(held))
         certain = tuple(held[:num])
         del held[:num]
@@ -110,15 +129,18 @@ class Generation:
         self._request_id = request_id
         self._signal = asyncio.Event()
         self._streams: dict[int, RequestStream] = {}  # choice index -> stream, until it finished
+        self._unsent = deque(self.choices)
+        self._timeout_s = ctx.limits.request_timeout_s
+        self._begun_at = 0.0  # loop time
         self._started_at = started_at
 
     async def batches(self) -> AsyncIterator[list[Piece]]:
         """What is new, at most one piece per choice at a time. Raises `ApiError`."""
         loop = asyncio.get_running_loop()
-        timeout_s = self._ctx.limits.request_timeout_s
+        timeout_s, self._begun_at = self._timeout_s, loop.time()
         timer = loop.call_later(timeout_s + _DEADLINE_GRACE_S, self._expire, timeout_s)
         try:
-            self._submit(timeout_s)
+            self._submit(self._begun_at)
             while self._streams:
                 try:
                     await self._signal.wait()
@@ -128,6 +150,7 @@ class Generation:
                 if self.gone:
                     return
                 pieces = self._take()
+                self._submit(loop.time())
                 if any(stream.has_unread for stream in self._streams.values()):
                     self._signal.set()
                 if pieces:
@@ -144,6 +167,7 @@ class Generation:
 
     def close(self) -> None:
         """Cancel what has not ended."""
+        self._unsent.clear()
         for index in list(self._streams):
             self._cancel(index)
 
@@ -179,14 +203,15 @@ class Generation:
             streams=tuple(c.stream for c in self.choices if c.stream is not None),
         )
 
-    def _submit(self, timeout_s: float) -> None:
-        for choice in self.choices:
+    def _submit(self, now: float) -> None:
+        while self._unsent and len(self._streams) < _MAX_AT_ONCE:
+            choice = self._unsent.popleft()
             plan = choice.plan
             choice.stream = self._streams[plan.index] = self._ctx.client.submit(
                 f"{self._request_id}-{plan.index}",
                 plan.tokens,
                 plan.sampling,
-                timeout_s,
+                max(0.0, self._timeout_s - (now - self._begun_at)),
                 scope=plan.scope,
                 retention=self.plan.retention,
                 session=plan.session,

@@ -23,6 +23,8 @@ class ChoicePlan:
     tokens: tuple[int, ...]
     sampling: SamplingParams
     text: str = ""  # the prompt, where it is to be echoed
+    offsets: tuple[int, ...] = ()  # where the text of each of its tokens begins in it
+    is_silent: bool = False  # the one token of output is not wanted, only what the prompt gives
     continues: bool = False  # the output goes on where the prompt's text ends
     scope: CacheScope = UNSALTED
     session: str | None = None
@@ -46,8 +48,8 @@ class TokenText:
     """A token of which log-probabilities were asked for; `offset`: where its text begins."""
 
     token: int
-    logprobs: TokenLogprobs
-    offset: int  # characters from the beginning of the output
+    logprobs: TokenLogprobs | None  # None: it is the first of all, and follows nothing
+    offset: int  # characters from the beginning of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +62,4 @@ class Piece:
     finish_reason: str | None
     stopped_by: str | None = None  # the stop string that ended it
     token_ids: tuple[int, ...] = ()
+    embedding: bytes = b""  # float32

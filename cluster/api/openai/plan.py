@@ -16,9 +16,16 @@ from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid
 from cluster.api.openai.constrain import constrain, constrain_chat
 from cluster.api.openai.parts import ChoicePlan, Plan
-from cluster.api.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
+from cluster.api.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    ModelRequest,
+)
 from cluster.api.output.dialect import Reading
 from cluster.api.tenants import Tenant
+from cluster.api.text.detokenizer import Detokenizer
+from cluster.api.text.infill import NoInfill, infill_prompt
 from cluster.api.text.tokenizer import Tokenizer
 from cluster.api.text.tool_prompt import TemplateError
 from engine.kv.block_hash import CacheScope
@@ -33,22 +40,23 @@ IN_MEMORY_S = 600.0  # OpenAI's: KV that may not be on disk is kept for minutes
 DAY_S = 86_400.0
 
 
-def call_of(ctx: ApiContext, request: GenerationRequest, tenant: Tenant, body: bytes) -> Call:
+def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, body: bytes) -> Call:
     """What can be said of a call before its prompt is tokenised. Raises `ApiError`."""
     if isinstance(request, ChatRequest):
         num_chars = chars_of(request)
         wanted = request.max_completion_tokens or request.max_tokens or ctx.max_model_len
     else:
-        assert isinstance(request, CompletionRequest)
+        prompts: Sequence[str | list[int]] = getattr(request, "prompts", ())
         num_chars = sum(
             len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt)
-            for prompt in request.prompt
+            for prompt in prompts
         )
-        wanted = request.max_tokens or DEFAULT_COMPLETION_TOKENS
+        wanted = getattr(request, "max_tokens", 1)
+        wanted = DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
     return Call(
         name=blake2b(body, digest_size=8).digest(),
         tenant=tenant.name,
-        priority=_priority(request, tenant),
+        priority=priority_of(request, tenant),
         num_prompt_tokens=max(1, num_chars // CHARS_PER_TOKEN),
         max_tokens=wanted,
         timeout_s=ctx.limits.request_timeout_s,
@@ -74,7 +82,7 @@ def choice_seed(seed: int, i: int) -> int:
 async def plan_chat(ctx: ApiContext, request: ChatRequest, tenant: Tenant) -> Plan:
     """Raises `ApiError`."""
     tokens = await chat_prompt(ctx, request)
-    room = _room(ctx, tokens, "messages")
+    room = room_after(ctx, tokens, "messages")
     given = [tool.tool() for tool in request.tools or ()]
     end = b"".join(map(ctx.tokenizer.token_bytes, tokens[-_END_TOKENS:])).decode(errors="replace")
     calls = request.tool_choice != "none"
@@ -110,34 +118,72 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
     grammar = await constrain(ctx, request)
     prompts: list[ChoicePlan] = []
     for prompt in request.prompt:
-        is_text = isinstance(prompt, str)
-        tokens = prompt
-        if is_text:
-            tokens = await ctx.in_thread(len(prompt), ctx.tokenizer.encode, prompt)
-        room = _room(ctx, tokens, "prompt")
-        largest = max(tokens)
-        if min(tokens) < 0 or largest >= ctx.tokenizer.vocab_size:
-            wrong = min(tokens) if min(tokens) < 0 else largest
-            raise invalid(
-                f"'prompt': {wrong} is not a token id, they are 0 to "
-                f"{ctx.tokenizer.vocab_size - 1}",
-                param="prompt",
-            )
+        tokens = await prompt_tokens(ctx, prompt, "prompt")
+        if request.suffix:
+            tokens = await _between(ctx, tokens, request.suffix)
+        room = room_after(ctx, tokens, "prompt")
         text = ""
-        if request.echo:
+        offsets: tuple[int, ...] = ()
+        if request.echo and request.logprobs is not None:
+            text, offsets = await ctx.in_thread(len(tokens), texts_of, ctx.tokenizer, tokens)
+        elif request.echo:
             text = prompt
-            if not is_text:
+            if not isinstance(prompt, str):
                 text = await ctx.in_thread(len(tokens), ctx.tokenizer.decode, tokens)
-        wanted = request.max_tokens or DEFAULT_COMPLETION_TOKENS
-        sampling = _sampling(ctx.tokenizer, request, min(wanted, room), request.logprobs, grammar)
-        place = len(prompts)
-        prompts.append(ChoicePlan(0, place, tuple(tokens), sampling, text, continues=True))
+        wanted = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        most = min(max(1, wanted), room)
+        sampling = _sampling(ctx.tokenizer, request, most, request.logprobs, grammar)
+        if offsets:
+            sampling = replace(sampling, prompt_logprobs=request.logprobs)
+        prompts.append(
+            ChoicePlan(
+                0, len(prompts), tuple(tokens), sampling, text, offsets, wanted == 0, continues=True
+            )
+        )
     return _plan(ctx, request, tenant, prompts)
 
 
-def _check(ctx: ApiContext, request: GenerationRequest) -> None:
+async def prompt_tokens(ctx: ApiContext, prompt: str | list[int], param: str) -> list[int]:
+    """Raises `ApiError`."""
+    if isinstance(prompt, str):
+        return await ctx.in_thread(len(prompt), ctx.tokenizer.encode, prompt)
+    for wrong in (min(prompt), max(prompt)):
+        if not 0 <= wrong < ctx.tokenizer.vocab_size:
+            raise invalid(
+                f"'{param}': {wrong} is not a token id, they are 0 to "
+                f"{ctx.tokenizer.vocab_size - 1}",
+                param=param,
+            )
+    return prompt
+
+
+async def _between(ctx: ApiContext, tokens: Sequence[int], suffix: str) -> list[int]:
+    try:
+        return await ctx.in_thread(len(suffix), infill_prompt, ctx.tokenizer, tokens, suffix)
+    except NoInfill as error:
+        raise invalid(f"'suffix': {error}", param="suffix") from None
+
+
+def texts_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """Text of `tokens`, and where in it the text of each begins."""
+    detokenizer = Detokenizer(tokenizer)
+    texts: list[str] = []
+    offsets: list[int] = []
+    for token in tokens:
+        offsets.append(detokenizer.num_decoded)
+        texts.append(detokenizer.push(token))
+    texts.append(detokenizer.finish())
+    return "".join(texts), tuple(offsets)
+
+
+def check_model(ctx: ApiContext, request: ModelRequest) -> None:
+    """Raises `ApiError`."""
     if request.model != ctx.model_name and request.model not in ctx.aliases:
         raise unknown_model(ctx, request.model)
+
+
+def _check(ctx: ApiContext, request: GenerationRequest) -> None:
+    check_model(ctx, request)
     biased = max(request.logit_bias, default=0)
     if biased >= ctx.tokenizer.vocab_size:
         raise invalid(
@@ -156,7 +202,7 @@ def unknown_model(ctx: ApiContext, name: str) -> ApiError:
     )
 
 
-def _room(ctx: ApiContext, tokens: Sequence[int], param: str) -> int:
+def room_after(ctx: ApiContext, tokens: Sequence[int], param: str) -> int:
     """Tokens that may follow the prompt: at least one."""
     if not tokens:
         raise invalid("The prompt is empty: it has no tokens", param=param)
@@ -217,7 +263,7 @@ def _retention(ctx: ApiContext, request: GenerationRequest) -> Retention | None:
     return Retention(min(IN_MEMORY_S, ctx.retention_s), to_disk=False)
 
 
-def _priority(request: GenerationRequest, tenant: Tenant) -> int:
+def priority_of(request: ModelRequest, tenant: Tenant) -> int:
     """What is asked for; without that, 0 or the best that the tenant may have."""
     if request.priority is None:
         return max(0, tenant.min_priority)
@@ -255,6 +301,6 @@ def _plan(
         stream=request.stream,
         include_usage=request.include_usage,
         tenant=tenant,
-        priority=_priority(request, tenant),
+        priority=priority_of(request, tenant),
         retention=_retention(ctx, request),
     )

@@ -28,10 +28,10 @@ from cluster.api.openai.formats import Format
 from cluster.api.openai.generation import Generation
 from cluster.api.openai.parts import Piece, Plan
 from cluster.api.openai.plan import call_of
-from cluster.api.openai.schema import GenerationRequest
+from cluster.api.openai.schema import ModelRequest
 from cluster.api.tenants import Tenant
 
-Request = TypeVar("Request", bound=GenerationRequest)
+Request = TypeVar("Request", bound=ModelRequest)
 
 _SMALL_BODY_BYTES = 64 * 1024  # parsed in the event loop, larger ones in a thread
 _CANCELLED = "cancelled"

@@ -40,7 +40,6 @@ _UNSUPPORTED = {
     "function_call": "function calls are not supported",
     "audio": "audio is not supported",
     "web_search_options": "web search is not supported",
-    "suffix": "inserting before a suffix is not supported",
     "prompt_logprobs": "log-probabilities of the prompt are not supported",
     "use_beam_search": "beam search is not supported",
 }
@@ -94,7 +93,7 @@ def _biases_of(biases: Any) -> dict[int, float]:
     return found
 
 
-def _prompts_of(prompt: Any) -> list[str | list[int]]:
+def prompts_of(prompt: Any, most: int = MAX_CHOICES) -> list[str | list[int]]:
     """A string, strings, token ids, or lists of token ids: always a list of prompts."""
     what = "expected a string, a list of strings, a list of token ids or a list of such lists"
     if isinstance(prompt, str):
@@ -105,8 +104,8 @@ def _prompts_of(prompt: Any) -> list[str | list[int]]:
         raise ValueError("the list of prompts is empty")
     if type(prompt[0]) is int and all(type(item) is int for item in prompt):
         return [prompt]
-    if len(prompt) > MAX_CHOICES:
-        raise ValueError(f"expected at most {MAX_CHOICES} prompts, got {len(prompt)}")
+    if len(prompt) > most:
+        raise ValueError(f"expected at most {most} prompts, got {len(prompt)}")
     for item in prompt:
         is_ids = isinstance(item, list) and item and all(type(token) is int for token in item)
         if not isinstance(item, str) and not is_ids:
@@ -114,14 +113,14 @@ def _prompts_of(prompt: Any) -> list[str | list[int]]:
     return prompt
 
 
-def _or(default: Any) -> BeforeValidator:
+def or_default(default: Any) -> BeforeValidator:
     """null means the default."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-_Penalty = Annotated[float, Field(ge=-2, le=2), _or(0.0)]
+_Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=128), FailFast()]
-_Flag = Annotated[bool, _or(False)]
+_Flag = Annotated[bool, or_default(False)]
 _Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 _SessionName = Annotated[str, Field(min_length=1, max_length=MAX_SESSION_CHARS)]
 
@@ -165,31 +164,36 @@ class Message(BaseModel):
         return message
 
 
-class GenerationRequest(BaseModel):
-    """What both endpoints share."""
+class ModelRequest(BaseModel):
+    """What is asked of a model."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     model: str
-    temperature: Annotated[float, Field(ge=0, le=2), _or(1.0)] = 1.0
-    top_p: Annotated[float, Field(ge=0, le=1), _or(1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=2**31), _or(0)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1), _or(0.0)] = 0.0
+    user: str | None = None
+    priority: _Priority | None = None  # lower goes first, as in vLLM
+
+
+class GenerationRequest(ModelRequest):
+    """What both endpoints share that generate."""
+
+    temperature: Annotated[float, Field(ge=0, le=2), or_default(1.0)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1), or_default(1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=2**31), or_default(0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1), or_default(0.0)] = 0.0
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0), _or(0)] = 0
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _or(1)] = 1
+    min_tokens: Annotated[int, Field(ge=0), or_default(0)] = 0
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), or_default(1)] = 1
     stop: Annotated[list[str], BeforeValidator(_stops_of)] = []
-    stop_token_ids: Annotated[_TokenIds, _or([])] = []
+    stop_token_ids: Annotated[_TokenIds, or_default([])] = []
     ignore_eos: _Flag = False
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10), _or(1.0)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10), or_default(1.0)] = 1.0
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases_of)] = {}
     stream: _Flag = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    priority: _Priority | None = None  # lower goes first, as in vLLM
     prompt_cache_key: _SessionName | None = None  # names the session that this is a turn of
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     return_token_ids: _Flag = False
@@ -229,7 +233,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice = None
-    parallel_tool_calls: Annotated[bool, _or(True)] = True
+    parallel_tool_calls: Annotated[bool, or_default(True)] = True
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
@@ -254,17 +258,21 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Annotated[list[Any], BeforeValidator(_prompts_of)]
+    prompt: Annotated[list[Any], BeforeValidator(prompts_of)]
     echo: _Flag = False
+    suffix: str | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        return self.prompt
 
     @model_validator(mode="after")
     def _is_possible(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError(f"'best_of': {self.best_of} is not supported, only the value of 'n'")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("'echo': log-probabilities of the prompt are not supported")
         if len(self.prompt) * self.n > MAX_CHOICES:
             raise ValueError(
                 f"'n': {len(self.prompt)} prompts times {self.n} choices are more than "

@@ -16,6 +16,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.api.text.detokenizer import Decoder
 from cluster.api.text.tool_prompt import TemplateError, describe_tools
+from engine.request import Pooling
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
@@ -182,6 +185,9 @@ class Tokenizer:
         self.sampling_defaults: dict[str, float] = {
             name: generation[name] for name in _SAMPLING if generation.get(name) is not None
         }
+        pooling = _read_json(directory / "1_Pooling" / "config.json")  # sentence-transformers'
+        is_mean = bool(pooling.get("pooling_mode_mean_tokens"))
+        self.pooling = Pooling.MEAN if is_mean else Pooling.LAST  # of embeddings
         added = self._tokenizer.get_added_tokens_decoder()
         self._added: dict[int, str] = {token: entry.content for token, entry in added.items()}
         self._special_ids = frozenset(token for token, entry in added.items() if entry.special)
@@ -229,6 +235,16 @@ class Tokenizer:
     def is_special(self, token: int) -> bool:
         """Whether `decode` leaves it out."""
         return token in self._special_ids
+
+    def token_id(self, text: str) -> int | None:
+        """Of exactly this token; None: there is none."""
+        token: int | None = self._tokenizer.token_to_id(text)
+        return token
+
+    @cached_property
+    def num_start_tokens(self) -> int:
+        """Special tokens that every prompt begins with."""
+        return len([*takewhile(self.is_special, self.encode("a"))])
 
     def special_id(self, text: str) -> int | None:
         """Of a special token; None: `text` is none."""

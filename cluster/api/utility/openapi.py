@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from cluster.api.anthropic.schema import CountRequest, MessagesRequest
 from cluster.api.context import ApiContext
+from cluster.api.openai.embeddings import EmbeddingRequest
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, ForkRequest
 from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.utility.tokens import DetokenizeRequest, TokenizeRequest
@@ -27,6 +28,7 @@ _PLACE = {"name": "id", "in": "path", "required": True, "schema": {"type": "stri
 CALLS: Sequence[tuple[str, str, str, type[BaseModel] | None]] = (
     ("post", "/v1/chat/completions", "Answer a conversation", ChatRequest),
     ("post", "/v1/completions", "Continue a text", CompletionRequest),
+    ("post", "/v1/embeddings", "Texts as vectors", EmbeddingRequest),
     ("post", "/v1/responses", "Answer items, and keep the response", ResponsesRequest),
     ("get", "/v1/responses/{id}", "A response that was kept", None),
     ("delete", "/v1/responses/{id}", "Forget a response", None),

@@ -4,11 +4,18 @@ each `SessionCommand` with a reply that it chooses."""
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.request import FinishReason, Refusal, TokenLogprobs
+from engine.request import (
+    NO_OUTPUTS,
+    FinishReason,
+    PromptOutputs,
+    Refusal,
+    TokenLogprobs,
+)
 from router.explain import Explanations
 from router.messages import Cancel, Failed, Output, SessionCommand, SessionReply, Submit
 from router.record import RequestRecord
@@ -93,8 +100,19 @@ class FakeRouter:
                     finish=finish if is_last else None,
                     num_cached_tokens=self.num_cached_tokens,
                     cached_by_source=self.cached_by_source,
+                    prompt=self._prompt(submit) if index == 0 else NO_OUTPUTS,
                 )
             )
+
+    def _prompt(self, submit: Submit) -> PromptOutputs:
+        """Log-probabilities that tell the position; an embedding that tells the length."""
+        sampling, length = submit.sampling, len(submit.tokens)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if sampling.prompt_logprobs is not None:
+            best = tuple((token, -0.125 * token) for token in range(sampling.prompt_logprobs))
+            logprobs = tuple(TokenLogprobs(-0.25 * at, best) for at in range(1, length))
+        vector = [float(length), 4.0, 0.0, 0.0] if sampling.pooling is not None else []
+        return PromptOutputs(logprobs, struct.pack(f"{len(vector)}f", *vector))
 
     def _logprobs(self, submit: Submit, tokens: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
         num = submit.sampling.logprobs

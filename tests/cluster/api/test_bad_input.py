@@ -120,9 +120,9 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a"] * 129}, "prompt"),
     ({"prompt": ["a"] * 100, "n": 2}, "n"),
     ({"best_of": 3}, "best_of"),
-    ({"echo": True, "logprobs": 1}, "echo"),
     ({"logprobs": 6}, "logprobs"),
     ({"suffix": "end"}, "suffix"),
+    ({"max_tokens": -1}, "max_tokens"),
 ]
 
 

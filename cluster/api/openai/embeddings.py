@@ -1,0 +1,100 @@
+"""`/v1/embeddings`: the hidden states of a text as one vector of length 1."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+
+from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError, invalid
+from cluster.api.openai.formats import Format
+from cluster.api.openai.parts import ChoicePlan, Piece, Plan
+from cluster.api.openai.plan import check_model, priority_of, prompt_tokens, room_after
+from cluster.api.openai.schema import ModelRequest, or_default, prompts_of
+from cluster.api.tenants import Tenant
+from engine.kv.block_hash import CacheScope
+from engine.request import Pooling, SamplingParams
+
+MAX_INPUTS = 2048  # OpenAI's
+
+
+def _inputs_of(given: Any) -> list[str | list[int]]:
+    return prompts_of(given, MAX_INPUTS)
+
+
+class EmbeddingRequest(ModelRequest):
+    """Body of the call. `pooling` is an extension: the mean over the text's tokens, or the last."""
+
+    input: Annotated[list[Any], BeforeValidator(_inputs_of)]
+    encoding_format: Annotated[Literal["float", "base64"], or_default("float")] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    pooling: Literal["mean", "last"] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        return self.input
+
+
+async def plan_embeddings(ctx: ApiContext, request: EmbeddingRequest, tenant: Tenant) -> Plan:
+    """Raises `ApiError`."""
+    check_model(ctx, request)
+    pooling = Pooling(request.pooling or ctx.tokenizer.pooling)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
+    scope = CacheScope(tenant.salt)
+    texts: list[ChoicePlan] = []
+    for place, text in enumerate(request.prompts):
+        tokens = tuple(await prompt_tokens(ctx, text, "input"))
+        room_after(ctx, tokens, "input")
+        texts.append(ChoicePlan(place, place, tokens, sampling, is_silent=True, scope=scope))
+    priority = priority_of(request, tenant)
+    return Plan(tuple(texts), (), None, False, False, tenant, priority, retention=None)
+
+
+class EmbeddingFormat(Format):
+    def __init__(
+        self, ctx: ApiContext, plan: Plan, request: EmbeddingRequest, request_id: str
+    ) -> None:
+        self._ctx, self._request, self._num_texts = ctx, request, len(plan.choices)
+
+    def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return []
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        return []
+
+    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return []
+
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        vectors = {piece.index: piece.embedding for piece in pieces if piece.embedding}
+        if len(vectors) != self._num_texts:
+            raise ApiError(500, "The model gave no embedding", type="server_error")
+        data = [
+            {"object": "embedding", "index": index, "embedding": self._encoded(vectors[index])}
+            for index in range(self._num_texts)
+        ]
+        counts = {key: usage[key] for key in ("prompt_tokens", "total_tokens")}
+        return {
+            "object": "list",
+            "data": data,
+            "model": self._ctx.model_name,
+            "usage": counts,
+        }
+
+    def _encoded(self, packed: bytes) -> str | list[float]:
+        vector, wanted = np.frombuffer(packed, np.float32), self._request.dimensions
+        if wanted is not None and wanted > len(vector):
+            raise invalid(
+                f"'dimensions': {wanted} is more than the {len(vector)} of this model",
+                param="dimensions",
+            )
+        vector = vector[:wanted]
+        length = float(np.linalg.norm(vector))
+        vector = (vector / length if length > 0 else vector).astype("<f4")
+        if self._request.encoding_format == "base64":
+            return b64encode(vector.tobytes()).decode()
+        return [float(value) for value in vector]
