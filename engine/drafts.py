@@ -2,10 +2,10 @@
 draft model, verified by the same pass that computes the next token.
 
 A pass of few decodes is bound by reading weights, so a few rows more cost little. The draft tokens
-of a sequence are those that its grammar lets follow alone, else those that followed its last n-gram
-where that occurred before; each is one row more. What is sampled after each row says how many of
-them are accepted. Sampling depends on the logits, the grammar and (seed, position) alone, so the
-output is the same as without drafts.
+of a sequence are those that its grammar lets follow alone, else those that its client predicts, or
+that followed its last n-gram where that occurred before; each is one row more. What is sampled
+after each row says how many of them are accepted. Sampling depends on the logits, the grammar and
+(seed, position) alone, so the output is the same as without drafts.
 
 How many: one more row pays while the accepted tokens that it is expected to add, over the time that
 it is measured to take, exceed what the pass yields as it is. So long contexts, large batches and
@@ -34,24 +34,34 @@ TOKEN_BYTES = 4  # of a token in what is searched
 
 class NgramProposer:
     """Proposes the draft tokens of one sequence. Invariant: `_searched` holds its first tokens;
-    `_source`, if not 0, is the index of the token that is expected to come next."""
+    `_source`, if there is one, is the index of the token that is expected to come next. Indices
+    count `_prediction`, what a client expects of the output, before the sequence's tokens."""
 
-    def __init__(self, acceptance_rate: float) -> None:
-        """acceptance_rate: the share of draft tokens that is expected to be accepted."""
+    def __init__(
+        self, acceptance_rate: float, prediction: Seq[int] = (), num_prompt: int = 0
+    ) -> None:
+        """acceptance_rate: the share of draft tokens that is expected to be accepted. prediction:
+        of what follows the first `num_prompt` tokens."""
         self.acceptance_rate = acceptance_rate
-        self._searched = bytearray()
-        self._source = 0
+        self._prediction, self._num_prompt = list(prediction), num_prompt
+        self._searched = bytearray(array("I", prediction).tobytes())
+        self._source: int | None = 0 if prediction else None
         self._proposed: list[int] = []
 
     def propose(self, tokens: list[int], limit: int) -> list[int]:
         """Up to `limit` draft tokens after `tokens`, which extend those of the last call."""
         self._follow(tokens)
         self._proposed = []
-        if self._source:
-            period = len(tokens) - self._source
-            proposed = self._proposed = tokens[self._source : self._source + limit]
-            while len(proposed) < limit:  # past the end of `tokens` the source is the draft itself
-                proposed.append(proposed[-period])
+        if self._source is None:
+            return self._proposed
+        if self._source < len(self._prediction):
+            self._proposed = self._prediction[self._source : self._source + limit]
+            return self._proposed
+        source = self._source - len(self._prediction)
+        period = len(tokens) - source
+        proposed = self._proposed = tokens[source : source + limit]
+        while len(proposed) < limit:  # past the end of `tokens` the source is the draft itself
+            proposed.append(proposed[-period])
         return self._proposed
 
     def on_verified(self, sampled: Seq[int]) -> None:
@@ -64,27 +74,45 @@ class NgramProposer:
         self._proposed = []
 
     def _follow(self, tokens: list[int]) -> None:
-        known = len(self._searched) // TOKEN_BYTES
-        for token in tokens[known:] if self._source else ():
-            if tokens[self._source] != token:
-                self._source = 0
+        num_predicted = len(self._prediction)
+        known = len(self._searched) // TOKEN_BYTES - num_predicted
+        for token in tokens[max(known, self._num_prompt) :]:
+            if self._source is None:
                 break
-            self._source += 1
+            source = self._source
+            expected = (
+                self._prediction[source]
+                if source < num_predicted
+                else tokens[source - num_predicted]
+            )
+            self._source = source + 1 if expected == token else None
+            if self._source == num_predicted:  # the prediction has ended
+                self._source = None
         self._searched += array("I", tokens[known:]).tobytes()
-        if not self._source:
+        if self._source is None:
             self._source = self._search()
 
-    def _search(self) -> int:
-        """Index of the token after the latest earlier occurrence of the last n-gram; 0: none."""
+    def _search(self) -> int | None:
+        """Index of the token after the latest earlier occurrence of the last n-gram, at last in the
+        prediction; None: there is none."""
         searched = self._searched
         end, first = len(searched), max(0, len(searched) - SEARCHED_TOKENS * TOKEN_BYTES)
         if end < (NGRAM_SIZE + 1) * TOKEN_BYTES:
-            return 0
+            return None
         ngram = bytes(searched[-NGRAM_SIZE * TOKEN_BYTES :])
-        at = searched.rfind(ngram, first, end - TOKEN_BYTES)
-        while at > 0 and at % TOKEN_BYTES:  # not where a token begins
-            at = searched.rfind(ngram, first, at + len(ngram) - 1)
-        return at // TOKEN_BYTES + NGRAM_SIZE if at >= 0 and at % TOKEN_BYTES == 0 else 0
+        found = _rfind(searched, ngram, first, end - TOKEN_BYTES)
+        num_predicted = len(self._prediction)
+        if num_predicted and (found is None or found + NGRAM_SIZE == num_predicted):
+            found = _rfind(searched, ngram, 0, (num_predicted - 1) * TOKEN_BYTES)
+        return None if found is None else found + NGRAM_SIZE
+
+
+def _rfind(searched: bytearray, ngram: bytes, first: int, end: int) -> int | None:
+    """Index of the token where the last occurrence within these bytes begins."""
+    at = searched.rfind(ngram, first, end)
+    while at > 0 and at % TOKEN_BYTES:  # not where a token begins
+        at = searched.rfind(ngram, first, at + len(ngram) - 1)
+    return at // TOKEN_BYTES if at >= 0 and at % TOKEN_BYTES == 0 else None
 
 
 class Drafter:
@@ -147,7 +175,11 @@ class Drafter:
         """Draft tokens, and how likely each is to be accepted."""
         if seq.forced:
             return list(seq.forced[:limit]), 1.0
-        proposer = self._proposers.setdefault(seq, NgramProposer(self._acceptance_rate))
+        proposer = self._proposers.get(seq)
+        if proposer is None:
+            prediction = seq.sampling.prediction
+            proposer = NgramProposer(self._acceptance_rate, prediction, seq.num_prompt_tokens)
+            self._proposers[seq] = proposer
         return proposer.propose(seq.tokens, limit), proposer.acceptance_rate
 
     def _row_cost(self, seqs: Seq[Sequence], weights: Seq[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -38,6 +39,26 @@ class Pooling(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningBudget:
+    """So many tokens of reasoning, then `end` follows, by which the model ends it."""
+
+    max_tokens: int
+    end: int
+    start: int | None = None  # after which it begins; None: with the output
+
+    def is_used_up(self, output: Sequence[int]) -> bool:
+        """Whether `end` has to be the next token after those of `output`."""
+        if len(output) < self.max_tokens:
+            return False
+        begins_at = 0
+        if self.start is not None:
+            if self.start not in output:
+                return False
+            begins_at = output.index(self.start) + 1
+        return len(output) - begins_at >= self.max_tokens and self.end not in output
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen, and what else is wanted. Randomness is a pure function of
     `(seed, position)`."""
@@ -56,8 +77,15 @@ class SamplingParams:
     seed: int = 0
     logprobs: int | None = None  # None: none; k: of the chosen token and the k best
     grammar: str = ""  # that the output has to match, as of `llguidance`; empty: none
+    reasoning: ReasoningBudget | None = None  # None: without bound
+    prediction: tuple[int, ...] = ()  # tokens that the output may well have: drafts come of them
     prompt_logprobs: int | None = None  # likewise, of the prompt's tokens after the first
     pooling: Pooling | None = None  # an embedding of the prompt is wanted
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether not every token may come next."""
+        return bool(self.grammar) or self.reasoning is not None
 
     @property
     def reads_prompt(self) -> bool:

@@ -248,8 +248,8 @@ class Scheduler:
 
     def _repeats(self, seq: Sequence) -> int:
         """Passes in a row that a decode can run by itself: no block is added or sealed, and it does
-        not end. With a grammar, what may follow a token is not known before."""
-        if seq.sampling.grammar:
+        not end. With a mask, what may follow a token is not known before."""
+        if seq.sampling.is_masked:
             return 1
         to_seal = -len(seq.tokens) % self.config.block_size
         return max(1, min(to_seal, self._to_end(seq)))

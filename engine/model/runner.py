@@ -134,7 +134,7 @@ class ModelRunner:
         num_seqs = len(step.seqs)
         ungrammatical: dict[int, str] = {}
         masks_of: Masks | None = None
-        if any(seq.sample and seq.sampling.grammar for seq in step.seqs):
+        if any(seq.sample and seq.sampling.is_masked for seq in step.seqs):
             ungrammatical, masks_of = self.grammars.follow(step.seqs), self.grammars.masks
         kept = [index for index in range(num_seqs) if index not in failed | ungrammatical]
         if len(kept) < num_seqs:

@@ -52,6 +52,42 @@ def test_after_an_accepted_draft_the_next_comes_from_the_same_place() -> None:
     assert NgramProposer(0.5).propose([*tokens, 7], 2) == [9, 4]
 
 
+def test_drafts_follow_a_prediction_from_the_first_token_of_output() -> None:
+    prompt, prediction = [1, 2, 3, 4], [11, 12, 13, 14, 15, 16, 17]
+    proposer = NgramProposer(0.5, prediction, len(prompt))
+    assert proposer.propose([*prompt, 11], 3) == [12, 13, 14]
+    assert proposer.propose([*prompt, 11, 12, 13], 9) == [14, 15, 16, 17]
+    assert proposer.propose([*prompt, *prediction], 3) == []
+    # A worker that takes over finds the same place.
+    taken = NgramProposer(0.5, prediction, len(prompt))
+    assert taken.propose([*prompt, 11, 12, 13], 9) == [14, 15, 16, 17]
+
+
+def test_after_what_was_not_predicted_it_is_taken_up_again() -> None:
+    prompt, prediction = [1, 2, 3, 4], [11, 12, 13, 14, 15, 16, 17]
+    proposer = NgramProposer(0.5, prediction, len(prompt))
+    assert proposer.propose([*prompt, 11, 99], 3) == []
+    assert proposer.propose([*prompt, 11, 99, 13, 14, 15], 3) == [16, 17]
+    # What the sequence itself has counts first.
+    again = [*prompt, 11, 12, 13, 50, 51, 11, 12, 13]
+    assert NgramProposer(0.5, [0, *prediction], len(prompt)).propose(again, 2) == [50, 51]
+
+
+@given(
+    st.lists(st.integers(0, 2), max_size=30),
+    st.lists(st.integers(0, 2), max_size=20),
+    st.lists(st.integers(0, 2), max_size=30),
+    st.integers(1, 9),
+)
+def test_any_prediction_gives_drafts_of_known_tokens(prompt, prediction, output, most) -> None:
+    proposer, whole = NgramProposer(0.5, prediction, len(prompt)), [*prompt]
+    for token in output:
+        whole.append(token)
+        draft = proposer.propose(whole, most)
+        assert len(draft) <= most
+        assert set(draft) <= {*prompt, *prediction, *whole}
+
+
 def test_a_draft_of_a_periodic_text_is_periodic() -> None:
     tokens = [9, 1, 2, 3, 1, 2, 3, 1]
     assert NgramProposer(0.5).propose(tokens, 7) == [2, 3, 1, 2, 3, 1, 2]

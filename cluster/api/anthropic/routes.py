@@ -23,6 +23,7 @@ from cluster.api.incoming import caller, read_body
 from cluster.api.openai.parts import Plan
 from cluster.api.openai.plan import chat_prompt, plan_chat
 from cluster.api.openai.respond import GenerateEndpoint, error_response
+from cluster.api.output.format import THINK_END
 from cluster.api.tenants import Tenant
 from engine.kv.tier import Retention
 
@@ -41,6 +42,8 @@ def message_routes(ctx: ApiContext) -> list[Route]:
 
 
 async def _plan(ctx: ApiContext, request: MessagesChat, tenant: Tenant) -> Plan:
+    if ctx.tokenizer.token_id(THINK_END) is None:  # nothing that could end the reasoning
+        request = request.model_copy(update={"thinking_budget": None})
     try:
         plan = await plan_chat(ctx, request, tenant)
     except ApiError as error:  # about what is called otherwise in a chat

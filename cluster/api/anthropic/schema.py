@@ -137,6 +137,8 @@ def as_chat(request: MessagesRequest) -> MessagesChat:
     chat |= _choice(request.tool_choice)
     kind = (request.thinking or {}).get("type", "disabled")
     chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
+    if kind == "enabled":
+        chat["thinking_budget"] = (request.thinking or {}).get("budget_tokens")
     config = request.output_config or {}
     if isinstance(config.get("effort"), str):
         chat["reasoning_effort"] = _EFFORTS.get(config["effort"], config["effort"])

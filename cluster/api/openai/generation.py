@@ -18,6 +18,7 @@ from cluster.api.client import RequestStream
 from cluster.api.context import ApiContext
 from cluster.api.errors import refused, shutting_down
 from cluster.api.openai.parts import ChoicePlan, Piece, Plan, TokenText
+from cluster.api.output.format import THINK, THINK_END
 from cluster.api.text.detokenizer import Detokenizer
 from engine.request import FinishReason, Refusal
 from router.messages import Failed, Output
@@ -44,6 +45,9 @@ class Choice:
         self._wants_logprobs = plan.sampling.logprobs is not None
         self._held: list[TokenText] = []
         self._begun = False
+        self.num_reasoning_tokens = 0  # where its marks are tokens
+        self._marks = tuple(map(ctx.tokenizer.token_id, (THINK, THINK_END)))
+        self._reasons = bool(whole.reading and whole.reading.begun and self._marks[1] is not None)
         markers = whole.reading.markers if whole.reading else ()
         self._detokenizer = Detokenizer(
             ctx.tokenizer.showing(markers),
@@ -65,6 +69,7 @@ class Choice:
             output = replace(output, tokens=(), finish=output.finish and FinishReason.LENGTH)
         for i, token in enumerate(output.tokens):
             self.num_tokens += 1
+            self._count_reasoning(token)
             is_last = i + 1 == len(output.tokens) and output.finish is FinishReason.STOP
             if is_last and token in self.plan.sampling.stop_token_ids:
                 break  # it ends the text and is no part of it
@@ -91,6 +96,11 @@ class Choice:
             output.tokens[: self.num_tokens - num_before],
             embedding,
         )
+
+    def _count_reasoning(self, token: int) -> None:
+        if token in self._marks:
+            self._reasons = token == self._marks[0]
+        self.num_reasoning_tokens += self._reasons
 
     def _take_prompt(self) -> bytes:
         """What the prompt gave, with the first tokens: its tokens come first; its embedding."""
@@ -183,6 +193,7 @@ class Generation:
             num_cached += first.num_cached_tokens
             by_source.update(first.cached_by_source)
         num_output = sum(choice.num_tokens for choice in self.choices)
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
@@ -191,6 +202,7 @@ class Generation:
                 "cached_tokens": num_cached,
                 "cached_tokens_by_source": {s: n for s, n in by_source.items() if n > 0},
             },
+            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
         }
 
     def result(self) -> CallResult:

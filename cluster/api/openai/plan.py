@@ -23,6 +23,7 @@ from cluster.api.openai.schema import (
     ModelRequest,
 )
 from cluster.api.output.dialect import Reading
+from cluster.api.output.format import THINK, THINK_END
 from cluster.api.tenants import Tenant
 from cluster.api.text.detokenizer import Detokenizer
 from cluster.api.text.infill import NoInfill, infill_prompt
@@ -30,7 +31,7 @@ from cluster.api.text.tokenizer import Tokenizer
 from cluster.api.text.tool_prompt import TemplateError
 from engine.kv.block_hash import CacheScope
 from engine.kv.tier import Retention
-from engine.request import Refusal, SamplingParams
+from engine.request import ReasoningBudget, Refusal, SamplingParams
 from router.admission.admission import Call
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
@@ -91,7 +92,31 @@ async def plan_chat(ctx: ApiContext, request: ChatRequest, tenant: Tenant) -> Pl
     wanted = request.max_completion_tokens or request.max_tokens or room
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     sampling = _sampling(ctx.tokenizer, request, min(wanted, room), num_logprobs, grammar)
+    predicted: list[int] = []
+    if request.prediction:
+        size, encode = len(request.prediction), ctx.tokenizer.encode
+        predicted = await ctx.in_thread(size, encode, request.prediction, add_special_tokens=False)
+    sampling = replace(
+        sampling, reasoning=_budget(ctx, request, reading), prediction=tuple(predicted[:room])
+    )
     return _plan(ctx, request, tenant, [ChoicePlan(0, 0, tuple(tokens), sampling)], reading)
+
+
+def _budget(ctx: ApiContext, request: ChatRequest, reading: Reading) -> ReasoningBudget | None:
+    """None: no bound, or there is no reasoning. Raises `ApiError`."""
+    most = request.thinking_budget
+    if most is None:
+        most = request.thinking_token_budget
+    if most is None or not reading.thinks:
+        return None
+    start, end = map(ctx.tokenizer.token_id, (THINK, THINK_END))
+    if end is None or (start is None and not reading.begun):
+        raise invalid(
+            f"'thinking_budget': for this model {THINK} and {THINK_END} are no tokens, so its"
+            " reasoning cannot be ended",
+            param="thinking_budget",
+        )
+    return ReasoningBudget(most, end, None if reading.begun else start)
 
 
 async def chat_prompt(ctx: ApiContext, request: ChatRequest) -> list[int]:

@@ -65,6 +65,14 @@ def _text_of(content: Any) -> str:
     return "\n".join(texts)
 
 
+def _prediction_of(given: Any) -> str:
+    if given is None:
+        return ""
+    if not isinstance(given, dict) or given.get("type") != "content":
+        raise ValueError("expected an object of type 'content'")
+    return _text_of(given.get("content"))
+
+
 def _stops_of(stop: Any) -> list[str]:
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
@@ -236,6 +244,10 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: Annotated[bool, or_default(True)] = True
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Tokens of reasoning; the second name is vLLM's.
+    thinking_budget: Annotated[int, Field(ge=0)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    prediction: Annotated[str, BeforeValidator(_prediction_of)] = ""
     modalities: list[str] | None = None
 
     @model_validator(mode="after")

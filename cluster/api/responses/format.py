@@ -125,7 +125,7 @@ class ResponseFormat(Format):
                 "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]
             },
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
         return response

@@ -125,7 +125,7 @@ class GpuSteps:
         if masks is not None:
             rows = [row for seq in seqs for row in _rows_of(seq)]
             logits = self._passes.logits[:num_rows]
-            wanted = [index for index, row in enumerate(rows) if row.sampling.grammar]
+            wanted = [index for index, row in enumerate(rows) if row.sampling.is_masked]
             drawn = sample(logits[wanted], [rows[i] for i in wanted], masks=masks[wanted])
             for index, each in zip(wanted, drawn, strict=True):
                 tokens[index] = each.token
@@ -221,7 +221,7 @@ class GpuSteps:
 
 
 def _is_drawn_here(seq: ScheduledSeq) -> bool:
-    return is_plain(seq) and not seq.sampling.grammar
+    return is_plain(seq) and not seq.sampling.is_masked
 
 
 def _rows_of(seq: ScheduledSeq) -> list[ScheduledSeq]:

@@ -135,7 +135,7 @@ class Grammars:
 
     def masks(self, seqs: Sequence[ScheduledSeq]) -> np.ndarray:
         """Bits of the tokens that may follow each input token of `seqs`, which sample and have been
-        followed, as uint32 [rows, words]. Those without a grammar may have any."""
+        followed, as uint32 [rows, words]. Those without a grammar or a budget may have any."""
         single, drafted = [], []
         row = 0
         for seq in seqs:
@@ -152,7 +152,25 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr(single, *place)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+        self._end_reasoning(seqs, masks)
         return masks
+
+    def _end_reasoning(self, seqs: Sequence[ScheduledSeq], masks: np.ndarray) -> None:
+        """Where a budget is used up, leave the token that ends it, unless the grammar forbids
+        that."""
+        row = 0
+        for seq in seqs:
+            budget = seq.sampling.reasoning
+            if budget is not None:
+                output = [*seq.context[seq.num_prompt_tokens :], *seq.draft_tokens]
+                count = len(output) - len(seq.draft_tokens)
+                word, bit = budget.end // WORD_BITS, np.uint32(1 << budget.end % WORD_BITS)
+                for number in range(len(seq.draft_tokens) + 1):
+                    mask = masks[row + number]
+                    if budget.is_used_up(output[: count + number]) and mask[word] & bit:
+                        mask[:] = 0
+                        mask[word] = bit
+            row += 1 + len(seq.draft_tokens)
 
     def advance(
         self, seqs: Sequence[ScheduledSeq], sampled: Sequence[Sampled | None]

@@ -13,7 +13,7 @@ import torch
 
 from engine.model.runner import ModelRunner
 from engine.model.sampling.grammar import Grammars
-from engine.request import SamplingParams
+from engine.request import ReasoningBudget, SamplingParams
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
 
 SCHEMA = {
@@ -210,3 +210,61 @@ def test_masks_are_the_same_on_the_device_and_in_the_kernels(
     by_words = [bool(masks[0, i // 32] >> (i % 32) & 1) for i in range(config.vocab_size)]
     assert bits.tolist() == by_words
     assert 0 < int(bits.sum()) < 20, "an object begins with a bracket"
+
+
+@pytest.mark.parametrize("drafts", [[], [5, 6, 7]])
+def test_reasoning_ends_when_its_budget_is_used_up(
+    runner: ModelRunner, prompt: list[int], drafts: list[int]
+) -> None:
+    """By the kernels, by torch (with log-probabilities), and with drafts."""
+    end, start, most = 17, 18, 4
+    for logprobs in (None, 0):
+        for begins_with in (None, start):
+            budget = ReasoningBudget(most, end, begins_with)
+            free = SamplingParams(temperature=0.0, max_tokens=20, logprobs=logprobs)
+            bound = replace(free, reasoning=budget)
+            context = [*prompt] if begins_with is None else [*prompt, start]
+            tokens: list[int] = []
+            while len(tokens) < most + 2:
+                seq = decode(context + tokens, bound, len(prompt), drafts if tokens else [])
+                (sampled,) = runner.execute(Step(0, [seq])).sampled
+                assert sampled is not None
+                tokens += [sampled.token, *sampled.more]
+            plain: list[int] = []
+            while len(plain) < most:
+                seq = decode(context + plain, free, len(prompt), [])
+                (sampled,) = runner.execute(Step(0, [seq])).sampled
+                assert sampled is not None
+                plain.append(sampled.token)
+            assert tokens[:most] == plain
+            assert tokens[most] == end
+            assert end not in tokens[most + 1 :]
+
+
+def decode(
+    tokens: list[int], sampling: SamplingParams, num_prompt: int, drafts: list[int]
+) -> ScheduledSeq:
+    """Its whole context in one step, or the last token and drafts after it."""
+    start = len(tokens) - 1 if drafts else 0
+    if drafts:  # they stay in one block
+        drafts = drafts[: -len(tokens) % BLOCK]
+    return ScheduledSeq(
+        request_id=f"budget-{len(tokens)}",
+        tokens=tokens[start:],
+        start=start,
+        block_ids=list(range(4)),
+        sample=True,
+        sampling=sampling,
+        context=tokens,
+        num_prompt_tokens=num_prompt,
+        draft_tokens=drafts,
+    )
+
+
+def test_a_budget_that_is_not_used_up_changes_nothing() -> None:
+    budget = ReasoningBudget(3, end=9, start=8)
+    assert not budget.is_used_up([1, 2, 3, 4])  # it does not reason
+    assert not budget.is_used_up([8, 1, 2])
+    assert budget.is_used_up([8, 1, 2, 3])
+    assert not budget.is_used_up([8, 1, 9, 3, 4, 5, 6])
+    assert ReasoningBudget(0, end=9).is_used_up([])

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from cluster.api.context import ApiLimits
 from cluster.api.text.tokenizer import Tokenizer
 from engine.model.sampling.grammar import compile_grammar, read_vocabulary
@@ -102,21 +104,29 @@ OSLO = '{"city": "Oslo"}'
 CALL = call_text("weather", OSLO)
 
 
-def tokenizer_with(smollm2_dir: Path, folder: Path, template: str) -> Tokenizer:
-    """The small model's, with another template; made in `folder`."""
+def tokenizer_with(
+    smollm2_dir: Path, folder: Path, template: str, tokenizer: tokenizers.Tokenizer | None = None
+) -> Tokenizer:
+    """The small model's (or another one), with another template; made in `folder`."""
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(smollm2_dir / name, folder)
+    if tokenizer is not None:
+        tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(template)
     return Tokenizer(folder)
 
 
 @contextmanager
 def serve_template(
-    smollm2_dir: Path, folder: Path, template: str, **context: Any
+    smollm2_dir: Path,
+    folder: Path,
+    template: str,
+    tokenizer: tokenizers.Tokenizer | None = None,
+    **context: Any,
 ) -> Iterator[Served]:
-    tokenizer = tokenizer_with(smollm2_dir, folder, template)
+    made = tokenizer_with(smollm2_dir, folder, template, tokenizer)
     limits = ApiLimits(max_body_bytes=64 * 1024, max_live_requests=64, request_timeout_s=20)
-    with serve(tokenizer, limits, context=context) as running:
+    with serve(made, limits, context=context) as running:
         yield running
 
 

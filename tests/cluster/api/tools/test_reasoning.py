@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
+from engine.request import ReasoningBudget
 from tests.cluster.api.conftest import MODEL, Served
 from tests.cluster.api.tools.templates import (
     ASK,
@@ -144,3 +146,60 @@ def test_parsers_can_be_switched_off(silent: Served) -> None:
     found = message(silent, tools=[WEATHER])
     assert found["content"] == f"{REASONED}\n{CALL}"
     assert set(found) == {"role", "content", "refusal"}
+
+
+@pytest.fixture(scope="module")
+def marked(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Of a model for which the marks are tokens."""
+    folder = tmp_path_factory.mktemp("marked")
+    tokenizer = tokenizers.Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    tokenizer.add_tokens(["<think>", "</think>"])
+    with serve_template(smollm2_dir, folder, THINKING, tokenizer=tokenizer) as served:
+        yield served
+
+
+def test_a_budget_names_the_tokens_of_the_model(marked: Served) -> None:
+    says(marked, REASONED)
+    start, end = map(marked.ctx.tokenizer.token_id, ("<think>", "</think>"))
+    assert start is not None
+    assert end is not None
+    for name in ("thinking_budget", "thinking_token_budget"):
+        message(marked, **{name: 7})
+        assert marked.router.submits[-1].sampling.reasoning == ReasoningBudget(7, end, start)
+    message(marked, thinking_budget=7, chat_template_kwargs={"enable_thinking": True})
+    assert marked.router.submits[-1].sampling.reasoning == ReasoningBudget(7, end)
+    message(marked, thinking_budget=7, chat_template_kwargs={"enable_thinking": False})
+    assert marked.router.submits[-1].sampling.reasoning is None
+    body = {"model": MODEL, "messages": ASK, "max_tokens": 99}
+    thinking = {"type": "enabled", "budget_tokens": 40}
+    answer = marked.post({**body, "thinking": thinking}, "/v1/messages")
+    assert answer.status_code == 200
+    assert marked.router.submits[-1].sampling.reasoning == ReasoningBudget(40, end)
+
+
+def test_tokens_of_reasoning_are_counted(marked: Served) -> None:
+    says(marked, REASONED)
+    usage = marked.post({"model": MODEL, "messages": ASK}).json()["usage"]
+    thought = marked.ctx.tokenizer.encode(f"<think>\n{THOUGHT}\n")
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len(thought)}
+
+
+def test_where_the_marks_are_no_tokens_a_budget_is_refused(thinking: Served) -> None:
+    response = thinking.post({"model": MODEL, "messages": ASK, "thinking_budget": 5})
+    assert response.status_code == 400
+    assert "'thinking_budget'" in response.json()["error"]["message"]
+    says(thinking, REASONED)
+    body = {"model": MODEL, "messages": ASK, "max_tokens": 99}
+    body["thinking"] = {"type": "enabled", "budget_tokens": 40}
+    assert thinking.post(body, "/v1/messages").status_code == 200  # agents always ask for one
+
+
+def test_a_prediction_is_sent_along_as_tokens(thinking: Served) -> None:
+    says(thinking, SPOKEN)
+    text = "def f():\n    return 1\n"
+    expected = tuple(thinking.ctx.tokenizer.encode(text))
+    for content in (text, [{"type": "text", "text": text}]):
+        message(thinking, prediction={"type": "content", "content": content})
+        assert thinking.router.submits[-1].sampling.prediction == expected
+    response = thinking.post({"model": MODEL, "messages": ASK, "prediction": "x"})
+    assert response.json()["error"]["param"] == "prediction"
