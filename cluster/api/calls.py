@@ -16,6 +16,7 @@ from typing import Any
 
 from cluster.api.client import RequestStream
 from cluster.api.metrics import ApiMetrics
+from cluster.api.text.prefixes import PromptHistory
 from router.explain import Explanation, Explanations, Phase
 
 MAX_CALLS = 512  # that are kept to be explained
@@ -29,6 +30,7 @@ class CallResult:
     usage: dict[str, Any]
     sampling: dict[str, Any]  # what spans say of it
     streams: tuple[RequestStream, ...]
+    prompt: tuple[int, ...] = ()  # tokens, of the first
 
 
 @dataclass(slots=True)
@@ -88,6 +90,7 @@ class Calls:
         self._metrics = metrics
         self._trace = trace
         self._kept: OrderedDict[str, ServedCall] = OrderedDict()
+        self.prompts = PromptHistory()
 
     def ended(self, call: Call) -> None:
         """`call` has sent its last byte. One that has submitted nothing has no phases."""
@@ -98,6 +101,7 @@ class Calls:
             self._record_phases(choice)
         if self._trace is not None:
             self._trace(served, call.headers, time.time_ns())
+        self.prompts.add(call.request_id, served.tenant, call.ended_at, call.result.prompt)
         self._kept[call.request_id] = served
         if len(self._kept) > MAX_CALLS:
             self._kept.popitem(last=False)

@@ -5,6 +5,7 @@ As `/status` it needs no key where there are none; with tenants, each sees its o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +23,7 @@ from router.record import Attempt
 
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 512
+SHOWN_TOKENS = 16  # around the place where a prefix ends
 
 
 def explanation_routes(ctx: ApiContext) -> list[Route]:
@@ -37,7 +39,8 @@ def explanation_routes(ctx: ApiContext) -> list[Route]:
                 param="id",
                 code="request_not_found",
             )
-        return JSONResponse(explanation_json(*found))
+        shown = explanation_json(*found) | {"prefix": prefix_json(ctx, found[0])}
+        return JSONResponse(shown)
 
     async def recent(http: Request) -> Response:
         tenant = caller(ctx, http)
@@ -80,6 +83,28 @@ def explanation_json(call: ServedCall, choice: ServedChoice) -> dict[str, Any]:
         "phases": [asdict(phase) for phase in choice.phases],
         "prediction": _prediction_json(explanation),
         "attempts": [] if explanation is None else [_attempt(a) for a in explanation.attempts],
+    }
+
+
+def prefix_json(ctx: ApiContext, call: ServedCall) -> dict[str, Any] | None:
+    """How far the call's prompt begins as an earlier one did, and what is there where it ceases
+    to. None: it begins as none of those that are kept."""
+    earlier = ctx.calls.prompts.closest(call.request_id)
+    if earlier is None:
+        return None
+    at, mine = earlier.num_common, ctx.calls.prompts.tokens(call.request_id)
+
+    def text(tokens: Sequence[int]) -> str:
+        return b"".join(map(ctx.tokenizer.token_bytes, tokens)).decode(errors="replace")
+
+    return {
+        "earlier": earlier.call,
+        "earlier_tokens": len(earlier.tokens),
+        "common_tokens": at,
+        "is_continued": at == len(earlier.tokens),
+        "before": text(mine[max(0, at - SHOWN_TOKENS) : at]),
+        "earlier_text": text(earlier.tokens[at : at + SHOWN_TOKENS]),
+        "text": text(mine[at : at + SHOWN_TOKENS]),
     }
 
 

@@ -81,6 +81,8 @@ def recent_table(calls: list[dict[str, Any]]) -> Table:
 def _show(console: Console, answer: dict[str, Any]) -> None:
     for line in _head(answer):
         console.print(line, markup=False, soft_wrap=True)
+    for line in _prefix(answer.get("prefix")):
+        console.print(line, markup=False)
     console.print(phases_table(answer))
     for attempt in answer["attempts"]:
         console.print(_attempt_line(attempt), style="bold", markup=False, soft_wrap=True)
@@ -109,6 +111,21 @@ def _head(answer: dict[str, Any]) -> Iterator[str]:
             f"from the decision to the first token: {seconds_text(prediction['real_s'])}, predicted"
             f" {seconds_text(prediction['predicted_s'])} ({prediction['relative_error']:.0%} off)"
         )
+
+
+def _prefix(found: dict[str, Any] | None) -> Iterator[str]:
+    """Which token broke the prefix, and what the client changed there."""
+    if found is None:
+        yield "prefix: begins as no earlier prompt that is known"
+        return
+    common, earlier = found["common_tokens"], found["earlier"]
+    if found["is_continued"]:
+        yield f"prefix: goes on after all {common:,} tokens of {earlier}"
+        return
+    yield f"prefix: the first {common:,} of {found['earlier_tokens']:,} tokens of {earlier}"
+    yield f"  after {found['before']!r}"
+    yield f"  came  {found['earlier_text']!r}"
+    yield f"  comes {found['text']!r}"
 
 
 def phases_table(answer: dict[str, Any]) -> Table:

@@ -213,6 +213,7 @@ class Generation:
             usage=self.usage(),
             sampling={"max_tokens": sampling.max_tokens, "temperature": sampling.temperature},
             streams=tuple(c.stream for c in self.choices if c.stream is not None),
+            prompt=self.choices[0].plan.tokens,
         )
 
     def _submit(self, now: float) -> None:

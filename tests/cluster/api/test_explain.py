@@ -250,3 +250,33 @@ def test_nothing_is_explained_without_a_server(run: Any, monkeypatch: pytest.Mon
     result = CliRunner().invoke(explain, ["abc"])
     assert result.exit_code == 1
     assert "no server answers" in result.output
+
+
+def test_it_says_which_token_broke_the_prefix_and_what_was_changed(routed: Served) -> None:
+    def ask(*texts: str) -> str:
+        roles = ("system", "user", "assistant", "user")
+        messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
+        answer = routed.post({**BODY, "messages": messages})
+        found: str = answer.headers["x-request-id"]
+        explanation(routed, found)
+        return found
+
+    first = ask("You are a guide. Today is Monday.", "Where is the harbour?")
+    second = ask(
+        "You are a guide. Today is Monday.", "Where is the harbour?", "At the sea.", "And the inn?"
+    )
+    third = ask(
+        "You are a guide. Today is Friday.", "Where is the harbour?", "At the sea.", "And the inn?"
+    )
+    assert explanation(routed, second)["prefix"]["earlier"] == first
+    broken = explanation(routed, third)["prefix"]
+    assert broken["earlier"] == second
+    assert not broken["is_continued"]
+    assert broken["before"].endswith("Today is")
+    assert broken["earlier_text"].startswith(" Monday")
+    assert broken["text"].startswith(" Friday")
+    shown = CliRunner().invoke(explain, [third, "--url", routed.url], env={"COLUMNS": "200"})
+    assert f"prefix: the first {broken['common_tokens']} of" in shown.output
+    assert f"tokens of {second}" in shown.output
+    assert "came  ' Monday" in shown.output
+    assert "comes ' Friday" in shown.output
