@@ -128,6 +128,7 @@ def as_chat(request: MessagesRequest) -> MessagesChat:
         "max_tokens": request.max_tokens,
         "stream": request.stream,
         "keep_s": _keep_s(request),
+        "continue_final_message": request.messages[-1].role == "assistant",
     }
     for name in ("temperature", "top_p", "top_k"):
         if getattr(request, name) is not None:

@@ -99,7 +99,8 @@ async def plan_chat(ctx: ApiContext, request: ChatRequest, tenant: Tenant) -> Pl
     sampling = replace(
         sampling, reasoning=_budget(ctx, request, reading), prediction=tuple(predicted[:room])
     )
-    return _plan(ctx, request, tenant, [ChoicePlan(0, 0, tuple(tokens), sampling)], reading)
+    choice = ChoicePlan(0, 0, tuple(tokens), sampling, continues=request.continue_final_message)
+    return _plan(ctx, request, tenant, [choice], reading)
 
 
 def _budget(ctx: ApiContext, request: ChatRequest, reading: Reading) -> ReasoningBudget | None:
@@ -132,7 +133,9 @@ async def chat_prompt(ctx: ApiContext, request: ChatRequest) -> list[int]:
     try:
         size = chars_of(request)
         render = ctx.tokenizer.apply_chat_template
-        return await ctx.in_thread(size, render, messages, shown, options)
+        return await ctx.in_thread(
+            size, render, messages, shown, options, continues=request.continue_final_message
+        )
     except TemplateError as error:
         raise invalid(str(error), param="messages") from None
 

@@ -248,6 +248,7 @@ class ChatRequest(GenerationRequest):
     thinking_budget: Annotated[int, Field(ge=0)] | None = None
     thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     prediction: Annotated[str, BeforeValidator(_prediction_of)] = ""
+    continue_final_message: _Flag = False  # vLLM's: the answer goes on where that ends
     modalities: list[str] | None = None
 
     @model_validator(mode="after")
@@ -264,6 +265,8 @@ class ChatRequest(GenerationRequest):
             raise ValueError(
                 f"'modalities': {self.modalities!r:.60} is not supported, use ['text']"
             )
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("'continue_final_message' needs a last message of the assistant")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("'top_logprobs' is only allowed where 'logprobs' is true")
         return self

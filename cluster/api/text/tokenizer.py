@@ -35,6 +35,7 @@ from engine.request import Pooling
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 _MARK = "\ue000"  # of no script
+_CUT = "\ue001"  # likewise
 _FOLLOWERS = ("a", " b", "\n", ".")
 
 
@@ -102,17 +103,22 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
     ) -> str:
-        """The prompt up to where the assistant speaks. `options`: what else the template may know.
-        Raises `TemplateError`."""
+        """The prompt up to where the assistant speaks, or if it `continues` the last message, where
+        that ends. `options`: what else the template may know. Raises `TemplateError`."""
+        if continues:
+            last = messages[-1] | {"content": f"{messages[-1]['content']}{_CUT}"}
+            messages = [*messages[:-1], last]
         if not self.knows_tools:
             messages, tools = describe_tools(messages, tools or []), None
         try:
-            return self._template.render(
+            text = self._template.render(
                 {
                     **(options or {}),
                     "messages": messages,
-                    "add_generation_prompt": True,
+                    "add_generation_prompt": not continues,
                     "tools": tools or None,
                     "documents": None,
                     **self._special_tokens,
@@ -124,6 +130,12 @@ class ChatTemplate:
             raise TemplateError(
                 f"the model's chat template cannot render these messages: {error}"
             ) from error
+        if not continues:
+            return text
+        text, cut, _ = text.rpartition(_CUT)
+        if not cut:
+            raise TemplateError("the model's chat template does not let a message be continued")
+        return text
 
 
 def read_chat_template(model_dir: Path, tokenizer_config: dict[str, Any]) -> str | None:
@@ -220,11 +232,14 @@ class Tokenizer:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
     ) -> list[int]:
-        """Token ids of the whole conversation. Raises `TemplateError`."""
+        """Token ids of the whole conversation, as of `ChatTemplate.render`. Raises
+        `TemplateError`."""
         if self.chat_template is None:
             raise TemplateError("this model has no chat template: use /v1/completions")
-        text = self.chat_template.render(messages, tools, options)
+        text = self.chat_template.render(messages, tools, options, continues=continues)
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -191,9 +191,9 @@ def test_the_effort_reaches_the_template(thinking: Served, monkeypatch: pytest.M
     assert template is not None
     render, efforts = template.render, []
 
-    def watched(messages: Any, tools: Any, options: Any) -> str:
+    def watched(messages: Any, tools: Any, options: Any, **more: Any) -> str:
         efforts.append(options["reasoning_effort"])
-        return render(messages, tools, options)
+        return render(messages, tools, options, **more)
 
     monkeypatch.setattr(template, "render", watched)
     for effort in ("low", "max"):

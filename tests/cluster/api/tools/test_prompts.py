@@ -170,3 +170,20 @@ def test_calls_that_are_wrong_are_named(
     response = served.post({"model": MODEL, "messages": [*ASK, message], "tools": [WEATHER]})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+def test_an_answer_may_go_on_where_the_last_message_ends(thinking: Served, served: Served) -> None:
+    """A chat by setting, Anthropic's messages always."""
+    begun = [*ASK, {"role": "assistant", "content": "In Oslo it will "}]
+    for server in (thinking, served):
+        says(server, "rain.")
+        asked = {"model": MODEL, "messages": begun}
+        assert server.post({**asked, "continue_final_message": True}).status_code == 200
+        assert prompt(server).endswith("In Oslo it will ")
+        answer = server.post({**asked, "max_tokens": 9}, "/v1/messages")
+        assert answer.json()["content"][0]["text"] == "rain."
+        assert prompt(server).endswith("In Oslo it will ")
+        assert server.post(asked).status_code == 200
+        assert not prompt(server).endswith("In Oslo it will ")
+    wrong = served.post({"model": MODEL, "messages": ASK, "continue_final_message": True})
+    assert wrong.json()["error"]["param"] == "continue_final_message"
