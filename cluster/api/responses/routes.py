@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,7 @@ from cluster.api.tenants import Tenant
 
 MAX_TURNS = 2000  # of a conversation that is read back
 MAX_BACKGROUND = 64
+LOST_AFTER_S = 5.0  # beyond its timeout one in the background cannot run, wherever it does
 STOP_TIMEOUT_S = 5.0  # for one in the background that is cancelled
 _CHAT_NAMES = {"messages": "input", "response_format": "text.format"}
 _log = logging.getLogger("kvrelay.api")
@@ -122,6 +124,12 @@ class Responses:
         record = await asyncio.to_thread(read)
         if record is None:
             raise unknown(response_id)
+        response = record["response"]
+        runs_until = response["created_at"] + self._ctx.limits.request_timeout_s + LOST_AFTER_S
+        is_here = response_id in self._background
+        if response["status"] == "in_progress" and not is_here and time.time() > runs_until:
+            error = {"code": "server_error", "message": "The server stopped while it ran"}
+            record["response"] = response | {"status": "failed", "error": error}
         return record
 
     async def keep(self, tenant: Tenant, record: dict[str, Any]) -> bool:

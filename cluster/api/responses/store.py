@@ -18,6 +18,7 @@ log = logging.getLogger("kvrelay.responses")
 FILE = "responses.db"
 KEEP_S = 30 * 86_400.0
 MAX_RESPONSES = 100_000  # the oldest are forgotten first
+MAX_BYTES = 4 * 2**30  # of all records; likewise
 PRUNE_EVERY = 256
 BUSY_S = 5.0  # that others of the file's users may take
 
@@ -32,6 +33,13 @@ INSERT OR REPLACE INTO responses (tenant, id, created_at, record) VALUES (?, ?, 
 _PRUNE = """
 DELETE FROM responses WHERE created_at < ? OR rowid IN
     (SELECT rowid FROM responses ORDER BY created_at DESC LIMIT -1 OFFSET ?)
+"""
+
+
+_SHRINK = """
+DELETE FROM responses WHERE rowid IN
+    (SELECT rowid FROM (SELECT rowid, SUM(LENGTH(record)) OVER
+        (ORDER BY created_at DESC, rowid DESC) AS total FROM responses) WHERE total > ?)
 """
 
 
@@ -62,6 +70,7 @@ class ResponseStore:
             connection.execute(_PUT, values)
             if self._num_puts % PRUNE_EVERY == 0:
                 connection.execute(_PRUNE, (time.time() - KEEP_S, MAX_RESPONSES))
+                connection.execute(_SHRINK, (MAX_BYTES,))
             self._num_puts += 1
 
     def get(self, tenant: str, response_id: str) -> bytes | None:

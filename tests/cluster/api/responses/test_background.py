@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -143,3 +144,20 @@ def test_more_than_the_limit_are_a_429(served: Served, monkeypatch: pytest.Monke
     running[0] = begin(served)
     for each in running:
         served.openai().responses.cancel(each.id)
+
+
+def test_one_that_its_server_did_not_finish_has_failed(served: Served) -> None:
+    """As after a restart: nobody runs it, and its time is over."""
+    made = ask(served, background=True)
+    done = ended(served, made.id)
+    store = served.ctx.responses
+    record = json.loads(store.get("", made.id) or b"")
+    record["response"] |= {"status": "in_progress", "output": []}
+    store.put("", made.id, json.dumps(record).encode())
+    assert served.openai().responses.retrieve(made.id).status == "in_progress"
+    record["response"]["created_at"] = done.created_at - 3600
+    store.put("", made.id, json.dumps(record).encode())
+    lost = served.openai().responses.retrieve(made.id)
+    assert lost.status == "failed"
+    assert lost.error is not None
+    assert lost.error.message == "The server stopped while it ran"

@@ -209,3 +209,13 @@ def test_a_file_that_stays_locked_is_not_waited_for_for_ever(
     assert not store.is_durable
     store.close()
     other.close()
+
+
+def test_the_oldest_go_where_all_are_too_large(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 3500)
+    monkeypatch.setattr(module, "PRUNE_EVERY", 1)
+    store = ResponseStore(path)
+    for name in "abcde":
+        store.put("", name, b"x" * 1000)
+    assert [name for name in "abcde" if store.get("", name)] == ["c", "d", "e"]
+    store.close()
