@@ -140,8 +140,8 @@ def schemas(corpus: Path, json_path: Path | None) -> None:
 @click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
 def speed(rounds: int, threads: int, json_path: Path | None) -> None:
-    """What masks cost a step of 8, and what forced tokens bring."""
-    from benchmarks.structured.speed import forced_tokens, masked_steps
+    """What masks cost a step of 8, and what forced and predicted tokens bring."""
+    from benchmarks.structured.speed import forced_tokens, masked_steps, predicted
 
     console = make_console()
     model = resolve_model(DEFAULT_MODEL, progress=lambda _: None)
@@ -157,6 +157,10 @@ def speed(rounds: int, threads: int, json_path: Path | None) -> None:
         speeds = (f"{forced[name]:.0f} tokens/s" for name in ("tokens_s", "drafted_tokens_s"))
         row = f"forced tokens as drafts: {batch} at once"
         table.add_row(row, *speeds, f"{forced['ratio']:.2f}")
+    with console.status("a prediction"):
+        found["predicted"] = told = predicted(model, rounds)
+    speeds = (f"{told[name]:.0f} tokens/s" for name in ("tokens_s", "predicted_tokens_s"))
+    table.add_row("a prediction, nine tenths right", *speeds, f"{told['ratio']:.2f}")
     console.print(table)
     write_json(json_path, found)
 
