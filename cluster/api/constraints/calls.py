@@ -20,6 +20,7 @@ from cluster.api.output.tools import Tool
 
 TEXT = r"/(.|\n)*/"
 LINE = "\n"  # after each argument
+MAX_CALLS = 64  # in one answer: a small model that has to call something may never end
 # Keywords of strict schemas that are refused where arguments are written between tags.
 OBJECT_LIMITS = (
     *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const", "minProperties"),
@@ -101,7 +102,7 @@ def call_grammar(
     more = ""
     if parallel:  # what is between calls is one string with a call's begin: lexemes are greedy
         begins = [shape.between + syntax.begin for syntax in syntaxes]
-        more = f"{_one_of(rules, 'next', arguments, begins, syntaxes)}*"
+        more = f"{_one_of(rules, 'next', arguments, begins, syntaxes)}{{0,{MAX_CALLS - 1}}}"
     first, last = shape.first, rules.quote(shape.last)
     if required:
         start = rules.add("calls", _joined(rules.quote(first), one, more, last))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cluster.api.constraints.calls import MAX_CALLS
 from tests.cluster.api.conftest import MODEL, Served
 from tests.cluster.api.tools.templates import ASK, CALL, OSLO, WEATHER, allows, call_text, says
 
@@ -36,6 +37,12 @@ def test_required_is_a_call_of_any_tool(served: Served) -> None:
         assert allows(served, text)
     for text in ("", "It rains.", f"I look.\n{CALL}", call_text("alarm", "{}"), CALL[:-1]):
         assert not allows(served, text)
+
+
+def test_calls_that_are_demanded_come_to_an_end(served: Served) -> None:
+    submitted(served, tool_choice="required")
+    assert allows(served, "\n".join([TIME] * MAX_CALLS))
+    assert not allows(served, "\n".join([TIME] * (MAX_CALLS + 1)))
 
 
 def test_a_tool_that_is_named_is_called_once(served: Served) -> None:
