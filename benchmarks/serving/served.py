@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -53,15 +53,20 @@ class Served(OwnedServer):
     """Owns the process from `with` to its end. What it wrote is in `lines`."""
 
     def __init__(
-        self, settings: Mapping[str, object], *args: str, env: Mapping[str, str] | None = None
+        self,
+        settings: Mapping[str, object],
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
-        """`env`: variables to set beside those of this process."""
+        """`env`: variables to set beside those of this process. `prefix`: of the command, to run
+        it elsewhere."""
         self._folder = tempfile.TemporaryDirectory()
         path = Path(self._folder.name) / "kvrelay.toml"
         path.write_text(toml_text(settings))
-        command = [sys.executable, "-m", "lab.cli.main", "serve", "--config", str(path)]
+        command = [*prefix, sys.executable, "-m", "lab.cli.main", "serve", "--config", str(path)]
         self.process = subprocess.Popen(
-            [*command, "--port", "0", *args],
+            [*command, *(() if "--port" in args else ("--port", "0")), *args],
             stderr=subprocess.PIPE,
             text=True,
             bufsize=1,

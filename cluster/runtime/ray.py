@@ -332,7 +332,8 @@ def _create_actor(
         "max_concurrency": 4,  # start, wait, introduce and stop may overlap
         "scheduling_strategy": NodeAffinitySchedulingStrategy(machine_id, soft=False),
     }
-    return ray.remote(actor).options(**common, **options).remote(node)
+    named = type(f"kvrelay {node}", (actor,), {})  # what `ps` shows of its process
+    return ray.remote(named).options(**common, **options).remote(node)
 
 
 async def _result(reference: Any) -> Any:

@@ -1,0 +1,183 @@
+"""`python -m tests.chaos`: faults one after the other, and what clients saw."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import make_console, write_json
+from tests.chaos.clients import Clients, Stream, requests_of
+from tests.chaos.faults import Fault, link_faults, process_faults
+from tests.chaos.kvrelay import OnHosts, OnLoopback
+from tests.chaos.network import Hosts, can_have_hosts
+from tests.chaos.system import System
+
+UP_WITHIN_S = 90.0
+NOTICED_S = 1.0  # before that, a system may not know of a fault
+SETTLE_S = 5.0  # of streams, after everything is up and before the next fault
+MAX_SILENCE_S = 3.0
+COUNTS = ("streams", "failed", "altered")
+
+
+@dataclass(slots=True)
+class Seen:
+    """One fault, and what the streams saw that ran while it was there."""
+
+    fault: str
+    to: str
+    streams: int
+    failed: int
+    altered: int
+    silence_s: float
+    up_after_s: float | None  # None: not within UP_WITHIN_S
+    errors: tuple[str, ...]
+
+
+async def disturb(system: System, clients: Clients, fault: Fault, random: Random) -> Seen | None:
+    began, first = time.monotonic(), len(clients.ended)
+    to = await fault.apply(random)
+    if to is None:
+        return None
+    await asyncio.sleep(NOTICED_S)
+    up_after_s = await asyncio.to_thread(system.wait_up, UP_WITHIN_S)
+    if up_after_s is not None:
+        up_after_s += NOTICED_S
+    await asyncio.sleep(SETTLE_S)
+    streams = [stream for stream in clients.ended[first:] if stream.ended_at > began]
+    return seen(fault, to, clients, streams, up_after_s)
+
+
+def seen(
+    fault: Fault, to: str, clients: Clients, streams: Sequence[Stream], up_after_s: float | None
+) -> Seen:
+    failed = [stream.error for stream in streams if stream.error]
+    return Seen(
+        fault=fault.name,
+        to=to,
+        streams=len(streams),
+        failed=len(failed),
+        altered=sum(map(clients.is_altered, streams)),
+        silence_s=max((stream.silence_s for stream in streams if not stream.error), default=0.0),
+        up_after_s=up_after_s,
+        errors=tuple(sorted(set(failed)))[:3],
+    )
+
+
+async def run(
+    console: Console, system: System, faults: Sequence[Fault], minutes: float, num_streams: int,
+    random: Random,
+) -> tuple[list[Seen], list[str]]:  # fmt: skip
+    bodies = requests_of(system.model, 2 * num_streams, max_tokens=80)
+    clients = Clients(system.urls, bodies, num_streams)
+    with console.status(f"{len(bodies)} requests at rest"):
+        await clients.learn()
+    clients.start()
+    await asyncio.sleep(SETTLE_S)
+    found: list[Seen] = []
+    deadline = time.monotonic() + 60 * minutes
+    while time.monotonic() < deadline:
+        for fault in random.sample(faults, len(faults)):
+            if time.monotonic() > deadline:
+                break
+            with console.status(fault.name):
+                result = await disturb(system, clients, fault, random)
+            if result is None:
+                continue
+            found.append(result)
+            console.print(line(result, fault))
+            if result.up_after_s is None:
+                console.print("it does not come up again: the run ends here", style="bold red")
+                deadline = 0.0
+                break
+    with console.status("the last streams end"):
+        await clients.stop()
+    left = await asyncio.to_thread(system.left_over) if deadline else ["it is not up"]
+    return found, left
+
+
+def line(result: Seen, fault: Fault) -> str:
+    is_bad = result.altered or result.up_after_s is None
+    is_bad = is_bad or (not fault.breaks_clients and bool(result.failed))
+    colour = "red" if is_bad else "yellow" if result.silence_s > MAX_SILENCE_S else "green"
+    up = "not up again" if result.up_after_s is None else f"up after {result.up_after_s:.1f} s"
+    text = (
+        f"[{colour}]{result.fault}[/] ({result.to}): {result.streams} streams, {result.failed}"
+        f" failed, {result.altered} altered, silence {result.silence_s:.1f} s, {up}"
+    )
+    return "\n    ".join([text, *result.errors])
+
+
+def table(found: Sequence[Seen]) -> Table:
+    made = Table(box=SIMPLE_HEAD, title="What clients saw")
+    for name in ("fault", "times", "streams", "failed", "altered", "longest silence", "up again"):
+        made.add_column(name, justify="left" if name == "fault" else "right")
+    for fault in dict.fromkeys(each.fault for each in found):
+        mine = [each for each in found if each.fault == fault]
+        ups = [each.up_after_s for each in mine]
+        worst = max((up for up in ups if up is not None), default=0.0)
+        made.add_row(
+            fault,
+            str(len(mine)),
+            *(
+                str(sum(getattr(e, name) for e in mine))
+                for name in ("streams", "failed", "altered")
+            ),
+            f"{max(each.silence_s for each in mine):.1f} s",
+            "never" if None in ups else f"{worst:.1f} s",
+        )
+    return made
+
+
+@click.command()
+@click.option("--minutes", type=float, default=5.0, show_default=True)
+@click.option("--streams", type=click.IntRange(1), default=16, show_default=True)
+@click.option("--hosts", is_flag=True, help="Three hosts (network namespaces; needs root).")
+@click.option("--stop-s", type=float, default=60.0, show_default=True, help="Of stopped processes.")
+@click.option("--only", multiple=True, help="Faults whose name contains this.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+def main(
+    minutes: float, streams: int, hosts: bool, stop_s: float, only: Sequence[str], seed: int,
+    json_path: Path | None,
+) -> None:  # fmt: skip
+    """Disturb a server of one's own, with streams running all the time. Exits with 1 if a stream
+    failed that was not connected to what was hit, if one was altered, or if anything is left."""
+    console = make_console()
+    if hosts and not can_have_hosts():
+        raise click.UsageError("--hosts needs root, for network namespaces")
+    with ExitStack() as stack:
+        faults: list[Fault] = []
+        if hosts:
+            network = stack.enter_context(Hosts(3))
+            with console.status("three hosts, and the server"):
+                system: System = stack.enter_context(OnHosts(network))
+            faults += link_faults(network)
+        else:
+            with console.status("the server"):
+                system = stack.enter_context(OnLoopback())
+        faults += process_faults(system, stop_s)
+        faults = [f for f in faults if not only or any(part in f.name for part in only)]
+        found, left = asyncio.run(run(console, system, faults, minutes, streams, Random(seed)))
+    console.print(table(found))
+    for each in left:
+        console.print(f"left over: {each}", style="red", markup=False)
+    results: dict[str, Any] = {"seen": [asdict(each) for each in found], "left": left}
+    write_json(json_path, results)
+    excused = {fault.name for fault in faults if fault.breaks_clients}
+    bad = [e for e in found if e.altered or (e.failed and e.fault not in excused)]
+    raise SystemExit(1 if bad or left else 0)
+
+
+if __name__ == "__main__":
+    main()

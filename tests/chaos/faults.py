@@ -1,0 +1,117 @@
+"""What is done to a system, and undone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+import psutil
+
+from tests.chaos.network import Hosts
+from tests.chaos.system import System
+
+SLOW_S = 10.0  # a process that is slowed down runs half of this time, in short turns
+TURN_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`apply` returns when it is undone, and says to what it was done; None: to nothing."""
+
+    name: str
+    apply: Callable[[Random], Awaitable[str | None]]
+    breaks_clients: bool = False  # of the process that is hit: they are connected to it
+
+
+def process_faults(system: System, stop_s: float) -> Iterator[Fault]:
+    for kind in system.kinds:
+        breaks = kind in ("server", "router")
+        yield Fault(f"kill -9 of a {kind}", _killing(system, kind), breaks)
+        yield Fault(f"{kind} stopped for {stop_s:g} s", _stopping(system, kind, stop_s), breaks)
+    yield Fault("a worker at half speed", _slowing(system, "worker"))
+
+
+def link_faults(hosts: Hosts) -> Iterator[Fault]:
+    """Of any host but the first, where the API is."""
+    for seconds in (5.0, 30.0):
+        yield Fault(f"a link cut for {seconds:g} s", _cutting(hosts, seconds))
+    yield Fault("10 % of packets lost for 20 s", _losing(hosts, 20.0))
+
+
+def _killing(system: System, kind: str) -> Callable[[Random], Awaitable[str | None]]:
+    async def apply(random: Random) -> str | None:
+        found = system.processes(kind)
+        if not found:
+            return None
+        victim = random.choice(found)
+        victim.kill()
+        return f"pid {victim.pid}"
+
+    return apply
+
+
+def _stopping(
+    system: System, kind: str, seconds: float
+) -> Callable[[Random], Awaitable[str | None]]:
+    async def apply(random: Random) -> str | None:
+        found = system.processes(kind)
+        if not found:
+            return None
+        victim = random.choice(found)
+        victim.suspend()
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.resume()
+        return f"pid {victim.pid}"
+
+    return apply
+
+
+def _slowing(system: System, kind: str) -> Callable[[Random], Awaitable[str | None]]:
+    async def apply(random: Random) -> str | None:
+        found = system.processes(kind)
+        if not found:
+            return None
+        victim = random.choice(found)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for _ in range(int(SLOW_S / (2 * TURN_S))):
+                victim.suspend()
+                try:
+                    await asyncio.sleep(TURN_S)
+                finally:
+                    victim.resume()
+                await asyncio.sleep(TURN_S)
+        return f"pid {victim.pid}"
+
+    return apply
+
+
+def _cutting(hosts: Hosts, seconds: float) -> Callable[[Random], Awaitable[str | None]]:
+    async def apply(random: Random) -> str | None:
+        number = random.randrange(1, len(hosts.names))
+        hosts.cut(number, is_cut=True)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            hosts.cut(number, is_cut=False)
+        return f"host {number}"
+
+    return apply
+
+
+def _losing(hosts: Hosts, seconds: float) -> Callable[[Random], Awaitable[str | None]]:
+    async def apply(random: Random) -> str | None:
+        number = random.randrange(1, len(hosts.names))
+        hosts.disturb(number, "loss", "10%")
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            hosts.disturb(number)
+        return f"host {number}"
+
+    return apply
