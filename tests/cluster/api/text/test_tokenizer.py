@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.api.openai.tools import arguments_of
-from cluster.api.text.tokenizer import ChatTemplate, TemplateError, Tokenizer, TokenizerError
+from cluster.api.text.chat_template import ChatTemplate
+from cluster.api.text.tokenizer import TemplateError, Tokenizer, TokenizerError
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.api.openai.tools import arguments_of
-from cluster.api.text.tokenizer import ChatTemplate
+from cluster.api.text.chat_template import ChatTemplate
 from tests.cluster.api.conftest import MODEL, Served
 from tests.cluster.api.tools.templates import (
     ASK,
