@@ -20,7 +20,7 @@ from benchmarks.report import make_console, write_json
 from tests.chaos.clients import Clients, Stream, requests_of
 from tests.chaos.faults import Fault, link_faults, process_faults
 from tests.chaos.kvrelay import OnHosts, OnLoopback
-from tests.chaos.network import Hosts, can_have_hosts
+from tests.chaos.network import Hosts, what_is_missing
 from tests.chaos.system import System
 
 UP_WITHIN_S = 90.0
@@ -154,8 +154,8 @@ def main(
     """Disturb a server of one's own, with streams running all the time. Exits with 1 if a stream
     failed that was not connected to what was hit, if one was altered, or if anything is left."""
     console = make_console()
-    if hosts and not can_have_hosts():
-        raise click.UsageError("--hosts needs root, for network namespaces")
+    if hosts and (missing := what_is_missing()):
+        raise click.UsageError(f"--hosts needs {missing}")
     with ExitStack() as stack:
         faults: list[Fault] = []
         if hosts:

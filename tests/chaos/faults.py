@@ -107,11 +107,11 @@ def _cutting(hosts: Hosts, seconds: float) -> Callable[[Random], Awaitable[str |
 def _losing(hosts: Hosts, seconds: float) -> Callable[[Random], Awaitable[str | None]]:
     async def apply(random: Random) -> str | None:
         number = random.randrange(1, len(hosts.names))
-        hosts.disturb(number, "loss", "10%")
+        hosts.lose(number, 10)
         try:
             await asyncio.sleep(seconds)
         finally:
-            hosts.disturb(number)
+            hosts.lose(number, 0)
         return f"host {number}"
 
     return apply

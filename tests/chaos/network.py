@@ -3,15 +3,22 @@ lossy. Needs root."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import signal
 import subprocess
 from typing import Self
 
 NETWORK = "10.213.7"
 
 
-def can_have_hosts() -> bool:
-    return os.geteuid() == 0
+def what_is_missing() -> str:
+    """For hosts; empty: nothing."""
+    if os.geteuid() != 0:
+        return "root, for network namespaces"
+    missing = [name for name in ("ip", "nft") if shutil.which(name) is None]
+    return f"the commands {' and '.join(missing)} (iproute2, nftables)" if missing else ""
 
 
 def run(*command: str) -> None:
@@ -40,6 +47,11 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:
+            pids = ("ip", "netns", "pids", name)
+            found = subprocess.run(pids, capture_output=True, text=True, check=False).stdout
+            for pid in found.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             subprocess.run(("ip", "netns", "del", name), capture_output=True, check=False)
         subprocess.run(("ip", "link", "del", self._bridge), capture_output=True, check=False)
 
@@ -53,13 +65,15 @@ class Hosts:
     def cut(self, number: int, *, is_cut: bool) -> None:
         run("ip", "link", "set", self._outer(number), "down" if is_cut else "up")
 
-    def disturb(self, number: int, *netem: str) -> None:
-        """What leaves the host towards others, as `tc ... netem` says; nothing: as before."""
-        device = self._outer(number)
-        if netem:
-            run("tc", "qdisc", "replace", "dev", device, "root", "netem", *netem)
-        else:
-            run("tc", "qdisc", "del", "dev", device, "root")
+    def lose(self, number: int, percent: int) -> None:
+        """So many of the packets that leave the host are lost; 0: none any more."""
+        nft = (*self.inside(number), "nft")
+        run(*nft, "add table inet chaos")
+        run(*nft, "delete table inet chaos")
+        if percent:
+            run(*nft, "add table inet chaos")
+            run(*nft, "add chain inet chaos out { type filter hook output priority 0; }")
+            run(*nft, f"add rule inet chaos out numgen random mod 100 < {percent} drop")
 
     def _outer(self, number: int) -> str:
         return f"{self._mark}v{number}"
