@@ -161,6 +161,9 @@ class ApiSection(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000  # 0: any that is free
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 8 << 20  # of a request
+    max_header_bytes: Annotated[int, Meta(ge=1024)] = 64 << 10  # of a request
+    # open at once, of each router, and at most half of the files that it may open (ulimit -n)
+    max_connections: Positive = 8192
     max_live_requests: Positive = 4096  # requests that generate at once; beyond it 429
     request_timeout_s: Timeout = 600.0  # from the arrival of the body to the last token
     # pages from where may call, in a browser: "*", or "https://A https://B"; "": none

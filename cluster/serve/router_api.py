@@ -90,6 +90,7 @@ async def serve_api(
     from cluster.api.app import create_app
     from cluster.api.client import RouterClient
     from cluster.api.context import ApiContext
+    from cluster.api.http.connection import ConnectionLimits
     from cluster.api.metrics import ApiMetrics, ClusterCollector
     from cluster.api.responses.store import ResponseStore
     from cluster.api.server import serve_app
@@ -140,6 +141,7 @@ async def serve_api(
         sock=sock,
         stop=stop,
         on_ready=on_ready,
+        connections=ConnectionLimits(config.api.max_connections, config.api.max_header_bytes),
         shutdown_timeout_s=SHUTDOWN_S,
     )
     if tracing is not None:

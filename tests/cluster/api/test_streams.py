@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from cluster.api.context import ApiLimits
+from cluster.api.http.connection import ConnectionLimits
 from cluster.api.limiter import ConcurrencyLimiter
 from cluster.api.server import bind_socket
 from cluster.api.text.tokenizer import Tokenizer
@@ -104,7 +105,9 @@ def impatient(tokenizer: Tokenizer) -> Iterator[Served]:
     limits = ApiLimits(max_live_requests=2, body_timeout_s=0.3)
     sock = bind_socket("127.0.0.1", 0)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-    with serve(tokenizer, limits, sock, write_timeout_s=0.3) as running:
+    with serve(
+        tokenizer, limits, sock, connections=ConnectionLimits(write_timeout_s=0.3)
+    ) as running:
         yield running
         running.wait_idle()
 
