@@ -165,7 +165,7 @@ class ApiSection(Section, frozen=True):
     # open at once, of each router, and at most half of the files that it may open (ulimit -n)
     max_connections: Positive = 8192
     max_live_requests: Positive = 4096  # requests that generate at once; beyond it 429
-    request_timeout_s: Timeout = 600.0  # from the arrival of the body to the last token
+    request_timeout_s: Timeout = 600.0  # from the arrival of a request to its last token
     # pages from where may call, in a browser: "*", or "https://A https://B"; "": none
     cors_origins: Annotated[str, _text(r"[^,]*", "* or origins with spaces between them")] = ""
     # how the model writes tool calls: "auto" goes by its chat template, "none" leaves them in the

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import reprlib
+from collections.abc import Collection
 
 from starlette.requests import Request
 
-from cluster.api.context import ApiContext, ApiLimits
-from cluster.api.errors import ApiError, invalid, unauthorized
+from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError, invalid, overloaded, unauthorized
 from cluster.api.tenants import Tenant
+
+_SMALL = 64 * 1024  # bytes of a body that are always taken: the number of connections bounds them
 
 
 def caller(ctx: ApiContext, http: Request) -> Tenant:
@@ -40,8 +44,20 @@ def limit_of(http: Request, default: int, most: int) -> int:
     return limit
 
 
-async def read_body(request: Request, limits: ApiLimits) -> bytes:
-    """The whole body. Raises `ApiError` (400, 408, 413) and starlette's `ClientDisconnect`."""
+def check_token_ids(ctx: ApiContext, param: str, tokens: Collection[int]) -> None:
+    """Raises `ApiError` (400), which names one that is none."""
+    size = ctx.tokenizer.vocab_size
+    wrong = [t for t in (min(tokens), max(tokens)) if not 0 <= t < size] if tokens else []
+    if wrong:
+        raise invalid(
+            f"'{param}': {reprlib.repr(wrong[0])} is not a token id, they are 0 to {size - 1}",
+            param=param,
+        )
+
+
+async def read_body(ctx: ApiContext, request: Request) -> bytes:
+    """The whole body. Raises `ApiError` (400, 408, 413, 429) and starlette's `ClientDisconnect`."""
+    limits = ctx.limits
     limit = limits.max_body_bytes
     declared = request.headers.get("content-length", "0")
     if not (declared.isascii() and declared.isdigit() and len(declared) < 20):
@@ -53,14 +69,17 @@ async def read_body(request: Request, limits: ApiLimits) -> bytes:
     size = 0
     chunks: list[bytes] = []
     try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > 2 * limit:
-                    break
-                if size > limit:
-                    chunks.clear()
-                else:
+        with ctx.bodies.share() as take:
+            async with asyncio.timeout(limits.body_timeout_s):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > 2 * limit:
+                        break
+                    if size > limit:
+                        chunks.clear()
+                        continue
+                    if size > _SMALL and not take(len(chunk)):
+                        raise overloaded("The bodies of other requests take all memory", 1.0)
                     chunks.append(chunk)
     except TimeoutError:
         raise ApiError(

@@ -81,7 +81,7 @@ class _Operations:
                 f"Roles are changed from the machine of the server; {host} is another",
                 code="forbidden",
             )
-        wanted = parse(RoleRequest, await read_body(http, self._ctx.limits)).role
+        wanted = parse(RoleRequest, await read_body(self._ctx, http)).role
         roles = [str(role) for role in Role]
         if wanted not in roles:
             raise invalid(f"'role': expected one of {roles}, got {wanted[:40]!r}", param="role")

@@ -92,7 +92,7 @@ class SessionCalls:
 
     async def fork(self, http: Request) -> Response:
         caller(self._ctx, http)  # before its body is looked at
-        fork = parse(ForkRequest, await read_body(http, self._ctx.limits))
+        fork = parse(ForkRequest, await read_body(self._ctx, http))
         reply = await self._ask(http, SessionOp.FORK, _name(http), fork.id)
         return JSONResponse(session_json(reply.sessions[0]))
 

@@ -101,8 +101,10 @@ class Generation:
     serves the request.
     """
 
-    def __init__(self, ctx: ApiContext, plan: Plan, request_id: str, started_at: float) -> None:
-        """`started_at`: when the body had come, in loop time."""
+    def __init__(
+        self, ctx: ApiContext, plan: Plan, request_id: str, started_at: float, deadline: float
+    ) -> None:
+        """`started_at`: when the body had come, in loop time, as is `deadline`."""
         self.plan = plan
         self.choices = [Choice(ctx, choice, plan) for choice in plan.choices]
         self.gone = False  # the client went away
@@ -111,14 +113,14 @@ class Generation:
         self._signal = asyncio.Event()
         self._streams: dict[int, RequestStream] = {}  # choice index -> stream, until it finished
         self._started_at = started_at
+        self._deadline = deadline
 
     async def batches(self) -> AsyncIterator[list[Piece]]:
         """What is new, at most one piece per choice at a time. Raises `ApiError`."""
         loop = asyncio.get_running_loop()
-        timeout_s = self._ctx.limits.request_timeout_s
-        timer = loop.call_later(timeout_s + _DEADLINE_GRACE_S, self._expire, timeout_s)
+        timer = loop.call_at(self._deadline + _DEADLINE_GRACE_S, self._expire)
         try:
-            self._submit(timeout_s)
+            self._submit(self._deadline - loop.time())
             while self._streams:
                 try:
                     await self._signal.wait()
@@ -204,8 +206,9 @@ class Generation:
         if stream.ended_at is None:
             stream.ended_at = asyncio.get_running_loop().time()
 
-    def _expire(self, timeout_s: float) -> None:
-        for stream in self._streams.values():
+    def _expire(self) -> None:
+        timeout_s = self._ctx.limits.request_timeout_s
+        for stream in list(self._streams.values()):
             failed = Failed(stream.request_id, Refusal.DEADLINE, f"not done in {timeout_s:g} s")
             self._ctx.client.give_up(failed)
 

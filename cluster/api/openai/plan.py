@@ -14,6 +14,7 @@ from typing import Any
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid
+from cluster.api.incoming import check_token_ids
 from cluster.api.openai.constrain import constrain, constrain_chat
 from cluster.api.openai.parts import ChoicePlan, Plan
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
@@ -50,7 +51,7 @@ def call_of(ctx: ApiContext, request: GenerationRequest, tenant: Tenant, body: b
         tenant=tenant.name,
         priority=_priority(request, tenant),
         num_prompt_tokens=max(1, num_chars // CHARS_PER_TOKEN),
-        max_tokens=wanted,
+        max_tokens=min(wanted, ctx.max_model_len),
         timeout_s=ctx.limits.request_timeout_s,
     )
 
@@ -115,14 +116,7 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
         if is_text:
             tokens = await ctx.in_thread(len(prompt), ctx.tokenizer.encode, prompt)
         room = _room(ctx, tokens, "prompt")
-        largest = max(tokens)
-        if min(tokens) < 0 or largest >= ctx.tokenizer.vocab_size:
-            wrong = min(tokens) if min(tokens) < 0 else largest
-            raise invalid(
-                f"'prompt': {wrong} is not a token id, they are 0 to "
-                f"{ctx.tokenizer.vocab_size - 1}",
-                param="prompt",
-            )
+        check_token_ids(ctx, "prompt", tokens)
         text = ""
         if request.echo:
             text = prompt
@@ -138,13 +132,8 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
 def _check(ctx: ApiContext, request: GenerationRequest) -> None:
     if request.model != ctx.model_name and request.model not in ctx.aliases:
         raise unknown_model(ctx, request.model)
-    biased = max(request.logit_bias, default=0)
-    if biased >= ctx.tokenizer.vocab_size:
-        raise invalid(
-            f"'logit_bias': {biased} is not a token id, they are 0 to "
-            f"{ctx.tokenizer.vocab_size - 1}",
-            param="logit_bias",
-        )
+    check_token_ids(ctx, "logit_bias", request.logit_bias)
+    check_token_ids(ctx, "stop_token_ids", request.stop_token_ids)
 
 
 def unknown_model(ctx: ApiContext, name: str) -> ApiError:

@@ -85,7 +85,7 @@ def test_a_failure_in_mid_stream_is_an_event_and_ends_the_stream(served: Served)
     assert "[DONE]" not in events
     assert json.loads(events[-1])["error"]["code"] == "attempts_exhausted"
     assert len(events) > 3
-    with pytest.raises(openai.APIError, match="3 attempts failed"):
+    with pytest.raises(openai.APIError, match="have failed"):
         list(served.openai().chat.completions.create(model=MODEL, messages=ASK, stream=True))
 
 
@@ -146,7 +146,7 @@ def test_a_request_that_nobody_answers_ends_at_its_deadline(tokenizer: Tokenizer
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "deadline_exceeded"
         assert served.router.cancels == [served.router.submits[0].request_id]
-        assert served.router.submits[0].timeout_s == 0.2
+        assert 0.0 < served.router.submits[0].timeout_s < 0.2
         served.wait_idle()
 
 
