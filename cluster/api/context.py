@@ -26,6 +26,7 @@ from router.messages import Failed
 
 if TYPE_CHECKING:
     from cluster.api.constraints.grammar import Constraints
+    from cluster.api.openai.logprobs import TokenNames
     from cluster.api.output.dialect import Dialect
 
 P = ParamSpec("P")
@@ -78,6 +79,7 @@ class ApiContext:
     tool_parser: str = "auto"  # as of `Dialect.of`, and so is the next
     reasoning_parser: str = "auto"
     dialect: Dialect = field(init=False)
+    token_names: TokenNames = field(init=False)
     constraints: Constraints = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)
     calls: Calls = field(init=False)
@@ -94,8 +96,10 @@ class ApiContext:
         self.commands = ConcurrencyLimiter(self.limits.max_session_commands)
         self.bodies = ByteBudget(_NUM_BODIES * self.limits.max_body_bytes)
         from cluster.api.constraints.grammar import Constraints
+        from cluster.api.openai.logprobs import TokenNames
         from cluster.api.output.dialect import Dialect
 
+        self.token_names = TokenNames(self.tokenizer)
         template = self.tokenizer.chat_template
         source = template.source if template else ""
         self.dialect = Dialect.of(source, self.tool_parser, self.reasoning_parser)

@@ -21,9 +21,11 @@ from cluster.api.text.detokenizer import Detokenizer
 from engine.request import FinishReason, Refusal
 from router.messages import Failed, Output
 
-# A client that fell behind finds thousands of tokens waiting. Turning them into text in slices of
-# this many lets the event loop serve the others in between.
+# A client that fell behind finds thousands of tokens waiting. Turning them into text in slices lets
+# the event loop serve the others in between: about this many of each choice, and of all choices.
 _MAX_TOKENS_AT_ONCE = 64
+_MAX_TOKENS_A_TURN = 256
+_LOGPROBS_OF_A_TOKEN = 4  # that take as long as to detokenise it
 # The router keeps the deadline; this is for a router that does not answer any more.
 _DEADLINE_GRACE_S = 2.0
 
@@ -213,17 +215,24 @@ class Generation:
             self._ctx.client.give_up(failed)
 
     def _take(self) -> list[Piece]:
-        """What has come, at most so many tokens of each choice."""
+        """What has come, at most so many tokens of each choice. Choices take turns where that is
+        too much at once."""
         pieces = []
+        num_logprobs = self.choices[0].plan.sampling.logprobs or 0
+        left = _MAX_TOKENS_A_TURN // (1 + num_logprobs // _LOGPROBS_OF_A_TOKEN)
         for index, stream in list(self._streams.items()):
-            message = stream.take(_MAX_TOKENS_AT_ONCE)
+            if left <= 0:
+                break
+            message = stream.take(min(left, _MAX_TOKENS_AT_ONCE))
             if message is None:
                 continue
+            self._streams[index] = self._streams.pop(index)  # the last in line
             if isinstance(message, Failed):
                 raise refused(message)
             choice = self.choices[index]
             num_before = choice.num_tokens
             piece = choice.absorb(message)
+            left -= max(1, choice.num_tokens - num_before)
             self._record_times(choice, choice.num_tokens - num_before)
             if piece.finish_reason is not None:
                 self._cancel(index)  # at a stop string the router would go on

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.calls import Call
@@ -36,6 +36,7 @@ from router.messages import Failed
 Request = TypeVar("Request", bound=GenerationRequest)
 
 _SMALL_BODY_BYTES = 64 * 1024  # parsed in the event loop, larger ones in a thread
+_PARTS_AT_ONCE = 16  # of an answer's JSON: some 100 kB of log-probabilities each
 _CANCELLED = "cancelled"
 
 
@@ -183,7 +184,7 @@ class GenerateEndpoint(Generic[Request]):
             async with _abandon_on_disconnect(generation, http.receive):
                 if plan.stream:
                     return await _stream(generation, format, send, headers)
-                return await _whole(generation, format, http, send, headers)
+                return await _whole(generation, format, send, headers)
         finally:
             call.result = generation.result()
             self._count(call.result.usage)
@@ -198,18 +199,24 @@ class GenerateEndpoint(Generic[Request]):
 async def _whole(
     generation: Generation,
     format: Format,
-    http: HttpRequest,
     send: Send,
     headers: Mapping[str, str],
 ) -> str:
     pieces: list[Piece] = []
     async for batch in generation.batches():
-        pieces.extend(batch)
+        pieces.extend(map(format.condensed, batch))
     if generation.gone:
         return _CANCELLED
-    content = format.whole(pieces, generation.usage())
+    content = await format.whole(pieces, generation.usage())
     await format.settled()
-    await JSONResponse(content, headers=headers)(http.scope, http.receive, send)
+    parts = format.encode_whole(content)
+    start = Response(media_type="application/json", headers=headers)
+    start.headers["content-length"] = str(sum(map(len, parts)))
+    await send({"type": "http.response.start", "status": 200, "headers": start.raw_headers})
+    for begin in range(0, len(parts), _PARTS_AT_ONCE):
+        await _send_body(send, b"".join(parts[begin : begin + _PARTS_AT_ONCE]))
+        await asyncio.sleep(0)
+    await _end_body(send)
     return generation.choices[0].finish_reason or _CANCELLED
 
 
@@ -241,7 +248,7 @@ async def _stream(
         events = format.closing(generation.usage())
         await format.settled()
         await _send_body(send, b"".join(map(format.encode, events)) + format.done)
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    await _end_body(send)
     return outcome
 
 
@@ -255,3 +262,7 @@ _HEADERS = (
 
 async def _send_body(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _end_body(send: Send) -> None:
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
