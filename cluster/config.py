@@ -166,6 +166,9 @@ class ApiSection(Section, frozen=True):
     max_connections: Positive = 8192
     max_live_requests: Positive = 4096  # requests that generate at once; beyond it 429
     request_timeout_s: Timeout = 600.0  # from the arrival of a request to its last token
+    # of /status, /metrics, /audit and /workers; "": KVRELAY_OPERATIONS_KEY, or else no key, and
+    # they are for callers on the server's own machine
+    operations_key: Annotated[str, _text("|[!-~]{16,}", "16 characters or more", secret=True)] = ""
     # pages from where may call, in a browser: "*", or "https://A https://B"; "": none
     cors_origins: Annotated[str, _text(r"[^,]*", "* or origins with spaces between them")] = ""
     # how the model writes tool calls: "auto" goes by its chat template, "none" leaves them in the

@@ -17,10 +17,13 @@ from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from cluster.config import Config, ConfigError, TenantEntry, build_config, read_toml
 from router.config import MAX_PRIORITY
 from router.messages import TenantShare
 
+OPERATIONS_KEY_VARIABLE = "KVRELAY_OPERATIONS_KEY"
 SALT_BYTES = 16
 SECRET_FILE = "salt.secret"
 MAX_PUBLIC_PROMPTS = 256
@@ -105,6 +108,14 @@ def _hashes(entry: TenantEntry) -> list[bytes]:
             )
         found.append(bytes.fromhex(text))
     return found
+
+
+def with_operations_key(config: Config) -> Config:
+    """The key may come from the environment, so that no file has to hold it. Raises ConfigError,
+    which does not show it."""
+    key = config.api.operations_key or os.environ.get(OPERATIONS_KEY_VARIABLE, "")
+    build_config({"api": {"operations_key": key}}, OPERATIONS_KEY_VARIABLE)
+    return replace(config, api=replace(config.api, operations_key=key))
 
 
 @dataclass(frozen=True, slots=True)

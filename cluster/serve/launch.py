@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, TypeVar
 
-from cluster.api.tenants import Access, load_access
+from cluster.api.tenants import Access, load_access, with_operations_key
 from cluster.config import Config, require_extra
+from cluster.control.audits import SharedAudit
 from cluster.serve.deployment import Deployment, ServeError, Tell
 from cluster.serve.router_api import serve_api
 from cluster.serve.router_process import RouterProcessError, bind
@@ -41,7 +42,7 @@ async def serve(
     """Serve until `stop` is set. `on_ready` gets the deployment and the port. `take_signals` is
     called whenever a library may have taken the process's signals. Raises ServeError, and
     ConfigError for tenants, the store and an extra that is not installed."""
-    config = with_url(config)
+    config = with_operations_key(with_url(config))
     if config.tracing.endpoint:
         modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
         await asyncio.to_thread(require_extra, "tracing", *modules)
@@ -208,7 +209,7 @@ async def _serve_api(
         sock,
         stop,
         on_ready=lambda port: on_ready(deployment, port),
-        audit=deployment.audit,
+        audit=SharedAudit(deployment.audit).ask,
         set_role=deployment.set_role,
     )
     deployment.failed.remove_done_callback(stop_on_failure)
