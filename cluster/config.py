@@ -147,6 +147,9 @@ class TenantEntry(Section, frozen=True):
     max_queued: Count = 0  # requests that wait; 0: any number
     requests_per_minute: Count = 0  # of each router; 0: any number
     tokens_per_minute: Count = 0  # of prompts and answers, of each router; 0: any number
+    max_sessions: Count = 0  # that are kept; 0: sessions.max_per_tenant
+    max_session_tokens: Count = 0  # of all its sessions; 0: any number
+    max_pinned_tokens: Count = 0  # of its pinned sessions; 0: any number
     # its requests cannot ask for a lower number, which goes first
     min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 

@@ -34,6 +34,7 @@ _SESSION_STATUS: dict[SessionRefusal, tuple[int, str]] = {
     SessionRefusal.CONFLICT: (409, "conflict_error"),
     SessionRefusal.DEADLINE: (504, "timeout_error"),
     SessionRefusal.BUSY: (429, "rate_limit_error"),
+    SessionRefusal.LIMIT: (403, "permission_error"),
 }
 
 

@@ -118,7 +118,13 @@ class SessionCalls:
         try:
             with ctx.commands.take():
                 reply = await ctx.client.command(
-                    op, tenant.name, session, argument, limit=limit, timeout_s=timeout_s
+                    op,
+                    tenant.name,
+                    session,
+                    argument,
+                    limit=limit,
+                    limits=tenant.share.sessions,
+                    timeout_s=timeout_s,
                 )
         except LimitReached as taken:
             message = f"{ctx.commands.limit} session commands are waiting, which is the limit"

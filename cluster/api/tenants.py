@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from cluster.config import Config, ConfigError, TenantEntry, build_config, read_toml
 from router.config import MAX_PRIORITY
-from router.messages import TenantShare
+from router.messages import SessionLimits, TenantShare
 
 OPERATIONS_KEY_VARIABLE = "KVRELAY_OPERATIONS_KEY"
 SALT_BYTES = 16
@@ -64,7 +64,10 @@ class Tenants:
                 digest_size=SALT_BYTES,
                 person=b"kvrelay-tenant",
             )
-            share = TenantShare(entry.weight, entry.max_concurrent, entry.max_queued)
+            kept = SessionLimits(
+                entry.max_sessions, entry.max_session_tokens, entry.max_pinned_tokens
+            )
+            share = TenantShare(entry.weight, entry.max_concurrent, entry.max_queued, kept)
             tenant = Tenant(
                 entry.name,
                 digest.digest(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -18,7 +18,8 @@ from engine.kv.block_hash import HASH_BYTES, CacheScope, hash_blocks
 from engine.kv.tier import DEFAULT_RETENTION, Retention
 from engine.node import NodeId
 from engine.stats import WorkerInfo
-from router.messages import SessionState
+from router.messages import SessionLimits, SessionState
+from router.sessions.quotas import TenantSessions, of_largest
 
 TOKEN_BYTES = array("I").itemsize
 MAX_STALE = 64  # outdated entries of the heap, beside one for each session
@@ -175,12 +176,13 @@ def restored(now: float, record: SessionRecord) -> Session:
 
 class SessionTable:
     """Owned by `Sessions`. Invariant: `_by_use` and the tables of the tenants hold the same
-    sessions, each once, the one touched last at the end; `num_tokens` is the sum over them."""
+    sessions, each once, the one touched last at the end; `num_tokens` is the sum over them. There
+    are only tenants that have sessions."""
 
     def __init__(self, config: SessionConfig) -> None:
         self._config = config
         self._by_use: OrderedDict[tuple[str, str], Session] = OrderedDict()
-        self._tenants: dict[str, OrderedDict[str, Session]] = {}
+        self._tenants: dict[str, TenantSessions] = {}
         self._heap: list[tuple[float, int, Session]] = []
         self._num_entries = 0
         self.num_tokens = 0
@@ -195,46 +197,71 @@ class SessionTable:
         return self._by_use.get((tenant, name))
 
     def of_tenant(self, tenant: str) -> list[Session]:
-        return list(self._tenants.get(tenant, OrderedDict()).values())
+        own = self._tenants.get(tenant)
+        return [] if own is None else list(own.sessions.values())
+
+    def set_limits(self, tenant: str, limits: SessionLimits) -> None:
+        """As its last request said. They are forgotten with its last session."""
+        own = self._tenants.get(tenant)
+        if own is not None:
+            own.limits = limits
 
     def add(self, session: Session) -> None:
         key = (session.tenant, session.name)
         assert key not in self._by_use, f"session {key} is there already"
         self._by_use[key] = session
-        self._tenants.setdefault(session.tenant, OrderedDict())[session.name] = session
-        self.num_tokens += session.num_tokens
+        own = self._tenants.setdefault(session.tenant, TenantSessions(session.tenant))
+        own.sessions[session.name] = session
+        self._count(session, session.num_tokens)
         self.schedule(session)
 
     def remove(self, session: Session) -> None:
         del self._by_use[session.tenant, session.name]
         own = self._tenants[session.tenant]
-        del own[session.name]
-        if not own:
+        self._count(session, -session.num_tokens)
+        del own.sessions[session.name]
+        if not own.sessions:
             del self._tenants[session.tenant]
-        self.num_tokens -= session.num_tokens
         session.due_at = None
 
     def touch(self, session: Session) -> None:
         """It was used, or will be: the last to be removed."""
         self._by_use.move_to_end((session.tenant, session.name))
-        self._tenants[session.tenant].move_to_end(session.name)
+        self._tenants[session.tenant].sessions.move_to_end(session.name)
         self.schedule(session)
 
     def set_tokens(self, session: Session, tokens: bytes) -> None:
-        self.num_tokens -= session.num_tokens
+        self._count(session, -session.num_tokens)
         session.set_tokens(tokens)
-        self.num_tokens += session.num_tokens
+        self._count(session, session.num_tokens)
+
+    def _count(self, session: Session, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._tenants[session.tenant].num_tokens += num_tokens
 
     def surplus(self, tenant: str) -> Session | None:
         """The session to remove for the limits to hold; None: they hold, or all are active. Called
-        when a turn has ended: there may be as many more as there are live requests."""
+        when a turn has ended: there may be as many more as there are live requests.
+
+        Who is beyond its own limits makes room itself. Beyond those of all, the tenant that has
+        most does: what one pins or fills is not at the others' cost."""
         config = self._config
-        own = self._tenants.get(tenant, OrderedDict())
-        if len(own) > config.max_per_tenant:
-            return _least_used(own.values())
-        if len(self) > config.max_sessions or self.num_tokens > config.max_tokens:
-            return _least_used(self)
+        own = self._tenants.get(tenant)
+        if own is not None:
+            limits = own.limits
+            too_many = len(own.sessions) > (limits.max_sessions or config.max_per_tenant)
+            if too_many or 0 < limits.max_tokens < own.num_tokens:
+                return own.least_used()
+        if len(self) > config.max_sessions:
+            return of_largest(self._tenants.values(), lambda tenant: len(tenant.sessions))
+        if self.num_tokens > config.max_tokens:
+            return of_largest(self._tenants.values(), lambda tenant: tenant.num_tokens)
         return None
+
+    def why_not_pinned(self, session: Session) -> str | None:
+        """Which limit of its tenant does not let `session` be pinned; None: it may be. If it is
+        pinned already, whether it may stay so."""
+        return self._tenants[session.tenant].why_not_pinned(session)
 
     def schedule(self, session: Session) -> None:
         """Have it taken by `take_due` when its retention is over or it should be parked."""
@@ -283,9 +310,11 @@ class SessionTable:
 
     def check_integrity(self) -> None:
         """Assert the class invariant. O(everything): for tests."""
-        own = [s for table in self._tenants.values() for s in table.values()]
+        own = [s for tenant in self._tenants.values() for s in tenant.sessions.values()]
         assert sorted(map(id, own)) == sorted(map(id, self._by_use.values()))
-        assert all(self._tenants.values())
+        for tenant in self._tenants.values():
+            assert tenant.sessions
+            assert tenant.num_tokens == sum(s.num_tokens for s in tenant.sessions.values())
         assert self.num_tokens == sum(s.num_tokens for s in own)
         entries = {(at, id(session)) for at, _, session in self._heap}
         for session in own:
@@ -294,14 +323,3 @@ class SessionTable:
                 assert session.due_at is not None
                 assert session.due_at <= due_at
                 assert (session.due_at, id(session)) in entries
-
-
-def _least_used(sessions: Iterable[Session]) -> Session | None:
-    """The one to remove first: idle, and pinned only if all idle ones are."""
-    first_idle = None
-    for session in sessions:
-        if not session.live:
-            if not session.pinned:
-                return session
-            first_idle = first_idle or session
-    return first_idle

@@ -22,6 +22,7 @@ from router.messages import (
     SessionOp,
     SessionReply,
     Submit,
+    TenantShare,
     WorkerDown,
     WorkerUp,
 )
@@ -88,6 +89,7 @@ class SessionScript(Outbox):
         tenant: str = "",
         scope: CacheScope = UNSALTED,
         retention: Retention | None = None,
+        share: TenantShare = TenantShare(),
     ) -> str:
         """Submit a turn; returns the id of its request."""
         request_id = f"r{next(self._ids)}"
@@ -103,6 +105,7 @@ class SessionScript(Outbox):
                 retention=retention,
                 session=session,
                 tenant=tenant,
+                share=share,
             )
         )
         return request_id
