@@ -13,7 +13,8 @@ from engine.stats import Role, WorkerInfo
 from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from router.index.prefix_index import PrefixIndex
 from router.messages import SessionCommand, SessionHolder, SessionInfo
-from router.sessions.table import Session, SessionTable, kind_of
+from router.sessions.session import Session, kind_of
+from router.sessions.table import SessionTable
 
 MAX_LISTED_BLOCKS = 16_384  # a page ends where it would have to look at more
 

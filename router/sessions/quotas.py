@@ -6,12 +6,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from router.messages import SessionLimits
-
-if TYPE_CHECKING:
-    from router.sessions.table import Session
+from router.sessions.session import Session
 
 
 @dataclass(slots=True, eq=False)
