@@ -1,4 +1,4 @@
-"""One session: what a router knows of a conversation, and what of it outlives the router."""
+"""One session: what a router knows of a conversation, its limits, and what outlives the router."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from engine.kv.block_hash import HASH_BYTES, CacheScope, hash_blocks
-from engine.kv.tier import Retention
+from engine.kv.tier import DEFAULT_RETENTION, Retention
 from engine.node import NodeId
 from engine.stats import WorkerInfo
 from router.messages import SessionState
@@ -17,6 +17,22 @@ Kind = tuple[bytes, int]  # fingerprint and block size: the same block hashes on
 
 def kind_of(info: WorkerInfo) -> Kind:
     return info.fingerprint, info.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class SessionConfig:
+    """Limits of a router's sessions, and how long each of their states lasts."""
+
+    max_sessions: int = 10_000
+    max_per_tenant: int = 2_000
+    max_tokens: int = 64_000_000  # of all sessions together; each takes 4 bytes here and in a store
+    park_after_s: float = 30.0  # without a turn for this long, a session is parked; 0: never
+    order_timeout_s: float = 10.0  # a command is answered after this, complete or not
+    max_parks_at_once: int = 16
+    max_commands: int = 1024  # that wait for workers
+    retention: Retention = DEFAULT_RETENTION  # of requests that do not say
+    durable: bool = False  # True: every change is an effect for a store
+    shared: bool = False  # the store is other routers' too, and forgets what has expired by itself
 
 
 @dataclass(frozen=True, slots=True)

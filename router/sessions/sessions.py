@@ -28,9 +28,9 @@ from router.messages import (
 )
 from router.record import Attempt, RequestRecord
 from router.sessions.commands import PendingCommand, PendingCommands, SessionBlocks
-from router.sessions.session import Session, SessionRecord, kind_of, restored
+from router.sessions.session import Session, SessionConfig, SessionRecord, kind_of, restored
 from router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated, merge
-from router.sessions.table import SessionConfig, SessionTable
+from router.sessions.table import SessionTable
 
 TICK = "sessions"
 MIN_WAKE_S = 0.25  # sessions that are due soon after each other share a wake-up

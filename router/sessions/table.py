@@ -10,32 +10,14 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import inf
 
-from engine.kv.tier import DEFAULT_RETENTION, Retention
 from router.messages import SessionLimits
 from router.sessions.quotas import TenantSessions, of_largest
-from router.sessions.session import Session
+from router.sessions.session import Session, SessionConfig
 
 MAX_STALE = 64  # outdated entries of the heap, beside one for each session
 FOREIGN_PATIENCE = 3.0  # a session that another router parks is parked here after so much longer
-
-
-@dataclass(frozen=True, slots=True)
-class SessionConfig:
-    """Limits of a router's sessions, and how long each of their states lasts."""
-
-    max_sessions: int = 10_000
-    max_per_tenant: int = 2_000
-    max_tokens: int = 64_000_000  # of all sessions together; each takes 4 bytes here and in a store
-    park_after_s: float = 30.0  # without a turn for this long, a session is parked; 0: never
-    order_timeout_s: float = 10.0  # a command is answered after this, complete or not
-    max_parks_at_once: int = 16
-    max_commands: int = 1024  # that wait for workers
-    retention: Retention = DEFAULT_RETENTION  # of requests that do not say
-    durable: bool = False  # True: every change is an effect for a store
-    shared: bool = False  # the store is other routers' too, and forgets what has expired by itself
 
 
 class SessionTable:

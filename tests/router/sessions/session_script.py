@@ -27,9 +27,8 @@ from router.messages import (
     WorkerUp,
 )
 from router.router import Router
-from router.sessions.session import SessionRecord
+from router.sessions.session import SessionConfig, SessionRecord
 from router.sessions.sharing import DeleteSession, SaveSession
-from router.sessions.table import SessionConfig
 from tests.router.script import BLOCK, Outbox, worker_info
 
 M = TypeVar("M")
