@@ -147,6 +147,9 @@ class TenantEntry(Section, frozen=True):
     max_queued: Count = 0  # requests that wait; 0: any number
     requests_per_minute: Count = 0  # of each router; 0: any number
     tokens_per_minute: Count = 0  # of prompts and answers, of each router; 0: any number
+    max_sessions: Count = 0  # that are kept; 0: sessions.max_per_tenant
+    max_session_tokens: Count = 0  # of all its sessions; 0: any number
+    max_pinned_tokens: Count = 0  # of its pinned sessions; 0: any number
     # its requests cannot ask for a lower number, which goes first
     min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 
@@ -161,8 +164,14 @@ class ApiSection(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000  # 0: any that is free
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 8 << 20  # of a request
+    max_header_bytes: Annotated[int, Meta(ge=1024)] = 64 << 10  # of a request
+    # open at once, of each router, and at most half of the files that it may open (ulimit -n)
+    max_connections: Positive = 8192
     max_live_requests: Positive = 4096  # requests that generate at once; beyond it 429
-    request_timeout_s: Timeout = 600.0  # from the arrival of the body to the last token
+    request_timeout_s: Timeout = 600.0  # from the arrival of a request to its last token
+    # of /status, /metrics, /audit and /workers; "": KVRELAY_OPERATIONS_KEY, or else no key, and
+    # they are for callers on the server's own machine
+    operations_key: Annotated[str, _text("|[!-~]{16,}", "16 characters or more", secret=True)] = ""
     # pages from where may call, in a browser: "*", or "https://A https://B"; "": none
     cors_origins: Annotated[str, _text(r"[^,]*", "* or origins with spaces between them")] = ""
     # how the model writes tool calls: "auto" goes by its chat template, "none" leaves them in the

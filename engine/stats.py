@@ -97,3 +97,4 @@ class Audit:
     epoch: int
     counts: dict[str, int]
     left: tuple[str, ...] = ()  # one line each; empty if all is well
+    wrong: tuple[str, ...] = ()  # what contradicts itself in the worker's books, busy or idle

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from math import inf
 from typing import Any, ClassVar
@@ -190,8 +191,27 @@ class Worker:
         return [effect for seq in seqs for effect in self.exchange.end(seq)]
 
     def audit(self) -> Audit:
-        return self.exchange.audit(self.check_idle())
+        """What does not add up is reported. It is no reason to end the worker, which has found
+        nothing wrong in what it computes with: that is checked before every step."""
+        left: list[str] = []
+        wrong: list[str] = []
+        for check in (self.exchange.check_idle, self.core.check_idle):
+            try:
+                left += check()
+            except Exception as error:
+                wrong.append(f"blocks do not add up: {_what_failed(error)}")
+        return replace(self.exchange.audit(left), wrong=tuple(wrong))
 
     def check_idle(self) -> list[str]:
         """What an idle worker must not have; empty if all is well."""
         return self.exchange.check_idle() + self.core.check_idle()
+
+
+def _what_failed(error: Exception) -> str:
+    """And where: most assertions have no text."""
+    at = error.__traceback__
+    assert at is not None
+    while at.tb_next is not None:
+        at = at.tb_next
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__} {text} in {at.tb_frame.f_code.co_name}, line {at.tb_lineno}"

@@ -23,12 +23,22 @@ from engine.stats import Role, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """What a tenant may keep; what is beyond it makes its own sessions go, the pinned last."""
+
+    max_sessions: int = 0  # 0: as many as the router lets each tenant keep
+    max_tokens: int = 0  # of all its sessions; 0: any number, and so is the next
+    max_pinned_tokens: int = 0  # of those that are pinned
+
+
+@dataclass(frozen=True, slots=True)
 class TenantShare:
     """Limits and weight of a tenant at a router. Its requests carry it."""
 
     weight: float = 1.0  # its part of the service where tenants compete, against the others'
     max_concurrent: int = 0  # requests at workers; 0: any number
     max_queued: int = 0  # that wait; 0: any number
+    sessions: SessionLimits = SessionLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +149,7 @@ class SessionRefusal(StrEnum):
     CONFLICT = "session_conflict"
     DEADLINE = "deadline_exceeded"  # workers did not answer in time; it may still come true
     BUSY = "too_many_commands"
+    LIMIT = "session_limit_exceeded"  # of the tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +163,7 @@ class SessionCommand:
     session: str = ""  # its name; of LIST: the sessions whose names come after this one
     argument: str = ""  # of FORK: the name of the new session
     limit: int = 20  # of LIST: at most so many
+    limits: SessionLimits = SessionLimits()  # of the tenant
 
 
 @dataclass(frozen=True, slots=True)

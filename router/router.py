@@ -37,10 +37,10 @@ from router.placement.endpoint import Endpoint
 from router.placement.work import Decision
 from router.record import Attempt, Cause, Rejection, RequestRecord, Verdict
 from router.requests import Requests
+from router.sessions.session import SessionConfig, SessionRecord
 from router.sessions.sessions import TICK as SESSIONS_TICK
 from router.sessions.sessions import Sessions
 from router.sessions.sharing import SessionsUpdated
-from router.sessions.table import SessionConfig, SessionRecord
 from router.state import TICK as STATE_TICK
 from router.state import (
     IndexLoaded,

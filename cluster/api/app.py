@@ -1,7 +1,8 @@
 """The FastAPI application: its routes, its errors, and an id for every call.
 
-All that can be wrong is answered in OpenAI's error format, also unknown paths and methods. A bug of
-ours is logged with its traceback and answered with a 500 that does not show it.
+All that can be wrong is answered in OpenAI's error format, also unknown paths and methods; below
+`/v1/messages` in Anthropic's. A bug of ours is logged with its traceback and answered with a 500
+that does not show it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api.anthropic.routes import message_routes
+from cluster.api.anthropic.routes import MESSAGES, message_routes, refuse
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.explain import explanation_routes
@@ -74,7 +75,7 @@ class _RequestIds:
             if is_started:
                 raise  # the server closes the connection: the client sees that the answer is cut
             bug = ApiError(500, f"Internal error; request {request_id}", type="server_error")
-            await error_response(bug)(scope, receive, named_send)
+            await _error_response(scope["path"], bug)(scope, receive, named_send)
 
 
 def create_app(ctx: ApiContext) -> FastAPI:
@@ -159,11 +160,17 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not allowed for {path}",
     }
     answer = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)))
-    response = error_response(answer)
+    response = _error_response(request.url.path, answer)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return _error_response(request.url.path, error)
+
+
+def _error_response(path: str, error: ApiError) -> JSONResponse:
+    """In the form of the API that `path` belongs to."""
+    is_anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
+    return refuse(error) if is_anthropic else error_response(error)

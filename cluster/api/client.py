@@ -28,6 +28,7 @@ from router.messages import (
     Failed,
     Output,
     SessionCommand,
+    SessionLimits,
     SessionOp,
     SessionReply,
     Submit,
@@ -199,11 +200,14 @@ class RouterClient:
         argument: str = "",
         *,
         limit: int = 20,
+        limits: SessionLimits = SessionLimits(),
         timeout_s: float,
     ) -> SessionReply:
         """Send a command, and wait for its reply. Raises TimeoutError."""
         command_id = f"{self.node_id}/{next(self._numbers)}"
-        command = SessionCommand(command_id, self.node_id, tenant, op, session, argument, limit)
+        command = SessionCommand(
+            command_id, self.node_id, tenant, op, session, argument, limit, limits
+        )
         reply: asyncio.Future[SessionReply] = asyncio.get_running_loop().create_future()
         self._replies[command_id] = reply
         try:

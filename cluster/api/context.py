@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from cluster.api.calls import Calls
 from cluster.api.client import RouterClient
-from cluster.api.limiter import ConcurrencyLimiter
+from cluster.api.limiter import ByteBudget, ConcurrencyLimiter
 from cluster.api.metrics import ApiMetrics
 from cluster.api.rates import RateLimits
 from cluster.api.responses.store import ResponseStore
@@ -26,11 +26,13 @@ from router.messages import Failed
 
 if TYPE_CHECKING:
     from cluster.api.constraints.grammar import Constraints
+    from cluster.api.openai.logprobs import TokenNames
     from cluster.api.output.dialect import Dialect
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_NUM_BODIES = 64  # as large as they may be, that may arrive at once
 _LARGE = 128 * 1024  # characters; about 0.1 s to tokenise
 
 
@@ -38,7 +40,7 @@ _LARGE = 128 * 1024  # characters; about 0.1 s to tokenise
 class ApiLimits:
     max_body_bytes: int = 8 * 2**20
     max_live_requests: int = 4096  # HTTP requests that generate, beyond it 429
-    request_timeout_s: float = 600.0  # from the arrival of the body to the last token
+    request_timeout_s: float = 600.0  # from the arrival of a request to its last token
     body_timeout_s: float = 30.0  # to receive a body
     tokenizer_threads: int = 2
     max_session_commands: int = 256  # that wait for their replies, beyond it 429
@@ -73,15 +75,18 @@ class ApiContext:
     aliases: tuple[str, ...] = ()  # other names that clients may use for the model
     tracing: Tracing | None = None
     cors_origins: tuple[str, ...] = ()  # of pages that may call, in a browser
+    operations_key: str = ""  # "": operators have to be on this machine
     rates: RateLimits = field(default_factory=RateLimits)
     tool_parser: str = "auto"  # as of `Dialect.of`, and so is the next
     reasoning_parser: str = "auto"
     dialect: Dialect = field(init=False)
+    token_names: TokenNames = field(init=False)
     constraints: Constraints = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)
     calls: Calls = field(init=False)
     live: ConcurrencyLimiter = field(init=False)  # HTTP requests that generate
     commands: ConcurrencyLimiter = field(init=False)  # about sessions
+    bodies: ByteBudget = field(init=False)  # of those that are large and still arrive
     _pool: ThreadPoolExecutor = field(init=False, repr=False)
     _pool_of_large: ThreadPoolExecutor = field(init=False, repr=False)
 
@@ -90,9 +95,12 @@ class ApiContext:
         self.calls = Calls(self.model_name, self.explanations, self.metrics, trace)
         self.live = ConcurrencyLimiter(self.limits.max_live_requests)
         self.commands = ConcurrencyLimiter(self.limits.max_session_commands)
+        self.bodies = ByteBudget(_NUM_BODIES * self.limits.max_body_bytes)
         from cluster.api.constraints.grammar import Constraints
+        from cluster.api.openai.logprobs import TokenNames
         from cluster.api.output.dialect import Dialect
 
+        self.token_names = TokenNames(self.tokenizer)
         template = self.tokenizer.chat_template
         source = template.source if template else ""
         self.dialect = Dialect.of(source, self.tool_parser, self.reasoning_parser)

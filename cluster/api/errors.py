@@ -7,6 +7,7 @@ enum value as `code`.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -33,7 +34,19 @@ _SESSION_STATUS: dict[SessionRefusal, tuple[int, str]] = {
     SessionRefusal.CONFLICT: (409, "conflict_error"),
     SessionRefusal.DEADLINE: (504, "timeout_error"),
     SessionRefusal.BUSY: (429, "rate_limit_error"),
+    SessionRefusal.LIMIT: (403, "permission_error"),
 }
+
+
+_INTERNAL = {
+    Refusal.ATTEMPTS: "All attempts at this request have failed; the server's log says why",
+    Refusal.UNKNOWN: "The worker that served this request has lost it: send it again",
+    Refusal.CANCELLED: "The request was cancelled within the server: send it again",
+    Refusal.EXECUTION: "A worker failed at this request; the server's log says why",
+}
+"""Refusal -> what clients are told, where its detail is about the inside of the server."""
+
+_log = logging.getLogger("kvrelay.api")
 
 
 class ApiError(Exception):
@@ -108,12 +121,16 @@ def shutting_down() -> ApiError:
 
 
 def refused(failed: Failed) -> ApiError:
-    """What the router said, in HTTP's words."""
+    """What the router said, in HTTP's words. What went wrong inside is logged: clients are told
+    what they can do."""
     status, type = _STATUS[failed.reason]
     retry_after_s = failed.retry_after_s
     if retry_after_s is None and status == 429:
         retry_after_s = 1.0
     message = failed.detail or failed.reason.value.replace("_", " ")
+    if failed.reason in _INTERNAL:
+        _log.warning("%s failed (%s): %s", failed.request_id, failed.reason.value, message)
+        message = _INTERNAL[failed.reason]
     code = failed.reason.value
     return ApiError(status, message, type=type, code=code, retry_after_s=retry_after_s)
 

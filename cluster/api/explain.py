@@ -1,6 +1,6 @@
 """`/requests`: which calls ended last, and of each where its time went and why it went there.
 
-As `/status` it needs no key where there are none; with tenants, each sees its own calls.
+Without tenants it needs no key; with tenants, each sees its own calls.
 """
 
 from __future__ import annotations

@@ -1,23 +1,30 @@
-"""What every call begins with: the tenant of its API key, its body, how much of a list it wants."""
+"""What every call begins with: the tenant of its API key, or whether an operator calls; its body;
+how much of a list it wants."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import reprlib
+from collections.abc import Collection
+from hashlib import sha256
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from cluster.api.context import ApiContext, ApiLimits
-from cluster.api.errors import ApiError, invalid, unauthorized
+from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError, invalid, overloaded, unauthorized
 from cluster.api.tenants import Tenant
+
+_OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+_SMALL = 64 * 1024  # bytes of a body that are always taken: the number of connections bounds them
 
 
 def caller(ctx: ApiContext, http: Request) -> Tenant:
     """Raises `ApiError` (401). Nothing but the key counts, and the key is never shown."""
-    scheme, _, key = http.headers.get("authorization", "").partition(" ")
-    key = key.strip()
-    if "x-api-key" in http.headers and not key:  # Anthropic's clients
-        scheme, key = "bearer", http.headers["x-api-key"].strip()
-    if scheme.lower() != "bearer" or not key:
+    key = _key_of(http)
+    if not key:
         tenant = ctx.tenants.find(None)
         why = "No API key was given: send it as 'Authorization: Bearer KEY'"
     else:
@@ -26,6 +33,60 @@ def caller(ctx: ApiContext, http: Request) -> Tenant:
     if tenant is None:
         raise unauthorized(why)
     return tenant
+
+
+def _key_of(http: Request) -> str:
+    """ "": there is none."""
+    scheme, _, key = http.headers.get("authorization", "").partition(" ")
+    key = key.strip()
+    if "x-api-key" in http.headers and not key:  # Anthropic's clients
+        scheme, key = "bearer", http.headers["x-api-key"].strip()
+    return key if scheme.lower() == "bearer" else ""
+
+
+def check_operator(ctx: ApiContext, http: Request) -> None:
+    """Keys of tenants say who may generate, not who may operate. Raises `ApiError` (401, 403)."""
+    wanted = ctx.operations_key
+    if wanted:
+        given = _key_of(http).encode("utf-8", "surrogatepass")
+        if not hmac.compare_digest(sha256(given).digest(), sha256(wanted.encode()).digest()):
+            raise unauthorized("This is for operators: send api.operations_key as the API key")
+        return
+    host = http.client.host if http.client else ""
+    if not _is_here(http, host):
+        raise ApiError(
+            403,
+            f"This is for operators on the machine of the server, and {host or 'the caller'} is "
+            "another, or behind a proxy; for others set api.operations_key",
+            code="forbidden",
+        )
+
+
+def _is_here(http: Request, host: str) -> bool:
+    """Whether the call comes from this machine, and neither by a proxy that runs on it nor from a
+    page in its browser, which name another host."""
+    if any(name in http.headers for name in _OF_PROXIES):
+        return False
+    own = (http.scope.get("server") or ("",))[0]
+    return _is_own(host, own) and _is_own(_named(http), own)
+
+
+def _named(http: Request) -> str:
+    """The host that a call names."""
+    try:
+        return urlsplit(f"//{http.headers.get('host', '')}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_own(host: str, own: str) -> bool:
+    """`host`: a name or an address. `own`: the address at which the server was called."""
+    if host and host in ("localhost", own):
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def limit_of(http: Request, default: int, most: int) -> int:
@@ -40,8 +101,20 @@ def limit_of(http: Request, default: int, most: int) -> int:
     return limit
 
 
-async def read_body(request: Request, limits: ApiLimits) -> bytes:
-    """The whole body. Raises `ApiError` (400, 408, 413) and starlette's `ClientDisconnect`."""
+def check_token_ids(ctx: ApiContext, param: str, tokens: Collection[int]) -> None:
+    """Raises `ApiError` (400), which names one that is none."""
+    size = ctx.tokenizer.vocab_size
+    wrong = [t for t in (min(tokens), max(tokens)) if not 0 <= t < size] if tokens else []
+    if wrong:
+        raise invalid(
+            f"'{param}': {reprlib.repr(wrong[0])} is not a token id, they are 0 to {size - 1}",
+            param=param,
+        )
+
+
+async def read_body(ctx: ApiContext, request: Request) -> bytes:
+    """The whole body. Raises `ApiError` (400, 408, 413, 429) and starlette's `ClientDisconnect`."""
+    limits = ctx.limits
     limit = limits.max_body_bytes
     declared = request.headers.get("content-length", "0")
     if not (declared.isascii() and declared.isdigit() and len(declared) < 20):
@@ -53,14 +126,17 @@ async def read_body(request: Request, limits: ApiLimits) -> bytes:
     size = 0
     chunks: list[bytes] = []
     try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > 2 * limit:
-                    break
-                if size > limit:
-                    chunks.clear()
-                else:
+        with ctx.bodies.share() as take:
+            async with asyncio.timeout(limits.body_timeout_s):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > 2 * limit:
+                        break
+                    if size > limit:
+                        chunks.clear()
+                        continue
+                    if size > _SMALL and not take(len(chunk)):
+                        raise overloaded("The bodies of other requests take all memory", 1.0)
                     chunks.append(chunk)
     except TimeoutError:
         raise ApiError(

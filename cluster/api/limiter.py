@@ -22,6 +22,35 @@ class LimitReached(Exception):
         self.retry_after_s = retry_after_s
 
 
+class ByteBudget:
+    """Memory for bodies that are still arriving. Owned by the API's context; used in its loop.
+    Invariant: `num_taken <= limit`."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: bytes."""
+        self.limit = limit
+        self.num_taken = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], bool]]:
+        """A function that takes so many bytes more; False: there are not that many. All are given
+        back at the end."""
+        mine = 0
+
+        def take(size: int) -> bool:
+            nonlocal mine
+            if self.num_taken + size > self.limit:
+                return False
+            self.num_taken += size
+            mine += size
+            return True
+
+        try:
+            yield take
+        finally:
+            self.num_taken -= mine
+
+
 class ConcurrencyLimiter:
     """Owned by the API's context; used in its loop. Invariant: `num_taken <= limit`."""
 
@@ -35,11 +64,15 @@ class ConcurrencyLimiter:
         self._num_left = 0
         self._told = 0.0  # the latest time that a client was told to come back at
 
+    def check(self) -> None:
+        """Raises LimitReached, and takes nothing."""
+        if self.num_taken >= self.limit:
+            raise LimitReached(self._retry_after_s())
+
     @contextmanager
     def take(self) -> Iterator[None]:
         """Keep a place. Raises LimitReached."""
-        if self.num_taken >= self.limit:
-            raise LimitReached(self._retry_after_s())
+        self.check()
         began = self._clock()
         self.num_taken += 1
         self._since += began

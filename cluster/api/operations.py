@@ -1,10 +1,12 @@
 """What operators and their tools ask a server: `/health`, `/status`, `/metrics`, `/audit`, and
-`/workers/{worker}/role`, which changes what a worker is preferred for."""
+`/workers/{worker}/role`, which changes what a worker is preferred for.
+
+All but the state of health (`/health`, `/ping`, `/version`) is for operators only.
+"""
 
 from __future__ import annotations
 
 from importlib.metadata import version
-from ipaddress import ip_address
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict
@@ -14,7 +16,7 @@ from starlette.routing import Route
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid
-from cluster.api.incoming import read_body
+from cluster.api.incoming import check_operator, read_body
 from cluster.api.openai.schema import parse
 from engine.stats import Role
 
@@ -60,28 +62,23 @@ class _Operations:
         return JSONResponse({"version": version("kvrelay")})
 
     async def status(self, http: Request) -> Response:
+        check_operator(self._ctx, http)
         return JSONResponse(self._ctx.status())
 
     async def metrics(self, http: Request) -> Response:
+        check_operator(self._ctx, http)
         content = generate_latest(self._ctx.metrics.registry)
         return Response(content, media_type=CONTENT_TYPE_LATEST)
 
     async def audit(self, http: Request) -> Response:
+        check_operator(self._ctx, http)
         assert self._ctx.audit is not None
         return JSONResponse(await self._ctx.audit())
 
     async def set_role(self, http: Request) -> Response:
-        """Only for callers on the server's own machine: a key says who may generate, not who may
-        operate."""
+        check_operator(self._ctx, http)
         assert self._ctx.set_role is not None
-        host = http.client.host if http.client else ""
-        if not _is_loopback(host):
-            raise ApiError(
-                403,
-                f"Roles are changed from the machine of the server; {host} is another",
-                code="forbidden",
-            )
-        wanted = parse(RoleRequest, await read_body(http, self._ctx.limits)).role
+        wanted = parse(RoleRequest, await read_body(self._ctx, http)).role
         roles = [str(role) for role in Role]
         if wanted not in roles:
             raise invalid(f"'role': expected one of {roles}, got {wanted[:40]!r}", param="role")
@@ -92,10 +89,3 @@ class _Operations:
             known = ", ".join(error.args[0]) or "none"
             raise ApiError(404, f"There is no worker {worker[:80]!r}; there are: {known}") from None
         return JSONResponse({"worker": worker, "role": wanted, "was": was})
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

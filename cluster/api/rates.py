@@ -75,9 +75,10 @@ class RateLimits:
 
     def _of(self, now: float, tenant: Tenant) -> dict[str, Bucket]:
         buckets = self._buckets.get(tenant.name)
-        if buckets is None:
-            rates = {"requests": tenant.requests_per_minute, "tokens": tenant.tokens_per_minute}
-            buckets = {kind: Bucket(rate, rate, now) for kind, rate in rates.items() if rate}
+        given = {"requests": tenant.requests_per_minute, "tokens": tenant.tokens_per_minute}
+        rates = {kind: rate for kind, rate in given.items() if rate}
+        if buckets is None or rates != {kind: b.per_minute for kind, b in buckets.items()}:
+            buckets = {kind: Bucket(rate, rate, now) for kind, rate in rates.items()}
             self._buckets[tenant.name] = buckets
         for bucket in buckets.values():
             bucket.refill(now)

@@ -1,8 +1,8 @@
 """Serving the application over HTTP with uvicorn.
 
-The socket is bound first, so that a port that is taken is one clear error. A client that stops
-reading, or that connects and asks for nothing, loses its connection after a bounded time; what it
-had asked for is cancelled by that. Shutting down waits for live requests, but not for ever.
+The socket is bound first, so that a port that is taken is one clear error. What clients can make a
+connection wait for or keep is bounded (`cluster.api.http.connection`). Shutting down waits for live
+requests, but not for ever.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
+import resource
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from cluster.api.http.connection import ConnectionLimits, bounded_protocol
 
 BACKLOG = 512
+
+_log = logging.getLogger("kvrelay.api")
 
 
 class PortTaken(Exception):
@@ -47,41 +52,14 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _protocol(write_timeout_s: float, first_request_timeout_s: float) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol with a limit on how long a client may keep it waiting."""
-
-    class BoundedProtocol(HttpToolsProtocol):
-        """Invariant: while the transport's buffer is over its high mark, a timer runs that ends
-        the connection; another one runs until the first request is there."""
-
-        _write_timer: asyncio.TimerHandle | None = None
-        _request_timer: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._request_timer = self.loop.call_later(first_request_timeout_s, transport.abort)
-
-        def on_headers_complete(self) -> None:
-            if self._request_timer is not None:
-                self._request_timer.cancel()
-            super().on_headers_complete()
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._write_timer = self.loop.call_later(write_timeout_s, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            if self._write_timer is not None:
-                self._write_timer.cancel()
-            super().resume_writing()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            for timer in (self._write_timer, self._request_timer):
-                if timer is not None:
-                    timer.cancel()
-            super().connection_lost(exc)
-
-    return BoundedProtocol
+def _within_files(limits: ConnectionLimits) -> ConnectionLimits:
+    """At most half of the files that this process may open: the others are for workers, stores and
+    what else has to go on when clients have taken theirs."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+    if most < 0 or most >= limits.max_connections:  # below 0: any number
+        return limits
+    _log.warning("at most %d connections, of the files that may be open (ulimit -n)", most)
+    return replace(limits, max_connections=most)
 
 
 class _Server(uvicorn.Server):
@@ -100,7 +78,7 @@ async def serve_app(
     sock: socket.socket | None = None,
     stop: asyncio.Event | None = None,
     on_ready: Callable[[int], None] | None = None,
-    write_timeout_s: float = 60.0,
+    connections: ConnectionLimits = ConnectionLimits(),
     shutdown_timeout_s: float = 15.0,
 ) -> None:
     """Serve until `stop` is set; without `stop`, until SIGINT or SIGTERM.
@@ -109,9 +87,11 @@ async def serve_app(
     are taken. Raises `PortTaken`. When stopping, requests get `shutdown_timeout_s` to finish.
     """
     sock = sock or bind_socket(host, port)
+    connections = _within_files(connections)
     config = uvicorn.Config(
         app,
-        http=_protocol(write_timeout_s, first_request_timeout_s=30.0),
+        http=bounded_protocol(connections),
+        timeout_keep_alive=connections.idle_timeout_s,  # type: ignore[arg-type]  # it may be a fraction
         ws="none",
         lifespan="on",
         log_config=None,

@@ -92,7 +92,7 @@ class SessionCalls:
 
     async def fork(self, http: Request) -> Response:
         caller(self._ctx, http)  # before its body is looked at
-        fork = parse(ForkRequest, await read_body(http, self._ctx.limits))
+        fork = parse(ForkRequest, await read_body(self._ctx, http))
         reply = await self._ask(http, SessionOp.FORK, _name(http), fork.id)
         return JSONResponse(session_json(reply.sessions[0]))
 
@@ -118,7 +118,13 @@ class SessionCalls:
         try:
             with ctx.commands.take():
                 reply = await ctx.client.command(
-                    op, tenant.name, session, argument, limit=limit, timeout_s=timeout_s
+                    op,
+                    tenant.name,
+                    session,
+                    argument,
+                    limit=limit,
+                    limits=tenant.share.sessions,
+                    timeout_s=timeout_s,
                 )
         except LimitReached as taken:
             message = f"{ctx.commands.limit} session commands are waiting, which is the limit"

@@ -1,8 +1,9 @@
 """Tenants: who may call, what keeps their KV apart, and their shares of the service.
 
-Read once, when the server starts. A caller is known by its key alone; its salt is a keyed hash of
-the tenant's name under a secret of the server, so nothing that a request says can reach another
-tenant's KV, and the same tenant finds its own again after a restart.
+Read when the server starts, and again when they change (`cluster.serve.reload`). A caller is known
+by its key alone; its salt is a keyed hash of the tenant's name under a secret of the server, so
+nothing that a request says can reach another tenant's KV, and the same tenant finds its own again
+after a restart.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from cluster.config import Config, ConfigError, TenantEntry, build_config, read_toml
 from router.config import MAX_PRIORITY
-from router.messages import TenantShare
+from router.messages import SessionLimits, TenantShare
 
+OPERATIONS_KEY_VARIABLE = "KVRELAY_OPERATIONS_KEY"
 SALT_BYTES = 16
 SECRET_FILE = "salt.secret"
 MAX_PUBLIC_PROMPTS = 256
@@ -41,27 +45,28 @@ ANONYMOUS = Tenant("", b"", min_priority=-MAX_PRIORITY)
 
 
 class Tenants:
-    """Immutable. Invariant: no two tenants have the same name, salt or key."""
+    """Invariant: no two tenants have the same name, salt or key. Who holds it sees each change."""
 
     def __init__(self, entries: Iterable[TenantEntry] = (), secret: bytes = b"") -> None:
         """Raises ConfigError, which names tenants but never shows a key."""
         self._by_hash: dict[bytes, Tenant] = {}
         names: set[str] = set()
-        self.key_required = False
         for entry in entries:
             if entry.name in names:
                 raise ConfigError(
                     f"tenant {entry.name!r} is there twice: give it all its keys once"
                 )
             names.add(entry.name)
-            self.key_required = True
             digest = blake2b(
                 entry.name.encode(),
                 key=sha256(secret).digest(),
                 digest_size=SALT_BYTES,
                 person=b"kvrelay-tenant",
             )
-            share = TenantShare(entry.weight, entry.max_concurrent, entry.max_queued)
+            kept = SessionLimits(
+                entry.max_sessions, entry.max_session_tokens, entry.max_pinned_tokens
+            )
+            share = TenantShare(entry.weight, entry.max_concurrent, entry.max_queued, kept)
             tenant = Tenant(
                 entry.name,
                 digest.digest(),
@@ -77,6 +82,20 @@ class Tenants:
                         f"tenants {other.name!r} and {entry.name!r} have a key in common: "
                         "give each its own"
                     )
+
+    @property
+    def key_required(self) -> bool:
+        return bool(self._by_hash)
+
+    def names(self) -> list[str]:
+        return sorted({tenant.name for tenant in self._by_hash.values()})
+
+    def update(self, others: Tenants) -> None:
+        """From now on these are the tenants. Requests that run are not touched. Raises ConfigError
+        if there are none any more, which would open the server to all."""
+        if self.key_required and not others.key_required:
+            raise ConfigError("there is no [[tenant]] left: restart to serve without keys")
+        self._by_hash = others._by_hash
 
     def find(self, key: str | None) -> Tenant | None:
         """Whose `key` it is; None: unknown. Takes as long whatever the key is."""
@@ -105,6 +124,14 @@ def _hashes(entry: TenantEntry) -> list[bytes]:
             )
         found.append(bytes.fromhex(text))
     return found
+
+
+def with_operations_key(config: Config) -> Config:
+    """The key may come from the environment, so that no file has to hold it. Raises ConfigError,
+    which does not show it."""
+    key = config.api.operations_key or os.environ.get(OPERATIONS_KEY_VARIABLE, "")
+    build_config({"api": {"operations_key": key}}, OPERATIONS_KEY_VARIABLE)
+    return replace(config, api=replace(config.api, operations_key=key))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,13 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli.client import get_json, plain_errors, url_option
+from cluster.cli.client import (
+    get_json,
+    key_headers,
+    operations_key_option,
+    plain_errors,
+    url_option,
+)
 from engine.kv.tier import LOWER_TIERS
 
 ASK_AGAIN_S = 0.5
@@ -30,12 +36,17 @@ ASK_AGAIN_S = 0.5
     show_default=True,
     help="What is left over may take this long to settle.",
 )
-def audit(url: str, as_json: bool, wait_s: float) -> None:
+@operations_key_option
+def audit(url: str, as_json: bool, wait_s: float, operations_key: str) -> None:
     """Count the blocks of every worker, and what is held for no request. Exits with 1 if anything
     is left over or does not add up."""
     console = Console()
     deadline = time.monotonic() + wait_s
-    with plain_errors(url), httpx.Client(base_url=url, timeout=httpx.Timeout(30.0)) as client:
+    headers, timeout = key_headers(operations_key), httpx.Timeout(30.0)
+    with (
+        plain_errors(url),
+        httpx.Client(base_url=url, timeout=timeout, headers=headers) as client,
+    ):
         found = get_json(client, "/audit")
         while not found["clean"] and time.monotonic() < deadline:
             time.sleep(ASK_AGAIN_S)

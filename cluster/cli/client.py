@@ -31,6 +31,13 @@ api_key_option = click.option(
     help="Key of a tenant, where the server has any; or KVRELAY_API_KEY, OPENAI_API_KEY.",
 )
 
+operations_key_option = click.option(
+    "--operations-key",
+    envvar="KVRELAY_OPERATIONS_KEY",
+    default="",
+    help="api.operations_key, where the server has one; or KVRELAY_OPERATIONS_KEY.",
+)
+
 
 @contextmanager
 def plain_errors(url: str) -> Iterator[None]:
@@ -197,10 +204,15 @@ def _ask_safely(conversation: _Chat, console: Console, text: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="The status as JSON.")
 @click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True)
-def status(url: str, as_json: bool, watch: bool, interval_s: float) -> None:
+@operations_key_option
+def status(url: str, as_json: bool, watch: bool, interval_s: float, operations_key: str) -> None:
     """Show workers, their load and their cache, and routers."""
     console = Console()
-    with plain_errors(url), httpx.Client(base_url=url, timeout=_TIMEOUT) as client:
+    headers = key_headers(operations_key)
+    with (
+        plain_errors(url),
+        httpx.Client(base_url=url, timeout=_TIMEOUT, headers=headers) as client,
+    ):
         if as_json:
             console.print_json(data=get_json(client, "/status"))
         elif not watch:

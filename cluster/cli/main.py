@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,18 +93,21 @@ def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
     overrides = {f"{sections[name]}.{name}": value for name, value in options.items()}
     console = Console(stderr=True, highlight=False)
     try:
-        config = load_config(config_path, {"model.name": model, **overrides})
-        asyncio.run(_serve(config, console))
+        read = partial(load_config, config_path, {"model.name": model, **overrides})
+        asyncio.run(_serve(read, config_path, console))
     except (ConfigError, ServeError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
         sys.exit(1)
 
 
-async def _serve(config: Config, console: Any) -> None:
-    """Serve until the first SIGINT or SIGTERM; a second one ends the process at once."""
+async def _serve(read: Callable[[], Config], path: Path | None, console: Any) -> None:
+    """Serve until the first SIGINT or SIGTERM; a second one ends the process at once. SIGHUP reads
+    the tenants again, unless it comes because the terminal is gone."""
     from cluster.cli.progress import StartProgress
     from cluster.serve.launch import serve as serve_until
+    from cluster.serve.reload import Source
 
+    config = read()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     stop = asyncio.Event()
 
@@ -113,8 +118,17 @@ async def _serve(config: Config, console: Any) -> None:
         stop.set()
 
     loop = asyncio.get_running_loop()
+    source = Source(path, read, asyncio.Event())
+    has_terminal = _has_terminal()
+
+    def on_hangup() -> None:
+        if has_terminal and not _has_terminal():
+            on_signal()
+        else:
+            source.hangup.set()
 
     def take_signals() -> None:
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
 
@@ -127,7 +141,15 @@ async def _serve(config: Config, console: Any) -> None:
             logging.getLogger("kvrelay").setLevel(logging.INFO)
             _print_ready(console, deployment, port)
 
-        await serve_until(config, progress.tell, stop, on_ready, take_signals)
+        await serve_until(config, progress.tell, stop, on_ready, take_signals, source)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.tcgetpgrp(0)
+    except OSError:
+        return False
+    return True
 
 
 def _exit_now() -> None:

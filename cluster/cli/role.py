@@ -14,7 +14,14 @@ import click
 import httpx
 from rich.console import Console
 
-from cluster.cli.client import ask_json, get_json, plain_errors, url_option
+from cluster.cli.client import (
+    ask_json,
+    get_json,
+    key_headers,
+    operations_key_option,
+    plain_errors,
+    url_option,
+)
 from engine.stats import Role
 
 POLL_S = 0.05
@@ -31,11 +38,16 @@ POLL_S = 0.05
     show_default=True,
     help="For the router to know of it, and for what decodes there to have moved.",
 )
-def role(url: str, worker: str, role: str, wait_s: float) -> None:
+@operations_key_option
+def role(url: str, worker: str, role: str, wait_s: float, operations_key: str) -> None:
     """Prefer WORKER for prompts (prefill), for decoding (decode) or for both, from now on."""
     console = Console()
     deadline = time.monotonic() + wait_s
-    with plain_errors(url), httpx.Client(base_url=url, timeout=httpx.Timeout(30.0)) as client:
+    headers, timeout = key_headers(operations_key), httpx.Timeout(30.0)
+    with (
+        plain_errors(url),
+        httpx.Client(base_url=url, timeout=timeout, headers=headers) as client,
+    ):
         began = time.monotonic()
         path = f"/workers/{quote(worker, safe='')}/role"
         was = ask_json(client, "POST", path, json={"role": role})["was"]

@@ -9,6 +9,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from cluster.api.tenants import Tenants
 from cluster.control.messages import Peer, RouterFailed, RouterStarted, StartFailed, WorkerStarted
 from cluster.control.router_processes import RouterLoad
 from cluster.serve.router_process import RouterProcess, RouterProcessError, RouterProcessSpec
@@ -71,6 +72,10 @@ class RouterActor(_Actor):
             return process.start()
         except RouterProcessError as error:
             return RouterFailed(spec.router, spec.epoch, str(error), permanent=True)
+
+    def use_tenants(self, tenants: Tenants) -> None:
+        if self._process is not None:
+            self._process.use_tenants(tenants)
 
     def load(self) -> RouterLoad:
         if self._process is None:

@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.api.tenants import Tenants
 from cluster.control.machines import Machine
 from cluster.control.messages import (
     GiveUp,
@@ -225,12 +226,16 @@ class RayWorkers:
 
     def ask_routers(self) -> Questions:
         """Each of the further routers that have a process, and how to ask it for its load."""
-        running = ((r.spec, r.actor) for r in self._running.values() if r.actor is not None)
-        return {
-            (spec.node, spec.epoch): partial(_load, actor)
-            for spec, actor in running
-            if isinstance(spec, RouterProcessSpec)
-        }
+        return {(r.spec.node, r.spec.epoch): partial(_load, r.actor) for r in self._routers()}
+
+    def use_tenants(self, tenants: Tenants) -> None:
+        """Tell the further routers; one that starts is told by its spec."""
+        for router in self._routers():
+            router.actor.use_tenants.remote(tenants)
+
+    def _routers(self) -> list[_Running]:
+        running = [r for r in self._running.values() if r.actor is not None]
+        return [r for r in running if isinstance(r.spec, RouterProcessSpec)]
 
     async def close_all(self) -> None:
         """Stop every process, politely and then by force, within `STOP_TIMEOUT_S`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from cluster.api.tenants import Access
+from cluster.api.tenants import Access, Tenants
 from cluster.config import Config
 from cluster.control.auditor import Auditor
 from cluster.control.audits import AuditDesk, audit_dict
@@ -214,6 +214,11 @@ class Deployment:
         num_live = status.num_live + status.num_queued
         num_live += await self._loads.num_live(self._ray.REACH_TIMEOUT_S)
         return audit_dict(report, num_live, self.router.check_idle())
+
+    def use_tenants(self, tenants: Tenants) -> None:
+        """At all routers, from now on. Raises ConfigError."""
+        self._access.tenants.update(tenants)
+        self.workers.use_tenants(tenants)
 
     def set_role(self, worker: NodeId, role: Role) -> Role:
         """Prefer `worker` for `role` from now on; returns what it was before. Raises KeyError, with

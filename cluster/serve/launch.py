@@ -16,9 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, TypeVar
 
-from cluster.api.tenants import Access, load_access
+from cluster.api.tenants import Access, load_access, with_operations_key
 from cluster.config import Config, require_extra
+from cluster.control.audits import SharedAudit
 from cluster.serve.deployment import Deployment, ServeError, Tell
+from cluster.serve.reload import Source, follow
 from cluster.serve.router_api import serve_api
 from cluster.serve.router_process import RouterProcessError, bind
 from cluster.state.opening import with_url
@@ -37,11 +39,13 @@ async def serve(
     stop: asyncio.Event,
     on_ready: Callable[[Deployment, int], None],
     take_signals: Callable[[], None],
+    source: Source | None = None,
 ) -> None:
     """Serve until `stop` is set. `on_ready` gets the deployment and the port. `take_signals` is
-    called whenever a library may have taken the process's signals. Raises ServeError, and
-    ConfigError for tenants, the store and an extra that is not installed."""
-    config = with_url(config)
+    called whenever a library may have taken the process's signals. `source`: of tenants that
+    may change. Raises ServeError, and ConfigError for tenants, the store and an extra that is not
+    installed."""
+    config = with_operations_key(with_url(config))
     if config.tracing.endpoint:
         modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
         await asyncio.to_thread(require_extra, "tracing", *modules)
@@ -66,6 +70,9 @@ async def serve(
         port = sock.getsockname()[1]
         deployment = Deployment(config, model, access, port, ray, tell)
         await _unless(stopping, asyncio.create_task(deployment.start()))
+        if source is not None:
+            following = asyncio.create_task(follow(config, source, deployment.use_tenants))
+            stopping.add_done_callback(lambda _: following.cancel())
         await _serve_api(deployment, tokenizer, access, sock, stop, on_ready)
     except _Stopped:
         return
@@ -208,7 +215,7 @@ async def _serve_api(
         sock,
         stop,
         on_ready=lambda port: on_ready(deployment, port),
-        audit=deployment.audit,
+        audit=SharedAudit(deployment.audit).ask,
         set_role=deployment.set_role,
     )
     deployment.failed.remove_done_callback(stop_on_failure)

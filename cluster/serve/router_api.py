@@ -74,6 +74,19 @@ def _limits(config: Config) -> Any:
     )
 
 
+async def _tracing(config: Config, metrics: Any) -> Any:
+    """None: no spans are wanted."""
+    from cluster.api.tracing import Tracing
+
+    def count_spans(outcome: str, spans: int) -> None:
+        metrics.spans.labels(outcome).inc(spans)
+
+    section = config.tracing
+    if not section.endpoint:
+        return None
+    return await asyncio.to_thread(Tracing, section.endpoint, section.sample, count_spans)
+
+
 async def serve_api(
     served: RouterHost,
     tokenizer: Any,
@@ -90,11 +103,11 @@ async def serve_api(
     from cluster.api.app import create_app
     from cluster.api.client import RouterClient
     from cluster.api.context import ApiContext
+    from cluster.api.http.connection import ConnectionLimits
     from cluster.api.metrics import ApiMetrics, ClusterCollector
     from cluster.api.responses.store import ResponseStore
     from cluster.api.server import serve_app
     from cluster.api.text.tokenizer import PublicPrompts
-    from cluster.api.tracing import Tracing
 
     settle_memory()
     config, router = served.config, served.router
@@ -102,13 +115,8 @@ async def serve_api(
     ClusterCollector(registry, served.status)
     name = router.node_id.replace("router", "api")
     served.host.add(client := RouterClient(name, router.node_id, served.host.deliver))
-    metrics, section, tracing = ApiMetrics(registry), config.tracing, None
-    if section.endpoint:
-
-        def count_spans(outcome: str, spans: int) -> None:
-            metrics.spans.labels(outcome).inc(spans)
-
-        tracing = await asyncio.to_thread(Tracing, section.endpoint, section.sample, count_spans)
+    metrics = ApiMetrics(registry)
+    tracing = await _tracing(config, metrics)
     prompts = await asyncio.to_thread(PublicPrompts.of_texts, tokenizer, access.public_prompts)
     responses = await asyncio.to_thread(ResponseStore, _responses_path(config))
     context = ApiContext(
@@ -128,6 +136,7 @@ async def serve_api(
         tenants=access.tenants,
         public_prompts=prompts,
         retention_s=config.tiers.retention_s,
+        operations_key=config.api.operations_key,
         cors_origins=tuple(config.api.cors_origins.split()),
         tool_parser=config.api.tool_parser,
         reasoning_parser=config.api.reasoning_parser,
@@ -140,6 +149,7 @@ async def serve_api(
         sock=sock,
         stop=stop,
         on_ready=on_ready,
+        connections=ConnectionLimits(config.api.max_connections, config.api.max_header_bytes),
         shutdown_timeout_s=SHUTDOWN_S,
     )
     if tracing is not None:

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 from cluster.api.metrics import status_dict
-from cluster.api.tenants import Access
+from cluster.api.tenants import Access, Tenants
 from cluster.config import Config
 from cluster.control.messages import Peer, RouterStarted
 from cluster.control.router_processes import RouterLoad, RouterState, router_entry
@@ -115,6 +115,10 @@ class RouterProcess:
         """From now on messages to `peers` go to these addresses."""
         assert self._wire is not None
         introduce(self._thread, self._wire, peers)
+
+    def use_tenants(self, tenants: Tenants) -> None:
+        """From now on."""
+        self._thread.call(lambda: self._spec.access.tenants.update(tenants))
 
     def load(self) -> RouterLoad:
         """As it is now."""

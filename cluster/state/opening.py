@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from cluster.config import Config, ConfigError, build_config, require_extra
 from cluster.state.session_store import SessionStore, open_sessions, session_config
 from engine.node import NodeId
-from router.sessions.table import SessionConfig, SessionRecord
+from router.sessions.session import SessionConfig, SessionRecord
 from router.state import StateConfig
 
 if TYPE_CHECKING:

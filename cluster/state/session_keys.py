@@ -23,8 +23,8 @@ from redis import Redis
 from engine.kv.block_hash import CacheScope
 from engine.kv.tier import Retention
 from engine.node import NodeId
+from router.sessions.session import TOKEN_BYTES, SessionRecord
 from router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated
-from router.sessions.table import TOKEN_BYTES, SessionRecord
 
 MAX_CHANGES = 10_000  # in the stream, about
 CLOSED_S = 3600.0  # how long it is known that a session was closed

@@ -23,8 +23,8 @@ from cluster.config import Config
 from engine.kv.block_hash import CacheScope
 from engine.kv.tier import Retention
 from engine.node import Effect
+from router.sessions.session import TOKEN_BYTES, SessionConfig, SessionRecord
 from router.sessions.sharing import DeleteSession, SaveSession
-from router.sessions.table import TOKEN_BYTES, SessionConfig, SessionRecord
 
 log = logging.getLogger("kvrelay.sessions")
 

@@ -13,7 +13,10 @@ from engine.stats import Role, WorkerInfo
 from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from router.index.prefix_index import PrefixIndex
 from router.messages import SessionCommand, SessionHolder, SessionInfo
-from router.sessions.table import Session, SessionTable, kind_of
+from router.sessions.session import Session, kind_of
+from router.sessions.table import SessionTable
+
+MAX_LISTED_BLOCKS = 16_384  # a page ends where it would have to look at more
 
 
 class SessionBlocks:
@@ -73,6 +76,21 @@ class SessionBlocks:
             worker=session.worker,
             holders=tuple(holder for holder in holders if holder.num_blocks),
         )
+
+    def page(self, now: float, command: SessionCommand) -> tuple[list[SessionInfo], bool]:
+        """What a LIST asks for, and whether there is more after it. By name, so that pages fit
+        together if sessions change in between."""
+        after, limit = command.session, max(1, command.limit)
+        found = [s for s in self._table.of_tenant(command.tenant) if not after or s.name > after]
+        page: list[SessionInfo] = []
+        num_blocks = 0
+        for session in sorted(found, key=lambda session: session.name)[:limit]:
+            info = self.info(now, session)
+            num_blocks += info.num_blocks
+            if page and num_blocks > MAX_LISTED_BLOCKS:
+                break
+            page.append(info)
+        return page, len(page) < len(found)
 
     def _holders(self, session: Session, workers: dict[NodeId, WorkerInfo]) -> list[SessionHolder]:
         """The workers that hold some of its blocks, the one to go on with first; and the worker of

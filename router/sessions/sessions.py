@@ -21,7 +21,6 @@ from kvtransfer.messages import CacheAction, CacheOrderDone
 from router.index.prefix_index import PrefixIndex
 from router.messages import (
     SessionCommand,
-    SessionInfo,
     SessionOp,
     SessionRefusal,
     SessionReply,
@@ -29,21 +28,14 @@ from router.messages import (
 )
 from router.record import Attempt, RequestRecord
 from router.sessions.commands import PendingCommand, PendingCommands, SessionBlocks
+from router.sessions.session import Session, SessionConfig, SessionRecord, kind_of, restored
 from router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated, merge
-from router.sessions.table import (
-    Session,
-    SessionConfig,
-    SessionRecord,
-    SessionTable,
-    kind_of,
-    restored,
-)
+from router.sessions.table import SessionTable
 
 TICK = "sessions"
 MIN_WAKE_S = 0.25  # sessions that are due soon after each other share a wake-up
 EARLY_S = 0.001  # a wake-up may come this much too early
 PIN_AFTER_S = 1.0  # after a worker has started
-MAX_LISTED_BLOCKS = 16_384  # a page ends where it would have to look at more
 
 
 class Sessions:
@@ -105,6 +97,7 @@ class Sessions:
             retention = submit.retention or self._config.retention
             session = Session(submit.tenant, submit.session, submit.scope, retention, now, now, now)
             self.table.add(session)
+        self.table.set_limits(submit.tenant, submit.share.sessions)
         session.live.add(submit.request_id)
         session.parked = False
         self.table.touch(session)
@@ -128,7 +121,7 @@ class Sessions:
                 session.worker = info.worker
                 session.set_hashes(kind_of(info), record.block_hashes(info))
             if session.pinned:
-                self._order(CacheAction.PIN, session)
+                self._pin_grown(session)
             self._save(now, session)
         elif not session.tokens and not session.live:
             self.table.remove(session)
@@ -144,6 +137,7 @@ class Sessions:
         if command.op is SessionOp.LIST:
             self._list(now, command)
             return
+        self.table.set_limits(command.tenant, command.limits)
         session = self.table.find(command.tenant, command.session)
         if session is None:
             detail = f"there is no session {command.session!r}"
@@ -158,6 +152,8 @@ class Sessions:
         elif session.live and command.op in (SessionOp.PARK, SessionOp.CLOSE):
             detail = f"session {session.name!r} is active: a turn is running"
             self._refuse(command, SessionRefusal.CONFLICT, detail)
+        elif command.op is SessionOp.PIN and (why := self.table.why_not_pinned(session)):
+            self._refuse(command, SessionRefusal.LIMIT, why)
         else:
             self._carry_out(now, command, session)
 
@@ -215,18 +211,7 @@ class Sessions:
         self._reply(now, command, fork)
 
     def _list(self, now: float, command: SessionCommand) -> None:
-        """By name, so that pages fit together if sessions change in between."""
-        after, limit = command.session, max(1, command.limit)
-        found = [s for s in self.table.of_tenant(command.tenant) if not after or s.name > after]
-        page: list[SessionInfo] = []
-        num_blocks = 0
-        for session in sorted(found, key=lambda session: session.name)[:limit]:
-            info = self._blocks.info(now, session)
-            num_blocks += info.num_blocks
-            if page and num_blocks > MAX_LISTED_BLOCKS:
-                break
-            page.append(info)
-        more = len(page) < len(found)
+        page, more = self._blocks.page(now, command)
         reply = SessionReply(command.command_id, sessions=tuple(page), has_more=more)
         self._effects.append(Send(command.reply_to, reply))
 
@@ -324,6 +309,13 @@ class Sessions:
             self._unpin(session)
         self.table.remove(session)
         self._delete(session)
+
+    def _pin_grown(self, session: Session) -> None:
+        """A turn has added to a pinned session: it may be more than its tenant may pin."""
+        if self.table.why_not_pinned(session) is None:
+            self._order(CacheAction.PIN, session)
+        else:
+            self._unpin(session)
 
     def _unpin(self, session: Session) -> dict[str, NodeId]:
         session.pinned = False

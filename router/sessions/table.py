@@ -8,179 +8,27 @@ by its tokens: the hashes of its blocks follow from them on any worker.
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from math import inf
 
-from engine.kv.block_hash import HASH_BYTES, CacheScope, hash_blocks
-from engine.kv.tier import DEFAULT_RETENTION, Retention
-from engine.node import NodeId
-from engine.stats import WorkerInfo
-from router.messages import SessionState
+from router.messages import SessionLimits
+from router.sessions.quotas import TenantSessions, of_largest
+from router.sessions.session import Session, SessionConfig
 
-TOKEN_BYTES = array("I").itemsize
 MAX_STALE = 64  # outdated entries of the heap, beside one for each session
 FOREIGN_PATIENCE = 3.0  # a session that another router parks is parked here after so much longer
-Kind = tuple[bytes, int]  # fingerprint and block size: the same block hashes on all such workers
-
-
-def kind_of(info: WorkerInfo) -> Kind:
-    return info.fingerprint, info.block_size
-
-
-@dataclass(frozen=True, slots=True)
-class SessionConfig:
-    """Limits of a router's sessions, and how long each of their states lasts."""
-
-    max_sessions: int = 10_000
-    max_per_tenant: int = 2_000
-    max_tokens: int = 64_000_000  # of all sessions together; each takes 4 bytes here and in a store
-    park_after_s: float = 30.0  # without a turn for this long, a session is parked; 0: never
-    order_timeout_s: float = 10.0  # a command is answered after this, complete or not
-    max_parks_at_once: int = 16
-    max_commands: int = 1024  # that wait for workers
-    retention: Retention = DEFAULT_RETENTION  # of requests that do not say
-    durable: bool = False  # True: every change is an effect for a store
-    shared: bool = False  # the store is other routers' too, and forgets what has expired by itself
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRecord:
-    """A session as it outlives its router. Times count back from when it was written or read."""
-
-    tenant: str
-    session: str
-    tokens: bytes  # as array("I") writes them
-    scope: CacheScope
-    retention: Retention
-    num_turns: int
-    worker: NodeId | None
-    pinned: bool
-    age_s: float
-    idle_s: float  # since the end of its last turn
-    parked: bool = True
-    version: int = 0  # grows with every change; of two, the higher one counts
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """Owned by a `SessionTable`. Times are the router's."""
-
-    tenant: str
-    name: str
-    scope: CacheScope
-    retention: Retention
-    created_at: float
-    used_at: float  # end of its last turn; its retention counts from here
-    touched_at: float  # the same, or when it was resumed: parking counts from here
-    tokens: bytes = b""  # prompt and output of its last finished turn
-    num_turns: int = 0
-    worker: NodeId | None = None  # that decoded it
-    parked: bool = False
-    pinned: bool = False
-    saved: bool = False  # the store may have a record of it
-    version: int = 0  # of the last record that was saved or received
-    foreign: bool = False  # its last change was another router's
-    live: set[str] = field(default_factory=set)  # requests that are turns of it
-    due_at: float | None = None  # of its entry in the table's heap; None: it has none
-    _hashes: dict[Kind, bytes] = field(default_factory=dict)
-
-    @property
-    def state(self) -> SessionState:
-        if self.live:
-            return SessionState.ACTIVE
-        return SessionState.PARKED if self.parked else SessionState.IDLE
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
-
-    def set_tokens(self, tokens: bytes) -> None:
-        """As array("I") writes them."""
-        self.tokens = tokens
-        self._hashes.clear()
-
-    def set_hashes(self, kind: Kind, block_hashes: list[bytes]) -> None:
-        """Cache the result of `block_hashes`."""
-        self._hashes[kind] = b"".join(block_hashes[: self.num_blocks(kind)])
-
-    def num_blocks(self, kind: Kind) -> int:
-        """The last token was sampled, not computed: it has no KV yet."""
-        return max(0, self.num_tokens - 1) // kind[1]
-
-    def block_hashes(self, kind: Kind) -> list[bytes]:
-        """Of the blocks of its KV, in order. Cached packed: a session may have thousands."""
-        packed = self._hashes.get(kind)
-        if packed is None:
-            fingerprint, size = kind
-            tokens = array("I", self.tokens[: self.num_blocks(kind) * size * TOKEN_BYTES])
-            packed = b"".join(hash_blocks(fingerprint, self.scope, tokens, size))
-            self._hashes[kind] = packed
-        return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
-
-    def num_shared(self, other: Session, block_size: int) -> int:
-        """Whole blocks at the beginning whose tokens `other` has too. O(log blocks) comparisons."""
-        size = block_size * TOKEN_BYTES
-        low, high = 0, min(len(self.tokens), len(other.tokens)) // size
-        if high and self.tokens[:size] != other.tokens[:size]:
-            return 0
-        while low < high:  # [0, low) is shared; nothing from `high` on is
-            middle = (low + high + 1) // 2
-            part = slice(low * size, middle * size)
-            if self.tokens[part] == other.tokens[part]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def record(self, now: float) -> SessionRecord:
-        return SessionRecord(
-            tenant=self.tenant,
-            session=self.name,
-            tokens=self.tokens,
-            scope=self.scope,
-            retention=self.retention,
-            num_turns=self.num_turns,
-            worker=self.worker,
-            pinned=self.pinned,
-            age_s=now - self.created_at,
-            idle_s=now - self.used_at,
-            parked=self.parked,
-            version=self.version,
-        )
-
-
-def restored(now: float, record: SessionRecord) -> Session:
-    """The session of `record`, parked."""
-    used_at = now - record.idle_s
-    return Session(
-        tenant=record.tenant,
-        name=record.session,
-        scope=record.scope,
-        retention=record.retention,
-        created_at=now - record.age_s,
-        used_at=used_at,
-        touched_at=used_at,
-        tokens=record.tokens,
-        num_turns=record.num_turns,
-        worker=record.worker,
-        parked=True,
-        pinned=record.pinned,
-        saved=True,
-        version=record.version,
-    )
 
 
 class SessionTable:
     """Owned by `Sessions`. Invariant: `_by_use` and the tables of the tenants hold the same
-    sessions, each once, the one touched last at the end; `num_tokens` is the sum over them."""
+    sessions, each once, the one touched last at the end; `num_tokens` is the sum over them. There
+    are only tenants that have sessions."""
 
     def __init__(self, config: SessionConfig) -> None:
         self._config = config
         self._by_use: OrderedDict[tuple[str, str], Session] = OrderedDict()
-        self._tenants: dict[str, OrderedDict[str, Session]] = {}
+        self._tenants: dict[str, TenantSessions] = {}
         self._heap: list[tuple[float, int, Session]] = []
         self._num_entries = 0
         self.num_tokens = 0
@@ -195,46 +43,71 @@ class SessionTable:
         return self._by_use.get((tenant, name))
 
     def of_tenant(self, tenant: str) -> list[Session]:
-        return list(self._tenants.get(tenant, OrderedDict()).values())
+        own = self._tenants.get(tenant)
+        return [] if own is None else list(own.sessions.values())
+
+    def set_limits(self, tenant: str, limits: SessionLimits) -> None:
+        """As its last request said. They are forgotten with its last session."""
+        own = self._tenants.get(tenant)
+        if own is not None:
+            own.limits = limits
 
     def add(self, session: Session) -> None:
         key = (session.tenant, session.name)
         assert key not in self._by_use, f"session {key} is there already"
         self._by_use[key] = session
-        self._tenants.setdefault(session.tenant, OrderedDict())[session.name] = session
-        self.num_tokens += session.num_tokens
+        own = self._tenants.setdefault(session.tenant, TenantSessions(session.tenant))
+        own.sessions[session.name] = session
+        self._count(session, session.num_tokens)
         self.schedule(session)
 
     def remove(self, session: Session) -> None:
         del self._by_use[session.tenant, session.name]
         own = self._tenants[session.tenant]
-        del own[session.name]
-        if not own:
+        self._count(session, -session.num_tokens)
+        del own.sessions[session.name]
+        if not own.sessions:
             del self._tenants[session.tenant]
-        self.num_tokens -= session.num_tokens
         session.due_at = None
 
     def touch(self, session: Session) -> None:
         """It was used, or will be: the last to be removed."""
         self._by_use.move_to_end((session.tenant, session.name))
-        self._tenants[session.tenant].move_to_end(session.name)
+        self._tenants[session.tenant].sessions.move_to_end(session.name)
         self.schedule(session)
 
     def set_tokens(self, session: Session, tokens: bytes) -> None:
-        self.num_tokens -= session.num_tokens
+        self._count(session, -session.num_tokens)
         session.set_tokens(tokens)
-        self.num_tokens += session.num_tokens
+        self._count(session, session.num_tokens)
+
+    def _count(self, session: Session, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._tenants[session.tenant].num_tokens += num_tokens
 
     def surplus(self, tenant: str) -> Session | None:
         """The session to remove for the limits to hold; None: they hold, or all are active. Called
-        when a turn has ended: there may be as many more as there are live requests."""
+        when a turn has ended: there may be as many more as there are live requests.
+
+        Who is beyond its own limits makes room itself. Beyond those of all, the tenant that has
+        most does: what one pins or fills is not at the others' cost."""
         config = self._config
-        own = self._tenants.get(tenant, OrderedDict())
-        if len(own) > config.max_per_tenant:
-            return _least_used(own.values())
-        if len(self) > config.max_sessions or self.num_tokens > config.max_tokens:
-            return _least_used(self)
+        own = self._tenants.get(tenant)
+        if own is not None:
+            limits = own.limits
+            too_many = len(own.sessions) > (limits.max_sessions or config.max_per_tenant)
+            if too_many or 0 < limits.max_tokens < own.num_tokens:
+                return own.least_used()
+        if len(self) > config.max_sessions:
+            return of_largest(self._tenants.values(), lambda tenant: len(tenant.sessions))
+        if self.num_tokens > config.max_tokens:
+            return of_largest(self._tenants.values(), lambda tenant: tenant.num_tokens)
         return None
+
+    def why_not_pinned(self, session: Session) -> str | None:
+        """Which limit of its tenant does not let `session` be pinned; None: it may be. If it is
+        pinned already, whether it may stay so."""
+        return self._tenants[session.tenant].why_not_pinned(session)
 
     def schedule(self, session: Session) -> None:
         """Have it taken by `take_due` when its retention is over or it should be parked."""
@@ -283,9 +156,11 @@ class SessionTable:
 
     def check_integrity(self) -> None:
         """Assert the class invariant. O(everything): for tests."""
-        own = [s for table in self._tenants.values() for s in table.values()]
+        own = [s for tenant in self._tenants.values() for s in tenant.sessions.values()]
         assert sorted(map(id, own)) == sorted(map(id, self._by_use.values()))
-        assert all(self._tenants.values())
+        for tenant in self._tenants.values():
+            assert tenant.sessions
+            assert tenant.num_tokens == sum(s.num_tokens for s in tenant.sessions.values())
         assert self.num_tokens == sum(s.num_tokens for s in own)
         entries = {(at, id(session)) for at, _, session in self._heap}
         for session in own:
@@ -294,14 +169,3 @@ class SessionTable:
                 assert session.due_at is not None
                 assert session.due_at <= due_at
                 assert (session.due_at, id(session)) in entries
-
-
-def _least_used(sessions: Iterable[Session]) -> Session | None:
-    """The one to remove first: idle, and pinned only if all idle ones are."""
-    first_idle = None
-    for session in sessions:
-        if not session.live:
-            if not session.pinned:
-                return session
-            first_idle = first_idle or session
-    return first_idle

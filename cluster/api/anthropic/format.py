@@ -63,7 +63,7 @@ class MessageFormat(Format):
         told = {"type": "message_delta", "delta": delta, "usage": self._usage(usage)}
         return [*self._end_block(), told, {"type": "message_stop"}]
 
-    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         content: list[dict[str, Any]] = []
         inputs: list[str] = []  # of each block, the JSON of its input
         for event in self._events(joined(pieces, 0)):

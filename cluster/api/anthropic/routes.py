@@ -27,6 +27,8 @@ from cluster.api.output.format import THINK_END
 from cluster.api.tenants import Tenant
 from engine.kv.tier import Retention
 
+MESSAGES = "/v1/messages"
+
 
 def refuse(error: ApiError) -> JSONResponse:
     return error_response(error, error_body(error))
@@ -36,8 +38,8 @@ def message_routes(ctx: ApiContext) -> list[Route]:
     messages = GenerateEndpoint(ctx, "messages", read_messages, _plan, MessageFormat, refuse)
     count = partial(_count, ctx)
     return [
-        Route("/v1/messages", messages, methods=["POST"]),
-        Route("/v1/messages/count_tokens", count, methods=["POST"]),
+        Route(MESSAGES, messages, methods=["POST"]),
+        Route(f"{MESSAGES}/count_tokens", count, methods=["POST"]),
     ]
 
 
@@ -57,7 +59,7 @@ async def _plan(ctx: ApiContext, request: MessagesChat, tenant: Tenant) -> Plan:
 async def _count(ctx: ApiContext, http: Request) -> Response:
     try:
         caller(ctx, http)
-        body = await read_body(http, ctx.limits)
+        body = await read_body(ctx, http)
         request = await ctx.in_thread(len(body), read_request, CountRequest, body)
         tokens = await chat_prompt(ctx, as_chat(request))
     except ApiError as error:

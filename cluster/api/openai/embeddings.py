@@ -69,7 +69,7 @@ class EmbeddingFormat(Format):
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return []
 
-    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         vectors = {piece.index: piece.embedding for piece in pieces if piece.embedding}
         if len(vectors) != self._num_texts:
             raise ApiError(500, "The model gave no embedding", type="server_error")

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from cluster.api.errors import ApiError
+from cluster.api.openai.logprobs import (
+    COMPLETION_LISTS,
+    EncodedLists,
+    Runs,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+)
 from cluster.api.openai.parts import Piece, Plan, TokenText
 from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
 
@@ -20,7 +30,6 @@ if TYPE_CHECKING:
     from cluster.api.output.dialect import Reading
 
 _DONE = b"data: [DONE]\n\n"
-_LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this
 
 
 class Format(ABC):
@@ -40,9 +49,17 @@ class Format(ABC):
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         """Events after the last piece."""
 
+    def condensed(self, piece: Piece) -> Piece:
+        """What `whole` needs of it; what takes time is done now."""
+        return piece
+
     @abstractmethod
-    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        """`pieces` of all choices, each choice's in order."""
+    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        """`pieces` of all choices, each choice's in order, condensed."""
+
+    def encode_whole(self, content: dict[str, Any]) -> list[bytes]:
+        """Parts of the JSON of what `whole` returned."""
+        return [json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()]
 
     async def settled(self) -> None:
         """Called when the answer is complete, before its end is sent."""
@@ -98,19 +115,21 @@ class _Answer:
             return {}
         return {"prompt_token_ids": list(self.plan.choices[index].tokens)}
 
-    def named(self, token: int) -> tuple[str, bytes]:
-        """A token as text and as bytes; the text shows U+FFFD where the bytes are not UTF-8."""
-        data = self.ctx.tokenizer.token_bytes(token)
-        return data.decode("utf-8", errors="replace"), data
-
 
 def joined(pieces: Sequence[Piece], index: int) -> Piece:
     """One choice's pieces as one."""
     mine = [piece for piece in pieces if piece.index == index]
     tokens = tuple(token for piece in mine for token in piece.tokens)
     ids = tuple(token for piece in mine for token in piece.token_ids)
-    text = "".join(piece.text for piece in mine)
-    return replace(mine[-1], text=text, tokens=tokens, token_ids=ids, embedding=mine[0].embedding)
+    lists = zip(*(piece.logprobs for piece in mine if piece.logprobs), strict=True)
+    return replace(
+        mine[-1],
+        text="".join(piece.text for piece in mine),
+        tokens=tokens,
+        token_ids=ids,
+        logprobs=tuple(tuple(chain.from_iterable(runs)) for runs in lists),
+        embedding=mine[0].embedding,
+    )
 
 
 class _Reader:
@@ -170,17 +189,42 @@ def _message(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-class ChatFormat(Format):
-    """`/v1/chat/completions`."""
+class _WithLogprobs(Format):
+    """Its answers may have log-probabilities, encoded as their tokens come."""
 
     done = _DONE
+    _answer: _Answer
+
+    def __init__(self, plan: Plan) -> None:
+        self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
+        self._lists = EncodedLists()
+
+    @abstractmethod
+    def _encoded(self, names: TokenNames, tokens: Sequence[TokenText]) -> tuple[Runs, ...]:
+        """What `logprobs` of a condensed piece are."""
+
+    def condensed(self, piece: Piece) -> Piece:
+        if not piece.tokens:
+            return piece
+        encoded = self._encoded(self._answer.ctx.token_names, piece.tokens)
+        return replace(piece, tokens=(), logprobs=encoded)
+
+    def encode(self, event: dict[str, Any]) -> bytes:
+        return b"".join([b"data: ", *self._lists.encode(event, ascii=True), b"\n\n"])
+
+    def encode_whole(self, content: dict[str, Any]) -> list[bytes]:
+        return self._lists.encode(content, ascii=False)
+
+
+class ChatFormat(_WithLogprobs):
+    """`/v1/chat/completions`."""
 
     def __init__(
         self, ctx: ApiContext, plan: Plan, request: GenerationRequest, request_id: str
     ) -> None:
         assert plan.reading is not None
         self._answer = _Answer(ctx, plan, request, f"chatcmpl-{request_id}")
-        self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
+        super().__init__(plan)
         self._readers = [
             _Reader(plan.reading, f"{request_id}-{choice.index}") for choice in plan.choices
         ]
@@ -198,6 +242,7 @@ class ChatFormat(Format):
         ids = self._answer.ids(piece)
         if (piece.tokens or ids) and not deltas:
             deltas = [{"content": ""}]  # what its log-probabilities come with
+        piece = self.condensed(piece)
         chunks = [
             self._chunk(piece.index, delta, self._logprobs(piece), None, ids)
             if i == 0
@@ -211,7 +256,7 @@ class ChatFormat(Format):
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return self._answer.closing("chat.completion.chunk", usage)
 
-    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         choices = []
         for plan in self._answer.plan.choices:
             piece = joined(pieces, plan.index)
@@ -225,6 +270,7 @@ class ChatFormat(Format):
                 **self._answer.ids(piece),
             }
             choices.append(choice)
+            await asyncio.sleep(0)
         return self._answer.envelope("chat.completion", choices) | {"usage": usage}
 
     def _chunk(
@@ -238,47 +284,41 @@ class ChatFormat(Format):
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return self._answer.envelope("chat.completion.chunk", [{**choice, **more}])
 
+    def _encoded(self, names: TokenNames, tokens: Sequence[TokenText]) -> tuple[Runs, ...]:
+        return chat_logprobs(names, tokens)
+
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self._wants_logprobs:
             return None
-        return {"content": [self._token(token) for token in piece.tokens], "refusal": None}
-
-    def _token(self, token: TokenText) -> dict[str, Any]:
-        assert token.logprobs is not None  # a chat's prompt is not echoed
-        top = [self._entry(other, logprob) for other, logprob in token.logprobs.top]
-        return self._entry(token.token, token.logprobs.logprob) | {"top_logprobs": top}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, data = self._answer.named(token)
-        return {"token": text, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": list(data)}
+        runs = piece.logprobs[0] if piece.logprobs else ()
+        return {"content": self._lists.value(runs), "refusal": None}
 
 
-class CompletionFormat(Format):
+class CompletionFormat(_WithLogprobs):
     """`/v1/completions`."""
-
-    done = _DONE
 
     def __init__(
         self, ctx: ApiContext, plan: Plan, request: GenerationRequest, request_id: str
     ) -> None:
         self._answer = _Answer(ctx, plan, request, f"cmpl-{request_id}")
-        self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
+        super().__init__(plan)
 
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return []
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        return [self._chunk(piece)]
+        return [self._chunk(self.condensed(piece))]
 
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return self._answer.closing("text_completion", usage)
 
-    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         choices = []
         for plan in self._answer.plan.choices:
             choice = self._choice(joined(pieces, plan.index))
             prompt = self._answer.prompt_ids(plan.index)
             choices.append({**choice, **prompt})
+            await asyncio.sleep(0)
         return self._answer.envelope("text_completion", choices) | {"usage": usage}
 
     def _chunk(self, piece: Piece) -> dict[str, Any]:
@@ -293,24 +333,9 @@ class CompletionFormat(Format):
             **self._answer.ids(piece),
         }
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        return {
-            "tokens": [self._answer.named(token.token)[0] for token in piece.tokens],
-            "token_logprobs": [
-                max(token.logprobs.logprob, _LOWEST_LOGPROB) if token.logprobs else None
-                for token in piece.tokens
-            ],
-            "top_logprobs": [self._top(token) for token in piece.tokens],
-            "text_offset": [token.offset for token in piece.tokens],
-        }
+    def _encoded(self, names: TokenNames, tokens: Sequence[TokenText]) -> tuple[Runs, ...]:
+        return completion_logprobs(names, tokens)
 
-    def _top(self, token: TokenText) -> dict[str, float] | None:
-        """The best tokens and the chosen one; of two with the same text, the better."""
-        if token.logprobs is None:
-            return None
-        entries = [*token.logprobs.top, (token.token, token.logprobs.logprob)]
-        top: dict[str, float] = {}
-        for other, logprob in entries:
-            text = self._answer.named(other)[0]
-            top[text] = max(logprob, top.get(text, _LOWEST_LOGPROB))
-        return top
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        lists = piece.logprobs or ((),) * len(COMPLETION_LISTS)
+        return dict(zip(COMPLETION_LISTS, map(self._lists.value, lists), strict=True))

@@ -23,10 +23,12 @@ from cluster.api.text.detokenizer import Detokenizer
 from engine.request import FinishReason, Refusal
 from router.messages import Failed, Output
 
-# A client that fell behind finds thousands of tokens waiting. Turning them into text in slices of
-# this many lets the event loop serve the others in between.
+# A client that fell behind finds thousands of tokens waiting. Turning them into text in slices lets
+# the event loop serve the others in between: about this many of each choice, and of all choices.
 _MAX_TOKENS_AT_ONCE = 64
 _MAX_AT_ONCE = 128  # choices of a call that are submitted; the others follow them
+_MAX_TOKENS_A_TURN = 256
+_LOGPROBS_OF_A_TOKEN = 4  # that take as long as to detokenise it
 # The router keeps the deadline; this is for a router that does not answer any more.
 _DEADLINE_GRACE_S = 2.0
 
@@ -94,7 +96,7 @@ class Choice:
             self.finish_reason,
             detokenizer.stopped_by,
             output.tokens[: self.num_tokens - num_before],
-            embedding,
+            embedding=embedding,
         )
 
     def _count_reasoning(self, token: int) -> None:
@@ -130,8 +132,10 @@ class Generation:
     serves the request.
     """
 
-    def __init__(self, ctx: ApiContext, plan: Plan, request_id: str, started_at: float) -> None:
-        """`started_at`: when the body had come, in loop time."""
+    def __init__(
+        self, ctx: ApiContext, plan: Plan, request_id: str, started_at: float, deadline: float
+    ) -> None:
+        """`started_at`: when the body had come, in loop time, as is `deadline`."""
         self.plan = plan
         self.choices = [Choice(ctx, choice, plan) for choice in plan.choices]
         self.gone = False  # the client went away
@@ -140,17 +144,15 @@ class Generation:
         self._signal = asyncio.Event()
         self._streams: dict[int, RequestStream] = {}  # choice index -> stream, until it finished
         self._unsent = deque(self.choices)
-        self._timeout_s = ctx.limits.request_timeout_s
-        self._begun_at = 0.0  # loop time
         self._started_at = started_at
+        self._deadline = deadline
 
     async def batches(self) -> AsyncIterator[list[Piece]]:
         """What is new, at most one piece per choice at a time. Raises `ApiError`."""
         loop = asyncio.get_running_loop()
-        timeout_s, self._begun_at = self._timeout_s, loop.time()
-        timer = loop.call_later(timeout_s + _DEADLINE_GRACE_S, self._expire, timeout_s)
+        timer = loop.call_at(self._deadline + _DEADLINE_GRACE_S, self._expire)
         try:
-            self._submit(self._begun_at)
+            self._submit(loop.time())
             while self._streams:
                 try:
                     await self._signal.wait()
@@ -224,7 +226,7 @@ class Generation:
                 f"{self._request_id}-{plan.index}",
                 plan.tokens,
                 plan.sampling,
-                max(0.0, self._timeout_s - (now - self._begun_at)),
+                max(0.0, self._deadline - now),
                 scope=plan.scope,
                 retention=self.plan.retention,
                 session=plan.session,
@@ -242,23 +244,31 @@ class Generation:
         if stream.ended_at is None:
             stream.ended_at = asyncio.get_running_loop().time()
 
-    def _expire(self, timeout_s: float) -> None:
-        for stream in self._streams.values():
+    def _expire(self) -> None:
+        timeout_s = self._ctx.limits.request_timeout_s
+        for stream in list(self._streams.values()):
             failed = Failed(stream.request_id, Refusal.DEADLINE, f"not done in {timeout_s:g} s")
             self._ctx.client.give_up(failed)
 
     def _take(self) -> list[Piece]:
-        """What has come, at most so many tokens of each choice."""
+        """What has come, at most so many tokens of each choice. Choices take turns where that is
+        too much at once."""
         pieces = []
+        num_logprobs = self.choices[0].plan.sampling.logprobs or 0
+        left = _MAX_TOKENS_A_TURN // (1 + num_logprobs // _LOGPROBS_OF_A_TOKEN)
         for index, stream in list(self._streams.items()):
-            message = stream.take(_MAX_TOKENS_AT_ONCE)
+            if left <= 0:
+                break
+            message = stream.take(min(left, _MAX_TOKENS_AT_ONCE))
             if message is None:
                 continue
+            self._streams[index] = self._streams.pop(index)  # the last in line
             if isinstance(message, Failed):
                 raise refused(message)
             choice = self.choices[index]
             num_before = choice.num_tokens
             piece = choice.absorb(message)
+            left -= max(1, choice.num_tokens - num_before)
             self._record_times(choice, choice.num_tokens - num_before)
             if piece.finish_reason is not None:
                 self._cancel(index)  # at a stop string the router would go on

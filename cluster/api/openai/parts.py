@@ -62,4 +62,5 @@ class Piece:
     finish_reason: str | None
     stopped_by: str | None = None  # the stop string that ended it
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[tuple[bytes, ...], ...] = ()  # of `tokens`, encoded by the answer's format
     embedding: bytes = b""  # float32

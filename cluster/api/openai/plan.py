@@ -14,6 +14,7 @@ from typing import Any
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid
+from cluster.api.incoming import check_token_ids
 from cluster.api.openai.constrain import constrain, constrain_chat
 from cluster.api.openai.parts import ChoicePlan, Plan
 from cluster.api.openai.schema import (
@@ -59,7 +60,7 @@ def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, body: bytes)
         tenant=tenant.name,
         priority=priority_of(request, tenant),
         num_prompt_tokens=max(1, num_chars // CHARS_PER_TOKEN),
-        max_tokens=wanted,
+        max_tokens=min(wanted, ctx.max_model_len),
         timeout_s=ctx.limits.request_timeout_s,
     )
 
@@ -175,13 +176,7 @@ async def prompt_tokens(ctx: ApiContext, prompt: str | list[int], param: str) ->
     """Raises `ApiError`."""
     if isinstance(prompt, str):
         return await ctx.in_thread(len(prompt), ctx.tokenizer.encode, prompt)
-    for wrong in (min(prompt), max(prompt)):
-        if not 0 <= wrong < ctx.tokenizer.vocab_size:
-            raise invalid(
-                f"'{param}': {wrong} is not a token id, they are 0 to "
-                f"{ctx.tokenizer.vocab_size - 1}",
-                param=param,
-            )
+    check_token_ids(ctx, param, prompt)
     return prompt
 
 
@@ -212,13 +207,8 @@ def check_model(ctx: ApiContext, request: ModelRequest) -> None:
 
 def _check(ctx: ApiContext, request: GenerationRequest) -> None:
     check_model(ctx, request)
-    biased = max(request.logit_bias, default=0)
-    if biased >= ctx.tokenizer.vocab_size:
-        raise invalid(
-            f"'logit_bias': {biased} is not a token id, they are 0 to "
-            f"{ctx.tokenizer.vocab_size - 1}",
-            param="logit_bias",
-        )
+    check_token_ids(ctx, "logit_bias", request.logit_bias)
+    check_token_ids(ctx, "stop_token_ids", request.stop_token_ids)
 
 
 def unknown_model(ctx: ApiContext, name: str) -> ApiError:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.calls import Call
@@ -30,10 +30,13 @@ from cluster.api.openai.parts import Piece, Plan
 from cluster.api.openai.plan import call_of
 from cluster.api.openai.schema import ModelRequest
 from cluster.api.tenants import Tenant
+from engine.request import Refusal
+from router.messages import Failed
 
 Request = TypeVar("Request", bound=ModelRequest)
 
 _SMALL_BODY_BYTES = 64 * 1024  # parsed in the event loop, larger ones in a thread
+_PARTS_AT_ONCE = 16  # of an answer's JSON: some 100 kB of log-probabilities each
 _CANCELLED = "cancelled"
 
 
@@ -89,8 +92,7 @@ class GenerateEndpoint(Generic[Request]):
         call = Call(scope["state"]["request_id"], self._name, clock(), http.headers)
         call.outcome = _CANCELLED
         try:
-            with self._admitted():
-                call.outcome = await self._serve(http, call, send)
+            call.outcome = await self._serve(http, call, send)
         except ApiError as error:
             call.outcome = error.outcome
             await self._refuse(error)(scope, receive, send)
@@ -104,38 +106,64 @@ class GenerateEndpoint(Generic[Request]):
 
     @contextlib.contextmanager
     def _admitted(self) -> Iterator[None]:
+        """A place among those that are served: not before the body has come, which takes as long as
+        a client likes."""
         live, gauge = self._ctx.live, self._ctx.metrics.live_requests
         try:
-            with live.take():
+            with self._told_when_full(), live.take():
                 gauge.set(live.num_taken)
                 yield
-        except LimitReached as taken:
-            message = f"{live.limit} requests are being served, which is the limit"
-            raise overloaded(message, taken.retry_after_s) from None
         finally:
             gauge.set(live.num_taken)
+
+    @contextlib.contextmanager
+    def _told_when_full(self) -> Iterator[None]:
+        try:
+            yield
+        except LimitReached as taken:
+            message = f"{self._ctx.live.limit} requests are being served, which is the limit"
+            raise overloaded(message, taken.retry_after_s) from None
+
+    @contextlib.asynccontextmanager
+    async def _until(self, deadline: float) -> AsyncIterator[None]:
+        """What has to be over before a request can be submitted."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
+        except TimeoutError:
+            timeout_s = self._ctx.limits.request_timeout_s
+            failed = Failed("", Refusal.DEADLINE, f"not begun within {timeout_s:g} s")
+            raise refused(failed) from None
 
     async def _serve(self, http: HttpRequest, call: Call, send: Send) -> str:
         """Serve one request; return its outcome. Raises `ApiError` before the first byte only."""
         tenant = caller(self._ctx, http)
-        body = await read_body(http, self._ctx.limits)
         clock = asyncio.get_running_loop().time
-        call.received_at = clock()
-        if len(body) <= _SMALL_BODY_BYTES:
-            request = self._read(body)
-        else:
-            request = await self._ctx.in_thread(len(body), self._read, body)
+        deadline = call.arrived_at + self._ctx.limits.request_timeout_s
+        with self._told_when_full():
+            self._ctx.live.check()
+        async with self._until(deadline):
+            body = await read_body(self._ctx, http)
+            call.received_at = clock()
+            if len(body) <= _SMALL_BODY_BYTES:
+                request = self._read(body)
+            else:
+                request = await self._ctx.in_thread(len(body), self._read, body)
         about = call_of(self._ctx, request, tenant, body)
         failed = self._ctx.refuse_early(about)
         if failed is not None:
             raise refused(failed)
         rates, num_taken = self._ctx.rates, about.num_prompt_tokens
-        rates.admit(clock(), tenant, num_taken)
-        try:
-            return await self._generate(http, call, send, request, tenant, about.name)
-        finally:
-            used = 0 if call.result is None else call.result.usage["total_tokens"]
-            rates.settle(clock(), tenant, num_taken, used)
+        with self._admitted():
+            rates.admit(clock(), tenant, num_taken)
+            try:
+                async with self._until(deadline):
+                    plan = await self._plan(self._ctx, request, tenant)
+                plan = replace(plan, call=about.name)
+                return await self._generate(http, call, send, request, plan, deadline)
+            finally:
+                used = 0 if call.result is None else call.result.usage["total_tokens"]
+                rates.settle(clock(), tenant, num_taken, used)
 
     async def _generate(
         self,
@@ -143,21 +171,20 @@ class GenerateEndpoint(Generic[Request]):
         call: Call,
         send: Send,
         request: Request,
-        tenant: Tenant,
-        name: bytes,
+        plan: Plan,
+        deadline: float,
     ) -> str:
         clock = asyncio.get_running_loop().time
         assert call.received_at is not None
-        plan = replace(await self._plan(self._ctx, request, tenant), call=name)
-        generation = Generation(self._ctx, plan, call.request_id, call.received_at)
+        generation = Generation(self._ctx, plan, call.request_id, call.received_at, deadline)
         format = self._format(self._ctx, plan, request, call.request_id)
         call.submitted_at = clock()
-        headers = self._ctx.rates.headers(clock(), tenant)
+        headers = self._ctx.rates.headers(clock(), plan.tenant)
         try:
             async with _abandon_on_disconnect(generation, http.receive):
                 if plan.stream:
                     return await _stream(generation, format, send, headers)
-                return await _whole(generation, format, http, send, headers)
+                return await _whole(generation, format, send, headers)
         finally:
             call.result = generation.result()
             self._count(call.result.usage)
@@ -172,18 +199,24 @@ class GenerateEndpoint(Generic[Request]):
 async def _whole(
     generation: Generation,
     format: Format,
-    http: HttpRequest,
     send: Send,
     headers: Mapping[str, str],
 ) -> str:
     pieces: list[Piece] = []
     async for batch in generation.batches():
-        pieces.extend(batch)
+        pieces.extend(map(format.condensed, batch))
     if generation.gone:
         return _CANCELLED
-    content = format.whole(pieces, generation.usage())
+    content = await format.whole(pieces, generation.usage())
     await format.settled()
-    await JSONResponse(content, headers=headers)(http.scope, http.receive, send)
+    parts = format.encode_whole(content)
+    start = Response(media_type="application/json", headers=headers)
+    start.headers["content-length"] = str(sum(map(len, parts)))
+    await send({"type": "http.response.start", "status": 200, "headers": start.raw_headers})
+    for begin in range(0, len(parts), _PARTS_AT_ONCE):
+        await _send_body(send, b"".join(parts[begin : begin + _PARTS_AT_ONCE]))
+        await asyncio.sleep(0)
+    await _end_body(send)
     return generation.choices[0].finish_reason or _CANCELLED
 
 
@@ -215,7 +248,7 @@ async def _stream(
         events = format.closing(generation.usage())
         await format.settled()
         await _send_body(send, b"".join(map(format.encode, events)) + format.done)
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    await _end_body(send)
     return outcome
 
 
@@ -229,3 +262,7 @@ _HEADERS = (
 
 async def _send_body(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _end_body(send: Send) -> None:
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

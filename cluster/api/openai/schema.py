@@ -127,7 +127,7 @@ def or_default(default: Any) -> BeforeValidator:
 
 
 _Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
-_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=128), FailFast()]
+_TokenIds = Annotated[list[int], Field(max_length=128), FailFast()]
 _Flag = Annotated[bool, or_default(False)]
 _Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 _SessionName = Annotated[str, Field(min_length=1, max_length=MAX_SESSION_CHARS)]

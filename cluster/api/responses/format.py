@@ -100,7 +100,7 @@ class ResponseFormat(Format):
         response = self._ended(usage)
         return [*made, self._event(f"response.{response['status']}", response=response)]
 
-    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         self.chunks(joined(pieces, 0))
         self._end_item(is_last=True)
         return self._ended(usage)

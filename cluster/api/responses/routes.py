@@ -62,7 +62,7 @@ class Responses:
         http = Request(scope, receive)
         try:
             tenant = caller(self._ctx, http)
-            body = await read_body(http, self._ctx.limits)
+            body = await read_body(self._ctx, http)
             request = await self._ctx.in_thread(len(body), parse, ResponsesRequest, body)
             call = _ResponseCall(self, request, tenant, f"resp_{scope['state']['request_id']}")
             await call.prepare()

@@ -11,12 +11,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cluster.api.context import ApiContext
-from cluster.api.errors import invalid
-from cluster.api.incoming import caller, read_body
+from cluster.api.incoming import caller, check_token_ids, read_body
 from cluster.api.openai.plan import chat_prompt, unknown_model
 from cluster.api.openai.schema import ChatRequest, parse
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1_000_000)]
+TokenIds = Annotated[list[int], Field(max_length=1_000_000)]
 
 
 class TokenizeRequest(BaseModel):
@@ -59,7 +58,7 @@ class _Tokens:
     async def tokenize(self, http: Request) -> Response:
         ctx = self._ctx
         caller(ctx, http)
-        body = await read_body(http, ctx.limits)
+        body = await read_body(ctx, http)
         request = parse(TokenizeRequest, body)
         self._check(request.model)
         if request.prompt is not None:
@@ -86,15 +85,9 @@ class _Tokens:
     async def detokenize(self, http: Request) -> Response:
         ctx = self._ctx
         caller(ctx, http)
-        request = parse(DetokenizeRequest, await read_body(http, ctx.limits))
+        request = parse(DetokenizeRequest, await read_body(ctx, http))
         self._check(request.model)
-        largest = max(request.tokens, default=0)
-        if largest >= ctx.tokenizer.vocab_size:
-            raise invalid(
-                f"'tokens': {largest} is not a token id, they are 0 to"
-                f" {ctx.tokenizer.vocab_size - 1}",
-                param="tokens",
-            )
+        check_token_ids(ctx, "tokens", request.tokens)
         decode = ctx.tokenizer.decode
         text = await ctx.in_thread(len(request.tokens), decode, request.tokens)
         return JSONResponse({"prompt": text})

@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from cluster.api.errors import ApiError
@@ -243,9 +244,7 @@ def test_what_is_not_http_gets_a_400_and_a_closed_connection(served: Served) -> 
         (Refusal.CONTEXT_LENGTH, 400),
         (Refusal.NEVER_FITS, 400),
         (Refusal.NO_WORKERS, 503),
-        (Refusal.ATTEMPTS, 503),
         (Refusal.DEADLINE, 504),
-        (Refusal.EXECUTION, 503),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -257,6 +256,47 @@ def test_what_the_router_refuses_keeps_its_reason(
     error = error_of(response, status)
     assert (error["code"], error["message"]) == (reason.value, f"because of {reason}")
     assert response.headers["retry-after"] == "3"
+
+
+@pytest.mark.parametrize("reason", [Refusal.ATTEMPTS, Refusal.EXECUTION, Refusal.UNKNOWN])
+def test_what_failed_inside_is_logged_and_not_shown(
+    served: Served, reason: Refusal, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.router.refuse = Failed("", reason, "decode-3: OverflowError: int too big")
+    response = served.post({"model": MODEL, "messages": ASK})
+    assert error_of(response, 503)["code"] == reason.value
+    assert "decode-3" not in response.text
+    assert "OverflowError" not in response.text
+    assert "decode-3: OverflowError: int too big" in caplog.text
+
+
+@pytest.mark.parametrize("token", [-1, 49_152, 2**63, 2**64, 10**30])
+def test_what_is_no_token_id_is_named_and_goes_nowhere(served: Served, token: int) -> None:
+    assert served.ctx.tokenizer.vocab_size == 49_152
+    for path, body, param in (
+        ("/v1/completions", {"model": MODEL, "prompt": [5, token]}, "prompt"),
+        ("/v1/completions", {"model": MODEL, "prompt": "Hi"}, "stop_token_ids"),
+        ("/v1/chat/completions", {"model": MODEL, "messages": ASK}, "stop_token_ids"),
+        ("/detokenize", {"tokens": [5, token]}, "tokens"),
+    ):
+        change = {"stop_token_ids": [5, token]} if param == "stop_token_ids" else {}
+        error = error_of(served.post(body | change, path), 400)
+        assert error["param"] == param
+        assert f"{token} is not a token id, they are 0 to 49151" in error["message"]
+    biased = {"model": MODEL, "messages": ASK, "logit_bias": {str(token): 1}}
+    error = error_of(served.post(biased), 400)
+    assert (error["param"], str(token) in error["message"]) == ("logit_bias", True)
+    assert served.router.submits == []
+
+
+def test_no_number_of_a_request_is_too_large_for_the_wire(served: Served) -> None:
+    for huge in (2**63, 2**64, 10**400):
+        for name in ("max_tokens", "min_tokens", "seed", "top_k", "priority", "n"):
+            body = {"model": MODEL, "prompt": "Hi", name: huge}
+            response = served.post(body, "/v1/completions")
+            assert response.status_code in (200, 400), (name, response.text)
+    for submit in served.router.submits:
+        msgspec.msgpack.encode(submit.sampling)
 
 
 def test_every_reason_of_the_router_has_a_status(served: Served) -> None:

@@ -137,7 +137,7 @@ def test_what_is_no_role_is_refused_and_changes_nothing(
 def test_other_machines_may_not_change_roles(server: Served, workers: Workers) -> None:
     async def ask(host: str) -> httpx.Response:
         transport = httpx.ASGITransport(create_app(server.ctx), client=(host, 5))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post("/workers/decode-0/role", json={"role": "both"})
 
     for host in ("192.0.2.7", "2001:db8::7", "", "localhost.example"):

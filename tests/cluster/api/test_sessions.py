@@ -227,6 +227,7 @@ def test_every_name_can_be_shown_acted_on_and_closed(served_sessions: Served, na
         (SessionRefusal.CONFLICT, 409),
         (SessionRefusal.DEADLINE, 504),
         (SessionRefusal.BUSY, 429),
+        (SessionRefusal.LIMIT, 403),
     ],
 )
 def test_what_the_router_refuses_keeps_its_reason(
@@ -241,7 +242,7 @@ def test_what_the_router_refuses_keeps_its_reason(
     ):
         error = error_of(response, status)
         assert (error["code"], error["message"]) == (refusal.value, "because")
-    assert len(SessionRefusal) == 4
+    assert len(SessionRefusal) == 5
 
 
 @pytest.mark.parametrize(

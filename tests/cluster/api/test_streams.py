@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from cluster.api.context import ApiLimits
+from cluster.api.http.connection import ConnectionLimits
 from cluster.api.limiter import ConcurrencyLimiter
 from cluster.api.server import bind_socket
 from cluster.api.text.tokenizer import Tokenizer
@@ -84,7 +85,7 @@ def test_a_failure_in_mid_stream_is_an_event_and_ends_the_stream(served: Served)
     assert "[DONE]" not in events
     assert json.loads(events[-1])["error"]["code"] == "attempts_exhausted"
     assert len(events) > 3
-    with pytest.raises(openai.APIError, match="3 attempts failed"):
+    with pytest.raises(openai.APIError, match="have failed"):
         list(served.openai().chat.completions.create(model=MODEL, messages=ASK, stream=True))
 
 
@@ -104,7 +105,9 @@ def impatient(tokenizer: Tokenizer) -> Iterator[Served]:
     limits = ApiLimits(max_live_requests=2, body_timeout_s=0.3)
     sock = bind_socket("127.0.0.1", 0)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-    with serve(tokenizer, limits, sock, write_timeout_s=0.3) as running:
+    with serve(
+        tokenizer, limits, sock, connections=ConnectionLimits(write_timeout_s=0.3)
+    ) as running:
         yield running
         running.wait_idle()
 
@@ -143,7 +146,7 @@ def test_a_request_that_nobody_answers_ends_at_its_deadline(tokenizer: Tokenizer
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "deadline_exceeded"
         assert served.router.cancels == [served.router.submits[0].request_id]
-        assert served.router.submits[0].timeout_s == 0.2
+        assert 0.0 < served.router.submits[0].timeout_s < 0.2
         served.wait_idle()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.control.auditor import MAX_PENDING, AuditAll, Auditor, AuditReport
-from cluster.control.audits import AuditDesk, audit_dict, uneven
+from cluster.control.audits import AuditDesk, SharedAudit, audit_dict, uneven
 from cluster.runtime.host import NodeHost
 from engine.node import Effect, Note, Send, Wake, Woken
 from engine.stats import Audit, AuditRequest
@@ -131,3 +131,58 @@ def test_a_coroutine_gets_its_report() -> None:
         assert [a.worker for a in report.audits] == ["d0"]
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_what_a_workers_books_say_of_themselves_is_wrong_under_load_too() -> None:
+    broken = Audit("d0", 1, COUNTS, wrong=("blocks do not add up: AssertionError",))
+    found = audit_dict(AuditReport("a1", (broken,), ()), 3, [])
+    assert (found["clean"], found["wrong"]) == (False, [f"d0: {broken.wrong[0]}"])
+
+
+async def _asked_together() -> tuple[list[Any], int]:
+    """10 ask at once, 5 more while the first audit runs, 1 after all."""
+    num_begun = num_running = 0
+
+    async def look() -> dict[str, Any]:
+        nonlocal num_begun, num_running
+        num_begun += 1
+        number = num_begun
+        num_running += 1
+        assert num_running == 1
+        await asyncio.sleep(0.05)
+        num_running -= 1
+        return {"number": number}
+
+    shared = SharedAudit(look)
+    first = [asyncio.create_task(shared.ask()) for _ in range(10)]
+    await asyncio.sleep(0.02)
+    second = [asyncio.create_task(shared.ask()) for _ in range(5)]
+    found = [each["number"] for each in await asyncio.gather(*first, *second)]
+    began = asyncio.get_running_loop().time()
+    found.append((await shared.ask())["number"])
+    assert asyncio.get_running_loop().time() - began > 0.2  # after a pause
+    return found, num_begun
+
+
+def test_who_asks_together_shares_an_audit_that_begins_after_they_asked() -> None:
+    found, num_begun = asyncio.run(_asked_together())
+    assert found == [1] * 10 + [2] * 5 + [3]
+    assert num_begun == 3
+
+
+def test_an_audit_that_fails_fails_for_those_who_share_it_only() -> None:
+    async def ask() -> None:
+        answers: list[Any] = [RuntimeError("no"), {"clean": True}]
+
+        async def look() -> dict[str, Any]:
+            answer: Any = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return dict(answer)
+
+        shared = SharedAudit(look)
+        failed = await asyncio.gather(shared.ask(), shared.ask(), return_exceptions=True)
+        assert [str(error) for error in failed] == ["no", "no"]
+        assert await shared.ask() == {"clean": True}
+
+    asyncio.run(ask())

@@ -15,7 +15,7 @@ from cluster.state.redis import RedisOptions, RedisState
 from engine.kv.block_hash import HASH_BYTES, CacheScope
 from engine.kv.events import KVEvents
 from engine.kv.tier import Retention, Tier, TierHashes
-from router.sessions.table import SessionRecord
+from router.sessions.session import SessionRecord
 from router.state import IndexView, IndexWriter, StateUp
 
 M = TypeVar("M")

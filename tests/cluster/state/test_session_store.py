@@ -25,8 +25,8 @@ from engine.messages import TokenDeltas
 from engine.request import FinishReason, SamplingParams, TokenDelta
 from router.messages import Submit, WorkerUp
 from router.router import Router
+from router.sessions.session import SessionRecord
 from router.sessions.sharing import DeleteSession, SaveSession
-from router.sessions.table import SessionRecord
 from tests.cluster.state import stores
 from tests.router.script import worker_info
 

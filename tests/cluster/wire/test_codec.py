@@ -36,7 +36,7 @@ def test_every_message_survives_a_round_trip(message_type: type) -> None:
 
 def test_every_message_of_the_contracts_is_registered() -> None:
     nested = {"TokenDelta", "TokenLogprobs", "SamplingParams", "WorkerInfo"}
-    nested |= {"SessionInfo", "SessionHolder", "TenantShare"}
+    nested |= {"SessionInfo", "SessionHolder", "SessionLimits", "TenantShare"}
     modules = ["engine.kv.events", "engine.messages", "engine.request", "engine.stats"]
     modules += ["kvtransfer.messages", "prefill_worker.messages", "decode_worker.messages"]
     modules += ["router.messages"]

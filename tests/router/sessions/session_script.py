@@ -22,12 +22,13 @@ from router.messages import (
     SessionOp,
     SessionReply,
     Submit,
+    TenantShare,
     WorkerDown,
     WorkerUp,
 )
 from router.router import Router
+from router.sessions.session import SessionConfig, SessionRecord
 from router.sessions.sharing import DeleteSession, SaveSession
-from router.sessions.table import SessionConfig, SessionRecord
 from tests.router.script import BLOCK, Outbox, worker_info
 
 M = TypeVar("M")
@@ -88,6 +89,7 @@ class SessionScript(Outbox):
         tenant: str = "",
         scope: CacheScope = UNSALTED,
         retention: Retention | None = None,
+        share: TenantShare = TenantShare(),
     ) -> str:
         """Submit a turn; returns the id of its request."""
         request_id = f"r{next(self._ids)}"
@@ -103,6 +105,7 @@ class SessionScript(Outbox):
                 retention=retention,
                 session=session,
                 tenant=tenant,
+                share=share,
             )
         )
         return request_id

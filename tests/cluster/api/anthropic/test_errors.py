@@ -161,10 +161,11 @@ def test_a_failure_in_mid_stream_is_an_event_that_ends_it(served: Served) -> Non
     assert [name for name, _ in events] == [data["type"] for _, data in events]
     types = shape([data for _, data in events])
     assert types == ["message_start", "ping", "start 0", "text_delta 0", "error"]
-    error = {"type": "overloaded_error", "message": "3 attempts failed"}
+    all_failed = "All attempts at this request have failed; the server's log says why"
+    error = {"type": "overloaded_error", "message": all_failed}
     assert events[-1] == ("error", {"type": "error", "error": error})
     opened = client(served).messages.stream(model=MODEL, max_tokens=50, messages=ASK)
-    with pytest.raises(anthropic.APIStatusError, match="3 attempts failed"), opened as stream:
+    with pytest.raises(anthropic.APIStatusError, match="have failed"), opened as stream:
         stream.until_done()
     assert error_of(post(served), 503)[0] == "overloaded_error"
 
@@ -240,3 +241,22 @@ def test_more_requests_than_the_limit_are_a_429(guarded: Served) -> None:
         assert int(response.headers["retry-after"]) >= 1
     guarded.wait_idle()
     guarded.router.delay_s = kept
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_errors_of_the_server_have_anthropics_form_too(
+    served: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert error_of(served.http.get(path), 405)[0] == "invalid_request_error"
+    assert error_of(served.http.post(f"{path}/nowhere"), 404)[0] == "not_found_error"
+    too_much = b"x" * (served.ctx.limits.max_body_bytes + 1)
+    assert error_of(served.http.post(path, content=too_much), 413)[0] == "request_too_large"
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("what is inside")
+
+    monkeypatch.setattr(served.ctx.tokenizer, "apply_chat_template", fail)
+    body = {"model": MODEL, "max_tokens": 9, "messages": ASK}
+    response = served.http.post(path, json=body)
+    assert error_of(response, 500)[0] == "api_error"
+    assert "what is inside" not in response.text

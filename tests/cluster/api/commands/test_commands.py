@@ -74,7 +74,7 @@ def test_chat_says_when_the_answer_broke_off(served: Served, run: Any) -> None:
     served.router.fail_after = 2
     result = run(chat, "--url", served.url, "hi")
     assert result.exit_code == 1
-    assert "the answer broke off: 3 attempts failed" in result.output
+    assert "the answer broke off: All attempts at this request have failed" in result.output
 
 
 @pytest.mark.parametrize("command", [chat, status])

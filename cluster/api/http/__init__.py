@@ -1,0 +1,1 @@
+"""Connections of clients, below the application."""

@@ -1,0 +1,180 @@
+"""One connection of a client: uvicorn's HTTP protocol with a bound on everything that a client can
+make it wait for or keep, before anyone knows who the client is.
+
+Life: accepted, or refused because there are too many -> head of a request -> its body -> answer ->
+idle, or the next head. Each of these but the answer has a timer. An answer takes as long as it
+takes; only a client that does not read it has a timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from cluster.api.errors import ApiError
+
+_SAY_S = 2.0  # for the answer to a connection that is refused to be read
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    max_connections: int = 8192  # open at once
+    max_head_bytes: int = 64 * 1024  # request line and headers; trailers
+    head_timeout_s: float = 30.0  # from a request's first byte, or the connection's begin
+    body_timeout_s: float = 40.0  # for what is left of a body that has been answered already
+    idle_timeout_s: float = 5.0  # between two requests
+    write_timeout_s: float = 60.0  # for a client that does not read
+
+
+def bounded_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
+    """The protocol class that uvicorn makes one of for each connection."""
+
+    return type("LimitedProtocol", (BoundedProtocol,), {"limits": limits})
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Invariant: a timer runs unless a request is being answered to a client that reads: of the
+    head or the body that is awaited, of writing, or uvicorn's own between requests."""
+
+    limits = ConnectionLimits()
+    _is_refused = False
+    _in_body = False  # a head is complete, its body is not
+    _is_too_large = False  # the head that is being parsed
+    _head_bytes = 0  # that came since the last part of a body, or the last request's end
+    _read_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        most = self.limits.max_connections
+        if len(self.connections) > most:
+            self._is_refused = True
+            self._refuse(
+                ApiError(
+                    503,
+                    f"{most} connections are open, which is the limit",
+                    type="service_unavailable_error",
+                    code="too_many_connections",
+                    retry_after_s=1.0,
+                )
+            )
+        else:
+            self._await_more(self.limits.head_timeout_s)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._read_timer is None and not self._in_body:
+            self._await_more(self.limits.head_timeout_s)
+        self._head_bytes += len(data)  # callbacks reset it
+        super().data_received(data)
+        if self._head_bytes > self.limits.max_head_bytes and not self._is_refused:
+            self._is_too_large = True
+            self.send_400_response("")
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.limits.max_head_bytes:
+            self._is_too_large = True
+            raise ValueError("the head is too large")  # ends the parsing: `send_400_response`
+        self._head_bytes = 0
+        self._in_body = True
+        self._await_more(self.limits.body_timeout_s)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        self._in_body = False
+        self._stop_reading_timer()
+        super().on_message_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            # It was answered before its end came, which has stopped the timer of the answer's end.
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._abort_later(self.limits.write_timeout_s)
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is not a request, or is too much of one."""
+        if self._is_too_large:
+            limit = self.limits.max_head_bytes
+            message = f"The headers are larger than the limit of {limit} bytes"
+            self._refuse(ApiError(431, message, code="headers_too_large"))
+        else:
+            self._refuse(ApiError(400, msg))
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._abort_later(self.limits.write_timeout_s)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._abort_later(self.limits.write_timeout_s)
+
+    def resume_writing(self) -> None:
+        if self._write_timer is not None and not self.transport.is_closing():
+            self._write_timer.cancel()
+            self._write_timer = None
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_refused = True
+        self._stop_reading_timer()
+        self._unset_keepalive_if_required()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        super().connection_lost(exc)
+
+    def _await_more(self, timeout_s: float) -> None:
+        self._stop_reading_timer()
+        self._read_timer = self.loop.call_later(timeout_s, self._on_late, timeout_s)
+
+    def _stop_reading_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _on_late(self, timeout_s: float) -> None:
+        if self._is_answering:
+            # It is the answer's turn: who answers has a limit for the body (`read_body`), and
+            # nothing is read for the next request in line.
+            self._await_more(timeout_s)
+            return
+        message = f"The request's headers did not arrive within {timeout_s:g} s"
+        self._refuse(ApiError(408, message, type="timeout_error", code="request_timeout"))
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _abort_later(self, timeout_s: float) -> None:
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(timeout_s, self.transport.abort)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Say why, where no answer is under way that it would get into, and end the connection."""
+        self._is_refused = True
+        self._stop_reading_timer()
+        if self._is_answering or self._in_body:
+            self.transport.abort()
+            return
+        body = json.dumps(error.body).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        headers |= {**error.headers, "connection": "close"}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[error.status] + lines.encode() + b"\r\n" + body)
+        self.transport.close()
+        self._abort_later(_SAY_S)

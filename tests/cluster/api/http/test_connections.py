@@ -1,0 +1,196 @@
+"""What a client can make a connection wait for or keep, before it says who it is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.api.context import ApiLimits
+from cluster.api.http.connection import ConnectionLimits
+from cluster.api.text.tokenizer import Tokenizer
+from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
+
+GET = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
+SHORT = ConnectionLimits(
+    max_connections=3,
+    max_head_bytes=16 * 1024,
+    head_timeout_s=0.4,
+    body_timeout_s=0.4,
+    idle_timeout_s=0.4,
+    write_timeout_s=0.4,
+)
+
+
+@pytest.fixture
+def short(tokenizer: Tokenizer) -> Iterator[Served]:
+    with serve(tokenizer, ApiLimits(body_timeout_s=0.3), connections=SHORT) as running:
+        yield running
+        running.wait_idle()
+
+
+@contextlib.contextmanager
+def connected(served: Served) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as sock:
+        yield sock
+
+
+def answer_of(sock: socket.socket) -> tuple[int, bytes]:
+    """Status and body of one answer with a content-length."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        part = sock.recv(65536)
+        assert part, f"closed after {received!r}"
+        received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    while len(body) < size:
+        body += sock.recv(65536)
+    return int(head.split()[1]), body
+
+
+def closed(sock: socket.socket) -> bool:
+    """Whether the server ends the connection, within the socket's timeout."""
+    try:
+        return sock.recv(65536) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def code_of(body: bytes) -> str:
+    code: str = json.loads(body)["error"]["code"]
+    return code
+
+
+@pytest.mark.parametrize("one", [True, False], ids=["one", "many"])
+def test_headers_have_a_limit(short: Served, one: bool) -> None:
+    line = b"x: " + b"a" * 20_000 if one else b"\r\n".join(b"x%d: y" % i for i in range(3000))
+    with connected(short) as sock:
+        sock.sendall(b"GET /ping HTTP/1.1\r\n" + line + b"\r\n\r\n")
+        status, body = answer_of(sock)
+        assert (status, code_of(body)) == (431, "headers_too_large")
+        assert "16384 bytes" in json.loads(body)["error"]["message"]
+        assert closed(sock)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"GET /ping HTTP/1.1\r\nx: ",
+        b"POST /ping HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nt: ",
+    ],
+    ids=["headers", "trailers"],
+)
+def test_headers_that_never_end_are_cut_off_at_once(short: Served, begin: bytes) -> None:
+    num_sent = 0
+    with connected(short) as sock:
+        sock.sendall(begin)
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            while num_sent < 64 << 20:
+                num_sent += sock.send(b"a" * 65536)
+    assert num_sent < 16 << 20  # what sockets have buffered
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_a_head_has_a_timer_in_every_request_of_a_connection(
+    short: Served, num_before: int
+) -> None:
+    with connected(short) as sock:
+        for _ in range(num_before):
+            sock.sendall(GET)
+            assert answer_of(sock)[0] == 200
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            sock.sendall(GET[:-2] + b"x: ")
+            for _ in range(100):  # a byte now and then
+                sock.sendall(b"a")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 3
+
+
+def test_a_late_head_is_told_why(short: Served) -> None:
+    with connected(short) as sock:
+        sock.sendall(GET[:10])
+        status, body = answer_of(sock)
+        assert (status, code_of(body)) == (408, "request_timeout")
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
+def test_a_body_has_a_timer_in_every_request_of_a_connection(
+    short: Served, num_before: int, path: bytes
+) -> None:
+    with connected(short) as sock:
+        for _ in range(num_before):
+            sock.sendall(GET)
+            assert answer_of(sock)[0] == 200
+        sock.sendall(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n")
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            for _ in range(100):
+                sock.sendall(b"x")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 3
+
+
+def test_an_idle_connection_is_closed_also_after_a_body_that_came_late(short: Served) -> None:
+    with connected(short) as sock:
+        sock.sendall(GET)
+        assert answer_of(sock)[0] == 200
+        assert closed(sock)
+    with connected(short) as sock:
+        sock.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nx")
+        assert answer_of(sock)[0] == 404
+        sock.sendall(b"x")  # stops the timer of the idle connection
+        assert closed(sock)
+
+
+def test_one_connection_too_many_is_told_so(short: Served) -> None:
+    short.http.close()
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            sock = stack.enter_context(connected(short))
+            sock.sendall(GET)
+            assert answer_of(sock)[0] == 200
+        more = stack.enter_context(connected(short))
+        status, body = answer_of(more)
+        assert (status, code_of(body)) == (503, "too_many_connections")
+        assert closed(more)
+
+    def is_served() -> bool:
+        with connected(short) as sock:
+            sock.sendall(GET)
+            return answer_of(sock)[0] == 200
+
+    wait_until(is_served)
+
+
+def test_a_stream_outlasts_all_timers(short: Served, tokenizer: Tokenizer) -> None:
+    short.router.answer = lambda submit: tokenizer.encode("word " * 40)
+    short.router.delay_s = 0.05
+    body = {"model": MODEL, "prompt": "Hi", "max_tokens": 40, "stream": True}
+    began = time.monotonic()
+    with short.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert time.monotonic() - began > 4 * SHORT.head_timeout_s
+    assert lines[-1] == "data: [DONE]"
+
+
+def test_a_request_in_line_behind_a_stream_is_answered(short: Served, tokenizer: Tokenizer) -> None:
+    short.router.answer = lambda submit: tokenizer.encode("word " * 20)
+    short.router.delay_s = 0.05
+    asked = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 20}).encode()
+    with connected(short) as sock:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        sock.sendall(head % len(asked) + asked + GET)
+        received = b""
+        while received.count(b"200 OK") < 2:
+            part = sock.recv(65536)
+            assert part, received
+            received += part

@@ -1,0 +1,76 @@
+"""A real server with two routers: its operators' key, and tenants that change while it serves."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.serving.served import Served
+from tests.cluster.api.conftest import wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+KEY = "the-key-of-operators"
+TENANT = '[[tenant]]\nname = "red"\nkeys = ["{}"]\n'
+
+
+@pytest.fixture(scope="module")
+def tenants_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tenants") / "tenants.toml"
+    path.write_text(TENANT.format("old-key"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(tenants_file: Path) -> Iterator[Served]:
+    settings = {
+        "cluster.routers": 2,
+        "cluster.prefill": 0,
+        "engine.num_blocks": 256,
+        "tenants.file": str(tenants_file),
+        "tenants.salt_secret": "a secret of sixteen characters or more",
+        "sessions.state_dir": str(tenants_file.parent),
+    }
+    with Served(settings, env={"KVRELAY_OPERATIONS_KEY": KEY}) as served:
+        yield served
+
+
+def urls(served: Served) -> list[str]:
+    (found,) = filter(None, (re.search(r"router-1: (\S+)/v1", line) for line in served.lines))
+    return [served.url, found[1]]
+
+
+def status(url: str, path: str, key: str) -> int:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.get(f"{url}{path}", headers=headers, timeout=30).status_code
+
+
+def test_operators_have_a_key_of_their_own_at_every_router(served: Served) -> None:
+    for url in urls(served):
+        for path in ("/status", "/metrics"):
+            assert (status(url, path, "old-key"), status(url, path, KEY)) == (401, 200)
+        assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+    command = [sys.executable, "-m", "lab.cli.main", "audit", "--url", served.url]
+    audited = subprocess.run(
+        [*command, "--operations-key", KEY], capture_output=True, text=True, check=False
+    )
+    assert audited.returncode == 0, audited.stdout + audited.stderr
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 1
+
+
+def test_a_hangup_changes_the_keys_of_every_router(served: Served, tenants_file: Path) -> None:
+    for url in urls(served):
+        assert status(url, "/v1/models", "old-key") == 200
+    tenants_file.write_text(TENANT.format("new-key"))
+    served.process.send_signal(signal.SIGHUP)
+    for url in urls(served):
+        wait_until(lambda url=url: status(url, "/v1/models", "new-key") == 200, 20)
+        assert status(url, "/v1/models", "old-key") == 401
+    assert served.process.poll() is None
