@@ -6,7 +6,8 @@
 
 The transcript is the hello and the responder's nonce, so both proofs are bound to both nonces
 (no replay), to the names of both ends (no misdirection) and to the role that made them (no
-reflection). Pure bytes: no sockets here.
+reflection). From the token and the transcript both ends derive the keys of the frames that follow,
+one for each direction. Pure bytes: no sockets here.
 """
 
 from __future__ import annotations
@@ -14,24 +15,17 @@ from __future__ import annotations
 import hmac
 from dataclasses import dataclass
 
+from cluster.wire.frames import KEY_BYTES, ProtocolError
 from engine.node import NodeId
 
 MAGIC = b"KVR"
-VERSION = 1
+VERSION = 2
 PREAMBLE = MAGIC + bytes([VERSION])
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 REPLY_BYTES = len(PREAMBLE) + NONCE_BYTES + PROOF_BYTES
 _FIXED_HELLO_BYTES = len(PREAMBLE) + NONCE_BYTES + 2
-
-
-class HandshakeError(Exception):
-    """The other end is not one of ours. `counter` names what was wrong."""
-
-    def __init__(self, counter: str) -> None:
-        super().__init__(counter)
-        self.counter = counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +35,21 @@ class Hello:
     raw: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class SessionKeys:
+    """For the frames of one connection, by who sends them."""
+
+    initiator: bytes
+    responder: bytes
+
+
 def check_preamble(data: bytes | bytearray) -> None:
-    """Raises HandshakeError as soon as `data`, possibly incomplete, cannot be ours."""
+    """Raises ProtocolError as soon as `data`, possibly incomplete, cannot be ours."""
     have = bytes(data[: len(PREAMBLE)])
     if have[: len(MAGIC)] != MAGIC[: len(have)]:
-        raise HandshakeError("bad_magic")
+        raise ProtocolError("bad_magic")
     if len(have) == len(PREAMBLE) and have != PREAMBLE:
-        raise HandshakeError("bad_version")
+        raise ProtocolError("bad_version")
 
 
 def make_hello(sender: NodeId, to: NodeId, nonce: bytes) -> bytes:
@@ -58,7 +60,7 @@ def make_hello(sender: NodeId, to: NodeId, nonce: bytes) -> bytes:
 
 
 def parse_hello(data: bytes | bytearray) -> Hello | None:
-    """The hello at the start of `data`; None while it is incomplete. Raises HandshakeError."""
+    """The hello at the start of `data`; None while it is incomplete. Raises ProtocolError."""
     check_preamble(data)
     if len(data) < _FIXED_HELLO_BYTES:
         return None
@@ -70,7 +72,7 @@ def parse_hello(data: bytes | bytearray) -> Hello | None:
         sender = bytes(data[_FIXED_HELLO_BYTES:sender_end]).decode()
         to = bytes(data[sender_end:end]).decode()
     except UnicodeDecodeError as error:
-        raise HandshakeError("bad_hello") from error
+        raise ProtocolError("bad_hello") from error
     return Hello(sender, to, bytes(data[:end]))
 
 
@@ -79,22 +81,34 @@ def make_proof(token: bytes, role: bytes, hello: bytes, responder_nonce: bytes) 
     return hmac.digest(token, b"kvrelay " + role + b"\0" + hello + responder_nonce, "sha256")
 
 
+def session_keys(token: bytes, hello: bytes, responder_nonce: bytes) -> SessionKeys:
+    """HKDF (RFC 5869, SHA-256): new for each connection, since the transcript is."""
+    transcript = hello + responder_nonce
+    secret = hmac.digest(b"kvrelay session", token, "sha256")  # extract
+    first, second = (
+        hmac.digest(secret, b"kvrelay frames " + role + b"\0" + transcript + b"\x01", "sha256")
+        for role in (b"initiator", b"responder")
+    )
+    assert len(first) == len(second) == KEY_BYTES
+    return SessionKeys(first, second)
+
+
 def make_reply(token: bytes, hello: bytes, nonce: bytes) -> bytes:
     assert len(nonce) == NONCE_BYTES
     return PREAMBLE + nonce + make_proof(token, b"responder", hello, nonce)
 
 
 def check_reply(token: bytes, hello: bytes, reply: bytes) -> bytes:
-    """The initiator's proof, if `reply` shows that the responder has the token."""
+    """The responder's nonce, if `reply` shows that it has the token. Raises ProtocolError."""
     check_preamble(reply)
     nonce = reply[len(PREAMBLE) : len(PREAMBLE) + NONCE_BYTES]
     expected = make_proof(token, b"responder", hello, nonce)
     if not hmac.compare_digest(reply[len(PREAMBLE) + NONCE_BYTES :], expected):
-        raise HandshakeError("auth_failed")
-    return make_proof(token, b"initiator", hello, nonce)
+        raise ProtocolError("auth_failed")
+    return nonce
 
 
 def check_proof(token: bytes, hello: bytes, nonce: bytes, proof: bytes) -> None:
-    """Raises HandshakeError unless `proof` shows that the initiator has the token."""
+    """Raises ProtocolError unless `proof` shows that the initiator has the token."""
     if not hmac.compare_digest(proof, make_proof(token, b"initiator", hello, nonce)):
-        raise HandshakeError("auth_failed")
+        raise ProtocolError("auth_failed")

@@ -14,13 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
+from cluster.wire.frames import FrameWriter, Kind, ProtocolError
 from cluster.wire.handshake import (
     NONCE_BYTES,
     REPLY_BYTES,
-    HandshakeError,
     check_preamble,
     check_reply,
     make_hello,
+    make_proof,
+    session_keys,
 )
 from engine.node import NodeId
 
@@ -73,27 +75,28 @@ class Link:
         self.outbound: _Outbound | None = None  # proved, may be paused
         self._connecting: asyncio.Task[None] | None = None
 
-    def send(self, frame: bytes) -> None:
+    def send(self, body: bytes) -> None:
+        """Write the message, or queue it; dropped and counted if there is no room."""
         limits = self.context.limits
         if self.outbound is not None and not self.outbound.paused and not self._queue:
-            self.outbound.write(frame)
+            self.outbound.write(body)
             return
         if (
             len(self._queue) >= limits.max_queued_frames
-            or self._queued_bytes + len(frame) > limits.max_queued_bytes
+            or self._queued_bytes + len(body) > limits.max_queued_bytes
         ):
             self.context.counters["queue_full"] += 1
             return
-        self._queue.append(frame)
-        self._queued_bytes += len(frame)
+        self._queue.append(body)
+        self._queued_bytes += len(body)
         if self.outbound is None and self._connecting is None:
             self._connecting = asyncio.get_running_loop().create_task(self._connect())
 
     def flush(self) -> None:
         while self._queue and self.outbound is not None and not self.outbound.paused:
-            frame = self._queue.popleft()
-            self._queued_bytes -= len(frame)
-            self.outbound.write(frame)
+            body = self._queue.popleft()
+            self._queued_bytes -= len(body)
+            self.outbound.write(body)
 
     def lost(self) -> None:
         """The proved connection is gone, and what it had not delivered with it."""
@@ -128,7 +131,7 @@ class Link:
                 async with asyncio.timeout(limits.handshake_s):
                     self.outbound = await self._attempt()
                 break
-            except HandshakeError as error:
+            except ProtocolError as error:
                 self.context.counters[error.counter] += 1
             except (OSError, TimeoutError):
                 self.context.counters["connect_failed"] += 1
@@ -165,6 +168,7 @@ class _Outbound(asyncio.Protocol):
         self._buffer = b""
         self._hello = make_hello(link.context.node_id, link.peer, os.urandom(NONCE_BYTES))
         self._transport: asyncio.Transport | None = None
+        self._frames: FrameWriter | None = None  # once proved
         self.paused = False
         self.proved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -183,10 +187,12 @@ class _Outbound(asyncio.Protocol):
         try:
             check_preamble(self._buffer)
             if len(self._buffer) == REPLY_BYTES:
-                proof = check_reply(self._link.context.token, self._hello, self._buffer)
-                self._transport.write(proof)
+                token, hello = self._link.context.token, self._hello
+                nonce = check_reply(token, hello, self._buffer)
+                self._transport.write(make_proof(token, b"initiator", hello, nonce))
+                self._frames = FrameWriter(session_keys(token, hello, nonce).initiator)
                 self.proved.set_result(None)
-        except HandshakeError as error:
+        except ProtocolError as error:
             self.proved.set_exception(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -207,9 +213,10 @@ class _Outbound(asyncio.Protocol):
         self.paused = False
         self._link.flush()
 
-    def write(self, frame: bytes) -> None:
+    def write(self, body: bytes) -> None:
         if self._transport is not None:
-            self._transport.write(frame)
+            assert self._frames is not None
+            self._transport.write(self._frames.seal(Kind.MESSAGE, body))
             self._link.context.counters["sent"] += 1
 
     def close(self) -> None:

@@ -1,9 +1,8 @@
 """Messages between processes: MessagePack frames on direct, authenticated TCP connections.
 
 A connection carries one direction: whoever sends connects, proves itself (see `handshake`), and
-writes frames; answers come back on a connection of the other side. A frame is
-
-    magic and version (4 bytes) | length of the body (4 bytes, big endian) | body (see `codec`)
+writes frames, each with a MAC (see `frames`) around one message (see `codec`); answers come back on
+a connection of the other side.
 
 Delivery is at most once and in order per pair. Frames wait in a bounded queue while the peer
 cannot be reached; what does not fit, or waited too long, is dropped and counted. Whatever is not
@@ -18,21 +17,18 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from cluster.wire import codec
+from cluster.wire.frames import FrameReader, ProtocolError
 from cluster.wire.handshake import (
     NONCE_BYTES,
-    PREAMBLE,
     PROOF_BYTES,
-    HandshakeError,
     Hello,
-    check_preamble,
     check_proof,
     make_reply,
     parse_hello,
+    session_keys,
 )
 from cluster.wire.link import Address, Link, OnPeerLost, WireContext, WireLimits, tune_socket
 from engine.node import NodeId
-
-HEADER_BYTES = 8
 
 OnMessage = Callable[[NodeId, Any], None]  # (destination, message)
 
@@ -102,7 +98,7 @@ class Wire:
         if len(body) > self.limits.max_frame_bytes:
             self.counters["oversized_out"] += 1
             return
-        link.send(PREAMBLE + len(body).to_bytes(4, "big") + body)
+        link.send(body)
 
     async def close(self) -> None:
         """Close every connection; frames already handed to the kernel may still arrive."""
@@ -119,7 +115,7 @@ class Wire:
 class _Inbound(asyncio.Protocol):
     """A connection that a peer opened: hello, proof, then frames until it closes.
 
-    Nothing is decoded before `_proved`; whatever is wrong ends in `_reject`, once.
+    Nothing is decoded before the proof; whatever is wrong ends in `_reject`, once.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -127,7 +123,7 @@ class _Inbound(asyncio.Protocol):
         self._buffer = bytearray()
         self._hello: Hello | None = None
         self._nonce = os.urandom(NONCE_BYTES)
-        self._proved = False
+        self._frames: FrameReader | None = None  # once proved
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -147,11 +143,11 @@ class _Inbound(asyncio.Protocol):
             return
         self._buffer += data
         try:
-            if not self._proved:
+            if self._frames is None:
                 self._handshake()
-            if self._proved:
-                self._read_frames()
-        except HandshakeError as error:
+            if self._frames is not None:
+                self._read_frames(self._frames, self._hello)
+        except ProtocolError as error:
             self._reject(error.counter)
         except codec.FrameError:
             self._reject("bad_frame")
@@ -164,7 +160,7 @@ class _Inbound(asyncio.Protocol):
             if hello is None:
                 return
             if hello.to not in self._wire.serves:
-                raise HandshakeError("unknown_destination")
+                raise ProtocolError("unknown_destination")
             self._hello = hello
             del self._buffer[: len(hello.raw)]
             self._transport.write(make_reply(token, hello.raw, self._nonce))
@@ -173,29 +169,21 @@ class _Inbound(asyncio.Protocol):
         proof = bytes(self._buffer[:PROOF_BYTES])
         check_proof(token, hello.raw, self._nonce, proof)
         del self._buffer[:PROOF_BYTES]
-        self._proved = True
+        keys = session_keys(token, hello.raw, self._nonce)
+        self._frames = FrameReader(keys.initiator, self._wire.limits.max_frame_bytes)
         self._forget_stranger()
         self._wire.inbound.add(self)
         self._wire.counters["accepted"] += 1
 
-    def _read_frames(self) -> None:
-        assert self._hello is not None
-        wire, buffer, start = self._wire, self._buffer, 0
-        while len(buffer) - start >= HEADER_BYTES:
-            check_preamble(buffer[start : start + len(PREAMBLE)])
-            length = int.from_bytes(buffer[start + len(PREAMBLE) : start + HEADER_BYTES], "big")
-            if length > wire.limits.max_frame_bytes:
-                raise HandshakeError("oversized")
-            end = start + HEADER_BYTES + length
-            if len(buffer) < end:
-                break
-            message = codec.decode_message(bytes(buffer[start + HEADER_BYTES : end]))
-            start = end
+    def _read_frames(self, frames: FrameReader, hello: Hello | None) -> None:
+        assert hello is not None
+        wire = self._wire
+        for _kind, body in frames.read(self._buffer):
+            message = codec.decode_message(body)
             wire.counters["received"] += 1
-            wire.on_message(self._hello.to, message)
+            wire.on_message(hello.to, message)
             if self._transport is None:  # closed by what the message made us do
                 return
-        del buffer[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._transport is not None and self._buffer:
