@@ -203,6 +203,8 @@ class ClusterSection(Section, frozen=True):
     address: Annotated[str, _text(r"|auto|.+:\d{1,5}", "auto or HOST:PORT")] = ""
     # a worker that takes longer to start is started again
     start_timeout_s: Annotated[float, Meta(ge=1.0)] = 180.0
+    # a broken connection between processes may take so long to come back; then the peer is lost
+    reconnect_s: Timeout = 10.0
     max_frame_mib: Annotated[int, Meta(ge=1, le=1024)] = 64  # the largest message between processes
 
 

@@ -33,8 +33,6 @@ from cluster.runtime.host import NodeHost
 from cluster.serve.router_api import ServedModel, load_of
 from cluster.serve.router_process import RouterProcessSpec
 from cluster.state.opening import open_state
-from cluster.wire.link import WireLimits
-from cluster.wire.wire import Wire
 from cluster.worker.build import PreparedModel, WorkerSpec
 from cluster.worker.kv_plan import GIB, kv_lines
 from cluster.worker.process import Listening
@@ -80,16 +78,15 @@ class Deployment:
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self.cluster = f"kvrelay-{secrets.token_hex(4)}"
-        self._token = secrets.token_bytes(32)
-        max_frame_bytes = config.cluster.max_frame_mib << 20
         self.host = NodeHost(self._loop, self._send, self._on_node_failed)
-        self.wire = Wire(
-            ROUTER,
-            self._token,
-            self.host.deliver,
-            self._on_peer_lost,
-            WireLimits(max_frame_bytes=max_frame_bytes),
+        # On a cluster of several machines an empty host means: the machine's own address.
+        listening = Listening(
+            "" if config.cluster.address else ray.LOOPBACK,
+            secrets.token_bytes(32),
+            config.cluster.max_frame_mib << 20,
+            config.cluster.reconnect_s,
         )
+        self.wire = listening.wire(ROUTER, 1, self.host.deliver, self._on_peer_lost)
         self.wire.serves.add(AUDITOR)
         self.opened = open_state(config, model.served_name, self.cluster, ROUTER, self._routers)
         self.router = Router(
@@ -102,14 +99,12 @@ class Deployment:
         )
         self.audits = AuditDesk(self.host, Auditor(AUDITOR))
         self.controller = Controller(ControllerConfig((), ()))
-        # On a cluster of several machines an empty host means: the machine's own address.
-        host = "" if config.cluster.address else ray.LOOPBACK
         self.workers: Any = ray.RayWorkers(
             self.host,
             CONTROLLER,
             self._spec_of,
             self._router_spec_of,
-            Listening(host, self._token, max_frame_bytes),
+            listening,
             self._introduce_here,
             lambda reason: self._fail(ServeError(reason)),
         )
@@ -295,7 +290,8 @@ class Deployment:
         self.wire.send(to, message)
 
     def _on_peer_lost(self, node: NodeId, epoch: int) -> None:
-        """Each keeps its connection for life: without it, it is gone or as good as gone."""
+        """It did not come back in time, or messages were lost: what each knows of the other no
+        longer fits."""
         self.wire.forget(node, epoch)
         lost = RouterLost if node in self._routers else WorkerLost
         self.host.deliver(CONTROLLER, lost(node, epoch, "the connection to it was lost"))

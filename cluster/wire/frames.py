@@ -29,7 +29,11 @@ class ProtocolError(Exception):
 
 
 class Kind(IntEnum):
-    MESSAGE = 0  # body: see `codec`
+    """What a body is. Messages go to the responder, the others to the initiator."""
+
+    MESSAGE = 0  # see `codec`
+    RESUME = 1  # the first of the responder: see `handshake.Resume`
+    ACK = 2  # how many messages of the stream have arrived
 
 
 class _Mac:

@@ -1,20 +1,24 @@
 """How two processes of one cluster prove to each other that they hold the cluster's token.
 
-    initiator -> responder   hello  = magic, version, nonce, "from", "to"
+    initiator -> responder   hello  = magic, version, nonce, stream, "from", "to"
     responder -> initiator   reply  = magic, version, nonce, HMAC(token, "responder" + transcript)
     initiator -> responder   proof  = HMAC(token, "initiator" + transcript)
+    responder -> initiator   resume = a frame: which process it is, and what it has of the stream
 
 The transcript is the hello and the responder's nonce, so both proofs are bound to both nonces
 (no replay), to the names of both ends (no misdirection) and to the role that made them (no
 reflection). From the token and the transcript both ends derive the keys of the frames that follow,
-one for each direction. Pure bytes: no sockets here.
+one for each direction. What a stranger may learn is that this is a KVRelay: only who has proved
+itself changes the state of a stream, or hears of it. Pure bytes: no sockets here.
 """
 
 from __future__ import annotations
 
 import hmac
+import struct
 from dataclasses import dataclass
 
+from cluster.wire.context import INCARNATION_BYTES
 from cluster.wire.frames import KEY_BYTES, ProtocolError
 from engine.node import NodeId
 
@@ -25,11 +29,36 @@ PREAMBLE = MAGIC + bytes([VERSION])
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 REPLY_BYTES = len(PREAMBLE) + NONCE_BYTES + PROOF_BYTES
-_FIXED_HELLO_BYTES = len(PREAMBLE) + NONCE_BYTES + 2
+_STREAM = struct.Struct(f">Q{INCARNATION_BYTES}sQ")
+_RESUME = struct.Struct(f">{INCARNATION_BYTES}sQ")
+_ACK = struct.Struct(">Q")
+_FIXED_HELLO_BYTES = len(PREAMBLE) + NONCE_BYTES + _STREAM.size + 2
+MAX_CONTROL_BYTES = _RESUME.size
+REJECTED = (1 << 64) - 1
+"""Of a stream with a message that is none: more than were ever sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamId:
+    """One numbered sequence of messages to one peer. A process begins a new one, with a higher
+    number, when it has given up the last."""
+
+    epoch: int  # of the sender
+    incarnation: bytes  # of its process
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """`count`: messages of the stream that have arrived, or REJECTED."""
+
+    incarnation: bytes  # of the responder's process
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
+    stream: StreamId
     sender: NodeId
     to: NodeId
     raw: bytes
@@ -52,11 +81,12 @@ def check_preamble(data: bytes | bytearray) -> None:
         raise ProtocolError("bad_version")
 
 
-def make_hello(sender: NodeId, to: NodeId, nonce: bytes) -> bytes:
+def make_hello(sender: NodeId, to: NodeId, stream: StreamId, nonce: bytes) -> bytes:
     names = [sender.encode(), to.encode()]
     assert len(nonce) == NONCE_BYTES
     assert all(0 < len(name) < 256 for name in names), "node names are 1 to 255 bytes"
-    return PREAMBLE + nonce + bytes(len(name) for name in names) + b"".join(names)
+    fixed = _STREAM.pack(stream.epoch, stream.incarnation, stream.number)
+    return PREAMBLE + nonce + fixed + bytes(len(name) for name in names) + b"".join(names)
 
 
 def parse_hello(data: bytes | bytearray) -> Hello | None:
@@ -73,7 +103,8 @@ def parse_hello(data: bytes | bytearray) -> Hello | None:
         to = bytes(data[sender_end:end]).decode()
     except UnicodeDecodeError as error:
         raise ProtocolError("bad_hello") from error
-    return Hello(sender, to, bytes(data[:end]))
+    stream = StreamId(*_STREAM.unpack_from(data, len(PREAMBLE) + NONCE_BYTES))
+    return Hello(stream, sender, to, bytes(data[:end]))
 
 
 def make_proof(token: bytes, role: bytes, hello: bytes, responder_nonce: bytes) -> bytes:
@@ -112,3 +143,26 @@ def check_proof(token: bytes, hello: bytes, nonce: bytes, proof: bytes) -> None:
     """Raises ProtocolError unless `proof` shows that the initiator has the token."""
     if not hmac.compare_digest(proof, make_proof(token, b"initiator", hello, nonce)):
         raise ProtocolError("auth_failed")
+
+
+def make_resume(incarnation: bytes, count: int) -> bytes:
+    return _RESUME.pack(incarnation, count)
+
+
+def parse_resume(body: bytes) -> Resume:
+    """Raises ProtocolError."""
+    if len(body) != _RESUME.size:
+        raise ProtocolError("bad_resume")
+    return Resume(*_RESUME.unpack(body))
+
+
+def make_ack(count: int) -> bytes:
+    return _ACK.pack(count)
+
+
+def parse_ack(body: bytes) -> int:
+    """Raises ProtocolError."""
+    if len(body) != _ACK.size:
+        raise ProtocolError("bad_ack")
+    count: int = _ACK.unpack(body)[0]
+    return count

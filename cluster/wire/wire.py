@@ -1,12 +1,14 @@
 """Messages between processes: MessagePack frames on direct, authenticated TCP connections.
 
-A connection carries one direction: whoever sends connects, proves itself (see `handshake`), and
-writes frames, each with a MAC (see `frames`) around one message (see `codec`); answers come back on
-a connection of the other side.
+A connection carries messages in one direction: whoever sends connects, proves itself (see
+`handshake`), and writes frames, each with a MAC (see `frames`) around one message (see `codec`);
+back come acknowledgements. Answers have a connection of the other side.
 
-Delivery is at most once and in order per pair. Frames wait in a bounded queue while the peer
-cannot be reached; what does not fit, or waited too long, is dropped and counted. Whatever is not
-a proper frame of an authenticated peer closes its connection, is counted, and has no other effect.
+Delivery is exactly once and in order, across connections that break (see `link`), until one side
+loses the other; then both hear of it. Messages wait in a bounded queue while the peer is slow or
+cannot be reached at first; what does not fit, or waited too long, is dropped and counted. Whatever
+is not a proper frame of an authenticated peer closes its connection, is counted, and has no other
+effect.
 """
 
 from __future__ import annotations
@@ -14,23 +16,41 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 from cluster.wire import codec
-from cluster.wire.frames import FrameReader, ProtocolError
+from cluster.wire.context import Address, OnPeerLost, WireContext, WireLimits, tune_socket
+from cluster.wire.frames import FrameReader, FrameWriter, Kind, ProtocolError
 from cluster.wire.handshake import (
     NONCE_BYTES,
     PROOF_BYTES,
+    REJECTED,
     Hello,
+    StreamId,
     check_proof,
+    make_ack,
     make_reply,
+    make_resume,
     parse_hello,
     session_keys,
 )
-from cluster.wire.link import Address, Link, OnPeerLost, WireContext, WireLimits, tune_socket
+from cluster.wire.link import Link
 from engine.node import NodeId
 
 OnMessage = Callable[[NodeId, Any], None]  # (destination, message)
+
+MAX_ACKS_BYTES = 1 << 16  # unread by the peer: no more are written
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What has arrived of the latest stream from one peer to one node here. At most one connection
+    brings more of it."""
+
+    id: StreamId
+    received: int = 0  # or REJECTED
+    connection: _Inbound | None = None
 
 
 class Wire:
@@ -46,10 +66,13 @@ class Wire:
         on_message: OnMessage,
         on_peer_lost: OnPeerLost = lambda _peer, _epoch: None,
         limits: WireLimits | None = None,
+        epoch: int = 1,
     ) -> None:
+        """`on_peer_lost` hears of a peer and its epoch: messages to it, or from it, were lost, or
+        may have been."""
         assert token, "a cluster without a token would authenticate anybody"
         self.node_id = node_id
-        self.context = WireContext(node_id, token, limits or WireLimits(), on_peer_lost)
+        self.context = WireContext(node_id, epoch, token, limits or WireLimits(), on_peer_lost)
         self.limits = self.context.limits
         self.counters = self.context.counters
         self.serves = {node_id}
@@ -57,6 +80,7 @@ class Wire:
         self.strangers: set[_Inbound] = set()
         self.inbound: set[_Inbound] = set()
         self._links: dict[NodeId, Link] = {}
+        self._streams: dict[tuple[NodeId, NodeId], _Stream] = {}  # by sender and destination
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int = 0) -> tuple[str, int]:
@@ -65,6 +89,7 @@ class Wire:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Inbound(self), host, port)
         bound = self._server.sockets[0].getsockname()
+        self.context.host = bound[0]
         return bound[0], bound[1]
 
     def set_address(self, node: NodeId, host: str, port: int, epoch: int) -> None:
@@ -100,6 +125,31 @@ class Wire:
             return
         link.send(body)
 
+    def join(self, hello: Hello, connection: _Inbound) -> _Stream:
+        """The stream that `connection`, which has proved itself, brings from now on. Raises
+        ProtocolError for one that was superseded."""
+        key, new = (hello.sender, hello.to), hello.stream
+        known, link = self._streams.get(key), self._links.get(hello.sender)
+        if link is not None and new.epoch < link.address.epoch:
+            raise ProtocolError("stale_epoch")
+        if known is not None:
+            if new.epoch < known.id.epoch:
+                raise ProtocolError("stale_epoch")
+            is_same_process = new.incarnation == known.id.incarnation
+            if is_same_process and new.number < known.id.number:
+                raise ProtocolError("stale_stream")
+            if known.connection is not None:  # it may have been cut, and not know it
+                known.connection.abort()
+            if new == known.id:
+                known.connection = connection
+                return known
+            if is_same_process:  # it has given up the last stream
+                self.counters["stream_replaced"] += 1
+                loop = asyncio.get_running_loop()
+                loop.call_soon(self.context.on_peer_lost, hello.sender, new.epoch)
+        self._streams[key] = stream = _Stream(new, connection=connection)
+        return stream
+
     async def close(self) -> None:
         """Close every connection; frames already handed to the kernel may still arrive."""
         if self._server is not None:
@@ -123,9 +173,14 @@ class _Inbound(asyncio.Protocol):
         self._buffer = bytearray()
         self._hello: Hello | None = None
         self._nonce = os.urandom(NONCE_BYTES)
-        self._frames: FrameReader | None = None  # once proved
+        self._reader: FrameReader | None = None  # once proved
+        self._writer: FrameWriter | None = None
+        self._stream: _Stream | None = None
+        self._num_acked = 0
+        self._bytes_to_ack = 0
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._ack_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's is none by type
@@ -143,14 +198,12 @@ class _Inbound(asyncio.Protocol):
             return
         self._buffer += data
         try:
-            if self._frames is None:
+            if self._reader is None:
                 self._handshake()
-            if self._frames is not None:
-                self._read_frames(self._frames, self._hello)
+            if self._reader is not None and self._stream is not None:
+                self._read_frames(self._reader, self._stream)
         except ProtocolError as error:
             self._reject(error.counter)
-        except codec.FrameError:
-            self._reject("bad_frame")
 
     def _handshake(self) -> None:
         assert self._transport is not None
@@ -169,21 +222,55 @@ class _Inbound(asyncio.Protocol):
         proof = bytes(self._buffer[:PROOF_BYTES])
         check_proof(token, hello.raw, self._nonce, proof)
         del self._buffer[:PROOF_BYTES]
-        keys = session_keys(token, hello.raw, self._nonce)
-        self._frames = FrameReader(keys.initiator, self._wire.limits.max_frame_bytes)
         self._forget_stranger()
+        self._stream = stream = self._wire.join(hello, self)
+        self._num_acked = stream.received
+        keys = session_keys(token, hello.raw, self._nonce)
+        self._reader = FrameReader(keys.initiator, self._wire.limits.max_frame_bytes)
+        self._writer = FrameWriter(keys.responder)
+        resume = make_resume(self._wire.context.incarnation, stream.received)
+        self._transport.write(self._writer.seal(Kind.RESUME, resume))
         self._wire.inbound.add(self)
         self._wire.counters["accepted"] += 1
 
-    def _read_frames(self, frames: FrameReader, hello: Hello | None) -> None:
-        assert hello is not None
-        wire = self._wire
-        for _kind, body in frames.read(self._buffer):
-            message = codec.decode_message(body)
+    def _read_frames(self, reader: FrameReader, stream: _Stream) -> None:
+        assert self._hello is not None
+        wire, to = self._wire, self._hello.to
+        for kind, body in reader.read(self._buffer):
+            if kind is not Kind.MESSAGE or stream.received == REJECTED:
+                raise ProtocolError("bad_kind")
+            try:
+                message = codec.decode_message(body)
+            except codec.FrameError:
+                stream.received = REJECTED  # or it would be sent again, for ever
+                raise ProtocolError("bad_frame") from None
+            stream.received += 1
+            self._bytes_to_ack += len(body)
             wire.counters["received"] += 1
-            wire.on_message(hello.to, message)
+            wire.on_message(to, message)
             if self._transport is None:  # closed by what the message made us do
                 return
+        self._ack_in_time(stream)
+
+    def _ack_in_time(self, stream: _Stream) -> None:
+        limits = self._wire.limits
+        num = stream.received - self._num_acked
+        if num >= limits.ack_frames or self._bytes_to_ack >= limits.ack_bytes:
+            self._ack()
+        elif num and self._ack_timer is None:
+            loop = asyncio.get_running_loop()
+            self._ack_timer = loop.call_later(limits.ack_delay_s, self._ack)
+
+    def _ack(self) -> None:
+        if self._ack_timer is not None:
+            self._ack_timer.cancel()
+            self._ack_timer = None
+        assert self._transport is not None
+        assert self._writer is not None
+        assert self._stream is not None
+        self._num_acked, self._bytes_to_ack = self._stream.received, 0
+        if self._transport.get_write_buffer_size() <= MAX_ACKS_BYTES:
+            self._transport.write(self._writer.seal(Kind.ACK, make_ack(self._num_acked)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._transport is not None and self._buffer:
@@ -205,6 +292,11 @@ class _Inbound(asyncio.Protocol):
         self._buffer.clear()
         self._forget_stranger()
         self._wire.inbound.discard(self)
+        if self._ack_timer is not None:
+            self._ack_timer.cancel()
+            self._ack_timer = None
+        if self._stream is not None and self._stream.connection is self:
+            self._stream.connection = None
 
     def _forget_stranger(self) -> None:
         self._wire.strangers.discard(self)

@@ -16,6 +16,7 @@ from cluster.wire.handshake import (
     NONCE_BYTES,
     PREAMBLE,
     REPLY_BYTES,
+    StreamId,
     make_hello,
     make_proof,
     session_keys,
@@ -24,13 +25,17 @@ from engine.messages import Abort
 from tests.cluster.wire.wire_peers import TOKEN, Peer, run, until
 
 
+def hello_to(to: str, stream: StreamId = StreamId(1, bytes(16), 1)) -> bytes:
+    return make_hello("a", to, stream, bytes(NONCE_BYTES))
+
+
 class Intruder:
     """An initiator with the token, whose bytes the test writes itself."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
-        self.hello = make_hello("a", "b", bytes(NONCE_BYTES))
+        self.hello = hello_to("b")
         self.proof = b""
         self.frames = FrameWriter(bytes(32))
 
@@ -72,7 +77,7 @@ def test_the_wrong_token_is_refused_on_both_sides() -> None:
         assert b.messages == []
 
         reader, writer = await asyncio.open_connection(*b.address)
-        writer.write(make_hello("a", "b", bytes(NONCE_BYTES)))
+        writer.write(hello_to("b"))
         await reader.readexactly(REPLY_BYTES)
         writer.write(bytes(32) + b"whatever follows")
         await assert_closed(reader)
@@ -107,7 +112,7 @@ def test_a_recorded_connection_cannot_be_replayed() -> None:
 def test_the_responders_own_proof_cannot_be_reflected_to_it() -> None:
     async def scenario(a: Peer, b: Peer) -> None:
         reader, writer = await asyncio.open_connection(*b.address)
-        writer.write(make_hello("a", "b", bytes(NONCE_BYTES)))
+        writer.write(hello_to("b"))
         reply = await reader.readexactly(REPLY_BYTES)
         writer.write(reply[-32:] + b"whatever follows")
         await assert_closed(reader)
@@ -121,11 +126,11 @@ def test_a_proof_for_one_node_does_not_open_another() -> None:
     async def scenario(a: Peer, b: Peer) -> None:
         b.wire.serves.add("c")
         reader, writer = await asyncio.open_connection(*b.address)
-        hello = make_hello("a", "c", bytes(NONCE_BYTES))
+        hello = hello_to("c")
         writer.write(hello)
         reply = await reader.readexactly(REPLY_BYTES)
         nonce = reply[len(PREAMBLE) : len(PREAMBLE) + NONCE_BYTES]
-        other = make_hello("a", "b", bytes(NONCE_BYTES))
+        other = hello_to("b")
         writer.write(make_proof(TOKEN, b"initiator", other, nonce))
         await assert_closed(reader)
         assert b.wire.counters["auth_failed"] == 1
@@ -138,11 +143,11 @@ def test_a_proof_for_one_node_does_not_open_another() -> None:
     [
         (b"GET / HTTP/1.1\r\n\r\n", "bad_magic"),
         (b"KVR\x01" + bytes(100), "bad_version"),
-        (make_hello("a", "somebody else", bytes(NONCE_BYTES)), "unknown_destination"),
-        (make_hello("a", "b", bytes(NONCE_BYTES))[:-1] + b"\xff", "bad_hello"),
+        (hello_to("somebody else"), "unknown_destination"),
+        (hello_to("b")[:-1] + b"\xff", "bad_hello"),
         (PREAMBLE, "handshake_timeout"),
         (b"", "handshake_timeout"),
-        (make_hello("a", "b", bytes(NONCE_BYTES)), "handshake_timeout"),
+        (hello_to("b"), "handshake_timeout"),
     ],
 )
 def test_a_stranger_is_closed_and_counted(data: bytes, counter: str) -> None:
