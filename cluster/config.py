@@ -201,6 +201,8 @@ class ClusterSection(Section, frozen=True):
     routers: Annotated[int, Meta(ge=1, le=64)] = 1
     # of a running Ray cluster: "auto" or "HOST:PORT"; "": start one
     address: Annotated[str, _text(r"|auto|.+:\d{1,5}", "auto or HOST:PORT")] = ""
+    # join a Ray cluster that asks for no token: whoever reaches it runs code on its machines
+    insecure_ray: bool = False
     # a worker that takes longer to start is started again
     start_timeout_s: Annotated[float, Meta(ge=1.0)] = 180.0
     # a broken connection between processes may take so long to come back; then the peer is lost

@@ -74,6 +74,12 @@ def main() -> None:
 @click.option("--host", help="Address to serve at.")
 @click.option("--port", type=int, help="Port to serve at; 0: any that is free.")
 @click.option("--address", help='A running Ray cluster to join: "auto" or HOST:PORT.')
+@click.option(
+    "--insecure-ray",
+    is_flag=True,
+    default=None,
+    help="Join a Ray cluster that asks for no token.",
+)
 @click.option("--dtype", help="auto, float32 or bfloat16.")
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="A TOML file.")
 def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
@@ -86,7 +92,7 @@ def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
     from cluster.config import ConfigError, load_config
     from cluster.serve.deployment import ServeError
 
-    sections = {"prefill": "cluster", "decode": "cluster", "address": "cluster"}
+    sections = dict.fromkeys(("prefill", "decode", "address", "insecure_ray"), "cluster")
     sections |= {"host": "api", "port": "api", "dtype": "model"}
     overrides = {f"{sections[name]}.{name}": value for name, value in options.items()}
     console = Console(stderr=True, highlight=False)
