@@ -7,19 +7,18 @@ text in `kvrelay.example.toml`, which `make example` writes from this file.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, ValidationError, convert
-from msgspec.structs import fields, replace
+from msgspec.structs import replace
 
+from engine.config_errors import explain_error
 from router.config import MAX_PRIORITY, RouterConfig
 
 
@@ -279,65 +278,10 @@ def build_config(tables: Mapping[str, Any], where: str) -> Config:
                 if isinstance(value, float) and not math.isfinite(value):
                     raise ValidationError(f"Not finite - at `$.{section}.{key}`")
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_explain(str(error), tables)}") from None
+        raise ConfigError(f"{where}: {explain_error(str(error), tables, Config)}") from None
     for number, entry in enumerate(config.tenant, start=1):
         if not entry.keys and not entry.key_hashes:
             raise ConfigError(
                 f"{where}: tenant {number} ({entry.name}) has neither keys nor key_hashes"
             )
     return config
-
-
-_EXPECTED = {"int": "a whole number", "float": "a number", "str": "a text"}
-_EXPECTED |= {"bool": "true or false", "array": "a list of texts"}
-_EXPECTED |= {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
-
-
-def _explain(error: str, tables: Any) -> str:
-    """msgspec's `error` about `tables` in the user's words: the key, its value, what is right."""
-    complaint, _, path = error.partition(" - at `$")
-    kind: Any = Config
-    value, name = tables, ""
-    for part in re.findall(r"\w+", path):
-        if not part.isdigit():
-            kind = next(each.type for each in fields(kind) if each.name == part)
-            value, name = value[part], f"{name}.{part}".lstrip(".")
-        elif TenantEntry in get_args(kind):
-            kind, value, name = TenantEntry, value[int(part)], f"{name} {int(part) + 1}"
-    said, _, key = complaint.rstrip("`").partition(" field `")
-    if said == "Object contains unknown":
-        return f"{name}.{key}".lstrip(".") + f" is not a setting; {_suggestion(key, kind)}"
-    if said == "Object missing required":
-        return f"{name}.{key} is missing"
-    if TenantEntry in get_args(kind):
-        return f"{name}: expected tables, each beginning with [[{name}]]"
-    meta = next((m.extra for m in get_args(kind) if isinstance(m, Meta) and m.extra), {})
-    if isinstance(value, float) and not math.isfinite(value):
-        expected = "a finite number"
-    elif complaint.startswith("Expected `object`"):
-        expected = f"a table, [{name}]"
-    elif complaint.startswith("Invalid enum"):
-        choices = ", ".join(each for each in _flat(kind) if isinstance(each, str))
-        expected = f"a number or {choices}" if float in _flat(kind) else f"one of {choices}"
-    elif " matching regex " in complaint:
-        expected = meta["expected"]
-    elif bound := re.fullmatch(r"Expected `\w+` ([<>]=?) (.+)", complaint):
-        expected = f"{_EXPECTED[bound[1]]} {bound[2]}"
-    elif wrong := re.fullmatch(r"Expected `(\w+)[^`]*`, got .*", complaint):
-        is_entry = isinstance(value, list) and "got `array`" not in complaint
-        expected = _EXPECTED["array" if is_entry else wrong[1]]
-    else:
-        return complaint  # the section's own
-    shown = "..." if kind is TenantEntry or meta.get("secret") else repr(value)
-    return f"{name} = {shown}: expected {expected}"
-
-
-def _flat(kind: Any) -> list[Any]:
-    """What a type is made of: literals, and types without arguments."""
-    return [part for each in get_args(kind) for part in _flat(each)] or [kind]
-
-
-def _suggestion(key: str, kind: type[Struct]) -> str:
-    known = sorted(each.name for each in fields(kind))
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
