@@ -172,6 +172,27 @@ class ApiSection(Section, frozen=True):
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
 
 
+class TlsSection(Section, frozen=True):
+    """TLS, with certificates of your own or made at launch: docs/links.md."""
+
+    api: bool = False  # HTTPS instead of HTTP
+    frames: bool = False  # between processes: requests, tokens and KV events; not KV blocks
+    # of this server, a PEM file with its chain; "": one is made, in the state directory
+    cert: str = ""
+    key: str = ""  # of the certificate, a PEM file without a password
+    ca: str = ""  # a PEM file with the CA that processes ask each other's certificates to be of
+
+    @property
+    def scheme(self) -> str:
+        """Of the API's URL."""
+        return "https" if self.api else "http"
+
+    @property
+    def of_api(self) -> tuple[str, str] | None:
+        """The files of certificate and key, if the API uses them."""
+        return (self.cert, self.key) if self.api else None
+
+
 _REDIS = _text(
     r"|(redis|rediss)://[^\s/]+\S*|unix://\S+",
     "redis://HOST:PORT, rediss://HOST:PORT or unix://PATH",
@@ -229,6 +250,7 @@ class Config(Section, frozen=True):
     tenants: TenantsSection = TenantsSection()
     tenant: tuple[TenantEntry, ...] = ()
     api: ApiSection = ApiSection()
+    tls: TlsSection = TlsSection()
     state: StateSection = StateSection()
     cluster: ClusterSection = ClusterSection()
     router: RouterConfig = RouterConfig()
@@ -248,15 +270,19 @@ def load_config(path: Path | None, overrides: Mapping[str, Any]) -> Config:
     return config if path is None else _resolve_paths(config, path.parent)
 
 
+_PEM = ("cert", "key", "ca")
+
+
 def _resolve_paths(config: Config, folder: Path) -> Config:
     """What the file names beside itself is found from wherever the server is started."""
-    tenants = config.tenants
+    tenants, tls = config.tenants, config.tls
+    pem = {name: str(folder / path) for name in _PEM if (path := getattr(tls, name))}
     resolved = replace(
         tenants,
         file=str(folder / tenants.file) if tenants.file else "",
         public_prompt_files=tuple(str(folder / name) for name in tenants.public_prompt_files),
     )
-    return replace(config, tenants=resolved)
+    return replace(config, tenants=resolved, tls=replace(tls, **pem))
 
 
 def read_toml(path: Path) -> dict[str, Any]:

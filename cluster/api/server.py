@@ -100,15 +100,18 @@ async def serve_app(
     sock: socket.socket | None = None,
     stop: asyncio.Event | None = None,
     on_ready: Callable[[int], None] | None = None,
+    certificate: tuple[str, str] | None = None,
     write_timeout_s: float = 60.0,
     shutdown_timeout_s: float = 15.0,
 ) -> None:
     """Serve until `stop` is set; without `stop`, until SIGINT or SIGTERM.
 
-    `sock`: from `bind_socket`, instead of host and port. `on_ready` gets the port once requests
+    `sock`: from `bind_socket`, instead of host and port. `certificate`: the PEM files with it and
+    with its key, for HTTPS. `on_ready` gets the port once requests
     are taken. Raises `PortTaken`. When stopping, requests get `shutdown_timeout_s` to finish.
     """
     sock = sock or bind_socket(host, port)
+    cert, key = certificate or (None, None)
     config = uvicorn.Config(
         app,
         http=_protocol(write_timeout_s, first_request_timeout_s=30.0),
@@ -118,6 +121,8 @@ async def serve_app(
         access_log=False,
         server_header=False,
         backlog=BACKLOG,
+        ssl_certfile=cert,
+        ssl_keyfile=key,
         timeout_graceful_shutdown=max(1, round(shutdown_timeout_s)),
     )
     server = uvicorn.Server(config) if stop is None else _Server(config)

@@ -149,20 +149,23 @@ def _exit_now() -> None:
 def _print_ready(console: Any, deployment: Deployment, port: int) -> None:
     from cluster.control.router_processes import api_url
 
-    host = deployment.config.api.host
-    url = api_url(host, port)
+    host, tls = deployment.config.api.host, deployment.config.tls
+    url = api_url(host, port, tls.scheme)
     for line in deployment.kv_lines():
         console.print(line, markup=False, soft_wrap=True)
     for router, its_port in deployment.router_ports().items():
-        console.print(f"{router}: {api_url(host, its_port)}/v1", markup=False, soft_wrap=True)
+        console.print(
+            f"{router}: {api_url(host, its_port, tls.scheme)}/v1", markup=False, soft_wrap=True
+        )
     console.print(
         f"\nReady: {deployment.model.served_name} at {url}/v1 (OpenAI-compatible). Try:\n",
         style="bold green",
         markup=False,
         soft_wrap=True,
     )
+    trusted = f"--cacert {tls.ca} " if tls.api and tls.ca else ""
     console.print(
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
+        f"curl {trusted}{url}/v1/chat/completions -H 'Content-Type: application/json' -d "
         f'\'{{"model": "{deployment.model.served_name}", "temperature": 0, "messages": '
         '[{"role": "user", "content": "What is the capital of France?"}]}\'\n',
         markup=False,

@@ -30,6 +30,7 @@ from cluster.control.messages import (
 from cluster.control.router_loads import RouterLoads
 from cluster.control.router_processes import RouterState, router_entry, status_of
 from cluster.runtime.host import NodeHost
+from cluster.serve.certificates import identity_of
 from cluster.serve.router_api import ServedModel, load_of
 from cluster.serve.router_process import RouterProcessSpec
 from cluster.state.opening import open_state
@@ -85,6 +86,7 @@ class Deployment:
             secrets.token_bytes(32),
             config.cluster.max_frame_mib << 20,
             config.cluster.reconnect_s,
+            identity_of(config.tls) if config.tls.frames else None,
         )
         self.wire = listening.wire(ROUTER, 1, self.host.deliver, self._on_peer_lost)
         self.wire.serves.add(AUDITOR)
@@ -188,13 +190,13 @@ class Deployment:
         return status
 
     def _router_entries(self) -> list[dict[str, Any]]:
-        host, port = self.config.api.host, self._http_port
+        host, port, scheme = self.config.api.host, self._http_port, self.config.tls.scheme
         load = load_of(self.router, self._loop.time(), self.opened.status())
-        entries = [router_entry(ROUTER, 1, RouterState.UP, host, port, load)]
+        entries = [router_entry(ROUTER, 1, RouterState.UP, host, port, load, scheme)]
         for router in self.controller.router_processes.routers.values():
             is_up = router.state is RouterState.UP
             said = self._loads.known.get((router.node, router.epoch)) if is_up else None
-            entries.append(status_of(router, host, said))
+            entries.append(status_of(router, host, said, scheme))
         return entries
 
     def router_ports(self) -> dict[NodeId, int]:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from cluster.api.tenants import Access, load_access
 from cluster.config import Config, require_extra
+from cluster.serve.certificates import with_certificates
 from cluster.serve.deployment import Deployment, ServeError, Tell
 from cluster.serve.router_api import serve_api
 from cluster.serve.router_process import RouterProcessError, bind
@@ -41,7 +42,7 @@ async def serve(
     """Serve until `stop` is set. `on_ready` gets the deployment and the port. `take_signals` is
     called whenever a library may have taken the process's signals. Raises ServeError, and
     ConfigError for tenants, the store and an extra that is not installed."""
-    config = with_url(config)
+    config = await asyncio.to_thread(with_certificates, with_url(config))
     if config.tracing.endpoint:
         modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
         await asyncio.to_thread(require_extra, "tracing", *modules)

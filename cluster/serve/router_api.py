@@ -74,6 +74,17 @@ def _limits(config: Config) -> Any:
     )
 
 
+def _tracing(config: Config, metrics: Any) -> Any:
+    """None where there is no collector."""
+    from cluster.api.tracing import Tracing
+
+    def count_spans(outcome: str, spans: int) -> None:
+        metrics.spans.labels(outcome).inc(spans)
+
+    section = config.tracing
+    return Tracing(section.endpoint, section.sample, count_spans) if section.endpoint else None
+
+
 async def serve_api(
     served: RouterHost,
     tokenizer: Any,
@@ -94,7 +105,6 @@ async def serve_api(
     from cluster.api.responses.store import ResponseStore
     from cluster.api.server import serve_app
     from cluster.api.text.tokenizer import PublicPrompts
-    from cluster.api.tracing import Tracing
 
     settle_memory()
     config, router = served.config, served.router
@@ -102,13 +112,8 @@ async def serve_api(
     ClusterCollector(registry, served.status)
     name = router.node_id.replace("router", "api")
     served.host.add(client := RouterClient(name, router.node_id, served.host.deliver))
-    metrics, section, tracing = ApiMetrics(registry), config.tracing, None
-    if section.endpoint:
-
-        def count_spans(outcome: str, spans: int) -> None:
-            metrics.spans.labels(outcome).inc(spans)
-
-        tracing = await asyncio.to_thread(Tracing, section.endpoint, section.sample, count_spans)
+    metrics = ApiMetrics(registry)
+    tracing = await asyncio.to_thread(_tracing, config, metrics)
     prompts = await asyncio.to_thread(PublicPrompts.of_texts, tokenizer, access.public_prompts)
     responses = await asyncio.to_thread(ResponseStore, _responses_path(config))
     context = ApiContext(
@@ -140,6 +145,7 @@ async def serve_api(
         sock=sock,
         stop=stop,
         on_ready=on_ready,
+        certificate=config.tls.of_api,
         shutdown_timeout_s=SHUTDOWN_S,
     )
     if tracing is not None:

@@ -148,10 +148,9 @@ class RouterProcess:
         status["sessions"] = self.router.sessions.counts()
         status["state"] = self._opened.status()
         spec = self._spec
-        host, port = spec.config.api.host, self._http_port
-        status["routers"] = [
-            router_entry(spec.router, spec.epoch, RouterState.UP, host, port, self._load())
-        ]
+        host, port, scheme = spec.config.api.host, self._http_port, spec.config.tls.scheme
+        up, load = RouterState.UP, self._load()
+        status["routers"] = [router_entry(spec.router, spec.epoch, up, host, port, load, scheme)]
         return status
 
     def _load(self) -> RouterLoad:

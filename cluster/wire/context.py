@@ -12,8 +12,12 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.node import NodeId
+
+if TYPE_CHECKING:
+    from cluster.wire.tls import TlsIdentity
 
 OnPeerLost = Callable[[NodeId, int], None]  # (peer, epoch)
 
@@ -54,6 +58,7 @@ class WireContext:
     token: bytes
     limits: WireLimits
     on_peer_lost: OnPeerLost
+    tls: TlsIdentity | None = None  # None: in clear text
     host: str = ""  # where it listens
     counters: Counter[str] = field(default_factory=Counter)
     incarnation: bytes = field(default_factory=lambda: os.urandom(INCARNATION_BYTES))

@@ -35,6 +35,7 @@ from cluster.wire.handshake import (
     parse_resume,
     session_keys,
 )
+from cluster.wire.tls import fingerprint
 from engine.node import NodeId
 
 STABLE_S = 1.0
@@ -64,6 +65,7 @@ class Link:
         self._waiting: deque[bytes] = deque()
         self._kept_bytes = 0  # of _unacked and _again
         self._waiting_bytes = 0
+        self._tls = None if context.tls is None else context.tls.context(is_server=False)
         self._connecting: asyncio.Task[None] | None = None
         self._connected_at = 0.0
         self._has_progressed = False  # since it was connected
@@ -226,7 +228,9 @@ class Link:
         loop = asyncio.get_running_loop()
         host, port = self.address.host, self.address.port
         async with asyncio.timeout(self.context.limits.connect_s):
-            _, outbound = await loop.create_connection(lambda: _Outbound(self), host, port)
+            _, outbound = await loop.create_connection(
+                lambda: _Outbound(self), host, port, ssl=self._tls
+            )
         try:
             resume = await outbound.resumed
         except BaseException:
@@ -247,6 +251,7 @@ class _Outbound(asyncio.Protocol):
         context = link.context
         stream = StreamId(context.epoch, context.incarnation, link.stream)
         self._hello = make_hello(context.node_id, link.peer, stream, os.urandom(NONCE_BYTES))
+        self._bound = b""  # the hello, and what else the proofs are about
         self._transport: asyncio.Transport | None = None
         self._writer: FrameWriter | None = None  # once proved
         self._reader: FrameReader | None = None
@@ -257,6 +262,9 @@ class _Outbound(asyncio.Protocol):
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's is none by type
         tune_socket(transport)
         transport.write(self._hello)
+        self._bound = self._hello
+        if (tls := transport.get_extra_info("ssl_object")) is not None:
+            self._bound += fingerprint(tls.getpeercert(binary_form=True))
 
     def data_received(self, data: bytes) -> None:
         if self._transport is None:
@@ -282,7 +290,7 @@ class _Outbound(asyncio.Protocol):
             return
         if len(self._buffer) > REPLY_BYTES:  # it has nothing to say before our proof
             raise ProtocolError("unexpected_data")
-        token, hello = self._link.context.token, self._hello
+        token, hello = self._link.context.token, self._bound
         nonce = check_reply(token, hello, bytes(self._buffer))
         self._buffer.clear()
         self._transport.write(make_proof(token, b"initiator", hello, nonce))

@@ -36,6 +36,7 @@ from cluster.wire.handshake import (
     session_keys,
 )
 from cluster.wire.link import Link
+from cluster.wire.tls import TlsIdentity
 from engine.node import NodeId
 
 OnMessage = Callable[[NodeId, Any], None]  # (destination, message)
@@ -67,12 +68,14 @@ class Wire:
         on_peer_lost: OnPeerLost = lambda _peer, _epoch: None,
         limits: WireLimits | None = None,
         epoch: int = 1,
+        tls: TlsIdentity | None = None,
     ) -> None:
         """`on_peer_lost` hears of a peer and its epoch: messages to it, or from it, were lost, or
         may have been."""
         assert token, "a cluster without a token would authenticate anybody"
         self.node_id = node_id
-        self.context = WireContext(node_id, epoch, token, limits or WireLimits(), on_peer_lost)
+        limits = limits or WireLimits()
+        self.context = WireContext(node_id, epoch, token, limits, on_peer_lost, tls)
         self.limits = self.context.limits
         self.counters = self.context.counters
         self.serves = {node_id}
@@ -85,9 +88,13 @@ class Wire:
 
     async def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Accept connections on `host`; returns the address that peers connect to.
-        Raises OSError."""
+        Raises OSError and TlsError."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Inbound(self), host, port)
+        options: dict[str, Any] = {}
+        if self.context.tls is not None:
+            options["ssl"] = self.context.tls.context(is_server=True)
+            options["ssl_handshake_timeout"] = self.limits.handshake_s
+        self._server = await loop.create_server(lambda: _Inbound(self), host, port, **options)
         bound = self._server.sockets[0].getsockname()
         self.context.host = bound[0]
         return bound[0], bound[1]
@@ -172,6 +179,7 @@ class _Inbound(asyncio.Protocol):
         self._wire = wire
         self._buffer = bytearray()
         self._hello: Hello | None = None
+        self._bound = b""  # the hello, and what else the proofs are about
         self._nonce = os.urandom(NONCE_BYTES)
         self._reader: FrameReader | None = None  # once proved
         self._writer: FrameWriter | None = None
@@ -216,16 +224,18 @@ class _Inbound(asyncio.Protocol):
                 raise ProtocolError("unknown_destination")
             self._hello = hello
             del self._buffer[: len(hello.raw)]
-            self._transport.write(make_reply(token, hello.raw, self._nonce))
+            tls = self._wire.context.tls
+            self._bound = hello.raw + (b"" if tls is None else tls.fingerprint)
+            self._transport.write(make_reply(token, self._bound, self._nonce))
         if len(self._buffer) < PROOF_BYTES:
             return
         proof = bytes(self._buffer[:PROOF_BYTES])
-        check_proof(token, hello.raw, self._nonce, proof)
+        check_proof(token, self._bound, self._nonce, proof)
         del self._buffer[:PROOF_BYTES]
         self._forget_stranger()
         self._stream = stream = self._wire.join(hello, self)
         self._num_acked = stream.received
-        keys = session_keys(token, hello.raw, self._nonce)
+        keys = session_keys(token, self._bound, self._nonce)
         self._reader = FrameReader(keys.initiator, self._wire.limits.max_frame_bytes)
         self._writer = FrameWriter(keys.responder)
         resume = make_resume(self._wire.context.incarnation, stream.received)

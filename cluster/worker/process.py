@@ -15,6 +15,7 @@ from typing import Any
 from cluster.control.messages import Peer
 from cluster.runtime.host import Deliver, Executor, LoopThread, NodeHost
 from cluster.wire.context import OnPeerLost, WireLimits
+from cluster.wire.tls import TlsIdentity
 from cluster.wire.wire import OnMessage, Wire
 from engine.node import Node, NodeId
 from engine.stats import WorkerInfo
@@ -52,6 +53,7 @@ class Listening:
     token: bytes
     max_frame_bytes: int
     reconnect_s: float = 10.0
+    tls: TlsIdentity | None = None  # None: in clear text
 
     def wire(
         self,
@@ -62,7 +64,7 @@ class Listening:
     ) -> Wire:
         """Of a process that is called `node`; it does not listen yet."""
         limits = WireLimits(max_frame_bytes=self.max_frame_bytes, give_up_s=self.reconnect_s)
-        return Wire(node, self.token, on_message, on_peer_lost, limits, epoch)
+        return Wire(node, self.token, on_message, on_peer_lost, limits, epoch, self.tls)
 
 
 class WorkerProcess:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cluster.wire.context import WireLimits
+from cluster.wire.tls import TlsIdentity
 from cluster.wire.wire import Wire
 
 TOKEN = b"a token of this cluster"
@@ -25,7 +26,12 @@ class Peer:
     """A wire that keeps what it receives."""
 
     def __init__(
-        self, node_id: str, token: bytes = TOKEN, limits: WireLimits = LIMITS, epoch: int = 1
+        self,
+        node_id: str,
+        token: bytes = TOKEN,
+        limits: WireLimits = LIMITS,
+        epoch: int = 1,
+        tls: TlsIdentity | None = None,
     ) -> None:
         self.messages: list[Any] = []
         self.lost: list[tuple[str, int]] = []
@@ -36,6 +42,7 @@ class Peer:
             lambda peer, epoch: self.lost.append((peer, epoch)),
             limits,
             epoch,
+            tls,
         )
         self.address: tuple[str, int] = ("", 0)
 
