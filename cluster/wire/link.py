@@ -226,8 +226,9 @@ class Link:
 
     async def _attempt(self) -> tuple[_Outbound, Resume]:
         loop = asyncio.get_running_loop()
-        host, port = self.address.host, self.address.port
-        async with asyncio.timeout(self.context.limits.connect_s):
+        host, port, limits = self.address.host, self.address.port, self.context.limits
+        # With TLS the peer has to answer as well, and may be busy.
+        async with asyncio.timeout(limits.handshake_s if self._tls else limits.connect_s):
             _, outbound = await loop.create_connection(
                 lambda: _Outbound(self), host, port, ssl=self._tls
             )
