@@ -35,7 +35,7 @@ class WireLimits:
     connect_s: float = 2.0  # a SYN that was lost is repeated after 1 s
     handshake_s: float = 5.0
     give_up_s: float = 10.0  # a peer that cannot be reached for so long is lost
-    backoff_s: float = 0.05
+    backoff_s: float = 0.02
     max_backoff_s: float = 1.0
     ack_delay_s: float = 0.1  # acknowledged after so long,
     ack_frames: int = 512  # or so many messages,
