@@ -7,19 +7,18 @@ text in `kvrelay.example.toml`, which `make example` writes from this file.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, ValidationError, convert
-from msgspec.structs import fields, replace
+from msgspec.structs import replace
 
+from engine.config_errors import explain_error
 from router.config import MAX_PRIORITY, RouterConfig
 
 
@@ -182,6 +181,27 @@ class ApiSection(Section, frozen=True):
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
 
 
+class TlsSection(Section, frozen=True):
+    """TLS, with certificates of your own or made at launch: docs/links.md."""
+
+    api: bool = False  # HTTPS instead of HTTP
+    frames: bool = False  # between processes: requests, tokens and KV events; not KV blocks
+    # of this server, a PEM file with its chain; "": one is made, in the state directory
+    cert: str = ""
+    key: str = ""  # of the certificate, a PEM file without a password
+    ca: str = ""  # a PEM file with the CA that processes ask each other's certificates to be of
+
+    @property
+    def scheme(self) -> str:
+        """Of the API's URL."""
+        return "https" if self.api else "http"
+
+    @property
+    def of_api(self) -> tuple[str, str] | None:
+        """The files of certificate and key, if the API uses them."""
+        return (self.cert, self.key) if self.api else None
+
+
 _REDIS = _text(
     r"|(redis|rediss)://[^\s/]+\S*|unix://\S+",
     "redis://HOST:PORT, rediss://HOST:PORT or unix://PATH",
@@ -210,8 +230,12 @@ class ClusterSection(Section, frozen=True):
     routers: Annotated[int, Meta(ge=1, le=64)] = 1
     # of a running Ray cluster: "auto" or "HOST:PORT"; "": start one
     address: Annotated[str, _text(r"|auto|.+:\d{1,5}", "auto or HOST:PORT")] = ""
+    # join a Ray cluster that asks for no token: whoever reaches it runs code on its machines
+    insecure_ray: bool = False
     # a worker that takes longer to start is started again
     start_timeout_s: Annotated[float, Meta(ge=1.0)] = 180.0
+    # a broken connection between processes may take so long to come back; then the peer is lost
+    reconnect_s: Timeout = 10.0
     max_frame_mib: Annotated[int, Meta(ge=1, le=1024)] = 64  # the largest message between processes
 
 
@@ -235,6 +259,7 @@ class Config(Section, frozen=True):
     tenants: TenantsSection = TenantsSection()
     tenant: tuple[TenantEntry, ...] = ()
     api: ApiSection = ApiSection()
+    tls: TlsSection = TlsSection()
     state: StateSection = StateSection()
     cluster: ClusterSection = ClusterSection()
     router: RouterConfig = RouterConfig()
@@ -254,15 +279,19 @@ def load_config(path: Path | None, overrides: Mapping[str, Any]) -> Config:
     return config if path is None else _resolve_paths(config, path.parent)
 
 
+_PEM = ("cert", "key", "ca")
+
+
 def _resolve_paths(config: Config, folder: Path) -> Config:
     """What the file names beside itself is found from wherever the server is started."""
-    tenants = config.tenants
+    tenants, tls = config.tenants, config.tls
+    pem = {name: str(folder / path) for name in _PEM if (path := getattr(tls, name))}
     resolved = replace(
         tenants,
         file=str(folder / tenants.file) if tenants.file else "",
         public_prompt_files=tuple(str(folder / name) for name in tenants.public_prompt_files),
     )
-    return replace(config, tenants=resolved)
+    return replace(config, tenants=resolved, tls=replace(tls, **pem))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -284,65 +313,10 @@ def build_config(tables: Mapping[str, Any], where: str) -> Config:
                 if isinstance(value, float) and not math.isfinite(value):
                     raise ValidationError(f"Not finite - at `$.{section}.{key}`")
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_explain(str(error), tables)}") from None
+        raise ConfigError(f"{where}: {explain_error(str(error), tables, Config)}") from None
     for number, entry in enumerate(config.tenant, start=1):
         if not entry.keys and not entry.key_hashes:
             raise ConfigError(
                 f"{where}: tenant {number} ({entry.name}) has neither keys nor key_hashes"
             )
     return config
-
-
-_EXPECTED = {"int": "a whole number", "float": "a number", "str": "a text"}
-_EXPECTED |= {"bool": "true or false", "array": "a list of texts"}
-_EXPECTED |= {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
-
-
-def _explain(error: str, tables: Any) -> str:
-    """msgspec's `error` about `tables` in the user's words: the key, its value, what is right."""
-    complaint, _, path = error.partition(" - at `$")
-    kind: Any = Config
-    value, name = tables, ""
-    for part in re.findall(r"\w+", path):
-        if not part.isdigit():
-            kind = next(each.type for each in fields(kind) if each.name == part)
-            value, name = value[part], f"{name}.{part}".lstrip(".")
-        elif TenantEntry in get_args(kind):
-            kind, value, name = TenantEntry, value[int(part)], f"{name} {int(part) + 1}"
-    said, _, key = complaint.rstrip("`").partition(" field `")
-    if said == "Object contains unknown":
-        return f"{name}.{key}".lstrip(".") + f" is not a setting; {_suggestion(key, kind)}"
-    if said == "Object missing required":
-        return f"{name}.{key} is missing"
-    if TenantEntry in get_args(kind):
-        return f"{name}: expected tables, each beginning with [[{name}]]"
-    meta = next((m.extra for m in get_args(kind) if isinstance(m, Meta) and m.extra), {})
-    if isinstance(value, float) and not math.isfinite(value):
-        expected = "a finite number"
-    elif complaint.startswith("Expected `object`"):
-        expected = f"a table, [{name}]"
-    elif complaint.startswith("Invalid enum"):
-        choices = ", ".join(each for each in _flat(kind) if isinstance(each, str))
-        expected = f"a number or {choices}" if float in _flat(kind) else f"one of {choices}"
-    elif " matching regex " in complaint:
-        expected = meta["expected"]
-    elif bound := re.fullmatch(r"Expected `\w+` ([<>]=?) (.+)", complaint):
-        expected = f"{_EXPECTED[bound[1]]} {bound[2]}"
-    elif wrong := re.fullmatch(r"Expected `(\w+)[^`]*`, got .*", complaint):
-        is_entry = isinstance(value, list) and "got `array`" not in complaint
-        expected = _EXPECTED["array" if is_entry else wrong[1]]
-    else:
-        return complaint  # the section's own
-    shown = "..." if kind is TenantEntry or meta.get("secret") else repr(value)
-    return f"{name} = {shown}: expected {expected}"
-
-
-def _flat(kind: Any) -> list[Any]:
-    """What a type is made of: literals, and types without arguments."""
-    return [part for each in get_args(kind) for part in _flat(each)] or [kind]
-
-
-def _suggestion(key: str, kind: type[Struct]) -> str:
-    known = sorted(each.name for each in fields(kind))
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"

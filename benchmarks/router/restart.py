@@ -34,7 +34,7 @@ from cluster.api.tenants import Access, Tenants
 from cluster.config import ApiSection, Config, StateSection
 from cluster.control.messages import Peer
 from cluster.serve.router_api import ServedModel
-from cluster.wire.link import WireLimits
+from cluster.wire.context import WireLimits
 from cluster.wire.wire import Wire
 from cluster.worker.process import Listening
 from decode_worker.messages import Decode

@@ -79,15 +79,18 @@ async def serve_app(
     stop: asyncio.Event | None = None,
     on_ready: Callable[[int], None] | None = None,
     connections: ConnectionLimits = ConnectionLimits(),
+    certificate: tuple[str, str] | None = None,
     shutdown_timeout_s: float = 15.0,
 ) -> None:
     """Serve until `stop` is set; without `stop`, until SIGINT or SIGTERM.
 
-    `sock`: from `bind_socket`, instead of host and port. `on_ready` gets the port once requests
+    `sock`: from `bind_socket`, instead of host and port. `certificate`: the PEM files with it and
+    with its key, for HTTPS. `on_ready` gets the port once requests
     are taken. Raises `PortTaken`. When stopping, requests get `shutdown_timeout_s` to finish.
     """
     sock = sock or bind_socket(host, port)
     connections = _within_files(connections)
+    cert, key = certificate or (None, None)
     config = uvicorn.Config(
         app,
         http=bounded_protocol(connections),
@@ -98,6 +101,8 @@ async def serve_app(
         access_log=False,
         server_header=False,
         backlog=BACKLOG,
+        ssl_certfile=cert,
+        ssl_keyfile=key,
         timeout_graceful_shutdown=max(1, round(shutdown_timeout_s)),
     )
     server = uvicorn.Server(config) if stop is None else _Server(config)

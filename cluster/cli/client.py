@@ -7,10 +7,11 @@ is said in one line, with a non-zero exit.
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import httpx
@@ -21,9 +22,31 @@ from rich.table import Table
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT = httpx.Timeout(10.0, read=600.0)
 
-url_option = click.option(
-    "--url", default=DEFAULT_URL, show_default=True, help="Where the server is."
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _trust(_context: click.Context, _option: click.Parameter, ca: str | None) -> None:
+    """For every client of this process: it is httpx that reads the variable."""
+    if ca:
+        os.environ["SSL_CERT_FILE"] = ca
+
+
+_url = click.option("--url", default=DEFAULT_URL, show_default=True, help="Where the server is.")
+_ca = click.option(
+    "--ca",
+    envvar="KVRELAY_CA",
+    type=click.Path(exists=True, dir_okay=False),
+    expose_value=False,
+    callback=_trust,
+    help="CA of a server with HTTPS, a PEM file; or KVRELAY_CA.",
 )
+
+
+def url_option(command: Command) -> Command:
+    """`--url`, and `--ca`, which the command does not see."""
+    return _url(_ca(command))
+
+
 api_key_option = click.option(
     "--api-key",
     envvar=["KVRELAY_API_KEY", "OPENAI_API_KEY"],
@@ -45,6 +68,12 @@ def plain_errors(url: str) -> Iterator[None]:
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            raise click.ClickException(
+                f"the certificate of {url} is not trusted: name its CA with --ca or KVRELAY_CA "
+                "(kvrelay serve makes tls/ca.pem in its state directory), and the server by a "
+                f"name or address that the certificate has: {error}"
+            ) from error
         raise click.ClickException(
             f"no server answers at {url}. Start one with 'kvrelay serve', or name another with "
             "--url."
@@ -53,6 +82,8 @@ def plain_errors(url: str) -> Iterator[None]:
         raise click.ClickException(f"{url!r} is not a URL like {DEFAULT_URL}") from error
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
+        if isinstance(error, httpx.RemoteProtocolError) and url.startswith("http://"):
+            reason += "; does it serve HTTPS?"
         raise click.ClickException(f"the connection to {url} was lost: {reason}") from error
     except json.JSONDecodeError as error:
         raise click.ClickException(f"what {url} answers is not JSON: is it KVRelay?") from error

@@ -76,6 +76,12 @@ def main() -> None:
 @click.option("--host", help="Address to serve at.")
 @click.option("--port", type=int, help="Port to serve at; 0: any that is free.")
 @click.option("--address", help='A running Ray cluster to join: "auto" or HOST:PORT.')
+@click.option(
+    "--insecure-ray",
+    is_flag=True,
+    default=None,
+    help="Join a Ray cluster that asks for no token.",
+)
 @click.option("--dtype", help="auto, float32 or bfloat16.")
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="A TOML file.")
 def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
@@ -88,7 +94,7 @@ def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
     from cluster.config import ConfigError, load_config
     from cluster.serve.deployment import ServeError
 
-    sections = {"prefill": "cluster", "decode": "cluster", "address": "cluster"}
+    sections = dict.fromkeys(("prefill", "decode", "address", "insecure_ray"), "cluster")
     sections |= {"host": "api", "port": "api", "dtype": "model"}
     overrides = {f"{sections[name]}.{name}": value for name, value in options.items()}
     console = Console(stderr=True, highlight=False)
@@ -165,20 +171,23 @@ def _exit_now() -> None:
 def _print_ready(console: Any, deployment: Deployment, port: int) -> None:
     from cluster.control.router_processes import api_url
 
-    host = deployment.config.api.host
-    url = api_url(host, port)
+    host, tls = deployment.config.api.host, deployment.config.tls
+    url = api_url(host, port, tls.scheme)
     for line in deployment.kv_lines():
         console.print(line, markup=False, soft_wrap=True)
     for router, its_port in deployment.router_ports().items():
-        console.print(f"{router}: {api_url(host, its_port)}/v1", markup=False, soft_wrap=True)
+        console.print(
+            f"{router}: {api_url(host, its_port, tls.scheme)}/v1", markup=False, soft_wrap=True
+        )
     console.print(
         f"\nReady: {deployment.model.served_name} at {url}/v1 (OpenAI-compatible). Try:\n",
         style="bold green",
         markup=False,
         soft_wrap=True,
     )
+    trusted = f"--cacert {tls.ca} " if tls.api and tls.ca else ""
     console.print(
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
+        f"curl {trusted}{url}/v1/chat/completions -H 'Content-Type: application/json' -d "
         f'\'{{"model": "{deployment.model.served_name}", "temperature": 0, "messages": '
         '[{"role": "user", "content": "What is the capital of France?"}]}\'\n',
         markup=False,

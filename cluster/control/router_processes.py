@@ -278,10 +278,10 @@ class RouterProcesses:
         return [*self._fixed, *(peer for peer in self.peers if peer.node != router.node)]
 
 
-def api_url(host: str, port: int) -> str:
+def api_url(host: str, port: int, scheme: str = "http") -> str:
     """Where an API that listens at `host` is found from its own machine; "" without a port."""
     shown = "127.0.0.1" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}" if port else ""
+    return f"{scheme}://{shown}:{port}" if port else ""
 
 
 def router_entry(
@@ -291,6 +291,7 @@ def router_entry(
     host: str,
     http_port: int,
     load: RouterLoad | None,
+    scheme: str = "http",
 ) -> dict[str, Any]:
     """For `/status`. `host`, `http_port`: of its API; `load`: None if it does not say."""
     return {
@@ -298,16 +299,19 @@ def router_entry(
         "epoch": epoch,
         "state": str(state),
         "http_port": http_port,
-        "url": api_url(host, http_port),
+        "url": api_url(host, http_port, scheme),
         "num_live": None if load is None else load.num_live,
         "num_queued": None if load is None else load.num_queued,
         "store_up": None if load is None else load.store_up,
     }
 
 
-def status_of(router: WantedRouter, host: str, load: RouterLoad | None) -> dict[str, Any]:
+def status_of(
+    router: WantedRouter, host: str, load: RouterLoad | None, scheme: str = "http"
+) -> dict[str, Any]:
     """As `router_entry`, with what the controller knows of it besides."""
-    entry = router_entry(router.node, router.epoch, router.state, host, router.http_port, load)
+    port = router.http_port
+    entry = router_entry(router.node, router.epoch, router.state, host, port, load, scheme)
     return entry | {
         "pid": router.pid,
         "restarts": router.restarts,

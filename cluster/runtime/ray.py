@@ -102,6 +102,11 @@ def own_host(address: str) -> str:
     return ray.util.get_node_ip_address() if address else LOOPBACK
 
 
+def control_plane() -> str:
+    """HOST:PORT of the cluster that was joined."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
 def own_machine() -> str:
     return str(ray.get_runtime_context().get_node_id())
 

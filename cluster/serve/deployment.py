@@ -30,11 +30,10 @@ from cluster.control.messages import (
 from cluster.control.router_loads import RouterLoads
 from cluster.control.router_processes import RouterState, router_entry, status_of
 from cluster.runtime.host import NodeHost
+from cluster.serve.certificates import identity_of
 from cluster.serve.router_api import ServedModel, load_of
 from cluster.serve.router_process import RouterProcessSpec
 from cluster.state.opening import open_state
-from cluster.wire.link import WireLimits
-from cluster.wire.wire import Wire
 from cluster.worker.build import PreparedModel, WorkerSpec
 from cluster.worker.kv_plan import GIB, kv_lines
 from cluster.worker.process import Listening
@@ -80,16 +79,16 @@ class Deployment:
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self.cluster = f"kvrelay-{secrets.token_hex(4)}"
-        self._token = secrets.token_bytes(32)
-        max_frame_bytes = config.cluster.max_frame_mib << 20
         self.host = NodeHost(self._loop, self._send, self._on_node_failed)
-        self.wire = Wire(
-            ROUTER,
-            self._token,
-            self.host.deliver,
-            self._on_peer_lost,
-            WireLimits(max_frame_bytes=max_frame_bytes),
+        # On a cluster of several machines an empty host means: the machine's own address.
+        listening = Listening(
+            "" if config.cluster.address else ray.LOOPBACK,
+            secrets.token_bytes(32),
+            config.cluster.max_frame_mib << 20,
+            config.cluster.reconnect_s,
+            identity_of(config.tls) if config.tls.frames else None,
         )
+        self.wire = listening.wire(ROUTER, 1, self.host.deliver, self._on_peer_lost)
         self.wire.serves.add(AUDITOR)
         self.opened = open_state(config, model.served_name, self.cluster, ROUTER, self._routers)
         self.router = Router(
@@ -102,14 +101,12 @@ class Deployment:
         )
         self.audits = AuditDesk(self.host, Auditor(AUDITOR))
         self.controller = Controller(ControllerConfig((), ()))
-        # On a cluster of several machines an empty host means: the machine's own address.
-        host = "" if config.cluster.address else ray.LOOPBACK
         self.workers: Any = ray.RayWorkers(
             self.host,
             CONTROLLER,
             self._spec_of,
             self._router_spec_of,
-            Listening(host, self._token, max_frame_bytes),
+            listening,
             self._introduce_here,
             lambda reason: self._fail(ServeError(reason)),
         )
@@ -193,13 +190,13 @@ class Deployment:
         return status
 
     def _router_entries(self) -> list[dict[str, Any]]:
-        host, port = self.config.api.host, self._http_port
+        host, port, scheme = self.config.api.host, self._http_port, self.config.tls.scheme
         load = load_of(self.router, self._loop.time(), self.opened.status())
-        entries = [router_entry(ROUTER, 1, RouterState.UP, host, port, load)]
+        entries = [router_entry(ROUTER, 1, RouterState.UP, host, port, load, scheme)]
         for router in self.controller.router_processes.routers.values():
             is_up = router.state is RouterState.UP
             said = self._loads.known.get((router.node, router.epoch)) if is_up else None
-            entries.append(status_of(router, host, said))
+            entries.append(status_of(router, host, said, scheme))
         return entries
 
     def router_ports(self) -> dict[NodeId, int]:
@@ -300,7 +297,8 @@ class Deployment:
         self.wire.send(to, message)
 
     def _on_peer_lost(self, node: NodeId, epoch: int) -> None:
-        """Each keeps its connection for life: without it, it is gone or as good as gone."""
+        """It did not come back in time, or messages were lost: what each knows of the other no
+        longer fits."""
         self.wire.forget(node, epoch)
         lost = RouterLost if node in self._routers else WorkerLost
         self.host.deliver(CONTROLLER, lost(node, epoch, "the connection to it was lost"))

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from cluster.api.tenants import Access, load_access, with_operations_key
 from cluster.config import Config, require_extra
 from cluster.control.audits import SharedAudit
+from cluster.serve.certificates import with_certificates
 from cluster.serve.deployment import Deployment, ServeError, Tell
 from cluster.serve.reload import Source, follow
 from cluster.serve.router_api import serve_api
@@ -46,6 +47,7 @@ async def serve(
     may change. Raises ServeError, and ConfigError for tenants, the store and an extra that is not
     installed."""
     config = with_operations_key(with_url(config))
+    config = await asyncio.to_thread(with_certificates, config)
     if config.tracing.endpoint:
         modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
         await asyncio.to_thread(require_extra, "tracing", *modules)
@@ -147,6 +149,9 @@ async def _start_ray(config: Config, tell: Tell, thread: ThreadPoolExecutor) -> 
 
         try:
             ray.connect(address)
+            if address and not config.cluster.insecure_ray:
+                tell("ray", "joined; does it ask for a token?", False)
+                check_token(ray.control_plane())
         except ray.RayUnavailable as error:
             raise ServeError(str(error)) from error
         return ray
@@ -156,6 +161,23 @@ async def _start_ray(config: Config, tell: Tell, thread: ThreadPoolExecutor) -> 
     ray = await asyncio.get_running_loop().run_in_executor(thread, begin)
     tell("ray", "up", True)
     return ray
+
+
+def check_token(address: str) -> None:
+    """Raises ServeError unless the Ray cluster at `address` asks for a token."""
+    from cluster.runtime.ray_token import TokenUnknown, asks_for_token
+
+    try:
+        if asks_for_token(address):
+            return
+        problem = "asks for no token, so whoever reaches it runs code on its machines"
+    except TokenUnknown as error:
+        problem = f"does not say whether it asks for a token ({error})"
+    raise ServeError(
+        f"the Ray cluster at {address} {problem}. On each machine, put one token into "
+        "~/.ray/auth_token (`ray get-auth-token --generate` makes it) and start Ray with "
+        "RAY_AUTH_MODE=token: see deploy/README.md. --insecure-ray serves without."
+    )
 
 
 async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> tuple[PreparedModel, Any]:

@@ -74,17 +74,15 @@ def _limits(config: Config) -> Any:
     )
 
 
-async def _tracing(config: Config, metrics: Any) -> Any:
-    """None: no spans are wanted."""
+def _tracing(config: Config, metrics: Any) -> Any:
+    """None where there is no collector."""
     from cluster.api.tracing import Tracing
 
     def count_spans(outcome: str, spans: int) -> None:
         metrics.spans.labels(outcome).inc(spans)
 
     section = config.tracing
-    if not section.endpoint:
-        return None
-    return await asyncio.to_thread(Tracing, section.endpoint, section.sample, count_spans)
+    return Tracing(section.endpoint, section.sample, count_spans) if section.endpoint else None
 
 
 async def serve_api(
@@ -116,7 +114,7 @@ async def serve_api(
     name = router.node_id.replace("router", "api")
     served.host.add(client := RouterClient(name, router.node_id, served.host.deliver))
     metrics = ApiMetrics(registry)
-    tracing = await _tracing(config, metrics)
+    tracing = await asyncio.to_thread(_tracing, config, metrics)
     prompts = await asyncio.to_thread(PublicPrompts.of_texts, tokenizer, access.public_prompts)
     responses = await asyncio.to_thread(ResponseStore, _responses_path(config))
     context = ApiContext(
@@ -150,6 +148,7 @@ async def serve_api(
         stop=stop,
         on_ready=on_ready,
         connections=ConnectionLimits(config.api.max_connections, config.api.max_header_bytes),
+        certificate=config.tls.of_api,
         shutdown_timeout_s=SHUTDOWN_S,
     )
     if tracing is not None:

@@ -25,7 +25,6 @@ from cluster.control.router_processes import RouterLoad, RouterState, router_ent
 from cluster.runtime.host import LoopThread, NodeHost
 from cluster.serve.router_api import SHUTDOWN_S, ServedModel, load_of, serve_api
 from cluster.state.opening import open_state
-from cluster.wire.link import WireLimits
 from cluster.wire.wire import Wire
 from cluster.worker.process import Listening, introduce
 from engine.node import NodeId
@@ -92,8 +91,7 @@ class RouterProcess:
         spec, listening = self._spec, self._listening
         sock = bind(spec.config.api.host, spec.http_port)
         self._http_port = sock.getsockname()[1]
-        limits = WireLimits(max_frame_bytes=listening.max_frame_bytes)
-        self._wire = Wire(spec.router, listening.token, self.host.deliver, limits=limits)
+        self._wire = listening.wire(spec.router, spec.epoch, self.host.deliver)
         host, port = await self._wire.listen(listening.host)
         self.host.add(self.router, self._opened.executor)
         self._opened.start(self.host.inbox(spec.router))
@@ -154,10 +152,9 @@ class RouterProcess:
         status["sessions"] = self.router.sessions.counts()
         status["state"] = self._opened.status()
         spec = self._spec
-        host, port = spec.config.api.host, self._http_port
-        status["routers"] = [
-            router_entry(spec.router, spec.epoch, RouterState.UP, host, port, self._load())
-        ]
+        host, port, scheme = spec.config.api.host, self._http_port, spec.config.tls.scheme
+        up, load = RouterState.UP, self._load()
+        status["routers"] = [router_entry(spec.router, spec.epoch, up, host, port, load, scheme)]
         return status
 
     def _load(self) -> RouterLoad:

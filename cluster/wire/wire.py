@@ -1,13 +1,14 @@
 """Messages between processes: MessagePack frames on direct, authenticated TCP connections.
 
-A connection carries one direction: whoever sends connects, proves itself (see `handshake`), and
-writes frames; answers come back on a connection of the other side. A frame is
+A connection carries messages in one direction: whoever sends connects, proves itself (see
+`handshake`), and writes frames, each with a MAC (see `frames`) around one message (see `codec`);
+back come acknowledgements. Answers have a connection of the other side.
 
-    magic and version (4 bytes) | length of the body (4 bytes, big endian) | body (see `codec`)
-
-Delivery is at most once and in order per pair. Frames wait in a bounded queue while the peer
-cannot be reached; what does not fit, or waited too long, is dropped and counted. Whatever is not
-a proper frame of an authenticated peer closes its connection, is counted, and has no other effect.
+Delivery is exactly once and in order, across connections that break (see `link`), until one side
+loses the other; then both hear of it. Messages wait in a bounded queue while the peer is slow or
+cannot be reached at first; what does not fit, or waited too long, is dropped and counted. Whatever
+is not a proper frame of an authenticated peer closes its connection, is counted, and has no other
+effect.
 """
 
 from __future__ import annotations
@@ -15,26 +16,42 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 from cluster.wire import codec
+from cluster.wire.context import Address, OnPeerLost, WireContext, WireLimits, tune_socket
+from cluster.wire.frames import FrameReader, FrameWriter, Kind, ProtocolError
 from cluster.wire.handshake import (
     NONCE_BYTES,
-    PREAMBLE,
     PROOF_BYTES,
-    HandshakeError,
+    REJECTED,
     Hello,
-    check_preamble,
+    StreamId,
     check_proof,
+    make_ack,
     make_reply,
+    make_resume,
     parse_hello,
+    session_keys,
 )
-from cluster.wire.link import Address, Link, OnPeerLost, WireContext, WireLimits, tune_socket
+from cluster.wire.link import Link
+from cluster.wire.tls import TlsIdentity
 from engine.node import NodeId
 
-HEADER_BYTES = 8
-
 OnMessage = Callable[[NodeId, Any], None]  # (destination, message)
+
+MAX_ACKS_BYTES = 1 << 16  # unread by the peer: no more are written
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What has arrived of the latest stream from one peer to one node here. At most one connection
+    brings more of it."""
+
+    id: StreamId
+    received: int = 0  # or REJECTED
+    connection: _Inbound | None = None
 
 
 class Wire:
@@ -50,10 +67,15 @@ class Wire:
         on_message: OnMessage,
         on_peer_lost: OnPeerLost = lambda _peer, _epoch: None,
         limits: WireLimits | None = None,
+        epoch: int = 1,
+        tls: TlsIdentity | None = None,
     ) -> None:
+        """`on_peer_lost` hears of a peer and its epoch: messages to it, or from it, were lost, or
+        may have been."""
         assert token, "a cluster without a token would authenticate anybody"
         self.node_id = node_id
-        self.context = WireContext(node_id, token, limits or WireLimits(), on_peer_lost)
+        limits = limits or WireLimits()
+        self.context = WireContext(node_id, epoch, token, limits, on_peer_lost, tls)
         self.limits = self.context.limits
         self.counters = self.context.counters
         self.serves = {node_id}
@@ -61,14 +83,20 @@ class Wire:
         self.strangers: set[_Inbound] = set()
         self.inbound: set[_Inbound] = set()
         self._links: dict[NodeId, Link] = {}
+        self._streams: dict[tuple[NodeId, NodeId], _Stream] = {}  # by sender and destination
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Accept connections on `host`; returns the address that peers connect to.
-        Raises OSError."""
+        Raises OSError and TlsError."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Inbound(self), host, port)
+        options: dict[str, Any] = {}
+        if self.context.tls is not None:
+            options["ssl"] = self.context.tls.context(is_server=True)
+            options["ssl_handshake_timeout"] = self.limits.handshake_s
+        self._server = await loop.create_server(lambda: _Inbound(self), host, port, **options)
         bound = self._server.sockets[0].getsockname()
+        self.context.host = bound[0]
         return bound[0], bound[1]
 
     def set_address(self, node: NodeId, host: str, port: int, epoch: int) -> None:
@@ -102,7 +130,32 @@ class Wire:
         if len(body) > self.limits.max_frame_bytes:
             self.counters["oversized_out"] += 1
             return
-        link.send(PREAMBLE + len(body).to_bytes(4, "big") + body)
+        link.send(body)
+
+    def join(self, hello: Hello, connection: _Inbound) -> _Stream:
+        """The stream that `connection`, which has proved itself, brings from now on. Raises
+        ProtocolError for one that was superseded."""
+        key, new = (hello.sender, hello.to), hello.stream
+        known, link = self._streams.get(key), self._links.get(hello.sender)
+        if link is not None and new.epoch < link.address.epoch:
+            raise ProtocolError("stale_epoch")
+        if known is not None:
+            if new.epoch < known.id.epoch:
+                raise ProtocolError("stale_epoch")
+            is_same_process = new.incarnation == known.id.incarnation
+            if is_same_process and new.number < known.id.number:
+                raise ProtocolError("stale_stream")
+            if known.connection is not None:  # it may have been cut, and not know it
+                known.connection.abort()
+            if new == known.id:
+                known.connection = connection
+                return known
+            if is_same_process:  # it has given up the last stream
+                self.counters["stream_replaced"] += 1
+                loop = asyncio.get_running_loop()
+                loop.call_soon(self.context.on_peer_lost, hello.sender, new.epoch)
+        self._streams[key] = stream = _Stream(new, connection=connection)
+        return stream
 
     async def close(self) -> None:
         """Close every connection; frames already handed to the kernel may still arrive."""
@@ -119,17 +172,23 @@ class Wire:
 class _Inbound(asyncio.Protocol):
     """A connection that a peer opened: hello, proof, then frames until it closes.
 
-    Nothing is decoded before `_proved`; whatever is wrong ends in `_reject`, once.
+    Nothing is decoded before the proof; whatever is wrong ends in `_reject`, once.
     """
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._buffer = bytearray()
         self._hello: Hello | None = None
+        self._bound = b""  # the hello, and what else the proofs are about
         self._nonce = os.urandom(NONCE_BYTES)
-        self._proved = False
+        self._reader: FrameReader | None = None  # once proved
+        self._writer: FrameWriter | None = None
+        self._stream: _Stream | None = None
+        self._num_acked = 0
+        self._bytes_to_ack = 0
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._ack_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's is none by type
@@ -147,14 +206,12 @@ class _Inbound(asyncio.Protocol):
             return
         self._buffer += data
         try:
-            if not self._proved:
+            if self._reader is None:
                 self._handshake()
-            if self._proved:
-                self._read_frames()
-        except HandshakeError as error:
+            if self._reader is not None and self._stream is not None:
+                self._read_frames(self._reader, self._stream)
+        except ProtocolError as error:
             self._reject(error.counter)
-        except codec.FrameError:
-            self._reject("bad_frame")
 
     def _handshake(self) -> None:
         assert self._transport is not None
@@ -164,38 +221,66 @@ class _Inbound(asyncio.Protocol):
             if hello is None:
                 return
             if hello.to not in self._wire.serves:
-                raise HandshakeError("unknown_destination")
+                raise ProtocolError("unknown_destination")
             self._hello = hello
             del self._buffer[: len(hello.raw)]
-            self._transport.write(make_reply(token, hello.raw, self._nonce))
+            tls = self._wire.context.tls
+            self._bound = hello.raw + (b"" if tls is None else tls.fingerprint)
+            self._transport.write(make_reply(token, self._bound, self._nonce))
         if len(self._buffer) < PROOF_BYTES:
             return
         proof = bytes(self._buffer[:PROOF_BYTES])
-        check_proof(token, hello.raw, self._nonce, proof)
+        check_proof(token, self._bound, self._nonce, proof)
         del self._buffer[:PROOF_BYTES]
-        self._proved = True
         self._forget_stranger()
+        self._stream = stream = self._wire.join(hello, self)
+        self._num_acked = stream.received
+        keys = session_keys(token, self._bound, self._nonce)
+        self._reader = FrameReader(keys.initiator, self._wire.limits.max_frame_bytes)
+        self._writer = FrameWriter(keys.responder)
+        resume = make_resume(self._wire.context.incarnation, stream.received)
+        self._transport.write(self._writer.seal(Kind.RESUME, resume))
         self._wire.inbound.add(self)
         self._wire.counters["accepted"] += 1
 
-    def _read_frames(self) -> None:
+    def _read_frames(self, reader: FrameReader, stream: _Stream) -> None:
         assert self._hello is not None
-        wire, buffer, start = self._wire, self._buffer, 0
-        while len(buffer) - start >= HEADER_BYTES:
-            check_preamble(buffer[start : start + len(PREAMBLE)])
-            length = int.from_bytes(buffer[start + len(PREAMBLE) : start + HEADER_BYTES], "big")
-            if length > wire.limits.max_frame_bytes:
-                raise HandshakeError("oversized")
-            end = start + HEADER_BYTES + length
-            if len(buffer) < end:
-                break
-            message = codec.decode_message(bytes(buffer[start + HEADER_BYTES : end]))
-            start = end
+        wire, to = self._wire, self._hello.to
+        for kind, body in reader.read(self._buffer):
+            if kind is not Kind.MESSAGE or stream.received == REJECTED:
+                raise ProtocolError("bad_kind")
+            try:
+                message = codec.decode_message(body)
+            except codec.FrameError:
+                stream.received = REJECTED  # or it would be sent again, for ever
+                raise ProtocolError("bad_frame") from None
+            stream.received += 1
+            self._bytes_to_ack += len(body)
             wire.counters["received"] += 1
-            wire.on_message(self._hello.to, message)
+            wire.on_message(to, message)
             if self._transport is None:  # closed by what the message made us do
                 return
-        del buffer[:start]
+        self._ack_in_time(stream)
+
+    def _ack_in_time(self, stream: _Stream) -> None:
+        limits = self._wire.limits
+        num = stream.received - self._num_acked
+        if num >= limits.ack_frames or self._bytes_to_ack >= limits.ack_bytes:
+            self._ack()
+        elif num and self._ack_timer is None:
+            loop = asyncio.get_running_loop()
+            self._ack_timer = loop.call_later(limits.ack_delay_s, self._ack)
+
+    def _ack(self) -> None:
+        if self._ack_timer is not None:
+            self._ack_timer.cancel()
+            self._ack_timer = None
+        assert self._transport is not None
+        assert self._writer is not None
+        assert self._stream is not None
+        self._num_acked, self._bytes_to_ack = self._stream.received, 0
+        if self._transport.get_write_buffer_size() <= MAX_ACKS_BYTES:
+            self._transport.write(self._writer.seal(Kind.ACK, make_ack(self._num_acked)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._transport is not None and self._buffer:
@@ -217,6 +302,11 @@ class _Inbound(asyncio.Protocol):
         self._buffer.clear()
         self._forget_stranger()
         self._wire.inbound.discard(self)
+        if self._ack_timer is not None:
+            self._ack_timer.cancel()
+            self._ack_timer = None
+        if self._stream is not None and self._stream.connection is self:
+            self._stream.connection = None
 
     def _forget_stranger(self) -> None:
         self._wire.strangers.discard(self)

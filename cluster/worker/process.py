@@ -14,8 +14,9 @@ from typing import Any
 
 from cluster.control.messages import Peer
 from cluster.runtime.host import Deliver, Executor, LoopThread, NodeHost
-from cluster.wire.link import WireLimits
-from cluster.wire.wire import Wire
+from cluster.wire.context import OnPeerLost, WireLimits
+from cluster.wire.tls import TlsIdentity
+from cluster.wire.wire import OnMessage, Wire
 from engine.node import Node, NodeId
 from engine.stats import WorkerInfo
 
@@ -46,9 +47,24 @@ class BuiltWorker:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    host: str
+    """What a process has to know to talk to its peers."""
+
+    host: str  # where it listens
     token: bytes
     max_frame_bytes: int
+    reconnect_s: float = 10.0
+    tls: TlsIdentity | None = None  # None: in clear text
+
+    def wire(
+        self,
+        node: NodeId,
+        epoch: int,
+        on_message: OnMessage,
+        on_peer_lost: OnPeerLost = lambda _peer, _epoch: None,
+    ) -> Wire:
+        """Of a process that is called `node`; it does not listen yet."""
+        limits = WireLimits(max_frame_bytes=self.max_frame_bytes, give_up_s=self.reconnect_s)
+        return Wire(node, self.token, on_message, on_peer_lost, limits, epoch, self.tls)
 
 
 class WorkerProcess:
@@ -70,8 +86,8 @@ class WorkerProcess:
     async def _start(self) -> tuple[str, int]:
         listening = self._listening
         node = self._built.node
-        limits = WireLimits(max_frame_bytes=listening.max_frame_bytes)
-        self._wire = Wire(node.node_id, listening.token, self._host.deliver, limits=limits)
+        epoch = self._built.info.epoch
+        self._wire = listening.wire(node.node_id, epoch, self._host.deliver)
         address = await self._wire.listen(listening.host)
         self._host.add(node, self._built.make_executor(self._host.inbox(node.node_id)))
         if self._built.when_lost is not None:

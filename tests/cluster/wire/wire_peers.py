@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cluster.wire.link import WireLimits
+from cluster.wire.context import WireLimits
+from cluster.wire.tls import TlsIdentity
 from cluster.wire.wire import Wire
 
 TOKEN = b"a token of this cluster"
@@ -24,7 +25,14 @@ LIMITS = WireLimits(
 class Peer:
     """A wire that keeps what it receives."""
 
-    def __init__(self, node_id: str, token: bytes = TOKEN, limits: WireLimits = LIMITS) -> None:
+    def __init__(
+        self,
+        node_id: str,
+        token: bytes = TOKEN,
+        limits: WireLimits = LIMITS,
+        epoch: int = 1,
+        tls: TlsIdentity | None = None,
+    ) -> None:
         self.messages: list[Any] = []
         self.lost: list[tuple[str, int]] = []
         self.wire = Wire(
@@ -33,6 +41,8 @@ class Peer:
             lambda _to, message: self.messages.append(message),
             lambda peer, epoch: self.lost.append((peer, epoch)),
             limits,
+            epoch,
+            tls,
         )
         self.address: tuple[str, int] = ("", 0)
 
@@ -53,12 +63,15 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def run(
-    scenario: Callable[[Peer, Peer], Awaitable[None]], run_loop: Callable[..., None] = asyncio.run
+    scenario: Callable[[Peer, Peer], Awaitable[None]],
+    run_loop: Callable[..., None] = asyncio.run,
+    limits: WireLimits = LIMITS,
 ) -> None:
     """`scenario(a, b)` with two listening peers; `b` knows nobody."""
 
     async def main() -> None:
-        a, b = await Peer("a").listen(), await Peer("b").listen()
+        a = await Peer("a", limits=limits).listen()
+        b = await Peer("b", limits=limits).listen()
         try:
             await scenario(a, b)
         finally:

@@ -1,0 +1,72 @@
+"""What msgspec says of a configuration, in the user's words: the key, its value, what is right."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from typing import Any, get_args
+
+from msgspec import Meta, Struct
+from msgspec.structs import fields
+
+_EXPECTED = {"int": "a whole number", "float": "a number", "str": "a text"}
+_EXPECTED |= {"bool": "true or false", "array": "a list of texts"}
+_EXPECTED |= {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
+
+
+def explain_error(error: str, tables: Any, root: type[Struct]) -> str:
+    """msgspec's `error` about `tables`, which were to become a `root`. Values that their `Meta`
+    calls secret, and those of entries of a list of tables, are not shown."""
+    complaint, _, path = error.partition(" - at `$")
+    kind: Any = root
+    value, name, entry = tables, "", None
+    for part in re.findall(r"\w+", path):
+        if not part.isdigit():
+            kind = next(each.type for each in fields(kind) if each.name == part)
+            value, name, entry = value[part], f"{name}.{part}".lstrip("."), _entry_of(kind)
+        elif entry is not None:
+            kind, value, name = entry, value[int(part)], f"{name} {int(part) + 1}"
+    said, _, key = complaint.rstrip("`").partition(" field `")
+    if said == "Object contains unknown":
+        return f"{name}.{key}".lstrip(".") + f" is not a setting; {_suggestion(key, kind)}"
+    if said == "Object missing required":
+        return f"{name}.{key} is missing"
+    if entry is not None and kind is not entry:
+        return f"{name}: expected tables, each beginning with [[{name}]]"
+    meta = next((m.extra for m in get_args(kind) if isinstance(m, Meta) and m.extra), {})
+    if isinstance(value, float) and not math.isfinite(value):
+        expected = "a finite number"
+    elif complaint.startswith("Expected `object`"):
+        expected = f"a table, [{name}]"
+    elif complaint.startswith("Invalid enum"):
+        choices = ", ".join(each for each in _flat(kind) if isinstance(each, str))
+        expected = f"a number or {choices}" if float in _flat(kind) else f"one of {choices}"
+    elif " matching regex " in complaint:
+        expected = meta["expected"]
+    elif bound := re.fullmatch(r"Expected `\w+` ([<>]=?) (.+)", complaint):
+        expected = f"{_EXPECTED[bound[1]]} {bound[2]}"
+    elif wrong := re.fullmatch(r"Expected `(\w+)[^`]*`, got .*", complaint):
+        is_entry = isinstance(value, list) and "got `array`" not in complaint
+        expected = _EXPECTED["array" if is_entry else wrong[1]]
+    else:
+        return complaint  # the section's own
+    shown = "..." if entry is not None or meta.get("secret") else repr(value)
+    return f"{name} = {shown}: expected {expected}"
+
+
+def _entry_of(kind: Any) -> type[Struct] | None:
+    """Of a list of tables, what each is."""
+    structs = (each for each in get_args(kind) if isinstance(each, type))
+    return next((each for each in structs if issubclass(each, Struct)), None)
+
+
+def _flat(kind: Any) -> list[Any]:
+    """What a type is made of: literals, and types without arguments."""
+    return [part for each in get_args(kind) for part in _flat(each)] or [kind]
+
+
+def _suggestion(key: str, kind: type[Struct]) -> str:
+    known = sorted(each.name for each in fields(kind))
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"

@@ -1,0 +1,64 @@
+"""A Ray cluster that asks for no token is not joined, unless it is wanted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.runtime.ray_token import TokenUnknown, asks_for_token
+from tests.e2e.test_two_nodes import RAY_ENV, RayNode
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+PORTS = {"open": 6393, "closed": 6394}
+
+Start = Callable[[str, dict[str, str]], str]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a head with that environment; returns its address."""
+    nodes = []
+
+    def begin(name: str, env: dict[str, str]) -> str:
+        where = ("--head", f"--port={PORTS[name]}", "--include-dashboard=0")
+        nodes.append(RayNode(tmp_path / f"{name}.log", *where, env=env))
+        nodes[-1].wait_for("Ray runtime started")
+        return f"127.0.0.1:{PORTS[name]}"
+
+    yield begin
+    for node in nodes:
+        node.kill()
+
+
+def test_serving_refuses_a_cluster_without_a_token_and_says_what_to_do(start: Start) -> None:
+    address = start("open", OPEN)
+    assert not asks_for_token(address)
+    command = [sys.executable, "-m", "lab.cli.main", "serve", "--port", "0", "--address", address]
+    done = subprocess.run(
+        command, env={**os.environ, **OPEN}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert "asks for no token" in done.stderr
+    for remedy in ("ray get-auth-token --generate", "RAY_AUTH_MODE=token", "--insecure-ray"):
+        assert remedy in done.stderr
+
+
+def test_a_cluster_with_a_token_is_told_from_one_without(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = start("closed", RAY_ENV)
+    for name, value in RAY_ENV.items():  # who asks has the token, and asks without it
+        monkeypatch.setenv(name, value)
+    assert asks_for_token(address)
+
+
+def test_what_is_no_ray_cluster_is_not_taken_for_one_with_a_token() -> None:
+    with pytest.raises(TokenUnknown):
+        asks_for_token("127.0.0.1:9", timeout_s=3.0)
