@@ -1,4 +1,4 @@
-"""The Ray runtime: the only file that knows Ray.
+"""The Ray runtime: with `ray_cluster` all that knows Ray.
 
 Ray places the processes of workers and further routers, tells when one dies, and carries the few
 calls of the control plane (start, introduce, stop). Requests, tokens and KV never pass through it.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +40,19 @@ from cluster.control.router_loads import Questions
 from cluster.control.router_processes import RouterLoad
 from cluster.runtime.actors import RouterActor, WorkerActor
 from cluster.runtime.host import NodeHost
+from cluster.runtime.ray_cluster import LOOPBACK as LOOPBACK
+from cluster.runtime.ray_cluster import (
+    REACH_TIMEOUT_S,
+    alive_nodes,
+    first_line,
+    machines_of,
+    own_machine,
+)
+from cluster.runtime.ray_cluster import RayUnavailable as RayUnavailable
+from cluster.runtime.ray_cluster import connect as connect
+from cluster.runtime.ray_cluster import control_plane as control_plane
+from cluster.runtime.ray_cluster import disconnect as disconnect
+from cluster.runtime.ray_cluster import own_host as own_host
 from cluster.serve.router_process import RouterProcessSpec
 from cluster.worker.build import WorkerSpec
 from cluster.worker.process import Listening
@@ -50,93 +62,6 @@ log = logging.getLogger("kvrelay.ray")
 
 POLL_MACHINES_S = 1.0
 STOP_TIMEOUT_S = 5.0
-REACH_TIMEOUT_S = 5.0
-LOOPBACK = "127.0.0.1"
-OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it
-
-
-class RayUnavailable(Exception):
-    """Ray did not start, or the cluster to join cannot be reached; one line."""
-
-
-def connect(address: str) -> None:
-    """Join the Ray cluster at `address`, or start one that asks for a token. Blocks for seconds.
-    Raises RayUnavailable."""
-    if address not in ("", "auto"):
-        _check_reachable(address)
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
-    if address:
-        options["address"] = address
-    else:
-        options |= {
-            "address": "local",
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-        }
-    # Ray prints the last words of dead processes; what matters of them, the controller logs.
-    ray._private.worker._worker_logs_enabled = False
-    try:
-        ray.init(**options)
-    except (RayError, ConnectionError, OSError, RuntimeError, ValueError) as error:
-        what = f"join the Ray cluster at {address}" if address else "start Ray"
-        raise RayUnavailable(f"cannot {what}: {first_line(error)}") from error
-
-
-def _check_reachable(address: str) -> None:
-    """Ray tries for half a minute; whether anything listens is known at once."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise RayUnavailable(f"cannot reach a Ray cluster at {address}: {reason}") from error
-
-
-def disconnect() -> None:
-    """Leave the cluster; one that `connect` started ends with that, and its workers with it."""
-    ray.shutdown()
-
-
-def own_host(address: str) -> str:
-    """Where the nodes of this process listen, so that the workers can reach them."""
-    return ray.util.get_node_ip_address() if address else LOOPBACK
-
-
-def control_plane() -> str:
-    """HOST:PORT of the cluster that was joined."""
-    return str(ray.get_runtime_context().gcs_address)
-
-
-def own_machine() -> str:
-    return str(ray.get_runtime_context().get_node_id())
-
-
-def alive_nodes() -> list[dict[str, Any]]:
-    """Ray's records of the machines that it believes alive."""
-    return [node for node in ray.nodes() if node["Alive"]]
-
-
-def machines_of(nodes: list[dict[str, Any]], use_gpus: bool) -> tuple[Machine, ...]:
-    """In a stable order; without their GPUs if those are not wanted."""
-    found = [
-        Machine(
-            node["NodeID"],
-            node["NodeManagerAddress"],
-            node["Resources"].get("CPU", 1.0),
-            node["Resources"].get("GPU", 0.0) if use_gpus else 0.0,
-        )
-        for node in nodes
-    ]
-    return tuple(sorted(found, key=lambda machine: (machine.host, machine.machine_id)))
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong, in a line: of a task that raised, what it raised."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, BaseException):
-        return f"{type(cause).__name__}: {first_line(cause)}"
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
 
 
 @dataclass(slots=True)
