@@ -36,6 +36,7 @@ def test_every_message_survives_a_round_trip(message_type: type) -> None:
 
 def test_every_message_of_the_contracts_is_registered() -> None:
     nested = {"TokenDelta", "TokenLogprobs", "SamplingParams", "WorkerInfo"}
+    nested |= {"PromptOutputs", "ReasoningBudget"}
     nested |= {"SessionInfo", "SessionHolder", "SessionLimits", "TenantShare"}
     modules = ["engine.kv.events", "engine.messages", "engine.request", "engine.stats"]
     modules += ["kvtransfer.messages", "prefill_worker.messages", "decode_worker.messages"]
@@ -44,7 +45,8 @@ def test_every_message_of_the_contracts_is_registered() -> None:
         name
         for module in map(importlib.import_module, modules)
         for name, value in vars(module).items()
-        if dataclasses.is_dataclass(value) and value.__module__ == module.__name__
+        if isinstance(value, type) and dataclasses.is_dataclass(value)
+        if value.__module__ == module.__name__
     }
     assert declared - nested == {t.__name__ for t in MESSAGE_TYPES}
 

@@ -122,9 +122,9 @@ def test_the_effort_reaches_the_template(thinking: Served, monkeypatch: pytest.M
     assert template is not None
     render, found = template.render, []
 
-    def watched(messages: Any, tools: Any, options: Any) -> str:
+    def watched(messages: Any, tools: Any, options: Any, **more: Any) -> str:
         found.append(options)
-        return render(messages, tools, options)
+        return render(messages, tools, options, **more)
 
     monkeypatch.setattr(template, "render", watched)
     ask(thinking, reasoning={"effort": "low"})
