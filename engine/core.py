@@ -24,6 +24,12 @@ from engine.sequence import SeqState, Sequence
 from engine.stats import RouterDown, RouterUp, WorkerStats
 from engine.step import Step, StepDone
 
+LEFT_OUT = {
+    Refusal.EXECUTION: "block_table_fault",
+    Refusal.GRAMMAR: "grammar_fault",
+    Refusal.INVALID_TOKENS: "request_fault",
+}
+"""Counters of sequences that were left out of a step, by why."""
 MAX_ENDED = 4096  # ended attempts that are remembered, so that a late duplicate is not served
 
 
@@ -185,12 +191,11 @@ class EngineCore:
 
     def fail_left_out(self) -> list[Effect]:
         """End the sequences that were left out of a step: the router tries them elsewhere, but for
-        those whose grammar cannot go on."""
+        those that failed by themselves."""
         effects: list[Effect] = []
         for seq, reason, why in self.scheduler.take_faults():
             self.count("sequences_left_out")
-            counter = "grammar_fault" if reason is Refusal.GRAMMAR else "block_table_fault"
-            note = Note("error", counter, f"{seq.request_id}: {why}")
+            note = Note("error", LEFT_OUT[reason], f"{seq.request_id}: {why}")
             effects += [note, self._refuse(seq, reason, why)]
         return effects
 

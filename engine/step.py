@@ -111,10 +111,13 @@ class StepDone:
     # Index of a sequence -> why it was left out of the pass; nothing was computed for it.
     failed: dict[int, str] = field(default_factory=dict)
     ungrammatical: dict[int, str] = field(default_factory=dict)  # the same, by its own grammar
+    invalid: dict[int, str] = field(default_factory=dict)  # the same, for token ids of its own
 
     def fault(self, index: int) -> tuple[Refusal, str] | None:
         """Why the sequence at `index` was left out."""
         if index in self.failed:
             return Refusal.EXECUTION, self.failed[index]
+        if index in self.invalid:
+            return Refusal.INVALID_TOKENS, self.invalid[index]
         why = self.ungrammatical.get(index)
         return None if why is None else (Refusal.GRAMMAR, why)

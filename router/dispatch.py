@@ -146,8 +146,9 @@ class Dispatcher:
             return False
         return self.index.apply(now, events)
 
-    def on_failure(self, now: float, endpoint: Endpoint) -> None:
-        endpoint.fail(now, self._config.backoff_s, self._config.max_backoff_s)
+    def on_failure(self, now: float, endpoint: Endpoint, sent_at: float) -> None:
+        """It has failed an attempt that it was sent at `sent_at`."""
+        endpoint.fail(now, sent_at, self._config.backoff_s, self._config.max_backoff_s)
 
     def has_room(self, now: float) -> bool:
         limit = self._config.max_inflight_per_worker

@@ -168,6 +168,7 @@ class Endpoint:
         self.stats: WorkerStats | None = None
         self.bookings: dict[str, Booking] = {}
         self.failures = 0  # in a row
+        self._failed_at = float("-inf")
         self.prompt_tokens = 0  # of requests whose prefix hit this worker has reported
         self.cached_tokens = 0
         self.cached_tokens_by_source: Counter[str] = Counter()
@@ -284,8 +285,13 @@ class Endpoint:
                 left_s = booking.prefill_tokens * booking.token_s * self.prompt_slowdown
                 self.prompts.correct(now, request_id, left_s)
 
-    def fail(self, now: float, backoff_s: float, max_backoff_s: float) -> None:
-        """Leave the worker alone for a while; longer with every failure in a row."""
+    def fail(self, now: float, sent_at: float, backoff_s: float, max_backoff_s: float) -> None:
+        """Leave the worker alone for a while; longer with every failure in a row. An attempt of
+        `sent_at` was lost. One failure of the worker costs it many attempts: those that it had
+        before the last failure tell nothing new."""
+        if sent_at <= self._failed_at:
+            return
+        self._failed_at = now
         self.excluded_until = now + min(max_backoff_s, backoff_s * 2.0 ** min(self.failures, 30))
         self.failures += 1
 
