@@ -43,6 +43,7 @@ class WorkerConfig:
     handoff_timeout_s: float = 30.0  # a consumer that gets no KV for so long computes it itself
     read_timeout_s: float = 20.0  # one transfer
     stats_interval_s: float = STATS_INTERVAL_S
+    max_snapshot_blocks: int = 1 << 15  # in one message to a router; 18 bytes each
 
     @property
     def kv_window(self) -> Window:

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
-from typing import Protocol
 
 from engine.config import WorkerConfig
 from engine.cost import StepTiming
 from engine.kv.block_hash import HASH_BYTES, BlockChain
 from engine.kv.cache_manager import KVCacheManager
-from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.kv.tier import Retention, Tier, TierHashes
+from engine.kv.publisher import KVPublisher
+from engine.kv.tier import Tier
 from engine.messages import Refused, TokenDeltas, WorkRequest
 from engine.node import Effect, NodeId, Note, Send
 from engine.request import FinishReason, Refusal, TokenDelta
 from engine.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
-from engine.stats import RouterDown, RouterUp, WorkerStats
+from engine.stats import WorkerStats
 from engine.step import Step, StepDone
 
 LEFT_OUT = {
@@ -31,15 +29,6 @@ LEFT_OUT = {
 }
 """Counters of sequences that were left out of a step, by why."""
 MAX_ENDED = 4096  # ended attempts that are remembered, so that a late duplicate is not served
-
-
-class LowerTiers(Protocol):
-    """The tiers below device memory, as far as the core publishes their contents."""
-
-    def take_changes(self) -> tuple[TierHashes, ...]: ...
-    def snapshot(self) -> tuple[TierHashes, ...]: ...
-    def num_blocks(self, tier: Tier) -> int: ...
-    def use(self, now: float, block_hashes: Seq[bytes], retention: Retention) -> None: ...
 
 
 class EngineCore:
@@ -53,13 +42,11 @@ class EngineCore:
         self.kv = KVCacheManager(config.num_blocks, config.block_size, config.kv_window)
         self.scheduler = Scheduler(config, self.kv)
         self.seqs: dict[tuple[str, int], Sequence] = {}
-        self.routers: list[NodeId] = []
+        self.publisher = KVPublisher(config, self.kv.pool)
         self.counters: dict[str, float] = {}
         self.timing = StepTiming(config)
-        self.lower: LowerTiers | None = None
         self.now = 0.0  # of the message that is being handled
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._event_seq = 0
         self._pending_deltas: dict[NodeId, list[TokenDelta]] = {}
 
     def accept(
@@ -127,8 +114,9 @@ class EngineCore:
 
     def mark_used(self, seq: Sequence) -> None:
         """The blocks of `seq` are in use, or were until now: the lower tiers retain them longer."""
-        if self.lower is not None:
-            self.lower.use(self.now, seq.block_hashes, seq.retention)
+        lower = self.publisher.lower
+        if lower is not None:
+            lower.use(self.now, seq.block_hashes, seq.retention)
 
     def remove(self, seq: Sequence) -> None:
         """Forget `seq`; its blocks are freed as soon as nothing writes to them."""
@@ -258,38 +246,12 @@ class EngineCore:
             for router, deltas in self._pending_deltas.items()
         ]
         self._pending_deltas.clear()
-        stored, removed = self.kv.pool.take_changes()
-        tiers = self.lower.take_changes() if self.lower is not None else ()
-        if stored or removed or tiers:
-            self._event_seq += 1
-            seq = self._event_seq
-            event = KVEvents(config.node_id, config.epoch, seq, stored, removed, tiers)
-            effects += [Send(router, event) for router in self.routers]
-        return effects
+        return effects + self.publisher.publish_changes()
 
     def on_router_message(self, now: float, message: object) -> list[Effect] | None:
-        """Routers that subscribe to this worker, unsubscribe or ask for a snapshot: effects, or
-        None if `message` is something else. Called first with every message."""
+        """As of `KVPublisher.on_message`. Called first with every message."""
         self.now = now
-        if isinstance(message, RouterUp):
-            if message.router not in self.routers:
-                self.routers.append(message.router)
-            return [self._snapshot(message.router)]
-        if isinstance(message, RouterDown):
-            if message.router in self.routers:
-                self.routers.remove(message.router)
-            return None  # the worker also ends its requests
-        if isinstance(message, KVSnapshotRequest):
-            return [self._snapshot(message.router)]
-        return None
-
-    def _snapshot(self, router: NodeId) -> Send:
-        config = self.config
-        hashes = self.kv.pool.block_hashes()
-        tiers = self.lower.snapshot() if self.lower is not None else ()
-        return Send(
-            router, KVSnapshot(config.node_id, config.epoch, self._event_seq, hashes, tiers)
-        )
+        return self.publisher.on_message(message)
 
     def expired(self, now: float) -> list[Sequence]:
         """Sequences whose deadline has passed, except HELD ones, which have a lease."""
@@ -301,7 +263,7 @@ class EngineCore:
 
     def stats(self, num_handoffs: int, read_rates: Mapping[Tier | None, float]) -> WorkerStats:
         """`read_rates`: bytes per second into device memory, by own tier; None: from peers."""
-        pool, scheduler = self.kv.pool, self.scheduler
+        pool, scheduler, lower = self.kv.pool, self.scheduler, self.publisher.lower
         decoding = [len(seq.tokens) for seq in scheduler.running if seq.is_decoding]
         is_busy = bool(decoding)
         self.counters["preemptions"] = scheduler.num_preemptions
@@ -318,12 +280,12 @@ class EngineCore:
             prefill_tokens_per_s=self.timing.present_prefill_rate(is_busy=is_busy),
             decode_step_s=self.timing.decode_step_s.value,
             read_bytes_per_s=read_rates[None],
-            event_seq=self._event_seq,
+            event_seq=self.publisher.event_seq,
             counters=dict(self.counters),
             host_read_bytes_per_s=read_rates[Tier.HOST],
             disk_read_bytes_per_s=read_rates[Tier.DISK],
-            num_host_blocks=self.lower.num_blocks(Tier.HOST) if self.lower else 0,
-            num_disk_blocks=self.lower.num_blocks(Tier.DISK) if self.lower else 0,
+            num_host_blocks=lower.num_blocks(Tier.HOST) if lower else 0,
+            num_disk_blocks=lower.num_blocks(Tier.DISK) if lower else 0,
             prompt_weights=self.timing.prompt_cost.published(),
             prompt_slowdown=self.timing.present_slowdown(is_busy=is_busy),
             decode_weights=self.timing.decode_cost.published(),

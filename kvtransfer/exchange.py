@@ -42,7 +42,7 @@ class KVExchange:
         self.tiers = Tiers(config, core.kv)
         self.connector = Connector(config, self.tiers)
         self.producer = Producer(config, core.kv, self.tiers, self._forget)
-        core.lower = self.tiers
+        core.publisher.lower = self.tiers
         self._handlers: dict[type, Callable[[float, Any], list[Effect] | None]] = {
             CopyDone: self._on_copy_done,
             KVReady: lambda now, message: self.connector.on_ready(now, message),

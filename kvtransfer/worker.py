@@ -184,7 +184,9 @@ class Worker:
         effects += self.exchange.tick(now)
         num_handoffs = len(self.exchange.producer.leases) + len(self.exchange.connector.arrivals)
         stats = self.core.stats(num_handoffs, self.exchange.rates())
-        return effects + [Send(router, stats) for router in self.core.routers]
+        publisher = self.core.publisher
+        effects += [Send(router, stats) for router in publisher.routers]
+        return effects + publisher.tick()
 
     def _end(self, seqs: list[Sequence]) -> list[Effect]:
         return [effect for seq in seqs for effect in self.exchange.end(seq)]
