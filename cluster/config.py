@@ -90,7 +90,9 @@ class EngineSection(Section, frozen=True):
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     lease_s: Timeout = 30.0  # a producer holds finished KV for its consumer this long
     handoff_timeout_s: Timeout = 30.0  # a consumer without KV after this computes it itself
-    read_timeout_s: Timeout = 20.0  # of one KV transfer
+    read_timeout_s: Timeout = 20.0  # of one KV transfer, at most
+    # of one KV transfer, at least; in between, ten times what it takes at the measured rate
+    read_floor_s: Timeout = 2.0
 
 
 class TiersSection(Section, frozen=True):

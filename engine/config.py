@@ -41,7 +41,8 @@ class WorkerConfig:
     max_waiting: int = 256
     lease_s: float = 30.0  # a producer holds blocks so long after it announced the last ones
     handoff_timeout_s: float = 30.0  # a consumer that gets no KV for so long computes it itself
-    read_timeout_s: float = 20.0  # one transfer
+    read_timeout_s: float = 20.0  # one transfer, at most
+    read_floor_s: float = 2.0  # one transfer, however few bytes it has
     stats_interval_s: float = STATS_INTERVAL_S
     max_snapshot_blocks: int = 1 << 15  # in one message to a router; 18 bytes each
 

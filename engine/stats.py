@@ -90,8 +90,9 @@ class Audit:
     """What a worker holds at one moment, and what of it an idle worker must not hold.
 
     `counts` has `device.blocks` and its parts (`device.in_use`, `device.evictable`,
-    `device.blank`), for `host` and `disk` likewise `blocks`, `used` and `pinned`; then `transfers`
-    that have not settled and `leases` that have not ended."""
+    `device.blank`; of those in use, `device.left_to_reads` that do not settle), for `host` and
+    `disk` likewise `blocks`, `used` and `pinned`; then `transfers` that have not settled and
+    `leases` that have not ended."""
 
     worker: NodeId
     epoch: int

@@ -234,6 +234,7 @@ def worker_config(
         lease_s=engine.lease_s,
         handoff_timeout_s=engine.handoff_timeout_s,
         read_timeout_s=engine.read_timeout_s,
+        read_floor_s=engine.read_floor_s,
     )
 
 

@@ -49,6 +49,7 @@ class Read:
     indices: list[int]
     tier: Tier | None
     posted_at: float
+    deadline: float
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class Arrival:
     good: set[int] = field(default_factory=set)
     reads: dict[TransferId, Read] = field(default_factory=dict)
     started_at: float = 0.0
+    draining_since: float = float("inf")
     final: bool = False  # the producer offers no more
     next_token: int | None = None
     next_logprobs: TokenLogprobs | None = None
@@ -146,11 +148,13 @@ class Arrival:
 @dataclass(frozen=True, slots=True)
 class Settled:
     """An arrival has ended and nothing writes to its blocks. Blocks `[arrival.first, end)` may be
-    used. `complete`: all KV of the prompt is here, and the next token is known."""
+    used. `complete`: all KV of the prompt is here, and the next token is known. `left`: reads that
+    may still write to blocks of the sequence, which has to go on with others."""
 
     arrival: Arrival
     end: int
     complete: bool
+    left: tuple[Read, ...] = ()
 
 
 def mismatch(arrival: Arrival, read: Read, count: int) -> Note:

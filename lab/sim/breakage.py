@@ -84,7 +84,7 @@ def break_worker(worker: Worker, broken: Break) -> None:
     if broken not in _CONNECTORS:
         return
     exchange = worker.exchange
-    exchange.connector = _CONNECTORS[broken](worker.config, exchange.tiers)
+    exchange.connector = _CONNECTORS[broken](worker.config, exchange.tiers, exchange.orphans)
 
 
 class _BrokenRouter(Router):
