@@ -86,6 +86,10 @@ class EngineSection(Section, frozen=True):
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 7
     max_model_len: Count = 0  # tokens of prompt and output; 0: the model's, as far as KV holds it
     max_waiting: Positive = 256  # requests queued at a worker before it refuses
+    # a worker ends itself, to be started again, when a step takes longer than this, or 20 times
+    # longer than it should if that is more; ten times this before steps were measured; 0: never
+    step_timeout_s: Seconds = 30.0
+    max_failed_steps: Positive = 3  # in a row; then a worker ends itself as well
     # CPU threads per worker; 0: all cores, which the workers of a machine share
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     lease_s: Timeout = 30.0  # a producer holds finished KV for its consumer this long

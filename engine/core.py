@@ -16,6 +16,7 @@ from engine.kv.publisher import KVPublisher
 from engine.kv.tier import Tier
 from engine.messages import Refused, TokenDeltas, WorkRequest
 from engine.node import Effect, NodeId, Note, Send
+from engine.progress import StepWatch
 from engine.request import FinishReason, Refusal, TokenDelta
 from engine.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
@@ -45,6 +46,7 @@ class EngineCore:
         self.publisher = KVPublisher(config, self.kv.pool)
         self.counters: dict[str, float] = {}
         self.timing = StepTiming(config)
+        self.watch = StepWatch(config)
         self.now = 0.0  # of the message that is being handled
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._pending_deltas: dict[NodeId, list[TokenDelta]] = {}
@@ -131,7 +133,7 @@ class EngineCore:
     def next_step(self) -> Step | None:
         """The next step, which also takes the checksums of the blocks that it fills, and of the
         last block of a prompt that is computed for another worker: it is sent, full or not."""
-        if self.scheduler.in_flight:
+        if self.scheduler.in_flight or self.watch.why:
             return None
         timing = self.timing
         step = self.scheduler.schedule(
@@ -141,6 +143,8 @@ class EngineCore:
             timing.decode_step_s.value,
             timing.row_cost.published(),
         )
+        if step is not None:
+            self.watch.begin(self.now, timing.expected_s(step))
         if step is None or step.repeats > 1:  # a step that is repeated fills no block
             return step
         size = self.config.block_size
@@ -152,6 +156,7 @@ class EngineCore:
 
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
         """As `Scheduler.finish_step`; also updates counters and the measured costs."""
+        self.watch.end(done.error)
         step = self.scheduler.in_flight
         assert step is not None
         repeats = 1
@@ -294,6 +299,7 @@ class EngineCore:
             ),
             num_decoding=len(decoding),
             decoding_tokens=sum(decoding),
+            progress=self.watch.progress,
         )
 
     def count(self, name: str, amount: float = 1) -> None:

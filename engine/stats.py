@@ -16,6 +16,14 @@ class Role(StrEnum):
     BOTH = "both"
 
 
+class Progress(StrEnum):
+    """What a worker's steps make."""
+
+    MADE = "made"  # or there is nothing to do
+    LATE = "late"  # the step in flight takes far longer than one like it should
+    NONE = "none"  # it is over its deadline, or the last ones all failed: the worker ends itself
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What stays the same during an epoch of a worker, but for its role, which the controller may
@@ -63,6 +71,7 @@ class WorkerStats:
     num_wanted_blocks: int = 0  # that waiting sequences need
     num_decoding: int = 0  # sequences that have their whole prompt
     decoding_tokens: int = 0  # sum of their context lengths
+    progress: Progress = Progress.MADE
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,21 @@ class RouterUp:
 @dataclass(frozen=True, slots=True)
 class RouterDown:
     router: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressRequest:
+    """To a worker: do you live? Answered at once by a `ProgressReport` to `reply_to`."""
+
+    reply_to: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressReport:
+    worker: NodeId
+    epoch: int
+    num_steps: int  # that have ended since its start
+    progress: Progress
 
 
 @dataclass(frozen=True, slots=True)

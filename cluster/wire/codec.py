@@ -30,6 +30,8 @@ MESSAGE_TYPES: tuple[type, ...] = (
     stats.WorkerStats,
     stats.RouterUp,
     stats.RouterDown,
+    stats.ProgressRequest,
+    stats.ProgressReport,
     stats.AuditRequest,
     stats.Audit,
     kv.KVConnect,

@@ -2,7 +2,8 @@
 
 Consumer: reads, then asks whether what it read was held all the while (read, then confirm, like a
 seqlock). Only the answer makes the blocks usable. A cancel while a transfer may still write to the
-destination drains first; what does not settle is left behind with it. Producer: computes, holds under a lease, frees.
+destination drains first, and what does not settle is left behind with it. Producer: computes, holds
+under a lease, frees.
 """
 
 from __future__ import annotations
