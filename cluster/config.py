@@ -209,6 +209,9 @@ class ClusterSection(Section, frozen=True):
     address: Annotated[str, _text(r"|auto|.+:\d{1,5}", "auto or HOST:PORT")] = ""
     # a worker that takes longer to start is started again
     start_timeout_s: Annotated[float, Meta(ge=1.0)] = 180.0
+    # a worker that routers find silent (router.silent_after_s), and that does not answer for this
+    # long, is killed and started again
+    silent_grace_s: Annotated[float, Meta(ge=1.0, le=3600.0)] = 5.0
     max_frame_mib: Annotated[int, Meta(ge=1, le=1024)] = 64  # the largest message between processes
 
 

@@ -40,7 +40,7 @@ class StepWatch:
         self._waited_s, self._ticked_at = 0.0, now
 
     def end(self, error: str | None) -> None:
-        """It has come back. `error`: why all of it failed; what a request brought itself is none."""
+        """It has come back. `error`: why all of it failed; a request's own fault is none."""
         self.num_done += 1
         self._deadline_s = None
         self._num_failed = 0 if error is None else self._num_failed + 1

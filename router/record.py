@@ -42,6 +42,7 @@ class Cause(StrEnum):
     WORKER_DOWN = "worker_down"
     UNKNOWN = "unknown"
     SILENT = "silent"
+    LATE = "late"  # its worker's step does not end
     DIVERGED = "diverged"
     QUEUE_FULL = "queue_full"
     EXECUTION = "execution"

@@ -20,6 +20,7 @@ from cluster.control.auditor import Auditor
 from cluster.control.audits import AuditDesk, audit_dict
 from cluster.control.controller import Controller, ControllerConfig, Worker, WorkerState
 from cluster.control.messages import (
+    CONTROLLER,
     Peer,
     RouterLost,
     SetRole,
@@ -42,7 +43,7 @@ from engine.node import NodeId
 from engine.stats import Role
 from router.router import Router
 
-ROUTER, CONTROLLER, AUDITOR = "router-0", "controller", "auditor-0"
+ROUTER, AUDITOR = "router-0", "auditor-0"
 ITL_TARGET_MS = 100.0  # of decode workers, where prefill workers are there for long prompts
 
 Tell = Callable[[str, str, bool], None]  # part, news, done
@@ -90,7 +91,7 @@ class Deployment:
             self._on_peer_lost,
             WireLimits(max_frame_bytes=max_frame_bytes),
         )
-        self.wire.serves.add(AUDITOR)
+        self.wire.serves |= {AUDITOR, CONTROLLER}
         self.opened = open_state(config, model.served_name, self.cluster, ROUTER, self._routers)
         self.router = Router(
             ROUTER,
@@ -99,6 +100,7 @@ class Deployment:
             self.opened.records,
             state=self.opened.state,
             clock=perf_counter,
+            controller=CONTROLLER,
         )
         self.audits = AuditDesk(self.host, Auditor(AUDITOR))
         self.controller = Controller(ControllerConfig((), ()))
@@ -127,9 +129,10 @@ class Deployment:
             ControllerConfig(
                 workers=wanted,
                 routers=(Peer(ROUTER, host, port, 1),),
-                listeners=(Peer(AUDITOR, host, port, 1),),
+                listeners=tuple(Peer(node, host, port, 1) for node in (AUDITOR, CONTROLLER)),
                 further_routers=self._routers[1:],
                 start_timeout_s=cluster.start_timeout_s,
+                silent_grace_s=cluster.silent_grace_s,
             )
         )
         self.host.add(self.router, self.opened.executor)

@@ -56,6 +56,7 @@ MESSAGE_TYPES: tuple[type, ...] = (
     router.SessionCommand,
     router.SessionReply,
     router.PromptRouted,
+    router.WorkerSuspected,
 )
 """Every message that may cross a process boundary."""
 

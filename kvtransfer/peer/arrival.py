@@ -136,6 +136,16 @@ class Arrival:
             return self.own_source(index).checksum
         return self.offers[index].checksum
 
+    def num_asked(self, tier: Tier | None) -> int:
+        """Blocks of the reads from this source that are under way."""
+        return sum(len(read.indices) for read in self.reads.values() if read.tier is tier)
+
+    def ends_of(self, read: Read) -> tuple[list[int], list[Source]]:
+        """Blocks that it writes to, and where in lower tiers it reads."""
+        blocks = [self.seq.block_ids[index] for index in read.indices]
+        is_own = read.tier is not None
+        return blocks, [self.own_source(index) for index in read.indices] if is_own else []
+
     def source_of(self, read: Read) -> str:
         """Whose bytes `read` copies, for log lines."""
         return f"{self.producer}" if read.tier is None else f"the own {read.tier} tier"
@@ -155,6 +165,13 @@ class Settled:
     end: int
     complete: bool
     left: tuple[Read, ...] = ()
+
+    def note(self) -> Note:
+        """Of what was left."""
+        whose = ", ".join(sorted({self.arrival.source_of(read) for read in self.left}))
+        name = self.arrival.key[0]
+        text = f"{len(self.left)} reads of {name} from {whose} do not settle; it goes on"
+        return Note("warning", "kv_read_left_behind", text)
 
 
 def mismatch(arrival: Arrival, read: Read, count: int) -> Note:

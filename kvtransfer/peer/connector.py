@@ -154,9 +154,8 @@ class Connector:
             return []
         effects: list[Effect] = []
         if done.error is not None:
-            effects.append(
-                Note("warning", "kv_read_failed", f"{arrival.source_of(read)}: {done.error}")
-            )
+            text = f"{arrival.source_of(read)}: {done.error}"
+            effects.append(Note("warning", "kv_read_failed", text))
             bad = read.indices
         else:
             sums = zip(read.indices, done.checksums, strict=True)
@@ -289,7 +288,8 @@ class Connector:
     ) -> CopyBlocks:
         transfer_id = next(self._read_ids)
         arrival.posted.update(indices)
-        timeout_s = self.rates.timeout_s(own_tier, len(indices) + self._num_asked(own_tier))
+        num_asked = sum(each.num_asked(own_tier) for each in self.arrivals.values())
+        timeout_s = self.rates.timeout_s(own_tier, len(indices) + num_asked)
         arrival.reads[transfer_id] = Read(indices, own_tier, now, now + timeout_s)
         arrival.seq.num_reads += 1
         self._by_transfer[transfer_id] = arrival
@@ -307,11 +307,6 @@ class Connector:
             timeout_s=timeout_s,
             src_tier=src_tier,
         )
-
-    def _num_asked(self, tier: Tier | None) -> int:
-        """Blocks of the reads from this source that are under way."""
-        reads = (arrival.reads[each] for each, arrival in self._by_transfer.items())
-        return sum(len(read.indices) for read in reads if read.tier is tier)
 
     def _unreachable(self, producer: NodeId, why: str) -> list[Effect]:
         effects: list[Effect] = []
@@ -331,15 +326,19 @@ class Connector:
 
     def _leave_behind(self, arrival: Arrival) -> Note:
         """Its reads do not settle: they keep what they may write to, its sequence goes on."""
-        for transfer_id in arrival.reads:
+        left, kept = arrival.reads, set[Source]()
+        for transfer_id, read in left.items():
             del self._by_transfer[transfer_id]
-        left = self.orphans.take(arrival)
+            blocks, sources = arrival.ends_of(read)
+            self.orphans.take(transfer_id, blocks, sources)
+            kept.update(sources)
+        self.tiers.unpin(source for source in arrival.own_sources if source not in kept)
+        arrival.reads, arrival.seq.num_reads = {}, 0
         arrival.state = next_consumer(arrival.state, ConsumerEvent.LEAVE)
         del self.arrivals[arrival.key]
-        self.settled.append(Settled(arrival, arrival.first, complete=False, left=left))
-        whose = ", ".join(sorted({arrival.source_of(read) for read in left}))
-        text = f"{len(left)} reads of {arrival.key[0]} from {whose} do not settle; it goes on"
-        return Note("warning", "kv_read_left_behind", text)
+        reads = tuple(left.values())
+        self.settled.append(Settled(arrival, arrival.first, complete=False, left=reads))
+        return self.settled[-1].note()
 
     def check_idle(self) -> list[str]:
         left = [f"arrival {a.key} is {a.state}" for a in self.arrivals.values()]

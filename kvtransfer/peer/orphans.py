@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from engine.kv.block_pool import BlockPool
 from kvtransfer.agent import CopyDone, TransferId
-from kvtransfer.peer.arrival import Arrival, Read
 from kvtransfer.tiers.blocks import Source
 from kvtransfer.tiers.manager import Tiers
 
@@ -43,21 +42,14 @@ class Orphans:
         """Blocks of the device that are kept for them."""
         return sum(len(orphan.blocks) for orphan in self._reads.values())
 
-    def take(self, arrival: Arrival) -> tuple[Read, ...]:
-        """All reads of `arrival`, whose sequence still has its blocks and may free them from now
-        on. Of its sources, those of these reads stay pinned, the others are unpinned."""
-        seq, reads, kept = arrival.seq, arrival.reads, set[Source]()
-        for transfer_id, read in reads.items():
-            is_own = read.tier is not None
-            sources = [arrival.own_source(index) for index in read.indices] if is_own else []
-            blocks = [seq.block_ids[index] for index in read.indices]
-            self._pool.hold(blocks)
-            self._reads[transfer_id] = _Orphan(blocks, sources)
-            kept.update(sources)
-        self.num_taken += len(reads)
-        self._tiers.unpin(source for source in arrival.own_sources if source not in kept)
-        arrival.reads, seq.num_reads = {}, 0
-        return tuple(reads.values())
+    def take(
+        self, transfer_id: TransferId, blocks: Sequence[int], sources: Sequence[Source]
+    ) -> None:
+        """A read whose sequence still has its blocks, and may free them from now on. `sources` are
+        pinned, and stay so."""
+        self._pool.hold(blocks)
+        self._reads[transfer_id] = _Orphan(blocks, sources)
+        self.num_taken += 1
 
     def on_copy_done(self, done: CopyDone) -> bool:
         """Whether it was one of these."""

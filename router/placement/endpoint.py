@@ -19,7 +19,7 @@ from math import exp
 from operator import attrgetter
 from typing import Any
 
-from engine.stats import Role, WorkerInfo, WorkerStats
+from engine.stats import Progress, Role, WorkerInfo, WorkerStats
 from router.native.bindings import address_of, bindings, constants, ffi
 
 SETTLE_S = 0.1  # statistics that come this long after a dispatch count it
@@ -169,6 +169,9 @@ class Endpoint:
         self.bookings: dict[str, Booking] = {}
         self.failures = 0  # in a row
         self._failed_at = float("-inf")
+        self.silent_s = 0.0  # since its last statistics, or since it came up
+        self.progress = Progress.MADE  # as it says
+        self.complained_at = float("-inf")
         self.prompt_tokens = 0  # of requests whose prefix hit this worker has reported
         self.cached_tokens = 0
         self.cached_tokens_by_source: Counter[str] = Counter()
@@ -254,6 +257,7 @@ class Endpoint:
         has_prompts = stats.pending_prefill_tokens > stats.num_running
         self.typical_prefilling += weight * (has_prompts - self.typical_prefilling)
         self.stats = stats
+        self.silent_s, self.progress = 0.0, stats.progress
         self.struct.has_stats = True
         self.struct.reported_free_blocks = stats.num_free_blocks - stats.num_wanted_blocks
         self.struct.decoding_tokens = stats.decoding_tokens
