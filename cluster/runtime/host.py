@@ -21,6 +21,8 @@ from engine.node import Effect, Exit, Node, NodeId, Note, Send, Wake, Woken
 log = logging.getLogger("kvrelay")
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
+RESTART_S, MAX_RESTART_S = 0.5, 10.0  # before a task that ended begins again
+
 T = TypeVar("T")
 SendRemote = Callable[[NodeId, Any], None]
 OnFailure = Callable[[NodeId, BaseException], None]
@@ -128,6 +130,23 @@ class NodeHost:
             self._fail(node_id, NodeExit(effect.reason))
         else:
             self._executors[node_id].perform(effect)
+
+
+async def keep_running(
+    name: str, run: Callable[[], Coroutine[Any, Any, None]], restarts: Counter[str]
+) -> None:
+    """Run a task that must live as long as the process, until cancelled. If it ends or raises, that
+    is logged, counted under `name`, and it begins again after a pause."""
+    pause_s = RESTART_S
+    while True:
+        try:
+            await run()
+            log.error("%s has ended; again in %g s", name, pause_s)
+        except Exception:
+            log.exception("%s failed; again in %g s", name, pause_s)
+        restarts[name] += 1
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_RESTART_S)
 
 
 class LoopThread:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
 from time import perf_counter
 from types import ModuleType
 from typing import Any
@@ -30,7 +31,7 @@ from cluster.control.messages import (
 )
 from cluster.control.router_loads import RouterLoads
 from cluster.control.router_processes import RouterState, router_entry, status_of
-from cluster.runtime.host import NodeHost
+from cluster.runtime.host import NodeHost, keep_running
 from cluster.serve.router_api import ServedModel, load_of
 from cluster.serve.router_process import RouterProcessSpec
 from cluster.state.opening import open_state
@@ -116,6 +117,7 @@ class Deployment:
             lambda reason: self._fail(ServeError(reason)),
         )
         self._loads = RouterLoads(self.workers.ask_routers)
+        self.restarted: Counter[str] = Counter()  # tasks that ended, by name
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -139,8 +141,14 @@ class Deployment:
         self.opened.start(self.host.inbox(ROUTER))
         self.host.add(self.controller, self.workers)
         use_gpus = self.config.model.device != "cpu"
-        watches = (self.workers.watch_machines(use_gpus), self._loads.watch())
-        self._watching = [self._loop.create_task(watch) for watch in watches]
+        watches: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "watch_machines": lambda: self.workers.watch_machines(use_gpus),
+            "watch_routers": self._loads.watch,
+        }
+        self._watching = [
+            self._loop.create_task(keep_running(name, watch, self.restarted))
+            for name, watch in watches.items()
+        ]
         while not self.controller.all_up():
             self._show()
             await asyncio.wait([self.failed], timeout=0.1)
@@ -193,6 +201,7 @@ class Deployment:
         status["sessions"] = self.router.sessions.counts()
         status["state"] = self.opened.status()
         status["routers"] = self._router_entries()
+        status["restarted_tasks"] = dict(self.restarted)
         return status
 
     def _router_entries(self) -> list[dict[str, Any]]:
