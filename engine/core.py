@@ -251,7 +251,7 @@ class EngineCore:
             for router, deltas in self._pending_deltas.items()
         ]
         self._pending_deltas.clear()
-        return effects + self.publisher.publish_changes()
+        return effects + self.publisher.publish()
 
     def on_router_message(self, now: float, message: object) -> list[Effect] | None:
         """As of `KVPublisher.on_message`. Called first with every message."""

@@ -202,8 +202,8 @@ class Worker:
         num_handoffs = len(self.exchange.producer.leases) + len(self.exchange.connector.arrivals)
         stats = self.core.stats(num_handoffs, self.exchange.rates())
         publisher = self.core.publisher
-        effects += [Send(router, stats) for router in publisher.routers]
-        return effects + publisher.tick()
+        publisher.tick()
+        return effects + [Send(router, stats) for router in publisher.routers]
 
     def _end(self, seqs: list[Sequence]) -> list[Effect]:
         return [effect for seq in seqs for effect in self.exchange.end(seq)]

@@ -43,6 +43,7 @@ class KVPublisher:
         self.routers: list[NodeId] = []
         self.event_seq = 0  # of the last event
         self._rest: deque[tuple[Tier, bytes]] = deque()
+        self._num_due = 0  # events that bring more of it
 
     def on_message(self, message: object) -> list[Effect] | None:
         """Routers that subscribe to this worker, unsubscribe or ask for a snapshot: effects, or
@@ -59,16 +60,18 @@ class KVPublisher:
             return [self._snapshot(message.router)]
         return None
 
-    def publish_changes(self) -> list[Effect]:
-        """What has changed since the last call, to all routers."""
+    def tick(self) -> None:
+        """More of the last snapshot is due."""
+        self._num_due = EVENTS_PER_TICK
+
+    def publish(self) -> list[Effect]:
+        """What has changed since the last call, and then what is due, to all routers."""
         stored, removed = self._pool.take_changes()
         tiers = self.lower.take_changes() if self.lower is not None else ()
-        return self._event(stored, removed, tiers) if stored or removed or tiers else []
-
-    def tick(self) -> list[Effect]:
-        """More of the last snapshot, to all routers."""
-        effects: list[Effect] = []
-        for _ in range(EVENTS_PER_TICK):
+        effects = self._event(stored, removed, tiers) if stored or removed or tiers else []
+        # Only now: what was not held at a moment between two events may be held at the next one.
+        num_due, self._num_due = self._num_due, 0
+        for _ in range(num_due):
             if not self._rest:
                 break
             count = min(self._config.max_snapshot_blocks, len(self._rest))
