@@ -124,6 +124,7 @@ class KVExchange:
         if settled.left:
             # What is in the lower tiers may be loaded now, but not from one that did not answer.
             seq.compute_all |= any(read.tier is not None for read in settled.left)
+            seq.num_preemptions += 1  # it has lost its blocks, and may find none here
             seq.end_phase("lost", now)
             core.scheduler.readmit(seq)
             return

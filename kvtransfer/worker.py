@@ -168,7 +168,7 @@ class Worker:
         """Tell the routers of those that wait for memory."""
         node_id, epoch = self.config.node_id, self.config.epoch
         return [
-            Send(seq.router, Preempted(node_id, epoch, seq.request_id, seq.attempt))
+            Send(seq.router, Preempted(node_id, epoch, *seq.key, awaits_prefill=seq.is_remote))
             for seq in preempted
             if seq.state is SeqState.WAITING and seq.reserve_growth
         ]

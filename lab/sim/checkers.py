@@ -7,7 +7,7 @@ nothing is left on any node, and the router's prefix index says what the workers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from engine.kv.tier import Tier
 from engine.node import NodeId
@@ -83,9 +83,13 @@ class Starvation:
     """After the faults: no stream waits for memory for long, while a worker that may serve it has
     room for all of it. One such wait is one violation."""
 
-    def __init__(self, router: NodeId, workers: list[NodeId]) -> None:
+    def __init__(
+        self, router: NodeId, workers: list[NodeId], may_decode: Callable[[NodeId], bool]
+    ) -> None:
+        """`may_decode`: whether the policy ever chooses the worker for it."""
         self._router = router
         self._workers = workers
+        self._may_decode = may_decode
         self._since: dict[tuple[NodeId, str, int], float] = {}
         self._due_at = 0.0
 
@@ -114,6 +118,8 @@ class Starvation:
         assert life is not None
         assert isinstance(life.node, Router)
         record = life.node.live.get(seq.request_id)
+        if not self._may_decode(worker.node_id):
+            return False
         if record is None or worker.node_id in {each.worker for each in record.avoid}:
             return False
         core, config = worker.core, worker.config

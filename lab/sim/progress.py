@@ -4,7 +4,7 @@ every step or are stopped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.node import NodeId
 from engine.progress import FIRST_SLACK
@@ -26,9 +26,13 @@ class Silence:
     """After the faults: no stream is silent for long while a worker that makes progress has room
     for all of it. One such silence is one violation."""
 
-    def __init__(self, router: NodeId, workers: Sequence[NodeId], scenario: Scenario) -> None:
+    def __init__(
+        self, router: NodeId, workers: Sequence[NodeId], may_decode: Callable[[NodeId], bool]
+    ) -> None:
+        """`may_decode`: whether the policy ever chooses the worker for it."""
         self._router = router
         self._workers = workers
+        self._may_decode = may_decode
         self._seen: dict[str, tuple[int, float]] = {}  # request -> tokens that it had, since when
         self._due_at = 0.0
 
@@ -46,7 +50,8 @@ class Silence:
             count, since = self._seen.get(record.request_id, (-1, 0.0))
             if count != len(record.tokens):
                 count, since = len(record.tokens), runtime.now
-            could = [w for w in self._workers if could_serve(runtime, w, record)]
+            decodes = filter(self._may_decode, self._workers)
+            could = [worker for worker in decodes if could_serve(runtime, worker, record)]
             if runtime.now - since > SILENT_S and could:
                 text = f"{record.request_id} has got no token for {SILENT_S:g} s, and {could} live"
                 runtime.violate("silent", text)

@@ -12,6 +12,7 @@ from cluster.worker.node import make_worker
 from engine.config import WorkerConfig
 from engine.kv.tier import DiskRecord, Tier
 from engine.node import Node, NodeId
+from engine.stats import Role
 from lab.sim import checkers
 from lab.sim.breakage import Break, break_worker, make_controller, make_router
 from lab.sim.client import Client, Outcome, SecondWave
@@ -54,8 +55,8 @@ class Cluster:
         runtime.trusted = {ROUTER, CLIENT, CONTROLLER}
         checks = (
             checkers.QueueBounds(self.scenario),
-            checkers.Starvation(ROUTER, self.worker_ids),
-            Silence(ROUTER, self.worker_ids, self.scenario),
+            checkers.Starvation(ROUTER, self.worker_ids, self._may_decode),
+            Silence(ROUTER, self.worker_ids, self._may_decode),
             NoProgress(self.worker_ids, self.scenario),
         )
 
@@ -98,6 +99,11 @@ class Cluster:
         runtime.trusted.add(OPERATOR)
         runtime.add(OPERATOR, lambda epoch, records: self.operator)
         self._give_orders(after_faults=False)
+
+    def _may_decode(self, worker: NodeId) -> bool:
+        """Baseline policies leave prefill workers alone while there are others."""
+        is_baseline = self.scenario.router.policy != "prefix"
+        return not is_baseline or self.control.roles()[worker] is not Role.PREFILL
 
     def _plan_faults(self) -> None:
         runtime, control, plan = self.runtime, self.control, self.scenario.faults

@@ -10,7 +10,7 @@ from engine.request import SamplingParams
 from engine.step import Execute, StepDone
 from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
 from lab.sim.executor import SimPool
-from lab.sim.faults import FaultPlan, Faults, Kind, Partition, Pause, Sickness
+from lab.sim.faults import FaultPlan, Faults, Partition, Pause
 from lab.sim.model import UNWRITTEN, extend_slots, generate
 from lab.sim.runtime import Life, PoolShape, SimRuntime
 from lab.sim.transfers import ReadFate
@@ -105,40 +105,6 @@ def test_a_paused_worker_hears_everything_afterwards_in_order() -> None:
     assert b.got == []
     runtime.run_until(1.0)
     assert b.messages == [Ping(n) for n in range(20)]
-
-
-def test_a_stopped_process_goes_on_later_and_its_next_life_at_once() -> None:
-    runtime = SimRuntime(1)
-    b = add(runtime, "b")
-    runtime.faults.fall_sick(1, Sickness("b", 0.0, Kind.STOPPED, for_s=5.0))
-    add(runtime, "a", *pings("b", 3))
-    runtime.run_until(4.9)
-    assert b.got == []
-    runtime.run_until(6.0)
-    assert b.messages == [Ping(n) for n in range(3)]
-    runtime.faults.fall_sick(1, Sickness("b", 6.0, Kind.STOPPED))
-    runtime.crash("b")
-    reborn = runtime.restart("b")
-    assert isinstance(reborn, Recorder)
-    runtime.post("a", "b", Ping(7))
-    runtime.run_until(7.0)
-    assert reborn.messages == [Ping(7)]
-
-
-@pytest.mark.parametrize(("kind", "num_done"), [(Kind.HANGS, 0), (Kind.FAILS, 1)])
-def test_a_sick_device_is_sick_until_the_process_ends(kind: Kind, num_done: int) -> None:
-    runtime = SimRuntime(1)
-    runtime.faults.fall_sick(1, Sickness("b", 0.0, kind))
-    b = add(runtime, "b", Execute(step_of([1, 2], [0])))
-    runtime.run_until(100.0)
-    assert len(b.messages) == num_done
-    assert all(done.error for done in b.messages)
-    assert life(runtime, "b").executor.is_busy is (num_done == 0)
-    runtime.crash("b")
-    reborn = runtime.restart("b")
-    runtime.run_until(101.0)
-    assert isinstance(reborn, Recorder)
-    assert [done.error for done in reborn.messages] == [None]
 
 
 def test_a_wake_up_comes_when_it_is_due_and_a_note_is_counted() -> None:
@@ -316,20 +282,6 @@ def test_a_stalled_read_may_write_until_it_is_done_and_never_after(
     here.blocks[:] = [list(block) for block in left]
     runtime.run_until(start + 20.0)
     assert here.blocks == left
-
-
-def test_a_read_that_hangs_outlives_its_timeout_and_the_faults(
-    pair: tuple[SimRuntime, Recorder],
-) -> None:
-    runtime, consumer = pair
-    plan(runtime, read_hang=1.0, until_s=3.0, hang_s=5.0)
-    runtime.post("test", "c", read(timeout_s=0.5))
-    runtime.run_until(3.0)
-    assert consumer.messages == []
-    assert life(runtime, "c").executor.writable[Tier.DEVICE] == {4, 5, 6, 7}
-    runtime.run_until(8.5)
-    assert consumer.messages[0].error == "given up"
-    assert life(runtime, "c").executor.writable[Tier.DEVICE] == set()
 
 
 def test_a_step_over_a_block_that_a_read_may_write_to_is_a_violation(
