@@ -90,6 +90,7 @@ class Starvation:
         self._router = router
         self._workers = workers
         self._may_decode = may_decode
+        self._reads_left = False
         self._since: dict[tuple[NodeId, str, int], float] = {}
         self._due_at = 0.0
 
@@ -100,6 +101,7 @@ class Starvation:
         lives = [runtime.life(name) for name in self._workers]
         nodes = [each.node for each in lives if each is not None]
         workers = [node for node in nodes if isinstance(node, Worker)]
+        self._reads_left = any(worker.exchange.orphans.num_blocks for worker in workers)
         starving = {
             (worker.node_id, *seq.key): seq
             for worker in workers
@@ -118,7 +120,8 @@ class Starvation:
         assert life is not None
         assert isinstance(life.node, Router)
         record = life.node.live.get(seq.request_id)
-        if not self._may_decode(worker.node_id):
+        # Blocks that are left to reads are missing for long: until then others are in the way.
+        if self._reads_left and not self._may_decode(worker.node_id):
             return False
         if record is None or worker.node_id in {each.worker for each in record.avoid}:
             return False

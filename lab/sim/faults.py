@@ -233,7 +233,9 @@ class Faults:
     _sick: dict[tuple[NodeId, int], tuple[Kind, float]] = field(default_factory=dict)
 
     def fall_sick(self, epoch: int, sickness: Sickness) -> None:
-        """Of the life of this epoch."""
+        """Of the life of this epoch; one that is sick does not fall sick again."""
+        if (sickness.worker, epoch) in self._sick:
+            return
         self.injected[str(sickness.kind)] += 1
         self._sick[sickness.worker, epoch] = (sickness.kind, sickness.at_s + sickness.for_s)
 

@@ -119,8 +119,8 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
 )
 def test_the_checkers_notice_a_missing_safeguard(broken: Break, kinds: set[str]) -> None:
     found: set[str] = set()
-    for seed in range(100):
+    for seed in range(200):
         found |= {violation.kind for violation in run_seed(seed, broken).violations}
         if found & kinds:
             return
-    pytest.fail(f"100 seeds without {broken}, and the checkers saw only {found}")
+    pytest.fail(f"200 seeds without {broken}, and the checkers saw only {found}")

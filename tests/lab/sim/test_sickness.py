@@ -13,7 +13,7 @@ from tests.lab.sim.test_runtime import add, life, plan, read
 from tests.lab.sim.toys import Ping, Recorder, pings, step_of
 
 
-def test_a_stopped_process_goes_on_later_and_its_next_life_at_once() -> None:
+def test_a_stopped_process_goes_on_later() -> None:
     runtime = SimRuntime(1)
     b = add(runtime, "b")
     runtime.faults.fall_sick(1, Sickness("b", 0.0, Kind.STOPPED, for_s=5.0))
@@ -22,7 +22,13 @@ def test_a_stopped_process_goes_on_later_and_its_next_life_at_once() -> None:
     assert b.got == []
     runtime.run_until(6.0)
     assert b.messages == [Ping(n) for n in range(3)]
-    runtime.faults.fall_sick(1, Sickness("b", 6.0, Kind.STOPPED))
+
+
+def test_another_life_of_a_stopped_worker_is_not_stopped() -> None:
+    runtime = SimRuntime(1)
+    add(runtime, "b")
+    runtime.faults.fall_sick(1, Sickness("b", 0.0, Kind.STOPPED))
+    add(runtime, "a")
     runtime.crash("b")
     reborn = runtime.restart("b")
     assert isinstance(reborn, Recorder)
