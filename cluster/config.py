@@ -85,11 +85,17 @@ class EngineSection(Section, frozen=True):
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 7
     max_model_len: Count = 0  # tokens of prompt and output; 0: the model's, as far as KV holds it
     max_waiting: Positive = 256  # requests queued at a worker before it refuses
+    # a worker ends itself, to be started again, when a step takes longer than this, or 20 times
+    # longer than it should if that is more; ten times this before steps were measured; 0: never
+    step_timeout_s: Seconds = 30.0
+    max_failed_steps: Positive = 3  # in a row; then a worker ends itself as well
     # CPU threads per worker; 0: all cores, which the workers of a machine share
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     lease_s: Timeout = 30.0  # a producer holds finished KV for its consumer this long
     handoff_timeout_s: Timeout = 30.0  # a consumer without KV after this computes it itself
-    read_timeout_s: Timeout = 20.0  # of one KV transfer
+    read_timeout_s: Timeout = 20.0  # of one KV transfer, at most
+    # of one KV transfer, at least; in between, ten times what it takes at the measured rate
+    read_floor_s: Timeout = 2.0
 
 
 class TiersSection(Section, frozen=True):
@@ -236,6 +242,9 @@ class ClusterSection(Section, frozen=True):
     start_timeout_s: Annotated[float, Meta(ge=1.0)] = 180.0
     # a broken connection between processes may take so long to come back; then the peer is lost
     reconnect_s: Timeout = 10.0
+    # a worker that routers find silent (router.silent_after_s), and that does not answer for this
+    # long, is killed and started again
+    silent_grace_s: Annotated[float, Meta(ge=1.0, le=3600.0)] = 5.0
     max_frame_mib: Annotated[int, Meta(ge=1, le=1024)] = 64  # the largest message between processes
 
 

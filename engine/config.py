@@ -39,10 +39,14 @@ class WorkerConfig:
     num_speculative_tokens: int = 0  # draft tokens of a sequence in a step, at most; 0: none
     itl_target_s: float = 0.0  # prompt chunks beside decodes are cut to keep steps below it; 0: not
     max_waiting: int = 256
+    step_timeout_s: float = 30.0  # of a step, at least, before the worker ends itself; 0: never
+    max_failed_steps: int = 3  # in a row, after which it ends itself
     lease_s: float = 30.0  # a producer holds blocks so long after it announced the last ones
     handoff_timeout_s: float = 30.0  # a consumer that gets no KV for so long computes it itself
-    read_timeout_s: float = 20.0  # one transfer
+    read_timeout_s: float = 20.0  # one transfer, at most
+    read_floor_s: float = 2.0  # one transfer, however few bytes it has
     stats_interval_s: float = STATS_INTERVAL_S
+    max_snapshot_blocks: int = 1 << 15  # in one message to a router; 18 bytes each
 
     @property
     def kv_window(self) -> Window:

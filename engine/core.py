@@ -7,33 +7,29 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
-from typing import Protocol
 
 from engine.config import WorkerConfig
 from engine.cost import StepTiming
 from engine.kv.block_hash import HASH_BYTES, BlockChain
 from engine.kv.cache_manager import KVCacheManager
-from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.kv.tier import Retention, Tier, TierHashes
+from engine.kv.publisher import KVPublisher
+from engine.kv.tier import Tier
 from engine.messages import Refused, TokenDeltas, WorkRequest
 from engine.node import Effect, NodeId, Note, Send
+from engine.progress import StepWatch
 from engine.request import NO_OUTPUTS, FinishReason, Refusal, TokenDelta
 from engine.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
-from engine.stats import RouterDown, RouterUp, WorkerStats
+from engine.stats import WorkerStats
 from engine.step import Step, StepDone
 
+LEFT_OUT = {
+    Refusal.EXECUTION: "block_table_fault",
+    Refusal.GRAMMAR: "grammar_fault",
+    Refusal.INVALID_TOKENS: "request_fault",
+}
+"""Counters of sequences that were left out of a step, by why."""
 MAX_ENDED = 4096  # ended attempts that are remembered, so that a late duplicate is not served
-
-
-class LowerTiers(Protocol):
-    """The tiers below device memory, as far as the core publishes their contents."""
-
-    def take_changes(self) -> tuple[TierHashes, ...]: ...
-    def snapshot(self) -> tuple[TierHashes, ...]: ...
-    def num_blocks(self, tier: Tier) -> int: ...
-    def use(self, now: float, block_hashes: Seq[bytes], retention: Retention) -> None: ...
 
 
 class EngineCore:
@@ -47,13 +43,12 @@ class EngineCore:
         self.kv = KVCacheManager(config.num_blocks, config.block_size, config.kv_window)
         self.scheduler = Scheduler(config, self.kv)
         self.seqs: dict[tuple[str, int], Sequence] = {}
-        self.routers: list[NodeId] = []
+        self.publisher = KVPublisher(config, self.kv.pool)
         self.counters: dict[str, float] = {}
         self.timing = StepTiming(config)
-        self.lower: LowerTiers | None = None
+        self.watch = StepWatch(config)
         self.now = 0.0  # of the message that is being handled
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._event_seq = 0
         self._pending_deltas: dict[NodeId, list[TokenDelta]] = {}
 
     def accept(
@@ -121,8 +116,9 @@ class EngineCore:
 
     def mark_used(self, seq: Sequence) -> None:
         """The blocks of `seq` are in use, or were until now: the lower tiers retain them longer."""
-        if self.lower is not None:
-            self.lower.use(self.now, seq.block_hashes, seq.retention)
+        lower = self.publisher.lower
+        if lower is not None:
+            lower.use(self.now, seq.block_hashes, seq.retention)
 
     def remove(self, seq: Sequence) -> None:
         """Forget `seq`; its blocks are freed as soon as nothing writes to them."""
@@ -137,7 +133,7 @@ class EngineCore:
     def next_step(self) -> Step | None:
         """The next step, which also takes the checksums of the blocks that it fills, and of the
         last block of a prompt that is computed for another worker: it is sent, full or not."""
-        if self.scheduler.in_flight:
+        if self.scheduler.in_flight or self.watch.why:
             return None
         timing = self.timing
         step = self.scheduler.schedule(
@@ -147,6 +143,8 @@ class EngineCore:
             timing.decode_step_s.value,
             timing.row_cost.published(),
         )
+        if step is not None:
+            self.watch.begin(self.now, timing.expected_s(step))
         if step is None or step.repeats > 1:  # a step that is repeated fills no block
             return step
         size = self.config.block_size
@@ -158,6 +156,7 @@ class EngineCore:
 
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
         """As `Scheduler.finish_step`; also updates counters and the measured costs."""
+        self.watch.end(done.error)
         step = self.scheduler.in_flight
         assert step is not None
         repeats = 1
@@ -185,12 +184,11 @@ class EngineCore:
 
     def fail_left_out(self) -> list[Effect]:
         """End the sequences that were left out of a step: the router tries them elsewhere, but for
-        those whose grammar cannot go on."""
+        those that failed by themselves."""
         effects: list[Effect] = []
         for seq, reason, why in self.scheduler.take_faults():
             self.count("sequences_left_out")
-            counter = "grammar_fault" if reason is Refusal.GRAMMAR else "block_table_fault"
-            note = Note("error", counter, f"{seq.request_id}: {why}")
+            note = Note("error", LEFT_OUT[reason], f"{seq.request_id}: {why}")
             effects += [note, self._refuse(seq, reason, why)]
         return effects
 
@@ -254,37 +252,12 @@ class EngineCore:
             for router, deltas in self._pending_deltas.items()
         ]
         self._pending_deltas.clear()
-        stored, removed = self.kv.pool.take_changes()
-        tiers = self.lower.take_changes() if self.lower is not None else ()
-        if stored or removed or tiers:
-            self._event_seq += 1
-            event = KVEvents(config.node_id, config.epoch, self._event_seq, stored, removed, tiers)
-            effects += [Send(router, event) for router in self.routers]
-        return effects
+        return effects + self.publisher.publish()
 
     def on_router_message(self, now: float, message: object) -> list[Effect] | None:
-        """Routers that subscribe to this worker, unsubscribe or ask for a snapshot: effects, or
-        None if `message` is something else. Called first with every message."""
+        """As of `KVPublisher.on_message`. Called first with every message."""
         self.now = now
-        if isinstance(message, RouterUp):
-            if message.router not in self.routers:
-                self.routers.append(message.router)
-            return [self._snapshot(message.router)]
-        if isinstance(message, RouterDown):
-            if message.router in self.routers:
-                self.routers.remove(message.router)
-            return None  # the worker also ends its requests
-        if isinstance(message, KVSnapshotRequest):
-            return [self._snapshot(message.router)]
-        return None
-
-    def _snapshot(self, router: NodeId) -> Send:
-        config = self.config
-        hashes = self.kv.pool.block_hashes()
-        tiers = self.lower.snapshot() if self.lower is not None else ()
-        return Send(
-            router, KVSnapshot(config.node_id, config.epoch, self._event_seq, hashes, tiers)
-        )
+        return self.publisher.on_message(message)
 
     def expired(self, now: float) -> list[Sequence]:
         """Sequences whose deadline has passed, except HELD ones, which have a lease."""
@@ -296,7 +269,7 @@ class EngineCore:
 
     def stats(self, num_handoffs: int, read_rates: Mapping[Tier | None, float]) -> WorkerStats:
         """`read_rates`: bytes per second into device memory, by own tier; None: from peers."""
-        pool, scheduler = self.kv.pool, self.scheduler
+        pool, scheduler, lower = self.kv.pool, self.scheduler, self.publisher.lower
         decoding = [len(seq.tokens) for seq in scheduler.running if seq.is_decoding]
         is_busy = bool(decoding)
         self.counters["preemptions"] = scheduler.num_preemptions
@@ -313,12 +286,12 @@ class EngineCore:
             prefill_tokens_per_s=self.timing.present_prefill_rate(is_busy=is_busy),
             decode_step_s=self.timing.decode_step_s.value,
             read_bytes_per_s=read_rates[None],
-            event_seq=self._event_seq,
+            event_seq=self.publisher.event_seq,
             counters=dict(self.counters),
             host_read_bytes_per_s=read_rates[Tier.HOST],
             disk_read_bytes_per_s=read_rates[Tier.DISK],
-            num_host_blocks=self.lower.num_blocks(Tier.HOST) if self.lower else 0,
-            num_disk_blocks=self.lower.num_blocks(Tier.DISK) if self.lower else 0,
+            num_host_blocks=lower.num_blocks(Tier.HOST) if lower else 0,
+            num_disk_blocks=lower.num_blocks(Tier.DISK) if lower else 0,
             prompt_weights=self.timing.prompt_cost.published(),
             prompt_slowdown=self.timing.present_slowdown(is_busy=is_busy),
             decode_weights=self.timing.decode_cost.published(),
@@ -327,6 +300,7 @@ class EngineCore:
             ),
             num_decoding=len(decoding),
             decoding_tokens=sum(decoding),
+            progress=self.watch.progress,
         )
 
     def count(self, name: str, amount: float = 1) -> None:

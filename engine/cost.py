@@ -172,6 +172,23 @@ class StepTiming:
             self._prompt_slowdown.add(elapsed_s, fitted_s(known, features))
         self.prompt_cost.add(features, elapsed_s)
 
+    def expected_s(self, step: Step) -> float | None:
+        """What `step` should take, at most; None: too little was measured."""
+        prompts = [share for share in step.seqs if len(share.tokens) > 1]
+        seconds = 0.0
+        if len(prompts) < len(step.seqs):
+            if self.decode_cost.num_samples < MIN_SAMPLES:
+                return None
+            seconds += self.decode_step_s.value * step.repeats
+        if prompts:
+            known = self.prompt_cost.published()
+            if not known:
+                return None
+            total = sum(len(share.tokens) for share in prompts)
+            before = sum(len(share.tokens) * share.start for share in prompts)
+            seconds += fitted_s(known, prompt_features(total, before // total, total))
+        return seconds
+
     def prompt_budget(self) -> int:
         """Prompt tokens that fit beside decodes into a step of `itl_target_s`, at measured rates;
         at least so many that the pass, whose fixed part decodes pay too, is worth it."""

@@ -72,6 +72,7 @@ class Preempted:
     epoch: int
     request_id: str
     attempt: int
+    awaits_prefill: bool = True  # False: no other worker computes its prompt (any more)
 
 
 @dataclass(frozen=True, slots=True)

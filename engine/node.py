@@ -50,8 +50,15 @@ class Note:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The node cannot go on: end its process at once. It gets no message any more."""
+
+    reason: str  # one line
+
+
 Effect = Any
-"""`Send`, `Wake`, `Note`, `Execute` and `PrepareGrammar` of `engine.step`, or one of
+"""`Send`, `Wake`, `Note`, `Exit`, `Execute` and `PrepareGrammar` of `engine.step`, or one of
 `kvtransfer.agent`'s effects."""
 
 

@@ -29,6 +29,7 @@ class Refusal(StrEnum):
     CANCELLED = "cancelled"
     EXECUTION = "execution_failed"
     GRAMMAR = "grammar_failed"  # of the request; it would fail anywhere
+    INVALID_TOKENS = "invalid_tokens"  # the same: the model has no such token ids
 
 
 class Pooling(StrEnum):

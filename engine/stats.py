@@ -16,6 +16,14 @@ class Role(StrEnum):
     BOTH = "both"
 
 
+class Progress(StrEnum):
+    """What a worker's steps make."""
+
+    MADE = "made"  # or there is nothing to do
+    LATE = "late"  # the step in flight takes far longer than one like it should
+    NONE = "none"  # it is over its deadline, or the last ones all failed: the worker ends itself
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What stays the same during an epoch of a worker, but for its role, which the controller may
@@ -63,6 +71,7 @@ class WorkerStats:
     num_wanted_blocks: int = 0  # that waiting sequences need
     num_decoding: int = 0  # sequences that have their whole prompt
     decoding_tokens: int = 0  # sum of their context lengths
+    progress: Progress = Progress.MADE
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,21 @@ class RouterDown:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgressRequest:
+    """To a worker: do you live? Answered at once by a `ProgressReport` to `reply_to`."""
+
+    reply_to: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressReport:
+    worker: NodeId
+    epoch: int
+    num_steps: int  # that have ended since its start
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
 class AuditRequest:
     """To a worker: report what you hold. Answered by an `Audit` to `reply_to`."""
 
@@ -90,8 +114,9 @@ class Audit:
     """What a worker holds at one moment, and what of it an idle worker must not hold.
 
     `counts` has `device.blocks` and its parts (`device.in_use`, `device.evictable`,
-    `device.blank`), for `host` and `disk` likewise `blocks`, `used` and `pinned`; then `transfers`
-    that have not settled and `leases` that have not ended."""
+    `device.blank`; of those in use, `device.left_to_reads` that do not settle), for `host` and
+    `disk` likewise `blocks`, `used` and `pinned`; then `transfers` that have not settled and
+    `leases` that have not ended."""
 
     worker: NodeId
     epoch: int

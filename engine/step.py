@@ -131,6 +131,7 @@ class StepDone:
     # Index of a sequence -> why it was left out of the pass; nothing was computed for it.
     failed: dict[int, str] = field(default_factory=dict)
     ungrammatical: dict[int, str] = field(default_factory=dict)  # the same, by its own grammar
+    invalid: dict[int, str] = field(default_factory=dict)  # the same, for token ids of its own
     # Index of a sequence -> outputs of its `output_positions`; the embedding is a sum as long as
     # the prompt has not ended.
     prompts: dict[int, PromptOutputs] = field(default_factory=dict)
@@ -139,5 +140,7 @@ class StepDone:
         """Why the sequence at `index` was left out."""
         if index in self.failed:
             return Refusal.EXECUTION, self.failed[index]
+        if index in self.invalid:
+            return Refusal.INVALID_TOKENS, self.invalid[index]
         why = self.ungrammatical.get(index)
         return None if why is None else (Refusal.GRAMMAR, why)

@@ -28,6 +28,7 @@ from kvtransfer.messages import (
 from kvtransfer.peer.arrival import Mode, Settled, choose_loads
 from kvtransfer.peer.connector import Connector
 from kvtransfer.peer.handoff import ProducerEvent
+from kvtransfer.peer.orphans import Orphans
 from kvtransfer.peer.producer import Handoff, Producer
 from kvtransfer.tiers.manager import Tiers
 from kvtransfer.tiers.registry import TIERS
@@ -40,9 +41,10 @@ class KVExchange:
     def __init__(self, config: WorkerConfig, core: EngineCore) -> None:
         self._core = core
         self.tiers = Tiers(config, core.kv)
-        self.connector = Connector(config, self.tiers)
+        self.orphans = Orphans(core.kv.pool, self.tiers)
+        self.connector = Connector(config, self.tiers, self.orphans)
         self.producer = Producer(config, core.kv, self.tiers, self._forget)
-        core.lower = self.tiers
+        core.publisher.lower = self.tiers
         self._handlers: dict[type, Callable[[float, Any], list[Effect] | None]] = {
             CopyDone: self._on_copy_done,
             KVReady: lambda now, message: self.connector.on_ready(now, message),
@@ -68,7 +70,7 @@ class KVExchange:
         are loaded from lower tiers rather than computed, and pins them."""
         core = self._core
         compute_s = core.config.block_size / (core.timing.prefill_tokens_per_s.value or 1e-9)
-        sources = choose_loads(seq, core.kv, self.tiers, self.connector.load_s, compute_s)
+        sources = choose_loads(seq, core.kv, self.tiers, self.connector.rates.load_s, compute_s)
         return self.connector.plan(seq, sources)
 
     def advance(self, now: float) -> list[Effect]:
@@ -80,7 +82,8 @@ class KVExchange:
         core = self._core
         for why, times in self.connector.failures.items():
             core.counters[f"handoff_failed_{why}"] = times
-        core.counters.update(self.connector.counters)
+        core.counters.update(self.connector.rates.counters)
+        core.counters["kv_reads_left_behind"] = self.orphans.num_taken
         core.counters.update(self.producer.counters)
         core.counters.update(self.tiers.counters)
         return effects
@@ -118,6 +121,13 @@ class KVExchange:
         seq.is_remote = False
         if seq.state is not SeqState.REMOTE:
             return  # still waiting: it will be admitted as a local one
+        if settled.left:
+            # What is in the lower tiers may be loaded now, but not from one that did not answer.
+            seq.compute_all |= any(read.tier is not None for read in settled.left)
+            seq.num_preemptions += 1  # it has lost its blocks, and may find none here
+            seq.end_phase("lost", now)
+            core.scheduler.readmit(seq)
+            return
         if not settled.complete and not core.kv.can_go_on(seq, settled.end):
             seq.compute_all = True
             seq.end_phase("lost", now)
@@ -168,7 +178,9 @@ class KVExchange:
 
     def _on_copy_done(self, now: float, done: CopyDone) -> list[Effect]:
         effects = self.tiers.on_copy_done(now, done)
-        return self.connector.on_copy_done(now, done) if effects is None else effects
+        if effects is not None:
+            return effects
+        return [] if self.orphans.on_copy_done(done) else self.connector.on_copy_done(now, done)
 
     def _refuse(self, message: KVConfirmRequest) -> Send:
         self._core.count("kv_refused")
@@ -177,8 +189,8 @@ class KVExchange:
 
     def rates(self) -> dict[Tier | None, float]:
         """Bytes per second that requests have read at, by own tier; None: from peers."""
-        connector = self.connector
-        return {tier: connector.bytes_per_s(tier) for tier in connector.read_bytes_per_s}
+        rates = self.connector.rates
+        return {tier: rates.bytes_per_s(tier) for tier in rates.read_bytes_per_s}
 
     def audit(self, left: list[str]) -> Audit:
         """Where every block is. `left`: what the worker would not have if it were idle."""
@@ -188,7 +200,8 @@ class KVExchange:
             "device.in_use": pool.num_blocks - pool.num_free,
             "device.evictable": pool.num_evictable,
             "device.blank": pool.num_free - pool.num_evictable,
-            "transfers": self.connector.num_reads + self.tiers.num_moves,
+            "device.left_to_reads": self.orphans.num_blocks,
+            "transfers": self.connector.num_reads + self.orphans.num_reads + self.tiers.num_moves,
             "leases": len(self.producer.leases),
         }
         for tier, spec in TIERS.items():
@@ -201,6 +214,7 @@ class KVExchange:
         """What an idle worker must not have; empty if all is well."""
         return [
             *self.connector.check_idle(),
+            *self.orphans.check_idle(),
             *self.producer.check_idle(),
             *self.tiers.check_idle(),
         ]

@@ -17,16 +17,17 @@ from typing import Any, ClassVar
 from engine.config import WorkerConfig
 from engine.core import EngineCore
 from engine.messages import Abort, Preempted, Probe, Refused
-from engine.node import Effect, Note, Send, Wake, Woken
+from engine.node import Effect, Exit, Note, Send, Wake, Woken
 from engine.request import Refusal
 from engine.sequence import SeqState, Sequence
-from engine.stats import Audit, AuditRequest, RouterDown
+from engine.stats import Audit, AuditRequest, ProgressReport, ProgressRequest, RouterDown
 from engine.step import Execute, PrepareGrammar, StepDone
 from kvtransfer.exchange import KVExchange
 from kvtransfer.peer.arrival import Settled
 from kvtransfer.tiers.blocks import StoreRecords
 
 MAX_TOLD = 8  # sequences that wait for memory, of which routers are told at a time
+MAX_LEFT_SHARE = 0.5  # of its KV blocks, to reads that do not settle; beyond it a worker ends
 MEMORY_WAIT_S = 0.5  # so long it may wait for its first blocks before they are told
 
 
@@ -78,6 +79,7 @@ class Worker:
         self._parts = {part.request: part(self.core, self.exchange) for part in parts}
         self._by_growth = {part.needs_growth: part for part in self._parts.values()}
         self._records = records or {}
+        self._has_ended = False
 
     def start(self, now: float) -> list[Effect]:
         self.exchange.tiers.start(now, self._records)
@@ -93,7 +95,19 @@ class Worker:
         effects += self._use_arrived(now)
         effects += self._schedule(now)
         effects += self.exchange.advance(now)
-        return effects + self.core.flush()
+        effects += self.core.flush()
+        why = "" if self._has_ended else self._why_not_go_on()
+        if why:
+            self._has_ended = True
+            effects += [Note("error", "worker_gives_up", why), Exit(why)]
+        return effects
+
+    def _why_not_go_on(self) -> str:
+        """Why another process would serve better than this one; "": it would not."""
+        num_left, num_blocks = self.exchange.orphans.num_blocks, self.config.num_blocks
+        if num_left > MAX_LEFT_SHARE * num_blocks:
+            return f"{num_left} of {num_blocks} KV blocks are left to reads that do not settle"
+        return self.core.watch.why
 
     def _part_of(self, seq: Sequence) -> Part:
         return self._by_growth[seq.reserve_growth]
@@ -114,6 +128,8 @@ class Worker:
                 return [self.core.answer_probe(request_id, attempt, router, position)]
             case AuditRequest(reply_to):
                 return [Send(reply_to, self.audit())]
+            case ProgressRequest(reply_to):
+                return [Send(reply_to, self.progress())]
         part = self._parts.get(type(message))
         if part is None:
             return [Note("warning", "unexpected_message", f"{type(message).__name__}")]
@@ -153,7 +169,7 @@ class Worker:
         """Tell the routers of those that wait for memory."""
         node_id, epoch = self.config.node_id, self.config.epoch
         return [
-            Send(seq.router, Preempted(node_id, epoch, seq.request_id, seq.attempt))
+            Send(seq.router, Preempted(node_id, epoch, *seq.key, awaits_prefill=seq.is_remote))
             for seq in preempted
             if seq.state is SeqState.WAITING and seq.reserve_growth
         ]
@@ -171,6 +187,7 @@ class Worker:
 
     def _on_tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = [Wake(self.config.stats_interval_s, "tick")]
+        self.core.watch.tick(now)
         for seq in self.core.expired(now):
             detail = f"not {self._part_of(seq).goal} by {self.node_id} before the deadline"
             refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
@@ -185,10 +202,16 @@ class Worker:
         effects += self.exchange.tick(now)
         num_handoffs = len(self.exchange.producer.leases) + len(self.exchange.connector.arrivals)
         stats = self.core.stats(num_handoffs, self.exchange.rates())
-        return effects + [Send(router, stats) for router in self.core.routers]
+        publisher = self.core.publisher
+        publisher.tick()
+        return effects + [Send(router, stats) for router in publisher.routers]
 
     def _end(self, seqs: list[Sequence]) -> list[Effect]:
         return [effect for seq in seqs for effect in self.exchange.end(seq)]
+
+    def progress(self) -> ProgressReport:
+        watch = self.core.watch
+        return ProgressReport(self.node_id, self.config.epoch, watch.num_done, watch.progress)
 
     def audit(self) -> Audit:
         """What does not add up is reported. It is no reason to end the worker, which has found

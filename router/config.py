@@ -33,6 +33,7 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     no_workers_wait_s: float = 60.0  # for a first decode worker; then the request fails
     probe_after_s: float = 5.0  # without a delta of a request for this long, its worker is asked
     max_silent_probes: int = 3  # unanswered in a row: the request goes to another worker
+    silent_after_s: float = 3.0  # a worker without news for this long is left, and looked after
     tick_s: float = 0.25  # how often deadlines and silences are looked at
     snapshot_retry_s: float = 1.0  # an index with a gap asks again after this
     speculative_s: float = 10.0  # how long a routed prompt counts as cached without an event
@@ -64,6 +65,7 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
         for name in (
             "max_timeout_s",
             "probe_after_s",
+            "silent_after_s",
             "tick_s",
             "snapshot_retry_s",
             "backoff_s",

@@ -146,8 +146,9 @@ class Dispatcher:
             return False
         return self.index.apply(now, events)
 
-    def on_failure(self, now: float, endpoint: Endpoint) -> None:
-        endpoint.fail(now, self._config.backoff_s, self._config.max_backoff_s)
+    def on_failure(self, now: float, endpoint: Endpoint, sent_at: float) -> None:
+        """It has failed an attempt that it was sent at `sent_at`."""
+        endpoint.fail(now, sent_at, self._config.backoff_s, self._config.max_backoff_s)
 
     def has_room(self, now: float) -> bool:
         limit = self._config.max_inflight_per_worker
@@ -216,15 +217,20 @@ class Dispatcher:
             self._predictor.on_first_token(decision.seconds, real_s, others_decode=others_decode)
         attempt.decode.start_decoding(now, request_id)
         self._update(now, attempt.decode)
-        if attempt.prefill is not None:
+        self.on_prefill_over(now, attempt, request_id)
+
+    def on_prefill_over(self, now: float, attempt: Attempt, request_id: str) -> None:
+        """Its prefill worker, if it has one, has no more to do for it."""
+        if attempt.prefill is not None and attempt.awaits_prefill:
+            attempt.awaits_prefill = False
             attempt.prefill.prompts.discard(now, request_id)
             attempt.prefill.release(request_id)
             self._update(now, attempt.prefill)
 
     def release(self, attempt: Attempt, request_id: str) -> None:
-        """The attempt is over. A prefill worker was released with its first token; what is booked
+        """The attempt is over. A prefill worker was released when its part was over; what is booked
         there now is another attempt."""
-        workers = (attempt.decode,) if attempt.started else attempt.workers
+        workers = attempt.workers if attempt.awaits_prefill else (attempt.decode,)
         for endpoint in workers:
             if endpoint.release(request_id):
                 self._update(self._now, endpoint)

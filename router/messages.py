@@ -116,6 +116,17 @@ class WorkerDown:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSuspected:
+    """To the controller, again and again as long as it is so: `router` hears nothing of the worker,
+    or hears that it makes no progress."""
+
+    router: NodeId
+    worker: NodeId
+    epoch: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class PromptRouted:
     """From another router: these blocks are about to come into device memory of `worker`.
     `block_hashes` is packed: 16 bytes a block."""

@@ -50,6 +50,8 @@ class Migrations:
         if record is None or attempt is None or attempt.decode.worker != preempted.worker:
             return
         attempt.preempted = attempt.decode.info.epoch == preempted.epoch
+        if not preempted.awaits_prefill:
+            self._dispatcher.on_prefill_over(now, attempt, record.request_id)
         self._rescue(now, record)
 
     def tick(self, now: float) -> None:
@@ -62,7 +64,7 @@ class Migrations:
         old = record.current
         if old is None or record.leaving is not None or now < record.next_move_at:
             return
-        if not old.started and (old.prefill is not None or not old.preempted):
+        if not old.started and (old.awaits_prefill or not old.preempted):
             return  # its prompt is being computed
         record.leave()
         attempt = self._dispatcher.place(now, record, leaves=old.decode)

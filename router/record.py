@@ -49,6 +49,7 @@ class Cause(StrEnum):
     WORKER_DOWN = "worker_down"
     UNKNOWN = "unknown"
     SILENT = "silent"
+    LATE = "late"  # its worker's step does not end
     DIVERGED = "diverged"
     QUEUE_FULL = "queue_full"
     EXECUTION = "execution"
@@ -90,6 +91,7 @@ class Attempt:
     handed_over: bool = False  # the decode worker has produced tokens: the prefill worker is done
     prefill_reported: bool = False  # the prefill worker has sent its token
     preempted: bool = False  # it waits for memory at its decode worker
+    awaits_prefill: bool = field(init=False)  # its prefill worker still works for it
     probed_at: float | None = None  # None: no probe is out
     silent_probes: int = 0  # sent since the last delta of the decode worker
     phases: dict[NodeId, dict[str, float]] = field(default_factory=dict)  # as its workers report
@@ -102,6 +104,7 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.last_delta_at = self.sent_at
+        self.awaits_prefill = self.prefill is not None
 
     @property
     def workers(self) -> tuple[Endpoint, ...]:

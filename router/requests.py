@@ -203,7 +203,7 @@ class Requests:
         self._drop(record, attempt, gone)
         self.totals.retries[cause] += 1
         if blamed is not None:
-            self.dispatcher.on_failure(now, blamed)
+            self.dispatcher.on_failure(now, blamed, attempt.sent_at)
             if cause is not Cause.QUEUE_FULL:
                 record.avoid.append(blamed)
         text = f"{record.request_id}: attempt {attempt.number} is lost ({cause}): {detail}"

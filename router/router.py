@@ -3,7 +3,8 @@
 Life of a request: Submit -> queued -> dispatched (Decode to one worker, and perhaps Prefill to
 another) -> Outputs as tokens come -> the last Output, or Failed. An attempt that is lost, silent,
 refused or contradicts itself is aborted, and the next one continues from the record, so the
-client's stream has neither gap nor repeat. One periodic tick watches deadlines and silences.
+client's stream has neither gap nor repeat. One periodic tick watches deadlines and silences; see
+`router.health`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from copy import deepcopy
 from typing import Any
 
 from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.messages import Abort, Preempted, Probe, Refused, TokenDeltas
+from engine.messages import Abort, Preempted, Refused, TokenDeltas
 from engine.node import Effect, NodeId, Note, Wake, Woken
 from engine.request import Refusal, TokenDelta
 from engine.stats import RouterDown, RouterUp, WorkerStats
@@ -21,6 +22,7 @@ from kvtransfer.messages import CacheOrderDone
 from router.admission.admission import Call
 from router.config import RouterConfig
 from router.explain import Explanations
+from router.health import Health
 from router.index.prefix_index import PrefixIndex
 from router.messages import (
     Cancel,
@@ -35,7 +37,7 @@ from router.messages import (
 from router.migration import Migrations
 from router.placement.endpoint import Endpoint
 from router.placement.work import Decision
-from router.record import Attempt, Cause, Rejection, RequestRecord, Verdict
+from router.record import Cause, Rejection, RequestRecord, Verdict
 from router.requests import Requests
 from router.sessions.session import SessionConfig, SessionRecord
 from router.sessions.sessions import TICK as SESSIONS_TICK
@@ -58,8 +60,8 @@ TICK = "tick"
 
 class Router:
     """A Node. It owns the records of requests (in `Requests`) and what is known of workers (in its
-    `Dispatcher`). Invariant: while a request is live or a view of the index has a gap, exactly one
-    tick is under way."""
+    `Dispatcher`). Invariant: while a worker is up, a request is live or a view of the index has a
+    gap, exactly one tick is under way."""
 
     def __init__(
         self,
@@ -69,9 +71,11 @@ class Router:
         sessions: Iterable[SessionRecord] = (),
         state: StateConfig | None = None,
         clock: Callable[[], float] = lambda: 0.0,
+        controller: NodeId = "",
     ) -> None:
         """`sessions`: those of an earlier router, from a store. `clock`: wall time, to measure how
-        long decisions take; nothing is decided by it."""
+        long decisions take; nothing is decided by it. `controller`: to be told of workers that are
+        silent; "": no node."""
         self.node_id = node_id
         self._config = config or RouterConfig()
         self._requests = Requests(node_id, self._config, clock)
@@ -79,6 +83,14 @@ class Router:
         self._totals = self._requests.totals
         self._migrations = Migrations(
             self._dispatcher, self._requests.live, self._requests.send_attempt, self._totals
+        )
+        self._health = Health(
+            node_id,
+            self._config,
+            self._requests,
+            lambda: self._dispatcher.endpoints,
+            self._totals,
+            controller,
         )
         self.sessions = Sessions(
             node_id,
@@ -129,7 +141,9 @@ class Router:
             self.sessions.on_turn_ended(now, *self._requests.ended_turns.pop(0))
         effects = self._requests.take_effects() + self.sessions.take_effects(now)
         effects += self.shared.take_effects()
-        if not self._ticking and (self._requests.live or not self._dispatcher.index.in_step):
+        dispatcher = self._dispatcher
+        has_work = self._requests.live or not dispatcher.index.in_step or dispatcher.has_workers
+        if not self._ticking and has_work:
             self._ticking = True
             effects.append(Wake(self._config.tick_s, TICK))
         return effects
@@ -206,11 +220,7 @@ class Router:
     def _on_lost(self, now: float, lost: Endpoint, detail: str) -> None:
         """Retry the requests that still need `lost`."""
         self.sessions.on_worker_down(now, lost.worker)
-        for record in list(self._requests.live.values()):
-            if record.leaving is not None and record.leaving.needs(lost):
-                self._requests.leave(now, record, Cause.WORKER_DOWN)
-            if record.current is not None and record.current.needs(lost):
-                self._requests.retry(now, record, Cause.WORKER_DOWN, detail)
+        self._health.take_over(now, lost, Cause.WORKER_DOWN, detail)
 
     def _on_kv_events(self, now: float, events: KVEvents | KVSnapshot) -> None:
         if self._dispatcher.on_kv_events(now, events):
@@ -253,7 +263,7 @@ class Router:
             self._requests.advance(now, record, attempt, endpoint, delta, num_before)
         elif verdict is Verdict.GAP:
             self._totals.gaps += 1
-            self._probe(now, record, attempt)
+            self._health.probe(now, record, attempt)
         elif has_left:
             self._requests.leave(now, record, Cause.DIVERGED)
         elif from_decode:
@@ -285,8 +295,8 @@ class Router:
                 cause = Cause.QUEUE_FULL
                 requests.retry(now, record, cause, detail, gone=endpoint, blamed=endpoint)
             case Refusal.DUPLICATE:  # a repeated message: it has this attempt already, or a later
-                self._probe(now, record, attempt)
-            case Refusal.DEADLINE | Refusal.GRAMMAR:
+                self._health.probe(now, record, attempt)
+            case Refusal.DEADLINE | Refusal.GRAMMAR | Refusal.INVALID_TOKENS:
                 requests.fail(record, Rejection(refused.reason, detail))
             case Refusal.NEVER_FITS | Refusal.CONTEXT_LENGTH if from_decode:
                 requests.fail(record, Rejection(refused.reason, detail))
@@ -306,9 +316,7 @@ class Router:
         assert woken.tag == TICK, f"woken for {woken.tag!r}, which was never asked for"
         self._ticking = False
         self._requests.expire(now)
-        for record in list(self._requests.live.values()):
-            if record.current is not None:
-                self._watch(now, record, record.current)
+        self._health.tick(now)
         self._migrations.tick(now)
         self._ask_for_snapshots(now)
         self._requests.room_changed = True  # a back-off may be over
@@ -321,29 +329,6 @@ class Router:
     def _on_others_loads(self, now: float, others: OthersLoads) -> None:
         self._requests.queue.elsewhere = others.tenants
         self._requests.room_changed = True  # a tenant may have its share back
-
-    def _watch(self, now: float, record: RequestRecord, attempt: Attempt) -> None:
-        """Ask a silent decode worker; give it up when it answers none of several probes."""
-        after_s = self._config.probe_after_s
-        if attempt.probed_at is None:
-            if now - attempt.last_delta_at >= after_s:
-                self._probe(now, record, attempt)
-        elif now - attempt.probed_at >= after_s:
-            if attempt.silent_probes < self._config.max_silent_probes:
-                self._probe(now, record, attempt)
-            else:
-                silent = attempt.decode
-                detail = f"{silent.worker} left {attempt.silent_probes} probes unanswered"
-                self._requests.retry(now, record, Cause.SILENT, detail, blamed=silent)
-
-    def _probe(self, now: float, record: RequestRecord, attempt: Attempt) -> None:
-        """Ask the decode worker for what is missing, at most once in a while."""
-        if attempt.probed_at is None or now - attempt.probed_at >= self._config.probe_after_s:
-            attempt.probed_at = now
-            attempt.silent_probes += 1
-            self._totals.probes += 1
-            probe = Probe(record.request_id, attempt.number, self.node_id, len(record.tokens))
-            self._requests.send(attempt.decode.worker, probe)
 
     def _ask_for_snapshots(self, now: float) -> None:
         for worker in self._dispatcher.index.due(now):

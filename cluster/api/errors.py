@@ -28,6 +28,7 @@ _STATUS: dict[Refusal, tuple[int, str]] = {
     Refusal.CANCELLED: (503, "service_unavailable_error"),
     Refusal.EXECUTION: (503, "service_unavailable_error"),
     Refusal.GRAMMAR: (400, "invalid_request_error"),
+    Refusal.INVALID_TOKENS: (400, "invalid_request_error"),
 }
 _SESSION_STATUS: dict[SessionRefusal, tuple[int, str]] = {
     SessionRefusal.UNKNOWN: (404, "invalid_request_error"),

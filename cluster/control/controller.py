@@ -9,7 +9,8 @@ Life of a worker, one epoch per round:
 A worker is introduced before a router may use it: it learns the addresses of all that it may talk
 to (any worker may fetch KV from any other), they learn its own, and only when all have said so is
 it announced. A worker that is lost is
-started again after a pause that grows with its failures and shrinks back once it has held out.
+started again after a pause that grows with its failures and shrinks back once it has held out. One
+that is up and makes no progress is ended by force: see `cluster.control.suspects`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 from cluster.control.machines import Assigned, Machine, assign_machine
 from cluster.control.messages import (
+    CONTROLLER,
     GiveUp,
     Introduce,
     Introduced,
@@ -38,9 +40,11 @@ from cluster.control.messages import (
 )
 from cluster.control.router_processes import TAG as ROUTER_TAG
 from cluster.control.router_processes import RouterProcesses, RouterProcessLimits
+from cluster.control.suspects import TAG as SUSPECT_TAG
+from cluster.control.suspects import Suspects
 from engine.node import Effect, NodeId, Note, Send, Wake, Woken
-from engine.stats import Role, RouterUp, WorkerInfo
-from router.messages import RoleChanged, WorkerDown, WorkerUp
+from engine.stats import ProgressReport, Role, RouterUp, WorkerInfo
+from router.messages import RoleChanged, WorkerDown, WorkerSuspected, WorkerUp
 
 
 class WorkerState(StrEnum):
@@ -58,11 +62,12 @@ RUNNING = (WorkerState.STARTING, WorkerState.INTRODUCING, WorkerState.UP)
 class ControllerConfig:
     workers: tuple[tuple[NodeId, Role], ...]
     routers: tuple[Peer, ...]  # that live as long as the controller
-    listeners: tuple[Peer, ...] = ()  # nodes beside the routers that workers send answers to
+    listeners: tuple[Peer, ...] = ()  # nodes beside the routers that processes send to
     further_routers: tuple[NodeId, ...] = ()  # further routers, to be started and kept running
     first_epoch: int = 1
     start_timeout_s: float = 180.0
     introduce_timeout_s: float = 10.0
+    silent_grace_s: float = 5.0  # for a worker of which routers complain to answer
     backoff_s: float = 0.25
     max_backoff_s: float = 30.0
     stable_s: float = 60.0  # up for this long: earlier failures are forgotten
@@ -93,7 +98,7 @@ class Controller:
     """Node. Invariant: at most one epoch of a worker is starting, introducing or up, the latest;
     routers have been told `WorkerUp` of exactly the workers in state UP."""
 
-    def __init__(self, config: ControllerConfig, node_id: NodeId = "controller") -> None:
+    def __init__(self, config: ControllerConfig, node_id: NodeId = CONTROLLER) -> None:
         self.node_id = node_id
         self.config = config
         self.machines: tuple[Machine, ...] = ()
@@ -108,8 +113,9 @@ class Controller:
             config.max_first_failures,
         )
         self.router_processes = RouterProcesses(
-            config.further_routers, config.routers, limits, node_id
+            config.further_routers, config.routers, limits, node_id, config.listeners
         )
+        self._suspects = Suspects(node_id, config.silent_grace_s)
         self._ever_up = False
         self._gave_up = False
 
@@ -139,6 +145,11 @@ class Controller:
             case WorkerLost(node, epoch, reason):
                 worker = self._current(node, epoch, *RUNNING)
                 return self._lost(now, worker, reason) if worker else []
+            case WorkerSuspected(_, node, epoch, _):
+                worker = self._current(node, epoch, WorkerState.UP)
+                return self._suspects.complain(now, message) if worker else []
+            case ProgressReport():
+                return self._suspects.answered(message)
             case SetRole(node, role):
                 return self._set_role(self.workers[node], role) if node in self.workers else []
             case Woken(tag):
@@ -258,6 +269,7 @@ class Controller:
             worker.failures = 0
         was_up = worker.state is WorkerState.UP
         worker.state = WorkerState.BACKOFF
+        self._suspects.forget((worker.node, worker.epoch))
         worker.failures += 1
         worker.restarts += 1
         worker.last_error = reason
@@ -279,10 +291,18 @@ class Controller:
                 effects += self._on_introduced(now, other, worker.node)
         return effects
 
+    def _look_after(self, now: float, node: NodeId, epoch: int) -> list[Effect]:
+        """A worker of which routers complained."""
+        why, effects = self._suspects.woken(now, (node, epoch))
+        worker = self._current(node, epoch, WorkerState.UP) if why else None
+        return effects if worker is None else self._lost(now, worker, why)
+
     def _woken(self, now: float, tag: str) -> list[Effect]:
         if tag.startswith(f"{ROUTER_TAG} "):
             return self.router_processes.woken(now, tag)
         state, epoch, node = tag.split(" ", 2)
+        if state == SUSPECT_TAG:
+            return self._look_after(now, node, int(epoch))
         worker = self._current(node, int(epoch), WorkerState(state))
         if worker is None:
             return []

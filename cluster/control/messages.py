@@ -12,6 +12,8 @@ from cluster.control.machines import Machine
 from engine.node import NodeId
 from engine.stats import Role, WorkerInfo
 
+CONTROLLER: NodeId = "controller"
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:

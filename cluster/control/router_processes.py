@@ -97,9 +97,12 @@ class RouterProcesses:
         fixed: Iterable[Peer],
         limits: RouterProcessLimits,
         controller: NodeId,
+        listeners: Iterable[Peer] = (),
     ) -> None:
-        """`fixed`: routers that live as long as the controller, in its process."""
+        """`fixed`: routers that live as long as the controller, in its process; `listeners`: other
+        nodes that routers send to."""
         self._fixed = tuple(fixed)
+        self._listeners = tuple(listeners)
         self.routers = {name: WantedRouter(name) for name in names}
         self._limits = limits
         self._controller = controller
@@ -232,7 +235,7 @@ class RouterProcesses:
         known = (*listening.values(), *others)
         effects: list[Effect] = [
             Introduce(self._controller, me.node, me.epoch, (me,)),
-            Introduce(me.node, me.node, me.epoch, known),
+            Introduce(me.node, me.node, me.epoch, (*known, *self._listeners)),
         ]
         strangers = [peer for peer in known if peer not in self._fixed]
         effects += [Introduce(peer.node, me.node, me.epoch, (me,)) for peer in strangers]

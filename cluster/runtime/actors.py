@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 from cluster.api.tenants import Tenants
@@ -18,6 +19,8 @@ from engine.node import NodeId
 
 if TYPE_CHECKING:
     from cluster.worker.build import WorkerSpec
+
+TELL_S = 0.5  # for the news of why a process ends to leave it
 
 
 class _Actor:
@@ -36,13 +39,17 @@ class _Actor:
 
     def wait(self) -> None:
         """Returns never: the call fails when the process dies, and the process dies when its node
-        has failed, since the state of a node that raised is not to be trusted."""
+        has failed, since the state of a node that raised is not to be trusted. Before that the call
+        raises why."""
         assert self._process is not None
         try:
             self._process.wait()
         except BaseException:
             logging.shutdown()
-            os._exit(1)
+            ending = threading.Timer(TELL_S, os._exit, (1,))
+            ending.daemon = True
+            ending.start()
+            raise
 
     def stop(self) -> None:
         if self._process is not None:

@@ -16,15 +16,21 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
+from engine.node import Effect, Exit, Node, NodeId, Note, Send, Wake, Woken
 
 log = logging.getLogger("kvrelay")
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+RESTART_S, MAX_RESTART_S = 0.5, 10.0  # before a task that ended begins again
 
 T = TypeVar("T")
 SendRemote = Callable[[NodeId, Any], None]
 OnFailure = Callable[[NodeId, BaseException], None]
 Deliver = Callable[[Any], None]
+
+
+class NodeExit(Exception):
+    """A node has asked for the end of its process; the text says why."""
 
 
 class Executor(Protocol):
@@ -98,11 +104,14 @@ class NodeHost:
             for effect in call():
                 self._perform(node_id, effect)
         except Exception as error:
-            self.failed[node_id] = error
-            self.counters["node_failed"] += 1
             log.exception("%s failed and is stopped", node_id)
-            if self._on_failure is not None:
-                self._on_failure(node_id, error)
+            self._fail(node_id, error)
+
+    def _fail(self, node_id: NodeId, error: BaseException) -> None:
+        self.failed[node_id] = error
+        self.counters["node_failed"] += 1
+        if self._on_failure is not None:
+            self._on_failure(node_id, error)
 
     def _perform(self, node_id: NodeId, effect: Effect) -> None:
         if isinstance(effect, Send):
@@ -117,8 +126,27 @@ class NodeHost:
         elif isinstance(effect, Note):
             self.counters[effect.counter] += 1
             log.log(LEVELS[effect.level], "%s: %s", node_id, effect.text)
+        elif isinstance(effect, Exit):
+            self._fail(node_id, NodeExit(effect.reason))
         else:
             self._executors[node_id].perform(effect)
+
+
+async def keep_running(
+    name: str, run: Callable[[], Coroutine[Any, Any, None]], restarts: Counter[str]
+) -> None:
+    """Run a task that must live as long as the process, until cancelled. If it ends or raises, that
+    is logged, counted under `name`, and it begins again after a pause."""
+    pause_s = RESTART_S
+    while True:
+        try:
+            await run()
+            log.error("%s has ended; again in %g s", name, pause_s)
+        except Exception:
+            log.exception("%s failed; again in %g s", name, pause_s)
+        restarts[name] += 1
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_RESTART_S)
 
 
 class LoopThread:

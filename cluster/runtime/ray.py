@@ -223,7 +223,7 @@ class RayWorkers:
             actor = _create_actor(kind.actor, node, name, machine_id, options)
             self._running[node].actor = actor
             outcome = await _result(actor.start.remote(spec, listening))
-        except RayError as error:
+        except Exception as error:  # whatever it was, the controller waits for an answer
             self._tell(kind.failed(node, epoch, first_line(error), False))
             return
         self._tell(outcome)
@@ -231,11 +231,13 @@ class RayWorkers:
             return
         try:
             await _result(actor.wait.remote())
-        except RayError as error:
+        except Exception as error:
             self._tell(kind.lost(node, epoch, f"{type(error).__name__}: {first_line(error)}"))
 
     async def _has_raylet(self, machine_id: str) -> bool:
         """Ray takes long to notice that a machine is gone; a connection shows it at once."""
+        if machine_id not in self._raylets:
+            return False  # it has gone since it was chosen
         host, port = self._raylets[machine_id]
         try:
             async with asyncio.timeout(REACH_TIMEOUT_S):

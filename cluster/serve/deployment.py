@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
 from time import perf_counter
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from cluster.control.auditor import Auditor
 from cluster.control.audits import AuditDesk, audit_dict
 from cluster.control.controller import Controller, ControllerConfig, Worker, WorkerState
 from cluster.control.messages import (
+    CONTROLLER,
     Peer,
     RouterLost,
     SetRole,
@@ -29,7 +31,7 @@ from cluster.control.messages import (
 )
 from cluster.control.router_loads import RouterLoads
 from cluster.control.router_processes import RouterState, router_entry, status_of
-from cluster.runtime.host import NodeHost
+from cluster.runtime.host import NodeHost, keep_running
 from cluster.serve.certificates import identity_of
 from cluster.serve.router_api import ServedModel, load_of
 from cluster.serve.router_process import RouterProcessSpec
@@ -41,7 +43,7 @@ from engine.node import NodeId
 from engine.stats import Role
 from router.router import Router
 
-ROUTER, CONTROLLER, AUDITOR = "router-0", "controller", "auditor-0"
+ROUTER, AUDITOR = "router-0", "auditor-0"
 ITL_TARGET_MS = 100.0  # of decode workers, where prefill workers are there for long prompts
 
 Tell = Callable[[str, str, bool], None]  # part, news, done
@@ -89,7 +91,7 @@ class Deployment:
             identity_of(config.tls) if config.tls.frames else None,
         )
         self.wire = listening.wire(ROUTER, 1, self.host.deliver, self._on_peer_lost)
-        self.wire.serves.add(AUDITOR)
+        self.wire.serves |= {AUDITOR, CONTROLLER}
         self.opened = open_state(config, model.served_name, self.cluster, ROUTER, self._routers)
         self.router = Router(
             ROUTER,
@@ -98,6 +100,7 @@ class Deployment:
             self.opened.records,
             state=self.opened.state,
             clock=perf_counter,
+            controller=CONTROLLER,
         )
         self.audits = AuditDesk(self.host, Auditor(AUDITOR))
         self.controller = Controller(ControllerConfig((), ()))
@@ -111,6 +114,7 @@ class Deployment:
             lambda reason: self._fail(ServeError(reason)),
         )
         self._loads = RouterLoads(self.workers.ask_routers)
+        self.restarted: Counter[str] = Counter()  # tasks that ended, by name
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -124,17 +128,24 @@ class Deployment:
             ControllerConfig(
                 workers=wanted,
                 routers=(Peer(ROUTER, host, port, 1),),
-                listeners=(Peer(AUDITOR, host, port, 1),),
+                listeners=tuple(Peer(node, host, port, 1) for node in (AUDITOR, CONTROLLER)),
                 further_routers=self._routers[1:],
                 start_timeout_s=cluster.start_timeout_s,
+                silent_grace_s=cluster.silent_grace_s,
             )
         )
         self.host.add(self.router, self.opened.executor)
         self.opened.start(self.host.inbox(ROUTER))
         self.host.add(self.controller, self.workers)
         use_gpus = self.config.model.device != "cpu"
-        watches = (self.workers.watch_machines(use_gpus), self._loads.watch())
-        self._watching = [self._loop.create_task(watch) for watch in watches]
+        watches: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "watch_machines": lambda: self.workers.watch_machines(use_gpus),
+            "watch_routers": self._loads.watch,
+        }
+        self._watching = [
+            self._loop.create_task(keep_running(name, watch, self.restarted))
+            for name, watch in watches.items()
+        ]
         while not self.controller.all_up():
             self._show()
             await asyncio.wait([self.failed], timeout=0.1)
@@ -187,6 +198,7 @@ class Deployment:
         status["sessions"] = self.router.sessions.counts()
         status["state"] = self.opened.status()
         status["routers"] = self._router_entries()
+        status["restarted_tasks"] = dict(self.restarted)
         return status
 
     def _router_entries(self) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from typing import Any
 from cluster.api.metrics import status_dict
 from cluster.api.tenants import Access, Tenants
 from cluster.config import Config
-from cluster.control.messages import Peer, RouterStarted
+from cluster.control.messages import CONTROLLER, Peer, RouterStarted
 from cluster.control.router_processes import RouterLoad, RouterState, router_entry
 from cluster.runtime.host import LoopThread, NodeHost
 from cluster.serve.router_api import SHUTDOWN_S, ServedModel, load_of, serve_api
@@ -75,6 +75,7 @@ class RouterProcess:
             self._opened.records,
             state=self._opened.state,
             clock=perf_counter,
+            controller=CONTROLLER,
         )
         self._http_port = 0
         self._wire: Wire | None = None

@@ -30,6 +30,8 @@ MESSAGE_TYPES: tuple[type, ...] = (
     stats.WorkerStats,
     stats.RouterUp,
     stats.RouterDown,
+    stats.ProgressRequest,
+    stats.ProgressReport,
     stats.AuditRequest,
     stats.Audit,
     kv.KVConnect,
@@ -54,6 +56,7 @@ MESSAGE_TYPES: tuple[type, ...] = (
     router.SessionCommand,
     router.SessionReply,
     router.PromptRouted,
+    router.WorkerSuspected,
 )
 """Every message that may cross a process boundary."""
 

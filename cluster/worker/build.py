@@ -231,9 +231,12 @@ def worker_config(
         num_speculative_tokens=engine.num_speculative_tokens,
         itl_target_s=engine.itl_target_ms / 1e3,
         max_waiting=engine.max_waiting,
+        step_timeout_s=engine.step_timeout_s,
+        max_failed_steps=engine.max_failed_steps,
         lease_s=engine.lease_s,
         handoff_timeout_s=engine.handoff_timeout_s,
         read_timeout_s=engine.read_timeout_s,
+        read_floor_s=engine.read_floor_s,
     )
 
 

@@ -109,6 +109,12 @@ class BlockPool:
                 del self._evictable[block]
             self._refs[block] += 1
 
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more reference to each of `blocks`, which are in use: they are freed later."""
+        for block in blocks:
+            assert self._refs[block] > 0
+            self._refs[block] += 1
+
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with one reference each and undefined content, or None if there are too
         few. Blank blocks are taken first, then the least recently used evictable ones."""

@@ -168,11 +168,15 @@ def _check_missing(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> Non
         )
 
 
+class OutsideVocabulary(ValueError):
+    """Token ids that the model does not have: the fault of who asked, not of the scheduler."""
+
+
 def check_tokens(seq: ScheduledSeq, limits: Limits) -> None:
-    """Raises ValueError for a token outside the vocabulary."""
+    """Raises OutsideVocabulary."""
     lowest, highest = min(seq.input_tokens), max(seq.input_tokens)
     if lowest < 0 or highest >= limits.vocab_size:
-        raise ValueError(
+        raise OutsideVocabulary(
             f"request {seq.request_id}: token ids {lowest} to {highest} are outside "
             f"the vocabulary of {limits.vocab_size}"
         )
@@ -198,22 +202,26 @@ class Guard:
         self._places = np.zeros(limits.num_blocks, np.int64)  # scratch of `_is_distinct`
         self._is_written = np.zeros(limits.num_blocks, np.bool_)  # all False between steps
 
-    def check(self, step: Step) -> tuple[dict[int, str], list[np.ndarray]]:
-        """Index of a sequence of `step` -> why it must not run; and the tables of the others, in
-        order, int64, cut to the entries in use. Ranges are always checked; with `limits.guard`,
-        also that no block that is written is in another place of any table."""
+    def check(self, step: Step) -> tuple[dict[int, str], dict[int, str], list[np.ndarray]]:
+        """Index of a sequence of `step` -> why it must not run, by a fault of the scheduler; the
+        same, by token ids of the request; and the tables of the others, in order, int64, cut to the
+        entries in use. Ranges are always checked; with `limits.guard`, also that no block that is
+        written is in another place of any table."""
         faults: dict[int, str] = {}
+        invalid: dict[int, str] = {}
         tables: dict[int, Table] = {}
         for index, seq in enumerate(step.seqs):
             try:
                 tables[index] = self._checked(seq)
+            except OutsideVocabulary as error:
+                invalid[index] = str(error)
             except ValueError as error:
                 faults[index] = str(error)
         if self._limits.guard and self._may_share(step, tables):
-            _find_shared(step, self._limits, faults)
+            _find_shared(step, self._limits, faults, set(invalid))
         good = {index: table for index, table in tables.items() if index not in faults}
         self._known = {step.seqs[index].request_id: table for index, table in good.items()}
-        return faults, [table.blocks for table in good.values()]
+        return faults, invalid, [table.blocks for table in good.values()]
 
     def _checked(self, seq: ScheduledSeq) -> Table:
         """Raises ValueError."""
@@ -268,12 +276,13 @@ def _twice(blocks: list[int]) -> int:
     return next(block for block in blocks if blocks.count(block) > 1)
 
 
-def _find_shared(step: Step, limits: Limits, faults: dict[int, str]) -> None:
-    """Add to `faults` the sequences that share a block that one of them writes."""
+def _find_shared(step: Step, limits: Limits, faults: dict[int, str], left_out: set[int]) -> None:
+    """Add to `faults` the sequences that share a block that one of them writes; those of `left_out`
+    do not run."""
     writers: dict[int, int] = {}  # block -> index of the sequence
     visible: dict[int, list[int]] = {}
     for index, seq in enumerate(step.seqs):
-        if index in faults:
+        if index in faults or index in left_out:
             continue
         end = -(-seq.end // limits.block_size)
         blocks = np.array(seq.block_ids[:end], np.int64)

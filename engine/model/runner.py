@@ -127,18 +127,20 @@ class ModelRunner:
 
     def execute(self, step: Step) -> StepDone:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
-        left to the caller. A sequence outside the pool, the model's length or the vocabulary is
-        left out, and its error is in `failed`; one that its grammar stops is in `ungrammatical`."""
+        left to the caller. A sequence outside the pool or the model's length is left out, and its
+        error is in `failed`; one outside the vocabulary is in `invalid`, one that its grammar stops
+        in `ungrammatical`."""
         began = perf_counter()
-        failed, tables = self._guard.check(step)
+        failed, invalid, tables = self._guard.check(step)
         num_seqs = len(step.seqs)
         ungrammatical: dict[int, str] = {}
         masks_of: Masks | None = None
         if any(seq.sample and seq.sampling.is_masked for seq in step.seqs):
             ungrammatical, masks_of = self.grammars.follow(step.seqs), self.grammars.masks
-        kept = [index for index in range(num_seqs) if index not in failed | ungrammatical]
+        unchecked = failed | invalid
+        kept = [index for index in range(num_seqs) if index not in unchecked | ungrammatical]
         if len(kept) < num_seqs:
-            checked = (index for index in range(num_seqs) if index not in failed)
+            checked = (index for index in range(num_seqs) if index not in unchecked)
             by_index = dict(zip(checked, tables, strict=True))
             tables = [by_index[index] for index in kept]
             step = Step(step.step_id, [step.seqs[index] for index in kept])
@@ -160,6 +162,7 @@ class ModelRunner:
             failed=failed,
             ungrammatical=ungrammatical,
             prompts={kept[index]: each for index, each in outputs.items()},
+            invalid=invalid,
         )
 
     def _run(

@@ -49,6 +49,7 @@ class Read:
     indices: list[int]
     tier: Tier | None
     posted_at: float
+    deadline: float
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class Arrival:
     good: set[int] = field(default_factory=set)
     reads: dict[TransferId, Read] = field(default_factory=dict)
     started_at: float = 0.0
+    draining_since: float = float("inf")
     final: bool = False  # the producer offers no more
     next_token: int | None = None
     next_logprobs: TokenLogprobs | None = None
@@ -134,6 +136,16 @@ class Arrival:
             return self.own_source(index).checksum
         return self.offers[index].checksum
 
+    def num_asked(self, tier: Tier | None) -> int:
+        """Blocks of the reads from this source that are under way."""
+        return sum(len(read.indices) for read in self.reads.values() if read.tier is tier)
+
+    def ends_of(self, read: Read) -> tuple[list[int], list[Source]]:
+        """Blocks that it writes to, and where in lower tiers it reads."""
+        blocks = [self.seq.block_ids[index] for index in read.indices]
+        is_own = read.tier is not None
+        return blocks, [self.own_source(index) for index in read.indices] if is_own else []
+
     def source_of(self, read: Read) -> str:
         """Whose bytes `read` copies, for log lines."""
         return f"{self.producer}" if read.tier is None else f"the own {read.tier} tier"
@@ -146,11 +158,20 @@ class Arrival:
 @dataclass(frozen=True, slots=True)
 class Settled:
     """An arrival has ended and nothing writes to its blocks. Blocks `[arrival.first, end)` may be
-    used. `complete`: all KV of the prompt is here, and the next token is known."""
+    used. `complete`: all KV of the prompt is here, and the next token is known. `left`: reads that
+    may still write to blocks of the sequence, which has to go on with others."""
 
     arrival: Arrival
     end: int
     complete: bool
+    left: tuple[Read, ...] = ()
+
+    def note(self) -> Note:
+        """Of what was left."""
+        whose = ", ".join(sorted({self.arrival.source_of(read) for read in self.left}))
+        name = self.arrival.key[0]
+        text = f"{len(self.left)} reads of {name} from {whose} do not settle; it goes on"
+        return Note("warning", "kv_read_left_behind", text)
 
 
 def mismatch(arrival: Arrival, read: Read, count: int) -> Note:

@@ -2,7 +2,8 @@
 
 Life of an arrival: expected (the request has come) -> started (destination blocks are allocated)
 -> reading, as blocks are announced -> confirming, if a producer held them -> settled, with those
-blocks that are certain to be good; the worker computes the rest. The same for all sources.
+blocks that are certain to be good; the worker computes the rest. The same for all sources. A read
+has a deadline; one that does not settle when it is given up is left behind (`Orphans`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections import Counter, OrderedDict
 from itertools import count
 
 from engine.config import WorkerConfig
-from engine.cost import Rate
 from engine.kv.tier import Tier
 from engine.node import Effect, NodeId, Note, Send
 from engine.sequence import Sequence
@@ -27,30 +27,33 @@ from kvtransfer.messages import (
 from kvtransfer.peer.arrival import Arrival, Mode, Offer, Read, Settled, mismatch
 from kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, Key, next_consumer
 from kvtransfer.peer.handshake import Peers, Reach
+from kvtransfer.peer.orphans import Orphans
+from kvtransfer.peer.rates import ReadRates
 from kvtransfer.tiers.blocks import Source
 from kvtransfer.tiers.manager import Tiers
 from kvtransfer.tiers.registry import TIERS, memory_tiers
 
 MAX_EARLY = 256  # handoffs announced before their request has come
 CONFIRM_TIMEOUT_S = 5.0
+SETTLE_S = 0.5  # for a read that is given up; then it is left behind
 FETCH_TIMEOUT_S = 2.0  # for the first answer to a KVFetch; nothing is computed for it
 
 
 class Connector:
     """Owns the arrivals of one worker.
 
-    Invariant: an arrival is here until no transfer can write to its destination; the sources that
-    it loads from are pinned as long."""
+    Invariant: an arrival is here until no transfer can write to its destination, or those that may
+    are left to `orphans`; the sources that it loads from are pinned as long."""
 
-    def __init__(self, config: WorkerConfig, tiers: Tiers) -> None:
+    def __init__(self, config: WorkerConfig, tiers: Tiers, orphans: Orphans) -> None:
         self.config = config
         self.tiers = tiers
+        self.orphans = orphans
+        self.rates = ReadRates(config, tiers)
         self.peers = Peers(config)
         self.arrivals: dict[Key, Arrival] = {}
         self.settled: list[Settled] = []
         self.failures = Counter[str]()  # why arrivals failed -> how often
-        self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
-        self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:LANE", and seconds
         self._early: OrderedDict[Key, list[KVReady]] = OrderedDict()
         self._planned: dict[Key, list[Source | None]] = {}
         self._by_transfer: dict[TransferId, Arrival] = {}
@@ -143,16 +146,16 @@ class Connector:
         read = arrival.reads.pop(done.transfer_id)
         arrival.seq.num_reads -= 1
         if done.error is None and now > read.posted_at:
-            self._count_read(arrival, read, done.num_bytes, now - read.posted_at)
+            lane = self.peers.lane(arrival.producer or "") if read.tier is None else ""
+            self.rates.add(read.tier, lane, done.num_bytes, now - read.posted_at)
         if arrival.state is ConsumerState.DRAINING:
             if not arrival.reads:
                 self._settle(arrival, ConsumerEvent.DONE)
             return []
         effects: list[Effect] = []
         if done.error is not None:
-            effects.append(
-                Note("warning", "kv_read_failed", f"{arrival.source_of(read)}: {done.error}")
-            )
+            text = f"{arrival.source_of(read)}: {done.error}"
+            effects.append(Note("warning", "kv_read_failed", text))
             bad = read.indices
         else:
             sums = zip(read.indices, done.checksums, strict=True)
@@ -198,10 +201,16 @@ class Connector:
         return [Send(arrival.producer, KVRelease(*arrival.key))] if arrival.producer else []
 
     def tick(self, now: float) -> list[Effect]:
-        """Time out arrivals without progress; repeat handshakes that were not answered."""
+        """Time out arrivals without progress, and reads; repeat handshakes without an answer."""
         effects: list[Effect] = []
         for arrival in list(self.arrivals.values()):
-            if now >= arrival.deadline:
+            if arrival.state is ConsumerState.DRAINING:
+                arrival.draining_since = min(arrival.draining_since, now)
+                if now >= arrival.draining_since + SETTLE_S:
+                    effects.append(self._leave_behind(arrival))
+            elif any(now >= read.deadline for read in arrival.reads.values()):
+                effects += self.fail(arrival, "read_overdue")
+            elif now >= arrival.deadline:
                 effects += self.fail(arrival, f"timeout_{arrival.state}")
             elif arrival.state in (ConsumerState.HANDSHAKING, ConsumerState.READING):
                 effects += self._advance(now, arrival)
@@ -279,7 +288,9 @@ class Connector:
     ) -> CopyBlocks:
         transfer_id = next(self._read_ids)
         arrival.posted.update(indices)
-        arrival.reads[transfer_id] = Read(indices, own_tier, now)
+        num_asked = sum(each.num_asked(own_tier) for each in self.arrivals.values())
+        timeout_s = self.rates.timeout_s(own_tier, len(indices) + num_asked)
+        arrival.reads[transfer_id] = Read(indices, own_tier, now, now + timeout_s)
         arrival.seq.num_reads += 1
         self._by_transfer[transfer_id] = arrival
         is_own = own_tier is not None
@@ -293,23 +304,9 @@ class Connector:
             epoch=epoch,
             src=src,
             dst=tuple(arrival.seq.block_ids[index] for index in indices),
-            timeout_s=self.config.read_timeout_s,
+            timeout_s=timeout_s,
             src_tier=src_tier,
         )
-
-    def load_s(self, tier: Tier) -> float:
-        """Seconds that a block takes from a lower tier into device memory."""
-        rate = self.bytes_per_s(tier) or TIERS[tier].bytes_per_s
-        return self.config.bytes_per_block / rate
-
-    def bytes_per_s(self, tier: Tier | None) -> float:
-        """Measured rate of reads into device memory; until there was one, that of copies down to
-        the tier, which take the same way, if it is better than what is assumed. 0: not known."""
-        own = self.read_bytes_per_s[tier].value
-        if own or tier not in TIERS:
-            return own
-        written = self.tiers.written_bytes_per_s(tier)
-        return written if written > TIERS[tier].bytes_per_s else 0.0
 
     def _unreachable(self, producer: NodeId, why: str) -> list[Effect]:
         effects: list[Effect] = []
@@ -327,13 +324,21 @@ class Connector:
         end, is_handoff = arrival.good_end(trust_producer=done), arrival.mode is Mode.HANDOFF
         self.settled.append(Settled(arrival, end, done and is_handoff))
 
-    def _count_read(self, arrival: Arrival, read: Read, num_bytes: int, elapsed_s: float) -> None:
-        self.read_bytes_per_s[read.tier].add(num_bytes, elapsed_s)
-        lane = self.peers.lane(arrival.producer or "") if read.tier is None else ""
-        source = f"{read.tier or 'peer'}:{lane}"
-        for name, amount in (("bytes", num_bytes), ("seconds", elapsed_s)):
-            key = f"kv_read_{name}:{source}"
-            self.counters[key] = self.counters.get(key, 0.0) + amount
+    def _leave_behind(self, arrival: Arrival) -> Note:
+        """Its reads do not settle: they keep what they may write to, its sequence goes on."""
+        left, kept = arrival.reads, set[Source]()
+        for transfer_id, read in left.items():
+            del self._by_transfer[transfer_id]
+            blocks, sources = arrival.ends_of(read)
+            self.orphans.take(transfer_id, blocks, sources)
+            kept.update(sources)
+        self.tiers.unpin(source for source in arrival.own_sources if source not in kept)
+        arrival.reads, arrival.seq.num_reads = {}, 0
+        arrival.state = next_consumer(arrival.state, ConsumerEvent.LEAVE)
+        del self.arrivals[arrival.key]
+        reads = tuple(left.values())
+        self.settled.append(Settled(arrival, arrival.first, complete=False, left=reads))
+        return self.settled[-1].note()
 
     def check_idle(self) -> list[str]:
         left = [f"arrival {a.key} is {a.state}" for a in self.arrivals.values()]

@@ -2,7 +2,8 @@
 
 Consumer: reads, then asks whether what it read was held all the while (read, then confirm, like a
 seqlock). Only the answer makes the blocks usable. A cancel while a transfer may still write to the
-destination drains first. Producer: computes, holds under a lease, frees.
+destination drains first, and what does not settle is left behind with it. Producer: computes, holds
+under a lease, frees.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class ConsumerEvent(StrEnum):
     DONE = "done"  # all transfers have settled, without error
     ERROR = "error"  # something failed, and no transfer is live
     CANCEL = "cancel"  # given up, for whatever reason; transfers may be live
+    LEAVE = "leave"  # transfers do not settle: the destination is left to them
     CONFIRMED = "confirmed"
     REFUSED = "refused"
 
@@ -57,6 +59,7 @@ CONSUMER: dict[tuple[ConsumerState, ConsumerEvent], ConsumerState] = {
     (_C.READING, _CE.CANCEL): _C.DRAINING,
     (_C.DRAINING, _CE.DONE): _C.FAILED,
     (_C.DRAINING, _CE.ERROR): _C.FAILED,
+    (_C.DRAINING, _CE.LEAVE): _C.FAILED,
     (_C.CONFIRMING, _CE.CONFIRMED): _C.DONE,
     (_C.CONFIRMING, _CE.REFUSED): _C.FAILED,
     (_C.CONFIRMING, _CE.CANCEL): _C.FAILED,

@@ -178,6 +178,10 @@ class Tiers:
         """All blocks that can be read."""
         return tuple(TierHashes(tier, pool.block_hashes()) for tier, pool in self._pools.items())
 
+    def holds(self, tier: Tier, block_hash: bytes) -> bool:
+        """Whether it can be read from there."""
+        return tier in self._pools and self._pools[tier].get(block_hash) is not None
+
     def written_bytes_per_s(self, tier: Tier) -> float:
         """Of the copies down to `tier`, since the start; 0 before the first."""
         top = next(iter(TIERS))

@@ -153,7 +153,10 @@ def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
         default = router.policy
         stats_interval_s = max(1.0, (options["prefill"] + options["decode"]) / STATS_PER_S)
         patience_s = max(router.probe_after_s, 2.5 * stats_interval_s)
-        router = structs.replace(router, policy=POLICIES[0], probe_after_s=patience_s)
+        silent_s = max(router.silent_after_s, 4 * stats_interval_s)
+        router = structs.replace(
+            router, policy=POLICIES[0], probe_after_s=patience_s, silent_after_s=silent_s
+        )
         config = ReplayConfig(
             timing=timing,
             router=router,

@@ -102,6 +102,7 @@ class Replay:
             num_host_blocks=config.num_host_blocks,
             num_disk_blocks=config.num_disk_blocks,
             stats_interval_s=config.stats_interval_s,
+            step_timeout_s=0.0,
             itl_target_s=config.itl_target_s,
         )
 

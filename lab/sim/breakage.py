@@ -7,24 +7,35 @@ them.
 - `leave`: the attempt that another has taken over from is not ended.
 - `rescue`: requests that wait for memory are not moved to where there is some.
 - `role`: the router does not listen to what a worker is to be preferred for.
+- `orphans`: the blocks of reads that do not settle are freed when they are left behind.
+- `wait`: reads that do not settle are waited for.
+- `watch`: workers that hang, or fail in every step, go on.
+- `suspect`: the controller listens to no complaints of workers that are silent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
+from cluster.control.controller import Controller, ControllerConfig
+from cluster.control.messages import CONTROLLER
 from engine.messages import Preempted
-from engine.node import Effect, NodeId, Send
-from kvtransfer.agent import CopyDone
+from engine.node import Effect, NodeId, Note, Send
+from engine.progress import StepWatch
+from engine.stats import Progress
+from kvtransfer.agent import CopyDone, TransferId
 from kvtransfer.messages import KVRelease
 from kvtransfer.peer.arrival import Arrival
 from kvtransfer.peer.connector import Connector
 from kvtransfer.peer.handoff import ConsumerEvent
+from kvtransfer.peer.orphans import Orphans
+from kvtransfer.tiers.blocks import Source
 from kvtransfer.worker import Worker
 from router.config import RouterConfig
-from router.messages import RoleChanged
+from router.messages import RoleChanged, WorkerSuspected
 from router.record import Cause, RequestRecord
 from router.router import Router
 
@@ -36,6 +47,10 @@ class Break(StrEnum):
     LEAVE = "leave"
     RESCUE = "rescue"
     ROLE = "role"
+    ORPHANS = "orphans"
+    WAIT = "wait"
+    WATCH = "watch"
+    SUSPECT = "suspect"
 
 
 class TrustingConnector(Connector):
@@ -72,19 +87,47 @@ class CredulousConnector(Connector):
         return super().on_copy_done(now, replace(done, checksums=checksums))
 
 
+class PatientConnector(Connector):
+    """Waits for every read to settle."""
+
+    def _leave_behind(self, arrival: Arrival) -> Note:
+        return Note("info", "kv_read_waited_for", arrival.key[0])
+
+
+class _BlindWatch(StepWatch):
+    @property
+    def progress(self) -> Progress:
+        return Progress.MADE
+
+
+class HastyOrphans(Orphans):
+    """Keeps nothing for reads that may still write."""
+
+    def take(
+        self, transfer_id: TransferId, blocks: Sequence[int], sources: Sequence[Source]
+    ) -> None:
+        super().take(transfer_id, (), sources)
+
+
 _CONNECTORS: dict[Break, type[Connector]] = {
     Break.CONFIRM: TrustingConnector,
     Break.DRAIN: HastyConnector,
     Break.CHECKSUM: CredulousConnector,
+    Break.WAIT: PatientConnector,
 }
 
 
 def break_worker(worker: Worker, broken: Break) -> None:
     """Replace one method of its connector, before it has received anything."""
+    exchange = worker.exchange
+    if broken is Break.ORPHANS:
+        orphans = HastyOrphans(worker.core.kv.pool, exchange.tiers)
+        exchange.orphans = exchange.connector.orphans = orphans
+    if broken is Break.WATCH:
+        worker.core.watch = _BlindWatch(worker.config)
     if broken not in _CONNECTORS:
         return
-    exchange = worker.exchange
-    exchange.connector = _CONNECTORS[broken](worker.config, exchange.tiers)
+    exchange.connector = _CONNECTORS[broken](worker.config, exchange.tiers, exchange.orphans)
 
 
 class _BrokenRouter(Router):
@@ -106,10 +149,19 @@ def _forget_left(now: float, record: RequestRecord, cause: Cause) -> None:
     record.leaving = None
 
 
+class _DeafController(Controller):
+    def receive(self, now: float, message: Any) -> list[Effect]:
+        return [] if isinstance(message, WorkerSuspected) else super().receive(now, message)
+
+
+def make_controller(config: ControllerConfig, broken: Break | None) -> Controller:
+    return (_DeafController if broken is Break.SUSPECT else Controller)(config)
+
+
 def make_router(node_id: NodeId, config: RouterConfig, broken: Break | None) -> Router:
     if broken is None:
-        return Router(node_id, config)
-    router = _BrokenRouter(node_id, config)
+        return Router(node_id, config, controller=CONTROLLER)
+    router = _BrokenRouter(node_id, config, controller=CONTROLLER)
     router.broken = broken
     if broken is Break.LEAVE:
         router._requests.leave = _forget_left  # type: ignore[method-assign]

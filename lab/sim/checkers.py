@@ -7,7 +7,7 @@ nothing is left on any node, and the router's prefix index says what the workers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from engine.kv.tier import Tier
 from engine.node import NodeId
@@ -83,9 +83,14 @@ class Starvation:
     """After the faults: no stream waits for memory for long, while a worker that may serve it has
     room for all of it. One such wait is one violation."""
 
-    def __init__(self, router: NodeId, workers: list[NodeId]) -> None:
+    def __init__(
+        self, router: NodeId, workers: list[NodeId], may_decode: Callable[[NodeId], bool]
+    ) -> None:
+        """`may_decode`: whether the policy ever chooses the worker for it."""
         self._router = router
         self._workers = workers
+        self._may_decode = may_decode
+        self._reads_left = False
         self._since: dict[tuple[NodeId, str, int], float] = {}
         self._due_at = 0.0
 
@@ -96,6 +101,7 @@ class Starvation:
         lives = [runtime.life(name) for name in self._workers]
         nodes = [each.node for each in lives if each is not None]
         workers = [node for node in nodes if isinstance(node, Worker)]
+        self._reads_left = any(worker.exchange.orphans.num_blocks for worker in workers)
         starving = {
             (worker.node_id, *seq.key): seq
             for worker in workers
@@ -114,6 +120,9 @@ class Starvation:
         assert life is not None
         assert isinstance(life.node, Router)
         record = life.node.live.get(seq.request_id)
+        # Blocks that are left to reads are missing for long: until then others are in the way.
+        if self._reads_left and not self._may_decode(worker.node_id):
+            return False
         if record is None or worker.node_id in {each.worker for each in record.avoid}:
             return False
         core, config = worker.core, worker.config

@@ -62,7 +62,12 @@ class SimExecutor:
         self._on_violation = on_violation
         self._chains: dict[str, _Chain] = {}
         self._in_flight: Step | None = None
+        self.failed_in_a_row = 0  # steps
         self._tables: list[list[int]] = []
+
+    @property
+    def is_busy(self) -> bool:
+        return self._in_flight is not None
 
     def begin(self, step: Step) -> None:
         assert self._in_flight is None, "two steps in flight"
@@ -81,6 +86,7 @@ class SimExecutor:
             self._run(seq, table, failed=error is not None)
             for seq, table in zip(step.seqs, self._tables, strict=True)
         ]
+        self.failed_in_a_row = 0 if error is None else self.failed_in_a_row + 1
         if error is not None:
             return StepDone(step.step_id, [None] * len(sampled), [], elapsed_s, error)
         checksums = [self.pool.checksum(block) for block in step.checksum_blocks]

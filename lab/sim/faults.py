@@ -1,7 +1,9 @@
 """Faults: which kinds, how strong and when, drawn from the seed before the run.
 
 Half of the kinds are off in any one run, so that each is also seen alone. All stop at `until_s`:
-from then on the network only has latency, reads succeed and no node dies.
+from then on the network only has latency, reads succeed and no node dies. What is stuck by then
+stays so for long: reads that do not settle, and workers that hang, fail in every step or are
+stopped.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from engine.kv.tier import LOWER_TIERS, Tier
 from engine.node import NodeId
@@ -42,6 +45,23 @@ class Pause:
     worker: NodeId
     from_s: float
     until_s: float
+
+
+class Kind(StrEnum):
+    HANGS = "step hangs"
+    FAILS = "steps all fail"
+    STOPPED = "stopped"  # SIGSTOP
+
+
+@dataclass(frozen=True, slots=True)
+class Sickness:
+    """From `at_s` on, in one life of a worker: its next step never ends, all its steps fail, or the
+    process is stopped, for `for_s`."""
+
+    worker: NodeId
+    at_s: float
+    kind: Kind
+    for_s: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +100,22 @@ class FaultPlan:
     disk_slow_s: float = 0.0  # at most
     store_error: float = 0.0
     rots: tuple[Rot, ...] = ()
+    read_hang: float = 0.0
+    hang_s: float = 0.0  # reads that hang settle so long after the faults are over, at most
+    sicknesses: tuple[Sickness, ...] = ()
 
     @property
     def breaks_attempts(self) -> bool:
         """Whether a request can honestly run out of attempts."""
-        return bool(self.crashes or self.partitions or self.pauses) or any(
-            (self.lose, self.delay, self.step_error, self.step_slow, self.read_stall)
+        return bool(self.crashes or self.partitions or self.pauses or self.sicknesses) or any(
+            (
+                self.lose,
+                self.delay,
+                self.step_error,
+                self.step_slow,
+                self.read_stall,
+                self.read_hang,
+            )
         )
 
 
@@ -125,6 +155,9 @@ def draw_faults(
         # An index that could not be changed may name what was overwritten.
         store_error=maybe(0.05, 0.4) if checksums else 0.0,
         rots=_draw_rots(rng, workers, until_s) if checksums else (),
+        read_hang=maybe(0.05, 0.3),
+        hang_s=rng.uniform(1.0, 25.0),
+        sicknesses=_draw_sicknesses(rng, workers, until_s),
     )
 
 
@@ -162,6 +195,20 @@ def _draw_pauses(rng: random.Random, workers: list[NodeId], until_s: float) -> t
     return tuple(pauses)
 
 
+def _draw_sicknesses(
+    rng: random.Random, workers: list[NodeId], until_s: float
+) -> tuple[Sickness, ...]:
+    return tuple(
+        Sickness(
+            rng.choice(workers),
+            rng.uniform(0.0, until_s),
+            rng.choice(list(Kind)),
+            rng.choice((rng.uniform(0.5, 8.0), rng.uniform(8.0, 30.0))),
+        )
+        for _ in range(rng.choice((0, 0, 0, 1, 2)))
+    )
+
+
 def _draw_rots(rng: random.Random, workers: list[NodeId], until_s: float) -> tuple[Rot, ...]:
     return tuple(
         Rot(
@@ -183,6 +230,19 @@ class Faults:
     plan: FaultPlan = field(default_factory=FaultPlan)
     injected: Counter[str] = field(default_factory=Counter)
     active: bool = False
+    _sick: dict[tuple[NodeId, int], tuple[Kind, float]] = field(default_factory=dict)
+
+    def fall_sick(self, epoch: int, sickness: Sickness) -> None:
+        """Of the life of this epoch; one that is sick does not fall sick again."""
+        if (sickness.worker, epoch) in self._sick:
+            return
+        self.injected[str(sickness.kind)] += 1
+        self._sick[sickness.worker, epoch] = (sickness.kind, sickness.at_s + sickness.for_s)
+
+    def sickness(self, now: float, node_id: NodeId, epoch: int) -> Kind | None:
+        """That this life has now. One that is stopped gets well; the others do not."""
+        kind, until_s = self._sick.get((node_id, epoch), (None, 0.0))
+        return None if kind is Kind.STOPPED and now >= until_s else kind
 
     def _hits(self, kind: str, probability: float) -> bool:
         if not self.active or probability == 0.0 or self.rng.random() >= probability:
@@ -207,8 +267,11 @@ class Faults:
             copies.append((copies[0][0] + rng.uniform(0.0, max(plan.delay_s, 0.01)), False))
         return copies
 
-    def paused_until(self, now: float, node_id: NodeId) -> float:
-        """When a node that is paused now goes on; 0 if it is not."""
+    def paused_until(self, now: float, node_id: NodeId, epoch: int) -> float:
+        """When a node that is paused or stopped now goes on; 0 if it is not."""
+        kind, until_s = self._sick.get((node_id, epoch), (None, 0.0))
+        if kind is Kind.STOPPED and now < until_s:
+            return until_s
         if self.active:
             for pause in self.plan.pauses:
                 if pause.worker == node_id and pause.from_s <= now < pause.until_s:
@@ -220,19 +283,29 @@ class Faults:
         """Why a connection fails, or None."""
         return "injected" if self._hits("connect error", self.plan.connect_error) else None
 
-    def step(self, num_tokens: int) -> tuple[float, str | None]:
-        """(duration of a step, why it fails or None)."""
+    def step(self, node_id: NodeId, epoch: int, num_tokens: int) -> tuple[float | None, str | None]:
+        """(duration of a step, None if it never ends; why it fails, or None)."""
+        kind, _ = self._sick.get((node_id, epoch), (None, 0.0))
+        if kind is Kind.HANGS:
+            return None, None
+        if kind is Kind.FAILS:
+            return 0.002, "injected, as in every step"
         duration = (0.002 + 0.0001 * num_tokens) * self.rng.uniform(0.8, 1.5)
         if self._hits("step slow", self.plan.step_slow):
             duration += self.rng.uniform(0.1, 1.0)
         return duration, "injected" if self._hits("step error", self.plan.step_error) else None
 
-    def read(self, effect: CopyBlocks, block_size: int, *, peer_alive: bool) -> ReadFate:
+    def read(
+        self, effect: CopyBlocks, block_size: int, *, now: float, peer_alive: bool
+    ) -> ReadFate:
         """What becomes of a read that is posted now."""
         rng, plan, count = self.rng, self.plan, len(effect.src)
         if effect.src_tier is Tier.DISK or effect.dst_tier is Tier.DISK:
             return self._disk(effect)
         duration = 0.0005 + 0.0003 * count * rng.uniform(0.5, 2.0)
+        if effect.dst_tier is Tier.DEVICE and self._hits("read hangs", plan.read_hang):
+            settle = plan.until_s - now + rng.uniform(0.0, plan.hang_s)
+            return ReadFate(settle, "given up", self._moments(count, settle, copied=0.9))
         if self._hits("read slow", plan.read_slow):
             duration += rng.uniform(0.0, plan.read_slow_s)
         stalled = self._hits("read stalled", plan.read_stall)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ class Operator:
     def __init__(self, violated: Callable[[str, str], None]) -> None:
         self.node_id = OPERATOR
         self.answers: Counter[str] = Counter()
-        self._given: dict[str, PlannedOrder] = {}
+        self._given: dict[str, tuple[PlannedOrder, float]] = {}  # and when
         self._violated = violated
 
     def start(self, now: float) -> list[Effect]:
@@ -76,10 +76,10 @@ class Operator:
     def receive(self, now: float, message: Any) -> list[Effect]:
         match message:
             case GiveOrder(planned):
-                self._given[planned.order.order_id] = planned
+                self._given[planned.order.order_id] = (planned, now)
                 return [Send(planned.worker, planned.order)]
             case CacheOrderDone(worker, order_id, num_blocks):
-                planned = self._given[order_id]
+                planned, _ = self._given[order_id]
                 self.answers[order_id] += 1
                 most = len(planned.order.block_hashes)
                 if worker != planned.worker or not 0 <= num_blocks <= most:
@@ -88,9 +88,11 @@ class Operator:
                 self._violated("order", f"the operator was told {message}")
         return []
 
-    def check(self) -> None:
-        """At the end: every order that could not be lost was answered, once."""
-        for order_id, planned in self._given.items():
-            if planned.after_faults and self.answers[order_id] != 1:
+    def check(self, up_since: Mapping[NodeId, float]) -> None:
+        """At the end: every order that could not be lost was answered, once. `up_since`: when each
+        worker came up for the last time."""
+        for order_id, (planned, given_at) in self._given.items():
+            could_be_lost = not planned.after_faults or given_at < up_since[planned.worker]
+            if not could_be_lost and self.answers[order_id] != 1:
                 times = self.answers[order_id]
                 self._violated("order", f"{order_id} was answered {times} times")

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from cluster.control.messages import CONTROLLER, SetRole
 from cluster.worker.node import make_worker
 from engine.config import WorkerConfig
 from engine.kv.tier import DiskRecord, Tier
 from engine.node import Node, NodeId
-from engine.stats import RouterUp
+from engine.stats import Role
 from lab.sim import checkers
-from lab.sim.breakage import Break, break_worker, make_router
+from lab.sim.breakage import Break, break_worker, make_controller, make_router
 from lab.sim.client import Client, Outcome, SecondWave
-from lab.sim.faults import Crash, Rot
+from lab.sim.control import Control
+from lab.sim.faults import Rot
 from lab.sim.operator import OPERATOR, GiveOrder, Operator
+from lab.sim.progress import NoProgress, Silence
 from lab.sim.runtime import Life, PoolShape, SimRuntime, Violation
 from lab.sim.scenario import ROUTER, RoleChange, Scenario, draw_scenario
-from router.messages import RoleChanged, WorkerDown, WorkerUp
 
 CLIENT: NodeId = "client"
-CONTROLLER: NodeId = "controller"
 FINISH_WITHIN_S = 60.0
 """Virtual seconds after the last fault in which everything must end."""
 
@@ -42,23 +44,25 @@ class Report:
 
 
 class Cluster:
-    """The nodes of one run, and the controller's part: starting workers and saying who lives."""
+    """The nodes of one run, and when what goes wrong."""
 
     def __init__(self, seed: int, broken: Break | None) -> None:
         self.runtime = SimRuntime(seed)
         self.scenario: Scenario = draw_scenario(self.runtime.rng)
         self._configs = {config.node_id: config for config in self.scenario.workers}
         self.worker_ids = list(self._configs)
-        self._roles = {worker: config.role for worker, config in self._configs.items()}
-        self._told = dict(self._roles)  # the router, last of each
         runtime = self.runtime
-        runtime.trusted = {ROUTER, CLIENT}
-        bounds = checkers.QueueBounds(self.scenario)
-        starvation = checkers.Starvation(ROUTER, self.worker_ids)
+        runtime.trusted = {ROUTER, CLIENT, CONTROLLER}
+        checks = (
+            checkers.QueueBounds(self.scenario),
+            checkers.Starvation(ROUTER, self.worker_ids, self._may_decode),
+            Silence(ROUTER, self.worker_ids, self._may_decode),
+            NoProgress(self.worker_ids, self.scenario),
+        )
 
         def check(runtime: SimRuntime, life: Life) -> None:
-            bounds(runtime, life)
-            starvation(runtime, life)
+            for each in checks:
+                each(runtime, life)
 
         runtime.after_receive = check
         runtime.faults.plan = self.scenario.faults
@@ -74,8 +78,14 @@ class Cluster:
                 config.num_host_blocks,
                 config.num_disk_blocks,
             )
-            runtime.add(config.node_id, _WorkerMaker(config, broken), shape)
-            self._announce(config.node_id)
+            runtime.prepare(config.node_id, _WorkerMaker(config, broken), shape)
+        self.control = Control(
+            runtime,
+            self._configs,
+            ROUTER,
+            self.scenario.silent_grace_s,
+            lambda config: make_controller(config, broken),
+        )
         self.client = Client(
             CLIENT,
             ROUTER,
@@ -84,16 +94,28 @@ class Cluster:
             runtime.violate,
         )
         runtime.add(CLIENT, lambda epoch, records: self.client)
-        for crash in self.scenario.faults.crashes:
-            runtime.call_at(crash.at_s, lambda crash=crash: self._crash(crash))  # type: ignore[misc]
-
+        self._plan_faults()
         self.operator = Operator(runtime.violate)
+        runtime.trusted.add(OPERATOR)
         runtime.add(OPERATOR, lambda epoch, records: self.operator)
         self._give_orders(after_faults=False)
+
+    def _may_decode(self, worker: NodeId) -> bool:
+        """Baseline policies leave prefill workers alone while there are others."""
+        is_baseline = self.scenario.router.policy != "prefix"
+        return not is_baseline or self.control.roles()[worker] is not Role.PREFILL
+
+    def _plan_faults(self) -> None:
+        runtime, control, plan = self.runtime, self.control, self.scenario.faults
+        for crash in plan.crashes:
+            die = partial(control.crash, crash.worker, crash.down_s, crash.notice_s)
+            runtime.call_at(crash.at_s, die)
+        for sickness in plan.sicknesses:
+            runtime.call_at(sickness.at_s, partial(control.fall_sick, sickness))
+        for rot in plan.rots:
+            runtime.call_at(rot.at_s, partial(self._rot, rot))
         for change in self.scenario.role_changes:
-            runtime.call_at(change.at_s, lambda change=change: self._change_role(change))  # type: ignore[misc]
-        for rot in self.scenario.faults.rots:
-            runtime.call_at(rot.at_s, lambda rot=rot: self._rot(rot))  # type: ignore[misc]
+            runtime.call_at(change.at_s, partial(self._change_role, change))
 
     def run(self) -> None:
         runtime, scenario = self.runtime, self.scenario
@@ -107,20 +129,20 @@ class Cluster:
         runtime.run_until(runtime.now + FINISH_WITHIN_S, done=lambda: self.client.num_open == 0)
         if not runtime.stopped:
             checkers.check_finished(runtime, self.client)
+            runtime.run_until(runtime.now + FINISH_WITHIN_S, done=self.control.all_up)
             runtime.run_until(runtime.now + scenario.quiet_s)
         if not runtime.stopped:
+            if not self.control.all_up():
+                runtime.violate("down", "not every worker is up at the end")
+                return
             checkers.check_idle(runtime, ROUTER, self.worker_ids)
             checkers.check_index(runtime, ROUTER, self.worker_ids)
-            checkers.check_roles(runtime, ROUTER, self._told)
-            self.operator.check()
+            checkers.check_roles(runtime, ROUTER, self.control.roles())
+            self.operator.check(self.control.up_since())
 
-    def _crash(self, crash: Crash) -> None:
-        runtime, worker = self.runtime, crash.worker
-        epoch = runtime.crash(worker)
-        runtime.faults.injected["crash"] += 1
-        down = WorkerDown(worker, epoch, "killed")
-        runtime.post(CONTROLLER, ROUTER, down, crash.notice_s)
-        runtime.call_at(runtime.now + crash.down_s, lambda: self._restart(worker))
+    def _change_role(self, change: RoleChange) -> None:
+        self.runtime.faults.injected["role change"] += 1
+        self.runtime.post("", CONTROLLER, SetRole(change.worker, change.role))
 
     def sources(self) -> Counter[str]:
         """Of the workers that live at the end."""
@@ -144,31 +166,6 @@ class Cluster:
             block = blocks[rot.block % len(blocks)]
             block[rot.slot % len(block)] ^= 1 << 23
             self.runtime.faults.injected[f"{rot.tier} rots"] += 1
-
-    def _change_role(self, change: RoleChange) -> None:
-        """The controller remembers it, whoever hears of it."""
-        worker, role = change.worker, change.role
-        self._roles[worker] = role
-        self.runtime.faults.injected["role change"] += 1
-        life = self.runtime.life(worker)
-        if life is None or change.lost:
-            return
-        self._told[worker] = role
-        self.runtime.post(CONTROLLER, ROUTER, RoleChanged(worker, life.epoch, role))
-
-    def _restart(self, worker: NodeId) -> None:
-        self.runtime.restart(worker)
-        self._announce(worker)
-
-    def _announce(self, worker: NodeId) -> None:
-        """Worker and router hear of each other at moments of their own."""
-        runtime, life = self.runtime, self.runtime.life(worker)
-        assert life is not None
-        role = self._told[worker] = self._roles[worker]
-        config = replace(self._configs[worker], epoch=life.epoch, role=role)
-        info = config.info()
-        runtime.post(CONTROLLER, worker, RouterUp(ROUTER), 0.01 * runtime.rng.random())
-        runtime.post(CONTROLLER, ROUTER, WorkerUp(info), 0.01 * runtime.rng.random())
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,7 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
     trusted: set[NodeId] = field(default_factory=set)
     stopped: bool = False  # a node raised: its state means nothing any more
     after_receive: Callable[[SimRuntime, Life], None] | None = None  # a check on every event
+    perform_other: Callable[[Life, Effect], None] | None = None  # effects that are not known here
     _places: dict[NodeId, _Place] = field(default_factory=dict)
     _last_arrival: dict[tuple[NodeId, NodeId], float] = field(default_factory=dict)
     _hash: Any = field(default_factory=lambda: blake2b(digest_size=16))
@@ -113,10 +114,14 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
 
     def add(self, node_id: NodeId, make: MakeNode, shape: PoolShape | None = None) -> Node:
         """Start a node now. Nodes without a pool (`shape`) must not ask for steps or reads."""
+        self.prepare(node_id, make, shape)
+        return self.restart(node_id)
+
+    def prepare(self, node_id: NodeId, make: MakeNode, shape: PoolShape | None = None) -> None:
+        """A place for a node that does not run yet: `restart` begins its first life."""
         assert node_id not in self._places
         shape = shape or PoolShape(0, 1)
         self._places[node_id] = _Place(make, shape, SimDisk(shape.pool(shape.num_disk_blocks)))
-        return self.restart(node_id)
 
     def disk(self, node_id: NodeId) -> SimDisk:
         return self._places[node_id].disk
@@ -134,12 +139,12 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
         self._places[node_id].life = None
         return life.epoch
 
-    def restart(self, node_id: NodeId) -> Node:
+    def restart(self, node_id: NodeId, epoch: int | None = None) -> Node:
         """Begin the next life of a node that is down: an empty pool, a new epoch."""
         place = self._places[node_id]
         assert place.life is None
-        epoch, shape = place.next_epoch, place.shape
-        place.next_epoch += 1
+        epoch, shape = place.next_epoch if epoch is None else epoch, place.shape
+        place.next_epoch = epoch + 1
         pools = {
             Tier.DEVICE: shape.pool(shape.num_blocks),
             Tier.HOST: shape.pool(shape.num_host_blocks),
@@ -205,13 +210,16 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
                 self._to_self(life, after_s, Woken(tag))
             case Execute(step):
                 life.executor.begin(step)
-                duration_s, error = self.faults.step(step.num_tokens)
-                self._push(duration_s, life, lambda: self._finish_step(life, duration_s, error))
+                duration_s, error = self.faults.step(life.node_id, life.epoch, step.num_tokens)
+                if duration_s is not None:
+                    taken_s = duration_s
+                    self._push(taken_s, life, lambda: self._finish_step(life, taken_s, error))
             case CopyBlocks():
                 peer = life.agent.source(effect)
                 fate = self.faults.read(
                     effect,
                     life.executor.pool.block_size,
+                    now=self.now,
                     peer_alive=peer is not None and peer.alive,
                 )
                 life.agent.read(effect, fate, lambda done: self._read_done(life, done))
@@ -226,7 +234,8 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
             case Note(_, counter, _):
                 self.notes[counter] += 1
             case _:
-                raise AssertionError(f"unknown effect {effect!r}")
+                assert self.perform_other is not None, f"unknown effect {effect!r}"
+                self.perform_other(life, effect)
 
     def _send(self, source: NodeId, to: NodeId, message: Any) -> None:
         life = self.life(to)
@@ -270,7 +279,7 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
         self.schedule(self.now + after_s, life, call)
 
     def _deliver(self, source: NodeId, life: Life, message: Any) -> None:
-        paused_until = self.faults.paused_until(self.now, life.node_id)
+        paused_until = self.faults.paused_until(self.now, life.node_id, life.epoch)
         if paused_until > self.now:
             self._push(paused_until - self.now, life, lambda: self._deliver(source, life, message))
             return
@@ -283,7 +292,8 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
         """A node that raises has broken its own assertions: that is a finding, and the end."""
         try:
             for effect in act():
-                self._perform(life, effect)
+                if life.alive:  # it may have ended itself
+                    self._perform(life, effect)
             if self.after_receive is not None:
                 self.after_receive(self, life)
         except Exception:

@@ -25,13 +25,11 @@ FINGERPRINT = b"simulated model, one layout"
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """The controller prefers a worker for another role; `lost`: no router hears of it until the
-    worker starts again."""
+    """The controller is told to prefer a worker for another role."""
 
     worker: NodeId
     at_s: float
     role: Role
-    lost: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +43,15 @@ class Scenario:
     faults: FaultPlan
     orders: tuple[PlannedOrder, ...]
     role_changes: tuple[RoleChange, ...]
+    silent_grace_s: float  # of the controller
 
     @property
     def quiet_s(self) -> float:
         """After the last answer: long enough for every lease, handoff and read to time out."""
         worst_s = max(w.lease_s + w.handoff_timeout_s + 3 * w.read_timeout_s for w in self.workers)
         behind_s = 40.0 if any(o.after_faults for o in self.orders) else 5.0  # orders, and the disk
-        return behind_s + worst_s
+        hanging_s = self.faults.hang_s if self.faults.read_hang else 0.0
+        return behind_s + worst_s + hanging_s
 
 
 def draw_scenario(rng: random.Random) -> Scenario:
@@ -68,7 +68,16 @@ def draw_scenario(rng: random.Random) -> Scenario:
     router = _draw_router(rng)
     orders = draw_orders(rng, names, jobs, until_s, FINGERPRINT, BLOCK_SIZE)
     changes = _draw_role_changes(rng, names, until_s)
-    return Scenario(tuple(workers), router, checksums, tuple(jobs), faults, tuple(orders), changes)
+    return Scenario(
+        tuple(workers),
+        router,
+        checksums,
+        tuple(jobs),
+        faults,
+        tuple(orders),
+        changes,
+        silent_grace_s=rng.choice((1.0, 2.0)),
+    )
 
 
 def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
@@ -82,6 +91,8 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
     budget, seqs = rng.choice((8, 16, 32, 64)), rng.choice((2, 4, 8, 16))
     waiting = rng.choice((4, 16, 64))
     num_drafts = rng.choice((0, 2, 7))
+    read_floor_s, step_timeout_s = rng.uniform(0.05, 1.0), rng.uniform(0.3, 1.5)
+    max_failed_steps, max_snapshot = rng.randint(2, 4), rng.choice((4, 16, 1 << 15))
 
     def config(role: Role, number: int) -> WorkerConfig:
         return WorkerConfig(
@@ -100,6 +111,10 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
             lease_s=lease_s,
             handoff_timeout_s=handoff_s,
             read_timeout_s=read_s,
+            read_floor_s=read_floor_s,
+            step_timeout_s=step_timeout_s,
+            max_failed_steps=max_failed_steps,
+            max_snapshot_blocks=max_snapshot,
             stats_interval_s=0.25,
             num_host_blocks=host,
             num_disk_blocks=disk,
@@ -117,10 +132,7 @@ def _draw_role_changes(
 ) -> tuple[RoleChange, ...]:
     """In order of time; some while nothing else goes wrong any more."""
     times = sorted(rng.uniform(0.0, until_s + 2.0) for _ in range(rng.choice((0, 0, 2, 6, 20))))
-    return tuple(
-        RoleChange(rng.choice(workers), at_s, rng.choice(list(Role)), rng.random() < 0.1)
-        for at_s in times
-    )
+    return tuple(RoleChange(rng.choice(workers), at_s, rng.choice(list(Role))) for at_s in times)
 
 
 def _draw_router(rng: random.Random) -> RouterConfig:
@@ -133,6 +145,7 @@ def _draw_router(rng: random.Random) -> RouterConfig:
         no_workers_wait_s=rng.uniform(0.5, 10.0),
         probe_after_s=rng.uniform(0.3, 2.0),
         max_silent_probes=rng.randint(2, 3),
+        silent_after_s=rng.uniform(0.8, 2.5),
         tick_s=rng.uniform(0.1, 0.3),
         snapshot_retry_s=rng.uniform(0.2, 1.0),
         speculative_s=rng.uniform(0.5, 5.0),

@@ -19,7 +19,7 @@ from math import exp
 from operator import attrgetter
 from typing import Any
 
-from engine.stats import Role, WorkerInfo, WorkerStats
+from engine.stats import Progress, Role, WorkerInfo, WorkerStats
 from router.native.bindings import address_of, bindings, constants, ffi
 
 SETTLE_S = 0.1  # statistics that come this long after a dispatch count it
@@ -168,6 +168,10 @@ class Endpoint:
         self.stats: WorkerStats | None = None
         self.bookings: dict[str, Booking] = {}
         self.failures = 0  # in a row
+        self._failed_at = float("-inf")
+        self.silent_s = 0.0  # since its last statistics, or since it came up
+        self.progress = Progress.MADE  # as it says
+        self.complained_at = float("-inf")
         self.prompt_tokens = 0  # of requests whose prefix hit this worker has reported
         self.cached_tokens = 0
         self.cached_tokens_by_source: Counter[str] = Counter()
@@ -253,6 +257,7 @@ class Endpoint:
         has_prompts = stats.pending_prefill_tokens > stats.num_running
         self.typical_prefilling += weight * (has_prompts - self.typical_prefilling)
         self.stats = stats
+        self.silent_s, self.progress = 0.0, stats.progress
         self.struct.has_stats = True
         self.struct.reported_free_blocks = stats.num_free_blocks - stats.num_wanted_blocks
         self.struct.decoding_tokens = stats.decoding_tokens
@@ -284,8 +289,13 @@ class Endpoint:
                 left_s = booking.prefill_tokens * booking.token_s * self.prompt_slowdown
                 self.prompts.correct(now, request_id, left_s)
 
-    def fail(self, now: float, backoff_s: float, max_backoff_s: float) -> None:
-        """Leave the worker alone for a while; longer with every failure in a row."""
+    def fail(self, now: float, sent_at: float, backoff_s: float, max_backoff_s: float) -> None:
+        """Leave the worker alone for a while; longer with every failure in a row. An attempt of
+        `sent_at` was lost. One failure of the worker costs it many attempts: those that it had
+        before the last failure tell nothing new."""
+        if sent_at <= self._failed_at:
+            return
+        self._failed_at = now
         self.excluded_until = now + min(max_backoff_s, backoff_s * 2.0 ** min(self.failures, 30))
         self.failures += 1
 

@@ -6,17 +6,18 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from cluster.control.messages import Peer
-from cluster.runtime.host import NodeHost
+from cluster.runtime.host import NodeExit, NodeHost, keep_running
 from cluster.worker.process import BuiltWorker, Listening, WorkerProcess
 from cluster.worker.threads import StepThread
 from engine.messages import Abort
-from engine.node import Effect, Note, Send, Wake, Woken
+from engine.node import Effect, Exit, Note, Send, Wake, Woken
 from engine.stats import Role, WorkerInfo
 from engine.step import Step, StepDone
 
@@ -234,3 +235,51 @@ def test_a_worker_whose_node_fails_says_so_to_whoever_waits() -> None:
     with pytest.raises(ValueError, match="a bug"):
         worker.wait()
     worker.stop()
+
+
+def test_a_task_that_must_live_begins_again_however_it_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`watch_machines` died in silence: no machine that came later was ever used."""
+    monkeypatch.setattr("cluster.runtime.host.RESTART_S", 0.001)
+    restarts: Counter[str] = Counter()
+
+    async def scenario() -> None:
+        runs = 0
+        lives = asyncio.Event()
+
+        async def watch() -> None:
+            nonlocal runs
+            runs += 1
+            if runs == 1:
+                raise KeyError("a machine without an address")
+            if runs == 3:
+                lives.set()
+                await asyncio.sleep(3600)
+
+        task = asyncio.create_task(keep_running("watch", watch, restarts))
+        await asyncio.wait_for(lives.wait(), 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert runs == 3
+
+    with caplog.at_level(logging.ERROR, "kvrelay"):
+        asyncio.run(scenario())
+    assert restarts == {"watch": 2}
+    assert "watch failed; again in" in caplog.text
+    assert "a machine without an address" in caplog.text
+
+
+def test_a_node_that_asks_for_the_end_of_its_process_gets_no_more_messages() -> None:
+    def answer(message: Any) -> list[Effect]:
+        return [Exit("a step has not ended after 30 s")] if message == "hung" else []
+
+    worker, node = process("a", answer)
+    worker.start()
+    for message in ("hung", "after"):
+        worker._host.deliver_soon("a", message)
+    with pytest.raises(NodeExit, match="a step has not ended after 30 s"):
+        worker.wait()
+    worker.stop()
+    assert node.received == ["hung"]

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -83,9 +84,9 @@ STORY_FORMAT = {
 }
 
 
-def kill(url: str, worker: str) -> None:
+def kill(url: str, worker: str, how: signal.Signals = signal.SIGKILL) -> None:
     (pid,) = [entry["pid"] for entry in status(url)["workers"] if entry["worker"] == worker]
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, how)
 
 
 def stream(url: str, options: dict[str, Any], on_chunk: Any = None) -> str:
@@ -120,6 +121,32 @@ def test_stream_goes_on_when_the_decode_worker_is_killed(url: str, options: dict
 
     assert stream(url, options, disturb) == undisturbed
     wait_for(url, all_up, 60, "the worker is not back")
+
+
+def test_a_stopped_worker_is_left_by_its_streams_and_then_replaced(url: str) -> None:
+    """Its process is there, and answers nothing: it stayed up for ever."""
+    options = {"temperature": 0, "max_tokens": 60}
+    undisturbed = stream(url, options)
+    (before,) = [w for w in status(url)["workers"] if w["worker"] == "decode-0"]
+    times: list[float] = []
+
+    def disturb(number: int) -> None:
+        times.append(time.monotonic())
+        if number == 20:
+            kill(url, "decode-0", signal.SIGSTOP)
+
+    assert stream(url, options, disturb) == undisturbed
+    silence_s = max(b - a for a, b in pairwise(times))
+    assert 2.5 < silence_s < 15.0, "probes alone take 20 s"
+
+    def is_replaced(state: dict[str, Any]) -> bool:
+        (now,) = [w for w in state["workers"] if w["worker"] == "decode-0"]
+        return bool(now["epoch"] > before["epoch"] and now["state"] == "up")
+
+    wait_for(url, is_replaced, 60, "the worker is not replaced")
+    (now,) = [w for w in status(url)["workers"] if w["worker"] == "decode-0"]
+    assert "has said nothing for" in now["last_error"]
+    wait_for(url, all_up, 10, "it gets no requests")
 
 
 def test_request_is_answered_when_the_prefill_worker_is_killed(url: str) -> None:

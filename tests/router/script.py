@@ -80,7 +80,7 @@ class Script(Outbox):
 
     def __init__(self, *workers: str, **config: Any) -> None:
         self.now = 100.0
-        self.router = Router("router-0", RouterConfig(**config))
+        self.router = Router("router-0", RouterConfig(**config), controller="controller")
         self.sent: list[tuple[str, Any]] = []
         self.notes: list[Note] = []
         self.wakes: list[float] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from decode_worker.messages import Decode
 from engine.messages import Abort, Preempted
 from router.migration import PAUSE_S
@@ -44,6 +46,22 @@ def test_a_request_that_was_preempted_stays_until_another_worker_has_memory() ->
     s.pass_time(0.3)
     assert s.dispatched()[0] == rest[1]
     assert s.router.status(s.now).totals.migrations == 1
+
+
+@pytest.mark.parametrize("awaits_prefill", [True, False])
+def test_a_request_moves_before_its_first_token_if_no_other_worker_computes_it(
+    awaits_prefill: bool,
+) -> None:
+    """The read of its handoff did not settle, and has left no memory for it."""
+    s = Script("prefill-0", "decode-0", "decode-1", policy="round_robin")
+    for worker in ("decode-0", "decode-1"):
+        s.tell(worker_stats(worker))
+    s.submit(tokens=range(40))
+    old, prefill, _ = s.dispatched()
+    assert prefill is not None
+    s.tell(Preempted(old, 1, "r", 1, awaits_prefill=awaits_prefill))
+    s.pass_time(1.0)
+    assert bool(s.take(Decode)) is not awaits_prefill
 
 
 def test_a_request_that_generates_again_stays_though_memory_is_free_elsewhere() -> None:

@@ -172,6 +172,29 @@ def test_a_failed_step_is_tried_on_another_worker() -> None:
     assert s.dispatched()[0] == other(decode), "it is left alone for a while"
 
 
+def test_a_failed_step_counts_once_however_many_requests_it_had() -> None:
+    """It would shut the worker out for 30 s otherwise, instead of 0.5."""
+    s = Script("decode-0", backoff_s=0.5, max_backoff_s=30.0)
+    for number in range(8):
+        s.submit(f"r{number}", tokens=range(100 * number, 100 * number + 10))
+    s.sent.clear()
+    s.now += 0.1
+    for number in range(8):
+        s.refuse("decode-0", Refusal.EXECUTION, request_id=f"r{number}")
+        s.now += 0.001
+    s.pass_time(0.75)
+    assert len(s.take(Decode)) == 8
+
+
+@pytest.mark.parametrize("reason", [Refusal.INVALID_TOKENS, Refusal.GRAMMAR])
+def test_what_a_request_brought_itself_is_charged_to_no_worker(reason: Refusal) -> None:
+    s, _, prefill = started()
+    s.refuse(prefill, reason)
+    assert s.failure().reason is reason
+    assert s.take(Decode) == []
+    assert {worker.state for worker in s.router.status(s.now).workers} == {"up"}
+
+
 def test_a_full_worker_costs_no_attempt_and_another_is_tried() -> None:
     s, decode, _ = started(max_attempts=1)
     s.refuse(decode, Refusal.QUEUE_FULL)

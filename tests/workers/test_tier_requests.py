@@ -143,7 +143,7 @@ def test_a_tier_that_is_slower_than_computing_is_not_read() -> None:
     world = world_of()
     finish(world, "a", PROMPT)
     push_out(world)
-    world.decode.exchange.connector.read_bytes_per_s[Tier.HOST].add(1.0, 100.0)
+    world.decode.exchange.connector.rates.read_bytes_per_s[Tier.HOST].add(1.0, 100.0)
     finish(world, "b", PROMPT)
     assert "host" not in sources(world, "b")
 

@@ -153,7 +153,7 @@ def test_the_next_turn_goes_on_behind_the_blocks_that_were_given_back() -> None:
 def test_the_tiers_keep_the_sinks_and_the_window_and_a_later_turn_loads_them() -> None:
     world = Windowed(num_blocks=14, num_host_blocks=64, num_disk_blocks=64, disk_after_s=0.0)
     prompt = prompt_of(Random(5), 100)
-    world.decode.exchange.connector.load_s = lambda tier: 0.0  # type: ignore[method-assign]
+    world.decode.exchange.connector.rates.load_s = lambda tier: 0.0  # type: ignore[method-assign]
     world.submit("a", prompt, 101, remote=False)
     world.drain()
     world.tick(0.3)
@@ -202,7 +202,7 @@ def test_a_session_is_parked_and_resumed_without_its_middle() -> None:
 def test_a_window_that_went_bad_in_host_memory_is_computed_again() -> None:
     world = Windowed(num_blocks=14, num_host_blocks=64)
     prompt = prompt_of(Random(5), 100)
-    world.decode.exchange.connector.load_s = lambda tier: 0.0  # type: ignore[method-assign]
+    world.decode.exchange.connector.rates.load_s = lambda tier: 0.0  # type: ignore[method-assign]
     world.submit("a", prompt, 30, remote=False)
     world.drain()
     for slots in world.lower["decode"][Tier.HOST]:
@@ -230,7 +230,7 @@ def test_windowed_sequences_hold_few_blocks_and_answer_right_whatever_comes(seed
         disk_after_s=0.0,
         **tiers,
     )
-    world.decode.exchange.connector.load_s = lambda tier: 0.0  # type: ignore[method-assign]
+    world.decode.exchange.connector.rates.load_s = lambda tier: 0.0  # type: ignore[method-assign]
     shared = prompt_of(rng, 60)
     jobs: dict[str, tuple[list[int], int]] = {}
     for number in range(rng.randint(2, 8)):

@@ -269,7 +269,7 @@ def test_what_a_lost_router_asked_for_is_ended_at_once(world: World, remote: boo
     for node in ("prefill", "decode"):
         world.deliver(node, RouterDown("router"))
     assert not world.decode.core.seqs
-    assert world.decode.core.routers == []
+    assert world.decode.core.publisher.routers == []
     world.hold_reads = False
     world.drain()
 

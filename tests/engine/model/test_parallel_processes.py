@@ -36,9 +36,9 @@ def test_the_life_of_a_worker_with_two_ranks(tmp_path):
     )
 
     bad, good = scheduled([9999], 0, [9]), scheduled(PROMPT, 0, BLOCKS)
-    assert "outside the vocabulary" in runner.execute(Step(1, [bad])).failed[0]
+    assert "outside the vocabulary" in runner.execute(Step(1, [bad])).invalid[0]
     done, expected = (each.execute(Step(2, [bad, good])) for each in (runner, alone))
-    assert list(done.failed) == [0]
+    assert list(done.invalid) == [0]
     assert done.sampled == expected.sampled == [None, expected.sampled[1]]
 
     told: queue.SimpleQueue[Exception] = queue.SimpleQueue()

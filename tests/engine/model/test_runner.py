@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from engine.model.cpu import kernels
 from engine.model.errors import ModelError
 from engine.model.runner import ModelRunner
-from engine.request import SamplingParams
+from engine.request import Refusal, SamplingParams
 from engine.step import Step
 from tests.engine.model.tiny import VOCAB, make_checkpoint, scheduled, tokens_of
 
@@ -173,7 +173,6 @@ def test_kv_lands_only_in_the_blocks_of_the_table(runner):
         (scheduled([1], 512, [3] * 40), "exceed the model's length of 512"),
         (scheduled([1] * 17, 0, [3, 3]), "block 3 is in its table twice"),
         (scheduled([1], 40, [3, -2, 4]), "entry 1 of its block table is -2"),
-        (scheduled([1, VOCAB], 0, [3]), f"token ids 1 to {VOCAB} are outside the vocabulary"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
@@ -186,6 +185,17 @@ def test_a_faulty_sequence_is_left_out_with_the_reason_and_the_others_run(runner
     assert done.sampled == [None, alone]
     written = runner.kv_pool.flatten(1).abs().sum(1).nonzero().flatten().tolist()
     assert written == [2, 5, 6]
+
+
+def test_token_ids_that_the_model_lacks_are_the_fault_of_that_request_alone(runner):
+    other = scheduled(PROMPT, 0, [2, 5, 6])
+    alone = runner.execute(Step(0, [other])).sampled[0]
+    done = runner.execute(Step(0, [scheduled([1, VOCAB], 0, [3]), other]))
+    assert done.failed == {}
+    reason, why = done.fault(0)
+    assert reason is Refusal.INVALID_TOKENS
+    assert f"token ids 1 to {VOCAB} are outside the vocabulary" in why
+    assert done.sampled == [None, alone]
 
 
 @pytest.mark.parametrize("start", [20, 0])

@@ -53,19 +53,25 @@ def test_the_seeds_see_every_outcome_and_every_fault() -> None:
         "disk error",
         "disk rots",
         "disk slow",
+        "exit",
         "host rots",
+        "killed",
         "message cut off",
         "message delayed",
         "message duplicated",
         "message lost",
         "paused",
         "read error",
+        "read hangs",
         "read slow",
         "read stalled",
         "role change",
         "slot flipped",
         "step error",
+        "step hangs",
         "step slow",
+        "steps all fail",
+        "stopped",
         "store error",
     }
 
@@ -102,12 +108,19 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
         (Break.LEAVE, {"left over"}),
         (Break.RESCUE, {"starved"}),
         (Break.ROLE, {"role differs"}),
+        (
+            Break.ORPHANS,
+            {"block in use while a transfer can write to it", "two transfers write to one block"},
+        ),
+        (Break.WAIT, {"silent"}),
+        (Break.WATCH, {"no progress"}),
+        (Break.SUSPECT, {"no progress"}),
     ],
 )
 def test_the_checkers_notice_a_missing_safeguard(broken: Break, kinds: set[str]) -> None:
     found: set[str] = set()
-    for seed in range(100):
+    for seed in range(200):
         found |= {violation.kind for violation in run_seed(seed, broken).violations}
         if found & kinds:
             return
-    pytest.fail(f"100 seeds without {broken}, and the checkers saw only {found}")
+    pytest.fail(f"200 seeds without {broken}, and the checkers saw only {found}")

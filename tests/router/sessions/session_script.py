@@ -28,6 +28,7 @@ from router.messages import (
 )
 from router.router import Router
 from router.sessions.session import SessionConfig, SessionRecord
+from router.sessions.sessions import TICK
 from router.sessions.sharing import DeleteSession, SaveSession
 from tests.router.script import BLOCK, Outbox, worker_info
 
@@ -55,7 +56,7 @@ class SessionScript(Outbox):
         self.sent: list[tuple[str, Any]] = []
         self.stored: list[SaveSession | DeleteSession] = []
         self.wakes: list[tuple[float, str]] = []
-        self.num_wakes = 0
+        self.num_wakes = 0  # of the sessions
         self.obeyed: list[tuple[str, CacheOrder]] = []
         self._ids = itertools.count()
         self._seqs = itertools.count()
@@ -178,7 +179,7 @@ class SessionScript(Outbox):
                     self.sent.append((to, message))
                 case Wake(after_s, tag):
                     assert after_s > 0
-                    self.num_wakes += 1
+                    self.num_wakes += tag == TICK
                     self.wakes.append((self.now + after_s, tag))
                 case SaveSession() | DeleteSession():
                     self.stored.append(effect)

@@ -1,0 +1,70 @@
+"""Whether a worker's steps make progress: each has a deadline, and failures in a row are counted.
+
+A step hangs where the device does, and every step fails after an error that the device does not
+recover from. A process like that answers whatever it is asked, and serves nothing: it has to end,
+so that another takes its place.
+"""
+
+from __future__ import annotations
+
+from engine.config import WorkerConfig
+from engine.stats import Progress
+
+SLACK = 20.0  # a step may take so many times as long as one like it should
+FIRST_SLACK = 10.0  # the same for the floor, before steps were measured: they may compile
+LATE = 1 / 3  # of the deadline: other workers serve the requests better
+
+
+class StepWatch:
+    """Owned by a worker's core. Time counts as it passes here, tick by tick: that of a process that
+    was stopped does not."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self.num_done = 0  # steps, since the start
+        self._num_failed = 0  # in a row
+        self._error = ""  # of the last one
+        self._deadline_s: float | None = None  # of the step in flight; None: there is none
+        self._waited_s = 0.0  # for it
+        self._ticked_at = 0.0
+
+    def begin(self, now: float, expected_s: float | None) -> None:
+        """A step begins. `expected_s`: seconds that it should take; None: not known yet."""
+        floor_s = self._config.step_timeout_s
+        if floor_s == 0:
+            self._deadline_s = None
+        elif expected_s is None:
+            self._deadline_s = FIRST_SLACK * floor_s
+        else:
+            self._deadline_s = max(floor_s, SLACK * expected_s)
+        self._waited_s, self._ticked_at = 0.0, now
+
+    def end(self, error: str | None) -> None:
+        """It has come back. `error`: why all of it failed; a request's own fault is none."""
+        self.num_done += 1
+        self._deadline_s = None
+        self._num_failed = 0 if error is None else self._num_failed + 1
+        self._error = error or ""
+
+    def tick(self, now: float) -> None:
+        """About every `stats_interval_s`."""
+        self._waited_s += min(now - self._ticked_at, 2 * self._config.stats_interval_s)
+        self._ticked_at = now
+
+    @property
+    def progress(self) -> Progress:
+        deadline_s = self._deadline_s
+        if self._num_failed >= self._config.max_failed_steps:
+            return Progress.NONE
+        if deadline_s is None or self._waited_s < LATE * deadline_s:
+            return Progress.MADE
+        return Progress.LATE if self._waited_s < deadline_s else Progress.NONE
+
+    @property
+    def why(self) -> str:
+        """Why there is none; "" if there is."""
+        if self.progress is not Progress.NONE:
+            return ""
+        if self._deadline_s is not None and self._waited_s >= self._deadline_s:
+            return f"a step has not ended after {self._waited_s:.0f} s"
+        return f"the last {self._num_failed} steps failed: {self._error}"

@@ -1,0 +1,128 @@
+"""The controller of a run: the production node, and what performs its effects on simulated workers.
+
+Processes start and end at once or after a while; a process that is stopped is introduced to others
+only when it goes on. The controller, the router and the client share a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from cluster.control.controller import Controller, ControllerConfig, WorkerState
+from cluster.control.machines import Machine
+from cluster.control.messages import (
+    CONTROLLER,
+    Introduce,
+    Introduced,
+    MachinesChanged,
+    Peer,
+    StartWorker,
+    StopWorker,
+    WorkerLost,
+    WorkerStarted,
+)
+from engine.config import WorkerConfig
+from engine.node import Effect, Exit, NodeId
+from engine.stats import Role
+from lab.sim.faults import Sickness
+from lab.sim.runtime import Life, SimRuntime
+
+START_S = 0.3  # a worker takes up to so long to start again
+
+
+class Control:
+    """Owned by a run. Invariant: a worker has the epoch that the controller started last."""
+
+    def __init__(
+        self,
+        runtime: SimRuntime,
+        configs: Mapping[NodeId, WorkerConfig],
+        router: NodeId,
+        silent_grace_s: float,
+        make: Callable[[ControllerConfig], Controller],
+    ) -> None:
+        """The workers have places in `runtime`, and do not run yet."""
+        self._runtime = runtime
+        self._configs = configs
+        self._down_s: dict[NodeId, float] = {}  # of workers that crashed: until they can start
+        config = ControllerConfig(
+            workers=tuple((worker, each.role) for worker, each in configs.items()),
+            routers=(Peer(router, "sim", 1, 1),),
+            backoff_s=0.01,
+            max_backoff_s=0.5,
+            stable_s=1.0,
+            silent_grace_s=silent_grace_s,
+        )
+        self.node = make(config)
+        runtime.perform_other = self.perform
+        runtime.add(CONTROLLER, lambda epoch, records: self.node)
+        runtime.post("", CONTROLLER, MachinesChanged((Machine("m", "sim", 64.0),)))
+
+    def perform(self, life: Life, effect: Effect) -> None:
+        runtime = self._runtime
+        match effect:
+            case Exit(reason):
+                runtime.crash(life.node_id)
+                runtime.faults.injected["exit"] += 1
+                self._tell_lost(life.node_id, life.epoch, reason, 0.5 * runtime.rng.random())
+            case StartWorker(worker, _, epoch):
+                is_first = epoch == 1
+                start_s = self._down_s.pop(worker, START_S * runtime.rng.random())
+                at_s = runtime.now + (0.0 if is_first else start_s)
+                runtime.call_at(at_s, lambda: self._start(worker, epoch))
+            case StopWorker(worker, epoch):
+                running = runtime.life(worker)
+                if running is not None and running.epoch <= epoch:
+                    runtime.crash(worker)
+                    runtime.faults.injected["killed"] += 1
+            case Introduce(to, about, epoch):
+                self._introduce(Introduced(to, about, epoch))
+            case _:
+                raise AssertionError(f"unknown effect {effect!r}")
+
+    def crash(self, worker: NodeId, down_s: float, notice_s: float) -> None:
+        """A fault: the process dies. The controller notices, and can start it again, later."""
+        runtime, life = self._runtime, self._runtime.life(worker)
+        if life is None:
+            return
+        runtime.crash(worker)
+        runtime.faults.injected["crash"] += 1
+        self._down_s[worker] = down_s
+        self._tell_lost(worker, life.epoch, "killed", notice_s)
+
+    def fall_sick(self, sickness: Sickness) -> None:
+        """A fault: this life of the worker will not get well by itself."""
+        life = self._runtime.life(sickness.worker)
+        if life is not None:
+            self._runtime.faults.fall_sick(life.epoch, sickness)
+
+    def roles(self) -> dict[NodeId, Role]:
+        return {worker.node: worker.role for worker in self.node.workers.values()}
+
+    def up_since(self) -> dict[NodeId, float]:
+        """Of workers that are up."""
+        return {worker.node: worker.up_at for worker in self.node.workers.values()}
+
+    def all_up(self) -> bool:
+        return all(w.state is WorkerState.UP for w in self.node.workers.values())
+
+    def _start(self, worker: NodeId, epoch: int) -> None:
+        runtime, config = self._runtime, self._configs[worker]
+        runtime.restart(worker, epoch)
+        started = WorkerStarted(replace(config, epoch=epoch).info(), "sim", 2)
+        runtime.post("", CONTROLLER, started, 0.01 * runtime.rng.random())
+
+    def _introduce(self, done: Introduced) -> None:
+        """Reliable, as a call is; one of a process that is dead never comes back."""
+        runtime = self._runtime
+        life, after_s = runtime.life(done.to), 0.005 * runtime.rng.random()
+        if life is not None:
+            until_s = runtime.faults.paused_until(runtime.now, life.node_id, life.epoch)
+            after_s += max(0.0, until_s - runtime.now)
+            runtime.post("", CONTROLLER, done, after_s)
+
+    def _tell_lost(self, worker: NodeId, epoch: int, reason: str, after_s: float) -> None:
+        lost: Any = WorkerLost(worker, epoch, reason)
+        self._runtime.post("", CONTROLLER, lost, after_s)
