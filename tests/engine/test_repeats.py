@@ -206,7 +206,7 @@ def test_nothing_is_sealed_within_a_repeat_and_everything_at_its_end() -> None:
     prompt = [3] * (2 * BLOCK_SIZE + 1)
     world.submit("a", prompt, 12, remote=False)
     sealed: list[int] = []
-    world.workers["decode"].core.routers.append("router")
+    world.workers["decode"].core.publisher.routers.append("router")
     while world.step():
         events = [m for m in world.to_router if isinstance(m, KVEvents)]
         sealed.append(sum(len(event.stored) for event in events))
