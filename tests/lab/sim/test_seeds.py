@@ -14,6 +14,7 @@ from lab.sim.breakage import Break
 from lab.sim.run import Report, run_seed
 
 NUM_SEEDS = 100
+SOONER = {Break.RESCUE: (129,)}  # seeds that show it, where the first ones do not
 GROUP = 25
 
 
@@ -119,7 +120,7 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
 )
 def test_the_checkers_notice_a_missing_safeguard(broken: Break, kinds: set[str]) -> None:
     found: set[str] = set()
-    for seed in range(200):
+    for seed in (*SOONER.get(broken, ()), *range(200)):
         found |= {violation.kind for violation in run_seed(seed, broken).violations}
         if found & kinds:
             return

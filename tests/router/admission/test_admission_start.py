@@ -7,11 +7,12 @@ import pytest
 from tests.router.admission.overload import Overload
 
 
-@pytest.mark.parametrize("idle_s", [0.0, 3.0, 30.0])
-@pytest.mark.parametrize("warm", [(), (10,), (10, 500)])
-@pytest.mark.parametrize("prompt_len", [300, 3000])
+@pytest.mark.parametrize(
+    ("warm", "idle_s", "prompt_len"),
+    [((), 0.0, 3000), ((10,), 0.0, 3000), ((10,), 30.0, 300), ((10, 500), 3.0, 3000)],
+)
 def test_many_long_prompts_at_once_after_the_start(
-    prompt_len: int, warm: tuple[int, ...], idle_s: float
+    warm: tuple[int, ...], idle_s: float, prompt_len: int
 ) -> None:
     """They take 200 s of the 600 that each has."""
     s = Overload(slots=64, prompt_tokens_per_s=700.0)
