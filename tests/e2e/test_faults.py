@@ -1,4 +1,4 @@
-"""Workers that are killed, clients that go away, bytes that change: on the real thing.
+"""Workers that are killed or cut off, clients that go away, bytes that change: on the real thing.
 
 One server for the whole file; after each test nothing may be left over in any pool.
 """
@@ -27,6 +27,7 @@ from cluster.config import EngineSection
 from engine.request import SamplingParams
 from lab.local import LocalCluster
 from router.config import RouterConfig
+from tests.e2e.connections import cut
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -101,6 +102,39 @@ def stream(url: str, options: dict[str, Any], on_chunk: Any = None) -> str:
         if on_chunk is not None:
             on_chunk(number)
     return text
+
+
+def decode_worker(url: str) -> dict[str, Any]:
+    (worker,) = [w for w in status(url)["workers"] if w["worker"] == "decode-0"]
+    return worker
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.9, "seed": 7, "max_tokens": 60},
+        {"temperature": 0.9, "seed": 7, "max_tokens": 90, "response_format": STORY_FORMAT},
+    ],
+    ids=["sampled", "as JSON"],
+)
+def test_a_worker_whose_connections_break_goes_on_with_its_stream(
+    url: str, options: dict[str, Any]
+) -> None:
+    undisturbed = stream(url, options)
+    before, num_cut = decode_worker(url), []
+
+    def disturb(number: int) -> None:
+        if number in (10, 25, 40):
+            num_cut.append(cut(before["pid"]))
+
+    assert stream(url, options, disturb) == undisturbed
+    assert all(num >= 2 for num in num_cut)
+    after = decode_worker(url)
+    assert [after[name] for name in ("pid", "epoch", "restarts")] == [
+        before[name] for name in ("pid", "epoch", "restarts")
+    ]
+    assert status(url)["wire"]["reconnected"] > 0
+    wait_for(url, all_up, 10, "a worker was lost")
 
 
 @pytest.mark.parametrize(

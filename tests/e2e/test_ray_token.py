@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.runtime.ray_token import TokenUnknown, asks_for_token
-from tests.e2e.test_two_nodes import RAY_ENV, RayNode
+from tests.e2e.test_two_nodes import RayNode
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -48,15 +48,6 @@ def test_serving_refuses_a_cluster_without_a_token_and_says_what_to_do(start: St
     assert "asks for no token" in done.stderr
     for remedy in ("ray get-auth-token --generate", "RAY_AUTH_MODE=token", "--insecure-ray"):
         assert remedy in done.stderr
-
-
-def test_a_cluster_with_a_token_is_told_from_one_without(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = start("closed", RAY_ENV)
-    for name, value in RAY_ENV.items():  # who asks has the token, and asks without it
-        monkeypatch.setenv(name, value)
-    assert asks_for_token(address)
 
 
 def test_what_is_no_ray_cluster_is_not_taken_for_one_with_a_token() -> None:
