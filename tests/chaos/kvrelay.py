@@ -24,6 +24,8 @@ RAY_ENV = {
     "RAY_AUTH_TOKEN": "9c41d7e05b8a4f3f9d26e1b7a05c8f64" * 2,
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+KEY = "the-key-of-operators"
+ENV = {"KVRELAY_OPERATIONS_KEY": KEY}
 KINDS = {
     "worker": r"kvrelay (prefill|decode)-\d",
     "prefill worker": r"kvrelay prefill-\d",
@@ -53,7 +55,7 @@ class _KVRelay(System):
 
     def is_up(self) -> bool:
         try:
-            workers = get_json(self.urls[0], "/status")["workers"]
+            workers = get_json(self.urls[0], "/status", KEY)["workers"]
         except (httpx.HTTPError, ValueError):
             return False
         return bool(workers) and all(worker["state"] == "up" for worker in workers)
@@ -61,7 +63,7 @@ class _KVRelay(System):
     def left_over(self) -> list[str]:
         deadline = time.monotonic() + 15
         while True:
-            report = get_json(self.urls[0], "/audit")
+            report = get_json(self.urls[0], "/audit", KEY)
             left = [*report["left"], *report["wrong"]]
             if not left or time.monotonic() > deadline:
                 return left
@@ -72,7 +74,7 @@ class OnLoopback(_KVRelay):
     """Two workers of each role, Ray's processes among those of the server."""
 
     def __enter__(self) -> Self:
-        self.served = Served(SETTINGS, "--prefill", "2", "--decode", "2")
+        self.served = Served(SETTINGS, "--prefill", "2", "--decode", "2", env=ENV)
         self.served.__enter__()
         return self
 
@@ -108,7 +110,7 @@ class OnHosts(_KVRelay):
                 SETTINGS,
                 *("--prefill", "2", "--decode", "2", "--address", address),
                 *("--host", "0.0.0.0", "--port", str(API_PORT)),
-                env=RAY_ENV,
+                env=RAY_ENV | ENV,
                 prefix=self._hosts.inside(0),
             )
             self.served.__enter__()

@@ -79,5 +79,8 @@ def _command(process: psutil.Process) -> str:
         return ""
 
 
-def get_json(url: str, path: str) -> Any:
-    return httpx.get(f"{url}{path}", timeout=30.0).raise_for_status().json()
+def get_json(url: str, path: str, key: str) -> Any:
+    """`key`: of operators."""
+    headers = {"authorization": f"Bearer {key}"}
+    answer = httpx.get(f"{url}{path}", headers=headers, timeout=30.0)
+    return answer.raise_for_status().json()
