@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import mul
 
 from engine.config import WorkerConfig
-from engine.step import Step
+from engine.step import ScheduledSeq, Step
 
 RATE_WEIGHT = 0.2  # of a new measurement in the moving averages
 
@@ -123,6 +123,13 @@ def fitted_s(weights: Sequence[float], features: Sequence[float]) -> float:
     return max(0.0, float(sum(map(mul, weights, features))))
 
 
+def _one_pass(prompts: Sequence[ScheduledSeq]) -> tuple[float, float, float, float]:
+    """`prompt_features` of a pass that computes these shares of prompts, as if they were one."""
+    total = sum(len(share.tokens) for share in prompts)
+    before = sum(len(share.tokens) * share.start for share in prompts)
+    return prompt_features(total, before // total, total)
+
+
 def order_of(compute_s: float, waited_s: float) -> float:
     """Prompts are computed in ascending order of this: shortest first, but one that has waited for
     long, in proportion to what it takes, counts as shorter."""
@@ -166,8 +173,7 @@ class StepTiming:
             elapsed_s = max(elapsed_s - self.decode_step_s.value, 0.1 * elapsed_s)
         total = sum(len(share.tokens) for share in prompts)
         self.prefill_tokens_per_s.add(total, elapsed_s)
-        before = sum(len(share.tokens) * share.start for share in prompts)
-        features = prompt_features(total, before // total, total)
+        features = _one_pass(prompts)
         if known := self.prompt_cost.published():
             self._prompt_slowdown.add(elapsed_s, fitted_s(known, features))
         self.prompt_cost.add(features, elapsed_s)
@@ -184,9 +190,7 @@ class StepTiming:
             known = self.prompt_cost.published()
             if not known:
                 return None
-            total = sum(len(share.tokens) for share in prompts)
-            before = sum(len(share.tokens) * share.start for share in prompts)
-            seconds += fitted_s(known, prompt_features(total, before // total, total))
+            seconds += fitted_s(known, _one_pass(prompts))
         return seconds
 
     def prompt_budget(self) -> int:
