@@ -33,8 +33,8 @@ class LowerTiers(Protocol):
 
 
 class KVPublisher:
-    """Owned by a worker's core. Invariant: `_rest` has the blocks of the last snapshot that were
-    held then and that the router which asked for it was not told of yet."""
+    """Owned by a worker's core. Invariant: `_rest` has the blocks that were held at the last
+    snapshot and that a router which asked for it, or for one before, may not have been told of."""
 
     def __init__(self, config: WorkerConfig, pool: BlockPool) -> None:
         self._config = config
@@ -102,8 +102,11 @@ class KVPublisher:
         config, tiers = self._config, self.lower.snapshot() if self.lower is not None else ()
         parts = (TierHashes(Tier.DEVICE, self._pool.block_hashes()), *tiers)
         blocks = ((part.tier, block_hash) for part in parts for block_hash in part.stored)
-        told = _by_tier(islice(blocks, config.max_snapshot_blocks))
-        self._rest = deque(blocks)
+        first = list(islice(blocks, config.max_snapshot_blocks))
+        # A router that has all events so far, but not yet the rest of the last snapshot, has no use
+        # for this one: what that rest would have told it comes again.
+        self._rest = deque([*blocks, *(first if self._rest else ())])
+        told = _by_tier(first)
         hashes = told.pop(Tier.DEVICE, ())
         tiers = tuple(TierHashes(part.tier, told.get(part.tier, ())) for part in tiers)
         return Send(router, KVSnapshot(config.node_id, config.epoch, self.event_seq, hashes, tiers))

@@ -68,3 +68,28 @@ def test_a_part_that_is_lost_makes_the_router_ask_again() -> None:
         world.drain()
     follow(world, index)
     assert index.block_hashes("decode") == set(world.decode.core.kv.pool.block_hashes())
+
+
+def test_a_snapshot_that_comes_before_the_rest_of_the_last_one_leaves_nothing_out() -> None:
+    world = World(num_blocks=40, max_snapshot_blocks=4)
+    for number in range(5):
+        world.submit(f"r{number}", [100 * number + t for t in range(20)], 4, remote=False)
+        world.drain()
+    index = PrefixIndex()
+    index.add("decode", 1)
+    world.to_router.clear()
+    world.deliver("decode", RouterUp("router"))
+    follow(world, index)
+    for number in range(5, 9):  # the first blocks go: the next snapshot begins with others
+        world.submit(f"r{number}", [100 * number + t for t in range(20)], 4, remote=False)
+        world.drain()
+    assert world.decode.core.kv.pool.num_evictions > 0
+    follow(world, index)
+    world.perform("decode", [Send("decode", KVSnapshotRequest("router"))])
+    world.drain()
+    for _ in range(8):
+        world.tick(0.25)
+        world.drain()
+    follow(world, index)
+    assert index.in_step
+    assert index.block_hashes("decode") == set(world.decode.core.kv.pool.block_hashes())
