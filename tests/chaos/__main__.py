@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.report import make_console, write_json
 from tests.chaos.clients import Clients, Stream, requests_of
-from tests.chaos.faults import Fault, link_faults, process_faults
+from tests.chaos.faults import Fault, disk_faults, link_faults, process_faults
 from tests.chaos.kvrelay import OnHosts, OnLoopback
 from tests.chaos.network import Hosts, what_is_missing
 from tests.chaos.system import System
@@ -161,8 +161,8 @@ def main(
         if hosts:
             network = stack.enter_context(Hosts(3))
             with console.status("three hosts, and the server"):
-                system: System = stack.enter_context(OnHosts(network))
-            faults += link_faults(network)
+                system: System = stack.enter_context(on_hosts := OnHosts(network))
+            faults += [*link_faults(network), *disk_faults(on_hosts.disk)]
         else:
             with console.status("the server"):
                 system = stack.enter_context(OnLoopback())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import psutil
@@ -13,6 +14,7 @@ import psutil
 from tests.chaos.network import Hosts
 from tests.chaos.system import System
 
+FULL_S = 20.0
 SLOW_S = 10.0  # a process that is slowed down runs half of this time, in short turns
 TURN_S = 0.1
 
@@ -28,10 +30,10 @@ class Fault:
 
 def process_faults(system: System, stop_s: float) -> Iterator[Fault]:
     for kind in system.kinds:
-        breaks = kind in ("server", "router")
+        breaks = kind == "router"
         yield Fault(f"kill -9 of a {kind}", _killing(system, kind), breaks)
         yield Fault(f"{kind} stopped for {stop_s:g} s", _stopping(system, kind, stop_s), breaks)
-    yield Fault("a worker at half speed", _slowing(system, "worker"))
+    yield Fault("a worker at half speed", _slowing(system, "decode worker"))
 
 
 def link_faults(hosts: Hosts) -> Iterator[Fault]:
@@ -39,6 +41,26 @@ def link_faults(hosts: Hosts) -> Iterator[Fault]:
     for seconds in (5.0, 30.0):
         yield Fault(f"a link cut for {seconds:g} s", _cutting(hosts, seconds))
     yield Fault("10 % of packets lost for 20 s", _losing(hosts, 20.0))
+
+
+def disk_faults(disk: Path) -> Iterator[Fault]:
+    yield Fault(f"a full disk for {FULL_S:g} s", _filling(disk))
+
+
+def _filling(disk: Path) -> Callable[[Random], Awaitable[str | None]]:
+    async def apply(random: Random) -> str | None:
+        rest = disk / "in the way"
+        with rest.open("wb") as out, contextlib.suppress(OSError):
+            while True:
+                out.write(bytes(1 << 20))
+                out.flush()
+        try:
+            await asyncio.sleep(FULL_S)
+        finally:
+            rest.unlink()
+        return str(disk)
+
+    return apply
 
 
 def _killing(system: System, kind: str) -> Callable[[Random], Awaitable[str | None]]:

