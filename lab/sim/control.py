@@ -1,7 +1,7 @@
 """The controller of a run: the production node, and what performs its effects on simulated workers.
 
 Processes start and end at once or after a while; a process that is stopped is introduced to others
-only when it goes on. The controller, the router and the client share a process.
+only when it goes on. The controller may die; the next one finds what that has kept.
 """
 
 from __future__ import annotations
@@ -10,30 +10,35 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from cluster.control.controller import Controller, ControllerConfig, WorkerState
+from cluster.control.controller import Controller, ControllerConfig
 from cluster.control.machines import Machine
 from cluster.control.messages import (
     CONTROLLER,
+    AdoptWorker,
     Introduce,
     Introduced,
+    Kept,
     MachinesChanged,
     Peer,
+    Record,
     StartWorker,
     StopWorker,
     WorkerLost,
     WorkerStarted,
 )
+from cluster.control.wanted import WorkerState
 from engine.config import WorkerConfig
 from engine.node import Effect, Exit, NodeId
 from engine.stats import Role
 from lab.sim.faults import Sickness
 from lab.sim.runtime import Life, SimRuntime
 
+MACHINES = (Machine("m", "sim", 64.0),)
 START_S = 0.3  # a worker takes up to so long to start again
 
 
 class Control:
-    """Owned by a run. Invariant: a worker has the epoch that the controller started last."""
+    """Owned by a run. Invariant: a worker has the epoch that a controller started last."""
 
     def __init__(
         self,
@@ -47,7 +52,9 @@ class Control:
         self._runtime = runtime
         self._configs = configs
         self._down_s: dict[NodeId, float] = {}  # of workers that crashed: until they can start
-        config = ControllerConfig(
+        self._latest: dict[NodeId, int] = {}  # epochs that may still begin
+        self._make = make
+        self._config = ControllerConfig(
             workers=tuple((worker, each.role) for worker, each in configs.items()),
             routers=(Peer(router, "sim", 1, 1),),
             backoff_s=0.01,
@@ -55,10 +62,11 @@ class Control:
             stable_s=1.0,
             silent_grace_s=silent_grace_s,
         )
-        self.node = make(config)
+        self._kept = Kept()
+        self.node = make(self._config)
         runtime.perform_other = self.perform
         runtime.add(CONTROLLER, lambda epoch, records: self.node)
-        runtime.post("", CONTROLLER, MachinesChanged((Machine("m", "sim", 64.0),)))
+        runtime.post("", CONTROLLER, MachinesChanged(MACHINES))
 
     def perform(self, life: Life, effect: Effect) -> None:
         runtime = self._runtime
@@ -71,14 +79,21 @@ class Control:
                 is_first = epoch == 1
                 start_s = self._down_s.pop(worker, START_S * runtime.rng.random())
                 at_s = runtime.now + (0.0 if is_first else start_s)
+                self._latest[worker] = epoch
                 runtime.call_at(at_s, lambda: self._start(worker, epoch))
             case StopWorker(worker, epoch):
+                if self._latest.get(worker, 0) <= epoch:
+                    self._latest.pop(worker, None)
                 running = runtime.life(worker)
                 if running is not None and running.epoch <= epoch:
                     runtime.crash(worker)
                     runtime.faults.injected["killed"] += 1
             case Introduce(to, about, epoch):
                 self._introduce(Introduced(to, about, epoch))
+            case Record(kept):
+                self._kept = kept
+            case AdoptWorker(worker, epoch):
+                self._adopt(worker, epoch)
             case _:
                 raise AssertionError(f"unknown effect {effect!r}")
 
@@ -91,6 +106,30 @@ class Control:
         runtime.faults.injected["crash"] += 1
         self._down_s[worker] = down_s
         self._tell_lost(worker, life.epoch, "killed", notice_s)
+
+    def hand_over(self, away_s: float) -> None:
+        """A fault: the controller dies; all that it was told, or would be told, is lost."""
+        runtime = self._runtime
+        if runtime.life(CONTROLLER) is None:
+            return
+        runtime.crash(CONTROLLER)
+        runtime.faults.injected["handover"] += 1
+        runtime.call_at(runtime.now + away_s, self._take_over)
+
+    def _take_over(self) -> None:
+        runtime = self._runtime
+        self.node = self._make(replace(self._config, kept=self._kept))
+        runtime.restart(CONTROLLER)
+        runtime.post("", CONTROLLER, MachinesChanged(MACHINES))
+
+    def _adopt(self, worker: NodeId, epoch: int) -> None:
+        """One that is stopped answers when it goes on."""
+        runtime, life = self._runtime, self._runtime.life(worker)
+        if life is not None and life.epoch == epoch:
+            until_s = runtime.faults.paused_until(runtime.now, worker, epoch)
+            after_s = max(0.0, until_s - runtime.now) + 0.01 * runtime.rng.random()
+            info = replace(self._configs[worker], epoch=epoch).info()
+            runtime.post("", CONTROLLER, WorkerStarted(info, "sim", 2), after_s)
 
     def fall_sick(self, sickness: Sickness) -> None:
         """A fault: this life of the worker will not get well by itself."""
@@ -110,6 +149,9 @@ class Control:
 
     def _start(self, worker: NodeId, epoch: int) -> None:
         runtime, config = self._runtime, self._configs[worker]
+        if self._latest.get(worker) != epoch:  # it was ended before it began
+            return
+        del self._latest[worker]
         runtime.restart(worker, epoch)
         started = WorkerStarted(replace(config, epoch=epoch).info(), "sim", 2)
         runtime.post("", CONTROLLER, started, 0.01 * runtime.rng.random())

@@ -112,6 +112,8 @@ class Cluster:
             runtime.call_at(crash.at_s, die)
         for sickness in plan.sicknesses:
             runtime.call_at(sickness.at_s, partial(control.fall_sick, sickness))
+        for handover in plan.handovers:
+            runtime.call_at(handover.at_s, partial(control.hand_over, handover.away_s))
         for rot in plan.rots:
             runtime.call_at(rot.at_s, partial(self._rot, rot))
         for change in self.scenario.role_changes:
@@ -122,7 +124,7 @@ class Cluster:
         runtime.run_until(scenario.faults.until_s)
         runtime.faults.active = False
         bound_s = scenario.faults.until_s + FINISH_WITHIN_S
-        runtime.run_until(bound_s, done=lambda: self.client.num_open == 0)
+        runtime.run_until(bound_s, done=lambda: self.client.num_open == 0 and self._is_well())
         runtime.post("", CLIENT, SecondWave())
         self._give_orders(after_faults=True)
         runtime.run_until(runtime.now)
@@ -139,6 +141,13 @@ class Cluster:
             checkers.check_index(runtime, ROUTER, self.worker_ids)
             checkers.check_roles(runtime, ROUTER, self.control.roles())
             self.operator.check(self.control.up_since())
+
+    def _is_well(self) -> bool:
+        """A sickness may outlast the other faults, and a worker be back some time after it."""
+        lives = filter(None, map(self.runtime.life, self.worker_ids))
+        faults, now = self.runtime.faults, self.runtime.now
+        is_sick = any(faults.sickness(now, each.node_id, each.epoch) for each in lives)
+        return self.control.all_up() and not is_sick
 
     def _change_role(self, change: RoleChange) -> None:
         self.runtime.faults.injected["role change"] += 1

@@ -10,10 +10,10 @@ import random
 from dataclasses import dataclass
 
 from engine.config import WorkerConfig
-from engine.kv.tier import Retention
+from engine.kv.tier import LOWER_TIERS, Retention
 from engine.node import NodeId
 from engine.stats import Role
-from lab.sim.faults import FaultPlan, draw_faults
+from lab.sim.faults import Crash, FaultPlan, Handover, Kind, Partition, Pause, Rot, Sickness
 from lab.sim.operator import PlannedOrder, draw_orders
 from lab.sim.workload import Job, Limits, draw_jobs
 from router.config import POLICIES, RouterConfig
@@ -151,4 +151,119 @@ def _draw_router(rng: random.Random) -> RouterConfig:
         speculative_s=rng.uniform(0.5, 5.0),
         backoff_s=rng.uniform(0.02, 0.3),
         max_backoff_s=rng.uniform(0.5, 3.0),
+    )
+
+
+def draw_faults(
+    rng: random.Random,
+    router: NodeId,
+    workers: list[NodeId],
+    until_s: float,
+    *,
+    checksums: bool,
+) -> FaultPlan:
+    """Damaged blocks need checksums to be noticed, so without them none are drawn."""
+
+    def maybe(low: float, high: float, chance: float = 0.5) -> float:
+        return rng.uniform(low, high) if rng.random() < chance else 0.0
+
+    return FaultPlan(
+        until_s=until_s,
+        lose=maybe(0.005, 0.08),
+        duplicate=maybe(0.005, 0.1),
+        delay=maybe(0.01, 0.15),
+        delay_s=rng.uniform(0.01, 1.5),
+        read_error=maybe(0.02, 0.3),
+        read_stall=maybe(0.02, 0.3),
+        read_slow=maybe(0.05, 0.5),
+        read_slow_s=rng.uniform(0.1, 3.0),
+        flip=maybe(0.02, 0.3) if checksums else 0.0,
+        connect_error=maybe(0.05, 0.4, chance=0.3),
+        step_error=maybe(0.002, 0.02, chance=0.3),
+        step_slow=maybe(0.01, 0.05, chance=0.3),
+        crashes=_draw_crashes(rng, workers, until_s),
+        partitions=_draw_partitions(rng, [router, *workers], until_s),
+        pauses=_draw_pauses(rng, workers, until_s),
+        disk_error=maybe(0.02, 0.3),
+        disk_slow=maybe(0.02, 0.3),
+        disk_slow_s=rng.uniform(0.1, 3.0),
+        # An index that could not be changed may name what was overwritten.
+        store_error=maybe(0.05, 0.4) if checksums else 0.0,
+        rots=_draw_rots(rng, workers, until_s) if checksums else (),
+        read_hang=maybe(0.05, 0.3),
+        hang_s=rng.uniform(1.0, 25.0),
+        sicknesses=_draw_sicknesses(rng, workers, until_s),
+        handovers=_draw_handovers(rng, until_s),
+    )
+
+
+def _draw_crashes(rng: random.Random, workers: list[NodeId], until_s: float) -> tuple[Crash, ...]:
+    """Up to four, in order of time; no worker dies again before it is back."""
+    crashes: list[Crash] = []
+    free_at = dict.fromkeys(workers, 0.1)
+    for _ in range(rng.choice((0, 0, 1, 2, 4))):
+        worker = rng.choice(workers)
+        at = free_at[worker] + rng.uniform(0.0, until_s * 0.6)
+        down, notice = rng.uniform(0.02, 2.0), rng.uniform(0.01, 1.0)
+        if at + max(down, notice) < until_s:
+            crashes.append(Crash(worker, at, down, notice))
+            free_at[worker] = at + max(down, notice)
+    return tuple(sorted(crashes, key=lambda c: c.at_s))
+
+
+def _draw_partitions(
+    rng: random.Random, nodes: list[NodeId], until_s: float
+) -> tuple[Partition, ...]:
+    partitions = []
+    for _ in range(rng.choice((0, 0, 0, 1, 3))):
+        from_s = rng.uniform(0.0, until_s * 0.8)
+        until = min(until_s, from_s + rng.uniform(0.05, 2.0))
+        partitions.append(Partition(frozenset(rng.sample(nodes, 2)), from_s, until))
+    return tuple(partitions)
+
+
+def _draw_pauses(rng: random.Random, workers: list[NodeId], until_s: float) -> tuple[Pause, ...]:
+    pauses = []
+    for _ in range(rng.choice((0, 0, 0, 1, 3))):
+        from_s = rng.uniform(0.0, until_s * 0.8)
+        until = min(until_s, from_s + rng.uniform(0.05, 2.0))
+        pauses.append(Pause(rng.choice(workers), from_s, until))
+    return tuple(pauses)
+
+
+def _draw_sicknesses(
+    rng: random.Random, workers: list[NodeId], until_s: float
+) -> tuple[Sickness, ...]:
+    return tuple(
+        Sickness(
+            rng.choice(workers),
+            rng.uniform(0.0, until_s),
+            rng.choice(list(Kind)),
+            rng.choice((rng.uniform(0.5, 8.0), rng.uniform(8.0, 30.0))),
+        )
+        for _ in range(rng.choice((0, 0, 0, 1, 2)))
+    )
+
+
+def _draw_handovers(rng: random.Random, until_s: float) -> tuple[Handover, ...]:
+    """In order of time; the next controller is there before it dies as well."""
+    handovers: list[Handover] = []
+    at_s = 0.0
+    for _ in range(rng.choice((0, 0, 0, 1, 3))):
+        at_s += rng.uniform(0.0, until_s / 3)
+        handovers.append(Handover(at_s, rng.uniform(0.01, 2.0)))
+        at_s += handovers[-1].away_s + 0.01
+    return tuple(handovers)
+
+
+def _draw_rots(rng: random.Random, workers: list[NodeId], until_s: float) -> tuple[Rot, ...]:
+    return tuple(
+        Rot(
+            rng.choice(workers),
+            rng.choice(LOWER_TIERS),
+            rng.uniform(0.0, until_s),
+            rng.randrange(1000),
+            rng.randrange(1000),
+        )
+        for _ in range(rng.choice((0, 0, 4, 40)))
     )
