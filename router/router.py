@@ -203,6 +203,9 @@ class Router:
 
     def _on_worker_up(self, now: float, up: WorkerUp) -> None:
         replaced, is_new = self._dispatcher.on_worker_up(now, up.info)
+        if not is_new:  # a controller may say so again; its role may have changed meanwhile
+            change = RoleChanged(up.info.worker, up.info.epoch, up.info.role)
+            self._migrations.on_role_changed(now, change)
         if replaced is not None:
             self._on_lost(now, replaced, f"{up.info.worker} has started again")
         if is_new:
