@@ -246,6 +246,11 @@ class ClusterSection(Section, frozen=True):
     # long, is killed and started again
     silent_grace_s: Annotated[float, Meta(ge=1.0, le=3600.0)] = 5.0
     max_frame_mib: Annotated[int, Meta(ge=1, le=1024)] = 64  # the largest message between processes
+    # workers live so long without a controller: a server that is started again within this time, at
+    # the same port, finds them with their weights and KV
+    orphan_s: Annotated[float, Meta(ge=10.0, le=86_400.0)] = 120.0
+    # requests that are served when the server is told to stop have so long to finish
+    drain_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 30.0
 
 
 _OTLP = _text(r"|https?://[^\s/]+\S*", "http://HOST:PORT of an OTLP/HTTP collector")

@@ -162,22 +162,23 @@ class RouterProcess:
         self._process.wait(10)
 
 
-def serve_as_router() -> None:
-    """The child: what `cluster.runtime.actors.RouterActor` does."""
-    from cluster.serve.router_process import RouterProcess, RouterProcessSpec
+async def serve_as_router() -> None:
+    """The child: what `cluster.serve.child` does."""
+    from cluster.serve.router_process import RouterProcess, RouterProcessSpec, bind
+    from cluster.worker.process import meet
 
     spec, token, peers = pickle.load(sys.stdin.buffer)
     began_at = time.time()
     process = RouterProcess(
         RouterProcessSpec(**spec), Listening("127.0.0.1", token, MAX_FRAME_BYTES)
     )
-    started = process.start()
-    process.introduce(peers)
+    started = await process.start(bind("127.0.0.1", 0), "127.0.0.1")
+    meet(process.wire, peers)
     told = {"host": started.peer.host, "port": started.peer.port, "began_at": began_at}
     told["http_port"] = started.http_port
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
-    process.wait()
+    raise await process.failed
 
 
 async def bring_up(workers: Workers, spec: dict[str, Any], epoch: int) -> tuple[Any, Any]:
@@ -227,7 +228,6 @@ async def measure(
         "cluster": run,
         "router": ROUTER,
         "routers": ROUTERS,
-        "http_port": 0,
         "config": Config(api=ApiSection(port=0), state=StateSection(url=url, index_interval_s=0.5)),
         "model": ServedModel(
             resolve_model(DEFAULT_MODEL, progress=lambda _: None), "model", 1 << 17
@@ -312,7 +312,7 @@ def main(
     workers: int, blocks: int, probes: int, rounds: int, json_path: Path | None, child: bool
 ) -> None:
     if child:
-        serve_as_router()
+        asyncio.run(serve_as_router())
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "redis.sock"

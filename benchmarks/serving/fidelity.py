@@ -44,8 +44,8 @@ from benchmarks.serving.fidelity_load import (
 from benchmarks.serving.served import Served
 from cluster.api.text.tokenizer import Tokenizer
 from cluster.config import Config
-from cluster.serve.deployment import ITL_TARGET_MS
 from cluster.worker.build import PreparedModel, prepare_model
+from cluster.worker.specs import ITL_TARGET_MS
 from engine.config import STATS_INTERVAL_S
 from lab.bench.load import percentile
 from lab.replay.config import ReplayConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 READY_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 60.0  # more than it takes to drain
 
 
 def toml_text(settings: Mapping[str, object]) -> str:

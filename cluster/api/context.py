@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from enum import StrEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -34,6 +35,17 @@ T = TypeVar("T")
 
 _NUM_BODIES = 64  # as large as they may be, that may arrive at once
 _LARGE = 128 * 1024  # characters; about 0.1 s to tokenise
+
+
+class ControllerAway(Exception):
+    """What only the controller knows or does cannot be had now."""
+
+
+class Service(StrEnum):
+    """What an operator may ask of the whole server."""
+
+    DRAIN = "drain"  # finish what is there, and end
+    RESTART = "restart"  # every process, one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +77,11 @@ class ApiContext:
     explanations: Explanations  # of the router behind `client`
     limits: ApiLimits = field(default_factory=ApiLimits)
     audit: Callable[[], Awaitable[dict[str, Any]]] | None = None  # see cluster.control.audits
-    # Prefer a worker for another role; returns the one before. KeyError: lists the workers.
+    # Prefer a worker for another role; returns the one before. KeyError: lists the workers. This
+    # and `audit` may raise ControllerAway.
     set_role: Callable[[str, Role], Role] | None = None
+    is_draining: Callable[[], bool] = lambda: False  # no new request is taken
+    order: Callable[[Service], None] | None = None  # begins what is asked
     # Why the router would refuse a call, by a cheap check; None: it has to be tried.
     refuse_early: Callable[[Call], Failed | None] = lambda call: None
     tenants: Tenants = field(default_factory=Tenants)

@@ -121,6 +121,28 @@ def shutting_down() -> ApiError:
     )
 
 
+def draining() -> ApiError:
+    """503: the server finishes what it has, and ends."""
+    return ApiError(
+        503,
+        "The server takes no new requests: it is about to end",
+        type="service_unavailable_error",
+        code="draining",
+        retry_after_s=1.0,
+    )
+
+
+def controller_away() -> ApiError:
+    """503: only the controller knows, and it is not there just now."""
+    return ApiError(
+        503,
+        "The controller does not answer; it is started again by itself: try again in some seconds",
+        type="service_unavailable_error",
+        code="controller_away",
+        retry_after_s=2.0,
+    )
+
+
 def refused(failed: Failed) -> ApiError:
     """What the router said, in HTTP's words. What went wrong inside is logged: clients are told
     what they can do."""

@@ -1,7 +1,8 @@
-"""What operators and their tools ask a server: `/health`, `/status`, `/metrics`, `/audit`, and
-`/workers/{worker}/role`, which changes what a worker is preferred for.
+"""What operators and their tools ask a server: `/health`, `/status`, `/metrics`, `/audit`;
+`/workers/{worker}/role`, which changes what a worker is preferred for; `/drain` and `/restart`.
 
-All but the state of health (`/health`, `/ping`, `/version`) is for operators only.
+All but the state of health (`/health`, `/health/live`, `/health/ready`, `/ping`, `/version`) is for
+operators only.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, invalid
+from cluster.api.context import ApiContext, ControllerAway, Service
+from cluster.api.errors import ApiError, controller_away, invalid
 from cluster.api.incoming import check_operator, read_body
 from cluster.api.openai.schema import parse
 from engine.stats import Role
@@ -33,6 +34,8 @@ def operation_routes(ctx: ApiContext) -> list[Route]:
     calls = _Operations(ctx)
     routes = [
         Route("/health", calls.health, methods=["GET"]),
+        Route("/health/live", calls.ping, methods=["GET"]),
+        Route("/health/ready", calls.ready, methods=["GET"]),
         Route("/ping", calls.ping, methods=["GET", "POST"]),
         Route("/version", calls.version, methods=["GET"]),
         Route("/status", calls.status, methods=["GET"]),
@@ -42,6 +45,9 @@ def operation_routes(ctx: ApiContext) -> list[Route]:
         routes.append(Route("/audit", calls.audit, methods=["GET"]))
     if ctx.set_role is not None:
         routes.append(Route("/workers/{worker}/role", calls.set_role, methods=["POST"]))
+    if ctx.order is not None:
+        routes.append(Route("/drain", calls.drain, methods=["POST"]))
+        routes.append(Route("/restart", calls.restart, methods=["POST"]))
     return routes
 
 
@@ -53,6 +59,26 @@ class _Operations:
         is_healthy, detail = self._ctx.healthy()
         status = {"status": "ok" if is_healthy else "unavailable"}
         return JSONResponse(detail | status, 200 if is_healthy else 503)
+
+    async def ready(self, http: Request) -> Response:
+        """Whether new requests should come here."""
+        is_healthy, detail = self._ctx.healthy()
+        if self._ctx.is_draining():
+            return JSONResponse(detail | {"status": "draining"}, 503)
+        status = {"status": "ready" if is_healthy else "unavailable"}
+        return JSONResponse(detail | status, 200 if is_healthy else 503)
+
+    async def drain(self, http: Request) -> Response:
+        return self._order(http, Service.DRAIN)
+
+    async def restart(self, http: Request) -> Response:
+        return self._order(http, Service.RESTART)
+
+    def _order(self, http: Request, service: Service) -> Response:
+        check_operator(self._ctx, http)
+        assert self._ctx.order is not None
+        self._ctx.order(service)
+        return JSONResponse({"begun": str(service)}, 202)
 
     async def ping(self, http: Request) -> Response:
         """That there is an answer is the answer."""
@@ -73,7 +99,10 @@ class _Operations:
     async def audit(self, http: Request) -> Response:
         check_operator(self._ctx, http)
         assert self._ctx.audit is not None
-        return JSONResponse(await self._ctx.audit())
+        try:
+            return JSONResponse(await self._ctx.audit())
+        except (ControllerAway, TimeoutError):
+            raise controller_away() from None
 
     async def set_role(self, http: Request) -> Response:
         check_operator(self._ctx, http)
@@ -88,4 +117,6 @@ class _Operations:
         except KeyError as error:
             known = ", ".join(error.args[0]) or "none"
             raise ApiError(404, f"There is no worker {worker[:80]!r}; there are: {known}") from None
+        except ControllerAway:
+            raise controller_away() from None
         return JSONResponse({"worker": worker, "role": wanted, "was": was})

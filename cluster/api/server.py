@@ -80,13 +80,13 @@ async def serve_app(
     on_ready: Callable[[int], None] | None = None,
     connections: ConnectionLimits = ConnectionLimits(),
     certificate: tuple[str, str] | None = None,
-    shutdown_timeout_s: float = 15.0,
+    shutdown_timeout_s: Callable[[], float] = lambda: 15.0,
 ) -> None:
     """Serve until `stop` is set; without `stop`, until SIGINT or SIGTERM.
 
     `sock`: from `bind_socket`, instead of host and port. `certificate`: the PEM files with it and
     with its key, for HTTPS. `on_ready` gets the port once requests
-    are taken. Raises `PortTaken`. When stopping, requests get `shutdown_timeout_s` to finish.
+    are taken. Raises `PortTaken`. When stopping, requests get `shutdown_timeout_s()` to finish.
     """
     sock = sock or bind_socket(host, port)
     connections = _within_files(connections)
@@ -103,7 +103,6 @@ async def serve_app(
         backlog=BACKLOG,
         ssl_certfile=cert,
         ssl_keyfile=key,
-        timeout_graceful_shutdown=max(1, round(shutdown_timeout_s)),
     )
     server = uvicorn.Server(config) if stop is None else _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -116,6 +115,7 @@ async def serve_app(
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
+            config.timeout_graceful_shutdown = max(1, round(shutdown_timeout_s()))
             server.should_exit = True
         await serving
     finally:

@@ -18,12 +18,14 @@ import click
 
 if TYPE_CHECKING:
     from cluster.config import Config
-    from cluster.serve.deployment import Deployment
+    from cluster.serve.supervisor import Ready
 
 COMMANDS = {
     "audit": ("cluster.cli.audit", "audit", "Do all KV blocks add up, and does any leak?"),
     "explain": ("cluster.cli.explain", "explain", "Where a request's time went, and why."),
     "role": ("cluster.cli.role", "role", "Prefer a worker for prompts, decoding or both."),
+    "drain": ("cluster.cli.service", "drain", "Let a server finish what it has, and end."),
+    "restart": ("cluster.cli.service", "restart", "Every process anew, one after the other."),
     "chat": ("cluster.cli.client", "chat", "Talk to a served model from the terminal."),
     "status": ("cluster.cli.client", "status", "Workers, what they do, and the cache hit rate."),
     "sessions": ("cluster.cli.sessions", "sessions", "See, park, resume, fork or close sessions."),
@@ -92,7 +94,7 @@ def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
     from rich.console import Console
 
     from cluster.config import ConfigError, load_config
-    from cluster.serve.deployment import ServeError
+    from cluster.serve.errors import ServeError
 
     sections = dict.fromkeys(("prefill", "decode", "address", "insecure_ray"), "cluster")
     sections |= {"host": "api", "port": "api", "dtype": "model"}
@@ -116,12 +118,16 @@ async def _serve(read: Callable[[], Config], path: Path | None, console: Any) ->
     config = read()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     stop = asyncio.Event()
+    clusters: list[str] = []
 
     def on_signal() -> None:
         if stop.is_set():
-            _exit_now()
-        console.print("stopping", markup=False)
+            _exit_now(clusters)
         stop.set()
+
+    def on_stop() -> None:
+        drain_s = config.cluster.drain_s
+        console.print(f"stopping; requests have up to {drain_s:g} s to finish", markup=False)
 
     loop = asyncio.get_running_loop()
     source = Source(path, read, asyncio.Event())
@@ -133,21 +139,18 @@ async def _serve(read: Callable[[], Config], path: Path | None, console: Any) ->
         else:
             source.hangup.set()
 
-    def take_signals() -> None:
-        loop.add_signal_handler(signal.SIGHUP, on_hangup)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal)
-
-    take_signals()
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
     progress = StartProgress(console)
     with progress:
 
-        def on_ready(deployment: Deployment, port: int) -> None:
+        def on_ready(ready: Ready, config: Config) -> None:
             progress.close()
             logging.getLogger("kvrelay").setLevel(logging.INFO)
-            _print_ready(console, deployment, port)
+            _print_ready(console, ready, config)
 
-        await serve_until(config, progress.tell, stop, on_ready, take_signals, source)
+        await serve_until(config, progress.tell, stop, on_ready, source, on_stop, clusters.append)
 
 
 def _has_terminal() -> bool:
@@ -158,29 +161,33 @@ def _has_terminal() -> bool:
     return True
 
 
-def _exit_now() -> None:
-    """Without waiting for anything; Ray's processes would linger for a while."""
+def _exit_now(clusters: list[str]) -> None:
+    """Without waiting for anything."""
     import psutil
+
+    from cluster.runtime.processes import kill_workers
 
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
+    for cluster in clusters:
+        kill_workers(cluster)
     os._exit(130)
 
 
-def _print_ready(console: Any, deployment: Deployment, port: int) -> None:
+def _print_ready(console: Any, ready: Ready, config: Config) -> None:
     from cluster.control.router_processes import api_url
 
-    host, tls = deployment.config.api.host, deployment.config.tls
-    url = api_url(host, port, tls.scheme)
-    for line in deployment.kv_lines():
+    tls = config.tls
+    urls = {name: api_url(config.api.host, port, tls.scheme) for name, port in ready.ports.items()}
+    first, *further = urls
+    for line in ready.lines:
         console.print(line, markup=False, soft_wrap=True)
-    for router, its_port in deployment.router_ports().items():
-        console.print(
-            f"{router}: {api_url(host, its_port, tls.scheme)}/v1", markup=False, soft_wrap=True
-        )
+    for router in further:
+        console.print(f"{router}: {urls[router]}/v1", markup=False, soft_wrap=True)
+    url = urls[first]
     console.print(
-        f"\nReady: {deployment.model.served_name} at {url}/v1 (OpenAI-compatible). Try:\n",
+        f"\nReady: {ready.model} at {url}/v1 (OpenAI-compatible). Try:\n",
         style="bold green",
         markup=False,
         soft_wrap=True,
@@ -188,7 +195,7 @@ def _print_ready(console: Any, deployment: Deployment, port: int) -> None:
     trusted = f"--cacert {tls.ca} " if tls.api and tls.ca else ""
     console.print(
         f"curl {trusted}{url}/v1/chat/completions -H 'Content-Type: application/json' -d "
-        f'\'{{"model": "{deployment.model.served_name}", "temperature": 0, "messages": '
+        f'\'{{"model": "{ready.model}", "temperature": 0, "messages": '
         '[{"role": "user", "content": "What is the capital of France?"}]}\'\n',
         markup=False,
         soft_wrap=True,

@@ -6,6 +6,9 @@ Life of a worker, one epoch per round:
               |             |           |
               +-------------+-----------+--> backoff -> starting (next epoch) ...
 
+A controller that comes after another one finds workers that run; these begin with `adopting`,
+which ends as `starting` does. Routers go on with them all the while.
+
 A worker is introduced before a router may use it: it learns the addresses of all that it may talk
 to (any worker may fetch KV from any other), they learn its own, and only when all have said so is
 it announced. A worker that is lost is
@@ -17,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
 from cluster.control.machines import Assigned, Machine, assign_machine
@@ -26,8 +28,12 @@ from cluster.control.messages import (
     GiveUp,
     Introduce,
     Introduced,
+    Kept,
+    KeptWorker,
     MachinesChanged,
     Peer,
+    Record,
+    RestartWorker,
     RouterFailed,
     RouterLost,
     RouterStarted,
@@ -38,24 +44,15 @@ from cluster.control.messages import (
     WorkerLost,
     WorkerStarted,
 )
+from cluster.control.process_messages import LinkLost
 from cluster.control.router_processes import TAG as ROUTER_TAG
 from cluster.control.router_processes import RouterProcesses, RouterProcessLimits
 from cluster.control.suspects import TAG as SUSPECT_TAG
 from cluster.control.suspects import Suspects
+from cluster.control.wanted import COMING, RUNNING, Worker, WorkerState
 from engine.node import Effect, NodeId, Note, Send, Wake, Woken
-from engine.stats import ProgressReport, Role, RouterUp, WorkerInfo
+from engine.stats import ProgressReport, Role, RouterDown, RouterUp, WorkerInfo
 from router.messages import RoleChanged, WorkerDown, WorkerSuspected, WorkerUp
-
-
-class WorkerState(StrEnum):
-    DOWN = "down"
-    STARTING = "starting"
-    INTRODUCING = "introducing"
-    UP = "up"
-    BACKOFF = "backoff"
-
-
-RUNNING = (WorkerState.STARTING, WorkerState.INTRODUCING, WorkerState.UP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,9 @@ class ControllerConfig:
     routers: tuple[Peer, ...]  # that live as long as the controller
     listeners: tuple[Peer, ...] = ()  # nodes beside the routers that processes send to
     further_routers: tuple[NodeId, ...] = ()  # further routers, to be started and kept running
-    first_epoch: int = 1
+    kept: Kept = field(default_factory=Kept)  # by the controller before
+    running_routers: tuple[RouterStarted, ...] = ()  # further routers that outlived it
+    adopt_timeout_s: float = 5.0
     start_timeout_s: float = 180.0
     introduce_timeout_s: float = 10.0
     silent_grace_s: float = 5.0  # for a worker of which routers complain to answer
@@ -72,26 +71,6 @@ class ControllerConfig:
     max_backoff_s: float = 30.0
     stable_s: float = 60.0  # up for this long: earlier failures are forgotten
     max_first_failures: int = 3  # before the first worker ever was up
-
-
-@dataclass(slots=True)
-class Worker:
-    """One wanted worker. `waiting_for` is empty unless it is introducing."""
-
-    node: NodeId
-    role: Role
-    epoch: int
-    state: WorkerState = WorkerState.DOWN
-    machine_id: str | None = None
-    avoid: str | None = None
-    info: WorkerInfo | None = None
-    peer: Peer | None = None
-    pid: int = 0
-    waiting_for: set[NodeId] = field(default_factory=set)
-    failures: int = 0
-    restarts: int = 0
-    up_at: float = 0.0
-    last_error: str = ""
 
 
 class Controller:
@@ -102,9 +81,7 @@ class Controller:
         self.node_id = node_id
         self.config = config
         self.machines: tuple[Machine, ...] = ()
-        self.workers = {
-            node: Worker(node, role, config.first_epoch - 1) for node, role in config.workers
-        }
+        self.workers = {node: Worker(node, role, 0) for node, role in config.workers}
         limits = RouterProcessLimits(
             config.start_timeout_s,
             config.backoff_s,
@@ -116,20 +93,46 @@ class Controller:
             config.further_routers, config.routers, limits, node_id, config.listeners
         )
         self._suspects = Suspects(node_id, config.silent_grace_s)
-        self._ever_up = False
+        self._recorded = config.kept
+        self.has_been_up = False  # any worker, ever
         self._gave_up = False
 
     def start(self, now: float) -> list[Effect]:
-        return self.router_processes.start()
+        kept = self.config.kept
+        effects = [effect for worker in kept.workers for effect in self._adopt(worker)]
+        listening = {w.worker: w.peer for w in kept.workers if w.peer and w.worker in self.workers}
+        running = self.config.running_routers
+        effects += self.router_processes.start(now, kept.routers, running, listening)
+        return self._record(effects)
+
+    def _adopt(self, kept: KeptWorker) -> list[Effect]:
+        """One that listened is asked whether it lives; one that had not come so far is ended."""
+        worker = self.workers.get(kept.worker)
+        if worker is None:  # wanted no more
+            return [StopWorker(kept.worker, kept.epoch)]
+        self.has_been_up |= kept.peer is not None
+        return worker.adopt(kept, self.config.adopt_timeout_s)
+
+    def _record(self, effects: list[Effect]) -> list[Effect]:
+        """Before all else, what has changed for the controller that comes after this one."""
+        workers = tuple(worker.keep() for worker in self.workers.values() if worker.epoch)
+        kept = Kept(workers, self.router_processes.epochs)
+        if kept == self._recorded:
+            return effects
+        self._recorded = kept
+        return [Record(kept), *effects]
 
     def receive(self, now: float, message: Any) -> list[Effect]:
+        return self._record(self._handle(now, message))
+
+    def _handle(self, now: float, message: Any) -> list[Effect]:
         match message:
             case MachinesChanged(machines):
                 self.machines = machines
                 idle = [w for w in self.workers.values() if w.state is WorkerState.DOWN]
                 return [effect for worker in idle for effect in self._start(worker)]
             case WorkerStarted(info):
-                worker = self._current(info.worker, info.epoch, WorkerState.STARTING)
+                worker = self._current(info.worker, info.epoch, *COMING)
                 return self._introduce(worker, message) if worker else []
             case Introduced(to, about, epoch):
                 worker = self._current(about, epoch, WorkerState.INTRODUCING)
@@ -148,8 +151,16 @@ class Controller:
             case WorkerSuspected(_, node, epoch, _):
                 worker = self._current(node, epoch, WorkerState.UP)
                 return self._suspects.complain(now, message) if worker else []
+            case LinkLost(router, node, epoch):
+                worker = self._current(node, epoch, WorkerState.UP)
+                return self._on_link_lost(now, worker, router) if worker else []
             case ProgressReport():
-                return self._suspects.answered(message)
+                effects = self._suspects.answered(message)
+                return effects + self.router_processes.announce(self._up())
+            case RestartWorker(node):
+                worker = self.workers.get(node)
+                is_up = worker is not None and worker.state is WorkerState.UP
+                return self._lost(now, worker, message.why) if worker and is_up else []
             case SetRole(node, role):
                 return self._set_role(self.workers[node], role) if node in self.workers else []
             case Woken(tag):
@@ -196,6 +207,11 @@ class Controller:
         ]
 
     def _introduce(self, worker: Worker, started: WorkerStarted) -> list[Effect]:
+        forgotten: list[Effect] = []
+        if worker.state is WorkerState.ADOPTING:  # it may know routers that live no more
+            epochs, kept = self.router_processes.epochs, self.config.kept.routers
+            gone = [node for node, epoch in kept.items() if epochs.get(node) != epoch]
+            forgotten = [Send(worker.node, RouterDown(node)) for node in gone]
         worker.state = WorkerState.INTRODUCING
         worker.info = replace(started.info, role=worker.role)
         worker.pid = started.pid
@@ -218,7 +234,7 @@ class Controller:
         worker.waiting_for = {effect.to for effect in effects} - spared
         tag = f"introducing {worker.epoch} {worker.node}"
         notes = [Note("warning", "worker_notice", f"{worker.node}: {n}") for n in started.notices]
-        return [*effects, Wake(self.config.introduce_timeout_s, tag), *notes]
+        return [*forgotten, *effects, Wake(self.config.introduce_timeout_s, tag), *notes]
 
     def _on_introduced(self, now: float, worker: Worker, to: NodeId) -> list[Effect]:
         worker.waiting_for.discard(to)
@@ -226,9 +242,10 @@ class Controller:
             return []
         assert worker.info is not None
         worker.state = WorkerState.UP
+        worker.is_announced = True
         worker.up_at = now
         worker.avoid = None
-        self._ever_up = True
+        self.has_been_up = True
         effects: list[Effect] = [
             Note("info", "worker_up", f"{worker.node} is up (epoch {worker.epoch})")
         ]
@@ -258,7 +275,7 @@ class Controller:
         worker.avoid = worker.machine_id
         effects = self._lost(now, worker, reason)
         hopeless = permanent or worker.failures >= self.config.max_first_failures
-        if hopeless and not self._ever_up and not self._gave_up:
+        if hopeless and not self.has_been_up and not self._gave_up:
             self._gave_up = True
             effects.append(GiveUp(reason))
         return effects
@@ -267,7 +284,7 @@ class Controller:
         config = self.config
         if worker.state is WorkerState.UP and now - worker.up_at >= config.stable_s:
             worker.failures = 0
-        was_up = worker.state is WorkerState.UP
+        was_announced, worker.is_announced = worker.is_announced, False
         worker.state = WorkerState.BACKOFF
         self._suspects.forget((worker.node, worker.epoch))
         worker.failures += 1
@@ -282,7 +299,7 @@ class Controller:
             StopWorker(worker.node, worker.epoch),
             Wake(pause_s, f"backoff {worker.epoch} {worker.node}"),
         ]
-        if was_up:
+        if was_announced:
             down = WorkerDown(worker.node, worker.epoch, reason)
             effects += [Send(router.node, down) for router in config.routers]
         effects += self.router_processes.worker_lost(worker.node, worker.epoch, reason)
@@ -291,11 +308,24 @@ class Controller:
                 effects += self._on_introduced(now, other, worker.node)
         return effects
 
+    def _on_link_lost(self, now: float, worker: Worker, router: NodeId) -> list[Effect]:
+        """What the worker does for this router ends; once it has answered, the two are brought
+        together again."""
+        self.router_processes.part(router, worker.node, worker.epoch)
+        why = f"{router} has lost the connection to it"
+        complaint = WorkerSuspected(router, worker.node, worker.epoch, why)
+        return [
+            Send(worker.node, RouterDown(router)),
+            *self._suspects.complain(now, complaint),
+        ]
+
     def _look_after(self, now: float, node: NodeId, epoch: int) -> list[Effect]:
         """A worker of which routers complained."""
         why, effects = self._suspects.woken(now, (node, epoch))
         worker = self._current(node, epoch, WorkerState.UP) if why else None
-        return effects if worker is None else self._lost(now, worker, why)
+        if worker is None:
+            return effects + self.router_processes.announce(self._up())
+        return self._lost(now, worker, why)
 
     def _woken(self, now: float, tag: str) -> list[Effect]:
         if tag.startswith(f"{ROUTER_TAG} "):
@@ -308,6 +338,8 @@ class Controller:
             return []
         if worker.state is WorkerState.BACKOFF:
             return self._start(worker)
+        if worker.state is WorkerState.ADOPTING:
+            return self._lost(now, worker, "did not answer the controller that came after its own")
         if worker.state is WorkerState.STARTING:
             reason = f"did not start within {self.config.start_timeout_s:g} s"
             return self._start_failed(now, worker, reason, permanent=False)

@@ -6,7 +6,7 @@ the epoch that it is about, so that what comes late is known for what it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.control.machines import Machine
 from engine.node import NodeId
@@ -41,6 +41,46 @@ class StopWorker:
 
     worker: NodeId
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptWorker:
+    """Effect: ask a worker that an earlier controller has started whether it lives; answered by
+    `WorkerStarted`, or by `WorkerLost` where its process is plainly gone."""
+
+    worker: NodeId
+    epoch: int
+    peer: Peer
+    machine_id: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptWorker:
+    """What the next controller has to know of a worker. `peer`: None if it does not listen yet."""
+
+    worker: NodeId
+    role: Role
+    epoch: int
+    machine_id: str
+    peer: Peer | None
+    pid: int
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What outlives a controller. `routers`: the last epoch of each."""
+
+    workers: tuple[KeptWorker, ...] = ()
+    routers: dict[NodeId, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Effect: keep this for the next controller, before any later effect is performed."""
+
+    kept: Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +130,14 @@ class SetRole:
 
     worker: NodeId
     role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class RestartWorker:
+    """From an operator: end this worker and start it again; its requests go on elsewhere."""
+
+    worker: NodeId
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

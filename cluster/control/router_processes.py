@@ -29,6 +29,7 @@ from cluster.control.messages import (
     StartRouter,
     StopRouter,
 )
+from cluster.control.process_messages import RouterLoad
 from engine.node import Effect, NodeId, Note, Send, Wake
 from engine.stats import RouterDown, RouterUp, WorkerInfo
 from router.messages import RoleChanged, WorkerDown, WorkerUp
@@ -53,15 +54,6 @@ class RouterProcessLimits:
     max_first_failures: int = 3  # before it ever was up
 
 
-@dataclass(frozen=True, slots=True)
-class RouterLoad:
-    """What a router says of itself when it is asked."""
-
-    num_live: int  # requests that it serves, or that wait
-    num_queued: int  # of them, those that wait
-    store_up: bool | None  # whether it reaches the store of shared state; None: there is none
-
-
 @dataclass(slots=True)
 class WantedRouter:
     """One wanted router. `peer` is set exactly while it is up."""
@@ -81,10 +73,11 @@ class WantedRouter:
     knows: set[Life] = field(default_factory=set)  # workers whose address it has
     known_by: set[Life] = field(default_factory=set)  # workers that have its address
     told: set[Life] = field(default_factory=set)  # workers that were announced to it
+    believed: set[Life] = field(default_factory=set)  # told by an earlier controller, perhaps
 
     @property
     def lives(self) -> tuple[set[Life], ...]:
-        return self.offered, self.greeted, self.knows, self.known_by, self.told
+        return self.offered, self.greeted, self.knows, self.known_by, self.told, self.believed
 
 
 class RouterProcesses:
@@ -116,8 +109,31 @@ class RouterProcesses:
     def all_up(self) -> bool:
         return all(router.state is RouterState.UP for router in self.routers.values())
 
-    def start(self) -> list[Effect]:
-        return [effect for router in self.routers.values() for effect in self._start(router)]
+    def start(
+        self,
+        now: float,
+        epochs: Mapping[NodeId, int],
+        running: Iterable[RouterStarted],
+        workers: Mapping[NodeId, Peer],
+    ) -> list[Effect]:
+        """`epochs`: the last of each; `running`: those that outlived the last controller, which
+        may have announced `workers` to them."""
+        effects: list[Effect] = []
+        alive = {started.peer.node: started for started in running}
+        for router in self.routers.values():
+            router.epoch = epochs.get(router.node, 0)
+            started = alive.get(router.node)
+            if started is None:
+                effects += self._start(router)
+                continue
+            router.epoch = started.peer.epoch
+            effects += self._started(now, router, started, workers)
+            router.believed = {(peer.node, peer.epoch) for peer in workers.values()}
+        return effects
+
+    @property
+    def epochs(self) -> dict[NodeId, int]:
+        return {router.node: router.epoch for router in self.routers.values()}
 
     def handle(
         self,
@@ -181,6 +197,11 @@ class RouterProcesses:
                     effects.append(Send(router.node, WorkerUp(info)))
         return effects
 
+    def part(self, router: NodeId, worker: NodeId, epoch: int) -> None:
+        """The router has given up this worker, until it is announced again."""
+        if router in self.routers:
+            self.routers[router].told.discard((worker, epoch))
+
     def role_changed(self, change: RoleChanged) -> list[Effect]:
         life = (change.worker, change.epoch)
         return [Send(r.node, change) for r in self.routers.values() if life in r.told]
@@ -189,7 +210,7 @@ class RouterProcesses:
         effects: list[Effect] = []
         life = (worker, epoch)
         for router in self.routers.values():
-            if life in router.told:
+            if life in router.told or life in router.believed:
                 effects.append(Send(router.node, WorkerDown(worker, epoch, reason)))
             for lives in router.lives:
                 lives.discard(life)

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from cluster.control.machines import Machine
 
 REACH_TIMEOUT_S = 5.0
-LOOPBACK = "127.0.0.1"
+NAMESPACE = "kvrelay"  # of actors' names
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it
 
 
@@ -28,7 +28,11 @@ def connect(address: str) -> None:
     Raises RayUnavailable."""
     if address not in ("", "auto"):
         _check_reachable(address)
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "log_to_driver": False,
+        "logging_level": logging.CRITICAL,
+    }
     if address:
         options["address"] = address
     else:
@@ -57,13 +61,8 @@ def _check_reachable(address: str) -> None:
 
 
 def disconnect() -> None:
-    """Leave the cluster; one that `connect` started ends with that, and its workers with it."""
+    """Leave the cluster; one that `connect` started ends with that."""
     ray.shutdown()
-
-
-def own_host(address: str) -> str:
-    """Where the nodes of this process listen, so that the workers can reach them."""
-    return ray.util.get_node_ip_address() if address else LOOPBACK
 
 
 def control_plane() -> str:

@@ -1,8 +1,9 @@
-"""`kvrelay serve`: one process that holds router, controller and API, and the workers around it.
+"""`kvrelay serve`: finds the model, starts the supervisor, and ends it.
 
-Start: the port is taken first, then Ray, the model and the API's libraries come up side by side;
-the controller starts the workers; when all are up, the API answers. Stop: the API finishes what it
-can, the workers are stopped, Ray ends. Whatever goes wrong on the way is one line, `ServeError`.
+Start: the ports are taken first, then the controller, with Ray, and the model come up side by side;
+the controller has workers and routers started; when all are up, the user is told. Stop: requests
+are finished, the workers are ended, Ray ends. Whatever goes wrong on the way is one line,
+`ServeError`.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
 from typing import Any, TypeVar
 
 from cluster.api.tenants import Access, load_access, with_operations_key
 from cluster.config import Config, require_extra
-from cluster.control.audits import SharedAudit
-from cluster.serve.certificates import with_certificates
-from cluster.serve.deployment import Deployment, ServeError, Tell
-from cluster.serve.reload import Source, follow
-from cluster.serve.router_api import serve_api
+from cluster.runtime.own_host import own_host
+from cluster.serve.certificates import identity_of, with_certificates
+from cluster.serve.errors import ServeError
+from cluster.serve.life import open_life
+from cluster.serve.reload import Source
 from cluster.serve.router_process import RouterProcessError, bind
+from cluster.serve.supervisor import Ready, Supervisor, Tell
 from cluster.state.opening import with_url
 from cluster.worker.build import PreparedModel, prepare_model
 from cluster.worker.kv_plan import BuildError
+from cluster.worker.process import Listening
+from engine.node import NodeId
 
 T = TypeVar("T")
 
@@ -38,74 +40,103 @@ async def serve(
     config: Config,
     tell: Tell,
     stop: asyncio.Event,
-    on_ready: Callable[[Deployment, int], None],
-    take_signals: Callable[[], None],
+    on_ready: Callable[[Ready, Config], None],
     source: Source | None = None,
+    on_stop: Callable[[], None] = lambda: None,
+    on_cluster: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Serve until `stop` is set. `on_ready` gets the deployment and the port. `take_signals` is
-    called whenever a library may have taken the process's signals. `source`: of tenants that
-    may change. Raises ServeError, and ConfigError for tenants, the store and an extra that is not
-    installed."""
+    """Serve until `stop` is set, or until an operator asks for the end; `on_stop` is called when it
+    begins to end. `source`: of tenants that may change. `on_cluster` gets the name of the cluster,
+    as `cluster.runtime.processes.kill_workers` takes it. Raises ServeError, and ConfigError for
+    tenants, the store and an extra that is not installed."""
     config = with_operations_key(with_url(config))
     config = await asyncio.to_thread(with_certificates, config)
     if config.tracing.endpoint:
         modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
         await asyncio.to_thread(require_extra, "tracing", *modules)
     access = await asyncio.to_thread(load_access, config)
-    sock = await asyncio.to_thread(_bind, config)
-    stopping = asyncio.create_task(stop.wait())
+    sockets = await asyncio.to_thread(_bind_all, config)
     found = asyncio.Event()
-    preparing = asyncio.create_task(_prepare(config, tell, found))
-    starting: asyncio.Task[ModuleType] | None = None
-    ray_thread = ThreadPoolExecutor(1, "ray")
-    deployment: Deployment | None = None
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
+    supervisor: Supervisor | None = None
     try:
+        preparing = asyncio.create_task(_prepare(config, tell, found))
+        tasks.append(preparing)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEAD_START_S):
                 await found.wait()
         if preparing.done():
             preparing.result()
-        starting = asyncio.create_task(_start_ray(config, tell, ray_thread))
-        model, tokenizer = await _unless(stopping, preparing)
-        ray = await _unless(stopping, starting)
-        take_signals()
-        port = sock.getsockname()[1]
-        deployment = Deployment(config, model, access, port, ray, tell)
-        await _unless(stopping, asyncio.create_task(deployment.start()))
+        supervisor = await _supervise(config, access, sockets, tell, source)
+        on_cluster(supervisor.cluster)
+        tasks.append(asyncio.create_task(supervisor.asked_to_end.wait()))
+        until = (tasks[0], tasks[2], supervisor.failed)
+        supervisor.use_model(await _first(preparing, until))
+        on_ready(await _first(supervisor.ready, until), config)
         if source is not None:
-            following = asyncio.create_task(follow(config, source, deployment.use_tenants))
-            stopping.add_done_callback(lambda _: following.cancel())
-        await _serve_api(deployment, tokenizer, access, sock, stop, on_ready)
+            tasks.append(asyncio.create_task(_forward(source, supervisor)))
+        await _first(asyncio.shield(supervisor.failed), until)
     except _Stopped:
-        return
+        on_stop()
     finally:
-        sock.close()
-        for task in (preparing, stopping):
+        for task in tasks:
             task.cancel()
-        if deployment is not None:
-            await deployment.close()
-        if starting is not None and (ray_module := await _settled(starting)) is not None:
-            await asyncio.get_running_loop().run_in_executor(ray_thread, ray_module.disconnect)
+        if supervisor is not None:
+            await supervisor.end(config.cluster.drain_s if supervisor.ready.done() else 0.0)
+        for sock in sockets.values():
+            sock.close()
 
 
 class _Stopped(Exception):
-    """Asked to stop before serving began."""
+    """Asked to stop."""
 
 
-async def _unless(stopping: asyncio.Task[Any], task: asyncio.Task[Any]) -> Any:
-    """The result of `task`, or _Stopped if that comes first."""
-    await asyncio.wait({stopping, task}, return_when=asyncio.FIRST_COMPLETED)
-    if not task.done():
-        raise _Stopped
-    return task.result()
+async def _first(awaited: asyncio.Future[T], until: tuple[asyncio.Future[Any], ...]) -> T:
+    """The result of `awaited`, or _Stopped if one of `until` comes first; raises what that did."""
+    await asyncio.wait({awaited, *until}, return_when=asyncio.FIRST_COMPLETED)
+    if awaited.done():
+        return awaited.result()
+    for ended in until:
+        if ended.done():
+            ended.result()
+    raise _Stopped
 
 
-async def _settled(task: asyncio.Task[Any]) -> Any:
-    """The result of `task`; None if it failed, which another task reports."""
+async def _forward(source: Source, supervisor: Supervisor) -> None:
+    """SIGHUP, to the routers."""
+    while True:
+        await source.hangup.wait()
+        source.hangup.clear()
+        supervisor.reload()
+
+
+async def _supervise(
+    config: Config,
+    access: Access,
+    sockets: dict[NodeId, socket.socket],
+    tell: Tell,
+    source: Source | None,
+) -> Supervisor:
+    port = next(iter(sockets.values())).getsockname()[1]
     try:
-        return await task
-    except Exception:
-        return None
+        life = await asyncio.to_thread(open_life, config, port)
+    except OSError as error:
+        path = config.sessions.state_path
+        raise ServeError(f"cannot write to {path} (sessions.state_dir): {error}") from error
+    host = own_host(config.cluster.address)
+    cluster = config.cluster
+    listening = Listening(
+        # On a cluster of several machines an empty host means: the machine's own address.
+        host="" if cluster.address else host,
+        token=life.record.token,
+        max_frame_bytes=cluster.max_frame_mib << 20,
+        reconnect_s=cluster.reconnect_s,
+        orphan_s=cluster.orphan_s,
+        tls=identity_of(config.tls) if config.tls.frames else None,
+    )
+    supervisor = Supervisor(config, access, sockets, life, listening, host, tell, source)
+    await supervisor.start()
+    return supervisor
 
 
 def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
@@ -130,65 +161,28 @@ def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
     return future
 
 
-def _bind(config: Config) -> socket.socket:
+def _bind_all(config: Config) -> dict[NodeId, socket.socket]:
+    """A listening socket for each router: at the API's port and those after it."""
+    sockets: dict[NodeId, socket.socket] = {}
     try:
-        return bind(config.api.host, config.api.port)
+        for number in range(config.cluster.routers):
+            port = config.api.port and config.api.port + number
+            sockets[f"router-{number}"] = bind(config.api.host, port)
     except RouterProcessError as error:
+        for sock in sockets.values():
+            sock.close()
         raise ServeError(str(error)) from error
+    return sockets
 
 
-async def _start_ray(config: Config, tell: Tell, thread: ThreadPoolExecutor) -> ModuleType:
-    """On `thread`, which has to live as long as Ray: the kernel ends Ray's processes with the very
-    thread that started them."""
-
-    def begin() -> ModuleType:
-        from cluster.runtime import ray_environment
-
-        ray_environment.apply()
-        import cluster.runtime.ray as ray
-
-        try:
-            ray.connect(address)
-            if address and not config.cluster.insecure_ray:
-                tell("ray", "joined; does it ask for a token?", False)
-                check_token(ray.control_plane())
-        except ray.RayUnavailable as error:
-            raise ServeError(str(error)) from error
-        return ray
-
-    address = config.cluster.address
-    tell("ray", f"joining {address}" if address else "starting", False)
-    ray = await asyncio.get_running_loop().run_in_executor(thread, begin)
-    tell("ray", "up", True)
-    return ray
-
-
-def check_token(address: str) -> None:
-    """Raises ServeError unless the Ray cluster at `address` asks for a token."""
-    from cluster.runtime.ray_token import TokenUnknown, asks_for_token
-
-    try:
-        if asks_for_token(address):
-            return
-        problem = "asks for no token, so whoever reaches it runs code on its machines"
-    except TokenUnknown as error:
-        problem = f"does not say whether it asks for a token ({error})"
-    raise ServeError(
-        f"the Ray cluster at {address} {problem}. On each machine, put one token into "
-        "~/.ray/auth_token (`ray get-auth-token --generate` makes it) and start Ray with "
-        "RAY_AUTH_MODE=token: see deploy/README.md. --insecure-ray serves without."
-    )
-
-
-async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> tuple[PreparedModel, Any]:
-    """The model on disk, its tokenizer, and the API's libraries imported. `found` is set once it
-    is clear that the model is there, or is not, or will take a while."""
+async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> PreparedModel:
+    """The model on disk. `found` is set once it is clear that the model is there, or is not, or
+    will take a while."""
     loop = asyncio.get_running_loop()
-
     cluster = config.cluster
     num_here = 0 if cluster.address else cluster.prefill + cluster.decode
 
-    def prepare() -> tuple[PreparedModel, Any]:
+    def prepare() -> PreparedModel:
         def on_news(news: str) -> None:
             loop.call_soon_threadsafe(found.set)
             tell("model", news, False)
@@ -197,49 +191,11 @@ async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> tuple[Pr
             model = prepare_model(config, num_here, on_news)
         except BuildError as error:
             raise ServeError(str(error)) from error
-        loop.call_soon_threadsafe(found.set)
-        from cluster.api.text.tokenizer import Tokenizer, TokenizerError
-
-        try:
-            tokenizer = Tokenizer(model.path)
-        except TokenizerError as error:
-            raise ServeError(str(error)) from error
         tell("model", str(model.path), True)
-        import cluster.api.app  # noqa: F401  (slow: now rather than when all waits for it)
-
-        return model, tokenizer
+        return model
 
     tell("model", config.model.name, False)
     try:
         return await _in_thread(prepare, "prepare-model")
     finally:
         found.set()
-
-
-async def _serve_api(
-    deployment: Deployment,
-    tokenizer: Any,
-    access: Access,
-    sock: socket.socket,
-    stop: asyncio.Event,
-    on_ready: Callable[[Deployment, int], None],
-) -> None:
-    """Serve HTTP until `stop`, or until the deployment has failed (raises ServeError)."""
-
-    def stop_on_failure(_failed: asyncio.Future[None]) -> None:
-        stop.set()
-
-    deployment.failed.add_done_callback(stop_on_failure)
-    await serve_api(
-        deployment,
-        tokenizer,
-        access,
-        sock,
-        stop,
-        on_ready=lambda port: on_ready(deployment, port),
-        audit=SharedAudit(deployment.audit).ask,
-        set_role=deployment.set_role,
-    )
-    deployment.failed.remove_done_callback(stop_on_failure)
-    if deployment.failed.done():
-        deployment.failed.result()

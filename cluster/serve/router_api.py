@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.api.tenants import Access
 from cluster.config import Config
-from cluster.control.router_processes import RouterLoad
+from cluster.control.process_messages import RouterLoad
 from cluster.runtime.host import NodeHost
 from engine.stats import Role
 from router.router import Router
 
-SHUTDOWN_S = 5.0  # live requests have this long to finish
+SHUTDOWN_S = 5.0  # live requests have this long to finish, beyond what they were given before
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,20 @@ class ServedModel:
 
 
 class RouterHost(Protocol):
-    """Who hosts a router. `status` and `healthy` are described in `cluster.api.context`."""
+    """Who hosts a router. The methods are described in `cluster.api.context`."""
 
     config: Config
     served_model: ServedModel
     host: NodeHost
     router: Router
+    draining: bool
+    finish_s: float  # that live requests have when it stops, besides SHUTDOWN_S
+    order: Callable[[Any], None]  # of `cluster.api.context.Service`
 
     def status(self) -> dict[str, Any]: ...
     def healthy(self) -> tuple[bool, dict[str, Any]]: ...
+    def set_role(self, worker: str, role: Role) -> Role: ...
+    async def audit(self) -> dict[str, Any]: ...
 
 
 def load_of(router: Router, now: float, state: dict[str, Any]) -> RouterLoad:
@@ -92,8 +97,6 @@ async def serve_api(
     sock: socket.socket,
     stop: asyncio.Event,
     on_ready: Callable[[int], None],
-    audit: Callable[[], Awaitable[dict[str, Any]]] | None = None,
-    set_role: Callable[[str, Role], Role] | None = None,
 ) -> None:
     """Serve HTTP at `sock` until `stop`. `on_ready` gets the port once requests are taken."""
     from prometheus_client import CollectorRegistry
@@ -124,8 +127,10 @@ async def serve_api(
         max_model_len=served.served_model.max_model_len,
         status=served.status,
         healthy=served.healthy,
-        audit=audit,
-        set_role=set_role,
+        audit=served.audit,
+        set_role=served.set_role,
+        is_draining=lambda: served.draining,
+        order=served.order,
         metrics=metrics,
         explanations=router.explanations,
         tracing=tracing,
@@ -149,7 +154,7 @@ async def serve_api(
         on_ready=on_ready,
         connections=ConnectionLimits(config.api.max_connections, config.api.max_header_bytes),
         certificate=config.tls.of_api,
-        shutdown_timeout_s=SHUTDOWN_S,
+        shutdown_timeout_s=lambda: served.finish_s + SHUTDOWN_S,
     )
     if tracing is not None:
         await asyncio.to_thread(tracing.close)

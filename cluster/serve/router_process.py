@@ -1,36 +1,61 @@
-"""A further router as a process of its own: its node, its API, its store and its wire on one loop.
+"""A router as a process of its own: its node, its API, its store and its wire on one loop.
 
-Life: its port is taken -> listening -> serving (what comes waits until workers are up) -> stopped,
-or dead with its node or its API. The controller tells it of workers; it starts none itself.
+Life: listening -> serving (what comes waits until workers are up) -> draining -> ended, or dead
+with its node or its API. The controller tells it of workers, and operators through it; without a
+controller it goes on with the workers that it knows.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
-import threading
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import msgspec
+
 from cluster.api.metrics import status_dict
 from cluster.api.tenants import Access, Tenants
 from cluster.config import Config
-from cluster.control.messages import CONTROLLER, Peer, RouterStarted
-from cluster.control.router_processes import RouterLoad, RouterState, router_entry
-from cluster.runtime.host import LoopThread, NodeHost
-from cluster.serve.router_api import SHUTDOWN_S, ServedModel, load_of, serve_api
+from cluster.control.messages import (
+    CONTROLLER,
+    Introduced,
+    Peer,
+    RouterStarted,
+    SetRole,
+)
+from cluster.control.process_messages import (
+    AuditAnswer,
+    AuditQuestion,
+    ClusterView,
+    LinkLost,
+    LoadRequest,
+    Meet,
+    RouterLoad,
+    RouterReport,
+)
+from cluster.control.router_processes import RouterState, router_entry
+from cluster.control.view import merged_status
+from cluster.runtime.host import NodeHost
+from cluster.serve.reload import Source, follow
+from cluster.serve.router_api import ServedModel, load_of, serve_api
 from cluster.state.opening import open_state
 from cluster.wire.wire import Wire
-from cluster.worker.process import Listening, introduce
+from cluster.worker.process import Listening, meet
 from engine.node import NodeId
+from engine.stats import Role
+from router.messages import WorkerDown
 from router.router import Router
 
-START_TIMEOUT_S = 120.0
+REPORT_S = 1.0
+AWAY_S = 5.0  # without a word of the controller it counts as gone
+AUDIT_TIMEOUT_S = 20.0
 
 
 class RouterProcessError(Exception):
@@ -39,32 +64,36 @@ class RouterProcessError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RouterProcessSpec:
-    """Everything that a process needs to become a further router."""
+    """Everything that a process needs to become a router."""
 
     cluster: str  # this life of the cluster
     router: NodeId
     epoch: int
     routers: tuple[NodeId, ...]  # all of the cluster
-    http_port: int  # 0: any that is free
     config: Config
     model: ServedModel
     access: Access
-
-    @property
-    def node(self) -> NodeId:
-        return self.router
+    # of tenants that may change: `path` and `read` of a `Source`
+    source: tuple[Path | None, Callable[[], Config]] | None = None
 
 
 class RouterProcess:
-    """Owns everything of one router. Its methods may be called from any thread, `start` first."""
+    """Owns everything of one router. On one loop."""
 
-    def __init__(self, spec: RouterProcessSpec, listening: Listening) -> None:
+    def __init__(
+        self,
+        spec: RouterProcessSpec,
+        listening: Listening,
+        order: Callable[[Any], None] = lambda _: None,
+    ) -> None:
+        """`order`: begins what an operator asks of the whole server."""
         self.config = spec.config
         self.served_model = spec.model
         self._spec = spec
-        self._listening = listening
-        self._thread = LoopThread(spec.router)
-        self.host = NodeHost(self._thread.loop, self._send, self._on_node_failed)
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[BaseException] = self._loop.create_future()
+        self.host = NodeHost(self._loop, self._send, lambda _, error: self._fail(error))
+        self.wire: Wire = listening.wire(spec.router, spec.epoch, self._deliver, self._on_peer_lost)
         self._opened = open_state(
             spec.config, spec.model.served_name, spec.cluster, spec.router, spec.routers
         )
@@ -78,113 +107,188 @@ class RouterProcess:
             controller=CONTROLLER,
         )
         self._http_port = 0
-        self._wire: Wire | None = None
-        self._serving: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
-        self._ended = threading.Event()
-        self._failure: BaseException | None = None
+        self._is_serving = asyncio.Event()
+        self.finish_s = 0.0
+        self.draining = False
+        self.hangup = asyncio.Event()  # read tenants again
+        self.order = order
+        self._view: dict[str, Any] | None = None
+        self._viewed_at = 0.0
+        self._audits: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._tasks: list[asyncio.Task[Any]] = []
 
-    def start(self) -> RouterStarted:
-        """Take the port, listen, and begin to serve. Raises RouterProcessError."""
-        return self._thread.submit(self._start()).result(START_TIMEOUT_S)
-
-    async def _start(self) -> RouterStarted:
-        spec, listening = self._spec, self._listening
-        sock = bind(spec.config.api.host, spec.http_port)
+    async def start(self, sock: socket.socket, host: str) -> RouterStarted:
+        """Begin to serve at `sock`, with a wire that listens at `host`."""
+        spec = self._spec
         self._http_port = sock.getsockname()[1]
-        self._wire = listening.wire(spec.router, spec.epoch, self.host.deliver)
-        host, port = await self._wire.listen(listening.host)
+        host, port = await self.wire.listen(host)
         self.host.add(self.router, self._opened.executor)
         self._opened.start(self.host.inbox(spec.router))
-        self._serving = self._thread.loop.create_task(self._serve(sock))
-        self._serving.add_done_callback(self._on_served)
-        peer = Peer(spec.router, host, port, spec.epoch)
-        return RouterStarted(peer, self._http_port, os.getpid())
+        serving = self._loop.create_task(self._serve(sock))
+        serving.add_done_callback(self._on_served)
+        self._tasks = [serving, self._loop.create_task(self._report())]
+        if spec.source is not None:
+            source = Source(*spec.source, self.hangup)
+            following = follow(spec.config, source, spec.access.tenants.update)
+            self._tasks.append(self._loop.create_task(following))
+        return RouterStarted(
+            Peer(spec.router, host, port, spec.epoch), self._http_port, os.getpid()
+        )
+
+    async def serves(self) -> None:
+        """Returns when its API takes requests."""
+        await self._is_serving.wait()
 
     async def _serve(self, sock: socket.socket) -> None:
         """The API. Its libraries take a while; the router gets to know its workers meanwhile, and
         clients wait in the socket's queue."""
         try:
             tokenizer = await asyncio.to_thread(_load_tokenizer, self._spec.model.path)
-            await serve_api(self, tokenizer, self._spec.access, sock, self._stop, lambda _: None)
+            await serve_api(
+                self,
+                tokenizer,
+                self._spec.access,
+                sock,
+                self._stop,
+                lambda _: self._is_serving.set(),
+            )
         finally:
             sock.close()
 
-    def introduce(self, peers: Iterable[Peer]) -> None:
-        """From now on messages to `peers` go to these addresses."""
-        assert self._wire is not None
-        introduce(self._thread, self._wire, peers)
-
     def use_tenants(self, tenants: Tenants) -> None:
         """From now on."""
-        self._thread.call(lambda: self._spec.access.tenants.update(tenants))
+        self._spec.access.tenants.update(tenants)
 
-    def load(self) -> RouterLoad:
-        """As it is now."""
-        return self._thread.call(self._load)
+    async def drain(self, timeout_s: float) -> int:
+        """Take no new request, and wait for those that are there; returns how many are left."""
+        self.draining = True
+        deadline = self._loop.time() + timeout_s
+        while (num_live := self._load().num_live) and self._loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        return num_live
 
-    def wait(self) -> None:
-        """Blocks while it serves; returns when it was stopped. Raises what its node, or its API,
-        did."""
-        self._ended.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def stop(self) -> None:
-        """Finish what can be finished in time, and close everything."""
-        self._thread.submit(self._close()).result(SHUTDOWN_S + 30.0)
-        self._thread.close()
-        self._ended.set()
+    async def close(self, finish_s: float = 0.0) -> None:
+        """Take no more connections, finish what is there within `finish_s` and a few seconds, and
+        close everything. Who connects meanwhile waits for whoever listens there next."""
+        self.finish_s = finish_s
+        self._stop.set()
+        with contextlib.suppress(Exception):
+            await self._tasks[0]
+        for task in self._tasks:
+            task.cancel()
+        await self.wire.close()
+        await asyncio.to_thread(self.host.close)
 
     def healthy(self) -> tuple[bool, dict[str, Any]]:
-        """Whether requests can be served: at least one decode worker is up."""
-        workers = self.router.status(self._thread.loop.time()).workers
-        up = [worker for worker in workers if worker.state != "down"]
-        detail = {"workers_up": len(up), "workers": len(workers)}
-        return bool(up), detail
+        """Whether requests can be served: at least one worker is up."""
+        workers = self.router.status(self._loop.time()).workers
+        num_up = sum(worker.state != "down" for worker in workers)
+        wanted = len(workers) if self._view is None else len(self._view["workers"])
+        return num_up > 0, {"workers_up": num_up, "workers": wanted}
 
     def status(self) -> dict[str, Any]:
-        """What this router knows."""
-        status = status_dict(
-            self.router.status(self._thread.loop.time()), self.served_model.served_name
-        )
-        assert self._wire is not None
-        status["wire"] = dict(self._wire.counters)
+        """What this router knows, and what the controller has told it."""
+        now = self._loop.time()
+        status = status_dict(self.router.status(now), self.served_model.served_name)
+        status["wire"] = dict(self.wire.counters)
         status["sessions"] = self.router.sessions.counts()
         status["state"] = self._opened.status()
         spec = self._spec
         host, port, scheme = spec.config.api.host, self._http_port, spec.config.tls.scheme
         up, load = RouterState.UP, self._load()
         status["routers"] = [router_entry(spec.router, spec.epoch, up, host, port, load, scheme)]
-        return status
+        return merged_status(status, self._view, now - self._viewed_at)
+
+    def set_role(self, worker: NodeId, role: Role) -> Role:
+        """Prefer `worker` for `role` from now on; returns what it was before. Raises KeyError, with
+        the workers that there are, and ControllerAway."""
+        known = {told["worker"]: told for told in self._ask_controller()["workers"]}
+        if worker not in known:
+            raise KeyError(sorted(known))
+        self.wire.send(CONTROLLER, SetRole(worker, role))
+        was = Role(known[worker]["role"])
+        known[worker]["role"] = str(role)  # until the controller says it again
+        return was
+
+    async def audit(self) -> dict[str, Any]:
+        """See `cluster.control.audits`. Raises ControllerAway, and TimeoutError."""
+        self._ask_controller()
+        number = next(self._numbers)
+        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._audits[number] = answer
+        try:
+            self.wire.send(CONTROLLER, AuditQuestion(self._spec.router, number))
+            async with asyncio.timeout(AUDIT_TIMEOUT_S):
+                return await answer
+        finally:
+            del self._audits[number]
+
+    def _ask_controller(self) -> dict[str, Any]:
+        age_s = self._loop.time() - self._viewed_at
+        if self._view is None or age_s > AWAY_S:
+            from cluster.api.context import ControllerAway
+
+            raise ControllerAway
+        return self._view
 
     def _load(self) -> RouterLoad:
-        return load_of(self.router, self._thread.loop.time(), self._opened.status())
+        return load_of(self.router, self._loop.time(), self._opened.status())
 
-    async def _close(self) -> None:
-        self._stop.set()
-        if self._serving is not None:
-            with contextlib.suppress(Exception):
-                await self._serving
-        if self._wire is not None:
-            await self._wire.close()
-        await asyncio.to_thread(self.host.close)
+    async def _report(self) -> None:
+        while True:
+            self._tell_load(())
+            await asyncio.sleep(REPORT_S)
+
+    def _tell_load(self, left: tuple[str, ...]) -> None:
+        spec = self._spec
+        load = replace(self._load(), left=left)
+        if self.wire.knows(CONTROLLER):
+            self.wire.send(CONTROLLER, RouterReport(spec.router, spec.epoch, load))
+
+    def _deliver(self, to: NodeId, message: Any) -> None:
+        """What is for the process is not for its node."""
+        match message:
+            case Meet(about, epoch, peers):
+                meet(self.wire, peers)
+                self.wire.send(CONTROLLER, Introduced(self._spec.router, about, epoch))
+            case ClusterView(data):
+                self._view = msgspec.msgpack.decode(data)
+                self._viewed_at = self._loop.time()
+            case LoadRequest():
+                self._tell_load(tuple(self.router.check_idle()))
+            case AuditAnswer(number, data):
+                waiting = self._audits.get(number)
+                if waiting is not None and not waiting.done():
+                    if data:
+                        waiting.set_result(msgspec.msgpack.decode(data))
+                    else:
+                        waiting.set_exception(TimeoutError())
+            case _:
+                self.host.deliver(to, message)
+
+    def _on_peer_lost(self, node: NodeId, epoch: int) -> None:
+        """Messages were lost. A worker is as good as gone until the controller, which asks it, has
+        brought the two together again."""
+        if node == CONTROLLER or node in self._spec.routers:
+            return
+        self.host.deliver(
+            self._spec.router, WorkerDown(node, epoch, "the connection to it was lost")
+        )
+        self.wire.send(CONTROLLER, LinkLost(self._spec.router, node, epoch))
 
     def _send(self, to: NodeId, message: Any) -> None:
-        assert self._wire is not None
-        self._wire.send(to, message)
+        self.wire.send(to, message)
 
     def _on_served(self, serving: asyncio.Task[None]) -> None:
         if not self._stop.is_set():
             error = None if serving.cancelled() else serving.exception()
             self._fail(error or RuntimeError("its API has ended"))
 
-    def _on_node_failed(self, _node: NodeId, error: BaseException) -> None:
-        self._fail(error)
-
     def _fail(self, error: BaseException) -> None:
-        self._failure = error
-        self._ended.set()
+        if not self.failed.done():
+            self.failed.set_result(error)
 
 
 def _load_tokenizer(path: Path) -> Any:

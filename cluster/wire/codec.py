@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from cluster.control import messages as control
+from cluster.control import process_messages as process
 from decode_worker import messages as decode
 from engine import messages, stats
 from engine.kv import events as kv_events
@@ -57,6 +59,18 @@ MESSAGE_TYPES: tuple[type, ...] = (
     router.SessionReply,
     router.PromptRouted,
     router.WorkerSuspected,
+    control.Introduced,
+    control.WorkerStarted,
+    control.SetRole,
+    process.Meet,
+    process.Adopt,
+    process.End,
+    process.RouterReport,
+    process.LinkLost,
+    process.ClusterView,
+    process.LoadRequest,
+    process.AuditQuestion,
+    process.AuditAnswer,
 )
 """Every message that may cross a process boundary."""
 

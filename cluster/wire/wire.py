@@ -109,6 +109,15 @@ class Wire:
             link.close()
         self._links[node] = Link(self.context, node, address)
 
+    def knows(self, node: NodeId) -> bool:
+        """Whether it has the address of `node`."""
+        return node in self._links
+
+    def hears(self, node: NodeId) -> bool:
+        """Whether `node` is connected, to say something to a node here."""
+        streams = self._streams.items()
+        return any(key[0] == node and stream.connection is not None for key, stream in streams)
+
     def forget(self, node: NodeId, epoch: int) -> None:
         """`node` of this epoch is gone: close the connection, drop what is queued."""
         link = self._links.get(node)

@@ -1,35 +1,44 @@
 """A worker as a process of its own: its node, its executors and its wire on one event loop.
 
 Life: built (the model is loaded, the agent has registered the pool) -> listening -> introduced to
-its peers -> serving, until it is stopped or its node fails. Knows nothing of who started it.
+its peers -> serving, until a controller ends it, its node fails, or no controller has been there
+for `orphan_s`. It outlives the controller that had it started: the next one adopts it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.control.messages import Peer
-from cluster.runtime.host import Deliver, Executor, LoopThread, NodeHost
+from cluster.control.messages import (
+    CONTROLLER,
+    Introduced,
+    Peer,
+    WorkerStarted,
+)
+from cluster.control.process_messages import (
+    Adopt,
+    End,
+    Meet,
+)
+from cluster.runtime.host import Deliver, Executor, LoopThread, NodeExit, NodeHost
 from cluster.wire.context import OnPeerLost, WireLimits
 from cluster.wire.tls import TlsIdentity
 from cluster.wire.wire import OnMessage, Wire
 from engine.node import Node, NodeId
 from engine.stats import WorkerInfo
 
+WATCH_S = 1.0  # between two looks whether the controller is there
 
-def introduce(thread: LoopThread, wire: Wire, peers: Iterable[Peer]) -> None:
-    """From now on messages of `wire`, which runs on `thread`, to `peers` go to these addresses."""
-    peers = list(peers)
 
-    def tell() -> None:
-        for peer in peers:
-            wire.set_address(peer.node, peer.host, peer.port, peer.epoch)
-
-    thread.call(tell)
+def meet(wire: Wire, peers: Iterable[Peer]) -> None:
+    """From now on messages of `wire` to `peers` go to these addresses."""
+    for peer in peers:
+        wire.set_address(peer.node, peer.host, peer.port, peer.epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,7 @@ class Listening:
     token: bytes
     max_frame_bytes: int
     reconnect_s: float = 10.0
+    orphan_s: float = 120.0  # so long a worker lives without a controller
     tls: TlsIdentity | None = None  # None: in clear text
 
     def wire(
@@ -78,43 +88,65 @@ class WorkerProcess:
         self._wire: Wire | None = None
         self._ended = threading.Event()
         self._failure: BaseException | None = None
+        self._started: WorkerStarted | None = None
+        self._alone_s = 0.0
 
-    def start(self) -> tuple[str, int]:
-        """Listen, and host the node; returns the address of the wire. Raises OSError."""
+    def start(self) -> WorkerStarted:
+        """Listen, and host the node. Raises OSError."""
         return self._thread.submit(self._start()).result(30.0)
 
-    async def _start(self) -> tuple[str, int]:
-        listening = self._listening
-        node = self._built.node
-        epoch = self._built.info.epoch
-        self._wire = listening.wire(node.node_id, epoch, self._host.deliver)
-        address = await self._wire.listen(listening.host)
-        self._host.add(node, self._built.make_executor(self._host.inbox(node.node_id)))
-        if self._built.when_lost is not None:
-            self._built.when_lost(lambda error: self._on_failure(node.node_id, error))
-        return address
-
-    def introduce(self, peers: Iterable[Peer]) -> None:
-        """From now on messages to `peers` go to these addresses."""
-        assert self._wire is not None
-        introduce(self._thread, self._wire, peers)
+    async def _start(self) -> WorkerStarted:
+        listening, built = self._listening, self._built
+        node = built.node
+        self._wire = listening.wire(node.node_id, built.info.epoch, self._deliver)
+        host, port = await self._wire.listen(listening.host)
+        self._host.add(node, built.make_executor(self._host.inbox(node.node_id)))
+        if built.when_lost is not None:
+            built.when_lost(lambda error: self._on_failure(node.node_id, error))
+        self._thread.loop.call_later(WATCH_S, self._watch_controller)
+        self._started = WorkerStarted(built.info, host, port, os.getpid(), built.notices)
+        return self._started
 
     def wait(self) -> None:
-        """Blocks while the worker serves; returns when it was stopped. Raises what its node did."""
+        """Blocks while the worker serves; returns when it was ended. Raises what its node did."""
         self._ended.wait()
         if self._failure is not None:
             raise self._failure
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Close the wire and the executors. Waits for them, for a bounded time."""
-        self._thread.submit(self._stop()).result(30.0)
+        self._thread.submit(self._close()).result(30.0)
         self._thread.close()
-        self._ended.set()
 
-    async def _stop(self) -> None:
+    async def _close(self) -> None:
         if self._wire is not None:
             await self._wire.close()
         await asyncio.to_thread(self._host.close)
+
+    def _deliver(self, to: NodeId, message: Any) -> None:
+        """What is for the process is not for its node."""
+        assert self._wire is not None
+        assert self._started is not None
+        match message:
+            case Meet(about, epoch, peers):
+                meet(self._wire, peers)
+                self._wire.send(CONTROLLER, Introduced(to, about, epoch))
+            case Adopt(controller):
+                meet(self._wire, [controller])
+                self._wire.send(CONTROLLER, self._started)
+            case End(epoch):
+                if epoch >= self._built.info.epoch:
+                    self._ended.set()
+            case _:
+                self._host.deliver(to, message)
+
+    def _watch_controller(self) -> None:
+        assert self._wire is not None
+        self._alone_s = 0.0 if self._wire.hears(CONTROLLER) else self._alone_s + WATCH_S
+        if self._alone_s > self._listening.orphan_s:
+            why = f"no controller for {self._listening.orphan_s:g} s"
+            self._on_failure(self._built.node.node_id, NodeExit(why))
+        self._thread.loop.call_later(WATCH_S, self._watch_controller)
 
     def _send(self, to: NodeId, message: Any) -> None:
         assert self._wire is not None

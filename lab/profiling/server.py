@@ -9,17 +9,18 @@ import sys
 import msgspec
 
 from cluster.config import Config, ConfigError
-from cluster.serve.deployment import Deployment, ServeError
+from cluster.serve.errors import ServeError
 from cluster.serve.launch import serve
+from cluster.serve.supervisor import Ready
 
 
 async def main() -> None:
     config = msgspec.json.decode(sys.stdin.readline(), type=Config)
     stop = asyncio.Event()
 
-    def on_ready(deployment: Deployment, port: int) -> None:
-        url = f"http://{config.api.host}:{port}"
-        sys.stdout.write(msgspec.json.encode((url, deployment.model.served_name)).decode() + "\n")
+    def on_ready(ready: Ready, config: Config) -> None:
+        url = f"http://{config.api.host}:{next(iter(ready.ports.values()))}"
+        sys.stdout.write(msgspec.json.encode((url, ready.model)).decode() + "\n")
         sys.stdout.flush()
 
     async def end_with_stdin() -> None:
@@ -28,7 +29,7 @@ async def main() -> None:
 
     ending = asyncio.create_task(end_with_stdin())
     try:
-        await serve(config, lambda *_: None, stop, on_ready, lambda: None)
+        await serve(config, lambda *_: None, stop, on_ready)
     except (ConfigError, ServeError) as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(1) from error

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.control.controller import Worker
 from cluster.control.messages import StartWorker
-from cluster.serve.deployment import tier_share
+from cluster.control.wanted import Worker
+from cluster.worker.specs import tier_share
 from engine.stats import Role
 
 GIB = 1 << 30

@@ -49,10 +49,15 @@ class RayNode:
             assert self.process.poll() is None, said
             time.sleep(0.1)
 
-    def kill(self) -> None:
-        """As a machine that loses power."""
+    def kill(self, url: str = "") -> None:
+        """As a machine that loses power. `url`: of a server that has workers there, which are no
+        children of Ray, but whose guardians are."""
         if self.process.poll() is None:
             tree = psutil.Process(self.process.pid).children(recursive=True)
+            told = " ".join(" ".join(process.cmdline()) for process in tree)
+            for worker in status(url)["workers"] if url else ():
+                if f"guardian of {worker['worker']}" in told:
+                    tree.append(psutil.Process(worker["pid"]))
             for process in (*tree, self.process):
                 process.kill()
             self.process.wait(10)
@@ -88,7 +93,7 @@ def test_pools_are_spread_and_a_lost_node_is_survived(nodes: list[RayNode]) -> N
         assert set(homes) == {"prefill-0", "decode-0"}
         assert homes["prefill-0"] != homes["decode-0"]
         assert "Paris" in ask(served.url)
-        nodes[1].kill()
+        nodes[1].kill(served.url)
         assert "Paris" in ask(served.url)
         wait_for(served.url, all_up, 90, "the worker has not moved")
         homes = {worker["worker"]: worker["machine"] for worker in status(served.url)["workers"]}

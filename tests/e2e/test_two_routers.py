@@ -96,7 +96,7 @@ def test_each_router_is_shown_with_its_api_its_load_and_its_store(served: Served
     wait_for(first, says, 10, "the second router's load is not shown")
     shown = [(r["router"], r["state"], r["url"]) for r in status(first)["routers"]]
     assert shown == [("router-0", "up", first), ("router-1", "up", second)]
-    (own,) = status(second)["routers"]
+    own = router_entry(second)
     assert (own["router"], own["url"], own["store_up"]) == ("router-1", second, True)
 
 

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.api.calls import Call
 from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, overloaded, refused
+from cluster.api.errors import ApiError, draining, overloaded, refused
 from cluster.api.incoming import caller, read_body
 from cluster.api.limiter import LimitReached
 from cluster.api.openai.formats import Format
@@ -137,6 +137,8 @@ class GenerateEndpoint(Generic[Request]):
 
     async def _serve(self, http: HttpRequest, call: Call, send: Send) -> str:
         """Serve one request; return its outcome. Raises `ApiError` before the first byte only."""
+        if self._ctx.is_draining():
+            raise draining()
         tenant = caller(self._ctx, http)
         clock = asyncio.get_running_loop().time
         deadline = call.arrived_at + self._ctx.limits.request_timeout_s

@@ -180,7 +180,7 @@ def serve(
             sock=sock,
             stop=stopping,
             on_ready=lambda _: ready.set(),
-            shutdown_timeout_s=2,
+            shutdown_timeout_s=lambda: 2,
             **options,
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.control.controller import Controller, ControllerConfig, WorkerState
+from cluster.control.controller import Controller, ControllerConfig
 from cluster.control.machines import Machine
 from cluster.control.messages import (
     GiveUp,
@@ -15,12 +15,14 @@ from cluster.control.messages import (
     Introduced,
     MachinesChanged,
     Peer,
+    Record,
     StartFailed,
     StartWorker,
     StopWorker,
     WorkerLost,
     WorkerStarted,
 )
+from cluster.control.wanted import WorkerState
 from engine.node import Note, Send, Wake, Woken
 from engine.stats import Role, RouterUp, WorkerInfo
 from router.messages import WorkerDown, WorkerUp
@@ -43,7 +45,7 @@ def info(worker: str, epoch: int) -> WorkerInfo:
 
 
 class Script:
-    """A controller and what it said, Notes aside."""
+    """A controller and what it said, Notes and what it keeps aside."""
 
     def __init__(self, config: ControllerConfig = CONFIG, machines: Any = ONE) -> None:
         self.now = 0.0
@@ -54,7 +56,7 @@ class Script:
     def say(self, message: Any, at: float | None = None) -> list[Any]:
         self.now = self.now if at is None else at
         effects = self.controller.receive(self.now, message)
-        return [e for e in effects if not isinstance(e, Note)]
+        return [e for e in effects if not isinstance(e, Note | Record)]
 
     def started(self, worker: str, epoch: int) -> list[Any]:
         return self.say(WorkerStarted(info(worker, epoch), "h", 100 + epoch))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from cluster.control.controller import WorkerState
 from cluster.control.messages import (
     Introduce,
     Introduced,
@@ -16,6 +15,7 @@ from cluster.control.messages import (
     StartWorker,
     WorkerLost,
 )
+from cluster.control.wanted import WorkerState
 from engine.node import Note, Send, Woken
 from engine.stats import Role
 from router.messages import RoleChanged, WorkerUp

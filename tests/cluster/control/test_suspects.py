@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.control.controller import WorkerState
 from cluster.control.messages import StartWorker, StopWorker
+from cluster.control.wanted import WorkerState
 from engine.node import Send, Wake, Woken
 from engine.stats import Progress, ProgressReport, ProgressRequest, RouterUp
 from router.messages import WorkerDown, WorkerSuspected

@@ -1,0 +1,92 @@
+"""What crosses the wire between the controller's process and those of workers and routers.
+
+It is for the processes, not for their nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.control.messages import Peer
+from engine.node import NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoad:
+    """What a router says of itself. `left`: what it holds that an idle router must not hold, said
+    only where it was asked."""
+
+    num_live: int  # requests that it serves, or that wait
+    num_queued: int  # of them, those that wait
+    store_up: bool | None  # whether it reaches the store of shared state; None: there is none
+    left: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """To a process: where `peers` listen; answered by `Introduced`, with `about` and `epoch`."""
+
+    about: NodeId
+    epoch: int
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """To a worker's process: this is your controller now; answered by `WorkerStarted`."""
+
+    controller: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """To a worker's process: end, if you are of this epoch or an older one."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    """From a router's process, about once a second; answered by a `ClusterView`."""
+
+    router: NodeId
+    epoch: int
+    load: RouterLoad
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """From a router's process: messages between it and a worker were lost. The router has given the
+    worker up until they are brought together again."""
+
+    router: NodeId
+    worker: NodeId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """What the controller knows, for operators: MessagePack of `cluster.control.view`'s dict."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """To a router's process: report at once, and what you hold besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditQuestion:
+    """From a router's process; answered by an `AuditAnswer` with the same number."""
+
+    router: NodeId
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuditAnswer:
+    """`data`: MessagePack of what `/audit` answers; empty if the audit failed."""
+
+    number: int
+    data: bytes

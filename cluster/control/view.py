@@ -1,0 +1,70 @@
+"""What operators see of the cluster: the controller's part of `/status`, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.control.controller import Controller
+from cluster.control.process_messages import RouterLoad
+from cluster.control.router_processes import RouterState, status_of
+from cluster.control.wanted import Worker, WorkerState
+from engine.node import NodeId
+
+Life = tuple[NodeId, int]  # a router and its epoch
+
+
+def cluster_view(
+    controller: Controller, loads: Mapping[Life, RouterLoad], host: str, scheme: str
+) -> dict[str, Any]:
+    """`loads`: what routers have said lately; `host`, `scheme`: of their APIs."""
+    routers = controller.router_processes.routers.values()
+    entries = []
+    for router in routers:
+        is_up = router.state is RouterState.UP
+        load = loads.get((router.node, router.epoch)) if is_up else None
+        entries.append(status_of(router, host, load, scheme))
+    return {
+        "workers": [_worker_entry(worker) for worker in controller.workers.values()],
+        "routers": entries,
+        "all_up": controller.all_up(),
+    }
+
+
+def _worker_entry(worker: Worker) -> dict[str, Any]:
+    return {
+        "worker": worker.node,
+        "role": str(worker.role),
+        "state": str(worker.state),
+        "epoch": worker.epoch,
+        "pid": worker.pid,
+        "machine": worker.machine_id or "",
+        "restarts": worker.restarts,
+        "last_error": worker.last_error,
+    }
+
+
+def merged_status(
+    own: dict[str, Any], view: Mapping[str, Any] | None, age_s: float
+) -> dict[str, Any]:
+    """A router's own `/status` (of which `routers` has its own entry only) and, where a controller
+    has said something, what that knows. `age_s`: of what it said."""
+    own["controller"] = {"known": view is not None}
+    if view is None:
+        return own
+    own["controller"] |= view["controller"] | {"age_s": round(age_s, 3)}
+    known = {worker["worker"]: worker for worker in own["workers"]}
+    for told in view["workers"]:
+        entry = known.get(told["worker"])
+        if entry is None:
+            entry = {"worker": told["worker"], "role": told["role"]}
+            own["workers"].append(entry)
+        state = told["state"]
+        if entry.get("state") != "backoff" or state != WorkerState.UP:
+            entry["state"] = state
+        kept = ("epoch", "pid", "machine", "restarts", "last_error")
+        entry |= {key: told[key] for key in kept}
+    mine = {router["router"]: router for router in own["routers"]}
+    own["routers"] = [told | mine.get(told["router"], {}) for told in view["routers"]]
+    own["restarted_tasks"] = view.get("restarted_tasks", {})
+    return own

@@ -1,0 +1,62 @@
+"""One wanted worker, as the controller knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from cluster.control.messages import AdoptWorker, KeptWorker, Peer, StopWorker
+from engine.node import Effect, NodeId, Wake
+from engine.stats import Role, WorkerInfo
+
+
+class WorkerState(StrEnum):
+    DOWN = "down"
+    ADOPTING = "adopting"
+    STARTING = "starting"
+    INTRODUCING = "introducing"
+    UP = "up"
+    BACKOFF = "backoff"
+
+
+COMING = (WorkerState.ADOPTING, WorkerState.STARTING)
+RUNNING = (*COMING, WorkerState.INTRODUCING, WorkerState.UP)
+
+
+@dataclass(slots=True)
+class Worker:
+    """One wanted worker. `waiting_for` is empty unless it is introducing."""
+
+    node: NodeId
+    role: Role
+    epoch: int
+    state: WorkerState = WorkerState.DOWN
+    machine_id: str | None = None
+    avoid: str | None = None
+    info: WorkerInfo | None = None
+    peer: Peer | None = None
+    pid: int = 0
+    waiting_for: set[NodeId] = field(default_factory=set)
+    failures: int = 0
+    restarts: int = 0
+    up_at: float = 0.0
+    is_announced: bool = False  # routers may believe it up
+    last_error: str = ""
+
+    def keep(self) -> KeptWorker:
+        machine_id = self.machine_id or ""
+        return KeptWorker(
+            self.node, self.role, self.epoch, machine_id, self.peer, self.pid, self.restarts
+        )
+
+    def adopt(self, kept: KeptWorker, timeout_s: float) -> list[Effect]:
+        """Be what an earlier controller knew, if it answers within `timeout_s`."""
+        self.role, self.epoch, self.restarts = kept.role, kept.epoch, kept.restarts
+        if kept.peer is None:
+            return [StopWorker(self.node, self.epoch)]
+        self.state, self.is_announced = WorkerState.ADOPTING, True
+        self.machine_id, self.pid, self.peer = kept.machine_id, kept.pid, kept.peer
+        return [
+            AdoptWorker(self.node, self.epoch, kept.peer, kept.machine_id, kept.pid),
+            Wake(timeout_s, f"{self.state} {self.epoch} {self.node}"),
+        ]

@@ -1,0 +1,86 @@
+"""Who starts a worker's process on its machine, tells of its end, and ends it by force.
+
+Runs in the actor that Ray places. The worker's process outlives its guardian, and with it Ray: a
+process of an older epoch that is still there when the next one starts is ended first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from typing import IO, TYPE_CHECKING
+
+from cluster.control.messages import StartFailed, WorkerStarted
+from cluster.runtime.processes import MODULE, kill_workers, name_of
+from cluster.worker.process import Listening
+from engine.node import NodeId
+
+if TYPE_CHECKING:
+    from cluster.worker.build import WorkerSpec
+
+LAST_WORDS_S = 0.5  # for the news of why a process ended to leave its guardian
+
+
+class WorkerGuardian:
+    """What runs in the actor. Its constructor does nothing, so that it is up at once and its death
+    is noticed from then on."""
+
+    def __init__(self, node: NodeId) -> None:
+        self._node = node
+        self._news: IO[bytes] | None = None
+        self._pid = 0
+        self._why = "its process has ended"
+        self._has_ended = threading.Event()
+
+    def __repr__(self) -> str:  # also what `ps` shows
+        return f"kvrelay guardian of {self._node}"
+
+    def start(self, spec: WorkerSpec, listening: Listening) -> WorkerStarted | StartFailed:
+        """Blocks until the worker listens, or cannot."""
+        kill_workers(spec.cluster, spec.worker, spec.epoch - 1)
+        mine, its = os.pipe()
+        os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
+        name = name_of(spec.cluster, spec.worker, spec.epoch)
+        command = [sys.executable, "-m", MODULE, name, str(its)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(its,)) as process:
+            os.close(its)
+            assert process.stdin is not None
+            pickle.dump((spec, listening), process.stdin)
+            process.stdin.close()
+        self._news = news = os.fdopen(mine, "rb")
+        try:
+            self._pid = pickle.load(news)
+            answer: WorkerStarted | StartFailed = pickle.load(news)
+        except (EOFError, pickle.UnpicklingError):
+            return StartFailed(spec.worker, spec.epoch, "its process ended while it started", False)
+        if isinstance(answer, WorkerStarted):
+            threading.Thread(target=self._watch, args=(news,), daemon=True).start()
+        return answer
+
+    def _watch(self, news: IO[bytes]) -> None:
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+            self._why = pickle.load(news)
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+            pickle.load(news)  # to the end of the process
+        self._has_ended.set()
+        ending = threading.Timer(LAST_WORDS_S, os._exit, (1,))
+        ending.daemon = True
+        ending.start()
+
+    def wait(self) -> str:
+        """Blocks while the process lives; then says why it ended."""
+        self._has_ended.wait()
+        return self._why
+
+    def end(self) -> None:
+        """The worker's process, by force; then this one ends."""
+        if self._pid and not self._has_ended.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self._has_ended.wait(LAST_WORDS_S)
+        os._exit(0)

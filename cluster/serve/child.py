@@ -1,0 +1,129 @@
+"""A process that `kvrelay serve` supervises: `python -m cluster.serve.child KIND NAME FD`.
+
+KIND is `router` or `controller`; NAME says in `ps` which it is. See `cluster.serve.channel`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from cluster.control.messages import RouterFailed, RouterLost, RouterStarted
+from cluster.serve.channel import Supervisor
+from cluster.serve.orders import (
+    ControlSpec,
+    Ending,
+    GaveUp,
+    Reload,
+    RestartWorkers,
+    RouterOrder,
+    Serves,
+    Stop,
+    WorkersRestarted,
+)
+
+log = logging.getLogger("kvrelay")
+
+
+async def run_router(supervisor: Supervisor) -> int:
+    from cluster.serve.router_process import RouterProcess, RouterProcessError
+
+    order: RouterOrder = await supervisor.first()
+    spec = order.spec
+    sock = socket.socket(fileno=order.sock)
+    stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
+
+    def on_order(message: Any) -> None:
+        if isinstance(message, Stop) and not stop.done():
+            stop.set_result(message)
+        elif isinstance(message, Reload):
+            process.hangup.set()
+
+    try:
+        process = RouterProcess(spec, order.listening, supervisor.tell)
+        gone = asyncio.create_task(supervisor.follow(on_order))
+        supervisor.tell(await process.start(sock, order.host))
+    except (RouterProcessError, OSError) as error:
+        supervisor.tell(RouterFailed(spec.router, spec.epoch, str(error), permanent=True))
+        return 1
+    serving = asyncio.create_task(process.serves())
+    serving.add_done_callback(lambda _: supervisor.tell(Serves(spec.router, sock_port(order))))
+    ends: set[asyncio.Future[Any]] = {gone, stop, process.failed}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if process.failed.done():
+        failure = process.failed.result()
+        why = f"{type(failure).__name__}: {failure}"
+        supervisor.tell(RouterLost(spec.router, spec.epoch, why.splitlines()[0]))
+        return 1
+    if not stop.done():  # nobody would start it again, or end it
+        return 1
+    asked = stop.result()
+    if asked.refuse:
+        left = await process.drain(asked.drain_s)
+        if left and asked.drain_s:
+            log.warning("%s: %d requests are cut off", spec.router, left)
+    await process.close(0.0 if asked.refuse else asked.drain_s)
+    return 0
+
+
+def sock_port(order: RouterOrder) -> int:
+    with socket.socket(fileno=os.dup(order.sock)) as again:
+        return int(again.getsockname()[1])
+
+
+async def run_controller(supervisor: Supervisor) -> int:
+    from cluster.serve.control_process import ControlProcess
+    from cluster.worker.build import PreparedModel
+
+    spec: ControlSpec = await supervisor.first()
+    process = ControlProcess(spec, supervisor.tell)
+    stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
+
+    def on_order(message: Any) -> None:
+        match message:
+            case PreparedModel():
+                process.use_model(message)
+            case Stop():
+                stop.set_result(message)
+            case Ending():
+                process.is_ending = True
+            case RouterStarted() | RouterFailed() | RouterLost():
+                process.on_router_news(message)
+            case RestartWorkers():
+                process.restart_workers(lambda why: supervisor.tell(WorkersRestarted(why)))
+
+    await process.start()
+    gone = asyncio.create_task(supervisor.follow(on_order))
+    ends: set[asyncio.Future[Any]] = {gone, stop}
+    await asyncio.wait({*ends, process.failed}, return_when=asyncio.FIRST_COMPLETED)
+    if process.failed.done():
+        supervisor.tell(GaveUp(process.failed.result()))
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if stop.done():
+        await process.end()
+    return 0
+
+
+def main() -> None:
+    kind, news_fd = sys.argv[1], int(sys.argv[3])
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # where does it hang? stacks go to stderr
+    run = {"router": run_router, "controller": run_controller}[kind]
+
+    async def begin() -> int:
+        return await run(Supervisor(news_fd))
+
+    code = asyncio.run(begin())
+    logging.shutdown()
+    os._exit(code)  # no thread of a library holds it up
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""The controller as a process of its own. Workers and routers go on without it; the next one adopts
+them, from what this one has kept in a file.
+
+It alone knows Ray: it starts or joins it when all else is under way, and whatever happens to Ray,
+what runs goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from cluster.control.controller import Controller, ControllerConfig
+from cluster.control.messages import (
+    CONTROLLER,
+    AdoptWorker,
+    GiveUp,
+    Introduce,
+    Introduced,
+    Kept,
+    Peer,
+    Record,
+    RestartWorker,
+    RouterLost,
+    StartRouter,
+    StartWorker,
+    StopRouter,
+    StopWorker,
+    WorkerLost,
+    WorkerStarted,
+)
+from cluster.control.process_messages import (
+    Adopt,
+    AuditQuestion,
+    End,
+    Meet,
+    RouterReport,
+)
+from cluster.control.router_processes import RouterState
+from cluster.control.wanted import WorkerState
+from cluster.runtime.host import NodeHost, keep_running
+from cluster.runtime.processes import kill_workers, worker_processes
+from cluster.serve.life import write_private
+from cluster.serve.operators_desk import AUDITOR, OperatorsDesk
+from cluster.serve.orders import AllUp, ControlSpec, PartNews
+from cluster.worker.build import PreparedModel
+from cluster.worker.kv_plan import kv_lines
+from cluster.worker.process import meet
+from cluster.worker.specs import worker_spec
+from engine.node import Effect, NodeId
+from engine.stats import Role
+
+log = logging.getLogger("kvrelay.control")
+
+FORGET_S = 2.0  # after which what was said to a worker that is to end has reached it
+END_TIMEOUT_S = 5.0  # for workers to end by themselves
+RAY_START_S, RAY_RETRY_S = 90.0, 2.0
+
+
+class ControlProcess:
+    """Owns the controller, the auditor, their wire and the workers' guardians. On one loop.
+
+    Performs the controller's effects; `tell` is the supervisor, which starts routers."""
+
+    def __init__(self, spec: ControlSpec, tell: Callable[[Any], None]) -> None:
+        self.spec = spec
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self.is_ending = False  # routers are not started again
+        self.failed: asyncio.Future[str] = self._loop.create_future()
+        self.host = NodeHost(self._loop, self._send, self._on_node_failed)
+        listening = spec.listening
+        self.wire = listening.wire(CONTROLLER, spec.epoch, self._deliver, self._on_peer_lost)
+        self.wire.serves.add(AUDITOR)
+        self.desk = OperatorsDesk(self)
+        self.controller = Controller(ControllerConfig((), ()))
+        self._model: asyncio.Future[PreparedModel] = self._loop.create_future()
+        self._workers: Any = None  # RayWorkers, once Ray is there
+        self._ray_thread = ThreadPoolExecutor(1, "ray")
+        self._me = Peer(CONTROLLER, "", 0, spec.epoch)
+        self._adopted: list[AdoptWorker] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.restarted: Counter[str] = Counter()  # tasks that ended, by name
+        self._was_all_up = False
+
+    async def start(self) -> None:
+        """Listen, and get Ray; once there is a model, adopt what runs and start what does not."""
+        spec = self.spec
+        host, port = await self.wire.listen(spec.host)
+        self._me = Peer(CONTROLLER, host, port, spec.epoch)
+        self.spawn(self._use_ray())
+
+    def use_model(self, model: PreparedModel) -> None:
+        """It is on this machine now. Begin."""
+        spec, cluster = self.spec, self.spec.config.cluster
+        host, port = self._me.host, self._me.port
+        roles = [(Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode)]
+        self.controller = Controller(
+            ControllerConfig(
+                workers=tuple((f"{role}-{i}", role) for role, n in roles for i in range(n)),
+                routers=(),
+                listeners=(self._me, Peer(AUDITOR, host, port, spec.epoch)),
+                further_routers=spec.routers,
+                kept=read_kept(spec.kept_file),
+                running_routers=spec.running_routers,
+                start_timeout_s=cluster.start_timeout_s,
+                silent_grace_s=cluster.silent_grace_s,
+            )
+        )
+        self.host.add(self.controller, self)
+        self._model.set_result(model)
+        self.spawn(self._show())
+
+    def perform(self, effect: Effect) -> None:
+        match effect:
+            case Record(kept):
+                write_private(self.spec.kept_file, msgspec.msgpack.encode(kept))
+            case StartWorker():
+                self._start_worker(effect)
+            case StopWorker(worker, epoch):
+                self._stop_worker(worker, epoch)
+            case AdoptWorker():
+                self._adopt(effect)
+            case StartRouter() | StopRouter() if self.is_ending:
+                pass
+            case StartRouter() | StopRouter():
+                self._tell(effect)
+            case Introduce(to, about, epoch, peers) if to == CONTROLLER:
+                meet(self.wire, peers)
+                self._say(Introduced(to, about, epoch))
+            case Introduce(to, about, epoch, peers):
+                self.wire.send(to, Meet(about, epoch, peers))
+            case GiveUp(reason):
+                self._fail(reason)
+            case _:
+                raise AssertionError(f"not an effect of a controller: {effect}")
+
+    def close(self) -> None:
+        """Nothing runs outside the loop; `end` ends the workers."""
+
+    async def end(self) -> None:
+        """End the workers, politely and then by force, and leave Ray."""
+        for task in self._tasks:
+            task.cancel()
+        running = [w for w in self.controller.workers.values() if w.peer is not None]
+        for worker in running:
+            self.wire.send(worker.node, End(worker.epoch))
+        deadline = self._loop.time() + END_TIMEOUT_S
+        while worker_processes(self.spec.cluster) and self._loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        self.host.close()
+        if self._workers is not None:
+            await self._workers.close()
+        kill_workers(self.spec.cluster)
+        self.spec.kept_file.unlink(missing_ok=True)
+        await self.wire.close()
+        await self._leave_ray()
+
+    async def _leave_ray(self) -> None:
+        if self._workers is not None:
+            from cluster.runtime.ray_cluster import disconnect
+
+            await self._loop.run_in_executor(self._ray_thread, disconnect)
+
+    def on_router_news(self, news: Any) -> None:
+        """RouterStarted, RouterFailed or RouterLost, from the supervisor."""
+        self._say(news)
+
+    @property
+    def has_ray(self) -> bool:
+        return self._workers is not None
+
+    def restart_workers(self, done: Callable[[str], None]) -> None:
+        """One after the other; their requests go on at the others. `done` gets why it stopped; ""
+        if all are up again."""
+        self.spawn(self._restart_workers(done))
+
+    async def _restart_workers(self, done: Callable[[str], None]) -> None:
+        timeout_s = self.spec.config.cluster.start_timeout_s
+        for worker in list(self.controller.workers.values()):
+            before = worker.epoch
+            self._say(RestartWorker(worker.node, "an operator restarts all workers"))
+            deadline = self._loop.time() + timeout_s
+            while worker.epoch == before or worker.state is not WorkerState.UP:
+                if self._loop.time() > deadline:
+                    done(f"{worker.node} is not up again after {timeout_s:g} s")
+                    return
+                await asyncio.sleep(0.1)
+        done("")
+
+    def spawn(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _say(self, message: Any) -> None:
+        """To the controller, after what it does now."""
+        if isinstance(message, WorkerStarted):
+            info = message.info
+            self.wire.set_address(info.worker, message.host, message.port, info.epoch)
+        self._loop.call_soon(self.host.deliver, CONTROLLER, message)
+
+    async def _use_ray(self) -> None:
+        """Start or join it, and go on trying: what runs does not need it."""
+        from cluster.serve.ray_access import RayRefused, start_ray
+
+        config = self.spec.config
+        while True:
+            try:
+                starting = self._loop.run_in_executor(
+                    self._ray_thread, start_ray, config, self._tell_ray
+                )
+                ray = await asyncio.wait_for(starting, RAY_START_S)
+                break
+            except (RayRefused, TimeoutError) as error:
+                why = str(error) or f"Ray did not start within {RAY_START_S:g} s"
+                if not self.controller.has_been_up:
+                    self._fail(why)
+                    return
+                if not config.cluster.address:
+                    self._end_now(why)
+                log.warning("%s; again in %g s", why, RAY_RETRY_S)
+                await asyncio.sleep(RAY_RETRY_S)
+        self._tell(PartNews("ray", "up", True))
+        await self._model
+        self._workers = ray.RayWorkers(self.spec.listening, self._say)
+        for adopted in self._adopted:
+            self._workers.attach(self.spec.cluster, adopted.worker, adopted.epoch)
+        use_gpus = config.model.device != "cpu"
+        await keep_running("watch_machines", lambda: self._watch_machines(use_gpus), self.restarted)
+
+    async def _watch_machines(self, use_gpus: bool) -> None:
+        try:
+            await self._workers.watch_machines(use_gpus)
+        except Exception as error:
+            if self.spec.config.cluster.address:
+                raise  # Ray itself ends a process that does not reach it for a minute
+            # A Ray of one's own ends with this process, and the next one starts another.
+            self._end_now(f"Ray does not answer ({type(error).__name__})")
+
+    def _tell_ray(self, news: str) -> None:
+        self._loop.call_soon_threadsafe(self._tell, PartNews("ray", news, False))
+
+    def _start_worker(self, start: StartWorker) -> None:
+        machines = {machine.machine_id: machine for machine in self.controller.machines}
+        spec = self.spec
+        workers = self.controller.workers.values()
+        model = self._model.result()
+        self._workers.start(worker_spec(start, spec.cluster, spec.config, model, machines, workers))
+
+    def _stop_worker(self, worker: NodeId, epoch: int) -> None:
+        """By force, and where nobody is there who could, by asking."""
+        self.wire.send(worker, End(epoch))
+        if self._workers is None or self._workers.end(worker, epoch) is None:
+            kill_workers(self.spec.cluster, worker, epoch)  # if it is on this machine
+        self._loop.call_later(FORGET_S, self.wire.forget, worker, epoch)
+
+    def _adopt(self, adopted: AdoptWorker) -> None:
+        peer = adopted.peer
+        if self.wire.context.is_here(peer.host) and not psutil.pid_exists(adopted.pid):
+            self._say(WorkerLost(adopted.worker, adopted.epoch, "its process has ended"))
+            return
+        meet(self.wire, [peer])
+        self.wire.send(adopted.worker, Adopt(self._me))
+        self._adopted.append(adopted)
+
+    def _deliver(self, to: NodeId, message: Any) -> None:
+        match message:
+            case RouterReport() | AuditQuestion():
+                self.desk.receive(message)
+            case WorkerStarted():
+                self._say(message)
+            case _:
+                self.host.deliver(to, message)
+
+    async def _show(self) -> None:
+        """Tell the supervisor how far each part is, until all are up."""
+        while not self.controller.all_up():
+            for worker in self.controller.workers.values():
+                is_up = worker.state is WorkerState.UP
+                why = f" ({worker.last_error})" if worker.last_error and not is_up else ""
+                self._tell(PartNews(worker.node, f"{worker.state}{why}", is_up))
+            for router in self.controller.router_processes.routers.values():
+                why = f" ({router.last_error})" if router.last_error else ""
+                is_up = router.state is RouterState.UP
+                self._tell(PartNews(router.node, f"{router.state}{why}", is_up))
+            await asyncio.sleep(0.1)
+        infos = [w.info for w in self.controller.workers.values() if w.info is not None]
+        model = await self._model
+        self._tell(AllUp(tuple(kv_lines(model.config, infos))))
+
+    def _send(self, to: NodeId, message: Any) -> None:
+        self.wire.send(to, message)
+
+    def _on_peer_lost(self, node: NodeId, epoch: int) -> None:
+        """It did not come back in time, or messages were lost: what each knows of the other no
+        longer fits."""
+        self.wire.forget(node, epoch)
+        lost = RouterLost if node in self.spec.routers else WorkerLost
+        if not (self.is_ending and lost is RouterLost):
+            self.host.deliver(CONTROLLER, lost(node, epoch, "the connection to it was lost"))
+
+    def _on_node_failed(self, node: NodeId, error: BaseException) -> None:
+        """Its state is not to be trusted."""
+        self._end_now(f"{node} failed: {type(error).__name__}: {error}")
+
+    def _end_now(self, why: str) -> None:
+        """The next controller begins with what was kept."""
+        log.critical("the controller ends: %s", why)
+        logging.shutdown()
+        os._exit(1)
+
+    def _fail(self, reason: str) -> None:
+        if not self.failed.done():
+            self.failed.set_result(reason)
+
+
+def read_kept(file: Path) -> Kept:
+    """What the last controller has left; nothing where it was ended properly."""
+    try:
+        return msgspec.msgpack.decode(file.read_bytes(), type=Kept)
+    except FileNotFoundError:
+        return Kept()
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("%s is of no use, and workers that run are not found: %s", file, error)
+        return Kept()

@@ -1,0 +1,84 @@
+"""A worker's process, as its guardian starts it: `python -m cluster.worker.main NAME FD`.
+
+It leaves the guardian's session, so that it outlives it: weights and KV are worth more than what
+started them. NAME says in `ps` which worker it is. From stdin come a WorkerSpec and a Listening,
+pickled; to FD go, pickled, the process id, a WorkerStarted or StartFailed, and why it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import sys
+from typing import IO, TYPE_CHECKING, Any
+
+from cluster.control.messages import StartFailed, WorkerStarted
+from cluster.worker.process import Listening, WorkerProcess
+
+if TYPE_CHECKING:
+    from cluster.worker.build import WorkerSpec
+
+
+def start(spec: WorkerSpec, listening: Listening) -> tuple[WorkerProcess | None, Any]:
+    """Build the worker and serve. What would fail again is told as permanent."""
+    from cluster.worker.build import build_worker
+    from cluster.worker.kv_plan import BuildError
+
+    try:
+        process = WorkerProcess(build_worker(spec), listening)
+        return process, process.start()
+    except BuildError as error:
+        return None, StartFailed(spec.worker, spec.epoch, str(error), permanent=True)
+    except Exception as error:
+        logging.getLogger("kvrelay").exception("%s does not start", spec.worker)
+        why = f"{type(error).__name__}: {first_line(error)}"
+        return None, StartFailed(spec.worker, spec.epoch, why, permanent=False)
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else ""
+
+
+def serve(spec: WorkerSpec, listening: Listening, guardian: IO[bytes]) -> int:
+    """Returns the exit code."""
+
+    def tell(news: Any) -> None:
+        with contextlib.suppress(OSError):  # the guardian may be gone
+            guardian.write(pickle.dumps(news))
+            guardian.flush()
+
+    tell(os.getpid())
+    process, answer = start(spec, listening)
+    tell(answer)
+    if process is None or not isinstance(answer, WorkerStarted):
+        return 1
+    try:
+        process.wait()
+    except BaseException as error:  # the state of a node that raised is not to be trusted
+        tell(f"{type(error).__name__}: {first_line(error)}")
+        logging.shutdown()
+        return 1
+    process.close()
+    return 0
+
+
+def main() -> None:
+    if os.fork():  # nothing to wait for, and nobody who would be asked to
+        os._exit(0)
+    os.setsid()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("kvrelay").setLevel(logging.INFO)
+    guardian = os.fdopen(int(sys.argv[2]), "wb")
+    os.set_inheritable(guardian.fileno(), False)
+    spec, listening = pickle.load(sys.stdin.buffer)
+    code = serve(spec, listening, guardian)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

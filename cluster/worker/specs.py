@@ -1,0 +1,81 @@
+"""What a worker is built from: the settings, its machine, and who shares that with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from msgspec.structs import replace
+
+from cluster.config import Config
+from cluster.control.machines import Machine
+from cluster.control.messages import StartWorker
+from cluster.control.wanted import Worker
+from cluster.worker.build import PreparedModel, WorkerSpec
+from cluster.worker.kv_plan import GIB
+from engine.stats import Role
+
+ITL_TARGET_MS = 100.0  # of decode workers, where prefill workers are there for long prompts
+
+
+def worker_spec(
+    start: StartWorker,
+    cluster: str,
+    config: Config,
+    model: PreparedModel,
+    machines: Mapping[str, Machine],
+    workers: Collection[Worker],
+) -> WorkerSpec:
+    """`machines`: by their id; `workers`: all that are wanted."""
+    machine = machines[start.machine_id]
+    engine = config.engine
+    if engine.itl_target_ms == 0 and config.cluster.prefill > 0:
+        engine = replace(engine, itl_target_ms=ITL_TARGET_MS)
+    on_gpu = machine.num_gpus > 0
+    host_gib = config.tiers.host_gib
+    # Ranks of one model on several GPUs cannot use host memory.
+    has_auto_host = host_gib == "auto" and not (on_gpu and engine.tensor_parallel_size > 1)
+    # Ray shows a worker its own GPUs only, so they are the first there.
+    device = "cuda" if on_gpu else config.model.device.replace("auto", "cpu")
+    return WorkerSpec(
+        cluster=cluster,
+        worker=start.worker,
+        role=start.role,
+        epoch=start.epoch,
+        model_dir=str(model.path),
+        model_name=config.model.name,
+        cache_dir=config.model.cache_dir,
+        dtype=config.model.dtype,
+        quantization=config.model.quantization,
+        device=device,
+        threads=config.engine.threads or max(1, int(machine.num_cpus)),
+        on_gpu=on_gpu,
+        engine=engine,
+        host_bytes=0 if host_gib == "auto" else tier_share(host_gib, start, workers),
+        num_sharing_host=num_sharing_tiers(start, workers) if has_auto_host else 0,
+        disk_bytes=tier_share(config.tiers.disk_gib, start, workers),
+        disk_path=config.tiers.disk_path,
+        retention_s=config.tiers.retention_s,
+        disk_after_s=config.tiers.disk_after_s,
+        num_peers=config.cluster.prefill + config.cluster.decode - 1,
+        machine=start.machine_id,
+        num_gpus=min(engine.tensor_parallel_size, int(machine.num_gpus)),
+    )
+
+
+def tier_share(machine_gib: float, start: StartWorker, workers: Iterable[Worker]) -> int:
+    """Bytes that a worker gets of a tier whose size is per machine."""
+    num_sharing = num_sharing_tiers(start, workers)
+    return int(machine_gib * GIB) // num_sharing if num_sharing else 0
+
+
+def num_sharing_tiers(start: StartWorker, workers: Iterable[Worker]) -> int:
+    """Workers among which the tiers of a machine are divided; 0: the one that starts has no part.
+
+    The decode workers of a machine share them evenly, because sessions come back to them. Prefill
+    workers share them where there is no decode worker. All that belong on the machine count,
+    whether they are up or not, so that a worker that comes back finds its tiers as large as before.
+    """
+    here = [w.role for w in workers if w.machine_id == start.machine_id]
+    if start.role is Role.PREFILL and Role.DECODE in here:
+        return 0
+    return here.count(start.role)

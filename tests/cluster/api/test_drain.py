@@ -1,0 +1,105 @@
+"""A server that drains or restarts: what it says, and what it does not take any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from cluster.api.context import ApiLimits, ControllerAway, Service
+from cluster.api.text.tokenizer import Tokenizer
+from cluster.cli.service import drain, restart
+from engine.stats import Role
+from tests.cluster.api.conftest import MODEL, Served, serve
+
+ASK = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+class Operated:
+    """What the server was asked, and how it is."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.orders: list[Service] = []
+
+
+@pytest.fixture(scope="module")
+def operated() -> Operated:
+    return Operated()
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer: Tokenizer, operated: Operated) -> Iterator[Served]:
+    def set_role(worker: str, role: Role) -> Role:
+        raise ControllerAway
+
+    context: dict[str, Any] = {
+        "is_draining": lambda: operated.draining,
+        "order": operated.orders.append,
+        "set_role": set_role,
+    }
+    with serve(tokenizer, ApiLimits(), context=context) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def as_new(operated: Operated) -> None:
+    operated.draining = False
+    operated.orders.clear()
+
+
+def test_ready_is_not_live(server: Served, operated: Operated) -> None:
+    assert server.http.get("/health/ready").json()["status"] == "ready"
+    operated.draining = True
+    ready = server.http.get("/health/ready")
+    assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+    assert server.http.get("/health/live").status_code == 200
+
+
+def test_a_server_without_workers_is_not_ready(server: Served) -> None:
+    server.health[:] = [False, {"workers_up": 0}]
+    ready = server.http.get("/health/ready")
+    assert (ready.status_code, ready.json()) == (503, {"status": "unavailable", "workers_up": 0})
+    server.health[:] = [True, {}]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+def test_a_draining_server_takes_no_new_request(
+    server: Served, operated: Operated, path: str
+) -> None:
+    operated.draining = True
+    answer = server.post(ASK | {"prompt": "Hi", "max_tokens": 3}, path)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "takes no new requests" in answer.text
+    operated.draining = False
+    assert server.post(ASK).status_code == 200
+
+
+def test_operators_begin_a_drain_and_a_restart(server: Served, operated: Operated) -> None:
+    for service in Service:
+        answer = server.http.post(f"/{service}")
+        assert (answer.status_code, answer.json()) == (202, {"begun": str(service)})
+    assert operated.orders == list(Service)
+
+
+def test_the_command_drains(server: Served, operated: Operated) -> None:
+    result = CliRunner().invoke(drain, ["--url", server.url])
+    assert (result.exit_code, operated.orders) == (0, [Service.DRAIN]), result.output
+    assert "takes no new requests" in result.output
+
+
+def test_the_command_waits_for_the_restart_and_says_if_it_is_not_over(
+    server: Served, operated: Operated
+) -> None:
+    waiting = CliRunner().invoke(restart, ["--url", server.url, "--wait-s", "0"])
+    assert (waiting.exit_code, operated.orders) == (1, [Service.RESTART])
+    assert "not over after 0 s" in waiting.output
+
+
+def test_without_a_controller_what_only_it_can_do_is_refused_for_now(server: Served) -> None:
+    answer = server.http.post("/workers/decode-0/role", json={"role": "both"})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "controller_away"
+    assert answer.headers["retry-after"] == "2"

@@ -1,0 +1,214 @@
+"""What a server survives: the death of its controller, its routers, Ray and itself.
+
+Workers keep their processes, weights and KV all the while, and a stream whose router lives says
+what it would have said undisturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from benchmarks.serving.served import Served
+from tests.e2e.test_faults import all_up, status, stream, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+GREEDY = {"temperature": 0, "max_tokens": 80}
+LONG = " ".join(f"Keeper {number} saw a whale." for number in range(60))
+MODEL = "smollm2-135m"
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory, port: int) -> Callable[[], Served]:
+    settings = {
+        "sessions.state_dir": str(tmp_path_factory.mktemp("state")),
+        "router.policy": "round_robin",  # every prompt is handed over
+    }
+    return lambda: Served(settings, "--port", str(port))
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[[], Served]) -> Iterator[Served]:
+    with start() as served:
+        yield served
+
+
+@pytest.fixture
+def url(server: Served) -> str:
+    wait_for(server.url, all_up, 60, "workers are not back")
+    return server.url
+
+
+def lives(url: str) -> dict[str, tuple[int, int]]:
+    """Process and epoch of each worker."""
+    return {w["worker"]: (w["pid"], w["epoch"]) for w in status(url)["workers"]}
+
+
+def children(server: Served, *words: str) -> list[psutil.Process]:
+    """Processes that the server has started, or these, with all words in their command."""
+    found = psutil.Process(server.process.pid).children(recursive=True)
+    return [p for p in found if all(word in " ".join(p.cmdline()) for word in words)]
+
+
+def kill(server: Served, *words: str) -> None:
+    (process,) = children(server, *words)
+    process.kill()
+
+
+def has_controller(after: int) -> Callable[[dict[str, Any]], bool]:
+    """A controller of a later epoch, that could start workers, and whose workers are all up."""
+
+    def is_there(state: dict[str, Any]) -> bool:
+        told = state["controller"]
+        return told.get("epoch", 0) > after and told["has_ray"] and all_up(state)
+
+    return is_there
+
+
+def cached_of(url: str, prompt: str) -> float:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    usage = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()["usage"]
+    return float(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
+
+
+def test_a_stream_does_not_notice_that_the_controller_is_killed(server: Served, url: str) -> None:
+    undisturbed = stream(url, GREEDY)
+    before, epoch = lives(url), status(url)["controller"]["epoch"]
+
+    def disturb(number: int) -> None:
+        if number == 10:
+            kill(server, "cluster.serve.child", "controller")
+
+    assert stream(url, GREEDY, disturb) == undisturbed
+    wait_for(url, has_controller(epoch), 30, "there is no new controller")
+    assert lives(url) == before
+    assert httpx.get(f"{url}/audit", timeout=30).json()["clean"]
+
+
+def test_the_next_controller_starts_what_dies_later(url: str) -> None:
+    before = lives(url)["decode-0"]
+    os.kill(before[0], signal.SIGKILL)
+    wait_for(url, lambda _: lives(url)["decode-0"][1] > before[1], 60, "it is not started again")
+    wait_for(url, all_up, 60, "it is not up again")
+
+
+def test_controller_and_router_come_back_to_workers_with_their_kv(server: Served, url: str) -> None:
+    cached_of(url, LONG)
+    before, epoch = lives(url), status(url)["controller"]["epoch"]
+    kill(server, "cluster.serve.child", "controller")
+    kill(server, "cluster.serve.child", "router-0")
+    share = cached_of(url, LONG)  # the connection waits until there is a router again
+    wait_for(url, has_controller(epoch), 30, "there is no new controller")
+    assert lives(url) == before
+    assert share >= 0.95 or cached_of(url, LONG) >= 0.95
+
+
+def test_a_stream_does_not_notice_that_ray_is_gone_and_a_new_one_is_started(
+    server: Served, url: str
+) -> None:
+    undisturbed = stream(url, GREEDY)
+    before, epoch = lives(url), status(url)["controller"]["epoch"]
+
+    def disturb(number: int) -> None:
+        if number == 10:
+            kill(server, "gcs_server")
+
+    assert stream(url, GREEDY, disturb) == undisturbed
+    wait_for(url, has_controller(epoch), 60, "Ray's control plane is not started again")
+    assert lives(url) == before
+    os.kill(before["decode-0"][0], signal.SIGKILL)  # which takes a Ray to start again
+    wait_for(url, lambda _: lives(url)["decode-0"][1] > 1, 60, "it is not started again")
+    wait_for(url, all_up, 60, "it is not up again")
+
+
+def test_a_rolling_restart_of_everything_fails_no_request(server: Served, url: str) -> None:
+    before, epoch = lives(url), status(url)["controller"]["epoch"]
+    router = children(server, "cluster.serve.child", "router-0")[0].pid
+    over, answered = threading.Event(), [0]
+    failed: list[str] = []
+
+    def ask() -> None:
+        while not over.is_set():
+            try:
+                text = stream(url, {"temperature": 0, "max_tokens": 20})
+                answered[0] += 1
+                if not text:
+                    failed.append("an empty answer")
+            except Exception as error:
+                failed.append(repr(error))
+
+    clients = [threading.Thread(target=ask) for _ in range(3)]
+    for client in clients:
+        client.start()
+    assert httpx.post(f"{url}/restart").status_code == 202
+    deadline = time.monotonic() + 150
+    try:
+        while not has_controller(epoch)(status(url)):
+            assert time.monotonic() < deadline, "the restart does not end"
+            time.sleep(0.2)
+    finally:
+        over.set()
+        for client in clients:
+            client.join(60)
+    assert failed == []
+    assert answered[0] > 3
+    after = lives(url)
+    assert all(after[worker][0] != before[worker][0] for worker in before)
+    assert children(server, "cluster.serve.child", "router-0")[0].pid != router
+
+
+def test_a_server_that_was_killed_finds_its_workers_when_it_is_started_again(
+    server: Served, url: str, start: Callable[[], Served]
+) -> None:
+    cached_of(url, LONG)
+    before = lives(url)
+    children_of_it = children(server)
+    server.process.kill()
+    server.process.wait(10)
+    gone, _ = psutil.wait_procs(children_of_it, timeout=20)
+    with start() as again:
+        assert lives(again.url) == before
+        assert cached_of(again.url, LONG) >= 0.95
+        drain(again)
+    assert gone
+    assert not any(psutil.pid_exists(pid) for pid, _ in before.values())
+
+
+def drain(server: Served) -> None:
+    """While a stream is under way, which ends as it would have."""
+    undisturbed = stream(server.url, GREEDY)
+    refused: list[httpx.Response] = []
+
+    def disturb(number: int) -> None:
+        if number == 5:
+            assert httpx.get(f"{server.url}/health/ready").status_code == 200
+            command = [sys.executable, "-m", "lab.cli.main", "drain", "--url", server.url]
+            subprocess.run(command, check=True, timeout=30, capture_output=True)
+            body = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
+            refused.append(httpx.get(f"{server.url}/health/ready"))
+            refused.append(httpx.post(f"{server.url}/v1/completions", json=body))
+
+    assert stream(server.url, {**GREEDY, "max_tokens": 400}, disturb).startswith(undisturbed)
+    assert [response.status_code for response in refused] == [503, 503]
+    assert refused[1].json()["error"]["code"] == "draining"
+    assert refused[1].headers["retry-after"] == "1"
+    assert server.process.wait(60) == 0
