@@ -262,6 +262,15 @@ class Dispatcher:
             alone=whole,
         )
 
+    def held(self, now: float, record: RequestRecord) -> int | None:
+        """Tokens of the prompt whose KV the worker with most of it holds, in any tier; None: no
+        worker is up."""
+        found = [
+            size * self.index.lookup(now, record.packed_hashes(info)).longest
+            for (_, size), info in self._kinds.items()
+        ]
+        return max(found, default=None)
+
     def _sticky(self, record: RequestRecord) -> bytes:
         """A session's name; else the hash of how the prompt begins."""
         submit = record.submit

@@ -107,7 +107,7 @@ class Requests:
     def _admit(self, now: float, record: RequestRecord) -> None:
         """Dispatch or queue it; if the queue is full, one request is refused."""
         has_reservation = self.admission.redeem(now, record)
-        self.queue.push(record, self.admission.units(record))
+        self.queue.push(record, self.admission.units(record, self.dispatcher.held(now, record)))
         record.enqueue(now)
         self.room_changed = True
         self.dispatch(now)

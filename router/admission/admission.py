@@ -80,9 +80,11 @@ class Admission:
         self._drain.on_work(units)
         self._queue.work_on(record, units)
 
-    def units(self, record: RequestRecord) -> float:
-        """Work that `record` will take."""
-        return self._estimates.units(record.num_prompt_tokens, record.sampling.max_tokens)
+    def units(self, record: RequestRecord, num_held: int | None) -> float:
+        """Work that `record` will take. `num_held`: of its prompt's tokens, as of
+        `Dispatcher.held`."""
+        num_prompt, max_tokens = record.num_prompt_tokens, record.sampling.max_tokens
+        return self._estimates.units(num_prompt, max_tokens, num_held)
 
     def on_admitted(self, record: RequestRecord) -> None:
         self._drain.on_queued(record.submit.priority, self._queue.entry(record).units)

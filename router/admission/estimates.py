@@ -61,9 +61,11 @@ class Estimates:
         self._prompt_s = Ratio()  # per prompt token, from dispatch to the first token of output
         self._output_s = Ratio()  # per token of output after the first
 
-    def units(self, num_prompt: int, max_tokens: int) -> float:
-        """What a request will take."""
-        computed = max(1.0, num_prompt * self._computed_share.value)
+    def units(self, num_prompt: int, max_tokens: int, num_held: int | None = None) -> float:
+        """What a request will take. `num_held`: prompt tokens whose KV is held somewhere; None: it
+        is not known which prompt it is, and as much was cached as for others."""
+        share = self._computed_share.value
+        computed = max(1.0, num_prompt * share if num_held is None else num_prompt - num_held)
         return computed + OUTPUT_UNITS * min(max_tokens, self._output_tokens.value)
 
     def service_s(self, num_prompt: int, max_tokens: int) -> float:

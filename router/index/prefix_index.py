@@ -94,6 +94,11 @@ class Matches:
             found = self._best[group, limit] = [slots[slot].worker for slot in best]
         return found
 
+    @property
+    def longest(self) -> int:
+        """Blocks of the prefix that the worker with most of it holds, in any tier."""
+        return max(self.ends[2::NUM_RUNS], default=0)
+
     def workers(self) -> list[NodeId]:
         """All that hold some of it, in no order."""
         slots = self._index.slots

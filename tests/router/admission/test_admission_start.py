@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.router.admission.overload import Overload
+from tests.router.script import Script
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,15 @@ def test_many_long_prompts_at_once_after_the_start(
     later = s.clients[num_before:]
     assert [client.refused for client in later if client.refused] == []
     assert s.served() == len(s.clients)
+
+
+def test_a_prompt_that_is_held_counts_for_what_is_left_of_it() -> None:
+    s = Script("decode-0", max_inflight_per_worker=1)
+    prompt = list(range(100, 140))
+    s.holds("decode-0", device=prompt)
+    s.submit("first", [1, 2, 3])
+    s.submit("held", [*prompt, 7, 8])
+    s.submit("other", [*prompt[1:], 7, 8])
+    queue = s.router._requests.queue
+    held, other = (queue._entries[name].units for name in ("held", "other"))
+    assert other - held == pytest.approx(39)  # tokens: of the ten blocks, less one that is shorter
