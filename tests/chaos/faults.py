@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 from tests.chaos.network import Hosts
 from tests.chaos.system import System
 
+RESTART_WITHIN_S = 300.0
 FULL_S = 20.0
 SLOW_S = 10.0  # a process that is slowed down runs half of this time, in short turns
 TURN_S = 0.1
@@ -33,6 +35,7 @@ def process_faults(system: System, stop_s: float) -> Iterator[Fault]:
         breaks = kind == "router"
         yield Fault(f"kill -9 of a {kind}", _killing(system, kind), breaks)
         yield Fault(f"{kind} stopped for {stop_s:g} s", _stopping(system, kind, stop_s), breaks)
+    yield Fault("everything restarted, one by one", _restarting(system))
     yield Fault("a worker at half speed", _slowing(system, "decode worker"))
 
 
@@ -41,6 +44,16 @@ def link_faults(hosts: Hosts) -> Iterator[Fault]:
     for seconds in (5.0, 30.0):
         yield Fault(f"a link cut for {seconds:g} s", _cutting(hosts, seconds))
     yield Fault("10 % of packets lost for 20 s", _losing(hosts, 20.0))
+
+
+def _restarting(system: System) -> Callable[[Random], Awaitable[str | None]]:
+    async def apply(_: Random) -> str | None:
+        began = time.monotonic()
+        if not await asyncio.to_thread(system.restart, RESTART_WITHIN_S):
+            return None
+        return f"in {time.monotonic() - began:.0f} s"
+
+    return apply
 
 
 def disk_faults(disk: Path) -> Iterator[Fault]:

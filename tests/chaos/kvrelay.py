@@ -92,6 +92,19 @@ class _KVRelay(System):
                     found.append(psutil.Process(worker["pid"]))
         return found
 
+    def restart(self, timeout_s: float) -> bool:
+        url, deadline = self.urls[0], time.monotonic() + timeout_s
+        before = get_json(url, "/status", KEY)["controller"]["epoch"]
+        headers = {"authorization": f"Bearer {KEY}"}
+        httpx.post(f"{url}/restart", headers=headers, timeout=30.0).raise_for_status()
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):  # the router itself starts again
+                state = get_json(url, "/status", KEY)
+                if state["controller"].get("epoch", 0) > before:
+                    return True
+            time.sleep(0.5)
+        return False
+
     def left_over(self) -> list[str]:
         deadline = time.monotonic() + 15
         while True:

@@ -52,6 +52,11 @@ class System(ABC):
                     seen.add(each.pid)
                     yield each
 
+    def restart(self, timeout_s: float) -> bool:
+        """Every process anew, one after the other; whether that was over in time. A system that
+        cannot do that says False at once."""
+        return False
+
     def is_up(self) -> bool:
         """Whether each of its APIs serves, with everything that it should have."""
         return all(self._is_up(url) for url in self.urls)

@@ -1,18 +1,15 @@
-"""What a server survives: the death of its controller, its routers, Ray and itself.
+"""What a server survives: the death of its controller, its router and itself.
 
 Workers keep their processes, weights and KV all the while, and a stream whose router lives says
-what it would have said undisturbed.
+what it would have said undisturbed. `python -m tests.chaos` does the same to Ray and Redis, and
+restarts everything under load.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,7 +63,14 @@ def lives(url: str) -> dict[str, tuple[int, int]]:
 def children(server: Served, *words: str) -> list[psutil.Process]:
     """Processes that the server has started, or these, with all words in their command."""
     found = psutil.Process(server.process.pid).children(recursive=True)
-    return [p for p in found if all(word in " ".join(p.cmdline()) for word in words)]
+    return [p for p in found if all(word in command_of(p) for word in words)]
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it ends just now
+        return ""
 
 
 def kill(server: Served, *words: str) -> None:
@@ -104,13 +108,6 @@ def test_a_stream_does_not_notice_that_the_controller_is_killed(server: Served, 
     assert httpx.get(f"{url}/audit", timeout=30).json()["clean"]
 
 
-def test_the_next_controller_starts_what_dies_later(url: str) -> None:
-    before = lives(url)["decode-0"]
-    os.kill(before[0], signal.SIGKILL)
-    wait_for(url, lambda _: lives(url)["decode-0"][1] > before[1], 60, "it is not started again")
-    wait_for(url, all_up, 60, "it is not up again")
-
-
 def test_controller_and_router_come_back_to_workers_with_their_kv(server: Served, url: str) -> None:
     cached_of(url, LONG)
     before, epoch = lives(url), status(url)["controller"]["epoch"]
@@ -120,60 +117,6 @@ def test_controller_and_router_come_back_to_workers_with_their_kv(server: Served
     wait_for(url, has_controller(epoch), 30, "there is no new controller")
     assert lives(url) == before
     assert share >= 0.95 or cached_of(url, LONG) >= 0.95
-
-
-def test_a_stream_does_not_notice_that_ray_is_gone_and_a_new_one_is_started(
-    server: Served, url: str
-) -> None:
-    undisturbed = stream(url, GREEDY)
-    before, epoch = lives(url), status(url)["controller"]["epoch"]
-
-    def disturb(number: int) -> None:
-        if number == 10:
-            kill(server, "gcs_server")
-
-    assert stream(url, GREEDY, disturb) == undisturbed
-    wait_for(url, has_controller(epoch), 60, "Ray's control plane is not started again")
-    assert lives(url) == before
-    os.kill(before["decode-0"][0], signal.SIGKILL)  # which takes a Ray to start again
-    wait_for(url, lambda _: lives(url)["decode-0"][1] > 1, 60, "it is not started again")
-    wait_for(url, all_up, 60, "it is not up again")
-
-
-def test_a_rolling_restart_of_everything_fails_no_request(server: Served, url: str) -> None:
-    before, epoch = lives(url), status(url)["controller"]["epoch"]
-    router = children(server, "cluster.serve.child", "router-0")[0].pid
-    over, answered = threading.Event(), [0]
-    failed: list[str] = []
-
-    def ask() -> None:
-        while not over.is_set():
-            try:
-                text = stream(url, {"temperature": 0, "max_tokens": 20})
-                answered[0] += 1
-                if not text:
-                    failed.append("an empty answer")
-            except Exception as error:
-                failed.append(repr(error))
-
-    clients = [threading.Thread(target=ask) for _ in range(3)]
-    for client in clients:
-        client.start()
-    assert httpx.post(f"{url}/restart").status_code == 202
-    deadline = time.monotonic() + 150
-    try:
-        while not has_controller(epoch)(status(url)):
-            assert time.monotonic() < deadline, "the restart does not end"
-            time.sleep(0.2)
-    finally:
-        over.set()
-        for client in clients:
-            client.join(60)
-    assert failed == []
-    assert answered[0] > 3
-    after = lives(url)
-    assert all(after[worker][0] != before[worker][0] for worker in before)
-    assert children(server, "cluster.serve.child", "router-0")[0].pid != router
 
 
 def test_a_server_that_was_killed_finds_its_workers_when_it_is_started_again(
