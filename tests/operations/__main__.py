@@ -21,7 +21,7 @@ from tests.operations.prometheus import FOLDER_VARIABLE, Prometheus, binary
 from tests.operations.served import free_port, full_server, use
 
 TESTS = Path(__file__).parent / "alerts_test.yaml"
-SCRAPES_S = 3.0  # between the last request and the questions
+SCRAPES_S = 5.0  # between the last request and the questions
 
 
 def check_rules() -> bool:

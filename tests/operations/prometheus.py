@@ -27,8 +27,8 @@ def binary(name: str) -> str | None:
 
 
 class Prometheus:
-    """Scrapes `targets` (HOST:PORT) every second from `with` to its end, and evaluates the alerts
-    of deploy/prometheus as often."""
+    """Scrapes `targets` (HOST:PORT) every two seconds from `with` to its end, and evaluates the
+    alerts of deploy/prometheus every second."""
 
     def __init__(self, port: int, targets: Sequence[str]) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -39,7 +39,7 @@ class Prometheus:
             group["interval"] = "1s"
         (folder / "alerts.yaml").write_text(yaml.safe_dump(rules))
         config = {
-            "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+            "global": {"scrape_interval": "2s", "scrape_timeout": "2s"},
             "rule_files": ["alerts.yaml"],
             "scrape_configs": [
                 {"job_name": "kvrelay", "static_configs": [{"targets": list(targets)}]}

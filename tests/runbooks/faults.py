@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from tests.operations.served import STORY
 from tests.runbooks.world import World
 
 Inject = Callable[[World], AbstractContextManager[None]]
@@ -171,7 +172,7 @@ def flood(num_clients: int, max_tokens: int) -> Inject:
 
 @contextlib.contextmanager
 def long_conversations(world: World) -> Iterator[None]:
-    with world.load(4, 980):
+    with world.load(6, 150, text=STORY * 60):
         yield
 
 
@@ -204,7 +205,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "worker-restarts": ("main", decode_worker_dies_again_and_again),
     "itl-high": ("main", decode_worker_is_slow),
     "worker-silent": ("main", decode_worker_stops),
-    "queue-long": ("main", flood(40, 48)),
+    "queue-long": ("main", flood(30, 48)),
     "no-workers": ("main", all_workers_die),
     "requests-refused": ("main", flood(80, 48)),
     "requests-fail": ("main", all_workers_die_under_load),

@@ -204,13 +204,15 @@ class World:
             return 0
 
     @contextlib.contextmanager
-    def load(self, num_clients: int, max_tokens: int, tenant: str = "quiet") -> Iterator[None]:
+    def load(
+        self, num_clients: int, max_tokens: int, tenant: str = "quiet", text: str = STORY
+    ) -> Iterator[None]:
         """Clients that ask again and again, until the end of the `with`."""
         stop = threading.Event()
 
         def client() -> None:
             while not stop.is_set():
-                if self.ask(tenant, max_tokens) != 200:
+                if self.ask(tenant, max_tokens, text) != 200:
                     stop.wait(0.5)
 
         threads = [threading.Thread(target=client, daemon=True) for _ in range(num_clients)]
