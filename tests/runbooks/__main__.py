@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -68,13 +69,30 @@ def carry_out(book: Book, world: World, prometheus: Prometheus) -> Result:
     return result
 
 
-def note_cleared(results: Sequence[Result], firing: set[str]) -> bool:
-    """Whether all alerts whose runbook has worked are clear."""
-    waiting = [r for r in results if r.mended_after_s is not None and r.cleared_after_s is None]
-    for result in waiting:
-        if result.alert not in firing:
-            result.cleared_after_s = time.monotonic() - result.began_at
-    return all(r.cleared_after_s is not None for r in waiting)
+def has_cleared(result: Result) -> bool:
+    """Or its runbook did not work, so that it need not."""
+    return result.mended_after_s is None or result.cleared_after_s is not None
+
+
+@contextmanager
+def watching(results: Sequence[Result], prometheus: Prometheus) -> Iterator[None]:
+    """Notes when alerts clear, while later runbooks run."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(1.0):
+            firing = prometheus.firing()
+            for result in list(results):
+                if not has_cleared(result) and result.alert not in firing:
+                    result.cleared_after_s = time.monotonic() - result.began_at
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def on_server(name: str, found: Sequence[Book], folder: Path) -> list[Result]:
@@ -85,18 +103,16 @@ def on_server(name: str, found: Sequence[Book], folder: Path) -> list[Result]:
         world = World(folder / name, server.settings, server.environment)
         stack.enter_context(world)
         prometheus = stack.enter_context(Prometheus(free_port(), [world.target]))
+        stack.enter_context(watching(results, prometheus))
         for book in found:
             results.append(carry_out(book, world, prometheus))
-            note_cleared(results, {*prometheus.firing()})
             is_bad = bool(results[-1].problem)
             console.print(line(results[-1]), style="red" if is_bad else "green", markup=False)
             if is_bad and not world.is_up():
                 world.do("$RESTART")
                 world.wait_up()
         deadline = time.monotonic() + CLEARS_WITHIN_S
-        while not note_cleared(results, {*prometheus.firing()}):
-            if time.monotonic() > deadline:
-                break
+        while not all(map(has_cleared, results)) and time.monotonic() < deadline:
             time.sleep(0.5)
     for result in results:
         if result.mended_after_s is not None and result.cleared_after_s is None:

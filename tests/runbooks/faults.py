@@ -43,7 +43,7 @@ SMALL: dict[str, object] = {
 def _main(world: World) -> Mapping[str, object]:
     return {
         **SMALL,
-        "engine.num_blocks": 130,  # two of the longest requests fill it
+        "engine.num_blocks": 130,
         "tiers.disk_gib": 0.2,
         "tiers.disk_path": str(world.folder / "disk"),
         "tiers.disk_after_s": 0.1,
@@ -172,7 +172,7 @@ def flood(num_clients: int, max_tokens: int) -> Inject:
 
 @contextlib.contextmanager
 def long_conversations(world: World) -> Iterator[None]:
-    with world.load(6, 150, text=STORY * 60):
+    with world.load(8, 100, text=STORY * 34):  # 30 blocks each; four at a worker
         yield
 
 
@@ -184,8 +184,15 @@ def everything_is_handed_over(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def router_dies(world: World) -> Iterator[None]:
-    world.router("router-1").kill()
+def router_dies_again_and_again(world: World) -> Iterator[None]:
+    """Once would not be noticed: it is back after 2 s. Waits between starts grow."""
+    num_deaths, deadline = 0, time.monotonic() + 60
+    while num_deaths < 6 and time.monotonic() < deadline:
+        for process in world.routers("router-1"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+                num_deaths += 1
+        time.sleep(0.2)
     yield
 
 
@@ -214,6 +221,6 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "ttft-high": ("main", flood(30, 48)),
     "kv-memory-full": ("main", long_conversations),
     "kv-over-tcp": ("tcp", everything_is_handed_over),
-    "router-process-down": ("tcp", router_dies),
+    "router-process-down": ("tcp", router_dies_again_and_again),
     "router-unreachable": ("tcp", server_dies),
 }

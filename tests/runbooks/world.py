@@ -169,13 +169,12 @@ class World:
     def process(self, worker: str) -> psutil.Process:
         return psutil.Process(self.workers()[worker])
 
-    def router(self, name: str) -> psutil.Process:
-        (found,) = (
-            each
-            for each in self.server.children(recursive=True)
-            if name in " ".join(each.cmdline() or [each.name()])
-        )
-        return found
+    def routers(self, name: str) -> Iterator[psutil.Process]:
+        """Processes of this router."""
+        for each in self.server.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if name in " ".join(each.cmdline()):
+                    yield each
 
     def is_up(self) -> bool:
         try:
