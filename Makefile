@@ -11,7 +11,7 @@ PORT ?= 8000
 SEED ?= 1
 ARGS ?=
 
-.PHONY: help setup serve test lint sim bench example clean
+.PHONY: help setup serve test lint sim bench runbooks example clean
 
 help:
 	@echo 'make setup               a virtual environment in $(VENV) with the kvrelay command'
@@ -20,6 +20,7 @@ help:
 	@echo 'make lint                ruff and mypy'
 	@echo 'make sim SEED=1          one run of the simulator'
 	@echo 'make bench [ARGS=...]    measure what listens at PORT'
+	@echo 'make runbooks [ARGS=...] alerts, dashboards and runbooks on a real server; needs Prometheus'
 	@echo 'make example             write kvrelay.example.toml from the settings in cluster/config.py'
 	@echo 'make clean               remove the virtual environment and caches'
 
@@ -58,6 +59,10 @@ sim: setup
 
 bench: setup
 	$(BIN)/kvrelay bench serve --url http://127.0.0.1:$(PORT) $(ARGS)
+
+runbooks: setup
+	$(BIN)/python -m tests.operations
+	$(BIN)/python -m tests.runbooks $(ARGS)
 
 example: setup
 	$(BIN)/python -m tests.docs.example > kvrelay.example.toml.new

@@ -73,6 +73,7 @@ class WorkerStatus:
     host_read_bytes_per_s: float = 0.0
     disk_read_bytes_per_s: float = 0.0
     cached_tokens_by_source: dict[str, int] = field(default_factory=dict)
+    block_size: int = 0  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,4 +120,5 @@ def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
         host_read_bytes_per_s=stats.host_read_bytes_per_s if stats else 0.0,
         disk_read_bytes_per_s=stats.disk_read_bytes_per_s if stats else 0.0,
         cached_tokens_by_source=dict(endpoint.cached_tokens_by_source),
+        block_size=info.block_size,
     )

@@ -60,6 +60,11 @@ class RequestStream:
         self._failed: Failed | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """That have come so far."""
+        return self._next_index
+
+    @property
     def has_unread(self) -> bool:
         return bool(self._tokens) or self._finish is not None or self._failed is not None
 

@@ -7,14 +7,18 @@ be JSON too: `status_dict` makes it from `router.status.RouterStatus` and adds t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cluster.api.telemetry import known, vllm
+from cluster.api.telemetry.gen_ai import GenAiMetrics
 from router.status import RouterStatus
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -77,7 +81,8 @@ def status_dict(status: RouterStatus, model: str) -> dict[str, Any]:
 class ApiMetrics:
     """What the API counts about the requests it serves. Owned by the API of one process."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, model: str = "") -> None:
+        """`model`: as clients call it."""
         self.registry = registry
         self.requests = Counter(
             "kvrelay_requests",
@@ -122,6 +127,22 @@ class ApiMetrics:
             registry=registry,
         )
 
+        for outcome in known.SPAN_OUTCOMES:
+            self.spans.labels(outcome)
+        self.gen_ai = GenAiMetrics(registry)
+        renamed = {
+            "time_to_first_token_seconds": self.ttft_s,
+            "inter_token_latency_seconds": self.itl_s,
+            "e2e_request_latency_seconds": self.e2e_s,
+            "prompt_tokens": self.prompt_tokens,
+            "generation_tokens": self.output_tokens,
+            "prefix_cache_queries": self.prompt_tokens,
+            "prefix_cache_hits": self.cached_tokens,
+            "request_success": self.requests,
+        }
+        vllm.VllmAliases(registry, model, renamed)
+        ProcessCollector(registry=registry)
+
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"kvrelay_{name}", text, registry=self.registry)
 
@@ -143,6 +164,8 @@ class ClusterCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         status = self._status()
         workers = status.get("workers", [])
+        yield from self._process(status)
+        yield from vllm.status_gauges(status)
         yield from self._worker_gauges(workers)
         yield from self._worker_counters(workers)
         for key, (name, text) in _ROUTER_GAUGES.items():
@@ -150,6 +173,30 @@ class ClusterCollector(Collector):
                 yield GaugeMetricFamily(f"kvrelay_router_{name}", text, value=status[key])
         yield from self._state(status.get("state", {}))
         yield from self._totals(status.get("totals", {}))
+
+    def _process(self, status: dict[str, Any]) -> Iterator[Metric]:
+        """Of the process that is asked, and what it knows of the others."""
+        build = GaugeMetricFamily(
+            "kvrelay_build_info", "1; the version, and what is served.", labels=["version", "model"]
+        )
+        build.add_metric([version("kvrelay"), str(status.get("model", ""))], 1.0)
+        yield build
+        text = "This machine's clock: to be compared with that of whoever asks."
+        yield GaugeMetricFamily("kvrelay_clock_seconds", text, value=time.time())
+        routers = GaugeMetricFamily(
+            "kvrelay_routers_up", "1 if the router process serves.", labels=["router", "state"]
+        )
+        for router in status.get("routers", []):
+            state = str(router["state"])
+            routers.add_metric([router["router"], state], float(state == "up"))
+        yield routers
+        wire = known.from_zero(known.WIRE_EVENTS, status.get("wire", {}))
+        yield _by_label(CounterMetricFamily, "wire_events", "event", wire, "Frames by their fate.")
+        tasks = status.get("restarted_tasks", {})
+        text = "Background tasks that had failed."
+        yield _by_label(CounterMetricFamily, "restarted_tasks", "task", tasks, text)
+        sessions = known.from_zero(known.SESSION_STATES, status.get("sessions", {}))
+        yield _by_label(GaugeMetricFamily, "sessions", "state", sessions, "Sessions by state.")
 
     def _state(self, state: dict[str, Any]) -> Iterator[Metric]:
         """Nothing where no store is configured."""
@@ -185,33 +232,58 @@ class ClusterCollector(Collector):
         reads = {
             what: CounterMetricFamily(
                 f"kvrelay_worker_{what}",
-                f"{text} that requests have read KV instead of computing it, by source and lane.",
-                labels=["worker", "role", "source", "lane"],
+                f"{text} that requests have read KV instead of computing it. source: a tier or a"
+                " peer; lane: the transport that a peer was read by.",
+                labels=["worker", "role", "source", "peer", "lane"],
             )
             for what, text in (("kv_read_bytes", "Bytes"), ("kv_read_seconds", "Seconds"))
         }
+        restarts = CounterMetricFamily(
+            "kvrelay_worker_restarts",
+            "How often the worker was started again.",
+            labels=["worker", "role"],
+        )
         for worker in workers:
-            for event, count in sorted(worker.get("counters", {}).items()):
+            if "restarts" in worker:
+                restarts.add_metric(_labels(worker), worker["restarts"])
+            counters = worker.get("counters")
+            if not counters:  # it is not up: zeros would look like a fall of its counters
+                continue
+            for event, count in sorted(known.from_zero(known.WORKER_EVENTS, counters).items()):
                 what, _, place = event.partition(":")
                 if what in reads:
-                    reads[what].add_metric([*_labels(worker), *place.split(":", 1)], float(count))
+                    reads[what].add_metric([*_labels(worker), *place.split(":", 2)], float(count))
                 else:
                     events.add_metric([*_labels(worker), event], float(count))
-        yield from (events, *reads.values())
+        yield from (restarts, events, *reads.values())
 
     def _totals(self, totals: dict[str, Any]) -> Iterator[Metric]:
         """A total is a number, or numbers by a label."""
+        tenants = tuple(totals.get("sent_by_tenant", ()))
         for key, value in sorted(totals.items()):
             name = f"kvrelay_router_{key}"
             text = f"Total of '{key}' since the router started."
             if isinstance(value, dict):
-                family = CounterMetricFamily(name, text, labels=[_TOTAL_LABELS.get(key, "reason")])
-                for label, count in sorted(value.items()):
-                    family.add_metric([label], count)
-                yield family
+                label = _TOTAL_LABELS.get(key, "reason")
+                known_values = tenants if label == "tenant" else known.TOTALS.get(key, ())
+                counts = known.from_zero(known_values, value)
+                yield _by_label(CounterMetricFamily, f"router_{key}", label, counts, text)
             else:
                 yield CounterMetricFamily(name, text, value=value)
 
 
 def _labels(worker: dict[str, Any]) -> list[str]:
     return [worker["worker"], worker["role"]]
+
+
+def _by_label(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    label: str,
+    counts: dict[str, float],
+    text: str,
+) -> Metric:
+    family = kind(f"kvrelay_{name}", text, labels=[label])
+    for value, count in sorted(counts.items()):
+        family.add_metric([value], count)
+    return family

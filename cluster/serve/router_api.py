@@ -116,7 +116,7 @@ async def serve_api(
     ClusterCollector(registry, served.status)
     name = router.node_id.replace("router", "api")
     served.host.add(client := RouterClient(name, router.node_id, served.host.deliver))
-    metrics = ApiMetrics(registry)
+    metrics = ApiMetrics(registry, served.served_model.served_name)
     tracing = await asyncio.to_thread(_tracing, config, metrics)
     prompts = await asyncio.to_thread(PublicPrompts.of_texts, tokenizer, access.public_prompts)
     responses = await asyncio.to_thread(ResponseStore, _responses_path(config))

@@ -146,8 +146,9 @@ class Connector:
         read = arrival.reads.pop(done.transfer_id)
         arrival.seq.num_reads -= 1
         if done.error is None and now > read.posted_at:
-            lane = self.peers.lane(arrival.producer or "") if read.tier is None else ""
-            self.rates.add(read.tier, lane, done.num_bytes, now - read.posted_at)
+            peer = (arrival.producer or "") if read.tier is None else ""
+            lane = self.peers.lane(peer) if peer else ""
+            self.rates.add(read.tier, lane, done.num_bytes, now - read.posted_at, peer)
         if arrival.state is ConsumerState.DRAINING:
             if not arrival.reads:
                 self._settle(arrival, ConsumerEvent.DONE)

@@ -11,6 +11,8 @@ from kvtransfer.tiers.manager import Tiers
 from kvtransfer.tiers.registry import TIERS
 
 SLACK = 10.0  # a read may take so many times as long as at the measured rate
+MAX_COUNTED_PEERS = 32  # each with counters of its own: they are in every message of statistics
+OTHER_PEERS = "others"
 ASSUMED_BYTES_PER_S = 50e6  # from a peer, until a read from one was measured
 
 
@@ -21,7 +23,8 @@ class ReadRates:
         self._config = config
         self._tiers = tiers
         self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
-        self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:LANE", and seconds
+        self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:PEER:LANE", and seconds
+        self._peers: set[str] = set()  # with counters of their own
 
     def load_s(self, tier: Tier) -> float:
         """Seconds that a block takes from a lower tier into device memory."""
@@ -46,10 +49,16 @@ class ReadRates:
         config = self._config
         return min(config.read_timeout_s, max(config.read_floor_s, SLACK * expected_s))
 
-    def add(self, tier: Tier | None, lane: str, num_bytes: int, elapsed_s: float) -> None:
-        """A read has ended well. `lane`: the transport that a read from a peer took."""
+    def add(
+        self, tier: Tier | None, lane: str, num_bytes: int, elapsed_s: float, peer: str = ""
+    ) -> None:
+        """A read has ended well. `lane`: the transport that a read from `peer` took."""
         self.read_bytes_per_s[tier].add(num_bytes, elapsed_s)
-        source = f"{tier or 'peer'}:{lane}"
+        if tier is None and len(self._peers) < MAX_COUNTED_PEERS:
+            self._peers.add(peer)
+        elif tier is None and peer not in self._peers:
+            peer = OTHER_PEERS
+        source = f"{tier or 'peer'}:{peer}:{lane}"
         for name, amount in (("bytes", num_bytes), ("seconds", elapsed_s)):
             key = f"kv_read_{name}:{source}"
             self.counters[key] = self.counters.get(key, 0.0) + amount

@@ -1,0 +1,110 @@
+"""Metrics by the names of vLLM and OpenTelemetry, and counters that begin at 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from cluster.api.metrics import ClusterCollector
+from kvtransfer.peer.rates import MAX_COUNTED_PEERS, OTHER_PEERS, ReadRates
+from tests.cluster.api.conftest import MODEL, Served
+from tests.cluster.api.test_operations import ASK, samples
+
+WORKER = {"worker": "w", "role": "decode", "state": "up", "num_blocks": 100, "block_size": 16}
+Scrape = Callable[..., float | None]
+
+
+def scrape_of(status: dict[str, Any]) -> Scrape:
+    registry = CollectorRegistry()
+    ClusterCollector(registry, lambda: status)
+    return lambda name, **labels: registry.get_sample_value(name, labels)
+
+
+def test_what_the_endpoint_picker_asks_for_is_of_router_and_workers() -> None:
+    decode = WORKER | {"num_used_blocks": 40, "num_waiting": 2, "num_running": 3}
+    prefill = WORKER | {"worker": "p", "role": "prefill", "num_used_blocks": 100, "num_running": 1}
+    value = scrape_of({"model": MODEL, "num_queued": 5, "workers": [decode, prefill]})
+    assert value("vllm:num_requests_waiting", model_name=MODEL) == 7
+    assert value("vllm:num_requests_running", model_name=MODEL) == 4
+    for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
+        assert value(f"vllm:{name}", model_name=MODEL) == 0.4
+    shape = {"block_size": "16", "num_gpu_blocks": "200"}
+    assert value("vllm:cache_config_info", model_name=MODEL, **shape) == 1
+
+
+def test_without_workers_no_kv_is_used() -> None:
+    value = scrape_of({"model": MODEL, "num_queued": 1, "workers": []})
+    assert value("vllm:num_requests_waiting", model_name=MODEL) == 1
+    assert value("vllm:kv_cache_usage_perc", model_name=MODEL) == 0
+
+
+def test_an_answer_is_counted_by_every_name(served: Served) -> None:
+    before = samples(served)
+    tokens = served.post({"model": MODEL, "messages": ASK}).json()["usage"]["completion_tokens"]
+    served.post({"model": "unknown", "messages": ASK})
+    served.post({"model": MODEL, "prompt": "Hi", "max_tokens": 1}, "/v1/completions")
+    served.wait_idle()
+    after = samples(served)
+
+    def grown(name: str, **labels: str) -> float:
+        key = (name, tuple(sorted(labels.items())))
+        return after[key] - before.get(key, 0)
+
+    def gen_ai(name: str, operation: str, **more: str) -> float:
+        labels = {"gen_ai_operation_name": operation, "gen_ai_request_model": MODEL}
+        return grown(f"gen_ai_server_{name}", gen_ai_provider_name="kvrelay", **labels, **more)
+
+    model = {"model_name": ""}
+    assert grown("vllm:request_success_total", finished_reason="stop", **model) == 1
+    assert grown("vllm:request_success_total", finished_reason="length", **model) == 1
+    assert grown("vllm:generation_tokens_total", **model) == tokens + 1
+    assert grown("vllm:time_to_first_token_seconds_count", **model) == 2
+    assert grown("vllm:e2e_request_latency_seconds_count", **model) == 3
+    assert grown("vllm:e2e_request_latency_seconds_bucket", le="+Inf", **model) == 3
+    assert gen_ai("time_to_first_token_seconds_count", "chat") == 1
+    assert gen_ai("time_per_output_token_seconds_count", "chat") == 1
+    assert gen_ai("time_to_first_token_seconds_count", "text_completion") == 1
+    duration = "request_duration_seconds_count"
+    assert gen_ai(duration, "chat", error_type="") == 1
+    assert gen_ai(duration, "chat", error_type="model_not_found") == 1
+
+
+def test_counters_of_what_goes_wrong_begin_at_zero_where_a_worker_counts() -> None:
+    up = WORKER | {"counters": {"steps": 4, "leases_expired": 2}}
+    down = WORKER | {"worker": "gone", "counters": {}, "restarts": 3}
+    status = {"workers": [up, down], "totals": {"retries": {"silent": 1}, "requests": {}}}
+    status["totals"] |= {"sent_by_tenant": {"red": 2}, "refused_by_tenant": {}}
+    value = scrape_of(status)
+    of = {"worker": "w", "role": "decode"}
+    events = "kvrelay_worker_events_total"
+    assert value(events, event="leases_expired", **of) == 2
+    assert value(events, event="disk_store_failed", **of) == 0
+    assert value(events, event="disk_store_failed", worker="gone", role="decode") is None
+    assert value("kvrelay_worker_restarts_total", worker="gone", role="decode") == 3
+    assert value("kvrelay_router_retries_total", reason="silent") == 1
+    assert value("kvrelay_router_retries_total", reason="late") == 0
+    assert value("kvrelay_router_requests_total", reason="queue_full") == 0
+    assert value("kvrelay_router_refused_by_tenant_total", tenant="red") == 0
+    assert value("kvrelay_wire_events_total", event="lost") == 0
+
+
+@pytest.mark.parametrize("lane", ["cma/memory", "rc_mlx5/mlx5_0:1", ""])
+def test_reads_are_by_source_peer_and_lane(lane: str) -> None:
+    rates = ReadRates(None, None)  # type: ignore[arg-type]
+    rates.add(None, lane, 100, 0.5, "prefill-0")
+    value = scrape_of({"workers": [WORKER | {"counters": rates.counters}]})
+    labels = {"worker": "w", "role": "decode", "source": "peer", "peer": "prefill-0", "lane": lane}
+    assert value("kvrelay_worker_kv_read_bytes_total", **labels) == 100
+    assert value("kvrelay_worker_kv_read_seconds_total", **labels) == 0.5
+
+
+def test_peers_beyond_the_limit_are_counted_together() -> None:
+    rates = ReadRates(None, None)  # type: ignore[arg-type]
+    for number in range(MAX_COUNTED_PEERS + 5):
+        rates.add(None, "tcp/eth0", 10, 0.1, f"prefill-{number}")
+    peers = {key.split(":")[2] for key in rates.counters if key.startswith("kv_read_bytes:")}
+    assert rates.counters[f"kv_read_bytes:peer:{OTHER_PEERS}:tcp/eth0"] == 50
+    assert len(peers) == MAX_COUNTED_PEERS + 1

@@ -1,0 +1,1 @@
+"""Runbooks, carried out: `python -m tests.runbooks`."""

@@ -1,0 +1,226 @@
+"""The faults that runbooks mend: each is there from its `with` to the end of it, unless mended.
+
+A fault returns when it is complete; what it needs to go on, such as load, goes on in threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from tests.operations.served import STORY
+from tests.runbooks.world import World
+
+Inject = Callable[[World], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """How the server of some faults is set up."""
+
+    settings: Callable[[World], Mapping[str, object]]
+    environment: str = ""
+
+
+SMALL: dict[str, object] = {
+    "engine.max_model_len": 1024,
+    "tiers.host_gib": 0.05,
+    "router.no_workers_wait_s": 3.0,
+    "router.max_queue": 24,
+    "router.max_inflight_per_worker": 4,
+}
+
+
+def _main(world: World) -> Mapping[str, object]:
+    return {
+        **SMALL,
+        "engine.num_blocks": 130,
+        "tiers.disk_gib": 0.2,
+        "tiers.disk_path": str(world.folder / "disk"),
+        "tiers.disk_after_s": 0.1,
+        "tracing.endpoint": f"http://127.0.0.1:{world.collector_port}",
+    }
+
+
+def _handing_over(_: World) -> Mapping[str, object]:
+    return {**SMALL, "engine.num_blocks": 256, "router.policy": "round_robin", "cluster.routers": 2}
+
+
+SERVERS = {
+    "main": Server(_main),
+    "tcp": Server(_handing_over, "UCX_TLS=tcp\n"),
+}
+
+
+@contextlib.contextmanager
+def traces_go_nowhere(world: World) -> Iterator[None]:
+    """The collector was never started."""
+    with world.load(1, 4):
+        yield
+
+
+@contextlib.contextmanager
+def redis_dies(world: World) -> Iterator[None]:
+    world.redis().kill()
+    yield
+
+
+@contextlib.contextmanager
+def few_files(world: World) -> Iterator[None]:
+    limit = int(world.server.num_fds() * 1.1)
+    _, hard = world.server.rlimit(resource.RLIMIT_NOFILE)
+    world.server.rlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    yield
+
+
+@contextlib.contextmanager
+def disk_is_full(world: World) -> Iterator[None]:
+    """Workers may not write files beyond their first bytes, as under a quota."""
+    for pid in world.workers().values():
+        process = psutil.Process(pid)
+        process.rlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    with world.load(1, 32):
+        yield
+
+
+@contextlib.contextmanager
+def decode_worker_dies(world: World) -> Iterator[None]:
+    world.process("decode-0").kill()
+    yield
+
+
+@contextlib.contextmanager
+def decode_worker_dies_again_and_again(world: World) -> Iterator[None]:
+    for attempt in range(3):
+        if attempt:
+            world.wait_up()
+        world.process("decode-0").kill()
+        time.sleep(2)
+    yield
+
+
+@contextlib.contextmanager
+def all_workers_die(world: World) -> Iterator[None]:
+    for pid in world.workers().values():
+        psutil.Process(pid).kill()
+    yield
+
+
+@contextlib.contextmanager
+def all_workers_die_under_load(world: World) -> Iterator[None]:
+    with world.load(4, 32):
+        time.sleep(3)
+        with all_workers_die(world):
+            yield
+
+
+@contextlib.contextmanager
+def decode_worker_stops(world: World) -> Iterator[None]:
+    with world.load(4, 64):
+        time.sleep(3)
+        world.process("decode-0").send_signal(signal.SIGSTOP)
+        yield
+
+
+@contextlib.contextmanager
+def decode_worker_is_slow(world: World) -> Iterator[None]:
+    """It runs for a tenth of the time, as on a machine that others use."""
+    process, stop = world.process("decode-0"), threading.Event()
+
+    def throttle() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while not stop.is_set():
+                process.send_signal(signal.SIGSTOP)
+                stop.wait(1.0)
+                process.send_signal(signal.SIGCONT)
+                stop.wait(0.12)
+
+    with world.load(2, 32):
+        thread = threading.Thread(target=throttle, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def flood(num_clients: int, max_tokens: int) -> Inject:
+    """One tenant sends more than the workers can do."""
+
+    @contextlib.contextmanager
+    def inject(world: World) -> Iterator[None]:
+        before = (world.folder / "tenants.toml").read_text()
+        try:
+            with world.load(num_clients, max_tokens, "noisy"):
+                yield
+        finally:
+            (world.folder / "tenants.toml").write_text(before)
+            time.sleep(3)  # until the server has read it
+
+    return inject
+
+
+@contextlib.contextmanager
+def long_conversations(world: World) -> Iterator[None]:
+    with world.load(8, 100, text=STORY * 34):  # 30 blocks each; four at a worker
+        yield
+
+
+@contextlib.contextmanager
+def everything_is_handed_over(world: World) -> Iterator[None]:
+    """By TCP, as the environment of this server says."""
+    with world.load(1, 4):
+        yield
+
+
+@contextlib.contextmanager
+def router_dies_again_and_again(world: World) -> Iterator[None]:
+    """Once would not be noticed: it is back after 2 s. Waits between starts grow."""
+    num_deaths, deadline = 0, time.monotonic() + 60
+    while num_deaths < 6 and time.monotonic() < deadline:
+        for process in world.routers("router-1"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+                num_deaths += 1
+        time.sleep(0.2)
+    yield
+
+
+@contextlib.contextmanager
+def server_dies(world: World) -> Iterator[None]:
+    world.remember()
+    world.server.kill()
+    yield
+
+
+# Runbook -> (server, fault), in the order in which they are tried.
+FAULTS: dict[str, tuple[str, Any]] = {
+    "spans-lost": ("main", traces_go_nowhere),
+    "state-store-down": ("main", redis_dies),
+    "files-run-out": ("main", few_files),
+    "disk-store-fails": ("main", disk_is_full),
+    "worker-restarts": ("main", decode_worker_dies_again_and_again),
+    "itl-high": ("main", decode_worker_is_slow),
+    "worker-silent": ("main", decode_worker_stops),
+    "queue-long": ("main", flood(30, 48)),
+    "no-workers": ("main", all_workers_die),
+    "requests-refused": ("main", flood(80, 48)),
+    "requests-fail": ("main", all_workers_die_under_load),
+    "tenant-refused": ("main", flood(80, 48)),
+    "worker-down": ("main", decode_worker_dies),
+    "ttft-high": ("main", flood(30, 48)),
+    "kv-memory-full": ("main", long_conversations),
+    "kv-over-tcp": ("tcp", everything_is_handed_over),
+    "router-process-down": ("tcp", router_dies_again_and_again),
+    "router-unreachable": ("tcp", server_dies),
+}
