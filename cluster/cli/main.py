@@ -26,6 +26,7 @@ COMMANDS = {
     "role": ("cluster.cli.role", "role", "Prefer a worker for prompts, decoding or both."),
     "chat": ("cluster.cli.client", "chat", "Talk to a served model from the terminal."),
     "status": ("cluster.cli.client", "status", "Workers, what they do, and the cache hit rate."),
+    "top": ("cluster.cli.top", "top", "A live table of workers, load and latencies."),
     "sessions": ("cluster.cli.sessions", "sessions", "See, park, resume, fork or close sessions."),
 }
 

@@ -82,8 +82,9 @@ export function overview() {
   };
 }
 
+const names = new Intl.Collator("en", { numeric: true });
+
 function sorted() {
-  const names = new Intl.Collator("en", { numeric: true });
   return [...store.workers.values()].sort((a, b) => names.compare(a.worker, b.worker));
 }
 

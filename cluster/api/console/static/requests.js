@@ -15,23 +15,23 @@ const number = (key, title, value, text, more = {}) => ({
 const COLUMNS = [
   {
     key: "at", title: "Request", width: "minmax(104px, 1.4fr)", value: (r) => r.at,
-    cell: (r) => h("span", { class: "mono name", text: r.id.slice(0, 12) }),
+    cell: (r) => h("span", { class: "mono name", text: r.id.slice(0, 12) }), same: (r) => r.id,
   },
   {
-    key: "endpoint", title: "Endpoint", width: "minmax(64px, 0.7fr)", wide: true,
+    key: "endpoint", title: "Endpoint", width: "minmax(64px, 0.7fr)", wide: 480,
     value: (r) => r.endpoint, cell: (r) => r.endpoint,
   },
   {
     key: "outcome", title: "Outcome", width: "minmax(80px, 1fr)", narrow: "82px",
-    value: (r) => r.outcome,
+    value: (r) => r.outcome, same: (r) => r.outcome,
     cell: (r) => h("span", {
       class: `chip ${GOOD.includes(r.outcome) ? "good" : r.outcome === "cancelled" ? "" : "bad"}`,
       text: r.outcome,
     }),
   },
-  number("in", "In", (r) => r.usage.prompt_tokens ?? 0, count, { wide: true }),
-  number("out", "Out", (r) => r.usage.completion_tokens ?? 0, count, { wide: true }),
-  number("ttft", "TTFT", (r) => r.ttft_s, seconds),
+  number("in", "In", (r) => r.usage.prompt_tokens ?? 0, count, { wide: 480 }),
+  number("out", "Out", (r) => r.usage.completion_tokens ?? 0, count, { wide: 480 }),
+  number("ttft", "TTFT", (r) => r.ttft_s, seconds, { width: "minmax(64px, 0.7fr)" }),
   number("e2e", "End to end", (r) => r.e2e_s, seconds, { width: "minmax(76px, 0.7fr)" }),
 ];
 

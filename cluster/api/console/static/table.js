@@ -1,12 +1,14 @@
 // A table of any length: only the rows that can be seen are elements.
 
-import { h } from "./dom.js";
+import { h, setText } from "./dom.js";
 
-const SPARE = 4; // rows above and below those that are seen
+const SPARE = 2; // rows above and below those that are seen
 
 /**
- * `columns`: [{key, title, value(row) to sort by, cell(row) -> node or text, width, num, wide}];
- * `wide` columns are left out on a narrow screen. `name(row)`: what tells rows apart.
+ * `columns`: [{key, title, value(row) to sort by, cell(row) -> node or text, width, num, high, wide}];
+ * `same(row)`: as long as that is the same, so is the node; for those whose cell is one;
+ * `num` and `high` ones are sorted from the highest first,
+ * `wide`: how wide the table has to be for it, in pixels. `name(row)`: what tells rows apart.
  * `onOpen(row)`: a click, or Enter. A grid for the keyboard: arrows, page up and down, home, end.
  */
 export function virtualTable(label, columns, name, onOpen, { rowHeight = 44 } = {}) {
@@ -14,25 +16,28 @@ export function virtualTable(label, columns, name, onOpen, { rowHeight = 44 } = 
   let sort = { key: columns[0].key, isDown: false };
   let active = null; // the name of the row that the keyboard is at
   let drawn = new Map(); // name -> {element, at, row}
-  const narrow = window.matchMedia("(max-width: 700px)");
+  let shown = []; // the columns that there is room for
 
   const head = h("div", { class: "vt-head", role: "row", "aria-rowindex": "1" });
   const space = h("div", { class: "vt-space", role: "rowgroup" });
-  const body = h("div", { class: "vt-body", role: "presentation" }, space);
   const grid = h("div", {
     class: "vt", role: "grid", "aria-label": label, tabindex: "0",
     on: { keydown: onKey },
-  }, h("div", { role: "rowgroup", class: "vt-top" }, head), body);
+  }, h("div", { role: "rowgroup", class: "vt-top" }, head), space);
   const id = `vt-${label.replace(/\W+/g, "-").toLowerCase()}`;
 
-  function shownColumns() {
-    return narrow.matches ? columns.filter((column) => !column.wide) : columns;
+  function chooseColumns() {
+    const width = grid.clientWidth || 1e9;
+    const next = columns.filter((column) => width >= (column.wide ?? 0));
+    const isNew = next.length !== shown.length;
+    shown = next;
+    return isNew;
   }
 
   function drawHead() {
-    const shown = shownColumns();
+    const isNarrow = grid.clientWidth < 640;
     const template = shown.map((column) =>
-      (narrow.matches && column.narrow) || column.width || "1fr").join(" ");
+      (isNarrow && column.narrow) || column.width || "1fr").join(" ");
     grid.style.setProperty("--columns", template);
     grid.setAttribute("aria-colcount", String(shown.length));
     head.replaceChildren(...shown.map((column) => {
@@ -40,7 +45,7 @@ export function virtualTable(label, columns, name, onOpen, { rowHeight = 44 } = 
       const order = isSorted ? (sort.isDown ? "descending" : "ascending") : "none";
       return h("div", { role: "columnheader", "aria-sort": order, class: column.num ? "num" : "" },
         h("button", {
-          type: "button", tabindex: "-1",
+          type: "button",
           on: { click: () => sortBy(column.key) },
         }, column.title, h("i", { "aria-hidden": true, class: isSorted ? order : "" })));
     }));
@@ -48,7 +53,7 @@ export function virtualTable(label, columns, name, onOpen, { rowHeight = 44 } = 
 
   function sortBy(key) {
     const column = columns.find((each) => each.key === key);
-    sort = { key, isDown: key === sort.key ? !sort.isDown : Boolean(column.num) };
+    sort = { key, isDown: key === sort.key ? !sort.isDown : Boolean(column.num || column.high) };
     drawHead();
     order();
     draw(true);
@@ -66,16 +71,21 @@ export function virtualTable(label, columns, name, onOpen, { rowHeight = 44 } = 
     const height = `${rows.length * rowHeight}px`;
     if (space.style.height !== height) space.style.setProperty("height", height);
     grid.setAttribute("aria-rowcount", String(rows.length + 1));
-    const first = Math.max(0, Math.floor(body.scrollTop / rowHeight) - SPARE);
-    const last = Math.min(rows.length, first + Math.ceil(body.clientHeight / rowHeight) + 2 * SPARE);
+    const first = Math.max(0, Math.floor(grid.scrollTop / rowHeight) - SPARE);
+    const last = Math.min(rows.length, first + Math.ceil(grid.clientHeight / rowHeight) + 2 * SPARE);
     const before = drawn;
     drawn = new Map();
+    const seen = rows.slice(first, last);
+    // Elements of rows that are not seen any more are used for those that are new.
+    const kept = new Set(seen.map(name));
+    const spare = [...before].filter(([key]) => !kept.has(key)).map(([, old]) => old.element);
+    if (isNew) for (const element of space.children) element.replaceChildren();
     for (let at = first; at < last; at++) {
       const row = rows[at];
       const key = name(row);
       const old = before.get(key);
-      before.delete(key);
-      const element = old && !isNew && old.row === row ? old.element : cells(row, old?.element);
+      const element = old?.element ?? spare.pop() ?? newRow();
+      if (isNew || old?.row !== row) fill(element, row);
       if (old?.at !== at) {
         element.style.setProperty("transform", `translateY(${at * rowHeight}px)`);
         element.setAttribute("aria-rowindex", String(at + 2));
@@ -88,26 +98,40 @@ export function virtualTable(label, columns, name, onOpen, { rowHeight = 44 } = 
       if (!element.isConnected) space.append(element);
       drawn.set(key, { element, at, row });
     }
-    for (const { element } of before.values()) element.remove();
+    for (const element of spare) element.remove();
     if (drawn.has(active)) grid.setAttribute("aria-activedescendant", `${id}-active`);
     else grid.removeAttribute("aria-activedescendant");
   }
 
-  function cells(row, element) {
-    const at = element ?? h("div", {
+  function newRow() {
+    const element = h("div", {
       class: "vt-row", role: "row",
       on: {
         click: () => {
-          active = at.dataset.name;
+          active = element.dataset.name;
           draw();
           open();
         },
       },
     });
-    at.dataset.name = name(row);
-    at.replaceChildren(...shownColumns().map((column) =>
-      h("div", { role: "gridcell", class: column.num ? "num" : "" }, column.cell(row))));
-    return at;
+    return element;
+  }
+
+  /** Only what is another than before is touched: style and layout are most of a frame's time. */
+  function fill(element, row) {
+    element.dataset.name = name(row);
+    if (element.children.length !== shown.length) {
+      element.replaceChildren(...shown.map((column) =>
+        h("div", { role: "gridcell", class: column.num ? "num" : "" })));
+    }
+    shown.forEach((column, i) => {
+      const cell = element.children[i];
+      if (column.same) {
+        const state = column.same(row);
+        if (cell.state !== state) cell.replaceChildren(column.cell(row));
+        cell.state = state;
+      } else setText(cell, column.cell(row));
+    });
   }
 
   function open() {
@@ -117,7 +141,7 @@ export function virtualTable(label, columns, name, onOpen, { rowHeight = 44 } = 
 
   function onKey(event) {
     if (event.target !== grid) return;
-    const page = Math.max(1, Math.floor(body.clientHeight / rowHeight) - 1);
+    const page = Math.max(1, Math.floor(grid.clientHeight / rowHeight) - 2);
     const steps = {
       ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity,
     };
@@ -135,13 +159,13 @@ export function virtualTable(label, columns, name, onOpen, { rowHeight = 44 } = 
 
   function reveal(at) {
     const top = at * rowHeight;
-    if (top < body.scrollTop) body.scrollTop = top;
-    const low = top + rowHeight - body.clientHeight;
-    if (low > body.scrollTop) body.scrollTop = low;
+    if (top < grid.scrollTop) grid.scrollTop = top;
+    const low = top + rowHeight + head.offsetHeight - grid.clientHeight;
+    if (low > grid.scrollTop) grid.scrollTop = low;
   }
 
   let isAsked = false;
-  body.addEventListener("scroll", () => {
+  grid.addEventListener("scroll", () => {
     if (isAsked) return;
     isAsked = true;
     requestAnimationFrame(() => {
@@ -149,11 +173,12 @@ export function virtualTable(label, columns, name, onOpen, { rowHeight = 44 } = 
       draw();
     });
   }, { passive: true });
-  new ResizeObserver(() => draw()).observe(body);
-  narrow.addEventListener("change", () => {
+  new ResizeObserver(() => {
+    const isNew = chooseColumns();
     drawHead();
-    draw(true);
-  });
+    draw(isNew);
+  }).observe(grid);
+  chooseColumns();
   drawHead();
 
   return {
@@ -167,7 +192,9 @@ export function virtualTable(label, columns, name, onOpen, { rowHeight = 44 } = 
   };
 }
 
+const names = new Intl.Collator("en", { numeric: true }); // to make one takes as long as a sort
+
 function compare(a, b) {
   if (typeof a === "number" && typeof b === "number") return a - b;
-  return String(a).localeCompare(String(b), "en", { numeric: true });
+  return names.compare(a, b);
 }

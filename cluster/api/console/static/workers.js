@@ -6,40 +6,40 @@ import { virtualTable } from "./table.js";
 import { openWorker } from "./worker.js";
 
 const use = (worker) => worker.num_used_blocks / (worker.num_blocks || 1);
-const number = (key, title, more = {}) => ({
-  key, title, num: true, width: "minmax(64px, 0.6fr)", wide: true,
+const number = (key, title, wide, more = {}) => ({
+  key, title, wide, num: true, width: "minmax(58px, 0.6fr)",
   value: (worker) => worker[key] ?? 0, cell: (worker) => count(worker[key]), ...more,
 });
 
 const COLUMNS = [
   {
     key: "worker", title: "Worker", width: "minmax(130px, 1.5fr)", value: (w) => w.worker,
-    cell: (w) => h("span", { class: "name", text: w.worker }),
+    cell: (w) => h("span", { class: "name", text: w.worker }), same: (w) => w.worker,
   },
   {
     key: "state", title: "State", width: "minmax(86px, 0.7fr)", narrow: "86px",
-    value: (w) => w.state, cell: (w) => stateChip(w.state),
+    value: (w) => w.state, cell: (w) => stateChip(w.state), same: (w) => w.state,
   },
   {
-    key: "role", title: "Role", width: "minmax(70px, 0.6fr)", wide: true, value: (w) => w.role,
-    cell: (w) => roleText(w.role),
+    key: "role", title: "Role", width: "minmax(62px, 0.6fr)", wide: 480, value: (w) => w.role,
+    cell: (w) => roleText(w.role), same: (w) => w.role,
   },
-  number("epoch", "Epoch"),
+  number("epoch", "Epoch", 1120),
   {
-    key: "kv", title: "KV held", width: "minmax(140px, 1.5fr)", narrow: "minmax(88px, 1fr)",
-    value: use,
+    key: "kv", title: "KV held", high: true, width: "minmax(140px, 1.5fr)",
+    narrow: "minmax(100px, 1fr)", value: use, same: (w) => `${percent(use(w))} ${w.role}`,
     cell: (w) => h("div", { class: "meter" },
       bar([[use(w), w.role]], `${percent(use(w))} of ${w.num_blocks} blocks`),
       h("span", { text: percent(use(w)) })),
   },
-  number("num_cached_blocks", "Cached"),
-  number("num_host_blocks", "Host"),
-  number("num_disk_blocks", "Disk"),
-  number("num_running", "Running"),
-  number("num_waiting", "Waiting"),
-  number("prefill_tokens_per_s", "Prefill tok/s", { width: "minmax(96px, 0.8fr)" }),
-  number("decode_step_s", "Step", { cell: (w) => seconds(w.decode_step_s || null) }),
-  number("cache_hit_rate", "Hit rate", { cell: (w) => percent(w.cache_hit_rate) }),
+  number("num_cached_blocks", "Cached", 860),
+  number("num_host_blocks", "Host", 1000),
+  number("num_disk_blocks", "Disk", 1000),
+  number("num_running", "Running", 560),
+  number("num_waiting", "Waiting", 560),
+  number("prefill_tokens_per_s", "Prefill tok/s", 900, { width: "minmax(88px, 0.8fr)" }),
+  number("decode_step_s", "Step", 720, { cell: (w) => seconds(w.decode_step_s || null) }),
+  number("cache_hit_rate", "Hit rate", 720, { cell: (w) => percent(w.cache_hit_rate) }),
 ];
 
 let text = "";

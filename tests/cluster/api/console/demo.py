@@ -52,7 +52,6 @@ class Fleet:
         self._draw = random.Random(seed)
         self.workers = [self._worker(i, num_workers) for i in range(num_workers)]
         self.scaling: dict[str, Any] | None = None
-        self.traffic: Traffic | None = None
         self.num_calls = 0
         self.output_tokens = 4_812_000
 
@@ -65,8 +64,6 @@ class Fleet:
 
     def status(self) -> dict[str, Any]:
         self.num_calls += 1
-        if self.traffic is not None:
-            self.traffic.go_on()
         for worker in self.workers:
             self._go_on(worker)
         self.output_tokens += 700
@@ -243,14 +240,23 @@ def demo(tokenizer: Tokenizer, num_workers: int, **context: Any) -> Iterator[tup
     began = Console.start
 
     def start(console: Console) -> None:
-        fleet.traffic = Traffic(console._ctx.metrics)
-        fill_history(console.history, fleet.traffic)
+        traffic, sample = Traffic(console._ctx.metrics), console.history.sample
+        fill_history(console.history, traffic)
+
+        def go_on(at: float) -> None:
+            traffic.go_on()
+            sample(at)
+
+        console.history.sample = go_on  # type: ignore[method-assign]
         console._ctx.status = fleet.status
         began(console)
 
-    try:
+    with contextlib.ExitStack() as stack:
         Console.start = start  # type: ignore[method-assign]
-        with serve(tokenizer, ApiLimits(), context=given, real_router=router) as served:
-            yield served, fleet
-    finally:
-        Console.start = began  # type: ignore[method-assign]
+        try:
+            served = stack.enter_context(
+                serve(tokenizer, ApiLimits(), context=given, real_router=router)
+            )
+        finally:
+            Console.start = began  # type: ignore[method-assign]
+        yield served, fleet
