@@ -24,14 +24,50 @@ function parts(state) {
       + "and why. Until then workers are as many as were started, and roles are set by hand."))];
   }
   const made = [];
-  const plain = Object.entries(state).filter(([, value]) => !isTable(value));
+  const entries = Object.entries(state);
+  const plain = entries.filter(([, value]) => !isTable(value) && !isEmptyList(value));
   if (plain.length) {
     made.push(panel("Now", facts(plain.map(([name, value]) => [words(name), shownValue(value)]))));
   }
-  for (const [name, value] of Object.entries(state)) {
-    if (isTable(value)) made.push(panel(words(name), rows(name, value)));
+  for (const [name, value] of entries.filter(([, each]) => isTable(each))) {
+    const isLog = value.every((each) => "reason" in each);
+    made.push(panel(words(name), isLog ? log(value) : rows(name, value)));
   }
   return [h("div", { class: "stack" }, made)];
+}
+
+function isEmptyList(value) {
+  return Array.isArray(value) && !value.length;
+}
+
+/** Decisions, the newest first: what was done or not, why, and folded what it was made from. */
+function log(decisions) {
+  return h("ol", { class: "decisions" }, decisions.toReversed().map((each) => {
+    const { at_s: at, reason, text, inputs, alternatives, ...rest } = each;
+    const acts = Object.entries(rest).filter(([, value]) => Array.isArray(value) && value.length);
+    const plain = Object.entries(rest).filter(([, value]) => !Array.isArray(value));
+    const made = Object.entries(inputs ?? {});
+    const folded = [
+      made.length ? facts(made.map(([name, value]) => [words(name), shownValue(value)])) : null,
+      isTable(alternatives) ? rows("Alternatives", alternatives) : null,
+    ].filter(Boolean);
+    return h("li", {},
+      h("div", { class: "chips" },
+        h("span", { class: acts.length ? "chip accent" : "chip", text: words(String(reason)) }),
+        acts.map(([name, value]) => h("b", { text: `${words(name)}: ${shownValue(value)}` })),
+        h("span", { class: "grow" }),
+        plain.map(([name, value]) =>
+          h("span", { class: "muted", text: `${words(name)} ${shownValue(value)}` })),
+        h("time", { class: "muted", text: clock(at) })),
+      text ? h("p", { text }) : null,
+      folded.length ? h("details", {}, h("summary", { text: "Made from" }), folded) : null);
+  }));
+}
+
+/** A time since 1970, or of a clock of the server's own. */
+function clock(at) {
+  if (typeof at !== "number") return at === undefined ? "" : String(at);
+  return at > 1e9 ? new Date(at * 1000).toLocaleTimeString() : `at ${Math.round(at)} s`;
 }
 
 function isTable(value) {
@@ -50,7 +86,9 @@ function rows(name, list) {
 
 function shownValue(value) {
   if (value === null || value === undefined || value === "") return "–";
-  if (typeof value === "number") return count(value);
+  if (typeof value === "number") {
+    return Number.isInteger(value) || value >= 100 ? count(value) : String(Number(value.toPrecision(3)));
+  }
   if (typeof value === "boolean") return value ? "yes" : "no";
   if (typeof value === "string") return value;
   if (Array.isArray(value)) return value.length ? value.map(shownValue).join(", ") : "none";

@@ -18,6 +18,19 @@ from tests.cluster.api.console.demo import ANSWER, NAMES, Fleet, demo
 pytestmark = [pytest.mark.e2e]
 
 Open = Callable[..., Any]
+DECISIONS: list[dict[str, Any]] = [
+    {
+        "at_s": 1.7e9,
+        "reason": "grow",
+        "text": "2 decode workers more: 3 would miss the target",
+        "wanted": 4,
+        "inputs": {"prefill": 1, "hit_rate": 0.4123},
+        "alternatives": [{"workers": 3, "on_time": 0.9812, "gpu_s_per_s": 2.4}],
+        "starts": ["decode", "decode"],
+        "drains": [],
+    },
+    {"at_s": 1.7e9 + 5, "reason": "enough", "text": "<i>2 are enough</i>", "wanted": 4},
+]
 LIVE = "#link-state[data-state=live]"
 
 
@@ -164,11 +177,17 @@ def test_scaling_decisions_are_shown_once_there_are_any(
     served, fleet = cluster
     page = open_page(f"{served.url}/console#/scaling")
     page.wait_for_selector("h2:text-is('No autoscaler runs here')")
-    decisions = [{"at": "12:00:01", "action": "none", "reason": "<i>load fits</i>"}]
-    fleet.scaling = {"reason": "load fits", "target": {"prefill": 2}, "decisions": decisions}
+    fleet.scaling = {"why": "2 are enough", "decisions": DECISIONS}
     try:
-        page.wait_for_selector("td:text-is('<i>load fits</i>')")
-        assert "prefill 2".lower() in page.inner_text(".facts").lower()
+        page.wait_for_selector(".facts:has-text('2 are enough')")
+        shown = page.locator(".decisions li").all_inner_texts()
+        assert "Enough" in shown[0]  # the newest first
+        assert "<i>2 are enough</i>" in shown[0]
+        assert "Starts: decode, decode" in shown[1]
+        page.locator(".decisions summary").last.click()
+        row = page.locator(".decisions table tbody tr").first
+        assert row.inner_text().split() == ["3", "0.981", "2.4"]
+        assert "0.412" in page.locator(".decisions li").last.locator(".facts").inner_text()
     finally:
         fleet.scaling = None
 
