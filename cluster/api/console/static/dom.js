@@ -160,9 +160,14 @@ export function facts(pairs) {
     pairs.map(([name, value]) => h("div", {}, h("dt", { text: name }), h("dd", {}, value))));
 }
 
+const toasts = document.getElementById("toasts");
+
+/** Within a dialog that is open: what is outside of it can neither be seen nor heard. */
 export function toast(text, isBad = false) {
   const note = h("div", { class: isBad ? "toast bad" : "toast", text });
-  document.getElementById("toasts").append(note);
+  const host = document.querySelector("dialog[open]") ?? document.body;
+  if (toasts.parentElement !== host) host.append(toasts);
+  toasts.append(note);
   setTimeout(() => note.remove(), isBad ? 8000 : 4000);
 }
 

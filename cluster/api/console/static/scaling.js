@@ -96,6 +96,6 @@ function shownValue(value) {
 }
 
 function words(name) {
-  const text = name.replaceAll("_", " ");
+  const text = name.replace(/_s$/, " (s)").replaceAll("_", " ");
   return text.charAt(0).toUpperCase() + text.slice(1);
 }

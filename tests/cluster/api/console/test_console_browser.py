@@ -80,7 +80,7 @@ def test_a_worker_is_found_and_its_role_set_by_keyboard(
     assert page.inner_text("#drawer-title") == "decode-10"
     page.get_by_role("button", name="Prefill", exact=True).press("Enter")
     page.get_by_role("button", name="Set role").press("Enter")
-    page.wait_for_selector(".toast:has-text('was decode')")
+    page.wait_for_selector("#drawer .toast:has-text('was decode')")
     found = next(w for w in fleet.workers if w["worker"] == "decode-10")
     assert found["role"] == "prefill"
     page.wait_for_selector("#drawer .role.prefill")

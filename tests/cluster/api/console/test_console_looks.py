@@ -5,6 +5,7 @@ With KVRELAY_SCREENSHOTS=docs/images the screenshots of the documentation are ma
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,34 +146,63 @@ def test_everything_is_reached_by_the_keyboard(
 
 FRAME_WORK = {
     "overview": "() => {}",
-    "workers": "(i) => { document.querySelector('.vt').scrollTop = (i * 457) % 40000; }",
+    "workers": "(i) => { document.querySelector('.vt').scrollTop = (i * 110) % 40000; }",
 }
+
+
+def frames(page: Any, work: str, num: int) -> list[float]:
+    """The times between so many frames, ms, ascending."""
+    times: list[float] = page.evaluate(FRAMES.replace("WORK", work), num)
+    return sorted(times)
+
+
+def traced_frames(browser: Any, page: Any, work: str, num: int) -> tuple[list[float], float]:
+    """`frames`, and the most processor time of the page's thread between two of them, ms."""
+    browser.start_tracing(page=page, categories=["toplevel", "devtools.timeline"])
+    times = frames(page, work, num)
+    events = json.loads(browser.stop_tracing())["traceEvents"]
+    threads = {
+        (event["pid"], event["tid"])
+        for event in events
+        if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain"
+    }
+    tasks = [e.get("tdur", 0) for e in events if (e["pid"], e["tid"]) in threads]
+    assert max(tasks) > 0
+    return times, max(tasks) / 1e3
 
 
 @pytest.mark.parametrize("view", list(FRAME_WORK))
 def test_1000_workers_are_shown_without_a_long_frame(
-    open_page: Open, large: tuple[Served, Fleet], view: str
+    browser: Any, open_page: Open, large: tuple[Served, Fleet], view: str
 ) -> None:
+    """The page's own work is measured always, and how long frames took unless the machine is busy
+    with other things."""
     served, fleet = large
     page = open_page(f"{served.url}/console")
     show(page, served, view)
     page.wait_for_timeout(1500)
     longest = []
-    for _ in range(5):  # what else the machine does is not the page's: once without is enough
+    for _ in range(5):
         before = fleet.num_calls
-        times = page.evaluate(FRAMES.replace("WORK", FRAME_WORK[view]), 240)
+        times, own_ms = traced_frames(browser, page, FRAME_WORK[view], 240)
         assert fleet.num_calls - before >= 3, "nothing was changed meanwhile"
-        times.sort()
-        print(f"{view}: p50 {times[120]:.1f} ms, p99 {times[-3]:.1f} ms, most {times[-1]:.1f} ms")
+        print(
+            f"{view}: p50 {times[120]:.1f} ms, p99 {times[-3]:.1f} ms, most {times[-1]:.1f} ms, "
+            f"of one task {own_ms:.1f} ms of processor time"
+        )
+        assert own_ms < MAX_FRAME_MS
         longest.append(times[-1])
         if times[-1] < MAX_FRAME_MS:
             break
-    assert min(longest) < MAX_FRAME_MS, longest
-    assert page.locator(".vt-row").count() < 60
     if view == "workers":
+        assert page.locator(".vt-row").count() < 60
         page.evaluate("document.querySelector('.vt').scrollTop = 1e9")
         page.wait_for_selector(".vt-row[aria-rowindex='1001']")
         assert page.get_attribute(".vt", "aria-rowcount") == "1001"
+    load = os.getloadavg()[0]
+    if min(longest) >= MAX_FRAME_MS and load > 2 * (os.cpu_count() or 1):
+        pytest.skip(f"frames took up to {min(longest):.0f} ms on a machine with a load of {load}")
+    assert min(longest) < MAX_FRAME_MS, longest
 
 
 # Name of a screenshot -> view, width, theme.

