@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.anthropic.routes import MESSAGES, message_routes, refuse
+from cluster.api.console.routes import Console
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.explain import explanation_routes
@@ -80,10 +81,13 @@ class _RequestIds:
 
 def create_app(ctx: ApiContext) -> FastAPI:
     """The application that serves `ctx`. Has to run in the loop of `ctx.client`."""
+    console = Console(ctx)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        console.start()
         yield
+        await console.close()
         ctx.close()
 
     app = FastAPI(
@@ -119,6 +123,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
         *session_routes(ctx),
         *explanation_routes(ctx),
         *operation_routes(ctx),
+        *console.routes(),
     ]
     _add_models(app, ctx)
     return app

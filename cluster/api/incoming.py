@@ -60,6 +60,13 @@ def check_operator(ctx: ApiContext, http: Request) -> None:
             "another, or behind a proxy; for others set api.operations_key",
             code="forbidden",
         )
+    if http.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        raise ApiError(
+            403,
+            "A page of another site in a browser here may not operate the server; for those that "
+            "may, set api.operations_key",
+            code="forbidden",
+        )
 
 
 def _is_here(http: Request, host: str) -> bool:

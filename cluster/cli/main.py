@@ -28,6 +28,7 @@ COMMANDS = {
     "restart": ("cluster.cli.service", "restart", "Every process anew, one after the other."),
     "chat": ("cluster.cli.client", "chat", "Talk to a served model from the terminal."),
     "status": ("cluster.cli.client", "status", "Workers, what they do, and the cache hit rate."),
+    "top": ("cluster.cli.top", "top", "A live table of workers, load and latencies."),
     "sessions": ("cluster.cli.sessions", "sessions", "See, park, resume, fork or close sessions."),
 }
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config import ClusterSection
 from cluster.serve.router_api import SHUTDOWN_S
+from cluster.serve.supervisor import END_S
 from tests.structure import ROOT
 
 UNITS = sorted((ROOT / "deploy/systemd").glob("*.service"))
@@ -35,7 +37,7 @@ def test_units_are_in_order(path: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     wrong = tmp_path / f"wrong-{path.name}"
-    wrong.write_text(text.replace("KillMode=mixed", "KillMod=mixed"))
+    wrong.write_text(text.replace("KillMode=process", "KillMod=process"))
     command[-1] = str(wrong)
     assert subprocess.run(command, capture_output=True, text=True, check=False).stderr
 
@@ -43,8 +45,8 @@ def test_units_are_in_order(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
 def test_units_leave_time_to_drain_and_are_started_again(path: Path) -> None:
     unit = settings(path)
-    assert int(unit["TimeoutStopSec"]) > SHUTDOWN_S + 30
-    assert (unit["KillMode"], unit["Restart"]) == ("mixed", "always")
+    assert int(unit["TimeoutStopSec"]) > ClusterSection().drain_s + SHUTDOWN_S + 2 * END_S
+    assert (unit["KillMode"], unit["Restart"]) == ("process", "always")
     assert unit["NoNewPrivileges"] == "yes"
     assert unit["User"] == "kvrelay"
 

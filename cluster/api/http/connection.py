@@ -107,6 +107,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._abort_later(self.limits.write_timeout_s)
 
+    def shutdown(self) -> None:
+        """The server is to stop. An answer without an end of its own has to see it."""
+        if self._is_answering:
+            self.cycle.scope["state"]["stopping"] = True
+        super().shutdown()
+
     def send_400_response(self, msg: str) -> None:
         """What came is not a request, or is too much of one."""
         if self._is_too_large:

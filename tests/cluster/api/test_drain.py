@@ -103,3 +103,13 @@ def test_without_a_controller_what_only_it_can_do_is_refused_for_now(server: Ser
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "controller_away"
     assert answer.headers["retry-after"] == "2"
+
+
+@pytest.mark.parametrize("path", ["/drain", "/restart", "/status"])
+def test_a_page_of_another_site_operates_nothing(
+    server: Served, operated: Operated, path: str
+) -> None:
+    method = "GET" if path == "/status" else "POST"
+    answer = server.http.request(method, path, headers={"sec-fetch-site": "cross-site"})
+    assert (answer.status_code, operated.orders) == (403, [])
+    assert "page of another site" in answer.json()["error"]["message"]

@@ -1,0 +1,107 @@
+// One worker in a drawer: all its figures, and its role, which can be changed.
+
+import { call } from "./api.js";
+import {
+  bar, count, facts, h, icon, percent, rate, roleText, seconds, segments, stateChip, toast,
+} from "./dom.js";
+import { store } from "./store.js";
+
+const ROLES = [["prefill", "Prefill"], ["decode", "Decode"], ["both", "Both"]];
+
+let shown = null; // the name of the worker
+
+export function openWorker(name) {
+  const dialog = document.getElementById("drawer");
+  if (!store.workers.has(name)) return;
+  shown = name;
+  const figures = h("div", { class: "figures" });
+  dialog.replaceChildren(h("div", { class: "inner" },
+    h("div", { class: "title" },
+      h("h2", { id: "drawer-title", text: name }),
+      h("button", {
+        class: "icon-button", type: "button", "aria-label": "Close", on: { click: () => dialog.close() },
+      }, icon("close"))),
+    figures,
+    rolePart(name)));
+  dialog.onclose = () => {
+    shown = null;
+  };
+  dialog.onclick = (event) => {
+    if (event.target === dialog) dialog.close();
+  };
+  refreshDrawer();
+  dialog.showModal();
+}
+
+/** What is open shows the worker as it is now. */
+export function refreshDrawer() {
+  if (shown === null) return;
+  const figures = document.querySelector("#drawer .figures");
+  const worker = store.workers.get(shown);
+  if (!worker) {
+    figures.replaceChildren(h("p", { class: "notice", text: "This worker is gone." }));
+    return;
+  }
+  const blocks = worker.num_blocks || 1;
+  const most = Math.max(blocks, worker.num_host_blocks ?? 0, worker.num_disk_blocks ?? 0);
+  const line = (name, number, tone, isDevice) => h("div", { class: "tier" },
+    h("span", { text: name }),
+    h("span", { class: "num" }, h("b", { text: count(number) }), h("span", { class: "muted",
+      text: isDevice ? ` of ${count(blocks)} (${percent(number / blocks)})` : " blocks" })),
+    bar([[number / most, tone]], `${name}: ${number} blocks`));
+  figures.replaceChildren(
+    h("div", { class: "chips" }, stateChip(worker.state), roleText(worker.role),
+      h("span", { class: "muted", text: `epoch ${worker.epoch ?? "–"}` })),
+    h("div", {},
+      h("h3", { text: "KV blocks" }),
+      line("Device, held by requests", worker.num_used_blocks ?? 0, "device", true),
+      line("Device, cached", worker.num_cached_blocks ?? 0, "cached", true),
+      line("Host memory", worker.num_host_blocks ?? 0, "host", false),
+      line("Disk", worker.num_disk_blocks ?? 0, "disk", false)),
+    facts([
+      ["Running", count(worker.num_running)],
+      ["Waiting", count(worker.num_waiting)],
+      ["Decoding, of this router", count(worker.num_decoding)],
+      ["KV transfers", count(worker.num_handoffs)],
+      ["Prompt tokens to compute", count(worker.pending_prefill_tokens)],
+      ["Cache hit rate", percent(worker.cache_hit_rate)],
+      ["Prefill", `${count(worker.prefill_tokens_per_s)} tok/s`],
+      ["Decode step", seconds(worker.decode_step_s || null)],
+      ["Reads from peers", rate(worker.read_bytes_per_s)],
+      ["Loads from host", rate(worker.host_read_bytes_per_s)],
+      ["Loads from disk", rate(worker.disk_read_bytes_per_s)],
+    ]));
+}
+
+function rolePart(name) {
+  if (!store.parts.server.can_set_role) {
+    return h("p", { class: "hint", text: "Roles are set at the first router's console." });
+  }
+  const now = store.workers.get(name).role;
+  let wanted = now;
+  const apply = h("button", {
+    class: "button primary", type: "button", disabled: true, text: "Set role",
+    on: { click: () => setRole(name, wanted, apply) },
+  });
+  const choice = segments("Role", ROLES, now, (role) => {
+    wanted = role;
+    apply.disabled = role === store.workers.get(name)?.role;
+  });
+  return h("div", { class: "role-part" },
+    h("h3", { text: "Role" }),
+    h("p", { class: "hint", text: "What routers prefer this worker for. Its weights and its KV stay; "
+      + "what decodes on a worker that is to prefill moves to others." }),
+    h("div", { class: "chips" }, choice, apply));
+}
+
+async function setRole(name, role, button) {
+  button.disabled = true;
+  try {
+    const path = `workers/${encodeURIComponent(name)}/role`;
+    const answer = await (await call("operator", "POST", path, { body: { role } })).json();
+    toast(`${name} was ${answer.was}, and is preferred for ${role} now`);
+  } catch (error) {
+    button.disabled = false;
+    toast(error.message, true);
+  }
+}

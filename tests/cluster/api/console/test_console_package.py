@@ -1,0 +1,28 @@
+"""What a wheel of the project has of the console: it is served from the installed package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.api.console.pages import page_files
+from tests.structure import ROOT
+
+
+def test_a_wheel_has_every_file_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    setuptools = pytest.importorskip("setuptools", reason="setuptools is not installed")
+    from setuptools.config.pyprojecttoml import apply_configuration
+
+    monkeypatch.chdir(ROOT)
+    dist: Any = apply_configuration(setuptools.Distribution(), "pyproject.toml")
+    dist.include_package_data = False  # what git or a manifest adds does not count
+    build: Any = dist.get_command_obj("build_py")
+    build.ensure_finalized()
+    found = {
+        name
+        for package, _, _, names in build.data_files
+        if package == "cluster.api.console"
+        for name in names
+    }
+    assert {f"static/{name}" for name in page_files() if name} <= found
