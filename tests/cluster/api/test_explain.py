@@ -19,8 +19,8 @@ from cluster.api.text.tokenizer import Tokenizer
 from cluster.cli.explain import explain
 from cluster.config import TenantEntry
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
+from tests.cluster.api.operations.test_operations import samples
 from tests.cluster.api.routed import PREFILL_S, QUEUE_S, STEP_S, RealRouter
-from tests.cluster.api.test_operations import samples
 
 BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 ENTRIES = (TenantEntry("red", keys=("red-key",)), TenantEntry("blue", keys=("blue-key",)))

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from cluster.api.metrics import ClusterCollector
 from kvtransfer.peer.rates import MAX_COUNTED_PEERS, OTHER_PEERS, ReadRates
 from tests.cluster.api.conftest import MODEL, Served
-from tests.cluster.api.test_operations import ASK, samples
+from tests.cluster.api.operations.test_operations import ASK, samples
 
 WORKER = {"worker": "w", "role": "decode", "state": "up", "num_blocks": 100, "block_size": 16}
 Scrape = Callable[..., float | None]
