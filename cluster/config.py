@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, ValidationError, convert
 from msgspec.structs import replace
 
+from cluster.scaling.config import ScalingConfig
 from engine.config_errors import explain_error
 from router.config import MAX_PRIORITY, RouterConfig
 
@@ -272,6 +273,7 @@ class Config(Section, frozen=True):
     state: StateSection = StateSection()
     cluster: ClusterSection = ClusterSection()
     router: RouterConfig = RouterConfig()
+    scaling: ScalingConfig = ScalingConfig()
     tracing: TracingSection = TracingSection()
 
 

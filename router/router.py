@@ -32,6 +32,7 @@ from router.messages import (
     SessionCommand,
     Submit,
     WorkerDown,
+    WorkerDraining,
     WorkerUp,
 )
 from router.migration import Migrations
@@ -54,6 +55,7 @@ from router.state import (
     TenantLoad,
 )
 from router.status import RouterStatus, worker_status
+from router.traffic import Traffic
 
 TICK = "tick"
 
@@ -110,6 +112,7 @@ class Router:
             Refused: self._on_refused,
             Preempted: self._migrations.on_preempted,
             RoleChanged: self._migrations.on_role_changed,
+            WorkerDraining: self._migrations.on_draining,
             KVEvents: self._on_kv_events,
             KVSnapshot: self._on_kv_events,
             WorkerStats: self._on_stats,
@@ -162,6 +165,17 @@ class Router:
     def explanations(self) -> Explanations:
         """Of the requests that ended last; not to be changed."""
         return self._requests.explanations
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has come since its start; not to be changed."""
+        return self._requests.admission.traffic
+
+    @property
+    def worker_stats(self) -> Mapping[NodeId, tuple[float, WorkerStats]]:
+        """Of each worker that is up and has told any: when, and the last."""
+        known = ((e, e.stats) for e in self._dispatcher.endpoints if e.alive)
+        return {e.worker: (e.struct.last_seen_at, stats) for e, stats in known if stats is not None}
 
     def refuse(self, now: float, call: Call) -> Failed | None:
         """Why `call` would be refused if it were submitted, by a cheap check; None: submit it. For

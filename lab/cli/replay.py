@@ -33,7 +33,7 @@ from lab.replay.generators import PRESETS, preset
 from lab.replay.readers import TraceError, read_trace
 from lab.replay.report import Slo, Summary, summary
 from lab.replay.tables import comparison_table, result_table
-from lab.replay.trace import Trace
+from lab.replay.trace import Trace, multiplied
 from lab.timing.file import load_timing
 from lab.timing.timing import Timing, TimingError
 from router.config import POLICIES
@@ -89,6 +89,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--disk-blocks", type=_NONE_OR_MORE, help="The same in blocks.")
 @click.option("--policy", metavar="NAME[,NAME...]", help=f"{', '.join(KNOWN_POLICIES)}, or all.")
 @click.option("--speedup", type=_ABOVE_0, default=1.0, show_default=True, help="Of arrivals.")
+@click.option("--copies", type=_COUNT, default=1, show_default=True, help="Of each request.")
 @click.option("--max-seqs", type=_COUNT, default=64, show_default=True, help="In a step.")
 @click.option("--max-batched-tokens", type=_COUNT, default=8192, show_default=True)
 @click.option("--timeout-s", type=_ABOVE_0, default=600.0, show_default=True, help="Of a request.")
@@ -126,7 +127,7 @@ def replay_command(
             require_extra("plot", "matplotlib")
         except ConfigError as error:
             raise BadInputError(str(error)) from error
-    trace = load_traffic(traffic, options)
+    trace = multiplied(load_traffic(traffic, options), options["copies"])
     for note in trace.notes:
         console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
     results = _replay_all(console, trace, configs)
