@@ -28,11 +28,15 @@ class Traffic:
     outputs: Counter[int] = field(default_factory=Counter)  # those that ended, by bin of output
     prompt_tokens: int = 0  # of requests that ended
     cached_tokens: int = 0  # of those, not computed
+    num_late: int = 0  # refused, or with the first token after `ttft_target_s`, if that is set
 
     def on_arrival(self, num_prompt_tokens: int) -> None:
         self.prompts[bin_of(num_prompt_tokens)] += 1
 
-    def on_finished(self, num_prompt: int, num_cached: int | None, num_output: int) -> None:
+    def on_finished(
+        self, num_prompt: int, num_cached: int | None, num_output: int, *, is_late: bool
+    ) -> None:
+        self.num_late += is_late
         self.outputs[bin_of(num_output)] += 1
         if num_cached is not None:
             self.prompt_tokens += num_prompt

@@ -63,6 +63,7 @@ class Inputs(Struct, frozen=True):
     mean_output: float
     start_s: float
     pending_prefill_s: float
+    gap: float  # share of requests that the real fleet misses, and its shadow would not
     reversals: int  # in the last hour
     worker_hours: float  # of the last hour
 

@@ -33,6 +33,7 @@ class RouterSeen(Struct, frozen=True):
     outputs: dict[int, int]
     prompt_tokens: int
     cached_tokens: int
+    num_late: int  # requests that were refused or missed the target to the first token
     num_live: int  # requests that have not ended
 
 
@@ -69,6 +70,8 @@ class Observation(Struct, frozen=True):
     at_s: float
     elapsed_s: float  # since the last one; 0: this is the first
     arrivals: dict[int, int]  # requests since then, by bin of prompt length
+    num_ended: int  # since then
+    num_late: int  # of those, and of those that were refused
     is_fresh: bool
     is_idle: bool  # no request is live, and none has come since the last look
     hit_rate: float  # of prompt tokens that need not be computed
@@ -91,6 +94,7 @@ class Observer:
         self._mean_prompt = 1024.0
         self._costs: Costs | None = None
         self._starts: list[float] = []
+        self._num_ended = self._num_late = 0  # since the last look
         self._known_up: set[NodeId] = set()
 
     def observe(self, snapshot: Snapshot) -> Observation:
@@ -99,6 +103,7 @@ class Observer:
         self._last_at = now
         fresh = [each for each in snapshot.routers if now - each.at_s <= self._config.stale_s]
         arrivals: Counter[int] = Counter()
+        self._num_ended = self._num_late = 0
         for router in fresh:
             arrivals += self._take(router, 1.0 - exp(-elapsed_s / MEAN_S))
         num_live = sum(router.num_live for router in snapshot.routers)
@@ -111,6 +116,8 @@ class Observer:
             at_s=now,
             elapsed_s=elapsed_s,
             arrivals=dict(sorted(arrivals.items())),
+            num_ended=self._num_ended,
+            num_late=self._num_late,
             is_fresh=is_fresh,
             is_idle=is_fresh and num_live == 0 and not arrivals,
             hit_rate=self._hit_rate,
@@ -131,6 +138,8 @@ class Observer:
         came.subtract(last.prompts)
         ended = Counter(router.outputs)
         ended.subtract(last.outputs)
+        self._num_ended += ended.total()
+        self._num_late += router.num_late - last.num_late
         if prompt_tokens := router.prompt_tokens - last.prompt_tokens:
             hits = (router.cached_tokens - last.cached_tokens) / prompt_tokens
             self._hit_rate += weight * (min(1.0, max(0.0, hits)) - self._hit_rate)

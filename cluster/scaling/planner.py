@@ -30,6 +30,9 @@ RECENT_S = 30.0  # of demand
 LONG_S = 90.0  # demand has to have lasted so long, to be expected to go on
 FULL = 0.9  # of a worker's time, for prompts that go on coming
 DECODE_FULL = 0.8  # of a decode worker's, beside which the target still holds
+MOST_WANTED = 0.99  # of what could be on time at all
+MAX_GAP = 0.1
+LEAST_ENDED = 50  # requests, before it is known what the real fleet misses
 FLIP_HOLD_S = 30.0  # a role has to be wanted for so long
 
 
@@ -58,7 +61,12 @@ class Planner:
         self._config = config
         self._shadows = Shadows(most, config.ttft_target_s, config.memory_s)
         self._begun_at: float | None = None
+        self._num_coming = 0  # workers, now
+        self._decode_demand = 0.0  # at the last look
         self._arrivals: deque[tuple[float, float]] = deque()  # (when, requests) of the last ticks
+        self._real: deque[tuple[float, float, float]] = (
+            deque()
+        )  # (when, ended, missed beyond shadows)
         self._active_at = 0.0  # the last tick with requests
         self._fewer_since: float | None = None
         self._most_needed = 0  # since then
@@ -74,6 +82,7 @@ class Planner:
             self._begun_at = self._active_at = now
         workers = [each for each in snapshot.workers if each.state in COUNTED]
         least, most = self._config.limits(snapshot.wall_s)
+        self._num_coming = sum(each.state in COMING for each in workers)
         self._take_in(now, seen, len(workers))
         need = self._need(now, seen, most)
         inputs = self._inputs(snapshot, seen, need, (least, most))
@@ -93,6 +102,11 @@ class Planner:
                 for tokens, count in ((tokens_of(n), c) for n, c in seen.arrivals.items())
             ]
             self._shadows.add(now, seen.elapsed_s, prompts)
+            num_up = have - self._num_coming
+            beyond = seen.num_late - self._shadows.last_missed(num_up - self._decode_demand)
+            self._real.append((now, float(seen.num_ended), beyond))
+            while self._real[0][0] <= now - self._config.memory_s:
+                self._real.popleft()
         self._arrivals.append((now, float(sum(seen.arrivals.values()))))
         self._worker_s.append((now, have * seen.elapsed_s))
         for kept in (self._arrivals, self._worker_s, self._directions):
@@ -100,6 +114,15 @@ class Planner:
                 kept.popleft()
         while self._reversals and self._reversals[0] <= now - HOUR_S:
             self._reversals.popleft()
+
+    @property
+    def gap(self) -> float:
+        """Share of requests that the real fleet misses and its shadow would not: the shadow is
+        ideal."""
+        num_ended = sum(ended for _, ended, _ in self._real)
+        if num_ended < LEAST_ENDED:
+            return 0.0
+        return min(MAX_GAP, max(0.0, sum(beyond for *_, beyond in self._real) / num_ended))
 
     def _rate(self, now: float, seconds: float) -> float:
         """Requests per second, over the last `seconds` or as long as this has looked."""
@@ -114,9 +137,10 @@ class Planner:
         rate = max(self._rate(now, LONG_S), self._rate(now, config.memory_s))
         token_s = costs.token_s(config.itl_target_s, seen.mean_context)
         decode = rate * seen.mean_output * token_s
+        self._decode_demand = decode
         recent = self._shadows.demand(now, RECENT_S)
         forecast = self._forecast(now, recent, seen.start_s)
-        wanted = config.percentile / 100.0
+        wanted = min(config.percentile / 100.0 + self.gap, self._shadows.ceiling * MOST_WANTED)
         options = [
             Alternative(size, self._shadows.on_time(size - decode), float(size))
             for size in range(1, most + 1)
@@ -261,6 +285,7 @@ class Planner:
             mean_output=seen.mean_output,
             start_s=seen.start_s,
             pending_prefill_s=seen.pending_prefill_s,
+            gap=self.gap,
             reversals=len(self._reversals),
             worker_hours=worker_s / HOUR_S,
         )

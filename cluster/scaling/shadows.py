@@ -10,7 +10,7 @@ of thousands of requests is known at any time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 SIZES = 12  # exact up to here; beyond, steps of about a twelfth
@@ -97,8 +97,9 @@ class Shadows:
         self._memory_s = memory_s
         self.sizes = sizes_up_to(most)
         self._shadows = [Shadow(size, target_s) for size in self.sizes]
-        self._looks: deque[tuple[float, float, float, tuple[float, ...]]] = deque()
-        self.num_requests = 0.0  # in memory, without those that no fleet could serve on time
+        self._looks: deque[tuple[float, float, float, float, tuple[float, ...]]] = deque()
+        self.num_requests = 0.0  # in memory
+        self.num_long = 0.0  # of those, that no fleet could serve on time
         self.work_s = 0.0  # of all of them
         self._missed = [0.0] * len(self.sizes)
 
@@ -107,10 +108,12 @@ class Shadows:
         it."""
         parts = list(_spread(prompts))
         step_s = elapsed_s / max(1, len(parts))
-        num, work_s = 0.0, sum(seconds * count for seconds, count in parts)
+        num = long = 0.0
+        work_s = sum(seconds * count for seconds, count in parts)
         for seconds, count in parts:
             can_be_on_time = seconds <= self._target_s
-            num += count if can_be_on_time else 0
+            num += count
+            long += 0 if can_be_on_time else count
             for shadow in self._shadows:
                 shadow.serve(step_s)
                 if can_be_on_time:
@@ -119,21 +122,37 @@ class Shadows:
             for shadow in self._shadows:
                 shadow.serve(elapsed_s)
         missed = tuple(shadow.take_missed() for shadow in self._shadows)
-        self._looks.append((now, num, work_s, missed))
-        self._count(num, work_s, missed, 1.0)
+        self._looks.append((now, num, long, work_s, missed))
+        self._count(num, long, work_s, missed, 1.0)
         while self._looks and now - self._looks[0][0] > self._memory_s:
             self._count(*self._looks.popleft()[1:], -1.0)
         if not self._looks:
-            self.num_requests = self.work_s = 0.0
+            self.num_requests = self.num_long = self.work_s = 0.0
+            self._missed = [0.0] * len(self.sizes)
 
     def on_time(self, workers: float) -> float:
-        """Share of the traffic in memory that would have been on time; 1 without any. Between two
-        sizes it is in between."""
+        """Share of the traffic in memory that would have been on time; 1 without any."""
         if self.num_requests < 0.5:
             return 1.0
+        return self._share(workers, self._missed, self.num_requests, self.num_long)
+
+    def last_missed(self, workers: float) -> float:
+        """Requests of the last look that so many workers would not have served on time."""
+        if not self._looks or self._looks[-1][1] < 0.5:
+            return 0.0
+        _, num, long, _, missed = self._looks[-1]
+        return num * (1.0 - self._share(workers, missed, num, long))
+
+    @property
+    def ceiling(self) -> float:
+        """Share that could be on time at all."""
+        return 1.0 - self.num_long / self.num_requests if self.num_requests >= 0.5 else 1.0
+
+    def _share(self, workers: float, all_missed: Sequence[float], num: float, long: float) -> float:
+        """Between two sizes it is in between."""
         below = 0.0, 0.0
-        for size, missed in zip(self.sizes, self._missed, strict=True):
-            share = min(1.0, max(0.0, 1.0 - missed / self.num_requests))
+        for size, missed in zip(self.sizes, all_missed, strict=True):
+            share = min(1.0, max(0.0, 1.0 - (missed + long) / num))
             if workers <= size:
                 least, low = below
                 return low + (share - low) * (max(0.0, workers) - least) / (size - least)
@@ -143,14 +162,17 @@ class Shadows:
     def demand(self, now: float, seconds: float) -> float:
         """GPU-seconds of prompts per second, in the mean over the last `seconds`."""
         work_s = 0.0
-        for at_s, _, work, _ in reversed(self._looks):
+        for at_s, _, _, work, _ in reversed(self._looks):
             if at_s <= now - seconds:
                 break
             work_s += work
         return work_s / seconds
 
-    def _count(self, num: float, work_s: float, missed: tuple[float, ...], sign: float) -> None:
+    def _count(
+        self, num: float, long: float, work_s: float, missed: tuple[float, ...], sign: float
+    ) -> None:
         self.num_requests += sign * num
+        self.num_long += sign * long
         self.work_s += sign * work_s
         self._missed = [a + sign * b for a, b in zip(self._missed, missed, strict=True)]
 

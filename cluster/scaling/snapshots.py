@@ -19,6 +19,7 @@ def router_seen(at_s: float, router: str, traffic: Traffic, num_live: int) -> Ro
         outputs=dict(traffic.outputs),
         prompt_tokens=traffic.prompt_tokens,
         cached_tokens=traffic.cached_tokens,
+        num_late=traffic.num_late,
         num_live=num_live,
     )
 

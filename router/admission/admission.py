@@ -97,7 +97,9 @@ class Admission:
         """`record` was served to its end."""
         self._estimates.on_finished(now, record)
         num_cached, num_output = record.num_cached_tokens, record.num_output_tokens
-        self.traffic.on_finished(record.num_prompt_tokens, num_cached, num_output)
+        first_at, target_s = record.first_token_at, self._config.ttft_target_s or inf
+        is_late = first_at is not None and first_at - record.submitted_at > target_s
+        self.traffic.on_finished(record.num_prompt_tokens, num_cached, num_output, is_late=is_late)
 
     def may_send(self, record: RequestRecord) -> bool:
         """Whether `record` can be expected to end in time beside all that is at the workers.
@@ -311,6 +313,7 @@ class Admission:
         self, now: float, who: Newcomer, reason: Refusal, detail: str, place_s: float = 0.0
     ) -> Rejection:
         """`place_s`: until there is a place in the queue at the earliest, where it is full."""
+        self.traffic.num_late += 1
         wait_s = self._estimates.wait_s(who)
         if wait_s is None:
             after_s, units_per_s = UNKNOWN_RETRY_AFTER_S, who.units / UNKNOWN_RETRY_AFTER_S
