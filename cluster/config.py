@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, ValidationError, convert
 from msgspec.structs import replace
 
-from cluster.scaling.config import ScalingConfig
 from engine.config_errors import explain_error
 from router.config import MAX_PRIORITY, RouterConfig
+from router.scaling_config import ScalingConfig
 
 
 class ConfigError(Exception):

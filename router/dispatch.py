@@ -23,13 +23,13 @@ from router.placement.endpoint import Endpoint, model_number
 from router.placement.fleet import Fleet
 from router.placement.policy import Policy, TtftPredictor
 from router.placement.retention_policy import RetentionPolicy
-from router.placement.work import Decision, HashedPrompt, Seconds, Work
+from router.placement.work import Decision, HashedPrompt, Work
 from router.record import Attempt, Rejection, RequestRecord
 from router.room import blocks_needed, clamp_max_tokens
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 FIRST_OUTPUT = 128.0  # tokens, until requests have ended
-Accepts = Callable[[float, RequestRecord, Seconds], bool]
+Accepts = Callable[[float, RequestRecord, float, float, float], bool]  # `Admission.accepts`
 STICKY_BLOCKS = 4  # prompts that begin with the same blocks, so many, belong to one session
 
 
@@ -195,7 +195,8 @@ class Dispatcher:
             return None
         best, first = choice.best, choice.prefill_option
         seconds, intake = best.seconds, best.intake
-        if accepts is not None and not accepts(now, record, seconds):
+        free = choice.decode.free_share
+        if accepts is not None and not accepts(now, record, seconds.ttft, seconds.queue, free):
             return None
         attempt = record.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
         if self._config.policy == "prefix":

@@ -11,6 +11,7 @@ from engine.cost import decode_features, fitted_s, prompt_features
 
 KV_FILL = 0.85  # of a pool, for sequences; the rest takes what grows
 MAX_BATCH = 1024
+FAR = 3.0  # times what a plain rate says
 
 
 class Costs(Struct, frozen=True):
@@ -25,23 +26,24 @@ class Costs(Struct, frozen=True):
     max_num_batched_tokens: int
 
     @staticmethod
-    def mean(all_costs: Iterable[Costs]) -> Costs | None:
-        """Of those that have measured something; None: nobody has."""
-        found = list(all_costs)
-        prompts = [c.prompt_weights for c in found if c.prompt_weights]
-        decodes = [c.decode_weights for c in found if c.decode_weights]
-        rates = [c.prefill_tokens_per_s for c in found if c.prefill_tokens_per_s > 0]
-        steps = [c.decode_step_s for c in found if c.decode_step_s > 0]
-        if not rates and not prompts:
+    def typical(prompts: Iterable[Costs], tokens: Iterable[Costs]) -> Costs | None:
+        """Of workers that have measured prompts, and of those that have measured tokens, each the
+        one in the middle: a fit may be far off on a worker that has seen little. None: none has."""
+        by_rate = sorted(
+            (c for c in prompts if c.prefill_tokens_per_s > 0),
+            key=lambda c: c.prefill_tokens_per_s,
+        )
+        by_step = sorted((c for c in tokens if c.decode_step_s > 0), key=lambda c: c.decode_step_s)
+        if not by_rate:
             return None
-        return Costs(
-            _mean(prompts),
-            _mean(decodes),
-            sum(rates) / len(rates) if rates else 0.0,
-            sum(steps) / len(steps) if steps else 0.0,
-            min(c.pool_tokens for c in found),
-            min(c.max_num_seqs for c in found),
-            min(c.max_num_batched_tokens for c in found),
+        of_prompts = by_rate[len(by_rate) // 2]
+        if not by_step:
+            return replace(of_prompts, decode_weights=(), decode_step_s=0.0)
+        of_tokens = by_step[len(by_step) // 2]
+        return replace(
+            of_prompts,
+            decode_weights=of_tokens.decode_weights,
+            decode_step_s=of_tokens.decode_step_s,
         )
 
     def completed_by(self, newer: Costs) -> Costs:
@@ -65,7 +67,7 @@ class Costs(Struct, frozen=True):
             return plain_s
         features = prompt_features(num_new, start, self.max_num_batched_tokens)
         # A fit that was made from few lengths may be far off for others.
-        return max(0.3 * plain_s, fitted_s(self.prompt_weights, features))
+        return min(FAR * plain_s, max(plain_s / FAR, fitted_s(self.prompt_weights, features)))
 
     def streams(self, itl_target_s: float, mean_context: float) -> int:
         """Sequences that one worker can decode at once within the target; at least 1."""
@@ -91,9 +93,3 @@ class Costs(Struct, frozen=True):
         """GPU-seconds of one output token on a worker that decodes as much as it can."""
         streams = self.streams(itl_target_s, mean_context)
         return self.step_s(streams, mean_context) / streams
-
-
-def _mean(weights: list[tuple[float, ...]]) -> tuple[float, ...]:
-    if not weights:
-        return ()
-    return tuple(sum(column) / len(weights) for column in zip(*weights, strict=True))

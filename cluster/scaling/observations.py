@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import exp
 
 from msgspec import Struct
 
-from cluster.scaling.config import ScalingConfig
 from cluster.scaling.connector import COUNTED, ManagedWorker, State
 from cluster.scaling.costs import Costs
 from engine.node import NodeId
+from engine.stats import Role
+from router.scaling_config import ScalingConfig
 from router.traffic import tokens_of
 
 MEAN_S = 120.0  # time constant of the hit rate and of the mean output
@@ -80,6 +82,23 @@ class Observation(Struct, frozen=True):
     costs: Costs | None  # None: no worker has measured any yet
     start_s: float  # that a worker takes to start
     pending_prefill_s: float  # of all workers: to compute the prompts that wait there
+    num_decoding: int  # sequences, on all workers
+
+
+@dataclass(slots=True)
+class Mean:
+    """Of what is added, the last counting most; until then `value`."""
+
+    value: float
+    _total: float = 0.0
+    _count: float = 0.0
+
+    def add(self, total: float, count: float, fading: float) -> None:
+        if count <= 0:
+            return
+        self._total = self._total * fading + total
+        self._count = self._count * fading + count
+        self.value = self._total / self._count
 
 
 class Observer:
@@ -89,10 +108,11 @@ class Observer:
         self._config = config
         self._last: dict[str, RouterSeen] = {}
         self._last_at: float | None = None
-        self._hit_rate = 0.0
-        self._mean_output = 128.0
-        self._mean_prompt = 1024.0
+        self._hits = Mean(0.0)
+        self._output = Mean(128.0)
+        self._prompt = Mean(1024.0)
         self._costs: Costs | None = None
+        self._num_decoding = 0
         self._starts: list[float] = []
         self._num_ended = self._num_late = 0  # since the last look
         self._known_up: set[NodeId] = set()
@@ -105,7 +125,7 @@ class Observer:
         arrivals: Counter[int] = Counter()
         self._num_ended = self._num_late = 0
         for router in fresh:
-            arrivals += self._take(router, 1.0 - exp(-elapsed_s / MEAN_S))
+            arrivals += self._take(router, exp(-elapsed_s / MEAN_S))
         num_live = sum(router.num_live for router in snapshot.routers)
         is_fresh = len(fresh) == len(snapshot.routers) > 0
         self._measure(now, snapshot)
@@ -120,16 +140,17 @@ class Observer:
             num_late=self._num_late,
             is_fresh=is_fresh,
             is_idle=is_fresh and num_live == 0 and not arrivals,
-            hit_rate=self._hit_rate,
-            mean_output=self._mean_output,
-            mean_context=self._mean_prompt + self._mean_output / 2,
+            hit_rate=min(1.0, max(0.0, self._hits.value)),
+            mean_output=self._output.value,
+            mean_context=self._prompt.value + self._output.value / 2,
             costs=costs,
             start_s=max(self._starts, default=self._config.start_s),
             pending_prefill_s=0.0 if costs is None else costs.prompt_s(waiting),
+            num_decoding=self._num_decoding,
         )
 
-    def _take(self, router: RouterSeen, weight: float) -> Counter[int]:
-        """What has come to it since the last look; all means move by `weight`."""
+    def _take(self, router: RouterSeen, fading: float) -> Counter[int]:
+        """What has come to it since the last look; what was before counts `fading` as much."""
         last = self._last.get(router.router)
         self._last[router.router] = router
         if last is None or last.prompt_tokens > router.prompt_tokens or _fell(last, router):
@@ -140,20 +161,18 @@ class Observer:
         ended.subtract(last.outputs)
         self._num_ended += ended.total()
         self._num_late += router.num_late - last.num_late
-        if prompt_tokens := router.prompt_tokens - last.prompt_tokens:
-            hits = (router.cached_tokens - last.cached_tokens) / prompt_tokens
-            self._hit_rate += weight * (min(1.0, max(0.0, hits)) - self._hit_rate)
-        if num_ended := ended.total():
-            self._mean_output += weight * (_tokens(ended) / num_ended - self._mean_output)
-        if num_came := came.total():
-            self._mean_prompt += weight * (_tokens(came) / num_came - self._mean_prompt)
+        prompt_tokens = router.prompt_tokens - last.prompt_tokens
+        self._hits.add(router.cached_tokens - last.cached_tokens, prompt_tokens, fading)
+        self._output.add(_tokens(ended), ended.total(), fading)
+        self._prompt.add(_tokens(came), came.total(), fading)
         return +came
 
     def _fresh(self, now: float, seen: Iterable[WorkerSeen]) -> list[WorkerSeen]:
         return [each for each in seen if now - each.at_s <= self._config.stale_s]
 
     def _measure(self, now: float, snapshot: Snapshot) -> None:
-        """The mean of what warm workers have measured; with none, what was known before."""
+        """What warm workers have measured, prompts by those that are meant for them; with none,
+        what was known before."""
         warm = {
             each.worker
             for each in snapshot.workers
@@ -161,21 +180,15 @@ class Observer:
             and each.up_at is not None
             and now - each.up_at >= self._config.warmup_s
         }
+        roles = {each.worker: each.role for each in snapshot.workers}
         measured = [each for each in self._fresh(now, snapshot.seen) if each.worker in warm]
-        found = Costs.mean(
-            Costs(
-                each.prompt_weights,
-                each.decode_weights,
-                each.prefill_tokens_per_s,
-                each.decode_step_s,
-                each.pool_tokens,
-                each.max_num_seqs,
-                each.max_num_batched_tokens,
-            )
-            for each in measured
-        )
+        of_prompts = [e for e in measured if roles[e.worker] is Role.PREFILL] or measured
+        of_tokens = [e for e in measured if roles[e.worker] is not Role.PREFILL] or measured
+        found = Costs.typical(map(_costs, of_prompts), map(_costs, of_tokens))
         if found is not None:
             self._costs = found if self._costs is None else self._costs.completed_by(found)
+        streams = sum(each.num_decoding for each in self._fresh(now, snapshot.seen))
+        self._num_decoding = streams
 
     def _count_starts(self, workers: Iterable[ManagedWorker]) -> None:
         """How long starts took, of those that were ordered while this looked on."""
@@ -188,6 +201,18 @@ class Observer:
 
 def _fell(last: RouterSeen, now: RouterSeen) -> bool:
     return any(now.prompts.get(number, 0) < count for number, count in last.prompts.items())
+
+
+def _costs(seen: WorkerSeen) -> Costs:
+    return Costs(
+        seen.prompt_weights,
+        seen.decode_weights,
+        seen.prefill_tokens_per_s,
+        seen.decode_step_s,
+        seen.pool_tokens,
+        seen.max_num_seqs,
+        seen.max_num_batched_tokens,
+    )
 
 
 def _tokens(lengths: Mapping[int, int]) -> float:

@@ -15,7 +15,6 @@ from collections import deque
 from dataclasses import dataclass
 from math import ceil
 
-from cluster.scaling.config import ScalingConfig
 from cluster.scaling.connector import COMING, COUNTED, ManagedWorker, State
 from cluster.scaling.decisions import Alternative, Decision, Inputs, Reason
 from cluster.scaling.moves import Moves, moves_to
@@ -23,6 +22,7 @@ from cluster.scaling.observations import Observation, Snapshot
 from cluster.scaling.shadows import Shadows
 from engine.node import NodeId
 from engine.stats import Role
+from router.scaling_config import ScalingConfig
 from router.traffic import tokens_of
 
 HOUR_S = 3600.0
@@ -136,7 +136,8 @@ class Planner:
             return Need(0, 0.0, 0.0, 0.0)
         rate = max(self._rate(now, LONG_S), self._rate(now, config.memory_s))
         token_s = costs.token_s(config.itl_target_s, seen.mean_context)
-        decode = rate * seen.mean_output * token_s
+        streams = costs.streams(config.itl_target_s, seen.mean_context)
+        decode = max(rate * seen.mean_output * token_s, DECODE_FULL * seen.num_decoding / streams)
         self._decode_demand = decode
         recent = self._shadows.demand(now, RECENT_S)
         forecast = self._forecast(now, recent, seen.start_s)

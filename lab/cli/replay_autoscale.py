@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from cluster.config import ConfigError, load_config
-from cluster.scaling.config import ScalingConfig
 from lab.replay.trace import Trace
+from router.scaling_config import ScalingConfig
 
 if TYPE_CHECKING:
     from lab.replay.autoscale.scaled import ScaledResult

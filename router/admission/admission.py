@@ -28,7 +28,6 @@ from router.admission.reservations import MAX_RETRY_AFTER_S, ClientKey, Reservat
 from router.averages import Average
 from router.config import RouterConfig
 from router.messages import Submit
-from router.placement.work import Seconds
 from router.record import Rejection, RequestRecord
 from router.traffic import Traffic
 
@@ -40,6 +39,7 @@ MIN_RUNNING = 4  # so many requests may always be at the workers
 MARGIN = 0.1  # of a timeout, since predictions are not exact
 ON_TIME = 0.95  # of router.ttft_target_s, for predictions that are a little off
 MAX_QUEUE = 0.25  # of it, in prompts at a worker; the rest waits in the router
+LEAST_FREE = 0.3  # of a worker's KV memory, for those that are on time
 RESERVED_WAIT = 1.25  # times max_queue_wait_s: for clients with a reservation
 NEW_WAIT = 0.5  # of the allowed wait, for new clients while others have reservations
 
@@ -134,19 +134,25 @@ class Admission:
             if entry.record is record:
                 return
 
-    def accepts(self, now: float, record: RequestRecord, seconds: Seconds) -> bool:
-        """Whether `record` goes to the workers where this is what it costs: where prompts hardly
-        queue, so that the order is decided here. One whose first token cannot be on time any more
-        lets others go first."""
+    def accepts(
+        self, now: float, record: RequestRecord, ttft_s: float, queue_s: float, free: float
+    ) -> bool:
+        """Whether `record` goes where its first token would take `ttft_s` and wait for `queue_s` of
+        other prompts, and this share of the KV memory is free. Queues at workers stay short, so
+        that the order is decided here. One whose first token cannot be on time any more lets
+        others go first, and leaves them memory."""
         target_s, entry = self._config.ttft_target_s, self._queue.entry(record)
         if not target_s or entry.is_charged:
             return True
-        may_go = entry.is_late or len(self._queue) == 1
-        if now - record.submitted_at + seconds.ttft > target_s * ON_TIME:
-            self._queue.put_late(record)
-        else:
-            may_go = True
-        return may_go and seconds.queue <= target_s * MAX_QUEUE
+        if queue_s > target_s * MAX_QUEUE:
+            return False
+        if entry.is_late:
+            is_due = entry.flow.num_before_late * self._config.low_priority_share >= 1
+            return is_due or free >= LEAST_FREE
+        if now - record.submitted_at + ttft_s <= target_s * ON_TIME:
+            return True
+        self._queue.put_late(record)
+        return len(self._queue) == 1 and free >= LEAST_FREE
 
     def redeem(self, now: float, record: RequestRecord) -> bool:
         """Whether `record`, which has just come, was told to come back now (Retry-After)."""

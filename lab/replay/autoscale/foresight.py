@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from cluster.scaling.config import ScalingConfig
 from cluster.scaling.shadows import Shadow
 from lab.replay.config import ReplayConfig
 from lab.replay.trace import Trace
 from lab.timing.timing import Timing
+from router.scaling_config import ScalingConfig
 
 LOOK_S = 10.0  # what the oracle decides about at once
 DECODE_FULL = 0.8

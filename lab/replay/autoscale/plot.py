@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.scaling.config import ScalingConfig
 from lab.replay.autoscale.report import attainment
 from lab.replay.autoscale.scaled import ScaledResult
 from lab.replay.report import Slo
+from router.scaling_config import ScalingConfig
 
 BIN_S = 60.0
 

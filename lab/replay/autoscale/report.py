@@ -11,10 +11,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cluster.scaling.config import ScalingConfig
 from lab.replay.autoscale.scaled import ScaledResult
 from lab.replay.config import ReplayConfig
 from lab.replay.report import Slo, summary
+from router.scaling_config import ScalingConfig
 
 
 def attainment(found: ScaledResult, slo: Slo) -> float:
@@ -59,8 +59,8 @@ def scaled_table(found: Sequence[ScaledResult], slo: Slo, scaling: ScalingConfig
     """For the terminal, in 80 columns."""
     table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("fleet", no_wrap=True, max_width=18)
-    heads = ("attained", "GPU\nhours", "reversals\nan hour", "starts", "most")
-    heads = (*heads, "TTFT s\np99", "ITL ms\np99")
+    counts = ("attained", "GPU\nhours", "reversals\nan hour", "starts", "most")
+    heads = (*counts, "TTFT s\np99", "ITL ms\np99")
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for each in found:

@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec import structs
 
-from cluster.scaling.config import ScalingConfig
 from cluster.scaling.connector import COUNTED, State
 from cluster.scaling.decisions import Line
 from cluster.scaling.moves import moves_to
@@ -25,6 +24,7 @@ from lab.replay.replay import ROUTER, OnProgress, Replay
 from lab.replay.results import ReplayResult
 from lab.replay.trace import Trace
 from router.messages import RoleChanged, WorkerDown, WorkerDraining
+from router.scaling_config import ScalingConfig
 
 CHUNK_SHARE = 0.6  # of the ITL target, for a step of a decode worker that takes prompt tokens
 GROWTH_S = 1.0  # between two looks of a path that is given

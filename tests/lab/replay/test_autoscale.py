@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from cluster.scaling.config import ScalingConfig
 from cluster.scaling.connector import State
 from cluster.scaling.decisions import encode_line, read_log
 from cluster.scaling.scaler import replay_log
@@ -18,6 +17,7 @@ from lab.replay.autoscale.report import attainment, figures
 from lab.replay.autoscale.scaled import ScaledReplay, replay_scaled, reversals_of, with_targets
 from lab.replay.report import Slo, is_complete
 from lab.replay.trace import Trace, TraceRequest, multiplied
+from router.scaling_config import ScalingConfig
 from tests.cluster.scaling.connector_contract import *  # noqa: F403
 from tests.lab.replay.replay_kit import config, made_up
 
