@@ -205,7 +205,8 @@ class FairQueue:
         def excess(flow: Flow) -> tuple[float, int]:
             return len(flow) / flow.share.weight, flow.newest.arrival
 
-        return max((f for f in chosen.flows.values() if f), key=excess).newest
+        newest: RequestRecord = max((f for f in chosen.flows.values() if f), key=excess).newest
+        return newest
 
     def check_integrity(self) -> None:
         """Raises AssertionError where a sum is wrong."""

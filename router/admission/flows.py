@@ -6,16 +6,16 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Any
 
 from router.messages import TenantShare
-from router.record import RequestRecord
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
     """A live request, from `push` to `settle`."""
 
-    record: RequestRecord
+    record: Any  # its RequestRecord
     units: float  # of service, as estimated
     level: Level
     flow: Flow
@@ -51,7 +51,7 @@ class Flow:
         return max(self.floor, self.finish)
 
     @property
-    def newest(self) -> RequestRecord:
+    def newest(self) -> Any:
         return next(reversed((self.late or self.on_time).values())).record
 
     @property
