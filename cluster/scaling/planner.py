@@ -33,6 +33,7 @@ DECODE_FULL = 0.8  # of a decode worker's, beside which the target still holds
 MOST_WANTED = 0.99  # of what could be on time at all
 MAX_GAP = 0.1
 LEAST_ENDED = 50  # requests, before it is known what the real fleet misses
+SPARE = 0.3  # of a decode worker, below which a role does not change back
 FLIP_HOLD_S = 30.0  # a role has to be wanted for so long
 
 
@@ -46,11 +47,14 @@ class Need:
     forecast: float
     alternatives: tuple[Alternative, ...] = ()
 
-    def decode_workers(self, size: int) -> int:
-        """Of `size`: at least one, and one is left for prompts where there are several."""
+    def decode_workers(self, size: int, have: int) -> int:
+        """Of `size`: at least one, and one is left for prompts where there are several. Of the
+        `have` there are now, none goes that would soon be missed."""
         if size <= 1:
             return size
-        return min(size - 1, max(1, ceil(self.decode_demand / DECODE_FULL - 1e-9)))
+        busy = self.decode_demand / DECODE_FULL
+        wanted = max(ceil(busy - 1e-9), min(have, ceil(busy + SPARE)))
+        return min(size - 1, max(1, wanted))
 
 
 class Planner:
@@ -67,6 +71,7 @@ class Planner:
         self._real: deque[tuple[float, float, float]] = (
             deque()
         )  # (when, ended, missed beyond shadows)
+        self._decoding: deque[tuple[float, float]] = deque()  # (when, workers full of sequences)
         self._active_at = 0.0  # the last tick with requests
         self._fewer_since: float | None = None
         self._most_needed = 0  # since then
@@ -137,7 +142,11 @@ class Planner:
         rate = max(self._rate(now, LONG_S), self._rate(now, config.memory_s))
         token_s = costs.token_s(config.itl_target_s, seen.mean_context)
         streams = costs.streams(config.itl_target_s, seen.mean_context)
-        decode = max(rate * seen.mean_output * token_s, DECODE_FULL * seen.num_decoding / streams)
+        self._decoding.append((now, seen.num_decoding / streams))
+        while self._decoding[0][0] <= now - RECENT_S:
+            self._decoding.popleft()
+        busy = sum(each for _, each in self._decoding) / len(self._decoding)
+        decode = max(rate * seen.mean_output * token_s, DECODE_FULL * busy)
         self._decode_demand = decode
         recent = self._shadows.demand(now, RECENT_S)
         forecast = self._forecast(now, recent, seen.start_s)
@@ -175,7 +184,7 @@ class Planner:
     ) -> Decision:
         have, least, most = len(workers), inputs.least, inputs.most
         wanted, reason = self._wanted(now, seen, have, need, inputs)
-        decode = need.decode_workers(wanted)
+        decode = need.decode_workers(wanted, inputs.decode)
         if not need.alternatives:  # nothing is measured: roles stay as they are
             decode = min(wanted, max(1, inputs.decode)) if wanted else 0
         moves = moves_to(workers, wanted - decode, decode)

@@ -79,6 +79,8 @@ class ScaledReplay(Replay):
     def bring_up(self, worker: NodeId, role: Role) -> None:
         number = int(worker.rpartition("-")[2])
         config = replace(self._worker_config(role, number), node_id=worker)
+        if role is Role.PREFILL:  # its prompts are computed whole: nobody should decode beside them
+            config = replace(config, itl_target_s=0.0)
         self._workers.append(config)
         self._start(config, 1)
 
