@@ -29,7 +29,7 @@ from router.room import blocks_needed, clamp_max_tokens
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 FIRST_OUTPUT = 128.0  # tokens, until requests have ended
-APART = 8.0  # with targets for latency, what the other role does counts as so many streams' wait
+APART = 8.0  # with a target for TTFT, a stream on a prefill worker counts as so many
 Accepts = Callable[[float, RequestRecord, float, float, float], bool]  # `Admission.accepts`
 STICKY_BLOCKS = 4  # prompts that begin with the same blocks, so many, belong to one session
 
@@ -42,7 +42,7 @@ class Dispatcher:
         """`name` of the router: routers break ties differently."""
         self._config = config
         self._endpoints: dict[NodeId, Endpoint] = {}
-        apart = {"prefilling_at_least": APART, "stalled_at_least": APART}
+        apart = {"prefilling_at_least": APART}
         self.cost = CostModel(**(apart if config.ttft_target_s else {}))
         self._fleets = {pool: Fleet(name, self.cost) for pool in (Role.DECODE, Role.PREFILL)}
         self._kinds: dict[tuple[bytes, int], WorkerInfo] = {}  # of the workers that are up

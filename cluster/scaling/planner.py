@@ -33,6 +33,7 @@ DECODE_FULL = 0.8  # of a decode worker's, beside which the target still holds
 MOST_WANTED = 0.99  # of what could be on time at all
 MAX_GAP = 0.1
 LEAST_ENDED = 50  # requests, before it is known what the real fleet misses
+BESIDE = 0.5  # of what decoding leaves of a decode worker, for prompts
 SPARE = 0.3  # of a decode worker, below which a role does not change back
 FLIP_HOLD_S = 30.0  # a role has to be wanted for so long
 
@@ -52,9 +53,21 @@ class Need:
         `have` there are now, none goes that would soon be missed."""
         if size <= 1:
             return size
-        busy = self.decode_demand / DECODE_FULL
-        wanted = max(ceil(busy - 1e-9), min(have, ceil(busy + SPARE)))
-        return min(size - 1, max(1, wanted))
+        least = decode_workers(size, self.decode_demand)
+        spare = min(have, ceil(self.decode_demand / DECODE_FULL + SPARE))
+        return min(size - 1, max(least, spare))
+
+
+def decode_workers(size: int, demand: float) -> int:
+    """Of `size`, for so many GPU-seconds of decoding per second."""
+    return size if size <= 1 else min(size - 1, max(1, ceil(demand / DECODE_FULL - 1e-9)))
+
+
+def for_prompts(size: int, decode_demand: float) -> float:
+    """Workers' worth of prompts that `size` workers compute: prefill workers all the time, decode
+    workers in a part of what decoding leaves, in chunks."""
+    decode = decode_workers(size, decode_demand)
+    return size - decode + BESIDE * max(0.0, DECODE_FULL * decode - decode_demand)
 
 
 class Planner:
@@ -108,7 +121,8 @@ class Planner:
             ]
             self._shadows.add(now, seen.elapsed_s, prompts)
             num_up = have - self._num_coming
-            beyond = seen.num_late - self._shadows.last_missed(num_up - self._decode_demand)
+            ideal = self._shadows.last_missed(for_prompts(num_up, self._decode_demand))
+            beyond = seen.num_late - ideal
             self._real.append((now, float(seen.num_ended), beyond))
             while self._real[0][0] <= now - self._config.memory_s:
                 self._real.popleft()
@@ -152,11 +166,13 @@ class Planner:
         forecast = self._forecast(now, recent, seen.start_s)
         wanted = min(config.percentile / 100.0 + self.gap, self._shadows.ceiling * MOST_WANTED)
         options = [
-            Alternative(size, self._shadows.on_time(size - decode), float(size))
+            Alternative(size, self._shadows.on_time(for_prompts(size, decode)), float(size))
             for size in range(1, most + 1)
         ]
         by_traffic = next((each.workers for each in options if each.on_time >= wanted), most)
-        by_forecast = ceil(forecast / FULL + decode - 1e-9)
+        by_forecast = next(
+            (n for n in range(1, most) if FULL * for_prompts(n, decode) >= forecast), most
+        )
         by_decode = ceil(decode / DECODE_FULL - 1e-9)
         size = max(by_traffic, by_forecast, by_decode, 1)
         near = tuple(each for each in options if abs(each.workers - by_traffic) <= 2)

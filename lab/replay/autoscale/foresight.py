@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from cluster.scaling.planner import decode_workers, for_prompts
 from cluster.scaling.shadows import Shadow
 from lab.replay.config import ReplayConfig
 from lab.replay.trace import Trace
@@ -17,7 +18,6 @@ from lab.timing.timing import Timing
 from router.scaling_config import ScalingConfig
 
 LOOK_S = 10.0  # what the oracle decides about at once
-DECODE_FULL = 0.8
 KV_FILL = 0.85
 DECODE_SPAN = 6  # looks over which streams that a look begins are spread, before and after
 
@@ -42,7 +42,7 @@ class Foresight:
     def missed(self, number: int, workers: int) -> float:
         """Requests of look `number` that so many workers of both roles would not serve on time."""
         look = self.looks[number]
-        prompts = workers - look.decode
+        prompts = for_prompts(workers, look.decode)
         if prompts <= 0:
             return float(look.requests)
         low = int(prompts)
@@ -58,15 +58,12 @@ class Foresight:
         return (servable - missed) / max(1, self.num_requests)
 
     def decode_workers(self, number: int, workers: int) -> int:
-        if workers <= 1:
-            return workers
-        wanted = ceil(self.looks[number].decode / DECODE_FULL - 1e-9)
-        return min(workers - 1, max(1, wanted))
+        return decode_workers(workers, self.looks[number].decode)
 
     def static(self, workers: int) -> tuple[int, int]:
         """Prefill and decode workers of a fleet that stays: decoding at its mean, with a margin."""
         mean = sum(look.decode for look in self.looks) / max(1, len(self.looks))
-        decode = min(max(1, workers - 1), max(1, ceil(mean / DECODE_FULL - 1e-9)))
+        decode = decode_workers(workers, mean)
         return workers - decode, decode
 
     def least_static(self, wanted: float) -> int:
