@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from engine.config_errors import explain_error
 from router.config import MAX_PRIORITY, RouterConfig
+from router.scaling_config import ScalingConfig
 
 
 class ConfigError(Exception):
@@ -277,6 +278,7 @@ class Config(Section, frozen=True):
     state: StateSection = StateSection()
     cluster: ClusterSection = ClusterSection()
     router: RouterConfig = RouterConfig()
+    scaling: ScalingConfig = ScalingConfig()
     tracing: TracingSection = TracingSection()
 
 

@@ -25,6 +25,9 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     policy: str = "prefix"  # one of POLICIES; the others are baselines to compare with
     max_queue: int = 1024  # new requests that wait; those that are retried are not counted
     max_queue_wait_s: float = 0.0  # who would wait longer is refused; 0: as its timeout allows
+    # requests whose first token can still come within this go before those whose cannot; 0: in the
+    # order of arrival
+    ttft_target_s: float = 0.0
     low_priority_share: float = 0.05  # of the service, for lower priorities while higher ones wait
     max_inflight_per_worker: int = 128  # requests of this router; the rest waits in its queue
     max_memory_wait_s: float = 3.0  # no worker is chosen where KV blocks are free only later
@@ -52,6 +55,7 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
         for name in (
             "max_queue",
             "max_queue_wait_s",
+            "ttft_target_s",
             "max_speculative",
             "max_decisions",
             "max_ended",

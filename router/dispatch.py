@@ -8,7 +8,7 @@ worker that cannot take the request itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from engine.kv.events import KVEvents, KVSnapshot
@@ -29,6 +29,8 @@ from router.room import blocks_needed, clamp_max_tokens
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 FIRST_OUTPUT = 128.0  # tokens, until requests have ended
+APART = 8.0  # with a target for TTFT, a stream on a prefill worker counts as so many
+Accepts = Callable[[float, RequestRecord, float, float, float], bool]  # `Admission.accepts`
 STICKY_BLOCKS = 4  # prompts that begin with the same blocks, so many, belong to one session
 
 
@@ -40,7 +42,8 @@ class Dispatcher:
         """`name` of the router: routers break ties differently."""
         self._config = config
         self._endpoints: dict[NodeId, Endpoint] = {}
-        self.cost = CostModel()
+        has_target = config.ttft_target_s > 0
+        self.cost = CostModel(prefilling_at_least=APART) if has_target else CostModel()
         self._fleets = {pool: Fleet(name, self.cost) for pool in (Role.DECODE, Role.PREFILL)}
         self._kinds: dict[tuple[bytes, int], WorkerInfo] = {}  # of the workers that are up
         self.index = PrefixIndex(
@@ -70,8 +73,14 @@ class Dispatcher:
     @property
     def prompt_tokens_per_s(self) -> float:
         """That the workers compute together which prompts are meant for; 0: not known yet."""
+        return sum(self.prompt_rates)
+
+    @property
+    def prompt_rates(self) -> list[float]:
+        """Of each of these workers, as far as it is known."""
         fleet = self._fleets[Role.PREFILL] or self._fleets[Role.DECODE]
-        return sum(each.stats.prefill_tokens_per_s for each in fleet if each.stats is not None)
+        rates = [each.stats.prefill_tokens_per_s for each in fleet if each.stats is not None]
+        return [rate for rate in rates if rate > 0]
 
     @property
     def has_workers(self) -> bool:
@@ -166,10 +175,14 @@ class Dispatcher:
         return None
 
     def place(
-        self, now: float, record: RequestRecord, leaves: Endpoint | None = None
+        self,
+        now: float,
+        record: RequestRecord,
+        leaves: Endpoint | None = None,
+        accepts: Accepts | None = None,
     ) -> Attempt | Rejection | None:
-        """Begin the next attempt of `record`. None: no worker can take it now. One that leaves a
-        worker goes where memory is free, or nowhere."""
+        """Begin the next attempt of `record`. None: no worker can take it now, or what it would
+        cost is not accepted. One that leaves a worker goes where memory is free, or nowhere."""
         rejection = self.check(record)
         if rejection is not None or not self.has_workers:
             return rejection
@@ -184,6 +197,9 @@ class Dispatcher:
             return None
         best, first = choice.best, choice.prefill_option
         seconds, intake = best.seconds, best.intake
+        free = choice.decode.free_share
+        if accepts is not None and not accepts(now, record, seconds.ttft, seconds.queue, free):
+            return None
         attempt = record.dispatch(now, choice.decode, choice.prefill, intake.fetch_from)
         if self._config.policy == "prefix":
             block_hashes = record.block_hashes(choice.decode.info)

@@ -71,6 +71,15 @@ class RoleChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerDraining:
+    """From the controller: the worker is about to go. It gets no more requests, and what decodes
+    there moves elsewhere, as far as there is room; `WorkerDown` follows when it is empty."""
+
+    worker: NodeId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """The client is gone; send it nothing more."""
 

@@ -9,11 +9,12 @@ either may fail on the way: the other goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 
 from engine.messages import Preempted
 from engine.stats import Role
 from router.dispatch import Dispatcher
-from router.messages import RoleChanged
+from router.messages import RoleChanged, WorkerDraining
 from router.placement.endpoint import Endpoint
 from router.record import Attempt, RequestRecord
 from router.status import Totals
@@ -42,6 +43,13 @@ class Migrations:
         """What decodes on a worker that is to compute prompts moves; what finds no room stays."""
         worker = self._dispatcher.on_role(now, change.worker, change.epoch, change.role)
         if worker is not None and change.role is Role.PREFILL:
+            self._clear(now, worker)
+
+    def on_draining(self, now: float, draining: WorkerDraining) -> None:
+        """Nothing new goes there, and what decodes there moves."""
+        worker = self._dispatcher.endpoint(draining.worker, draining.epoch)
+        if worker is not None:
+            worker.excluded_until = inf
             self._clear(now, worker)
 
     def on_preempted(self, now: float, preempted: Preempted) -> None:

@@ -1,9 +1,8 @@
 """The live requests of a router: how one comes in, moves, and ends exactly once.
 
 Life: `submit` queues it, `dispatch` sends an attempt out, `advance` streams what comes back,
-`retry` queues it again, and one of finish, `fail` and `cancel` ends it. What has to be sent is
-collected and taken by the router at the end of each message.
-"""
+`retry` queues it again, and one of finish, `fail` and `cancel` ends it. The router takes what has
+to be sent at the end of each message."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ from engine.node import Effect, NodeId, Note, Send
 from engine.request import FinishReason, Refusal, TokenDelta, TokenLogprobs
 from router.admission.admission import Admission, Call
 from router.admission.estimates import OUTPUT_UNITS, computed_tokens, units_done
-from router.admission.fair_queue import MAX_PASSED, Entry, FairQueue
+from router.admission.fair_queue import MAX_PASSED, FairQueue
+from router.admission.flows import Entry
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.explain import Explanations
@@ -34,8 +34,8 @@ MAX_TRIED = 4  # requests that find no worker, in one message: each costs a choi
 
 
 class Requests:
-    """Owned by the router. Invariant: a live request is in the queue or has a current attempt,
-    never both; one that ended is in neither, and has no booking anywhere."""
+    """Owned by the router. Invariant: a live request is either in the queue or has a current
+    attempt; one that ended is in neither, and has no booking anywhere."""
 
     def __init__(self, router: NodeId, config: RouterConfig, clock: Callable[[], float]) -> None:
         """`clock`: for how long decisions take, and for nothing else."""
@@ -64,8 +64,7 @@ class Requests:
         return effects
 
     def submit(self, now: float, submit: Submit) -> None:
-        """Admit a request, or refuse it. An exact repeat is ignored: its first copy is, or was,
-        answered."""
+        """Admit a request, or refuse it. An exact repeat is ignored."""
         twin = self.live.get(submit.request_id)
         if twin is not None:
             if submit != twin.submit:
@@ -108,6 +107,7 @@ class Requests:
         """Dispatch or queue it; if the queue is full, one request is refused."""
         has_reservation = self.admission.redeem(now, record)
         self.queue.push(record, self.admission.units(record, self.dispatcher.held(now, record)))
+        self.admission.on_queued(now, record, self.dispatcher.prompt_rates)
         record.enqueue(now)
         self.room_changed = True
         self.dispatch(now)
@@ -119,8 +119,7 @@ class Requests:
             self.fail(*turned_away)
 
     def dispatch(self, now: float) -> None:
-        """Send out, in order, the queued requests that a worker has room for. A few may be passed
-        by others that fit better, but none for ever."""
+        """Send out, in order, queued requests that a worker has room for."""
         self.admission.on_queue_changed(now, has_workers=self.dispatcher.has_workers)
         if not self.room_changed:
             return
@@ -130,17 +129,17 @@ class Requests:
             entry = self.queue.next(tried)
             if entry is None:
                 return
-            record, began = entry.record, self._clock()
+            record, began, accepts = entry.record, self._clock(), self.admission.accepts
             may_send = self.admission.may_send(record)
             self._is_held_back |= not may_send
-            attempt = self.dispatcher.place(now, record) if may_send else None
+            attempt = self.dispatcher.place(now, record, None, accepts) if may_send else None
             if isinstance(attempt, Rejection):
                 self.fail(record, attempt)
             elif attempt is not None:
                 attempt.route_s = self._clock() - began
                 self._dispatch_now(now, record, attempt)
                 for passed in tried.values():
-                    passed.num_passed += 1
+                    passed.num_passed += not passed.is_late
             elif entry.num_passed >= MAX_PASSED:
                 return
             else:
@@ -222,7 +221,7 @@ class Requests:
             record.enqueue(now)
 
     def leave(self, now: float, record: RequestRecord, cause: Cause) -> None:
-        """The attempt that it was about to leave is over, if there is one."""
+        """The attempt that it was about to leave, if there is one, is over."""
         if record.leaving is not None:
             record.leaving.end(now, cause)
             self._drop(record, record.leaving)

@@ -3,8 +3,7 @@
 Life of a request: Submit -> queued -> dispatched (Decode to one worker, and perhaps Prefill to
 another) -> Outputs as tokens come -> the last Output, or Failed. An attempt that is lost, silent,
 refused or contradicts itself is aborted, and the next one continues from the record, so the
-client's stream has neither gap nor repeat. One periodic tick watches deadlines and silences; see
-`router.health`.
+client's stream has neither gap nor repeat. A tick watches deadlines and silences (`router.health`).
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from router.messages import (
     SessionCommand,
     Submit,
     WorkerDown,
+    WorkerDraining,
     WorkerUp,
 )
 from router.migration import Migrations
@@ -54,6 +54,7 @@ from router.state import (
     TenantLoad,
 )
 from router.status import RouterStatus, worker_status
+from router.traffic import Traffic
 
 TICK = "tick"
 
@@ -110,6 +111,7 @@ class Router:
             Refused: self._on_refused,
             Preempted: self._migrations.on_preempted,
             RoleChanged: self._migrations.on_role_changed,
+            WorkerDraining: self._migrations.on_draining,
             KVEvents: self._on_kv_events,
             KVSnapshot: self._on_kv_events,
             WorkerStats: self._on_stats,
@@ -163,9 +165,19 @@ class Router:
         """Of the requests that ended last; not to be changed."""
         return self._requests.explanations
 
+    @property
+    def traffic(self) -> Traffic:
+        """What has come since its start; not to be changed."""
+        return self._requests.admission.traffic
+
+    @property
+    def worker_stats(self) -> Mapping[NodeId, tuple[float, WorkerStats]]:
+        """Of each worker that is up and has told any: when, and the last."""
+        known = ((e, e.stats) for e in self._dispatcher.endpoints if e.alive)
+        return {e.worker: (e.struct.last_seen_at, stats) for e, stats in known if stats is not None}
+
     def refuse(self, now: float, call: Call) -> Failed | None:
-        """Why `call` would be refused if it were submitted, by a cheap check; None: submit it. For
-        an API in the same process, so that refusals cost little under overload."""
+        """Why `call` would be refused, by a cheap check, under overload; None: submit it."""
         return self._requests.refuse(now, call)
 
     def explain(self, request_id: str) -> tuple[Decision, ...]:
@@ -203,9 +215,9 @@ class Router:
 
     def _on_worker_up(self, now: float, up: WorkerUp) -> None:
         replaced, is_new = self._dispatcher.on_worker_up(now, up.info)
-        if not is_new:  # a controller may say so again; its role may have changed meanwhile
-            change = RoleChanged(up.info.worker, up.info.epoch, up.info.role)
-            self._migrations.on_role_changed(now, change)
+        if not is_new:  # a controller says so again; its role may have changed meanwhile
+            again = RoleChanged(up.info.worker, up.info.epoch, up.info.role)
+            self._migrations.on_role_changed(now, again)
         if replaced is not None:
             self._on_lost(now, replaced, f"{up.info.worker} has started again")
         if is_new:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
 
 from engine.node import NodeId
 from engine.stats import Role
@@ -53,7 +54,7 @@ class WorkerStatus:
     worker: NodeId
     role: Role
     epoch: int
-    state: str  # "up" | "backoff" | "down"
+    state: str  # "up" | "backoff" | "draining" | "down"
     num_blocks: int
     num_used_blocks: int  # held by requests
     num_cached_blocks: int
@@ -95,7 +96,9 @@ class RouterStatus:
 
 def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
     info, stats = endpoint.info, endpoint.stats if endpoint.alive else None
-    state = "down" if not endpoint.alive else "backoff" if now < endpoint.excluded_until else "up"
+    state = "backoff" if now < endpoint.excluded_until else "up"
+    state = "draining" if endpoint.excluded_until == inf else state
+    state = state if endpoint.alive else "down"
     return WorkerStatus(
         worker=info.worker,
         role=info.role,

@@ -55,6 +55,7 @@ MESSAGE_TYPES: tuple[type, ...] = (
     router.WorkerUp,
     router.WorkerDown,
     router.RoleChanged,
+    router.WorkerDraining,
     router.SessionCommand,
     router.SessionReply,
     router.PromptRouted,

@@ -28,12 +28,13 @@ from rich.progress import (
 )
 
 from cluster.config import ConfigError, load_config, require_extra
+from lab.cli.replay_autoscale import autoscale_options, run_autoscale
 from lab.replay.config import ORACLE, Fault, ReplayConfig
 from lab.replay.generators import PRESETS, preset
 from lab.replay.readers import TraceError, read_trace
 from lab.replay.report import Slo, Summary, summary
 from lab.replay.tables import comparison_table, result_table
-from lab.replay.trace import Trace
+from lab.replay.trace import Trace, multiplied
 from lab.timing.file import load_timing
 from lab.timing.timing import Timing, TimingError
 from router.config import POLICIES
@@ -89,6 +90,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--disk-blocks", type=_NONE_OR_MORE, help="The same in blocks.")
 @click.option("--policy", metavar="NAME[,NAME...]", help=f"{', '.join(KNOWN_POLICIES)}, or all.")
 @click.option("--speedup", type=_ABOVE_0, default=1.0, show_default=True, help="Of arrivals.")
+@click.option("--copies", type=_COUNT, default=1, show_default=True, help="Of each request.")
 @click.option("--max-seqs", type=_COUNT, default=64, show_default=True, help="In a step.")
 @click.option("--max-batched-tokens", type=_COUNT, default=8192, show_default=True)
 @click.option("--timeout-s", type=_ABOVE_0, default=600.0, show_default=True, help="Of a request.")
@@ -105,6 +107,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--faults", default="", metavar='"kill WORKER at S for S; ..."')
 @click.option("--ttft-slo-ms", type=_ABOVE_0, default=2000.0, show_default=True)
 @click.option("--itl-slo-ms", type=_ABOVE_0, default=50.0, show_default=True)
+@autoscale_options
 @click.option("--json", "json_path", type=_FILE, help="Write the figures there; - for stdout.")
 @click.option("--plot", "plot_path", type=_FILE, help="Write a picture (PNG) there.")
 @click.option("--config", "config_path", type=_FILE, help="TOML, of which [router] counts.")
@@ -126,9 +129,15 @@ def replay_command(
             require_extra("plot", "matplotlib")
         except ConfigError as error:
             raise BadInputError(str(error)) from error
-    trace = load_traffic(traffic, options)
+    trace = multiplied(load_traffic(traffic, options), options["copies"])
     for note in trace.notes:
         console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
+    if options["autoscale"]:
+        try:
+            run_autoscale(console, trace, configs[0], options, json_path, plot_path)
+        except ConfigError as error:
+            raise BadInputError(str(error)) from error
+        return
     results = _replay_all(console, trace, configs)
     slo = Slo(options["ttft_slo_ms"], options["itl_slo_ms"])
     found = [summary(result, slo) for result in results]

@@ -230,7 +230,9 @@ class Replay:
 
     def _result(self, wall_s: float) -> ReplayResult:
         log, config = self.runtime.log, self.config
-        loads = np.asarray(self._loads, dtype=np.float64).transpose(2, 1, 0)
+        width = len(self._workers)  # workers that came later had no load before
+        padded = [row + [(0.0, 0.0, 0.0)] * (width - len(row)) for row in self._loads]
+        loads = np.asarray(padded, dtype=np.float64).transpose(2, 1, 0)
         counters: dict[str, float] = {}
         for worker in self._workers:
             node: Any = self.runtime.lives[worker.node_id].node

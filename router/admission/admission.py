@@ -17,6 +17,7 @@ refused for lack of room: there are at most as many of them as were dispatched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -28,6 +29,7 @@ from router.averages import Average
 from router.config import RouterConfig
 from router.messages import Submit
 from router.record import Rejection, RequestRecord
+from router.traffic import Traffic
 
 MIN_RETRY_AFTER_S = 0.1
 NO_WORKERS_RETRY_AFTER_S = 5.0
@@ -35,6 +37,9 @@ UNKNOWN_RETRY_AFTER_S = 1.0  # while it is not known how fast the queue drains
 MAX_STAY = 0.35  # of a timeout, for all work that is at the workers; the rest stays queued
 MIN_RUNNING = 4  # so many requests may always be at the workers
 MARGIN = 0.1  # of a timeout, since predictions are not exact
+ON_TIME = 0.95  # of router.ttft_target_s, for predictions that are a little off
+MAX_QUEUE = 0.25  # of it, in prompts at a worker; the rest waits in the router
+LEAST_FREE = 0.3  # of a worker's KV memory, for those that are on time
 RESERVED_WAIT = 1.25  # times max_queue_wait_s: for clients with a reservation
 NEW_WAIT = 0.5  # of the allowed wait, for new clients while others have reservations
 
@@ -58,6 +63,7 @@ class Admission:
         """`output_tokens`: of a request; its owner keeps it up to date."""
         self._config = config
         self._max_wait_s = config.max_queue_wait_s or inf
+        self.traffic = Traffic()
         self._queue = queue
         self._reservations = Reservations()
         self._estimates = Estimates(
@@ -80,7 +86,7 @@ class Admission:
         self._drain.on_work(units)
         self._queue.work_on(record, units)
 
-    def units(self, record: RequestRecord, num_held: int | None) -> float:
+    def units(self, record: RequestRecord, num_held: int | None = None) -> float:
         """Work that `record` will take. `num_held`: of its prompt's tokens, as of
         `Dispatcher.held`."""
         num_prompt, max_tokens = record.num_prompt_tokens, record.sampling.max_tokens
@@ -92,6 +98,10 @@ class Admission:
     def on_finished(self, now: float, record: RequestRecord) -> None:
         """`record` was served to its end."""
         self._estimates.on_finished(now, record)
+        num_cached, num_output = record.num_cached_tokens, record.num_output_tokens
+        first_at, target_s = record.first_token_at, self._config.ttft_target_s or inf
+        is_late = first_at is not None and first_at - record.submitted_at > target_s
+        self.traffic.on_finished(record.num_prompt_tokens, num_cached, num_output, is_late=is_late)
 
     def may_send(self, record: RequestRecord) -> bool:
         """Whether `record` can be expected to end in time beside all that is at the workers.
@@ -106,6 +116,46 @@ class Admission:
         stay_s = (2 * self._queue.units_left + self._queue.entry(record).units) / rate
         return stay_s <= (record.deadline - record.submitted_at) * MAX_STAY
 
+    def on_queued(self, now: float, record: RequestRecord, rates: Sequence[float]) -> None:
+        """`record` is new, and waits. Where it cannot be on time behind the others, the longest of
+        its tenant's gives way until it can: then as many as possible are (Moore and Hodgson 1968).
+        `rates`: prompt tokens per second of each worker that they are meant for."""
+        self.traffic.on_arrival(record.num_prompt_tokens)
+        target_s, flow = self._config.ttft_target_s, self._queue.entry(record).flow
+        if not target_s or not rates:
+            return
+        total = sum(rates)
+        busy = [each for level in self._queue.levels for each in level.flows.values() if each]
+        share = flow.share.weight / sum(each.share.weight for each in busy)
+        left_s = target_s * ON_TIME - (now - record.submitted_at)
+        while entry := flow.longest:
+            own_s = self._queue.entry(record).units / max(rates)
+            if flow.on_time_units / (total * share) + own_s <= left_s:
+                return
+            flow.put_late(entry)
+            if entry.record is record:
+                return
+
+    def accepts(
+        self, now: float, record: RequestRecord, ttft_s: float, queue_s: float, free: float
+    ) -> bool:
+        """Whether `record` goes where its first token would take `ttft_s` and wait for `queue_s` of
+        other prompts, and this share of the KV memory is free. Queues at workers stay short, so
+        that the order is decided here. One whose first token cannot be on time any more lets
+        others go first, and leaves them memory."""
+        target_s, entry = self._config.ttft_target_s, self._queue.entry(record)
+        if not target_s or entry.is_charged:
+            return True
+        if queue_s > target_s * MAX_QUEUE:
+            return False
+        if entry.is_late:
+            is_due = entry.flow.num_before_late * self._config.low_priority_share >= 1
+            return is_due or free >= LEAST_FREE
+        if now - record.submitted_at + ttft_s <= target_s * ON_TIME:
+            return True
+        self._queue.put_late(record)
+        return len(self._queue) == 1 and free >= LEAST_FREE
+
     def redeem(self, now: float, record: RequestRecord) -> bool:
         """Whether `record`, which has just come, was told to come back now (Retry-After)."""
         reservations = self._reservations
@@ -115,7 +165,7 @@ class Admission:
         """Why `call`, which is not yet submitted, would be refused if it was. A cheap check, that
         does not find every reason."""
         level, flow = self._queue.find(call.priority, call.tenant)
-        if level is None or flow is None or not flow.waiting:
+        if level is None or not flow:
             return None
         newcomer = Newcomer(
             client=(call.priority, call.tenant, call.name),
@@ -123,13 +173,16 @@ class Admission:
             flow=flow,
             units=self._estimates.units(call.num_prompt_tokens, call.max_tokens),
             own_units=flow.units,
-            num_own=len(flow.waiting),
+            num_own=len(flow),
             service_s=self._estimates.service_s(call.num_prompt_tokens, call.max_tokens),
             timeout_s=call.timeout_s,
             left_s=call.timeout_s,
         )
         has_reservation = self._reservations.is_due(now, newcomer.client)
-        return self._too_many(now, newcomer) or self._too_late(now, newcomer, has_reservation)
+        refusal = self._too_many(now, newcomer) or self._too_late(now, newcomer, has_reservation)
+        if refusal is not None:  # it will not be submitted
+            self.traffic.on_arrival(call.num_prompt_tokens)
+        return refusal
 
     def turn_away(
         self, now: float, record: RequestRecord, *, has_reservation: bool
@@ -157,7 +210,7 @@ class Admission:
         estimated when it came: the newest of a tenant first. None: there is none (any more)."""
         for level in self._queue.levels:
             for flow in level.flows.values():
-                if not flow.waiting:
+                if not flow:
                     continue
                 who = self._newcomer(now, flow.newest)
                 wait_s = self._estimates.wait_s(who)
@@ -214,7 +267,7 @@ class Admission:
             flow=entry.flow,
             units=entry.units,
             own_units=max(0.0, entry.flow.units - entry.units),
-            num_own=len(entry.flow.waiting) - 1,
+            num_own=len(entry.flow) - 1,
             service_s=self._estimates.service_s(
                 record.num_prompt_tokens, record.sampling.max_tokens
             ),
@@ -224,7 +277,7 @@ class Admission:
 
     def _too_many(self, now: float, who: Newcomer) -> Rejection | None:
         limit, tenant = who.flow.share.max_queued, who.flow.tenant
-        itself = len(who.flow.waiting) - who.num_own  # 0 if it is not submitted yet
+        itself = len(who.flow) - who.num_own  # 0 if it is not submitted yet
         others = self._queue.elsewhere.get(tenant)
         num_queued = self._queue.num_queued[tenant] + (others.num_queued if others else 0)
         if not limit or num_queued - itself < limit:
@@ -268,6 +321,7 @@ class Admission:
         self, now: float, who: Newcomer, reason: Refusal, detail: str, place_s: float = 0.0
     ) -> Rejection:
         """`place_s`: until there is a place in the queue at the earliest, where it is full."""
+        self.traffic.num_late += 1
         wait_s = self._estimates.wait_s(who)
         if wait_s is None:
             after_s, units_per_s = UNKNOWN_RETRY_AFTER_S, who.units / UNKNOWN_RETRY_AFTER_S

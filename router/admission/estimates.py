@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 
-from router.admission.fair_queue import FairQueue, Flow, Level
+from router.admission.fair_queue import FairQueue
+from router.admission.flows import Flow, Level
 from router.admission.reservations import ClientKey, FlowKey, Reservations
 from router.averages import Average, DrainRate, Ratio
 from router.record import RequestRecord
@@ -135,7 +136,7 @@ def _ahead(
     level, flow = who.level, who.flow
     own = who.own_units + reserved.get(who.key, 0.0)
     start = flow.start + own / flow.share.weight
-    others = {tenant: each.units for tenant, each in level.flows.items() if each.waiting}
+    others = {tenant: each.units for tenant, each in level.flows.items() if each}
     for (priority, tenant), units in reserved.items():
         if priority == level.priority:
             others[tenant] = others.get(tenant, 0.0) + units

@@ -9,7 +9,8 @@ ended; `restore` brings one back whose attempt failed. The order, by the first r
 2. Within a priority, requests whose attempt failed, in order of arrival.
 3. Tenants share by weight: start-time fair queueing (Goyal, Vin, Cheng 1996). A tenant's next
    request starts, in virtual time, where its last one finished; the earliest start goes first.
-4. Within a tenant, the order of arrival.
+4. Within a tenant, the order of arrival; those whose first token cannot be on time (`put_late`)
+   go last, but for one in `1 / low_share`.
 
 Service is in units of work (`router.admission.estimates`): charged as estimated when a request is
 sent, and corrected to what it took when it has ended.
@@ -18,68 +19,15 @@ sent, and corrected to what it took when it has ended.
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
-from router.messages import TenantShare
+from router.admission.flows import Entry, Flow, Level
 from router.record import RequestRecord
 from router.state import TenantLoad
 
 MAX_PASSED = 32  # so many later requests may be served before one that no worker has room for
 LEAST_LEFT = 0.25  # of a request, until it ends: estimates are means, and some take far more
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A live request, from `push` to `settle`."""
-
-    record: RequestRecord
-    units: float  # of service, as estimated
-    level: Level
-    flow: Flow
-    sent_at: float | None = None  # of its first attempt; None: it was never sent, or came back
-    is_charged: bool = False
-    is_served: bool = False  # it has an attempt
-    units_left: float = 0.0  # while it is served
-    num_passed: int = 0  # later requests served before it, since no worker had room for it
-
-
-@dataclass(slots=True, eq=False)
-class Flow:
-    """A tenant's requests of one priority. Invariant: `units` is the sum over `waiting`."""
-
-    tenant: str
-    share: TenantShare
-    floor: float = 0.0  # virtual time when it began to wait
-    finish: float = 0.0  # virtual finish of the last request that was charged
-    waiting: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
-    units: float = 0.0
-
-    @property
-    def start(self) -> float:
-        """Virtual start of its next request."""
-        return max(self.floor, self.finish)
-
-    @property
-    def newest(self) -> RequestRecord:
-        return next(reversed(self.waiting.values())).record
-
-
-@dataclass(slots=True, eq=False)
-class Level:
-    """A priority. Invariant: it is in the queue's `_levels` while anything of it waits."""
-
-    priority: int
-    flows: dict[str, Flow] = field(default_factory=dict)
-    returned: list[tuple[int, Entry]] = field(default_factory=list)  # by arrival
-    virtual: float = 0.0  # start of the last request that was charged
-    credit: float = 0.0  # service owed to it while higher priorities are served
-    units: float = 0.0  # of all that waits
-    num_new: int = 0  # that were never served
-
-    def __bool__(self) -> bool:
-        return bool(self.num_new or self.returned)
 
 
 class FairQueue:
@@ -117,7 +65,7 @@ class FairQueue:
         for level in self.levels:
             yield from [entry.record for _, entry in level.returned]
             for flow in list(level.flows.values()):
-                yield from [entry.record for entry in flow.waiting.values()]
+                yield from [e.record for e in (*flow.on_time.values(), *flow.late.values())]
 
     def entry(self, record: RequestRecord) -> Entry:
         return self._entries[record.request_id]
@@ -202,7 +150,7 @@ class FairQueue:
         entry.is_charged, entry.sent_at = True, now
         level.virtual = max(level.virtual, flow.start)
         flow.finish = flow.start + entry.units / flow.share.weight
-        for idle in [f for f in level.flows.values() if not f.waiting]:
+        for idle in [f for f in level.flows.values() if not f]:
             if idle.finish <= level.virtual:  # a new flow would start here as well
                 del level.flows[idle.tenant]
         top = min(each.priority for each in (level, *self._levels[:1]))
@@ -212,6 +160,11 @@ class FairQueue:
         for each in behind:
             earned = self._low_share * entry.units / len(behind)
             each.credit = min(each.credit + earned, each.units)
+
+    def put_late(self, record: RequestRecord) -> None:
+        """A new request that cannot have its first token on time: others go before it."""
+        entry = self._entries[record.request_id]
+        entry.flow.put_late(entry)
 
     def work_on(self, record: RequestRecord, units: float) -> None:
         """So much more of its service is done."""
@@ -250,10 +203,10 @@ class FairQueue:
             chosen = next(lower, chosen)
 
         def excess(flow: Flow) -> tuple[float, int]:
-            return len(flow.waiting) / flow.share.weight, flow.newest.arrival
+            return len(flow) / flow.share.weight, flow.newest.arrival
 
-        flow = max((f for f in chosen.flows.values() if f.waiting), key=excess)
-        return flow.newest
+        newest: RequestRecord = max((f for f in chosen.flows.values() if f), key=excess).newest
+        return newest
 
     def check_integrity(self) -> None:
         """Raises AssertionError where a sum is wrong."""
@@ -267,7 +220,7 @@ class FairQueue:
         for level in self._levels:
             assert level, f"nothing of priority {level.priority} waits"
             flows = level.flows.values()
-            assert level.num_new == sum(len(flow.waiting) for flow in flows)
+            assert level.num_new == sum(len(flow) for flow in flows)
             units = sum(flow.units for flow in flows) + sum(e.units for _, e in level.returned)
             assert abs(level.units - units) < 1e-6 * max(1.0, units), (level.units, units)
 
@@ -284,22 +237,16 @@ class FairQueue:
         for _, entry in level.returned:
             if entry.record.request_id not in skip:
                 return entry
-        best: tuple[float, int] | None = None
-        found = None
-        for flow in level.flows.values():
-            if not flow.waiting or self.is_limited(flow):
-                continue
-            head = next((e for name, e in flow.waiting.items() if name not in skip), None)
-            if head is not None and (best is None or (flow.start, head.record.arrival) < best):
-                best, found = (flow.start, head.record.arrival), head
-        return found
+        flows = [flow for flow in level.flows.values() if flow and not self.is_limited(flow)]
+        heads = [(flow.start, head) for flow in flows if (head := flow.head(skip, self._low_share))]
+        found = min(heads, key=lambda each: (each[0], each[1].record.arrival), default=None)
+        return None if found is None else found[1]
 
     def _add(self, entry: Entry) -> None:
         level, flow = entry.level, entry.flow
-        if not flow.waiting:
+        if not flow:
             flow.floor = level.virtual
-        flow.waiting[entry.record.request_id] = entry
-        flow.units += entry.units
+        flow.add(entry)
         level.units += entry.units
         level.num_new += 1
         self.num_queued[flow.tenant] += 1
@@ -307,10 +254,8 @@ class FairQueue:
 
     def _take_out(self, entry: Entry) -> None:
         """It waits no more."""
-        level, flow, name = entry.level, entry.flow, entry.record.request_id
-        if name in flow.waiting:
-            del flow.waiting[name]
-            flow.units = flow.units - entry.units if flow.waiting else 0.0
+        level, flow = entry.level, entry.flow
+        if flow.remove(entry):
             level.num_new -= 1
             _decrement(self.num_queued, flow.tenant)
         else:

@@ -181,6 +181,12 @@ class Endpoint:
         self.struct.roles = ROLE_BITS[role]
 
     @property
+    def free_share(self) -> float:
+        """Of its KV blocks, without those that are about to be allocated."""
+        free: int = self.struct.reported_free_blocks - self.struct.uncounted_blocks
+        return max(0, free) / max(1, self.info.num_blocks)
+
+    @property
     def pending_prefill_tokens(self) -> int:
         """Prompt tokens known to wait for computation there, of all routers."""
         number: int = self.struct.own_tokens + self.struct.other_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -235,9 +236,11 @@ def test_a_message_looks_at_few_of_those_that_find_no_place(
     tried: list[str] = []
     place = Dispatcher.place
 
-    def counted(self: Dispatcher, now: float, record: RequestRecord) -> Attempt | Rejection | None:
+    def counted(
+        self: Dispatcher, now: float, record: RequestRecord, *options: Any
+    ) -> Attempt | Rejection | None:
         tried.append(record.request_id)
-        return place(self, now, record)
+        return place(self, now, record, *options)
 
     monkeypatch.setattr(Dispatcher, "place", counted)
     s.submit("one more", tokens=range(100))

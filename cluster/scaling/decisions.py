@@ -1,0 +1,110 @@
+"""What was decided and why: one line of JSON each, from which every decision can be made again.
+
+A log begins with the settings; then a line for each tick has the snapshot and the decision. The
+planner is pure, so `replayed` feeds the snapshots to a new one and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+
+import msgspec
+from msgspec import Struct
+
+from cluster.scaling.observations import Snapshot
+from engine.node import NodeId
+from engine.stats import Role
+from router.scaling_config import ScalingConfig
+
+
+class Reason(StrEnum):
+    """Also the metric label."""
+
+    ENOUGH = "enough"  # as many as are needed
+    NOT_MEASURED = "not_measured"  # no worker has told yet what prompts cost
+    STALE = "stale"  # measurements are too old
+    HOLDING = "holding"  # fewer would do, but not for long enough yet
+    REVERSALS = "reversals"  # fewer would do, but the direction has changed too often
+    BUDGET = "budget"  # more are needed, and the budget is spent
+    AT_MOST = "at_most"  # more are needed than may be
+    COMING = "coming"  # more are needed, and they are starting
+    CHANGED = "changed"  # someone else has changed the fleet: that stands for a while
+    LEAST = "least"  # started: there are fewer than there have to be
+    WAKE = "wake"  # started: there were none, and a request came
+    GROW = "grow"  # started, for the targets
+    SHRINK = "shrink"  # drained: the targets are met with fewer
+    IDLE = "idle"  # drained: there were no requests for long
+    LIMIT = "limit"  # drained: there are more than may be
+    FLIP = "flip"  # roles changed: that costs nothing
+
+
+class Alternative(Struct, frozen=True):
+    """So many workers, and what they would have done with the traffic in memory."""
+
+    workers: int
+    on_time: float  # share of requests
+    gpu_s_per_s: float  # what they cost
+
+
+class Inputs(Struct, frozen=True):
+    """The figures that a decision was made from."""
+
+    prefill: int  # workers that are up or coming, by role
+    decode: int
+    coming: int  # of those, pending or starting
+    draining: int
+    least: int
+    most: int
+    prefill_demand: float  # GPU-seconds per second: recent
+    decode_demand: float
+    forecast: float  # of prompts, when a worker that is ordered now is up
+    hit_rate: float
+    mean_output: float
+    start_s: float
+    pending_prefill_s: float
+    gap: float  # share of requests that the real fleet misses, and its shadow would not
+    reversals: int  # in the last hour
+    worker_hours: float  # of the last hour
+
+
+class Decision(Struct, frozen=True):
+    """For one tick. Without starts, drains and flips it is one not to act."""
+
+    at_s: float
+    reason: Reason
+    text: str  # for people
+    wanted: int  # workers
+    wanted_decode: int  # of those
+    inputs: Inputs
+    alternatives: tuple[Alternative, ...] = ()
+    starts: tuple[Role, ...] = ()
+    drains: tuple[NodeId, ...] = ()
+    flips: tuple[tuple[NodeId, Role], ...] = ()
+    machines: int = 0  # to ask for; 0: they are as they are
+
+    @property
+    def acts(self) -> bool:
+        return bool(self.starts or self.drains or self.flips)
+
+
+class Line(Struct, frozen=True, omit_defaults=True):
+    """Of a log: either settings, where a planner begins, or a tick."""
+
+    settings: ScalingConfig | None = None
+    snapshot: Snapshot | None = None
+    decision: Decision | None = None
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Line)
+
+
+def encode_line(line: Line) -> bytes:
+    """Without the newline."""
+    return _encoder.encode(line)
+
+
+def read_log(lines: Iterable[bytes | str]) -> Iterator[Line]:
+    """Raises msgspec.DecodeError for what is no line of a log."""
+    return (_decoder.decode(line) for line in lines if line.strip())

@@ -1,0 +1,219 @@
+"""What is measured, and what of it counts: from counters and statistics to an `Observation`.
+
+Counters only grow, so what came since the last look is a difference, and a router that has started
+again begins a new one. What a worker measures while it warms up does not count, nor what is older
+than `stale_s`. Where there is nothing to measure, a rate is 0 and a mean the last that was known:
+never NaN.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import exp
+
+from msgspec import Struct
+
+from cluster.scaling.connector import COUNTED, ManagedWorker, State
+from cluster.scaling.costs import Costs
+from engine.node import NodeId
+from engine.stats import Role
+from router.scaling_config import ScalingConfig
+from router.traffic import tokens_of
+
+MEAN_S = 120.0  # time constant of the hit rate and of the mean output
+MAX_STARTS = 8  # the last ones, whose longest is what a start takes
+
+
+class RouterSeen(Struct, frozen=True):
+    """Counts of one router since its start, as of `at_s`: see `router.traffic`."""
+
+    router: str
+    at_s: float
+    prompts: dict[int, int]
+    outputs: dict[int, int]
+    prompt_tokens: int
+    cached_tokens: int
+    num_late: int  # requests that were refused or missed the target to the first token
+    num_live: int  # requests that have not ended
+
+
+class WorkerSeen(Struct, frozen=True):
+    """What a worker said of itself at `at_s`; see `engine.stats.WorkerStats`."""
+
+    worker: NodeId
+    at_s: float
+    prompt_weights: tuple[float, ...]
+    decode_weights: tuple[float, ...]
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    pool_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_decoding: int
+    pending_prefill_tokens: int
+
+
+class Snapshot(Struct, frozen=True):
+    """All that a decision is made from. `at_s` is of the controller's clock, as all times here but
+    `wall_s`, which counts from 1970, for schedules."""
+
+    at_s: float
+    wall_s: float
+    routers: tuple[RouterSeen, ...]
+    seen: tuple[WorkerSeen, ...]
+    workers: tuple[ManagedWorker, ...]
+
+
+class Observation(Struct, frozen=True):
+    """What counts of a snapshot."""
+
+    at_s: float
+    elapsed_s: float  # since the last one; 0: this is the first
+    arrivals: dict[int, int]  # requests since then, by bin of prompt length
+    num_ended: int  # since then
+    num_late: int  # of those, and of those that were refused
+    is_fresh: bool
+    is_idle: bool  # no request is live, and none has come since the last look
+    hit_rate: float  # of prompt tokens that need not be computed
+    mean_output: float  # tokens
+    mean_context: float  # tokens, of a sequence half way through its output
+    costs: Costs | None  # None: no worker has measured any yet
+    start_s: float  # that a worker takes to start
+    pending_prefill_s: float  # of all workers: to compute the prompts that wait there
+    num_decoding: int  # sequences, on all workers
+
+
+@dataclass(slots=True)
+class Mean:
+    """Of what is added, the last counting most; until then `value`."""
+
+    value: float
+    _total: float = 0.0
+    _count: float = 0.0
+
+    def add(self, total: float, count: float, fading: float) -> None:
+        if count <= 0:
+            return
+        self._total = self._total * fading + total
+        self._count = self._count * fading + count
+        self.value = self._total / self._count
+
+
+class Observer:
+    """Owned by a `Scaler`. Keeps the last counts, and means that outlast a silence."""
+
+    def __init__(self, config: ScalingConfig) -> None:
+        self._config = config
+        self._last: dict[str, RouterSeen] = {}
+        self._last_at: float | None = None
+        self._hits = Mean(0.0)
+        self._output = Mean(128.0)
+        self._prompt = Mean(1024.0)
+        self._costs: Costs | None = None
+        self._num_decoding = 0
+        self._starts: list[float] = []
+        self._num_ended = self._num_late = 0  # since the last look
+        self._known_up: set[NodeId] = set()
+
+    def observe(self, snapshot: Snapshot) -> Observation:
+        now = snapshot.at_s
+        elapsed_s = 0.0 if self._last_at is None else max(0.0, now - self._last_at)
+        self._last_at = now
+        fresh = [each for each in snapshot.routers if now - each.at_s <= self._config.stale_s]
+        arrivals: Counter[int] = Counter()
+        self._num_ended = self._num_late = 0
+        for router in fresh:
+            arrivals += self._take(router, exp(-elapsed_s / MEAN_S))
+        num_live = sum(router.num_live for router in snapshot.routers)
+        is_fresh = len(fresh) == len(snapshot.routers) > 0
+        self._measure(now, snapshot)
+        self._count_starts(snapshot.workers)
+        costs = self._costs
+        waiting = sum(each.pending_prefill_tokens for each in self._fresh(now, snapshot.seen))
+        return Observation(
+            at_s=now,
+            elapsed_s=elapsed_s,
+            arrivals=dict(sorted(arrivals.items())),
+            num_ended=self._num_ended,
+            num_late=self._num_late,
+            is_fresh=is_fresh,
+            is_idle=is_fresh and num_live == 0 and not arrivals,
+            hit_rate=min(1.0, max(0.0, self._hits.value)),
+            mean_output=self._output.value,
+            mean_context=self._prompt.value + self._output.value / 2,
+            costs=costs,
+            start_s=max(self._starts, default=self._config.start_s),
+            pending_prefill_s=0.0 if costs is None else costs.prompt_s(waiting),
+            num_decoding=self._num_decoding,
+        )
+
+    def _take(self, router: RouterSeen, fading: float) -> Counter[int]:
+        """What has come to it since the last look; what was before counts `fading` as much."""
+        last = self._last.get(router.router)
+        self._last[router.router] = router
+        if last is None or last.prompt_tokens > router.prompt_tokens or _fell(last, router):
+            return Counter()  # its counts up to now are of another time
+        came = Counter(router.prompts)
+        came.subtract(last.prompts)
+        ended = Counter(router.outputs)
+        ended.subtract(last.outputs)
+        self._num_ended += ended.total()
+        self._num_late += router.num_late - last.num_late
+        prompt_tokens = router.prompt_tokens - last.prompt_tokens
+        self._hits.add(router.cached_tokens - last.cached_tokens, prompt_tokens, fading)
+        self._output.add(_tokens(ended), ended.total(), fading)
+        self._prompt.add(_tokens(came), came.total(), fading)
+        return +came
+
+    def _fresh(self, now: float, seen: Iterable[WorkerSeen]) -> list[WorkerSeen]:
+        return [each for each in seen if now - each.at_s <= self._config.stale_s]
+
+    def _measure(self, now: float, snapshot: Snapshot) -> None:
+        """What warm workers have measured, prompts by those that are meant for them; with none,
+        what was known before."""
+        warm = {
+            each.worker
+            for each in snapshot.workers
+            if each.state in (State.UP, State.DRAINING)
+            and each.up_at is not None
+            and now - each.up_at >= self._config.warmup_s
+        }
+        roles = {each.worker: each.role for each in snapshot.workers}
+        measured = [each for each in self._fresh(now, snapshot.seen) if each.worker in warm]
+        of_prompts = [e for e in measured if roles[e.worker] is Role.PREFILL] or measured
+        of_tokens = [e for e in measured if roles[e.worker] is not Role.PREFILL] or measured
+        found = Costs.typical(map(_costs, of_prompts), map(_costs, of_tokens))
+        if found is not None:
+            self._costs = found if self._costs is None else self._costs.completed_by(found)
+        streams = sum(each.num_decoding for each in self._fresh(now, snapshot.seen))
+        self._num_decoding = streams
+
+    def _count_starts(self, workers: Iterable[ManagedWorker]) -> None:
+        """How long starts took, of those that were ordered while this looked on."""
+        for each in workers:
+            if each.state in COUNTED and each.up_at is not None:
+                if each.worker not in self._known_up and each.up_at > each.ordered_at:
+                    self._starts = [*self._starts, each.up_at - each.ordered_at][-MAX_STARTS:]
+                self._known_up.add(each.worker)
+
+
+def _fell(last: RouterSeen, now: RouterSeen) -> bool:
+    return any(now.prompts.get(number, 0) < count for number, count in last.prompts.items())
+
+
+def _costs(seen: WorkerSeen) -> Costs:
+    return Costs(
+        seen.prompt_weights,
+        seen.decode_weights,
+        seen.prefill_tokens_per_s,
+        seen.decode_step_s,
+        seen.pool_tokens,
+        seen.max_num_seqs,
+        seen.max_num_batched_tokens,
+    )
+
+
+def _tokens(lengths: Mapping[int, int]) -> float:
+    return sum(count * tokens_of(number) for number, count in lengths.items())

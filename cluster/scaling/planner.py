@@ -1,0 +1,348 @@
+"""How many workers, and in which roles: a decision for each tick.
+
+The number is the smallest with which the wanted share of the last traffic would have been on time
+(`shadows`), beside what decoding takes in GPU-seconds, and not less than the forecast needs when a
+worker that is ordered now is up. Workers that are coming count. What costs nothing goes first: the
+router's order by the target (always), then roles, then workers, then machines.
+
+More are started at once. Fewer have to be enough for `hold_s`, and the most that were needed in
+that time stay. A way down also has to leave room for a way back up among the reversals of an hour.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import ceil
+
+from cluster.scaling.connector import COMING, COUNTED, ManagedWorker, State
+from cluster.scaling.decisions import Alternative, Decision, Inputs, Reason
+from cluster.scaling.moves import Moves, moves_to
+from cluster.scaling.observations import Observation, Snapshot
+from cluster.scaling.shadows import Shadows
+from engine.node import NodeId
+from engine.stats import Role
+from router.scaling_config import ScalingConfig
+from router.traffic import tokens_of
+
+HOUR_S = 3600.0
+RECENT_S = 30.0  # of demand
+LONG_S = 90.0  # demand has to have lasted so long, to be expected to go on
+FULL = 0.9  # of a worker's time, for prompts that go on coming
+DECODE_FULL = 0.8  # of a decode worker's, beside which the target still holds
+MOST_WANTED = 0.99  # of what could be on time at all
+MAX_GAP = 0.1
+LEAST_ENDED = 50  # requests, before it is known what the real fleet misses
+BESIDE = 0.5  # of what decoding leaves of a decode worker, for prompts
+SPARE = 0.3  # of a decode worker, below which a role does not change back
+FLIP_HOLD_S = 30.0  # a role has to be wanted for so long
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Of workers, before limits."""
+
+    size: int
+    decode_demand: float  # GPU-seconds per second
+    prefill_demand: float
+    forecast: float
+    alternatives: tuple[Alternative, ...] = ()
+
+    def decode_workers(self, size: int, have: int) -> int:
+        """Of `size`: at least one, and one is left for prompts where there are several. Of the
+        `have` there are now, none goes that would soon be missed."""
+        if size <= 1:
+            return size
+        least = decode_workers(size, self.decode_demand)
+        spare = min(have, ceil(self.decode_demand / DECODE_FULL + SPARE))
+        return min(size - 1, max(least, spare))
+
+
+def decode_workers(size: int, demand: float) -> int:
+    """Of `size`, for so many GPU-seconds of decoding per second."""
+    return size if size <= 1 else min(size - 1, max(1, ceil(demand / DECODE_FULL - 1e-9)))
+
+
+def for_prompts(size: int, decode_demand: float) -> float:
+    """Workers' worth of prompts that `size` workers compute: prefill workers all the time, decode
+    workers in a part of what decoding leaves, in chunks."""
+    decode = decode_workers(size, decode_demand)
+    return size - decode + BESIDE * max(0.0, DECODE_FULL * decode - decode_demand)
+
+
+class Planner:
+    """Owned by a `Scaler`. Invariant: equal settings and snapshots give equal decisions."""
+
+    def __init__(self, config: ScalingConfig) -> None:
+        most = max([config.max_workers, *(config.limits_of_schedules())])
+        self._config = config
+        self._shadows = Shadows(most, config.ttft_target_s, config.memory_s)
+        self._begun_at: float | None = None
+        self._num_coming = 0  # workers, now
+        self._decode_demand = 0.0  # at the last look
+        self._arrivals: deque[tuple[float, float]] = deque()  # (when, requests) of the last ticks
+        self._real: deque[tuple[float, float, float]] = (
+            deque()
+        )  # (when, ended, missed beyond shadows)
+        self._decoding: deque[tuple[float, float]] = deque()  # (when, workers full of sequences)
+        self._active_at = 0.0  # the last tick with requests
+        self._fewer_since: float | None = None
+        self._most_needed = 0  # since then
+        self._flip_since: float | None = None
+        self._left: dict[NodeId, Role] | None = None  # the fleet after the last decision
+        self._directions: deque[tuple[float, int]] = deque()  # of the last hour: 1 up, -1 down
+        self._reversals: deque[float] = deque()
+        self._worker_s: deque[tuple[float, float]] = deque()
+
+    def plan(self, snapshot: Snapshot, seen: Observation) -> Decision:
+        now = seen.at_s
+        if self._begun_at is None:
+            self._begun_at = self._active_at = now
+        workers = [each for each in snapshot.workers if each.state in COUNTED]
+        least, most = self._config.limits(snapshot.wall_s)
+        self._num_coming = sum(each.state in COMING for each in workers)
+        self._take_in(now, seen, len(workers))
+        need = self._need(now, seen, most)
+        inputs = self._inputs(snapshot, seen, need, (least, most))
+        decision = self._decide(now, seen, workers, need, inputs)
+        self._remember(now, workers, decision)
+        return decision
+
+    # -- what is needed --------------------------------------------------------------------------
+
+    def _take_in(self, now: float, seen: Observation, have: int) -> None:
+        if not seen.is_idle:
+            self._active_at = now
+        costs = seen.costs
+        if costs is not None and seen.elapsed_s > 0:
+            prompts = [
+                (costs.prompt_s(tokens, tokens * seen.hit_rate), count)
+                for tokens, count in ((tokens_of(n), c) for n, c in seen.arrivals.items())
+            ]
+            self._shadows.add(now, seen.elapsed_s, prompts)
+            num_up = have - self._num_coming
+            ideal = self._shadows.last_missed(for_prompts(num_up, self._decode_demand))
+            beyond = seen.num_late - ideal
+            self._real.append((now, float(seen.num_ended), beyond))
+            while self._real[0][0] <= now - self._config.memory_s:
+                self._real.popleft()
+        self._arrivals.append((now, float(sum(seen.arrivals.values()))))
+        self._worker_s.append((now, have * seen.elapsed_s))
+        for kept in (self._arrivals, self._worker_s, self._directions):
+            while kept and kept[0][0] <= now - max(HOUR_S, self._config.memory_s):
+                kept.popleft()
+        while self._reversals and self._reversals[0] <= now - HOUR_S:
+            self._reversals.popleft()
+
+    @property
+    def gap(self) -> float:
+        """Share of requests that the real fleet misses and its shadow would not: the shadow is
+        ideal."""
+        num_ended = sum(ended for _, ended, _ in self._real)
+        if num_ended < LEAST_ENDED:
+            return 0.0
+        return min(MAX_GAP, max(0.0, sum(beyond for *_, beyond in self._real) / num_ended))
+
+    def _rate(self, now: float, seconds: float) -> float:
+        """Requests per second, over the last `seconds` or as long as this has looked."""
+        assert self._begun_at is not None
+        known_s = min(seconds, max(self._config.tick_s, now - self._begun_at))
+        return sum(count for at_s, count in self._arrivals if at_s > now - known_s) / known_s
+
+    def _need(self, now: float, seen: Observation, most: int) -> Need:
+        costs, config = seen.costs, self._config
+        if costs is None:
+            return Need(0, 0.0, 0.0, 0.0)
+        rate = max(self._rate(now, LONG_S), self._rate(now, config.memory_s))
+        token_s = costs.token_s(config.itl_target_s, seen.mean_context)
+        streams = costs.streams(config.itl_target_s, seen.mean_context)
+        self._decoding.append((now, seen.num_decoding / streams))
+        while self._decoding[0][0] <= now - RECENT_S:
+            self._decoding.popleft()
+        busy = sum(each for _, each in self._decoding) / len(self._decoding)
+        decode = max(rate * seen.mean_output * token_s, DECODE_FULL * busy)
+        self._decode_demand = decode
+        recent = self._shadows.demand(now, RECENT_S)
+        forecast = self._forecast(now, recent, seen.start_s)
+        wanted = min(config.percentile / 100.0 + self.gap, self._shadows.ceiling * MOST_WANTED)
+        options = [
+            Alternative(size, self._shadows.on_time(for_prompts(size, decode)), float(size))
+            for size in range(1, most + 1)
+        ]
+        by_traffic = next((each.workers for each in options if each.on_time >= wanted), most)
+        by_forecast = next(
+            (n for n in range(1, most) if FULL * for_prompts(n, decode) >= forecast), most
+        )
+        by_decode = ceil(decode / DECODE_FULL - 1e-9)
+        size = max(by_traffic, by_forecast, by_decode, 1)
+        near = tuple(each for each in options if abs(each.workers - by_traffic) <= 2)
+        return Need(size, decode, recent, forecast, near)
+
+    def _forecast(self, now: float, recent: float, start_s: float) -> float:
+        """Demand for prompts when a worker that is ordered now is up: what has lasted goes on, and
+        what has grown from minute to minute grows on."""
+        minutes = [self._shadows.demand(now, 60.0 * n) * n for n in (1, 2, 3)]
+        third, second, first = minutes[2] - minutes[1], minutes[1] - minutes[0], minutes[0]
+        lasting = min(recent, self._shadows.demand(now, LONG_S))
+        if 0 < third < second < first:
+            return lasting + min(first - second, second - third) / 60.0 * start_s
+        return lasting
+
+    # -- what is done ----------------------------------------------------------------------------
+
+    def _decide(
+        self,
+        now: float,
+        seen: Observation,
+        workers: list[ManagedWorker],
+        need: Need,
+        inputs: Inputs,
+    ) -> Decision:
+        have, least, most = len(workers), inputs.least, inputs.most
+        wanted, reason = self._wanted(now, seen, have, need, inputs)
+        decode = need.decode_workers(wanted, inputs.decode)
+        if not need.alternatives:  # nothing is measured: roles stay as they are
+            decode = min(wanted, max(1, inputs.decode)) if wanted else 0
+        moves = moves_to(workers, wanted - decode, decode)
+        if moves.flips and not (moves.starts or moves.drains):
+            if self._may_flip(now, need):
+                reason = Reason.FLIP
+            else:
+                moves = Moves()
+        elif not moves.flips:
+            self._flip_since = None
+        per_machine = self._config.workers_per_machine
+        return Decision(
+            at_s=now,
+            reason=reason,
+            text=self._text(reason, have, wanted, need, inputs),
+            wanted=wanted,
+            wanted_decode=decode,
+            inputs=inputs,
+            alternatives=need.alternatives,
+            starts=moves.starts,
+            drains=moves.drains,
+            flips=moves.flips,
+            machines=ceil(min(most, max(least, wanted)) / per_machine) if per_machine else 0,
+        )
+
+    def _wanted(
+        self, now: float, seen: Observation, have: int, need: Need, inputs: Inputs
+    ) -> tuple[int, Reason]:
+        """How many workers there should be after this tick, and why."""
+        config, least, most = self._config, inputs.least, inputs.most
+        if have > most:
+            return most, Reason.LIMIT
+        if have < least:
+            return least, Reason.LEAST
+        if not seen.is_fresh:
+            return have, Reason.STALE
+        if have == 0:
+            return (0, Reason.IDLE) if seen.is_idle else (1, Reason.WAKE)
+        if seen.is_idle and now - self._active_at >= config.idle_s and have > least:
+            return least, Reason.IDLE
+        if seen.costs is None:
+            return have, Reason.NOT_MEASURED
+        size = min(most, max(least, need.size, 1))
+        if size >= have:
+            self._fewer_since = None
+            if size == have:
+                reason = Reason.AT_MOST if need.size > most else Reason.ENOUGH
+                return have, Reason.COMING if inputs.coming and have > 1 else reason
+            if config.budget_worker_hours and inputs.worker_hours >= config.budget_worker_hours:
+                return have, Reason.BUDGET
+            return size, Reason.GROW
+        return self._fewer(now, have, size, inputs)
+
+    def _fewer(self, now: float, have: int, size: int, inputs: Inputs) -> tuple[int, Reason]:
+        if self._fewer_since is None:
+            self._fewer_since, self._most_needed = now, size
+        self._most_needed = max(self._most_needed, size)
+        if now - self._fewer_since < self._config.hold_s:
+            return have, Reason.HOLDING
+        turns = bool(self._directions) and self._directions[-1][1] > 0
+        if inputs.reversals + turns + 1 > self._config.max_reversals_per_hour:
+            return have, Reason.REVERSALS
+        self._fewer_since = None
+        return self._most_needed, Reason.SHRINK
+
+    def _may_flip(self, now: float, need: Need) -> bool:
+        if not need.alternatives:
+            return False
+        if self._flip_since is None:
+            self._flip_since = now
+        return now - self._flip_since >= FLIP_HOLD_S
+
+    def _remember(self, now: float, workers: list[ManagedWorker], decision: Decision) -> None:
+        """What the fleet will be, and the direction."""
+        found = {each.worker: each.role for each in workers}
+        if self._left is not None and set(found) != self._left.keys() and not decision.starts:
+            self._fewer_since = None  # someone else has changed it: that stands for a while
+        change = len(decision.starts) - len(decision.drains)
+        if change:
+            direction = 1 if change > 0 else -1
+            if self._directions and self._directions[-1][1] != direction:
+                self._reversals.append(now)
+            self._directions.append((now, direction))
+        if decision.flips:
+            self._flip_since = None
+        self._left = {each: role for each, role in found.items() if each not in decision.drains}
+
+    # -- for people ------------------------------------------------------------------------------
+
+    def _inputs(
+        self, snapshot: Snapshot, seen: Observation, need: Need, limits: tuple[int, int]
+    ) -> Inputs:
+        counted = [each for each in snapshot.workers if each.state in COUNTED]
+        prefill = sum(each.role is Role.PREFILL for each in counted)
+        hour_ago = seen.at_s - HOUR_S
+        worker_s = sum(amount for at_s, amount in self._worker_s if at_s > hour_ago)
+        return Inputs(
+            prefill=prefill,
+            decode=len(counted) - prefill,
+            coming=sum(each.state in COMING for each in counted),
+            draining=sum(each.state is State.DRAINING for each in snapshot.workers),
+            least=limits[0],
+            most=limits[1],
+            prefill_demand=need.prefill_demand,
+            decode_demand=need.decode_demand,
+            forecast=need.forecast,
+            hit_rate=seen.hit_rate,
+            mean_output=seen.mean_output,
+            start_s=seen.start_s,
+            pending_prefill_s=seen.pending_prefill_s,
+            gap=self.gap,
+            reversals=len(self._reversals),
+            worker_hours=worker_s / HOUR_S,
+        )
+
+    def _text(self, reason: Reason, have: int, wanted: int, need: Need, inputs: Inputs) -> str:
+        shares = ", ".join(
+            f"{100 * each.on_time:.1f} % with {each.workers}" for each in need.alternatives
+        )
+        on_time = f"; on time would have been {shares}; wanted: {self._config.percentile:g} %"
+        on_time = on_time if shares else ""
+        match reason:
+            case Reason.GROW | Reason.SHRINK | Reason.LEAST | Reason.LIMIT | Reason.WAKE:
+                return f"from {have} to {wanted} workers ({reason}){on_time}"
+            case Reason.FLIP:
+                return f"roles change: decoding takes {inputs.decode_demand:.2f} workers{on_time}"
+            case Reason.HOLDING:
+                since = self._config.hold_s
+                return f"not scaling: {need.size} would do, but not yet for {since:g} s{on_time}"
+            case Reason.REVERSALS:
+                return f"not scaling: {inputs.reversals} reversals in the last hour{on_time}"
+            case Reason.BUDGET:
+                return f"not scaling: {inputs.worker_hours:.2f} worker hours are spent{on_time}"
+            case Reason.AT_MOST:
+                return f"not scaling: {need.size} are needed, {inputs.most} may be{on_time}"
+            case Reason.COMING:
+                return f"not scaling: {inputs.coming} of {have} are coming{on_time}"
+            case Reason.STALE:
+                return f"not scaling: measurements are older than {self._config.stale_s:g} s"
+            case Reason.NOT_MEASURED:
+                return "not scaling: no worker has told yet what prompts cost"
+            case Reason.IDLE:
+                return f"idle: {wanted} workers"
+            case _:
+                return f"not scaling: {have} workers are enough{on_time}"

@@ -1,0 +1,167 @@
+"""Replays whose workers come and go: the fleet as a connector, what drains, and what it costs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from cluster.scaling.connector import State
+from cluster.scaling.decisions import encode_line, read_log
+from cluster.scaling.scaler import replay_log
+from engine.stats import Role
+from lab.replay.autoscale.fleet import SimulatedFleet
+from lab.replay.autoscale.foresight import foresee, plan_of
+from lab.replay.autoscale.report import attainment, figures
+from lab.replay.autoscale.scaled import ScaledReplay, replay_scaled, reversals_of, with_targets
+from lab.replay.report import Slo, is_complete
+from lab.replay.trace import Trace, TraceRequest, multiplied
+from router.scaling_config import ScalingConfig
+from tests.cluster.scaling.connector_contract import *  # noqa: F403
+from tests.lab.replay.replay_kit import config, made_up
+
+START_S = 10.0
+SCALING = ScalingConfig(start_s=START_S, max_workers=8, memory_s=60.0, hold_s=20.0, tick_s=1.0)
+
+
+class Clock:
+    """A cluster of nothing but time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: list[tuple[float, int, Any]] = []
+
+    def call_at(self, at_s: float, call: Any) -> None:
+        self.calls.append((at_s, len(self.calls), call))
+
+    def pass_time(self, seconds: float) -> None:
+        end_s = self.now + seconds
+        while due := [each for each in self.calls if each[0] <= end_s]:
+            first = min(due, key=lambda each: each[:2])
+            self.calls.remove(first)
+            self.now = max(self.now, first[0])
+            first[2]()
+        self.now = end_s
+
+    def bring_up(self, worker: str, role: Role) -> None: ...
+    def set_role(self, worker: str, role: Role) -> None: ...
+    def clear(self, worker: str) -> None: ...
+    def take_down(self, worker: str) -> None: ...
+    def is_empty(self, worker: str) -> bool:
+        return True
+
+
+class SimulatedWorld:
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.start_s, self.pending_timeout_s = START_S, 60.0
+        self.connector = self.fleet = SimulatedFleet(self.clock, self.start_s)
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.pass_time(seconds)
+
+    def take_all_places(self) -> None:
+        self.fleet.places = 0
+
+
+@pytest.fixture
+def world() -> SimulatedWorld:
+    return SimulatedWorld()
+
+
+def test_a_worker_costs_from_its_place_until_it_is_gone(world: SimulatedWorld) -> None:
+    worker = world.fleet.start(Role.DECODE)
+    world.pass_time(30.0)
+    world.fleet.drain(worker)
+    world.pass_time(30.0)
+    assert world.fleet.gpu_s(60.0) == pytest.approx(30.0, abs=1.0)
+
+
+def ramp(num_requests: int = 500) -> Trace:
+    """Prompts of 0.1 to 0.4 s: first 1 a second, then 12, then 1 again."""
+    requests, at_s = [], 0.0
+    for number in range(num_requests):
+        at_s += 1 / 12 if num_requests * 0.1 < number < num_requests * 0.7 else 1.0
+        requests.append(TraceRequest(at_s, 1000 + 500 * (number % 7), 5 + number % 20))
+    return Trace("ramp", tuple(requests), block_tokens=64)
+
+
+def test_every_request_of_a_changing_fleet_ends_whole() -> None:
+    run = with_targets(config(num_prefill=1, num_decode=1, num_blocks=400), SCALING)
+    found = replay_scaled("auto", ramp(), run, START_S, SCALING)
+    assert all(is_complete(sample) for sample in found.result.samples)
+    assert all(sample.num_output == sample.output_length for sample in found.result.samples)
+    assert found.num_starts >= 1
+    drained = [d for line in found.log if line.decision for d in line.decision.drains]
+    assert drained
+    assert found.gpu_hours == pytest.approx(_integral(found.history), rel=0.01)
+
+
+def _integral(history: list[tuple[float, int, int]]) -> float:
+    return sum((b[0] - a[0]) * a[2] for a, b in pairwise(history)) / 3600
+
+
+def test_a_drained_worker_leaves_nothing_behind() -> None:
+    trace = made_up(60, rate=3.0)
+    run = ScaledReplay(trace, with_targets(config(num_prefill=1, num_decode=2), SCALING), START_S)
+    run.call_at(0.0, lambda: run.begin_with([Role.PREFILL, Role.DECODE, Role.DECODE]))
+    for at_s in (5.0, 9.0):
+        run.call_at(at_s, lambda worker=f"decode-{int(at_s > 5)}": run.fleet.drain(worker))  # type: ignore[misc]
+    run.call_at(7.0, lambda: run.fleet.start(Role.DECODE))  # type: ignore[arg-type,return-value]
+    result = run.run(None)
+    assert all(is_complete(sample) for sample in result.samples)
+    gone = [each for each in run.fleet.workers() if each.state is State.GONE]
+    assert {each.worker for each in gone} == {"decode-0", "decode-1"}
+    assert run.router.check_idle() == []
+
+
+def test_the_log_of_a_replay_reproduces_its_decisions() -> None:
+    run = with_targets(config(num_prefill=1, num_decode=1, num_blocks=400), SCALING)
+    found = replay_scaled("auto", ramp(200), run, START_S, SCALING)
+    pairs = replay_log(read_log(encode_line(line) for line in found.log))
+    assert len(pairs) > 20
+    assert all(made == again for made, again in pairs)
+
+
+def test_equal_arguments_give_equal_results() -> None:
+    run = with_targets(config(num_prefill=1, num_decode=1, num_blocks=400), SCALING)
+    first, second = (replay_scaled("a", ramp(150), run, START_S, SCALING) for _ in range(2))
+    assert first.gpu_hours == second.gpu_hours
+    assert [s.e2e_s for s in first.result.samples] == [s.e2e_s for s in second.result.samples]
+
+
+def test_an_oracle_orders_before_the_load_comes() -> None:
+    trace = ramp()
+    run = with_targets(config(num_prefill=1, num_decode=1, num_blocks=400), SCALING)
+    known = foresee(trace, run, SCALING)
+    path = known.path(0.9, START_S, 2)
+    assert max(path) > path[0]
+    assert known.on_time(path) >= 0.9
+    found = replay_scaled("oracle", trace, run, START_S, plan_of(known, path, START_S))
+    stays = replay_scaled("static", trace, run, START_S)
+    slo = Slo()
+    assert attainment(found, slo) > attainment(stays, slo)
+    assert figures(found, slo)["gpu_hours"] == found.gpu_hours
+
+
+def test_the_least_static_fleet_is_enough_and_one_less_is_not() -> None:
+    known = foresee(ramp(), config(num_blocks=400), SCALING)
+    size = known.least_static(0.9)
+    assert known.on_time([size] * len(known.looks)) >= 0.9
+    assert known.on_time([size - 1] * len(known.looks)) < 0.9
+
+
+def test_reversals_are_changes_of_direction() -> None:
+    assert reversals_of([0, 2, 0, 1, -1, 0, -2, 3]) == 2
+    assert reversals_of([]) == 0
+
+
+def test_copies_multiply_the_rate_and_share_nothing() -> None:
+    trace = made_up(10)
+    eight = multiplied(trace, 8)
+    assert len(eight.requests) == 80
+    assert eight.duration_s <= trace.duration_s + 1.0
+    assert [r.at_s for r in eight.requests] == sorted(r.at_s for r in eight.requests)
+    first = [r for r in eight.requests if r.input_length == trace.requests[0].input_length][:8]
+    assert len({r.block_ids for r in first}) == 8

@@ -1,0 +1,42 @@
+"""A worker that is about to go: nothing new comes, what decodes there moves, and the rest stays."""
+
+from __future__ import annotations
+
+from router.messages import WorkerDraining
+from tests.router.script import Script
+from tests.router.test_migration_books import begun
+
+
+def test_a_draining_worker_gets_no_requests() -> None:
+    s = Script("decode-0", "decode-1")
+    s.tell(WorkerDraining("decode-0", 1))
+    for number in range(4):
+        s.submit(f"r{number}", tokens=range(10 + number))
+        assert s.dispatched()[0] == "decode-1"
+    status = {each.worker: each.state for each in s.router.status(s.now).workers}
+    assert status == {"decode-0": "draining", "decode-1": "up"}
+
+
+def test_what_decodes_on_a_draining_worker_moves() -> None:
+    s, decode, prefill = begun("prefill-0", "decode-0", "decode-1")
+    s.tell(WorkerDraining(decode, 1))
+    new, _, _ = s.dispatched()
+    assert new not in (decode,)
+    assert prefill == "prefill-0"
+
+
+def test_what_finds_no_room_elsewhere_ends_where_it_is() -> None:
+    s = Script("decode-0")
+    s.submit(tokens=range(10))
+    s.dispatched()
+    s.delta("decode-0", 10, 5)
+    s.tell(WorkerDraining("decode-0", 1))
+    s.delta("decode-0", 11, 6)
+    assert s.streamed() == [5, 6]
+
+
+def test_an_older_epoch_does_not_drain() -> None:
+    s = Script("decode-0")
+    s.tell(WorkerDraining("decode-0", 0))
+    s.submit(tokens=range(10))
+    assert s.dispatched()[0] == "decode-0"
