@@ -42,8 +42,7 @@ class Dispatcher:
         """`name` of the router: routers break ties differently."""
         self._config = config
         self._endpoints: dict[NodeId, Endpoint] = {}
-        apart = {"prefilling_at_least": APART}
-        self.cost = CostModel(**(apart if config.ttft_target_s else {}))
+        self.cost = CostModel(prefilling_at_least=APART if config.ttft_target_s else 0.5)
         self._fleets = {pool: Fleet(name, self.cost) for pool in (Role.DECODE, Role.PREFILL)}
         self._kinds: dict[tuple[bytes, int], WorkerInfo] = {}  # of the workers that are up
         self.index = PrefixIndex(
