@@ -86,7 +86,7 @@ class ScalingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     start_s: Wait = 60.0  # that a worker takes to start, until starts were measured
     tick_s: Annotated[float, Meta(ge=0.1, le=60.0)] = 2.0  # between two decisions
     memory_s: Annotated[float, Meta(ge=10.0, le=86_400.0)] = 900.0  # of traffic that is looked at
-    hold_s: Wait = 120.0  # fewer workers have to be enough for this long before any goes
+    hold_s: Wait = 300.0  # fewer workers have to be enough for this long before any goes
     max_reversals_per_hour: Annotated[int, Meta(ge=2, le=1000)] = 10  # from more to fewer, and back
     idle_s: Wait = 300.0  # without a request, until there are min_workers
     stale_s: Annotated[float, Meta(ge=0.1)] = 10.0  # measurements older than this change nothing

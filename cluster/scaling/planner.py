@@ -12,7 +12,6 @@ that time stay. A way down also has to leave room for a way back up among the re
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from math import ceil
 
 from cluster.scaling.connector import COMING, COUNTED, ManagedWorker, State
@@ -20,6 +19,7 @@ from cluster.scaling.decisions import Alternative, Decision, Inputs, Reason
 from cluster.scaling.moves import Moves, moves_to
 from cluster.scaling.observations import Observation, Snapshot
 from cluster.scaling.shadows import Shadows
+from cluster.scaling.sizing import DECODE_FULL, Need, for_prompts
 from engine.node import NodeId
 from engine.stats import Role
 from router.scaling_config import ScalingConfig
@@ -29,45 +29,12 @@ HOUR_S = 3600.0
 RECENT_S = 30.0  # of demand
 LONG_S = 90.0  # demand has to have lasted so long, to be expected to go on
 FULL = 0.9  # of a worker's time, for prompts that go on coming
-DECODE_FULL = 0.8  # of a decode worker's, beside which the target still holds
 MOST_WANTED = 0.99  # of what could be on time at all
 MAX_GAP = 0.1
 LEAST_ENDED = 50  # requests, before it is known what the real fleet misses
-BESIDE = 0.5  # of what decoding leaves of a decode worker, for prompts
-SPARE = 0.3  # of a decode worker, below which a role does not change back
+LEAST_STAY_S = 10.0  # over which arrivals count together for decoding
+CHUNK = 0.6  # of the ITL target, for a decode step with prompt tokens
 FLIP_HOLD_S = 30.0  # a role has to be wanted for so long
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """Of workers, before limits."""
-
-    size: int
-    decode_demand: float  # GPU-seconds per second
-    prefill_demand: float
-    forecast: float
-    alternatives: tuple[Alternative, ...] = ()
-
-    def decode_workers(self, size: int, have: int) -> int:
-        """Of `size`: at least one, and one is left for prompts where there are several. Of the
-        `have` there are now, none goes that would soon be missed."""
-        if size <= 1:
-            return size
-        least = decode_workers(size, self.decode_demand)
-        spare = min(have, ceil(self.decode_demand / DECODE_FULL + SPARE))
-        return min(size - 1, max(least, spare))
-
-
-def decode_workers(size: int, demand: float) -> int:
-    """Of `size`, for so many GPU-seconds of decoding per second."""
-    return size if size <= 1 else min(size - 1, max(1, ceil(demand / DECODE_FULL - 1e-9)))
-
-
-def for_prompts(size: int, decode_demand: float) -> float:
-    """Workers' worth of prompts that `size` workers compute: prefill workers all the time, decode
-    workers in a part of what decoding leaves, in chunks."""
-    decode = decode_workers(size, decode_demand)
-    return size - decode + BESIDE * max(0.0, DECODE_FULL * decode - decode_demand)
 
 
 class Planner:
@@ -85,6 +52,7 @@ class Planner:
             deque()
         )  # (when, ended, missed beyond shadows)
         self._decoding: deque[tuple[float, float]] = deque()  # (when, workers full of sequences)
+        self._peaks: deque[tuple[float, float, float]] = deque()  # (when, arrivals, workers busy)
         self._active_at = 0.0  # the last tick with requests
         self._fewer_since: float | None = None
         self._most_needed = 0  # since then
@@ -160,7 +128,10 @@ class Planner:
         while self._decoding[0][0] <= now - RECENT_S:
             self._decoding.popleft()
         busy = sum(each for _, each in self._decoding) / len(self._decoding)
-        decode = max(rate * seen.mean_output * token_s, DECODE_FULL * busy)
+        peak = DECODE_FULL * self._peak(
+            now, seen, max(token_s, CHUNK * config.itl_target_s / streams)
+        )
+        decode = max(rate * seen.mean_output * token_s, DECODE_FULL * busy, peak)
         self._decode_demand = decode
         recent = self._shadows.demand(now, RECENT_S)
         forecast = self._forecast(now, recent, seen.start_s)
@@ -169,14 +140,31 @@ class Planner:
             Alternative(size, self._shadows.on_time(for_prompts(size, decode)), float(size))
             for size in range(1, most + 1)
         ]
-        by_traffic = next((each.workers for each in options if each.on_time >= wanted), most)
+        enough = (each.workers for each in options if each.on_time >= wanted)
+        by_traffic = next(enough, most + 1)  # more than may be
         by_forecast = next(
             (n for n in range(1, most) if FULL * for_prompts(n, decode) >= forecast), most
         )
         by_decode = ceil(decode / DECODE_FULL - 1e-9)
+        by_decode += by_decode > 1  # beside one that computes prompts
         size = max(by_traffic, by_forecast, by_decode, 1)
         near = tuple(each for each in options if abs(each.workers - by_traffic) <= 2)
         return Need(size, decode, recent, forecast, near)
+
+    def _peak(self, now: float, seen: Observation, token_s: float) -> float:
+        """Decode workers that would have been busy in all but the last percent of arrivals: many
+        come in bursts, and miss the target together."""
+        stay_s = max(LEAST_STAY_S, 2 * seen.mean_output * self._config.itl_target_s)
+        busy = self._rate(now, stay_s) * seen.mean_output * token_s
+        self._peaks.append((now, float(sum(seen.arrivals.values())), busy))
+        while self._peaks[0][0] <= now - self._config.memory_s:
+            self._peaks.popleft()
+        left = (1.0 - self._config.percentile / 100.0) * sum(count for _, count, _ in self._peaks)
+        for _, count, workers in sorted(self._peaks, key=lambda each: -each[2]):
+            left -= count
+            if left < 0:
+                return workers
+        return 0.0
 
     def _forecast(self, now: float, recent: float, start_s: float) -> float:
         """Demand for prompts when a worker that is ordered now is up: what has lasted goes on, and

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from cluster.control.messages import Peer
+from cluster.control.messages import CONTROLLER, Introduced, Peer
+from cluster.control.process_messages import Adopt, End, Meet
 from cluster.runtime.host import NodeExit, NodeHost, keep_running
 from cluster.worker.process import BuiltWorker, Listening, WorkerProcess
 from cluster.worker.threads import StepThread
@@ -200,6 +201,24 @@ def process(node_id: str, answer: Callable[[Any], list[Effect]]) -> tuple[Worker
     return WorkerProcess(built, Listening("127.0.0.1", b"token", 1 << 20)), node
 
 
+async def greet(worker: WorkerProcess, peers: list[Peer], *more: Any) -> None:
+    """As a controller, who says where the peers are, and `more`."""
+    said: list[Any] = []
+    listening = Listening("127.0.0.1", b"token", 1 << 20)
+    wire = listening.wire(CONTROLLER, 1, lambda _, message: said.append(message))
+    host, port = await wire.listen("127.0.0.1")
+    assert worker._started is not None
+    me, its = Peer(CONTROLLER, host, port, 1), worker._started
+    wire.set_address(its.info.worker, its.host, its.port, 1)
+    wire.send(its.info.worker, Adopt(me))
+    wire.send(its.info.worker, Meet("someone", 5, tuple(peers)))
+    for message in more:
+        wire.send(its.info.worker, message)
+    await until(lambda: len(said) == 2)
+    assert said == [its, Introduced(its.info.worker, "someone", 5)]
+    await wire.close()
+
+
 def test_workers_talk_over_the_wire_once_introduced() -> None:
     def pass_on(message: Any) -> list[Effect]:
         again = isinstance(message, Abort) and message.attempt < 100
@@ -211,16 +230,17 @@ def test_workers_talk_over_the_wire_once_introduced() -> None:
 
     a, node_a = process("a", pass_on)
     b, node_b = process("b", pass_back)
-    a_address, b_address = a.start(), b.start()
-    a.introduce([Peer("b", *b_address, 1)])
-    b.introduce([Peer("a", *a_address, 1)])
+    peers = [Peer(s.info.worker, s.host, s.port, 1) for s in (a.start(), b.start())]
+    for each in (a, b):
+        asyncio.run(greet(each, peers))
     a._host.deliver_soon("a", Abort("r", 0))
     until_true(lambda: bool(node_a.received) and node_a.received[-1].attempt == 100)
     assert [m.attempt for m in node_a.received] == list(range(0, 101, 2))
     assert [m.attempt for m in node_b.received] == list(range(1, 101, 2))
-    a.stop()
-    b.stop()
-    a.wait()  # returns: it was stopped
+    asyncio.run(greet(a, peers, End(1)))
+    a.wait()  # returns: it was ended
+    a.close()
+    b.close()
 
 
 def test_a_worker_whose_node_fails_says_so_to_whoever_waits() -> None:
@@ -234,7 +254,7 @@ def test_a_worker_whose_node_fails_says_so_to_whoever_waits() -> None:
     worker._host.deliver_soon("a", "bad")
     with pytest.raises(ValueError, match="a bug"):
         worker.wait()
-    worker.stop()
+    worker.close()
 
 
 def test_a_task_that_must_live_begins_again_however_it_ends(
@@ -281,5 +301,5 @@ def test_a_node_that_asks_for_the_end_of_its_process_gets_no_more_messages() -> 
         worker._host.deliver_soon("a", message)
     with pytest.raises(NodeExit, match="a step has not ended after 30 s"):
         worker.wait()
-    worker.stop()
+    worker.close()
     assert node.received == ["hung"]

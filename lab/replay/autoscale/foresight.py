@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from cluster.scaling.planner import decode_workers, for_prompts
 from cluster.scaling.shadows import Shadow
+from cluster.scaling.sizing import decode_workers, for_prompts
 from lab.replay.config import ReplayConfig
 from lab.replay.trace import Trace
 from lab.timing.timing import Timing

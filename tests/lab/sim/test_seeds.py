@@ -55,6 +55,7 @@ def test_the_seeds_see_every_outcome_and_every_fault() -> None:
         "disk rots",
         "disk slow",
         "exit",
+        "handover",
         "host rots",
         "killed",
         "message cut off",
