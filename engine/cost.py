@@ -45,7 +45,7 @@ class Rate:
 
 
 FORGET = 0.998  # factor on the weight of older samples, with each new one
-LEAST_TOKENS = 64  # of prompts in a step, or one block
+LEAST_BLOCKS, LEAST_TOKENS = 4, 64  # of prompts in a step: the fewer, but a whole block
 MAX_SLOWDOWN = 8.0
 MIN_SAMPLES = 8  # before a fit is published
 TOKENS_UNIT = 4096.0  # prompt tokens count in these, so that features are of one size
@@ -200,7 +200,8 @@ class StepTiming:
         if target_s == 0:
             return self._config.max_num_batched_tokens
         spare_s = target_s - self.decode_step_s.value
-        least = max(LEAST_TOKENS, self._config.block_size)
+        block_size = self._config.block_size
+        least = max(block_size, min(LEAST_TOKENS, LEAST_BLOCKS * block_size))
         return max(least, int(spare_s * self.prefill_tokens_per_s.value))
 
     def present_prefill_rate(self, *, is_busy: bool) -> float:
