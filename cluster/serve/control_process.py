@@ -124,6 +124,7 @@ class ControlProcess:
         match effect:
             case Record(kept):
                 write_private(self.spec.kept_file, msgspec.msgpack.encode(kept))
+                self.desk.push_soon()
             case StartWorker():
                 self._start_worker(effect)
             case StopWorker(worker, epoch):

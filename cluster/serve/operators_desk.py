@@ -33,6 +33,7 @@ from engine.node import NodeId
 log = logging.getLogger("kvrelay.control")
 
 AUDITOR: NodeId = "auditor"
+PUSH_AFTER_S = 0.02  # changes that come together are told together
 LOAD_TIMEOUT_S = 2.0  # for routers to say what they serve
 
 
@@ -59,6 +60,7 @@ class OperatorsDesk:
         self._shared_audit = SharedAudit(self.audit)
         self._loads: dict[Life, RouterLoad] = {}
         self._asked: dict[NodeId, asyncio.Future[RouterLoad]] = {}
+        self._is_pushing = False
 
     def receive(self, message: RouterReport | AuditQuestion) -> None:
         match message:
@@ -71,6 +73,18 @@ class OperatorsDesk:
                 self._control.wire.send(router, view)
             case AuditQuestion(router, number):
                 self._control.spawn(self._answer_audit(router, number))
+
+    def push_soon(self) -> None:
+        """Something has changed that operators look at: routers need not wait until they report."""
+        if not self._is_pushing:
+            self._is_pushing = True
+            self._control.host.loop.call_later(PUSH_AFTER_S, self._push)
+
+    def _push(self) -> None:
+        self._is_pushing = False
+        view = ClusterView(msgspec.msgpack.encode(self.view()))
+        for router in self._control.controller.router_processes.peers:
+            self._control.wire.send(router.node, view)
 
     def view(self) -> dict[str, Any]:
         """See `cluster.control.view`."""
