@@ -11,12 +11,13 @@ PORT ?= 8000
 SEED ?= 1
 ARGS ?=
 
-.PHONY: help setup serve test lint sim bench runbooks example clean
+.PHONY: help setup serve test test-long lint sim bench runbooks example clean
 
 help:
 	@echo 'make setup               a virtual environment in $(VENV) with the kvrelay command'
 	@echo 'make serve [PORT=8000] [ARGS="MODEL --prefill 1 --decode 1"]'
 	@echo 'make test [ARGS=...]     the tests; ARGS goes to pytest'
+	@echo 'make test-long           tests that take servers of their own'
 	@echo 'make lint                ruff and mypy'
 	@echo 'make sim SEED=1          one run of the simulator'
 	@echo 'make bench [ARGS=...]    measure what listens at PORT'
@@ -44,10 +45,14 @@ serve: setup
 test: setup
 ifeq ($(strip $(ARGS)),)
 	$(BIN)/python -m pytest -m 'not gpu and not e2e' -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m 'not gpu and e2e'
+	$(BIN)/python -m pytest -m 'not gpu and e2e and not long'
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+# With what takes servers of its own: survival, TLS, several routers' keys, Ray's token, dashboards.
+test-long: setup
+	$(BIN)/python -m pytest -m long
 
 lint: setup
 	$(BIN)/ruff check .

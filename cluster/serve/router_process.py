@@ -112,7 +112,7 @@ class RouterProcess:
         self.finish_s = 0.0
         self.draining = False
         self.hangup = asyncio.Event()  # read tenants again
-        self.order = order
+        self._order = order
         self._view: dict[str, Any] | None = None
         self._viewed_at = 0.0
         self._audits: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -136,6 +136,11 @@ class RouterProcess:
         return RouterStarted(
             Peer(spec.router, host, port, spec.epoch), self._http_port, os.getpid()
         )
+
+    def order(self, service: Any) -> None:
+        """Begin what an operator asks of the whole server; this router takes nothing new at once."""
+        self.draining |= service == "drain"
+        self._order(service)
 
     async def serves(self) -> None:
         """Returns when its API takes requests."""

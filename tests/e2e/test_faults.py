@@ -183,6 +183,27 @@ def test_a_stopped_worker_is_left_by_its_streams_and_then_replaced(url: str) -> 
     wait_for(url, all_up, 10, "it gets no requests")
 
 
+def test_a_stream_does_not_notice_that_the_controller_is_killed(url: str) -> None:
+    options = {"temperature": 0, "max_tokens": 60}
+    undisturbed = stream(url, options)
+    wait_for(url, all_up, 10, "workers are not up")
+    before = status(url)
+
+    def disturb(number: int) -> None:
+        if number == 10:
+            os.kill(before["controller"]["pid"], signal.SIGKILL)
+
+    assert stream(url, options, disturb) == undisturbed
+
+    def is_back(state: dict[str, Any]) -> bool:
+        later = state["controller"]["epoch"] > before["controller"]["epoch"]
+        return bool(later and state["controller"]["has_ray"] and all_up(state))
+
+    wait_for(url, is_back, 60, "there is no new controller")
+    lives = [[(w["pid"], w["epoch"]) for w in s["workers"]] for s in (before, status(url))]
+    assert sorted(lives[0]) == sorted(lives[1])
+
+
 def test_request_is_answered_when_the_prefill_worker_is_killed(url: str) -> None:
     words = " ".join(str(number) for number in range(700))
     body = {"model": MODEL, "prompt": words, "max_tokens": 8, "temperature": 0}

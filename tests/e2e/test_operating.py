@@ -15,7 +15,7 @@ import pytest
 from benchmarks.serving.served import Served
 from tests.cluster.api.conftest import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(180)]
 
 KEY = "the-key-of-operators"
 TENANT = '[[tenant]]\nname = "red"\nkeys = ["{}"]\n'

@@ -13,7 +13,7 @@ import pytest
 from cluster.runtime.ray_token import TokenUnknown, asks_for_token
 from tests.e2e.test_two_nodes import RayNode
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(240)]
 
 OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 PORTS = {"open": 6393, "closed": 6394}

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.serving.served import Served
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(240)]
 
 BODY = {
     "model": "smollm2-135m",

@@ -64,6 +64,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 def test_expressions_read_what_a_served_router_has(served: Served) -> None:
@@ -76,6 +77,7 @@ def test_expressions_read_what_a_served_router_has(served: Served) -> None:
     assert not lacking
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_runbooks_name_metrics_that_there_are(served: Served) -> None:
     names = {sample.name for sample in scrape(served)}

@@ -13,7 +13,7 @@ from lab.cli.fuzz import repeat_command
 from lab.sim.breakage import Break
 from lab.sim.run import Report, run_seed
 
-NUM_SEEDS = 100
+NUM_SEEDS = 75
 SOONER = {Break.RESCUE: (129,)}  # seeds that show it, where the first ones do not
 GROUP = 25
 
