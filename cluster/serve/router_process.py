@@ -138,7 +138,7 @@ class RouterProcess:
         )
 
     def order(self, service: Any) -> None:
-        """Begin what an operator asks of the whole server; this router takes nothing new at once."""
+        """Begin what an operator asks of the whole server; to drain, this router begins at once."""
         self.draining |= service == "drain"
         self._order(service)
 
