@@ -50,7 +50,7 @@ else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-# With what takes servers of its own: survival, TLS, several routers' keys, Ray's token, dashboards.
+# With what takes servers of its own: survival, TLS, several routers and nodes, keys, dashboards.
 test-long: setup
 	$(BIN)/python -m pytest -m long
 

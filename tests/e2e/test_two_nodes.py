@@ -17,7 +17,7 @@ import pytest
 from benchmarks.serving.served import Served
 from tests.e2e.test_faults import all_up, status, wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(240)]
 
 PORT = 6391
 ADDRESS = f"127.0.0.1:{PORT}"

@@ -18,7 +18,7 @@ from benchmarks.serving.served import Served
 from tests.cluster.state.stores import Server
 from tests.e2e.test_faults import is_idle, status, wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(120)]
 
 MODEL = "smollm2-135m"
 
