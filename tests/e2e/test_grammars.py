@@ -15,7 +15,7 @@ from engine.request import FinishReason, SamplingParams
 from lab.local import LocalCluster
 from router.config import RouterConfig
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.long, pytest.mark.e2e]
 
 SCHEMA = {
     "type": "object",
