@@ -53,7 +53,7 @@ async def run_router(supervisor: Supervisor) -> int:
         supervisor.tell(RouterFailed(spec.router, spec.epoch, str(error), permanent=True))
         return 1
     serving = asyncio.create_task(process.serves())
-    serving.add_done_callback(lambda _: supervisor.tell(Serves(spec.router, sock_port(order))))
+    serving.add_done_callback(lambda _: supervisor.tell(Serves(spec.router)))
     ends: set[asyncio.Future[Any]] = {gone, stop, process.failed}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if process.failed.done():
@@ -70,11 +70,6 @@ async def run_router(supervisor: Supervisor) -> int:
             log.warning("%s: %d requests are cut off", spec.router, left)
     await process.close(0.0 if asked.refuse else asked.drain_s)
     return 0
-
-
-def sock_port(order: RouterOrder) -> int:
-    with socket.socket(fileno=os.dup(order.sock)) as again:
-        return int(again.getsockname()[1])
 
 
 async def run_controller(supervisor: Supervisor) -> int:

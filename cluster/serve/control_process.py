@@ -13,11 +13,9 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from cluster.control.controller import Controller, ControllerConfig
 from cluster.control.messages import (
@@ -45,11 +43,11 @@ from cluster.control.process_messages import (
     Meet,
     RouterReport,
 )
-from cluster.control.router_processes import RouterState
-from cluster.control.wanted import WorkerState
+from cluster.control.router_processes import RouterState, WantedRouter
+from cluster.control.wanted import Worker, WorkerState
 from cluster.runtime.host import NodeHost, keep_running
 from cluster.runtime.processes import kill_workers, worker_processes
-from cluster.serve.life import write_private
+from cluster.serve.life import read_record, write_private
 from cluster.serve.operators_desk import AUDITOR, OperatorsDesk
 from cluster.serve.orders import AllUp, ControlSpec, PartNews
 from cluster.worker.build import PreparedModel
@@ -90,7 +88,6 @@ class ControlProcess:
         self._adopted: list[AdoptWorker] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self.restarted: Counter[str] = Counter()  # tasks that ended, by name
-        self._was_all_up = False
 
     async def start(self) -> None:
         """Listen, and get Ray; once there is a model, adopt what runs and start what does not."""
@@ -110,7 +107,7 @@ class ControlProcess:
                 routers=(),
                 listeners=(self._me, Peer(AUDITOR, host, port, spec.epoch)),
                 further_routers=spec.routers,
-                kept=read_kept(spec.kept_file),
+                kept=read_record(spec.kept_file, Kept) or Kept(),
                 running_routers=spec.running_routers,
                 start_timeout_s=cluster.start_timeout_s,
                 silent_grace_s=cluster.silent_grace_s,
@@ -162,7 +159,6 @@ class ControlProcess:
         if self._workers is not None:
             await self._workers.close()
         kill_workers(self.spec.cluster)
-        self.spec.kept_file.unlink(missing_ok=True)
         await self.wire.close()
         await self._leave_ray()
 
@@ -267,7 +263,9 @@ class ControlProcess:
 
     def _adopt(self, adopted: AdoptWorker) -> None:
         peer = adopted.peer
-        if self.wire.context.is_here(peer.host) and not psutil.pid_exists(adopted.pid):
+        alive = {(node, epoch) for _, node, epoch in worker_processes(self.spec.cluster)}
+        is_gone = (adopted.worker, adopted.epoch) not in alive
+        if self.wire.context.is_here(peer.host) and is_gone:
             self._say(WorkerLost(adopted.worker, adopted.epoch, "its process has ended"))
             return
         meet(self.wire, [peer])
@@ -286,14 +284,12 @@ class ControlProcess:
     async def _show(self) -> None:
         """Tell the supervisor how far each part is, until all are up."""
         while not self.controller.all_up():
-            for worker in self.controller.workers.values():
-                is_up = worker.state is WorkerState.UP
-                why = f" ({worker.last_error})" if worker.last_error and not is_up else ""
-                self._tell(PartNews(worker.node, f"{worker.state}{why}", is_up))
-            for router in self.controller.router_processes.routers.values():
-                why = f" ({router.last_error})" if router.last_error else ""
-                is_up = router.state is RouterState.UP
-                self._tell(PartNews(router.node, f"{router.state}{why}", is_up))
+            routers = self.controller.router_processes.routers.values()
+            parts: list[Worker | WantedRouter] = [*self.controller.workers.values(), *routers]
+            for part in parts:
+                is_up = part.state in (WorkerState.UP, RouterState.UP)
+                why = f" ({part.last_error})" if part.last_error and not is_up else ""
+                self._tell(PartNews(part.node, f"{part.state}{why}", is_up))
             await asyncio.sleep(0.1)
         infos = [w.info for w in self.controller.workers.values() if w.info is not None]
         model = await self._model
@@ -323,14 +319,3 @@ class ControlProcess:
     def _fail(self, reason: str) -> None:
         if not self.failed.done():
             self.failed.set_result(reason)
-
-
-def read_kept(file: Path) -> Kept:
-    """What the last controller has left; nothing where it was ended properly."""
-    try:
-        return msgspec.msgpack.decode(file.read_bytes(), type=Kept)
-    except FileNotFoundError:
-        return Kept()
-    except (OSError, msgspec.DecodeError) as error:
-        log.warning("%s is of no use, and workers that run are not found: %s", file, error)
-        return Kept()

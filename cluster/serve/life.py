@@ -6,7 +6,6 @@ cluster. It is removed by a server that ends properly, and so is found only wher
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import secrets
@@ -15,6 +14,7 @@ import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -24,6 +24,8 @@ from cluster.runtime.processes import kill_workers
 log = logging.getLogger("kvrelay")
 
 TOKEN_BYTES = 32
+
+T = TypeVar("T")
 
 
 class LifeRecord(msgspec.Struct):
@@ -63,7 +65,7 @@ def open_life(config: Config, port: int) -> Life:
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     settings = workers_of(config)
     path = base / f"{socket.gethostname()}-{port}"
-    found = _read(path / "life")
+    found = read_record(path / "life", LifeRecord)
     if found is not None and found.settings == settings:
         log.warning("the last server at port %d did not end properly; its workers go on", port)
         return Life(path, found)
@@ -71,7 +73,7 @@ def open_life(config: Config, port: int) -> Life:
         log.warning("the last server at port %d did not end properly; its workers end", port)
         kill_workers(found.cluster)
     shutil.rmtree(path, ignore_errors=True)
-    if config.api.port == 0:  # nobody could come back to it
+    if config.api.port == 0:  # no later server would look there
         path = Path(tempfile.mkdtemp(dir=base))
     path.mkdir(mode=0o700, exist_ok=True)
     record = LifeRecord(
@@ -93,21 +95,20 @@ def workers_of(config: Config) -> str:
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
-def _read(file: Path) -> LifeRecord | None:
+def read_record(file: Path, kind: type[T]) -> T | None:
+    """What `write_private` has left; None: nothing, as after a proper end, or nothing of use."""
     try:
-        return msgspec.msgpack.decode(file.read_bytes(), type=LifeRecord)
+        return msgspec.msgpack.decode(file.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
-        log.warning("%s is of no use, and is made anew: %s", file, error)
+        log.warning("%s is of no use, and workers that run are not found: %s", file, error)
         return None
 
 
 def write_private(file: Path, data: bytes) -> None:
     """Whole or not at all, for the owner's eyes."""
     new = file.with_suffix(f".{secrets.token_hex(4)}")
-    with contextlib.suppress(FileNotFoundError):
-        new.unlink()
     new.touch(mode=0o600)
     new.write_bytes(data)
     new.replace(file)

@@ -28,7 +28,7 @@ class ControlSpec:
 
 @dataclass(frozen=True, slots=True)
 class PartNews:
-    """To the supervisor: how far a part of the cluster is. `is_up` of the part "all": of all."""
+    """To the supervisor: how far a part of the cluster is."""
 
     part: str
     news: str
@@ -56,8 +56,7 @@ class RouterOrder:
 class Serves:
     """From a router: its API takes requests."""
 
-    router: str
-    port: int
+    router: NodeId
 
 
 @dataclass(frozen=True, slots=True)

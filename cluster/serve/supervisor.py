@@ -25,6 +25,7 @@ from cluster.control.messages import (
     StartRouter,
     StopRouter,
 )
+from cluster.runtime.processes import kill_workers
 from cluster.serve.channel import Child
 from cluster.serve.errors import ServeError
 from cluster.serve.life import Life
@@ -138,6 +139,7 @@ class Supervisor:
         if self._controller is not None and self._controller.is_alive:
             self._controller.order(Stop())
             await _end(self._controller, 2 * END_S)
+        kill_workers(self.cluster)  # of a controller that could not end them, if they are here
         for task in self._tasks:
             task.cancel()
         if not self.failed.done():
@@ -275,7 +277,7 @@ class Supervisor:
                 self._to_controller(news)
             case RouterFailed() | RouterLost():
                 self._to_controller(news)
-            case Serves(router, _):
+            case Serves(router):
                 self._serving.add(router)
                 self._look_ready()
             case "drain":
