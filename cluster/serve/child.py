@@ -89,7 +89,7 @@ async def run_controller(supervisor: Supervisor) -> int:
             case Ending():
                 process.is_ending = True
             case RouterStarted() | RouterFailed() | RouterLost():
-                process.on_router_news(message)
+                process.say(message)
             case RestartWorkers():
                 process.restart_workers(lambda why: supervisor.tell(WorkersRestarted(why)))
 

@@ -134,7 +134,7 @@ class ControlProcess:
                 self._tell(effect)
             case Introduce(to, about, epoch, peers) if to == CONTROLLER:
                 meet(self.wire, peers)
-                self._say(Introduced(to, about, epoch))
+                self.say(Introduced(to, about, epoch))
             case Introduce(to, about, epoch, peers):
                 self.wire.send(to, Meet(about, epoch, peers))
             case GiveUp(reason):
@@ -147,6 +147,7 @@ class ControlProcess:
 
     async def end(self) -> None:
         """End the workers, politely and then by force, and leave Ray."""
+        self.host.close()  # or the controller would have those that end started again
         for task in self._tasks:
             task.cancel()
         running = [w for w in self.controller.workers.values() if w.peer is not None]
@@ -155,7 +156,6 @@ class ControlProcess:
         deadline = self._loop.time() + END_TIMEOUT_S
         while worker_processes(self.spec.cluster) and self._loop.time() < deadline:
             await asyncio.sleep(0.05)
-        self.host.close()
         if self._workers is not None:
             await self._workers.close()
         kill_workers(self.spec.cluster)
@@ -167,10 +167,6 @@ class ControlProcess:
             from cluster.runtime.ray_cluster import disconnect
 
             await self._loop.run_in_executor(self._ray_thread, disconnect)
-
-    def on_router_news(self, news: Any) -> None:
-        """RouterStarted, RouterFailed or RouterLost, from the supervisor."""
-        self._say(news)
 
     @property
     def has_ray(self) -> bool:
@@ -185,7 +181,7 @@ class ControlProcess:
         timeout_s = self.spec.config.cluster.start_timeout_s
         for worker in list(self.controller.workers.values()):
             before = worker.epoch
-            self._say(RestartWorker(worker.node, "an operator restarts all workers"))
+            self.say(RestartWorker(worker.node, "an operator restarts all workers"))
             deadline = self._loop.time() + timeout_s
             while worker.epoch == before or worker.state is not WorkerState.UP:
                 if self._loop.time() > deadline:
@@ -199,7 +195,7 @@ class ControlProcess:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _say(self, message: Any) -> None:
+    def say(self, message: Any) -> None:
         """To the controller, after what it does now."""
         if isinstance(message, WorkerStarted):
             info = message.info
@@ -229,7 +225,7 @@ class ControlProcess:
                 await asyncio.sleep(RAY_RETRY_S)
         self._tell(PartNews("ray", "up", True))
         await self._model
-        self._workers = ray.RayWorkers(self.spec.listening, self._say)
+        self._workers = ray.RayWorkers(self.spec.listening, self.say)
         for adopted in self._adopted:
             self._workers.attach(self.spec.cluster, adopted.worker, adopted.epoch)
         use_gpus = config.model.device != "cpu"
@@ -266,7 +262,7 @@ class ControlProcess:
         alive = {(node, epoch) for _, node, epoch in worker_processes(self.spec.cluster)}
         is_gone = (adopted.worker, adopted.epoch) not in alive
         if self.wire.context.is_here(peer.host) and is_gone:
-            self._say(WorkerLost(adopted.worker, adopted.epoch, "its process has ended"))
+            self.say(WorkerLost(adopted.worker, adopted.epoch, "its process has ended"))
             return
         meet(self.wire, [peer])
         self.wire.send(adopted.worker, Adopt(self._me))
@@ -277,7 +273,7 @@ class ControlProcess:
             case RouterReport() | AuditQuestion():
                 self.desk.receive(message)
             case WorkerStarted():
-                self._say(message)
+                self.say(message)
             case _:
                 self.host.deliver(to, message)
 
