@@ -60,13 +60,18 @@ def check_operator(ctx: ApiContext, http: Request) -> None:
             "another, or behind a proxy; for others set api.operations_key",
             code="forbidden",
         )
-    if http.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+    if is_cross_site(http):
         raise ApiError(
             403,
             "A page of another site in a browser here may not operate the server; for those that "
             "may, set api.operations_key",
             code="forbidden",
         )
+
+
+def is_cross_site(http: Request) -> bool:
+    """Whether a page of another site, in somebody's browser, has sent the call."""
+    return http.headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
 
 
 def _is_here(http: Request, host: str) -> bool:

@@ -173,3 +173,12 @@ class LoopThread:
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
             self.loop.close()
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, in a line: of a task that raised, what it raised."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        return f"{type(cause).__name__}: {first_line(cause)}"
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

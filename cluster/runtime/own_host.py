@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
-_SOMEWHERE = "192.0.2.1"  # nobody's address (RFC 5737); nothing is sent there
+_SOMEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737); nothing is sent there
 
 
 def own_host(address: str) -> str:

@@ -21,12 +21,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.control.machines import Machine
 from cluster.control.messages import MachinesChanged, StartFailed, WorkerLost, WorkerStarted
 from cluster.runtime.guardian import WorkerGuardian
+from cluster.runtime.host import first_line
 from cluster.runtime.processes import name_of
 from cluster.runtime.ray_cluster import (
     NAMESPACE,
     REACH_TIMEOUT_S,
     alive_nodes,
-    first_line,
     machines_of,
     own_machine,
 )
@@ -80,7 +80,7 @@ class RayWorkers:
         self._running[worker] = _Running(epoch, guardian, task)
 
     def end(self, worker: NodeId, epoch: int) -> asyncio.Future[Any] | None:
-        """By force, up to this epoch. None: nobody is there who could."""
+        """By force, up to this epoch. None: no guardian of it is known here."""
         running = self._running.get(worker)
         if running is None or running.epoch > epoch:
             return None

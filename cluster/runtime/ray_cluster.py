@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.control.machines import Machine
+from cluster.runtime.host import first_line
 
 REACH_TIMEOUT_S = 5.0
 NAMESPACE = "kvrelay"  # of actors' names
@@ -91,12 +92,3 @@ def machines_of(nodes: list[dict[str, Any]], use_gpus: bool) -> tuple[Machine, .
         for node in nodes
     ]
     return tuple(sorted(found, key=lambda machine: (machine.host, machine.machine_id)))
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong, in a line: of a task that raised, what it raised."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, BaseException):
-        return f"{type(cause).__name__}: {first_line(cause)}"
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__

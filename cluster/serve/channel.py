@@ -43,8 +43,8 @@ async def read_frame(reader: asyncio.StreamReader) -> Any:
         raise EOFError from None
 
 
-class Supervisor:
-    """The end of a supervised process: what it is told, and whom it tells."""
+class Parent:
+    """The supervised process's end: what it is told, and whom it tells."""
 
     def __init__(self, news_fd: int) -> None:
         self._news_fd = news_fd
@@ -75,7 +75,7 @@ class Supervisor:
             with contextlib.suppress(BlockingIOError):
                 os.write(self._news_fd, frame(news))
         except BrokenPipeError:
-            os._exit(1)  # nobody is there to serve for
+            os._exit(1)  # an orphan: the supervisor has died
 
     def _beat(self) -> None:
         self.tell(Beat())

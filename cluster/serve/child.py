@@ -15,7 +15,8 @@ import sys
 from typing import Any
 
 from cluster.control.messages import RouterFailed, RouterLost, RouterStarted
-from cluster.serve.channel import Supervisor
+from cluster.runtime.host import first_line
+from cluster.serve.channel import Parent
 from cluster.serve.orders import (
     ControlSpec,
     Ending,
@@ -31,10 +32,10 @@ from cluster.serve.orders import (
 log = logging.getLogger("kvrelay")
 
 
-async def run_router(supervisor: Supervisor) -> int:
+async def run_router(parent: Parent) -> int:
     from cluster.serve.router_process import RouterProcess, RouterProcessError
 
-    order: RouterOrder = await supervisor.first()
+    order: RouterOrder = await parent.first()
     spec = order.spec
     sock = socket.socket(fileno=order.sock)
     stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
@@ -46,22 +47,22 @@ async def run_router(supervisor: Supervisor) -> int:
             process.hangup.set()
 
     try:
-        process = RouterProcess(spec, order.listening, supervisor.tell)
-        gone = asyncio.create_task(supervisor.follow(on_order))
-        supervisor.tell(await process.start(sock, order.host))
+        process = RouterProcess(spec, order.listening, parent.tell)
+        gone = asyncio.create_task(parent.follow(on_order))
+        parent.tell(await process.start(sock, order.host))
     except (RouterProcessError, OSError) as error:
-        supervisor.tell(RouterFailed(spec.router, spec.epoch, str(error), permanent=True))
+        parent.tell(RouterFailed(spec.router, spec.epoch, str(error), permanent=True))
         return 1
     serving = asyncio.create_task(process.serves())
-    serving.add_done_callback(lambda _: supervisor.tell(Serves(spec.router)))
+    serving.add_done_callback(lambda _: parent.tell(Serves(spec.router)))
     ends: set[asyncio.Future[Any]] = {gone, stop, process.failed}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if process.failed.done():
         failure = process.failed.result()
-        why = f"{type(failure).__name__}: {failure}"
-        supervisor.tell(RouterLost(spec.router, spec.epoch, why.splitlines()[0]))
+        why = f"{type(failure).__name__}: {first_line(failure)}"
+        parent.tell(RouterLost(spec.router, spec.epoch, why))
         return 1
-    if not stop.done():  # nobody would start it again, or end it
+    if not stop.done():  # an orphan: the supervisor has died
         return 1
     asked = stop.result()
     if asked.refuse:
@@ -72,12 +73,12 @@ async def run_router(supervisor: Supervisor) -> int:
     return 0
 
 
-async def run_controller(supervisor: Supervisor) -> int:
+async def run_controller(parent: Parent) -> int:
     from cluster.serve.control_process import ControlProcess
     from cluster.worker.build import PreparedModel
 
-    spec: ControlSpec = await supervisor.first()
-    process = ControlProcess(spec, supervisor.tell)
+    spec: ControlSpec = await parent.first()
+    process = ControlProcess(spec, parent.tell)
     stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
 
     def on_order(message: Any) -> None:
@@ -91,14 +92,14 @@ async def run_controller(supervisor: Supervisor) -> int:
             case RouterStarted() | RouterFailed() | RouterLost():
                 process.say(message)
             case RestartWorkers():
-                process.restart_workers(lambda why: supervisor.tell(WorkersRestarted(why)))
+                process.restart_workers(lambda why: parent.tell(WorkersRestarted(why)))
 
     await process.start()
-    gone = asyncio.create_task(supervisor.follow(on_order))
+    gone = asyncio.create_task(parent.follow(on_order))
     ends: set[asyncio.Future[Any]] = {gone, stop}
     await asyncio.wait({*ends, process.failed}, return_when=asyncio.FIRST_COMPLETED)
     if process.failed.done():
-        supervisor.tell(GaveUp(process.failed.result()))
+        parent.tell(GaveUp(process.failed.result()))
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if stop.done():
         await process.end()
@@ -113,7 +114,7 @@ def main() -> None:
     run = {"router": run_router, "controller": run_controller}[kind]
 
     async def begin() -> int:
-        return await run(Supervisor(news_fd))
+        return await run(Parent(news_fd))
 
     code = asyncio.run(begin())
     logging.shutdown()

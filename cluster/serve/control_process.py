@@ -251,7 +251,7 @@ class ControlProcess:
         self._workers.start(worker_spec(start, spec.cluster, spec.config, model, machines, workers))
 
     def _stop_worker(self, worker: NodeId, epoch: int) -> None:
-        """By force, and where nobody is there who could, by asking."""
+        """By force, by its guardian or here; where neither reaches it, by asking."""
         self.wire.send(worker, End(epoch))
         if self._workers is None or self._workers.end(worker, epoch) is None:
             kill_workers(self.spec.cluster, worker, epoch)  # if it is on this machine

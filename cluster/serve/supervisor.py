@@ -120,8 +120,7 @@ class Supervisor:
 
     def use_model(self, model: PreparedModel) -> None:
         self._model = model
-        if self._controller is not None:
-            self._controller.order(model)
+        self._to_controller(model)
 
     def reload(self) -> None:
         for router in self._routers.values():
@@ -165,6 +164,8 @@ class Supervisor:
             log.info("restarting the controller")
             self._controller.kill()  # the next one adopts all; there is nothing to finish
             log.info("all have been restarted")
+        except TimeoutError:
+            log.error("restart stopped: a router does not serve again in time")
         finally:
             self._restarting = None
 
@@ -208,8 +209,7 @@ class Supervisor:
                 if not self.ready.done():
                     self._tell(part, text, is_up)
             case AllUp(lines):
-                if self._lines is None:
-                    self._lines = lines
+                self._lines = lines
                 self._look_ready()
             case StartRouter():
                 self._spawn(self._start_router(news))
@@ -305,11 +305,11 @@ class Supervisor:
             self._controller.order(message)
 
     def _look_ready(self) -> None:
-        is_all = self._lines is not None and len(self._serving) == len(self._sockets)
-        if is_all and not self.ready.done() and self._model is not None:
-            assert self._lines is not None
+        lines, model = self._lines, self._model
+        is_all = len(self._serving) == len(self._sockets)
+        if lines is not None and model is not None and is_all and not self.ready.done():
             ports = {name: sock.getsockname()[1] for name, sock in self._sockets.items()}
-            self.ready.set_result(Ready(ports, self._lines, self._model.served_name))
+            self.ready.set_result(Ready(ports, lines, model.served_name))
 
     async def _watch(self) -> None:
         """End what hangs. Time counts in looks: one that was stopped itself has heard nothing."""

@@ -15,6 +15,7 @@ import sys
 from typing import IO, TYPE_CHECKING, Any
 
 from cluster.control.messages import StartFailed, WorkerStarted
+from cluster.runtime.host import first_line
 from cluster.worker.process import Listening, WorkerProcess
 
 if TYPE_CHECKING:
@@ -35,11 +36,6 @@ def start(spec: WorkerSpec, listening: Listening) -> tuple[WorkerProcess | None,
         logging.getLogger("kvrelay").exception("%s does not start", spec.worker)
         why = f"{type(error).__name__}: {first_line(error)}"
         return None, StartFailed(spec.worker, spec.epoch, why, permanent=False)
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else ""
 
 
 def serve(spec: WorkerSpec, listening: Listening, guardian: IO[bytes]) -> int:
@@ -66,7 +62,7 @@ def serve(spec: WorkerSpec, listening: Listening, guardian: IO[bytes]) -> int:
 
 
 def main() -> None:
-    if os.fork():  # nothing to wait for, and nobody who would be asked to
+    if os.fork():  # a daemon: its parent does not wait for it
         os._exit(0)
     os.setsid()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -129,7 +129,7 @@ class Feed:
 
 
 def _plain(value: Any) -> Any:
-    """Rates jitter: what nobody can see is no change."""
+    """Rates jitter: what is too small to see is no change."""
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 

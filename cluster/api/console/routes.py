@@ -23,7 +23,7 @@ from cluster.api.console.history import KEPT_S, PERIOD_S, WINDOW_S, History
 from cluster.api.console.pages import HEADERS, INDEX, page_files, respond
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, overloaded
-from cluster.api.incoming import check_operator
+from cluster.api.incoming import check_operator, is_cross_site
 from cluster.api.limiter import ConcurrencyLimiter, LimitReached
 
 MAX_LISTENERS = 32
@@ -124,7 +124,7 @@ class Console:
         """Another site's page may send a call from an operator's browser. It could not read the
         answer, but would take a place."""
         check_operator(self._ctx, http)
-        if http.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        if is_cross_site(http):
             raise ApiError(403, "Only the console's own page may listen", code="forbidden")
 
 
