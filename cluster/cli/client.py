@@ -32,7 +32,7 @@ def _trust(_context: click.Context, _option: click.Parameter, ca: str | None) ->
 
 
 _url = click.option("--url", default=DEFAULT_URL, show_default=True, help="Where the server is.")
-_ca = click.option(
+ca_option = click.option(
     "--ca",
     envvar="KVRELAY_CA",
     type=click.Path(exists=True, dir_okay=False),
@@ -44,7 +44,7 @@ _ca = click.option(
 
 def url_option(command: Command) -> Command:
     """`--url`, and `--ca`, which the command does not see."""
-    return _url(_ca(command))
+    return _url(ca_option(command))
 
 
 api_key_option = click.option(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "audit": ("cluster.cli.audit", "audit", "Do all KV blocks add up, and does any leak?"),
     "explain": ("cluster.cli.explain", "explain", "Where a request's time went, and why."),
+    "doctor": ("cluster.cli.doctor", "doctor", "What is wrong here, and what to do about it."),
     "role": ("cluster.cli.role", "role", "Prefer a worker for prompts, decoding or both."),
     "drain": ("cluster.cli.service", "drain", "Let a server finish what it has, and end."),
     "restart": ("cluster.cli.service", "restart", "Every process anew, one after the other."),

@@ -1,0 +1,97 @@
+"""The folders that a server writes to: whether it may, how much fits, and how fast it goes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.doctor.findings import Finding, fail, ok, warn
+
+GIB = 1 << 30
+PROBE_BYTES = 64 << 20
+CHUNK = 16 << 20
+MAX_PROBE_S = 5.0
+LEAST_RATE = 100e6  # bytes per second; below it, computing KV again is quicker
+LEAST_FREE = 64 << 20  # of the state directory
+
+
+def check_disk_tier(
+    folder: Path, gib: float, measure: Callable[[Path], tuple[float, float]] | None = None
+) -> Finding:
+    """`gib`: `tiers.disk_gib`. `measure`: (written, read) bytes per second in a folder."""
+    check = "disk tier"
+    wrong = _unusable(check, folder, "tiers.disk_path")
+    if wrong is not None:
+        return wrong
+    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    free = _free(folder)
+    if free + held < gib * GIB:
+        return fail(
+            check,
+            f"{free / GIB:.1f} GiB free at {folder}, of {gib:g} GiB wanted",
+            "lower tiers.disk_gib, free space, or set tiers.disk_path to another disk",
+        )
+    written, read = (measure or measure_disk)(folder)
+    rates = f"{written / 1e6:.0f} MB/s written, {read / 1e6:.0f} MB/s read at {folder}"
+    if min(written, read) < LEAST_RATE:
+        return fail(
+            check,
+            f"slow: {rates}",
+            "set tiers.disk_path to a local NVMe disk; below 100 MB/s it is quicker to compute "
+            "KV again, so tiers.disk_gib = 0 is better",
+        )
+    return ok(check, rates)
+
+
+def check_state_folder(folder: Path) -> Finding:
+    check = "state directory"
+    wrong = _unusable(check, folder, "sessions.state_dir")
+    if wrong is not None:
+        return wrong
+    free = _free(folder)
+    if free < LEAST_FREE:
+        return warn(
+            check,
+            f"{free / (1 << 20):.0f} MiB free at {folder}",
+            "free space, or set sessions.state_dir: sessions would not outlive the server",
+        )
+    return ok(check, f"{free / GIB:.1f} GiB free at {folder}")
+
+
+def _unusable(check: str, folder: Path, setting: str) -> Finding | None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = error.strerror or str(error)
+        return fail(
+            check, f"cannot write to {folder}: {why}", f"chown or free it, or set {setting}"
+        )
+    return None
+
+
+def _free(folder: Path) -> int:
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+def measure_disk(folder: Path) -> tuple[float, float]:
+    """(written, read) bytes per second of one file, on the disk rather than in the page cache. It
+    ends after `MAX_PROBE_S` each way, however slow the disk is between two chunks."""
+    chunk = os.urandom(CHUNK)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="kvrelay-doctor-", buffering=0) as file:
+        started, num = time.monotonic(), 0
+        while num < PROBE_BYTES and time.monotonic() - started < MAX_PROBE_S:
+            num += file.write(chunk)
+            os.fdatasync(file.fileno())
+        written = num / (time.monotonic() - started)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        started, num = time.monotonic(), 0
+        while time.monotonic() - started < MAX_PROBE_S and (part := file.read(CHUNK)):
+            num += len(part)
+        return written, num / (time.monotonic() - started)

@@ -1,0 +1,83 @@
+"""All checks, one after the other."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cluster.config import Config
+from cluster.doctor import disk, links, server, software, system
+from cluster.doctor.findings import Finding, fail, skipped
+
+ROOT = Path("/")
+Check = Callable[[], Finding | list[Finding]]
+
+
+def machine_checks(config: Config) -> dict[str, Check]:
+    """Of this machine, by what a user reads while they run."""
+
+    def open_files() -> Finding:
+        return system.check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+    def locked() -> Finding:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        return system.check_locked_memory(limit, config, ROOT)
+
+    def shared() -> Finding:
+        stat = os.statvfs("/dev/shm")
+        return system.check_shared_memory(stat.f_blocks * stat.f_frsize)
+
+    def disk_tier() -> Finding:
+        if not config.tiers.disk_gib:
+            return skipped("disk tier", "tiers.disk_gib is 0")
+        return disk.check_disk_tier(_disk_folder(config), config.tiers.disk_gib)
+
+    def packages() -> Finding:
+        return software.check_packages(software.requirements(), software.installed())
+
+    return {
+        "packages": packages,
+        "CUDA": lambda: software.check_cuda(software.installed(), ROOT),
+        "open files": open_files,
+        "locked memory": locked,
+        "shared memory": shared,
+        "memory": lambda: system.check_memory(psutil.virtual_memory().available, config, ROOT),
+        "MTU": lambda: system.check_mtu(ROOT),
+        "NUMA": lambda: system.check_numa(ROOT),
+        "RDMA ports": lambda: system.check_rdma(ROOT),
+        "state directory": lambda: disk.check_state_folder(config.sessions.state_path),
+        "disk tier": disk_tier,
+        "state store": lambda: server.check_store(config.state.url, config.state.timeout_s),
+        "KV between processes": links.measure_and_check,
+    }
+
+
+def server_checks(status: Mapping[str, Any], metrics: str, now: float) -> dict[str, Check]:
+    """Of a running server. `now`: seconds since 1970, when `metrics` came."""
+    return {
+        "workers": lambda: server.check_workers(status),
+        "KV between workers": lambda: server.check_lanes(status, metrics),
+        "server's clock": lambda: server.check_server_clock(metrics, now),
+    }
+
+
+def examine(checks: Mapping[str, Check]) -> Iterator[Finding]:
+    """A check that cannot be made has failed; the others go on."""
+    for name, check in checks.items():
+        try:
+            found = check()
+        except OSError as error:
+            found = fail(name, f"cannot be checked: {error}", "run it as the server's user")
+        yield from [found] if isinstance(found, Finding) else found
+
+
+def _disk_folder(config: Config) -> Path:
+    from cluster.worker.disk_tier import default_folder
+
+    path = config.tiers.disk_path
+    return Path(path).expanduser() if path else default_folder()

@@ -1,0 +1,111 @@
+"""A running server, as it says of itself; and the state store that routers share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.doctor.findings import Finding, fail, ok, skipped, warn
+
+MAX_CLOCK_S = 2.0
+MAX_STORE_S = 0.05
+MANY_RESTARTS = 3
+
+
+def check_workers(status: Mapping[str, Any]) -> Finding:
+    """`status`: of `GET /status`."""
+    check = "workers"
+    workers = status["workers"]
+    down = [worker for worker in workers if worker.get("state", "up") != "up"]
+    if down:
+        text = "; ".join(
+            f"{each['worker']} is {each['state']}"
+            + (f" ({each['last_error']})" if each.get("last_error") else "")
+            for each in down
+        )
+        return fail(check, text, "docs/runbooks/worker-down.md")
+    often = [each for each in workers if each.get("restarts", 0) >= MANY_RESTARTS]
+    if often:
+        text = ", ".join(f"{each['worker']}: {each['restarts']} restarts" for each in often)
+        return warn(check, text, "docs/runbooks/worker-restarts.md")
+    return ok(check, f"{len(workers)} up")
+
+
+def check_lanes(status: Mapping[str, Any], metrics: str) -> Finding:
+    """`metrics`: of `GET /metrics`. TCP is as it should be between machines without RDMA."""
+    check = "KV between workers"
+    machines = {each["worker"]: each.get("machine") for each in status["workers"]}
+    pairs = [
+        (labels["worker"], labels["peer"], labels["lane"])
+        for labels, value in _samples(metrics, "kvrelay_worker_kv_read_bytes_total")
+        if value > 0 and labels.get("peer") in machines
+    ]
+    if not pairs:
+        return skipped(check, "no worker has read from another yet")
+    slow = [
+        (worker, peer, lane)
+        for worker, peer, lane in pairs
+        if lane.startswith("tcp") and machines.get(worker) == machines.get(peer)
+    ]
+    if slow:
+        text = ", ".join(f"{worker} from {peer} by {lane}" for worker, peer, lane in slow)
+        return fail(
+            check,
+            f"TCP within a machine: {text}",
+            "unset UCX_TLS where workers run: docs/runbooks/kv-over-tcp.md",
+        )
+    lanes = sorted({lane for _, _, lane in pairs})
+    return ok(check, f"{len(pairs)} pairs, by {', '.join(lanes)}")
+
+
+def check_server_clock(metrics: str, now: float) -> Finding:
+    """`now`: of this machine, seconds since 1970."""
+    for _, there in _samples(metrics, "kvrelay_clock_seconds"):
+        return _clock("server's clock", there - now)
+    return skipped("server's clock", "the server does not tell its time")
+
+
+def check_store(url: str, timeout_s: float) -> list[Finding]:
+    """`url`: `state.url`."""
+    if not url:
+        return [skipped("state store", "none is set")]
+    try:
+        from redis import Redis, RedisError
+    except ImportError:
+        return [fail("state store", "the redis package is missing", "pip install 'kvrelay[redis]'")]
+    try:
+        with Redis.from_url(url, socket_timeout=timeout_s) as store:
+            store.ping()
+            started = time.monotonic()
+            seconds, micros = store.time()
+            taken_s = time.monotonic() - started
+    except (RedisError, OSError, ValueError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return [fail("state store", f"does not answer: {why}", "docs/runbooks/state-store-down.md")]
+    off_s = seconds + micros / 1e6 - time.time()
+    answer = f"answers in {taken_s * 1000:.1f} ms"
+    if taken_s > MAX_STORE_S:
+        fix = "move it nearer: every router waits for it"
+        return [warn("state store", answer, fix), _clock("store's clock", off_s)]
+    return [ok("state store", answer), _clock("store's clock", off_s)]
+
+
+def _clock(check: str, off_s: float) -> Finding:
+    if abs(off_s) > MAX_CLOCK_S:
+        return fail(
+            check,
+            f"{off_s:+.1f} s from this machine's",
+            "systemctl restart systemd-timesyncd (or chrony) on the one that is off: "
+            "docs/runbooks/clock-off.md",
+        )
+    return ok(check, f"{off_s:+.2f} s from this machine's")
+
+
+def _samples(metrics: str, name: str) -> Iterable[tuple[dict[str, str], float]]:
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name == name:
+                yield sample.labels, sample.value

@@ -1,0 +1,217 @@
+"""`kvrelay doctor`: each fault is found and its fix named; a healthy machine has none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import Config, build_config
+from cluster.doctor import disk, links, server, software, system
+from cluster.doctor.examine import examine
+from cluster.doctor.findings import Finding, Verdict
+from tests.cluster.state.stores import Server
+
+MIB, GIB = 1 << 20, 1 << 30
+WORKERS: list[dict[str, Any]] = [
+    {"worker": "prefill-0", "state": "up", "machine": "a", "restarts": 0, "last_error": ""},
+    {"worker": "decode-0", "state": "up", "machine": "a", "restarts": 0, "last_error": ""},
+]
+READ = (
+    'kvrelay_worker_kv_read_bytes_total{{worker="decode-0",role="decode",source="peer",'
+    'peer="prefill-0",lane="{lane}"}} 4096.0\n'
+)
+
+
+def doctor(prefix: str, *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """The command after a shell's `prefix`: its exit code, and findings by check."""
+    run = f'{prefix} exec "$0" -m lab.cli.main doctor --json "$@"'
+    done = subprocess.run(
+        ["sh", "-c", run, sys.executable, *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert not done.stderr, done.stderr
+    return done.returncode, {each["check"]: each for each in json.loads(done.stdout)}
+
+
+def settings(**sections: dict[str, Any]) -> Config:
+    return build_config(sections, "a test")
+
+
+def is_fault(finding: Finding, found: str, fix: str, verdict: Verdict = Verdict.FAIL) -> None:
+    assert finding.verdict is verdict, finding
+    assert found in finding.found
+    assert fix in finding.fix
+
+
+def is_well(*findings: Finding) -> None:
+    for finding in findings:
+        assert finding.verdict in (Verdict.OK, Verdict.SKIPPED), finding
+        assert not finding.fix
+
+
+@pytest.fixture
+def rdma(tmp_path: Path) -> Path:
+    """The /proc and /sys of a machine with a GPU, an RDMA card and a fast network card."""
+    gpu = tmp_path / "sys/bus/pci/drivers/nvidia/0000:17:00.0"
+    card = tmp_path / "sys/class/infiniband/mlx5_0"
+    net = tmp_path / "sys/class/net/eth0"
+    for folder in (gpu, card / "device", card / "ports/1", net / "device"):
+        folder.mkdir(parents=True)
+    (gpu / "numa_node").write_text("1\n")
+    (card / "device/numa_node").write_text("1\n")
+    (card / "ports/1/state").write_text("4: ACTIVE\n")
+    for name, text in (("operstate", "up"), ("speed", "100000"), ("mtu", "9000")):
+        (net / name).write_text(f"{text}\n")
+    driver = tmp_path / "proc/driver/nvidia/version"
+    driver.parent.mkdir(parents=True)
+    driver.touch()
+    return tmp_path
+
+
+def test_this_machine_is_well(tmp_path: Path) -> None:
+    config = tmp_path / "kvrelay.toml"
+    config.write_text(f"[sessions]\nstate_dir = '{tmp_path}/state'\n")
+    code, found = doctor("", "--config", str(config))
+    bad = [each for each in found.values() if each["fix"]]
+    assert (code, bad) == (0, [])
+    assert "GB/s by " in found["KV between processes"]["found"]
+
+
+def test_forced_tcp_few_descriptors_and_a_full_disk_are_found_here(tmp_path: Path) -> None:
+    config = tmp_path / "kvrelay.toml"
+    config.write_text(f"[tiers]\ndisk_gib = 900000\nhost_gib = 1\ndisk_path = '{tmp_path}/kv'\n")
+    code, found = doctor("ulimit -n 300; UCX_TLS=tcp", "--config", str(config))
+    assert code == 1
+    assert "UCX_TLS=tcp" in found["KV between processes"]["found"]
+    assert "unset UCX_TLS" in found["KV between processes"]["fix"]
+    assert "150 clients" in found["open files"]["found"]
+    assert "LimitNOFILE" in found["open files"]["fix"]
+    assert "of 900000 GiB wanted" in found["disk tier"]["found"]
+    assert "tiers.disk_gib" in found["disk tier"]["fix"]
+
+
+def test_wrong_settings_and_an_absent_server_are_said_in_a_line(tmp_path: Path) -> None:
+    config = tmp_path / "kvrelay.toml"
+    config.write_text("[tiers]\ndisk_gob = 1\n")
+    for arguments, words in (
+        (["--config", str(config)], "disk_gob"),
+        (["--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
+    ):
+        command = [sys.executable, "-m", "lab.cli.main", "doctor", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_kv_that_moves_slowly_within_a_machine_is_found() -> None:
+    fast, slow = links.Link("cma/memory", 5e9, 9e9), links.Link("cma/memory", 2e8, 9e9)
+    is_well(links.check_link(fast, None))
+    is_fault(links.check_link(slow, None), "0.2 GB/s", "cgroup")
+    tcp = links.Link("tcp/lo", 9e8, 9e9)
+    is_fault(links.check_link(tcp, None), "no shared memory", "ptrace")
+
+
+def test_locked_memory_is_needed_with_rdma_only(rdma: Path, tmp_path: Path) -> None:
+    config = settings(tiers={"host_gib": 4.0})
+    is_fault(system.check_locked_memory(64 << 10, config, rdma), "4160 MiB", "memlock")
+    is_well(system.check_locked_memory(system.UNLIMITED, config, rdma))
+    is_well(system.check_locked_memory(64 << 10, config, tmp_path / "no devices"))
+
+
+def test_little_memory_is_found(rdma: Path, tmp_path: Path) -> None:
+    is_fault(system.check_shared_memory(64 * MIB), "64 MiB", "--shm-size")
+    is_well(system.check_shared_memory(2 * GIB))
+    config = settings(engine={"kv_cache_gib": 3.0}, cluster={"prefill": 2, "decode": 2})
+    is_fault(system.check_memory(8 * GIB, config, tmp_path / "no devices"), "12.0", "kv_cache_gib")
+    is_well(system.check_memory(8 * GIB, config, rdma))
+
+
+def test_network_cards_are_looked_at(rdma: Path) -> None:
+    is_well(system.check_mtu(rdma), system.check_rdma(rdma), system.check_numa(rdma))
+    (rdma / "sys/class/net/eth0/mtu").write_text("1500\n")
+    is_fault(system.check_mtu(rdma), "eth0: 1500", "mtu 9000", Verdict.WARN)
+    (rdma / "sys/class/infiniband/mlx5_0/ports/1/state").write_text("1: DOWN\n")
+    is_fault(system.check_rdma(rdma), "mlx5_0 port 1", "ibv_devinfo")
+    (rdma / "sys/class/infiniband/mlx5_0/device/numa_node").write_text("0\n")
+    is_fault(system.check_numa(rdma), "at node 1", "CUDA_VISIBLE_DEVICES", Verdict.WARN)
+
+
+def test_a_slow_disk_and_a_closed_folder_are_found(tmp_path: Path) -> None:
+    slow = disk.check_disk_tier(tmp_path, 0.1, lambda _: (2e9, 4e7))
+    is_fault(slow, "40 MB/s read", "NVMe")
+    is_well(disk.check_disk_tier(tmp_path, 0.1, lambda _: (2e9, 2e9)))
+    written, read = disk.measure_disk(tmp_path)
+    assert written > 0
+    assert read > 0
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    is_fault(disk.check_disk_tier(tmp_path / "file", 0.1), "cannot write", "tiers.disk_path")
+    is_fault(disk.check_state_folder(tmp_path / "file"), "cannot write", "sessions.state_dir")
+
+
+def test_versions_that_do_not_fit_are_found(rdma: Path) -> None:
+    required = ["torch>=2.6", "redis>=5; extra == 'redis'", "Ray[default]>=2.40"]
+    is_well(software.check_packages(required, {"torch": "2.13.0+cu130", "ray": "2.60.0"}))
+    old = software.check_packages(required, {"torch": "2.13.0", "ray": "2.60.0", "redis": "4.6"})
+    is_fault(old, "redis 4.6 is not >=5", "constraints.txt")
+    is_fault(software.check_packages(required, {"torch": "2.13.0"}), "ray is missing", "pip")
+    is_well(software.check_packages(software.requirements(), software.installed()))
+    fits = {"torch": "2.13.0+cu130", "nixl-cu13": "1.0"}
+    is_well(software.check_cuda(fits, rdma))
+    mixed = {"torch": "2.13.0+cu130", "nixl-cu12": "1.0"}
+    is_fault(software.check_cuda(mixed, rdma), "NIXL is nixl-cu12", "nixl-cu13")
+    is_fault(software.check_cuda({"torch": "2.13.0+cpu"}, rdma), "for CPUs", "deploy/README.md")
+
+
+def test_a_server_is_asked_for_its_workers_lanes_and_clock() -> None:
+    status: dict[str, Any] = {"workers": WORKERS}
+    is_well(server.check_workers(status))
+    down = WORKERS[0] | {"state": "backoff", "last_error": "no memory"}
+    found = server.check_workers({"workers": [down, WORKERS[1]]})
+    is_fault(found, "prefill-0 is backoff (no memory)", "worker-down.md")
+    often = {"workers": [WORKERS[0] | {"restarts": 9}]}
+    is_fault(server.check_workers(often), "9 restarts", "worker-restarts.md", Verdict.WARN)
+    is_well(server.check_lanes(status, READ.format(lane="cma/memory")))
+    by_tcp = server.check_lanes(status, READ.format(lane="tcp/lo"))
+    is_fault(by_tcp, "decode-0 from prefill-0 by tcp/lo", "kv-over-tcp.md")
+    apart = {"workers": [WORKERS[0] | {"machine": "b"}, WORKERS[1]]}
+    is_well(server.check_lanes(apart, READ.format(lane="tcp/eth0")))
+    now = time.time()
+    is_well(server.check_server_clock(f"kvrelay_clock_seconds {now + 0.4}\n", now))
+    off = server.check_server_clock(f"kvrelay_clock_seconds {now - 30}\n", now)
+    is_fault(off, "-30.0 s", "timesyncd")
+
+
+def test_the_state_store_answers_or_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Server(tmp_path)
+    store.start()
+    try:
+        answers, clock = server.check_store(store.url, 5.0)
+        is_well(clock)
+        assert answers.verdict in (Verdict.OK, Verdict.WARN)  # a busy machine may answer late
+        there = time.time
+        monkeypatch.setattr(server.time, "time", lambda: there() + 60)
+        is_fault(server.check_store(store.url, 5.0)[1], "-60.0 s", "timesyncd")
+    finally:
+        store.kill()
+    (gone,) = server.check_store(store.url, 1.0)
+    is_fault(gone, "does not answer", "state-store-down.md")
+    is_well(*server.check_store("", 1.0))
+
+
+def test_a_check_that_cannot_be_made_has_failed_and_the_others_go_on() -> None:
+    def broken() -> Finding:
+        raise PermissionError(13, "Permission denied", "/dev/shm")
+
+    checks = {"first": broken, "second": lambda: system.check_shared_memory(GIB)}
+    first, second = examine(checks)
+    is_fault(first, "/dev/shm", "user")
+    is_well(second)
