@@ -48,13 +48,13 @@ serve: setup
 # What starts real processes has the machine to itself; the rest shares two processes.
 test: setup
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -m 'not gpu and not e2e' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not gpu and not e2e and not long' -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m 'not gpu and e2e and not long'
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-# With what takes servers of its own: survival, TLS, several routers and nodes, keys, dashboards.
+# What takes long or servers of its own: survival, TLS, several routers and nodes, dashboards.
 test-long: setup
 	$(BIN)/python -m pytest -m long
 

@@ -235,6 +235,7 @@ async def one_request(client: httpx.AsyncClient, rng: Random, number: int) -> bo
         return False
 
 
+@pytest.mark.long
 def test_a_hundred_requests_a_third_of_them_cut_off_leave_nothing(url: str) -> None:
     async def run() -> int:
         rng = Random(11)

@@ -1,7 +1,7 @@
 """The same greedy tokens, whichever way they are served: float32, the real model.
 
 The reference is the implementation in `transformers`. Short outputs keep it affordable; each way
-answers all 24 prompts, and nothing may be left over.
+answers half of the 24 prompts, and nothing may be left over.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def tokenizer(smollm2_dir: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def all_prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    return prompts(tokenizer)
+    chosen = prompts(tokenizer)
+    (one_token,) = [prompt for prompt in chosen if len(prompt) == 1]
+    return [*chosen[::2], one_token]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def wait_until_on_disk(cluster: LocalCluster) -> None:
         time.sleep(0.05)
 
 
-def test_one_pool_in_a_batch_of_24(
+def test_one_pool_in_a_batch(
     smollm2_dir: Path,
     all_prompts: list[list[int]],
     sampling: SamplingParams,
@@ -115,7 +117,7 @@ def test_one_pool_under_preemption(
 ) -> None:
     crowd = [index for index, prompt in enumerate(all_prompts) if len(prompt) < 200]
     small = EngineSection(
-        num_blocks=-(-(max(len(all_prompts[i]) for i in crowd) + 40) // 4) * 2,
+        num_blocks=-(-(max(len(all_prompts[i]) for i in crowd) + 40) // 4) * 3 // 2,
         block_size=4,
         max_model_len=8192,
     )

@@ -184,6 +184,7 @@ def overload_of_three_tenants(seed: int, slowest: float) -> Overload:
     return s
 
 
+@pytest.mark.long
 def test_promises_are_kept_though_workers_become_slower_and_faster() -> None:
     kept = came = refused = after_all = 0
     for seed in range(4):
