@@ -205,9 +205,9 @@ def test_a_stream_does_not_notice_that_the_controller_is_killed(url: str) -> Non
 
 
 def test_request_is_answered_when_the_prefill_worker_is_killed(url: str) -> None:
-    words = " ".join(str(number) for number in range(700))
+    words = " ".join(str(number) for number in range(450))
     body = {"model": MODEL, "prompt": words, "max_tokens": 8, "temperature": 0}
-    timer = threading.Timer(1.0, kill, (url, "prefill-0"))
+    timer = threading.Timer(0.5, kill, (url, "prefill-0"))
     timer.start()
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
     timer.join()

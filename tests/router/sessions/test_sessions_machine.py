@@ -98,7 +98,7 @@ class Run:
         assert kept == saved
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(STEPS, max_size=40))
 def test_whatever_happens_commands_are_answered_once_and_limits_hold(
     steps: list[tuple[str, object, object]],

@@ -97,6 +97,7 @@ def test_norm_and_activation_equal_torch_over_their_whole_range():
         torch.testing.assert_close(*both, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_kernels_work_in_a_forked_child_and_from_several_threads():
     """A child of fork has no helper threads, and two callers must not share a job."""
     script = """
