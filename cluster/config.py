@@ -110,6 +110,11 @@ class TiersSection(Section, frozen=True):
     retention_s: Seconds = 3600.0  # KV is kept this long after its last use, if there is room
     disk_after_s: Seconds = 2.0  # KV that was not used for this long is written to disk
 
+    @property
+    def set_host_gib(self) -> float:
+        """What has to be there: "auto" takes what is."""
+        return 0.0 if self.host_gib == "auto" else self.host_gib
+
 
 class SessionsSection(Section, frozen=True):
     """Conversations that clients name by prompt_cache_key."""

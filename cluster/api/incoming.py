@@ -70,7 +70,7 @@ def check_operator(ctx: ApiContext, http: Request) -> None:
 
 
 def is_cross_site(http: Request) -> bool:
-    """Whether a page of another site, in somebody's browser, has sent the call."""
+    """Whether a browser says that a page of another site sent the request."""
     return http.headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
 
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.doctor.findings import Finding, fail, ok, warn
+from cluster.doctor.system import GIB, MIB
 
-GIB = 1 << 30
-PROBE_BYTES = 64 << 20
-CHUNK = 16 << 20
+PROBE_BYTES = 64 * MIB
+CHUNK = 16 * MIB
 MAX_PROBE_S = 5.0
 LEAST_RATE = 100e6  # bytes per second; below it, computing KV again is quicker
-LEAST_FREE = 64 << 20  # of the state directory
+LEAST_FREE = 64 * MIB  # of the state directory
 
 
 def check_disk_tier(
@@ -55,7 +55,7 @@ def check_state_folder(folder: Path) -> Finding:
     if free < LEAST_FREE:
         return warn(
             check,
-            f"{free / (1 << 20):.0f} MiB free at {folder}",
+            f"{free / MIB:.0f} MiB free at {folder}",
             "free space, or set sessions.state_dir: sessions would not outlive the server",
         )
     return ok(check, f"{free / GIB:.1f} GiB free at {folder}")

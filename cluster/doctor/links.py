@@ -100,7 +100,7 @@ def _read_from(metadata: bytes) -> Link:
             while not agent.poll(handle):
                 if time.monotonic() - started > TIMEOUT_S:
                     raise AgentError(f"a read by {lane} did not end in {TIMEOUT_S:g} s")
-                time.sleep(0.0001)
+                time.sleep(0.0001)  # NIXL has no call that waits; its own thread needs the core
             agent.release(handle)
             taken_s.append(time.monotonic() - started)
         if not (pool == _pattern()).all():

@@ -39,8 +39,10 @@ def check_locked_memory(limit: int, config: Config, root: Path) -> Finding:
     gpus, cards = _gpus(root), _rdma_cards(root)
     if not gpus and not cards:
         return skipped(check, "no GPU and no RDMA device, which would lock pages")
-    host_gib = 0.0 if config.tiers.host_gib == "auto" else config.tiers.host_gib
-    need = int((host_gib + (0 if gpus else config.engine.kv_cache_gib)) * GIB) + 64 * MIB
+    need = (
+        int((config.tiers.set_host_gib + (0 if gpus else config.engine.kv_cache_gib)) * GIB)
+        + 64 * MIB
+    )
     if limit == UNLIMITED or limit >= need:
         return ok(check, "unlimited" if limit == UNLIMITED else f"{limit / GIB:.1f} GiB")
     return fail(
@@ -68,9 +70,8 @@ def check_memory(available: int, config: Config, root: Path) -> Finding:
     """`available`: bytes. All workers are taken to be here; on GPUs, KV is in their memory."""
     check = "memory"
     workers = config.cluster.prefill + config.cluster.decode
-    host_gib = 0.0 if config.tiers.host_gib == "auto" else config.tiers.host_gib
     on_cpu = config.model.device == "cpu" or not _gpus(root)
-    need = int((workers * config.engine.kv_cache_gib * on_cpu + host_gib) * GIB)
+    need = int((workers * config.engine.kv_cache_gib * on_cpu + config.tiers.set_host_gib) * GIB)
     if available >= need:
         return ok(check, f"{available / GIB:.1f} GiB free; KV takes {need / GIB:.1f} GiB at most")
     return fail(

@@ -111,8 +111,7 @@ def prepare_model(config: Config, num_workers_here: int, progress: Progress) -> 
     # The workers choose what "auto" is; float32 is the most that it can cost.
     dtype = "float32" if section.dtype == "auto" else section.dtype
     plan = plan_kv(model, config.engine, dtype, section.quantization)
-    host_gib = 0.0 if config.tiers.host_gib == "auto" else config.tiers.host_gib
-    host_bytes = int(host_gib * GIB) if num_workers_here else 0
+    host_bytes = int(config.tiers.set_host_gib * GIB) if num_workers_here else 0
     check_memory(plan, num_workers_here, psutil.virtual_memory().available, host_bytes)
     return PreparedModel(
         path=path,
