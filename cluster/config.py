@@ -286,6 +286,14 @@ class Config(Section, frozen=True):
     scaling: ScalingConfig = ScalingConfig()
     tracing: TracingSection = TracingSection()
 
+    @property
+    def most_workers(self) -> int:
+        """That there may be at once."""
+        scaling, first = self.scaling, self.cluster.prefill + self.cluster.decode
+        if not scaling.enabled:
+            return first
+        return max(first, scaling.max_workers, *scaling.limits_of_schedules())
+
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> Config:
     """The file's settings (none without a file), then `overrides` ("section.key" -> value; None

@@ -100,6 +100,7 @@ class ProgressReport:
     epoch: int
     num_steps: int  # that have ended since its start
     progress: Progress
+    num_busy: int = 0  # requests that run or wait, and transfers and leases for other workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,8 +200,7 @@ class Worker:
             s for s in waiting if s.num_preemptions or s.arrived_at < late
         )
         effects += self.exchange.tick(now)
-        num_handoffs = len(self.exchange.producer.leases) + len(self.exchange.connector.arrivals)
-        stats = self.core.stats(num_handoffs, self.exchange.rates())
+        stats = self.core.stats(self._num_handoffs, self.exchange.rates())
         publisher = self.core.publisher
         publisher.tick()
         return effects + [Send(router, stats) for router in publisher.routers]
@@ -209,9 +208,20 @@ class Worker:
     def _end(self, seqs: list[Sequence]) -> list[Effect]:
         return [effect for seq in seqs for effect in self.exchange.end(seq)]
 
+    @property
+    def _num_handoffs(self) -> int:
+        return len(self.exchange.producer.leases) + len(self.exchange.connector.arrivals)
+
     def progress(self) -> ProgressReport:
-        watch = self.core.watch
-        return ProgressReport(self.node_id, self.config.epoch, watch.num_done, watch.progress)
+        watch, scheduler = self.core.watch, self.core.scheduler
+        num_requests = len(scheduler.waiting) + len(scheduler.running) + len(scheduler.remote)
+        return ProgressReport(
+            self.node_id,
+            self.config.epoch,
+            watch.num_done,
+            watch.progress,
+            num_requests + self._num_handoffs,
+        )
 
     def audit(self) -> Audit:
         """What does not add up is reported. It is no reason to end the worker, which has found

@@ -72,11 +72,22 @@ class RoleChanged:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDraining:
-    """From the controller: the worker is about to go. It gets no more requests, and what decodes
-    there moves elsewhere, as far as there is room; `WorkerDown` follows when it is empty."""
+    """From the controller, again and again: the worker is about to go. It gets no more requests,
+    and what decodes there moves elsewhere, as far as there is room; `WorkerDown` follows when it is
+    empty. Answered by a `DrainReport` each time."""
 
     worker: NodeId
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport:
+    """To the controller: requests of `router` that still need a worker that is draining."""
+
+    router: NodeId
+    worker: NodeId
+    epoch: int
+    num_requests: int
 
 
 @dataclass(frozen=True, slots=True)

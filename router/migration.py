@@ -8,16 +8,15 @@ either may fail on the way: the other goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from math import inf
 
 from engine.messages import Preempted
+from engine.node import NodeId
 from engine.stats import Role
-from router.dispatch import Dispatcher
-from router.messages import RoleChanged, WorkerDraining
+from router.messages import DrainReport, RoleChanged, WorkerDraining
 from router.placement.endpoint import Endpoint
 from router.record import Attempt, RequestRecord
-from router.status import Totals
+from router.requests import Requests
 
 PAUSE_S = 0.2  # between two migrations of a request; doubles each time
 MAX_DOUBLINGS = 8
@@ -26,18 +25,12 @@ MAX_DOUBLINGS = 8
 class Migrations:
     """Owned by the router."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        live: Mapping[str, RequestRecord],
-        send: Callable[[float, RequestRecord, Attempt], None],
-        totals: Totals,
-    ) -> None:
-        """`send`: an attempt to its workers."""
-        self._dispatcher = dispatcher
-        self._live = live
-        self._send = send
-        self._totals = totals
+    def __init__(self, requests: Requests, controller: NodeId) -> None:
+        """`controller`: to be told how much still needs a worker that drains; "": no node."""
+        self._requests = requests
+        self._dispatcher = requests.dispatcher
+        self._live = requests.live
+        self._controller = controller
 
     def on_role_changed(self, now: float, change: RoleChanged) -> None:
         """What decodes on a worker that is to compute prompts moves; what finds no room stays."""
@@ -47,10 +40,15 @@ class Migrations:
 
     def on_draining(self, now: float, draining: WorkerDraining) -> None:
         """Nothing new goes there, and what decodes there moves."""
-        worker = self._dispatcher.endpoint(draining.worker, draining.epoch)
+        name, epoch, num_left = draining.worker, draining.epoch, 0
+        worker = self._dispatcher.endpoint(name, epoch)
         if worker is not None:
             worker.excluded_until = inf
             self._clear(now, worker)
+            num_left = sum(_needs(record, worker) for record in self._live.values())
+        if self._controller:
+            report = DrainReport(self._requests.node_id, name, epoch, num_left)
+            self._requests.send(self._controller, report)
 
     def on_preempted(self, now: float, preempted: Preempted) -> None:
         record = self._live.get(preempted.request_id)
@@ -77,10 +75,10 @@ class Migrations:
         record.leave()
         attempt = self._dispatcher.place(now, record, leaves=old.decode)
         if isinstance(attempt, Attempt):
-            self._totals.migrations += 1
+            self._requests.totals.migrations += 1
             record.next_move_at = now + PAUSE_S * 2.0 ** min(record.num_moves, MAX_DOUBLINGS)
             record.num_moves += 1
-            self._send(now, record, attempt)
+            self._requests.send_attempt(now, record, attempt)
         else:
             record.stay()
 
@@ -93,3 +91,11 @@ class Migrations:
             attempt = record.current
             if attempt is not None and attempt.decode is endpoint:
                 self._move(now, record)
+
+
+def _needs(record: RequestRecord, endpoint: Endpoint) -> bool:
+    """Whether an attempt of it decodes there, or its prompt is computed there."""
+    return any(
+        attempt.decode is endpoint or (attempt.prefill is endpoint and attempt.awaits_prefill)
+        for attempt in record.under_way
+    )

@@ -39,7 +39,7 @@ class Requests:
 
     def __init__(self, router: NodeId, config: RouterConfig, clock: Callable[[], float]) -> None:
         """`clock`: for how long decisions take, and for nothing else."""
-        self._router = router
+        self.node_id = router
         self._config = config
         self._clock = clock
         self._effects: list[Effect] = []
@@ -267,7 +267,7 @@ class Requests:
         self.totals.handoffs += attempt.prefill is not None
         self.totals.fetches += attempt.fetch_from is not None
         left_s = record.deadline - now
-        self._effects += dispatch_messages(self._router, record, attempt, left_s)
+        self._effects += dispatch_messages(self.node_id, record, attempt, left_s)
         for endpoint in attempt.workers:
             block_hashes = record.packed_hashes(endpoint.info)
             self._effects += self.replica_sync.announce(now, endpoint.info, block_hashes)

@@ -16,7 +16,7 @@ from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
 from engine.messages import Abort, Preempted, Refused, TokenDeltas
 from engine.node import Effect, NodeId, Note, Wake, Woken
 from engine.request import Refusal, TokenDelta
-from engine.stats import RouterDown, RouterUp, WorkerStats
+from engine.stats import RouterDown, RouterUp, WorkerInfo, WorkerStats
 from kvtransfer.messages import CacheOrderDone
 from router.admission.admission import Call
 from router.config import RouterConfig
@@ -82,9 +82,7 @@ class Router:
         self._requests = Requests(node_id, self._config, clock)
         self._dispatcher = self._requests.dispatcher
         self._totals = self._requests.totals
-        self._migrations = Migrations(
-            self._dispatcher, self._requests.live, self._requests.send_attempt, self._totals
-        )
+        self._migrations = Migrations(self._requests, controller)
         self._health = Health(
             node_id,
             self._config,
@@ -171,10 +169,10 @@ class Router:
         return self._requests.admission.traffic
 
     @property
-    def worker_stats(self) -> Mapping[NodeId, tuple[float, WorkerStats]]:
-        """Of each worker that is up and has told any: when, and the last."""
+    def worker_stats(self) -> list[tuple[WorkerInfo, float, WorkerStats]]:
+        """Of each worker that is up and has told any, by name: the last, and when it came."""
         known = ((e, e.stats) for e in self._dispatcher.endpoints if e.alive)
-        return {e.worker: (e.struct.last_seen_at, stats) for e, stats in known if stats is not None}
+        return [(e.info, e.struct.last_seen_at, stats) for e, stats in known if stats is not None]
 
     def refuse(self, now: float, call: Call) -> Failed | None:
         """Why `call` would be refused, by a cheap check, under overload; None: submit it."""

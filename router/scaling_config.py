@@ -68,6 +68,8 @@ def _seconds(clock: str) -> int | None:
     return seconds if minutes < 60 and seconds <= _DAY_S else None
 
 
+_MACHINE = r"^(\w+=\d+(\.\d+)?(,\w+=\d+(\.\d+)?)*)?\Z"
+_MACHINE_TEXT = {"expected": 'resources of Ray, as "GPU=8" or "CPU=16,big=1"', "secret": False}
 Count = Annotated[int, Meta(ge=0, le=10_000)]
 Wait = Annotated[float, Meta(ge=0.0)]
 
@@ -93,7 +95,11 @@ class ScalingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     warmup_s: Wait = 10.0  # after a worker's start, in which what it measures does not count
     pending_timeout_s: Annotated[float, Meta(ge=1.0)] = 60.0  # without a place, a start is given up
     budget_worker_hours: Wait = 0.0  # of the last hour, at most; 0: any number
-    workers_per_machine: Count = 0  # to ask for machines; 0: machines are as they are
+    # machines are asked for, and without GPUs have room for so many; 0: they are as they are
+    workers_per_machine: Count = 0
+    # what Ray knows of such a machine, as "GPU=8" or "CPU=16,big=1"; "": as the largest there is
+    machine: Annotated[str, Meta(pattern=_MACHINE, extra=_MACHINE_TEXT)] = ""
+    log_mib: Annotated[float, Meta(ge=0.0, le=65_536.0)] = 64.0  # of decisions, twice; 0: no log
     # limits at certain times (UTC), such as "mon-fri 08:00-18:00 4-12": from 4 to 12 workers
     schedules: tuple[str, ...] = ()
 

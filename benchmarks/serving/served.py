@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ def toml_text(settings: Mapping[str, object]) -> str:
     sections: dict[str, list[str]] = {}
     for name, value in settings.items():
         section, _, key = name.partition(".")
-        shown = f'"{value}"' if isinstance(value, str) else str(value)
+        shown = json.dumps(value)  # TOML's texts, numbers and truth values are JSON's
         sections.setdefault(section, []).append(f"{key} = {shown}")
     return "\n".join(f"[{name}]\n" + "\n".join(lines) for name, lines in sections.items()) + "\n"
 

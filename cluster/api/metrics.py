@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from cluster.api.telemetry import known, vllm
 from cluster.api.telemetry.gen_ai import GenAiMetrics
+from cluster.api.telemetry.scaling import scaling_metrics
 from router.status import RouterStatus
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -171,6 +172,7 @@ class ClusterCollector(Collector):
         for key, (name, text) in _ROUTER_GAUGES.items():
             if status.get(key) is not None:
                 yield GaugeMetricFamily(f"kvrelay_router_{name}", text, value=status[key])
+        yield from scaling_metrics(status.get("scaling"))
         yield from self._state(status.get("state", {}))
         yield from self._totals(status.get("totals", {}))
 

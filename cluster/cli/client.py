@@ -260,7 +260,13 @@ def status(url: str, as_json: bool, watch: bool, interval_s: float, operations_k
 
 _TIER_COLUMNS = {"num_host_blocks": "in host", "num_disk_blocks": "on disk"}
 _ROUTER_KEYS = ("num_live", "num_queued")
-_STATE_COLOURS = {"up": "green", "backoff": "yellow", "silent": "yellow", "down": "red"}
+_STATE_COLOURS = {
+    "up": "green",
+    "backoff": "yellow",
+    "silent": "yellow",
+    "draining": "yellow",
+    "down": "red",
+}
 
 
 def status_table(status: dict[str, Any]) -> Group:
@@ -337,7 +343,9 @@ def _router_lines(status: dict[str, Any]) -> list[str]:
     """What the router serves, and what has become of what it served."""
     totals = status.get("totals", {})
     ended = ", ".join(f"{count} {reason}" for reason, count in totals.get("requests", {}).items())
+    scaling = status.get("scaling")
     return [
+        *([scaling["why"]] if scaling else []),
         f"{status.get('num_live', 0)} live, {status.get('num_queued', 0)} queued",
         f"ended: {ended or 'none'}",
         f"retries: {sum(totals.get('retries', {}).values())}",

@@ -31,16 +31,23 @@ class Assigned:
 
 
 def assign_machine(
-    role: Role, machines: Iterable[Machine], assigned: Iterable[Assigned], avoid: str | None = None
+    role: Role,
+    machines: Iterable[Machine],
+    assigned: Iterable[Assigned],
+    avoid: str | None = None,
+    most: int = 0,
 ) -> str | None:
     """The machine for one more worker of `role`; None if none has room.
 
-    Where any machine has GPUs, only those count, one worker a GPU. `avoid` is where the last
-    attempt failed: it is taken only if there is no other.
+    Where any machine has GPUs, only those count, one worker a GPU; where none has, each has room
+    for `most`, if that is not 0. `avoid` is where the last attempt failed: it is taken only if
+    there is no other.
     """
     machines, assigned = list(machines), list(assigned)
     if any(machine.num_gpus for machine in machines):
         machines = [m for m in machines if _num_on(m, assigned) < int(m.num_gpus)]
+    elif most:
+        machines = [m for m in machines if _num_on(m, assigned) < most]
     if not machines:
         return None
 
@@ -54,3 +61,14 @@ def assign_machine(
 
 def _num_on(machine: Machine, assigned: list[Assigned]) -> int:
     return sum(p.machine_id == machine.machine_id for p in assigned)
+
+
+def resources_of(text: str, machines: Iterable[Machine]) -> dict[str, float]:
+    """What Ray knows of a machine such as `text` says ("GPU=8"), or as the largest that there is;
+    empty if there is none."""
+    if text:
+        return {name: float(n) for name, n in (part.split("=") for part in text.split(","))}
+    largest = max(machines, key=lambda machine: (machine.num_gpus, machine.num_cpus), default=None)
+    if largest is None:
+        return {}
+    return {"GPU": largest.num_gpus} if largest.num_gpus else {"CPU": largest.num_cpus}

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.control.machines import Machine
+from cluster.scaling.decisions import Line
+from cluster.scaling.observations import RouterSeen, WorkerSeen
 from engine.node import NodeId
 from engine.stats import Role, WorkerInfo
 
@@ -37,10 +39,12 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
-    """Effect: make sure that this epoch of the worker does not run (any more)."""
+    """Effect: make sure that this epoch of the worker does not run (any more). `gently`: it is
+    asked to end, and ended by force only where it does not."""
 
     worker: NodeId
     epoch: int
+    gently: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +70,17 @@ class KeptWorker:
     peer: Peer | None
     pid: int
     restarts: int = 0
+    is_draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What outlives a controller. `routers`: the last epoch of each."""
+    """What outlives a controller. `routers`: the last epoch of each; `num_named`: where workers
+    come and go, numbers below it may have been names."""
 
     workers: tuple[KeptWorker, ...] = ()
     routers: dict[NodeId, int] = field(default_factory=dict)
+    num_named: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,29 @@ class Record:
     """Effect: keep this for the next controller, before any later effect is performed."""
 
     kept: Kept
+
+
+@dataclass(frozen=True, slots=True)
+class LogScaling:
+    """Effect: keep what the autoscaler saw and decided."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMachines:
+    """Effect: ask whoever provides machines for so many."""
+
+    num_machines: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingReport:
+    """From a router, about once a tick: what has come to it, and what workers have told it. Times
+    in it count from when it was sent: they are not above 0."""
+
+    seen: RouterSeen
+    workers: tuple[WorkerSeen, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ def cluster_view(
         "workers": [_worker_entry(worker) for worker in controller.workers.values()],
         "routers": entries,
         "all_up": controller.all_up(),
+        "scaling": None if controller.scaling is None else controller.scaling.view(),
     }
 
 
@@ -35,7 +36,7 @@ def _worker_entry(worker: Worker) -> dict[str, Any]:
     return {
         "worker": worker.node,
         "role": str(worker.role),
-        "state": str(worker.state),
+        "state": "draining" if worker.is_draining else str(worker.state),
         "epoch": worker.epoch,
         "pid": worker.pid,
         "machine": worker.machine_id or "",
@@ -64,7 +65,12 @@ def merged_status(
             entry["state"] = state
         kept = ("epoch", "pid", "machine", "restarts", "last_error")
         entry |= {key: told[key] for key in kept}
+    wanted = {told["worker"] for told in view["workers"]}  # others have gone, and are not missed
+    own["workers"] = [
+        each for each in own["workers"] if each["worker"] in wanted or each["state"] != "down"
+    ]
     mine = {router["router"]: router for router in own["routers"]}
     own["routers"] = [told | mine.get(told["router"], {}) for told in view["routers"]]
+    own["scaling"] = view.get("scaling")
     own["restarted_tasks"] = view.get("restarted_tasks", {})
     return own

@@ -41,17 +41,26 @@ class Worker:
     restarts: int = 0
     up_at: float = 0.0
     is_announced: bool = False  # routers may believe it up
+    is_draining: bool = False  # it is to go when nothing needs it
     last_error: str = ""
 
     def keep(self) -> KeptWorker:
         machine_id = self.machine_id or ""
         return KeptWorker(
-            self.node, self.role, self.epoch, machine_id, self.peer, self.pid, self.restarts
+            self.node,
+            self.role,
+            self.epoch,
+            machine_id,
+            self.peer,
+            self.pid,
+            self.restarts,
+            self.is_draining,
         )
 
     def adopt(self, kept: KeptWorker, timeout_s: float) -> list[Effect]:
         """Be what an earlier controller knew, if it answers within `timeout_s`."""
         self.role, self.epoch, self.restarts = kept.role, kept.epoch, kept.restarts
+        self.is_draining = kept.is_draining
         if kept.peer is None:
             return [StopWorker(self.node, self.epoch)]
         self.state, self.is_announced = WorkerState.ADOPTING, True

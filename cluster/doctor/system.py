@@ -69,7 +69,7 @@ def check_shared_memory(total: int) -> Finding:
 def check_memory(available: int, config: Config, root: Path) -> Finding:
     """`available`: bytes. All workers are taken to be here; on GPUs, KV is in their memory."""
     check = "memory"
-    workers = config.cluster.prefill + config.cluster.decode
+    workers = config.most_workers
     on_cpu = config.model.device == "cpu" or not _gpus(root)
     need = int((workers * config.engine.kv_cache_gib * on_cpu + config.tiers.set_host_gib) * GIB)
     if available >= need:

@@ -31,6 +31,7 @@ from cluster.runtime.ray_cluster import (
     own_machine,
 )
 from cluster.runtime.ray_cluster import RayUnavailable as RayUnavailable
+from cluster.runtime.ray_cluster import ask_for_machines as ask_for_machines
 from cluster.runtime.ray_cluster import connect as connect
 from cluster.runtime.ray_cluster import control_plane as control_plane
 from cluster.runtime.ray_cluster import disconnect as disconnect
@@ -42,6 +43,7 @@ log = logging.getLogger("kvrelay.ray")
 
 POLL_MACHINES_S = 1.0
 END_TIMEOUT_S = 5.0
+HELD = 0.001  # of a machine, by each guardian
 
 
 @dataclass(slots=True)
@@ -109,6 +111,11 @@ class RayWorkers:
                 self._tell(MachinesChanged(known))
             await asyncio.sleep(POLL_MACHINES_S)
 
+    async def request_machines(self, num_machines: int, resources: dict[str, float]) -> None:
+        """Ask Ray's autoscaler for so many machines of these resources: what was asked for before
+        counts no longer. Where it does not run, nothing comes of it."""
+        await asyncio.to_thread(ask_for_machines, num_machines, resources)
+
     async def close(self) -> None:
         """End all, within `END_TIMEOUT_S`."""
         for worker, running in list(self._running.items()):
@@ -134,7 +141,7 @@ class RayWorkers:
         if not listening.host:
             host = ray.util.get_node_ip_address() if own else self._raylets[spec.machine][0]
             listening = replace(listening, host=host)
-        guardian = _create_guardian(spec)
+        guardian = _create_guardian(spec, self._raylets.get(spec.machine, ("", 0))[0])
         self._running[spec.worker].guardian = guardian
         return guardian, await _result(guardian.start.remote(spec, listening))
 
@@ -164,7 +171,8 @@ class RayWorkers:
         return True
 
 
-def _create_guardian(spec: WorkerSpec) -> Any:
+def _create_guardian(spec: WorkerSpec, host: str) -> Any:
+    """`host`: of its machine. A little of it is held, or Ray's autoscaler would think it idle."""
     env = {"OMP_NUM_THREADS": str(spec.threads), "TOKENIZERS_PARALLELISM": "false"}
     named = type(f"kvrelay guardian of {spec.worker}", (WorkerGuardian,), {})  # for `ps`
     actor = ray.remote(named).options(
@@ -173,6 +181,7 @@ def _create_guardian(spec: WorkerSpec) -> Any:
         lifetime="detached",
         num_cpus=0,  # placement is the controller's
         num_gpus=spec.num_gpus,
+        resources={f"node:{host}": HELD} if host else {},
         runtime_env={"env_vars": env},
         max_restarts=0,
         max_concurrency=4,  # start, wait and end may overlap

@@ -80,15 +80,24 @@ def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+def ask_for_machines(num_machines: int, resources: dict[str, float]) -> None:
+    """Of Ray's autoscaler; see `RayWorkers.request_machines`. Blocks."""
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=[resources] * num_machines)
+
+
 def machines_of(nodes: list[dict[str, Any]], use_gpus: bool) -> tuple[Machine, ...]:
-    """In a stable order; without their GPUs if those are not wanted."""
+    """In a stable order; without their GPUs if those are not wanted. A node that was started with
+    no CPUs and no GPUs, as heads are, is for Ray alone."""
     found = [
         Machine(
             node["NodeID"],
             node["NodeManagerAddress"],
-            node["Resources"].get("CPU", 1.0),
+            node["Resources"].get("CPU", 0.0),
             node["Resources"].get("GPU", 0.0) if use_gpus else 0.0,
         )
         for node in nodes
+        if node["Resources"].keys() & {"CPU", "GPU"}
     ]
     return tuple(sorted(found, key=lambda machine: (machine.host, machine.machine_id)))

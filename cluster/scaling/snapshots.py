@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from cluster.scaling.connector import ManagedWorker
 from cluster.scaling.observations import RouterSeen, Snapshot, WorkerSeen
-from engine.node import NodeId
 from engine.stats import WorkerInfo, WorkerStats
 from router.traffic import Traffic
 
@@ -45,15 +44,10 @@ def snapshot_of(
     at_s: float,
     wall_s: float,
     routers: Iterable[RouterSeen],
-    infos: Mapping[NodeId, WorkerInfo],
-    stats: Mapping[NodeId, tuple[float, WorkerStats]],
+    stats: Iterable[tuple[WorkerInfo, float, WorkerStats]],
     workers: Iterable[ManagedWorker],
     max_num_seqs: int,
 ) -> Snapshot:
     """`stats`: the last of each worker, and when they came."""
-    seen = [
-        worker_seen(*stats[worker][:1], infos[worker], stats[worker][1], max_num_seqs)
-        for worker in sorted(stats)
-        if worker in infos
-    ]
-    return Snapshot(at_s, wall_s, tuple(routers), tuple(seen), tuple(workers))
+    seen = tuple(worker_seen(came_at, info, each, max_num_seqs) for info, came_at, each in stats)
+    return Snapshot(at_s, wall_s, tuple(routers), seen, tuple(workers))

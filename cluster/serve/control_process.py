@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 
 from cluster.control.controller import Controller, ControllerConfig
+from cluster.control.machines import resources_of
 from cluster.control.messages import (
     CONTROLLER,
     AdoptWorker,
@@ -25,8 +27,10 @@ from cluster.control.messages import (
     Introduce,
     Introduced,
     Kept,
+    LogScaling,
     Peer,
     Record,
+    RequestMachines,
     RestartWorker,
     RouterLost,
     StartRouter,
@@ -50,6 +54,7 @@ from cluster.runtime.processes import kill_workers, worker_processes
 from cluster.serve.life import read_record, write_private
 from cluster.serve.operators_desk import AUDITOR, OperatorsDesk
 from cluster.serve.orders import AllUp, ControlSpec, PartNews
+from cluster.serve.scaling_log import ScalingLog
 from cluster.worker.build import PreparedModel
 from cluster.worker.kv_plan import kv_lines
 from cluster.worker.process import meet
@@ -86,6 +91,7 @@ class ControlProcess:
         self._ray_thread = ThreadPoolExecutor(1, "ray")
         self._me = Peer(CONTROLLER, "", 0, spec.epoch)
         self._adopted: list[AdoptWorker] = []
+        self._scaling_log = ScalingLog.of(spec.config, spec.kept_file.parent.name)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.restarted: Counter[str] = Counter()  # tasks that ended, by name
 
@@ -111,7 +117,11 @@ class ControlProcess:
                 running_routers=spec.running_routers,
                 start_timeout_s=cluster.start_timeout_s,
                 silent_grace_s=cluster.silent_grace_s,
-            )
+                scaling=spec.config.scaling if spec.config.scaling.enabled else None,
+                drain_timeout_s=spec.config.api.request_timeout_s,
+                workers_per_machine=spec.config.scaling.workers_per_machine,
+            ),
+            wall=time.time,
         )
         self.host.add(self.controller, self)
         self._model.set_result(model)
@@ -124,8 +134,16 @@ class ControlProcess:
                 self.desk.push_soon()
             case StartWorker():
                 self._start_worker(effect)
-            case StopWorker(worker, epoch):
-                self._stop_worker(worker, epoch)
+            case StopWorker(worker, epoch, gently):
+                self.wire.send(worker, End(epoch))
+                if gently:
+                    self._loop.call_later(END_TIMEOUT_S, self._stop_worker, worker, epoch)
+                else:
+                    self._stop_worker(worker, epoch)
+            case LogScaling(line):
+                self._scaling_log.write(line)
+            case RequestMachines(num_machines):
+                self.spawn(self._request_machines(num_machines))
             case AdoptWorker():
                 self._adopt(effect)
             case StartRouter() | StopRouter() if self.is_ending:
@@ -184,6 +202,8 @@ class ControlProcess:
             self.say(RestartWorker(worker.node, "an operator restarts all workers"))
             deadline = self._loop.time() + timeout_s
             while worker.epoch == before or worker.state is not WorkerState.UP:
+                if self.controller.workers.get(worker.node) is not worker:
+                    break  # the autoscaler has let it go
                 if self._loop.time() > deadline:
                     done(f"{worker.node} is not up again after {timeout_s:g} s")
                     return
@@ -240,6 +260,15 @@ class ControlProcess:
             # A Ray of one's own ends with this process, and the next one starts another.
             self._end_now(f"Ray does not answer ({type(error).__name__})")
 
+    async def _request_machines(self, num_machines: int) -> None:
+        machines, text = self.controller.machines, self.spec.config.scaling.machine
+        if self._workers is None or not (resources := resources_of(text, machines)):
+            return
+        try:
+            await self._workers.request_machines(num_machines, resources)
+        except Exception as error:  # of Ray: what serves goes on with the machines that there are
+            log.warning("Ray was not asked for %d machines: %s", num_machines, error)
+
     def _tell_ray(self, news: str) -> None:
         self._loop.call_soon_threadsafe(self._tell, PartNews("ray", news, False))
 
@@ -251,8 +280,7 @@ class ControlProcess:
         self._workers.start(worker_spec(start, spec.cluster, spec.config, model, machines, workers))
 
     def _stop_worker(self, worker: NodeId, epoch: int) -> None:
-        """By force, by its guardian or here; where neither reaches it, by asking."""
-        self.wire.send(worker, End(epoch))
+        """By force, by its guardian or here; where neither reaches it, it was asked."""
         if self._workers is None or self._workers.end(worker, epoch) is None:
             kill_workers(self.spec.cluster, worker, epoch)  # if it is on this machine
         self._loop.call_later(FORGET_S, self.wire.forget, worker, epoch)

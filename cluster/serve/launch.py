@@ -179,8 +179,7 @@ async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> Prepared
     """The model on disk. `found` is set once it is clear that the model is there, or is not, or
     will take a while."""
     loop = asyncio.get_running_loop()
-    cluster = config.cluster
-    num_here = 0 if cluster.address else cluster.prefill + cluster.decode
+    num_here = 0 if config.cluster.address else config.most_workers
 
     def prepare() -> PreparedModel:
         def on_news(news: str) -> None:

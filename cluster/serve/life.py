@@ -91,6 +91,7 @@ def workers_of(config: Config) -> str:
         config.tls,
         config.cluster,
         config.state,
+        config.scaling,
     )
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from cluster.control.messages import (
     Introduced,
     Peer,
     RouterStarted,
+    ScalingReport,
     SetRole,
 )
 from cluster.control.process_messages import (
@@ -43,6 +44,8 @@ from cluster.control.process_messages import (
 from cluster.control.router_processes import RouterState, router_entry
 from cluster.control.view import merged_status
 from cluster.runtime.host import NodeHost
+from cluster.scaling.snapshots import router_seen, worker_seen
+from cluster.scaling.targets import router_config
 from cluster.serve.reload import Source, follow
 from cluster.serve.router_api import ServedModel, load_of, serve_api
 from cluster.state.opening import open_state
@@ -50,6 +53,7 @@ from cluster.wire.wire import Wire
 from cluster.worker.process import Listening, meet
 from engine.node import NodeId
 from engine.stats import Role
+from router.config import RouterConfig
 from router.messages import WorkerDown
 from router.router import Router
 
@@ -99,7 +103,7 @@ class RouterProcess:
         )
         self.router = Router(
             spec.router,
-            spec.config.router,
+            _router_config(spec.config),
             self._opened.sessions,
             self._opened.records,
             state=self._opened.state,
@@ -129,6 +133,8 @@ class RouterProcess:
         serving = self._loop.create_task(self._serve(sock))
         serving.add_done_callback(self._on_served)
         self._tasks = [serving, self._loop.create_task(self._report())]
+        if spec.config.scaling.enabled:
+            self._tasks.append(self._loop.create_task(self._report_traffic()))
         if spec.source is not None:
             source = Source(*spec.source, self.hangup)
             following = follow(spec.config, source, spec.access.tenants.update)
@@ -187,11 +193,14 @@ class RouterProcess:
         await asyncio.to_thread(self.host.close)
 
     def healthy(self) -> tuple[bool, dict[str, Any]]:
-        """Whether requests can be served: at least one worker is up."""
+        """Whether requests can be served: at least one worker is up, or the autoscaler starts one
+        as soon as there is a request."""
         workers = self.router.status(self._loop.time()).workers
         num_up = sum(worker.state != "down" for worker in workers)
         wanted = len(workers) if self._view is None else len(self._view["workers"])
-        return num_up > 0, {"workers_up": num_up, "workers": wanted}
+        scaling = self._spec.config.scaling
+        is_asleep = scaling.enabled and scaling.limits(time())[0] == 0 and not num_up
+        return num_up > 0 or is_asleep, {"workers_up": num_up, "workers": wanted}
 
     def status(self) -> dict[str, Any]:
         """What this router knows, and what the controller has told it."""
@@ -246,6 +255,19 @@ class RouterProcess:
             self._tell_load(())
             await asyncio.sleep(REPORT_S)
 
+    async def _report_traffic(self) -> None:
+        """To the autoscaler."""
+        config, router = self._spec.config, self.router
+        while True:
+            await asyncio.sleep(config.scaling.tick_s)
+            if not self.wire.knows(CONTROLLER):
+                continue
+            now, most = self._loop.time(), config.engine.max_num_seqs
+            seen = router_seen(0.0, router.node_id, router.traffic, len(router.live))
+            stats = router.worker_stats
+            workers = [worker_seen(at_s - now, info, each, most) for info, at_s, each in stats]
+            self.wire.send(CONTROLLER, ScalingReport(seen, tuple(workers)))
+
     def _tell_load(self, left: tuple[str, ...]) -> None:
         spec = self._spec
         load = replace(self._load(), left=left)
@@ -294,6 +316,11 @@ class RouterProcess:
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_result(error)
+
+
+def _router_config(config: Config) -> RouterConfig:
+    scaling = config.scaling
+    return router_config(config.router, scaling) if scaling.enabled else config.router
 
 
 def _load_tokenizer(path: Path) -> Any:

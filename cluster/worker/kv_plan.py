@@ -130,6 +130,8 @@ def check_memory(plan: KVPlan, num_workers: int, available_bytes: int, host_byte
 
 def kv_lines(model: ModelConfig, infos: Sequence[WorkerInfo]) -> list[str]:
     """For people: what a token of KV costs and how many tokens fit into a worker and its tiers."""
+    if not infos:
+        return []
     info = infos[0]
     per_token = info.bytes_per_block // info.block_size
     planes = "2 (K, V)" if model.latent is None else "1 (latent)"

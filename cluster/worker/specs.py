@@ -10,6 +10,7 @@ from cluster.config import Config
 from cluster.control.machines import Machine
 from cluster.control.messages import StartWorker
 from cluster.control.wanted import Worker
+from cluster.scaling.targets import chunk_target_s
 from cluster.worker.build import PreparedModel, WorkerSpec
 from cluster.worker.kv_plan import GIB
 from engine.stats import Role
@@ -28,12 +29,18 @@ def worker_spec(
     """`machines`: by their id; `workers`: all that are wanted."""
     machine = machines[start.machine_id]
     engine = config.engine
-    if engine.itl_target_ms == 0 and config.cluster.prefill > 0:
+    if engine.itl_target_ms == 0 and config.scaling.enabled:
+        engine = replace(engine, itl_target_ms=1e3 * chunk_target_s(config.scaling))
+    elif engine.itl_target_ms == 0 and config.cluster.prefill > 0:
         engine = replace(engine, itl_target_ms=ITL_TARGET_MS)
     on_gpu = machine.num_gpus > 0
     host_gib = config.tiers.host_gib
     # Ranks of one model on several GPUs cannot use host memory.
     has_auto_host = host_gib == "auto" and not (on_gpu and engine.tensor_parallel_size > 1)
+    if config.scaling.enabled:  # any may become a decode worker, and there may be so many
+        num_sharing = -(-config.most_workers // max(1, len(machines)))
+    else:
+        num_sharing = num_sharing_tiers(start, workers)
     # Ray shows a worker its own GPUs only, so they are the first there.
     device = "cuda" if on_gpu else config.model.device.replace("auto", "cpu")
     return WorkerSpec(
@@ -50,21 +57,20 @@ def worker_spec(
         threads=config.engine.threads or max(1, int(machine.num_cpus)),
         on_gpu=on_gpu,
         engine=engine,
-        host_bytes=0 if host_gib == "auto" else tier_share(host_gib, start, workers),
-        num_sharing_host=num_sharing_tiers(start, workers) if has_auto_host else 0,
-        disk_bytes=tier_share(config.tiers.disk_gib, start, workers),
+        host_bytes=0 if host_gib == "auto" else share_of(host_gib, num_sharing),
+        num_sharing_host=num_sharing if has_auto_host else 0,
+        disk_bytes=share_of(config.tiers.disk_gib, num_sharing),
         disk_path=config.tiers.disk_path,
         retention_s=config.tiers.retention_s,
         disk_after_s=config.tiers.disk_after_s,
-        num_peers=config.cluster.prefill + config.cluster.decode - 1,
+        num_peers=config.most_workers - 1,
         machine=start.machine_id,
         num_gpus=min(engine.tensor_parallel_size, int(machine.num_gpus)),
     )
 
 
-def tier_share(machine_gib: float, start: StartWorker, workers: Iterable[Worker]) -> int:
+def share_of(machine_gib: float, num_sharing: int) -> int:
     """Bytes that a worker gets of a tier whose size is per machine."""
-    num_sharing = num_sharing_tiers(start, workers)
     return int(machine_gib * GIB) // num_sharing if num_sharing else 0
 
 

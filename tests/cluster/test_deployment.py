@@ -6,10 +6,14 @@ import pytest
 
 from cluster.control.messages import StartWorker
 from cluster.control.wanted import Worker
-from cluster.worker.specs import tier_share
+from cluster.worker.specs import num_sharing_tiers, share_of
 from engine.stats import Role
 
 GIB = 1 << 30
+
+
+def start_of(worker: Worker) -> StartWorker:
+    return StartWorker(worker.node, worker.role, 1, str(worker.machine_id))
 
 
 def shares(placement: dict[str, list[str]], gib: float = 12.0) -> dict[str, float]:
@@ -19,10 +23,7 @@ def shares(placement: dict[str, list[str]], gib: float = 12.0) -> dict[str, floa
         for machine, nodes in placement.items()
         for node in nodes
     ]
-    return {
-        w.node: tier_share(gib, StartWorker(w.node, w.role, 1, str(w.machine_id)), workers) / GIB
-        for w in workers
-    }
+    return {w.node: share_of(gib, num_sharing_tiers(start_of(w), workers)) / GIB for w in workers}
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,16 @@ RAY_ENV = {
 class RayNode:
     """One raylet (and, for the head, the control plane) in a process group of its own."""
 
-    def __init__(self, log: Path, *where: str, env: dict[str, str] = RAY_ENV) -> None:
+    def __init__(
+        self, log: Path, *where: str, env: dict[str, str] = RAY_ENV, num_cpus: int = 1
+    ) -> None:
         ray = Path(sys.executable).parent / "ray"
         self._log = log.open("wb")
         self.process = subprocess.Popen(
-            [ray, "start", *where, "--block", "--num-cpus=1", "--object-store-memory=80000000"],
+            [
+                *(ray, "start", *where, "--block"),
+                *(f"--num-cpus={num_cpus}", "--object-store-memory=80000000"),
+            ],
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **env},

@@ -201,12 +201,47 @@ TENANTS: list[Panel] = [
         {"{{reason}}": _rate("kvrelay_router_requests_total", "reason")},
     ),
 ]
+SCALING: list[Panel] = [
+    (
+        "Workers",
+        "short",
+        {
+            "up": "sum (max by (worker) (kvrelay_worker_up))",
+            "wanted": "max (kvrelay_scaling_wanted_workers)",
+            "of those to decode": "max (kvrelay_scaling_wanted_decode_workers)",
+            "at least": "max (kvrelay_scaling_min_workers)",
+            "at most": "max (kvrelay_scaling_max_workers)",
+        },
+    ),
+    (
+        "On their way",
+        "short",
+        {
+            "coming": "max (kvrelay_scaling_coming_workers)",
+            "draining": "max (kvrelay_scaling_draining_workers)",
+        },
+    ),
+    (
+        "What was done, a minute",
+        "short",
+        {"{{action}}": "max by (action) (increase(kvrelay_scaling_actions_total[1m]))"},
+    ),
+    (
+        "Why, in ticks a minute",
+        "short",
+        {"{{reason}}": "max by (reason) (increase(kvrelay_scaling_ticks_total[1m]))"},
+    ),
+    ("Time to first token", "s", _quantiles("kvrelay_ttft_seconds")),
+    ("Requests", "reqps", {"{{outcome}}": _rate("kvrelay_requests_total", "outcome")}),
+]
+
 DASHBOARDS = {
     "endpoint": ("KVRelay: endpoint", ENDPOINT),
     "pools": ("KVRelay: pools", POOLS),
     "kv": ("KVRelay: KV and tiers", KV),
     "transfers": ("KVRelay: KV transfers", TRANSFERS),
     "tenants": ("KVRelay: tenants", TENANTS),
+    "scaling": ("KVRelay: scaling", SCALING),
 }
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 WIDTH, HEIGHT = 12, 8

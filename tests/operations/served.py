@@ -39,6 +39,9 @@ def full_server(folder: Path) -> Iterator[Served]:
         "tiers.disk_path": str(folder / "disk"),
         "tiers.disk_after_s": 0.1,
         "state.url": redis.url,
+        "scaling.enabled": True,
+        "scaling.min_workers": 2,
+        "scaling.max_workers": 2,
         "sessions.state_dir": str(folder),
     }
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from router.messages import WorkerDraining
+from engine.request import FinishReason
+from router.messages import DrainReport, WorkerDraining
 from tests.router.script import Script
 from tests.router.test_migration_books import begun
 
@@ -33,6 +34,23 @@ def test_what_finds_no_room_elsewhere_ends_where_it_is() -> None:
     s.tell(WorkerDraining("decode-0", 1))
     s.delta("decode-0", 11, 6)
     assert s.streamed() == [5, 6]
+
+
+def test_the_controller_hears_how_many_requests_still_need_it() -> None:
+    s = Script("decode-0")
+
+    def told(worker: str) -> int:
+        s.tell(WorkerDraining(worker, 1))
+        report = s.one(DrainReport, "controller")
+        assert (report.router, report.worker, report.epoch) == ("router-0", worker, 1)
+        return report.num_requests
+
+    s.submit(tokens=range(10))
+    s.dispatched()
+    assert told("decode-0") == 1
+    s.delta("decode-0", 10, 5, finish=FinishReason.STOP)
+    assert told("decode-0") == 0
+    assert told("decode-9") == 0  # it never knew of this one
 
 
 def test_an_older_epoch_does_not_drain() -> None:

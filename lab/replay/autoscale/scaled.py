@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from msgspec import structs
-
 from cluster.scaling.connector import COUNTED, State
 from cluster.scaling.decisions import Line
 from cluster.scaling.moves import moves_to
 from cluster.scaling.scaler import Scaler
 from cluster.scaling.snapshots import router_seen, snapshot_of
+from cluster.scaling.targets import chunk_target_s, router_config
 from engine.node import NodeId
 from engine.stats import Role
 from lab.replay.autoscale.fleet import SimulatedFleet, is_idle
@@ -26,7 +25,6 @@ from lab.replay.trace import Trace
 from router.messages import RoleChanged, WorkerDown, WorkerDraining
 from router.scaling_config import ScalingConfig
 
-CHUNK_SHARE = 0.6  # of the ITL target, for a step of a decode worker that takes prompt tokens
 GROWTH_S = 1.0  # between two looks of a path that is given
 
 Plan = Callable[[float], tuple[int, int]]
@@ -53,8 +51,8 @@ class ScaledResult:
 def with_targets(config: ReplayConfig, scaling: ScalingConfig) -> ReplayConfig:
     """The means that cost nothing: order by the TTFT target, and prompts on decode workers in
     chunks that leave streams within the ITL target."""
-    router = structs.replace(config.router, ttft_target_s=scaling.ttft_target_s)
-    return replace(config, router=router, itl_target_s=CHUNK_SHARE * scaling.itl_target_s)
+    router = router_config(config.router, scaling)
+    return replace(config, router=router, itl_target_s=chunk_target_s(scaling))
 
 
 class ScaledReplay(Replay):
@@ -144,15 +142,12 @@ class ScaledReplay(Replay):
 
     def _tick(self, scaler: Scaler) -> None:
         now, router = self.now, self.router
-        infos = {each.node_id: each.info() for each in self._workers}
         up = {w.worker for w in self.fleet.workers() if w.state in (State.UP, State.DRAINING)}
-        stats = {name: each for name, each in router.worker_stats.items() if name in up}
         snapshot = snapshot_of(
             at_s=now,
             wall_s=now,
             routers=[router_seen(now, ROUTER, router.traffic, len(router.live))],
-            infos=infos,
-            stats=stats,
+            stats=[each for each in router.worker_stats if each[0].worker in up],
             workers=self.fleet.workers(),
             max_num_seqs=self.config.max_num_seqs,
         )

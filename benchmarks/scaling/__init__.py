@@ -1,0 +1,1 @@
+"""The autoscaler on real workers, under load that comes and goes."""

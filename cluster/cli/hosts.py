@@ -1,0 +1,85 @@
+"""`kvrelay up` and `kvrelay down`: a cluster on machines that one owns, over ssh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from cluster.config import ConfigError
+from cluster.hosts.launch import Launch, LaunchError
+from cluster.hosts.orders import Answer
+from cluster.hosts.settings import Hosts, read_hosts, settings_text
+
+hosts_argument = click.argument(
+    "hosts_file",
+    metavar="HOSTS.toml",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
+
+
+class Board:
+    """What each machine does now, as a table that changes while one looks."""
+
+    def __init__(self, hosts: Hosts, console: Console) -> None:
+        self._rows = {host.name: ("", "waits") for host in hosts.host}
+        self._console = console
+        self.live = Live(self._table(), console=console, auto_refresh=False)
+
+    def tell(self, host: str, step: str, answer: Answer | None) -> None:
+        if answer is None:
+            state = "[yellow]...[/]"
+        elif answer.error:
+            state = f"[bold red]{escape(answer.error)}[/]"
+        else:
+            state = f"[green]{escape(answer.news or 'done')}[/]"
+        self._rows[host] = (step, state)
+        if self._console.is_terminal:
+            self.live.update(self._table(), refresh=True)
+        elif answer is not None:
+            self._console.print(f"{host}: {step}: {state}")
+
+    def _table(self) -> Table:
+        table = Table("machine", "step", "", box=None, pad_edge=False)
+        for host, row in self._rows.items():
+            table.add_row(host, *row)
+        return table
+
+
+@click.command()
+@hosts_argument
+def up(hosts_file: Path) -> None:
+    """Bring up a cluster on the machines of HOSTS.toml, over ssh.
+
+    KVRelay has to be installed on each of them. What runs already is left alone, so a launch that
+    failed is repeated as it is.
+    """
+    console = Console(highlight=False)
+    try:
+        hosts = read_hosts(hosts_file)
+        settings = settings_text(hosts_file, hosts)
+        board = Board(hosts, console)
+        with board.live:
+            where = Launch(hosts, board.tell).up(settings)
+    except (ConfigError, LaunchError) as error:
+        raise click.ClickException(str(error)) from error
+    console.print(f"up: {where}", markup=False)
+    console.print(f"kvrelay down {hosts_file} ends it", markup=False)
+
+
+@click.command()
+@hosts_argument
+def down(hosts_file: Path) -> None:
+    """End what `kvrelay up` has started on the machines of HOSTS.toml."""
+    console = Console(highlight=False)
+    try:
+        hosts = read_hosts(hosts_file)
+        board = Board(hosts, console)
+        with board.live:
+            Launch(hosts, board.tell).down()
+    except (ConfigError, LaunchError) as error:
+        raise click.ClickException(str(error)) from error

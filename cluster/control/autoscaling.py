@@ -1,0 +1,132 @@
+"""The autoscaler at work: routers' counts come in, and every tick the fleet is told what to do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from msgspec import structs
+
+from cluster.control.fleet import ControlledFleet, Order
+from cluster.control.messages import LogScaling, RequestMachines, ScalingReport
+from cluster.control.wanted import Worker
+from cluster.scaling.decisions import Decision
+from cluster.scaling.observations import RouterSeen, Snapshot, WorkerSeen
+from cluster.scaling.scaler import Scaler
+from engine.node import Effect, NodeId, Note, Wake
+from router.scaling_config import ScalingConfig
+
+TAG = "scale"
+MAX_SHOWN = 20  # decisions, for operators
+FULL = 3  # of those, the last ones with all that they were made from
+
+
+class Autoscaling:
+    """Owned by the controller. Invariant: exactly one tick is under way."""
+
+    def __init__(self, config: ScalingConfig, num_named: int, wall: Callable[[], float]) -> None:
+        """`wall`: seconds since 1970."""
+        self._config = config
+        self._wall = wall
+        self.fleet = ControlledFleet(config.pending_timeout_s, num_named)
+        self._scaler = Scaler(config, self.fleet)
+        self._routers: dict[NodeId, RouterSeen] = {}
+        self._seen: dict[NodeId, WorkerSeen] = {}
+        self._shown: list[Decision] = []  # those that say something new
+        self._ticks: Counter[str] = Counter()  # by reason
+        self._actions: Counter[str] = Counter()
+        self._machines = 0
+        self._offset_s = 0.0  # from the controller's clock to the wall's
+
+    def start(self) -> list[Effect]:
+        return [LogScaling(self._scaler.begin()), self._wake()]
+
+    def take(self, now: float, report: ScalingReport) -> None:
+        """Ages become times of this clock."""
+        router = report.seen.router
+        self._routers[router] = structs.replace(report.seen, at_s=now + report.seen.at_s)
+        for seen in report.workers:
+            dated = structs.replace(seen, at_s=now + seen.at_s)
+            known = self._seen.get(seen.worker)
+            if known is None or known.at_s <= dated.at_s:
+                self._seen[seen.worker] = dated
+
+    def tick(
+        self, now: float, workers: Mapping[NodeId, Worker], routers: Collection[NodeId]
+    ) -> tuple[list[Order], list[Effect]]:
+        """What the controller is to do. `routers`: those that are up."""
+        fleet = self.fleet
+        fleet.look(now, workers)
+        self._seen = {name: seen for name, seen in self._seen.items() if name in workers}
+        self._routers = {name: seen for name, seen in self._routers.items() if name in routers}
+        wall_s = self._wall()
+        self._offset_s = wall_s - now
+        snapshot = Snapshot(
+            at_s=now,
+            wall_s=wall_s,
+            routers=tuple(self._routers[name] for name in sorted(self._routers)),
+            seen=tuple(self._seen[name] for name in sorted(self._seen)),
+            workers=tuple(fleet.workers()),
+        )
+        line = self._scaler.tick(snapshot)
+        decision = line.decision
+        assert decision is not None
+        effects: list[Effect] = [LogScaling(line), self._wake(), *self._show(decision)]
+        if decision.machines and decision.machines != self._machines:
+            self._machines = decision.machines
+            effects.append(RequestMachines(decision.machines))
+        return fleet.take_orders(), effects
+
+    def view(self) -> dict[str, Any]:
+        """For operators: what it does and why, and its last decisions, oldest first."""
+        last = self._scaler.decisions[-1] if self._scaler.decisions else None
+        return {
+            "why": self._scaler.why,
+            "reason": "" if last is None else str(last.reason),
+            "wanted": None if last is None else last.wanted,
+            "wanted_decode": None if last is None else last.wanted_decode,
+            "least": self._config.limits(self._wall())[0],
+            "most": self._config.limits(self._wall())[1],
+            "coming": 0 if last is None else last.inputs.coming,
+            "draining": 0 if last is None else last.inputs.draining,
+            "ticks": dict(self._ticks),
+            "actions": dict(self._actions),
+            "decisions": [
+                self._told(each, is_full=number >= len(self._shown) - FULL)
+                for number, each in enumerate(self._shown)
+            ],
+        }
+
+    def _told(self, decision: Decision, *, is_full: bool) -> dict[str, Any]:
+        told: dict[str, Any] = structs.asdict(decision)
+        told["at_s"] = decision.at_s + self._offset_s
+        told["reason"] = str(decision.reason)
+        told["starts"] = [str(role) for role in decision.starts]
+        told["drains"] = list(decision.drains)
+        told["flips"] = [f"{worker} to {role}" for worker, role in decision.flips]
+        inputs, alternatives = told.pop("inputs"), told.pop("alternatives")
+        if is_full:
+            told["inputs"] = structs.asdict(inputs)
+            told["alternatives"] = [structs.asdict(each) for each in alternatives]
+        return told
+
+    def _show(self, decision: Decision) -> list[Effect]:
+        """Keep for operators what differs from the last; note what is done."""
+        self._ticks[str(decision.reason)] += 1
+        done = {"start": decision.starts, "drain": decision.drains, "flip": decision.flips}
+        self._actions.update({action: len(each) for action, each in done.items() if each})
+        last = self._shown[-1] if self._shown else None
+        if decision.acts or last is None or last.reason is not decision.reason or last.acts:
+            self._shown = [*self._shown, decision][-MAX_SHOWN:]
+        else:
+            self._shown[-1] = decision  # says the same of now
+        if not decision.acts:
+            return []
+        told = [f"start {role}" for role in decision.starts]
+        told += [f"drain {worker}" for worker in decision.drains]
+        told += [f"{worker} for {role}" for worker, role in decision.flips]
+        return [Note("info", "scaling", f"{decision.text}: {', '.join(told)}")]
+
+    def _wake(self) -> Wake:
+        return Wake(self._config.tick_s, TAG)

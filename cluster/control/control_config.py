@@ -1,0 +1,38 @@
+"""What a controller is made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.control.messages import Kept, Peer, RouterStarted
+from engine.node import NodeId
+from engine.stats import Role
+from router.scaling_config import ScalingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerConfig:
+    workers: tuple[tuple[NodeId, Role], ...]  # with an autoscaler: those of the beginning
+    routers: tuple[Peer, ...]  # that live as long as the controller
+    listeners: tuple[Peer, ...] = ()  # nodes beside the routers that processes send to
+    further_routers: tuple[NodeId, ...] = ()  # further routers, to be started and kept running
+    kept: Kept = field(default_factory=Kept)  # by the controller before
+    running_routers: tuple[RouterStarted, ...] = ()  # further routers that outlived it
+    adopt_timeout_s: float = 5.0
+    start_timeout_s: float = 180.0
+    introduce_timeout_s: float = 10.0
+    silent_grace_s: float = 5.0  # for a worker of which routers complain to answer
+    backoff_s: float = 0.25
+    max_backoff_s: float = 30.0
+    stable_s: float = 60.0  # up for this long: earlier failures are forgotten
+    max_first_failures: int = 3  # before the first worker ever was up
+    scaling: ScalingConfig | None = None  # None: as many workers as were asked for
+    drain_timeout_s: float = 600.0  # a worker that is not empty by then is ended all the same
+    workers_per_machine: int = 0  # at most, where machines have no GPUs; 0: any number
+
+    @property
+    def first_workers(self) -> tuple[tuple[NodeId, Role], ...]:
+        """Those to begin with: where workers come and go, what the last controller had."""
+        if self.scaling is not None and self.kept.num_named:
+            return tuple((each.worker, each.role) for each in self.kept.workers)
+        return self.workers

@@ -1,0 +1,173 @@
+"""Machines of one's own: what HOSTS.toml may say, what is asked of a machine, and what is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from cluster.cli.hosts import down, up
+from cluster.config import ConfigError
+from cluster.hosts import there
+from cluster.hosts.launch import Launch, LaunchError
+from cluster.hosts.orders import Answer, GiveToken, Hello, Stop, decode_answer, decode_order, encode
+from cluster.hosts.remote import Remote
+from cluster.hosts.settings import HostEntry, Hosts, SshSection, read_hosts, settings_text
+
+HERE = ("env", "KVRELAY_TEST_HOST={host}")  # a way to a machine that is this one
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "HOSTS.toml"
+    file.write_text(text)
+    return file
+
+
+def ssh(folder: Path, **more: object) -> SshSection:
+    settings: dict[str, object] = {"command": HERE, "python": sys.executable, **more}
+    return SshSection(folder=str(folder / "{host}"), **settings)  # type: ignore[arg-type]
+
+
+def test_a_file_of_hosts_is_read_with_its_defaults(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        '[[host]]\nname = "one"\naddress = "10.0.0.1"\n[[host]]\nname = "two"\n'
+        '[serve]\nconfig = "kvrelay.toml"\n',
+    )
+    hosts = read_hosts(file)
+    assert [host.reached_at for host in hosts.host] == ["10.0.0.1", "two"]
+    assert hosts.ray_address == "10.0.0.1:6379"
+    with pytest.raises(ConfigError, match=r"kvrelay\.toml"):
+        settings_text(file, hosts)
+    (tmp_path / "kvrelay.toml").write_text("[cluster]\ndecode = 2\n")
+    assert settings_text(file, hosts) == "[cluster]\ndecode = 2\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no machines"),
+        ('[[host]]\nname = "a"\n[[host]]\nname = "a"\n', "a is there more than once"),
+        ('[[host]]\nname = "a"\n[ray]\nport = 70000\n', "ray.port = 70000: expected at most 65535"),
+        ('[[host]]\nname = "a"\n[ssh]\nuser = "b"\n', "ssh.user is not a setting"),
+        ("[[host]]\n", "name is missing"),
+        ("host = [", "not TOML"),
+    ],
+)
+def test_what_is_wrong_is_one_line_without_a_traceback(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    found = CliRunner().invoke(up, [str(written(tmp_path, text))])
+    assert found.exit_code == 1
+    assert said in found.output.replace("\n", " ")
+    assert "Traceback" not in found.output
+
+
+def test_orders_and_answers_cross_as_json() -> None:
+    for order in (Hello("~/x"), GiveToken("f", "t"), Stop("f", "ray", 2.0)):
+        assert decode_order(encode(order)) == order
+    said = b"Welcome to this machine!\n" + encode(Answer(news="done")) + b"\n"
+    assert decode_answer(said) == Answer(news="done")
+
+
+def test_a_machine_is_asked_by_a_process_there(tmp_path: Path) -> None:
+    remote = Remote(HostEntry("one"), ssh(tmp_path))
+    answer = remote.ask(Hello(remote.folder))
+    assert answer.error == ""
+    assert answer.facts["python"] == sys.version.split()[0]
+    assert remote.folder.endswith("/one")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"command": ("false",)}, "exit code 1"),
+        ({"command": ("no-such-command",)}, "not installed here"),
+        ({"command": ("sh", "-c", "echo No route to host >&2; exit 255", "{host}")}, "No route"),
+        ({"python": "/usr/bin/python-of-nowhere"}, "python-of-nowhere"),
+    ],
+)
+def test_who_cannot_be_reached_is_told_in_one_line(
+    tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    remote = Remote(HostEntry("one"), ssh(tmp_path, **changes))
+    answer = remote.ask(Hello(remote.folder))
+    assert said in answer.error
+    assert "\n" not in answer.error
+
+
+def test_ssh_gets_the_host_and_one_command_for_its_shell() -> None:
+    remote = Remote(HostEntry("me@far"), SshSection(python="~/a b/python"))
+    assert remote.command() == [
+        *("ssh", "-o", "BatchMode=yes", "me@far"),
+        "~/'a b/python' -m cluster.hosts.there",
+    ]
+
+
+def test_a_token_is_given_once_and_another_is_not_overwritten(tmp_path: Path) -> None:
+    assert there.give_token("one", tmp_path).error == ""
+    file = tmp_path / ".ray/auth_token"
+    assert file.read_text() == "one"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert there.give_token("one", tmp_path).error == ""
+    assert "another token" in there.give_token("two", tmp_path).error
+    assert file.read_text() == "one"
+
+
+def test_what_is_started_lives_on_and_is_started_once(tmp_path: Path) -> None:
+    script = "import time; print('I am up', flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", script]
+    assert there._start(tmp_path, "thing", command, "I am up", 20.0).error == ""
+    pid = json.loads((tmp_path / "thing.running").read_text())["pid"]
+    assert there._start(tmp_path, "thing", command, "I am up", 20.0).error == ""
+    assert json.loads((tmp_path / "thing.running").read_text())["pid"] == pid
+    assert os.getsid(pid) == pid  # a hangup here is none there
+    assert there._stop(tmp_path, "thing", 10.0).news == "ended"
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert there._stop(tmp_path, "thing", 10.0).news == "was not running"
+
+
+def test_what_does_not_start_says_why_and_what_is_stubborn_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "raise SystemExit('no such device')"]
+    answer = there._start(tmp_path, "thing", command, "up", 20.0)
+    assert "no such device" in answer.error
+    assert "thing.log" in answer.error
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(60)"
+    command = [sys.executable, "-u", "-c", stubborn]
+    assert there._start(tmp_path, "thing", command, "up", 20.0).error == ""
+    assert "by force" in there._stop(tmp_path, "thing", 0.5).news
+
+
+def test_a_number_that_came_again_is_not_taken_for_what_was_started(tmp_path: Path) -> None:
+    kept = there.Running(os.getpid(), time.time() + 5)
+    (tmp_path / "ray.running").write_bytes(there.msgspec.json.encode(kept))
+    assert there._stop(tmp_path, "ray", 0.1).news == "was not running"
+
+
+def test_machines_with_other_versions_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    launch = Launch(Hosts((HostEntry("a"), HostEntry("b"))), lambda *_: None, tmp_path)
+    same, other = Answer(facts={"ray": "2.1"}), Answer(facts={"ray": "2.2"})
+    with pytest.raises(LaunchError, match=r"a has ray 2.1, and b has 2.2; install the same"):
+        launch._check_versions([same, other])
+
+
+def test_all_that_cannot_be_reached_are_told_and_down_goes_on(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        f'[ssh]\ncommand = ["false", "{{host}}"]\nfolder = "{tmp_path}"\n'
+        '[[host]]\nname = "one"\n[[host]]\nname = "two"\n',
+    )
+    found = CliRunner().invoke(up, [str(file)])
+    assert found.exit_code == 1
+    assert "one: reach: exit code 1" in found.output
+    assert "two: reach: exit code 1" in found.output
+    found = CliRunner().invoke(down, [str(file)])
+    assert found.exit_code == 1
+    for line in ("one: end server", "two: end ray", "one: end ray"):
+        assert line in found.output

@@ -1,0 +1,309 @@
+"""The controller as the autoscaler's connector: the contract, and what becomes of workers that
+fail, are changed by hand, or outlive their controller."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.control.controller import Controller, ControllerConfig
+from cluster.control.machines import Machine
+from cluster.control.messages import (
+    AdoptWorker,
+    Introduce,
+    Introduced,
+    Kept,
+    LogScaling,
+    MachinesChanged,
+    Peer,
+    Record,
+    RequestMachines,
+    ScalingReport,
+    SetRole,
+    StartFailed,
+    StartWorker,
+    StopWorker,
+    WorkerLost,
+    WorkerStarted,
+)
+from cluster.scaling.connector import State
+from cluster.scaling.observations import RouterSeen
+from engine.node import Note, Send, Wake, Woken
+from engine.stats import Progress, ProgressReport, ProgressRequest, Role, WorkerInfo
+from router.messages import DrainReport, RoleChanged, WorkerDown, WorkerDraining, WorkerUp
+from router.scaling_config import ScalingConfig
+from tests.cluster.scaling.connector_contract import *  # noqa: F403
+from tests.cluster.scaling.connector_contract import state_of
+
+ROUTER = Peer("router-0", "h0", 1, 1)
+SCALING = ScalingConfig(
+    enabled=True, min_workers=0, max_workers=8, tick_s=0.5, start_s=5.0, pending_timeout_s=20.0
+)
+CONFIG = ControllerConfig(workers=(), routers=(ROUTER,), scaling=SCALING, backoff_s=1.0)
+
+
+class ControlledWorld:
+    """A controller, its workers and a router, in virtual time. Workers take `start_s` to start."""
+
+    def __init__(self, config: ControllerConfig = CONFIG) -> None:
+        self.now = 0.0
+        self.start_s = 5.0
+        self.pending_timeout_s = SCALING.pending_timeout_s
+        self.live_requests: dict[str, int] = {}  # of the router, by worker
+        self.busy: dict[str, int] = {}  # what workers still do
+        self.fails: set[str] = set()  # these do not start
+        self.effects: list[Any] = []
+        self.kept = Kept()
+        self._events: list[tuple[float, int, int, Any]] = []
+        self._count = 0
+        self._life = 0  # of the controller
+        self.begin(config)
+
+    def begin(self, config: ControllerConfig) -> None:
+        """A controller comes, perhaps after another one."""
+        self._life += 1
+        self.controller = Controller(replace(config, kept=self.kept), wall=lambda: 1e9 + self.now)
+        self.perform(self.controller.start(self.now))
+        self.say(MachinesChanged((Machine("m", "h", 8.0),)))
+
+    @property
+    def connector(self) -> Any:
+        assert self.controller.scaling is not None
+        return self.controller.scaling.fleet
+
+    def take_all_places(self) -> None:
+        self.say(MachinesChanged(()))
+
+    def pass_time(self, seconds: float) -> None:
+        self._do(self._life, Woken("scale"), again=False)  # what was just ordered begins
+        end = self.now + seconds
+        while self._events and self._events[0][0] <= end:
+            at, _, life, message = heapq.heappop(self._events)
+            self.now = max(self.now, at)
+            self._do(life, message)
+        self.now = end
+        self._do(self._life, Woken("scale"), again=False)
+
+    def say(self, message: Any, after_s: float = 0.0) -> None:
+        if after_s <= 0.0:
+            self._do(self._life, message)
+            return
+        self._count += 1
+        heapq.heappush(self._events, (self.now + after_s, self._count, self._life, message))
+
+    def _do(self, life: int, message: Any, *, again: bool = True) -> None:
+        if life != self._life:
+            return
+        effects = self.controller.receive(self.now, message)
+        if not again:  # one chain of ticks is enough
+            effects = [e for e in effects if not (isinstance(e, Wake) and e.tag == "scale")]
+        self.perform(effects)
+
+    def perform(self, effects: list[Any]) -> None:
+        for effect in effects:
+            self.effects.append(effect)
+            match effect:
+                case Record(kept):
+                    self.kept = kept
+                case StartWorker(worker, role, epoch) if worker in self.fails:
+                    self.say(StartFailed(worker, epoch, "no such device", False), 0.1)
+                case StartWorker(worker, role, epoch):
+                    info = WorkerInfo(worker, role, epoch, 64, 16, 1024, 2048, 512, b"f")
+                    self.say(WorkerStarted(info, "h", 100), self.start_s)
+                case AdoptWorker(worker, epoch, _, _, _):
+                    info = WorkerInfo(worker, Role.DECODE, epoch, 64, 16, 1024, 2048, 512, b"f")
+                    self.say(WorkerStarted(info, "h", 100), 0.01)
+                case Introduce(to, about, epoch):
+                    self.say(Introduced(to, about, epoch), 0.001)
+                case Send(to, WorkerDraining(worker, epoch)):
+                    left = self.live_requests.get(worker, 0)
+                    self.say(DrainReport(to, worker, epoch, left), 0.001)
+                case Send(to, ProgressRequest()):
+                    epoch = self.controller.workers[to].epoch
+                    busy = self.busy.get(to, 0)
+                    self.say(ProgressReport(to, epoch, 1, Progress.MADE, busy), 0.001)
+                case Wake(after_s, tag):
+                    self.say(Woken(tag), after_s)
+                case StopWorker() | Send() | Note() | LogScaling() | RequestMachines():
+                    pass
+                case _:
+                    raise AssertionError(effect)
+
+    def of(self, kind: type) -> list[Any]:
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    def sent(self, kind: type) -> list[Any]:
+        return [each for each in self.of(Send) if isinstance(each.message, kind)]
+
+    def up(self, role: Role = Role.DECODE) -> str:
+        worker: str = self.connector.start(role)
+        self.pass_time(self.start_s + 1)
+        assert state_of(self, worker).state is State.UP
+        return worker
+
+
+@pytest.fixture
+def world() -> ControlledWorld:
+    return ControlledWorld()
+
+
+def test_a_worker_goes_when_no_router_needs_it_and_it_does_nothing(world: ControlledWorld) -> None:
+    worker = world.up()
+    world.live_requests[worker], world.busy[worker] = 2, 1
+    world.connector.drain(worker)
+    world.pass_time(3)
+    assert state_of(world, worker).state is State.DRAINING
+    world.live_requests[worker] = 0
+    world.pass_time(3)
+    assert state_of(world, worker).state is State.DRAINING  # another reads its KV
+    assert world.of(StopWorker) == []
+    world.busy[worker] = 0
+    world.pass_time(3)
+    assert state_of(world, worker).state is State.GONE
+    assert world.of(StopWorker) == [StopWorker(worker, 1, gently=True)]
+    assert worker not in world.controller.workers
+    (down,) = world.sent(WorkerDown)
+    assert down == Send("router-0", WorkerDown(worker, 1, "drained"))
+
+
+def test_one_that_is_never_empty_goes_in_the_end(world: ControlledWorld) -> None:
+    worker = world.up()
+    world.live_requests[worker] = 1
+    world.connector.drain(worker)
+    world.pass_time(CONFIG.drain_timeout_s + 1)
+    known = state_of(world, worker)
+    assert known.state is State.GONE
+    assert "600" in known.reason
+
+
+def test_one_that_dies_while_it_drains_is_not_started_again(world: ControlledWorld) -> None:
+    worker = world.up()
+    world.live_requests[worker] = 1
+    world.connector.drain(worker)
+    world.pass_time(1)
+    world.say(WorkerLost(worker, 1, "killed"))
+    world.pass_time(10)
+    assert state_of(world, worker).state is State.GONE
+    assert [each.epoch for each in world.of(StartWorker) if each.worker == worker] == [1]
+
+
+def test_one_that_dies_counts_as_up_and_is_started_again(world: ControlledWorld) -> None:
+    worker = world.up()
+    world.say(WorkerLost(worker, 1, "killed"))
+    world.pass_time(1)
+    assert state_of(world, worker).state is State.UP
+    world.pass_time(world.start_s + 3)
+    assert world.controller.workers[worker].epoch == 2
+    assert world.sent(WorkerUp)[-1].message.info.epoch == 2
+
+
+def test_those_that_fail_again_and_again_go_and_the_next_waits(world: ControlledWorld) -> None:
+    world.up()  # the cluster can serve at all
+    world.fails = {f"decode-{number}" for number in range(10)}
+    first = world.connector.start(Role.DECODE)
+    world.pass_time(10)
+    known = state_of(world, first)
+    assert known.state is State.GONE
+    assert "no such device" in known.reason
+    world.effects.clear()
+    second = world.connector.start(Role.DECODE)
+    world.pass_time(1)
+    assert state_of(world, second).state is State.PENDING
+    assert world.of(StartWorker) == []  # not at once
+    world.fails.clear()
+    world.pass_time(10 + world.start_s)
+    assert state_of(world, second).state is State.UP
+    third = world.connector.start(Role.DECODE)
+    world.pass_time(0.1)
+    assert state_of(world, third).state is State.STARTING  # all is well again
+
+
+def test_one_whose_machine_is_gone_is_given_up_in_the_end(world: ControlledWorld) -> None:
+    worker = world.up()
+    world.say(MachinesChanged(()))
+    world.say(WorkerLost(worker, 1, "its machine is gone"))
+    world.pass_time(0.5 * SCALING.pending_timeout_s)
+    assert state_of(world, worker).state is State.UP
+    world.pass_time(SCALING.pending_timeout_s)
+    known = state_of(world, worker)
+    assert known.state is State.GONE
+    assert "no machine has room" in known.reason
+
+
+def test_a_role_that_an_operator_sets_is_known_in_the_next_tick(world: ControlledWorld) -> None:
+    worker = world.up()
+    world.say(SetRole(worker, Role.PREFILL))
+    world.pass_time(SCALING.tick_s)
+    assert state_of(world, worker).role is Role.PREFILL
+
+
+def test_a_flip_is_told_to_routers_and_nothing_is_stopped(world: ControlledWorld) -> None:
+    worker = world.up()
+    world.connector.flip(worker, Role.PREFILL)
+    world.pass_time(0.1)
+    assert world.sent(RoleChanged) == [Send("router-0", RoleChanged(worker, 1, Role.PREFILL))]
+    assert world.of(StopWorker) == []
+
+
+def test_the_next_controller_goes_on_with_all_of_it(world: ControlledWorld) -> None:
+    staying, leaving = world.up(), world.up()
+    world.live_requests[leaving] = 1
+    world.connector.drain(leaving)
+    world.pass_time(1)
+    world.effects.clear()
+    world.begin(CONFIG)
+    world.pass_time(2)
+    assert state_of(world, staying).state is State.UP
+    assert state_of(world, leaving).state is State.DRAINING
+    announced = [each.message.info.worker for each in world.sent(WorkerUp)]
+    assert announced == [staying]
+    assert world.sent(WorkerDraining)
+    world.live_requests[leaving] = 0
+    world.pass_time(2)
+    assert state_of(world, leaving).state is State.GONE
+    assert world.of(StartWorker) == []
+    assert world.connector.start(Role.DECODE) not in (staying, leaving)
+
+
+def test_a_request_wakes_a_cluster_of_no_workers(world: ControlledWorld) -> None:
+    world.pass_time(5)
+    assert world.of(StartWorker) == []
+    seen = RouterSeen("router-0", 0.0, {40: 1}, {}, 0, 0, 0, 1)
+    world.say(ScalingReport(seen, ()))
+    world.pass_time(2 * SCALING.tick_s)
+    (start,) = world.of(StartWorker)
+    assert start.role is Role.DECODE
+    assert world.controller.scaling is not None
+    view = world.controller.scaling.view()
+    woke = [each for each in view["decisions"] if each["starts"]]
+    assert [each["reason"] for each in woke] == ["wake"]
+    assert woke[0]["at_s"] > 1e9  # of the wall's clock
+
+
+def test_reports_of_routers_that_are_gone_do_not_make_measurements_old() -> None:
+    world = ControlledWorld(replace(CONFIG, scaling=SCALING))
+    gone = RouterSeen("router-9", 0.0, {40: 1}, {}, 0, 0, 0, 1)
+    world.say(ScalingReport(gone, ()))
+    for _ in range(20):
+        seen = RouterSeen("router-0", 0.0, {}, {}, 0, 0, 0, 0)
+        world.say(ScalingReport(seen, ()))
+        world.pass_time(1.0)
+    assert world.controller.scaling is not None
+    assert world.controller.scaling.view()["reason"] == "idle"
+
+
+def test_machines_are_asked_for_once_for_each_number() -> None:
+    scaling = ScalingConfig(
+        enabled=True, min_workers=3, max_workers=8, tick_s=0.5, workers_per_machine=2
+    )
+    world = ControlledWorld(replace(CONFIG, scaling=scaling, workers_per_machine=2))
+    world.pass_time(3)
+    assert world.of(RequestMachines) == [RequestMachines(2)]
+    states = sorted(each.state for each in world.connector.workers())
+    assert states == [State.PENDING, State.STARTING, State.STARTING]
+    world.say(MachinesChanged((Machine("m", "h", 8.0), Machine("n", "h2", 8.0))))
+    world.pass_time(2 * world.start_s)
+    assert {each.state for each in world.connector.workers()} == {State.UP}
