@@ -23,7 +23,7 @@ FULL = 3  # of those, the last ones with all that they were made from
 
 
 class Autoscaling:
-    """Owned by the controller. Invariant: exactly one tick is under way."""
+    """Owned by the controller. Invariant: once begun, exactly one tick is under way."""
 
     def __init__(self, config: ScalingConfig, num_named: int, wall: Callable[[], float]) -> None:
         """`wall`: seconds since 1970."""
@@ -37,9 +37,14 @@ class Autoscaling:
         self._ticks: Counter[str] = Counter()  # by reason
         self._actions: Counter[str] = Counter()
         self._machines = 0
+        self._has_begun = False
         self._offset_s = 0.0  # from the controller's clock to the wall's
 
     def start(self) -> list[Effect]:
+        """The first time; then nothing."""
+        if self._has_begun:
+            return []
+        self._has_begun = True
         return [LogScaling(self._scaler.begin()), self._wake()]
 
     def take(self, now: float, report: ScalingReport) -> None:

@@ -97,7 +97,6 @@ class Controller:
         listening = {w.worker: w.peer for w in kept.workers if w.peer and w.worker in self.workers}
         running = self.config.running_routers
         effects += self.router_processes.start(now, kept.routers, running, listening)
-        effects += [] if self.scaling is None else self.scaling.start()
         return self._record(effects)
 
     def _adopt(self, kept: KeptWorker) -> list[Effect]:
@@ -127,7 +126,9 @@ class Controller:
             case MachinesChanged(machines):
                 lives.machines = machines
                 idle = [w for w in self.workers.values() if w.state is WorkerState.DOWN]
-                return [effect for worker in idle for effect in lives.start(worker)]
+                effects = [effect for worker in idle for effect in lives.start(worker)]
+                # Before it is known who provides machines, nothing can be pending.
+                return effects + ([] if self.scaling is None else self.scaling.start())
             case WorkerStarted(info):
                 worker = lives.current(info.worker, info.epoch, *COMING)
                 return lives.introduce(worker, message) if worker else []

@@ -98,7 +98,7 @@ class RayWorkers:
     async def watch_machines(self, use_gpus: bool) -> None:
         """Tell the controller of machines that come and go, until cancelled. Raises TimeoutError
         if Ray does not answer."""
-        known: tuple[Machine, ...] = ()
+        known: tuple[Machine, ...] | None = None
         while True:
             async with asyncio.timeout(REACH_TIMEOUT_S):
                 nodes = await asyncio.to_thread(alive_nodes)

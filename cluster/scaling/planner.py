@@ -79,7 +79,7 @@ class Planner:
     # -- what is needed --------------------------------------------------------------------------
 
     def _take_in(self, now: float, seen: Observation, have: int) -> None:
-        if not seen.is_idle:
+        if not seen.is_idle or have == self._num_coming:  # what has not served yet is not idle
             self._active_at = now
         costs = seen.costs
         if costs is not None and seen.elapsed_s > 0:
