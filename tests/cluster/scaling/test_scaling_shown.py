@@ -1,0 +1,127 @@
+"""What is shown of the autoscaler: its table, its metrics, and a log that is made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+
+from cluster.api.metrics import ClusterCollector
+from cluster.cli.client import status_table
+from cluster.cli.scaling import scaling, scaling_view
+from cluster.scaling.decisions import Reason, encode_line
+from cluster.serve.scaling_log import ScalingLog
+from engine.stats import Role
+from tests.cluster.scaling.test_controlled_fleet import SCALING, ControlledWorld, LogScaling
+
+
+@pytest.fixture
+def world() -> ControlledWorld:
+    """Something has happened."""
+    world = ControlledWorld()
+    worker = world.up()
+    world.up(Role.PREFILL)
+    world.connector.drain(worker)
+    world.pass_time(5)
+    return world
+
+
+def view(world: ControlledWorld) -> dict[str, Any]:
+    assert world.controller.scaling is not None
+    plain: dict[str, Any] = msgspec.json.decode(
+        msgspec.json.encode(world.controller.scaling.view())
+    )
+    return plain
+
+
+def test_the_table_says_what_was_done_and_why(world: ControlledWorld) -> None:
+    console = Console(width=120, record=True)
+    console.print(scaling_view(view(world)))
+    text = console.export_text()
+    assert "autoscaler" in text
+    assert "now: not scaling" in text
+    assert "from 0 to 8 workers may be" in text
+
+
+def test_status_has_a_line_on_it(world: ControlledWorld) -> None:
+    console = Console(width=120, record=True)
+    console.print(status_table({"scaling": view(world)}))
+    assert "not scaling: " in console.export_text()
+
+
+def test_metrics_have_every_reason_from_the_start(world: ControlledWorld) -> None:
+    registry = CollectorRegistry()
+    ClusterCollector(registry, lambda: {"scaling": view(world)})
+    for reason in Reason:
+        found = registry.get_sample_value("kvrelay_scaling_ticks_total", {"reason": str(reason)})
+        assert found is not None
+    ticks = registry.get_sample_value("kvrelay_scaling_ticks_total", {"reason": "stale"})
+    assert ticks is not None
+    assert ticks > 1
+    for action in ("start", "drain", "flip"):  # the tests' orders are not the planner's
+        name = "kvrelay_scaling_actions_total"
+        assert registry.get_sample_value(name, {"action": action}) == 0
+    assert registry.get_sample_value("kvrelay_scaling_max_workers") == SCALING.max_workers
+
+
+def test_without_an_autoscaler_there_are_no_metrics_of_it() -> None:
+    registry = CollectorRegistry()
+    ClusterCollector(registry, lambda: {"scaling": None})
+    assert registry.get_sample_value("kvrelay_scaling_max_workers") is None
+
+
+def logged(world: ControlledWorld, path: Path, max_bytes: int = 1 << 20) -> None:
+    log = ScalingLog(path, max_bytes)
+    for effect in world.of(LogScaling):
+        log.write(effect.line)
+
+
+def test_a_log_is_made_again(world: ControlledWorld, tmp_path: Path) -> None:
+    path = tmp_path / "scaling/server.jsonl"
+    logged(world, path)
+    found = CliRunner().invoke(scaling, ["--check", str(path)])
+    assert found.exit_code == 0, found.output
+    num = len(path.read_bytes().splitlines()) - 1
+    assert f"{num} are the same" in found.output.replace("\n", " ")
+
+
+def test_a_decision_that_differs_is_told(world: ControlledWorld, tmp_path: Path) -> None:
+    path = tmp_path / "server.jsonl"
+    logged(world, path)
+    first, *lines = path.read_text().splitlines()
+    lines[-1] = lines[-1].replace('"wanted":1', '"wanted":7')
+    path.write_text("\n".join([first, *lines]))
+    found = CliRunner().invoke(scaling, ["--check", str(path)])
+    assert found.exit_code == 1
+    assert "and would be now" in found.output
+
+
+@pytest.mark.parametrize("text", ["", "nonsense\n", '{"snapshot": 3}\n'])
+def test_what_is_no_log_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    found = CliRunner().invoke(scaling, ["--check", str(path)])
+    assert found.exit_code == 1
+    assert found.output.startswith("Error: ")
+    assert "Traceback" not in found.output
+
+
+def test_a_full_log_goes_on_beside_what_it_had(world: ControlledWorld, tmp_path: Path) -> None:
+    path = tmp_path / "server.jsonl"
+    line = world.of(LogScaling)[-1].line
+    logged(world, path, max_bytes=len(encode_line(line)) * 4)
+    assert (tmp_path / "server.old.jsonl").exists()
+    assert {each.name for each in tmp_path.iterdir()} <= {"server.jsonl", "server.old.jsonl"}
+
+
+def test_a_log_that_cannot_be_written_is_told_once(
+    world: ControlledWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    logged(world, tmp_path / "file/server.jsonl")
+    assert len(caplog.records) == 1
