@@ -32,7 +32,7 @@ from cluster.scaling.scaler import replay_log
 from lab.bench.load import percentile
 
 TTFT_TARGET_S = 2.0
-LEAST, MOST, PERIOD_S = 0.1, 2.5, 60.0  # requests a second
+LEAST, MOST, PERIOD_S = 0.02, 1.0, 40.0  # requests a second; the sine's period
 SETTINGS: dict[str, object] = {
     "engine.kv_cache_gib": 0.1,
     "engine.max_model_len": 1024,
@@ -110,7 +110,7 @@ async def measure(url: str, scalings: int, most_s: float, console: Console) -> d
             console.print(f"waves: {found['waves']}")
             found["zero"] = await zero(talk, watch, http)
             console.print(f"zero: {found['zero']}")
-            burst = await talk.follow(step(LEAST * 4, LEAST * 16, 20.0), 60.0)
+            burst = await talk.follow(step(MOST / 4, MOST, 20.0), 60.0)
             found["step"] = shown(burst)
             console.print(f"step: {found['step']}")
             await talk.follow(silence, 5.0)

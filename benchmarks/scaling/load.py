@@ -17,7 +17,7 @@ Rate = Callable[[float], float]
 """Requests a second, by the seconds since the start."""
 
 NUM_PROMPTS = 24
-INPUT, OUTPUT = 100, 60
+INPUT, OUTPUT = 60, 32
 LEAST_GAP_S = 0.02
 
 
