@@ -182,8 +182,10 @@ class Observer:
         }
         roles = {each.worker: each.role for each in snapshot.workers}
         measured = [each for each in self._fresh(now, snapshot.seen) if each.worker in warm]
-        of_prompts = [e for e in measured if roles[e.worker] is Role.PREFILL] or measured
-        of_tokens = [e for e in measured if roles[e.worker] is not Role.PREFILL] or measured
+        prompts = [e for e in measured if e.prefill_tokens_per_s > 0]
+        tokens = [e for e in measured if e.decode_step_s > 0]
+        of_prompts = [e for e in prompts if roles[e.worker] is Role.PREFILL] or prompts
+        of_tokens = [e for e in tokens if roles[e.worker] is not Role.PREFILL] or tokens
         found = Costs.typical(map(_costs, of_prompts), map(_costs, of_tokens))
         if found is not None:
             self._costs = found if self._costs is None else self._costs.completed_by(found)

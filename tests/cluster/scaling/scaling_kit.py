@@ -45,6 +45,7 @@ class Paper:
         self.stats_age_s = 0.0
         self.routers_age_s = 0.0
         self.measures = True
+        self.silent_roles: set[Role] = set()  # workers of these roles have not computed anything
         self.log: list[Line] = []
         self.scaler = Scaler(self.config, self)
         self.log.append(self.scaler.begin())
@@ -108,6 +109,9 @@ class Paper:
             self.tick(*prompts, output=output) for _ in range(round(seconds / self.config.tick_s))
         ]
 
+    def has_measured(self, worker: ManagedWorker) -> bool:
+        return self.measures and worker.role not in self.silent_roles
+
     def snapshot(self) -> Snapshot:
         routed_at = self.now - self.routers_age_s
         router = RouterSeen(
@@ -119,8 +123,8 @@ class Paper:
                 at_s=self.now - self.stats_age_s,
                 prompt_weights=(),
                 decode_weights=(),
-                prefill_tokens_per_s=RATE if self.measures else 0.0,
-                decode_step_s=STEP_S if self.measures else 0.0,
+                prefill_tokens_per_s=RATE if self.has_measured(each) else 0.0,
+                decode_step_s=STEP_S if self.has_measured(each) else 0.0,
                 pool_tokens=200_000,
                 max_num_seqs=64,
                 max_num_batched_tokens=8192,

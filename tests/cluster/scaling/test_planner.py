@@ -46,6 +46,14 @@ def test_a_fleet_grows_until_the_wanted_share_is_on_time() -> None:
     assert by_size[3] < 0.9
 
 
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_what_one_role_has_measured_counts_where_the_other_has_done_nothing(role: Role) -> None:
+    paper = Paper(config()).with_fleet(1, 1)
+    paper.silent_roles.add(role)
+    decisions = paper.run(60, *HEAVY)
+    assert any(each.reason is Reason.GROW for each in decisions)
+
+
 def test_workers_that_are_starting_count() -> None:
     paper = Paper(config(), start_s=40.0).with_fleet(1, 1)
     decisions = paper.run(38, *HEAVY)
