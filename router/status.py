@@ -10,6 +10,8 @@ from engine.node import NodeId
 from engine.stats import Role
 from router.placement.endpoint import Endpoint
 
+LAYOUT_DIGITS = 12
+
 
 @dataclass(slots=True)
 class Totals:
@@ -75,6 +77,7 @@ class WorkerStatus:
     disk_read_bytes_per_s: float = 0.0
     cached_tokens_by_source: dict[str, int] = field(default_factory=dict)
     block_size: int = 0  # tokens
+    layout: str = ""  # of its KV: only workers of one layout pass KV to each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,4 +127,5 @@ def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
         disk_read_bytes_per_s=stats.disk_read_bytes_per_s if stats else 0.0,
         cached_tokens_by_source=dict(endpoint.cached_tokens_by_source),
         block_size=info.block_size,
+        layout=info.fingerprint.hex()[:LAYOUT_DIGITS],
     )

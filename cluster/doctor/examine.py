@@ -47,6 +47,7 @@ def machine_checks(config: Config) -> dict[str, Check]:
         "locked memory": locked,
         "shared memory": shared,
         "memory": lambda: system.check_memory(psutil.virtual_memory().available, config, ROOT),
+        "CPUs": lambda: system.check_cpus(os.cpu_count() or 1, config, ROOT),
         "MTU": lambda: system.check_mtu(ROOT),
         "NUMA": lambda: system.check_numa(ROOT),
         "RDMA ports": lambda: system.check_rdma(ROOT),
@@ -61,6 +62,8 @@ def server_checks(status: Mapping[str, Any], metrics: str, now: float) -> dict[s
     """Of a running server. `now`: seconds since 1970, when `metrics` came."""
     return {
         "workers": lambda: server.check_workers(status),
+        "KV layout": lambda: server.check_layouts(status),
+        "KV layout": lambda: server.check_layouts(status),
         "KV between workers": lambda: server.check_lanes(status, metrics),
         "server's clock": lambda: server.check_server_clock(metrics, now),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ def check_workers(status: Mapping[str, Any]) -> Finding:
     """`status`: of `GET /status`."""
     check = "workers"
     workers = status["workers"]
-    down = [worker for worker in workers if worker.get("state", "up") != "up"]
+    down = [each for each in workers if each.get("state", "up") not in ("up", "draining")]
     if down:
         text = "; ".join(
             f"{each['worker']} is {each['state']}"
@@ -32,6 +33,27 @@ def check_workers(status: Mapping[str, Any]) -> Finding:
         text = ", ".join(f"{each['worker']}: {each['restarts']} restarts" for each in often)
         return warn(check, text, "docs/runbooks/worker-restarts.md")
     return ok(check, f"{len(workers)} up")
+
+
+def check_layouts(status: Mapping[str, Any]) -> Finding:
+    """Workers with another model, data type or block size go on alone, and prompts are computed
+    twice."""
+    check = "KV layout"
+    known = [(each["worker"], each["layout"]) for each in status["workers"] if each.get("layout")]
+    layouts = Counter(layout for _, layout in known)
+    if not layouts:
+        return skipped(check, "no worker tells its layout")
+    ((usual, _),) = layouts.most_common(1)
+    others = [f"{worker} ({layout})" for worker, layout in known if layout != usual]
+    if others:
+        return fail(
+            check,
+            f"{', '.join(others)} differ from the others ({usual}) in model, dtype or blocks, and "
+            "exchange no KV with them",
+            "install one version everywhere, with one model and model.dtype (auto depends on the "
+            "CPU), then kvrelay restart",
+        )
+    return ok(check, f"one, {usual}")
 
 
 def check_lanes(status: Mapping[str, Any], metrics: str) -> Finding:

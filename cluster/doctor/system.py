@@ -81,6 +81,23 @@ def check_memory(available: int, config: Config, root: Path) -> Finding:
     )
 
 
+def check_cpus(num_cores: int, config: Config, root: Path) -> Finding:
+    """`num_cores`: of the machine. Threads are counted by them, whatever a container may use."""
+    check = "CPUs"
+    quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")
+    if not quota.isdigit() or not period.isdigit():
+        return ok(check, f"{num_cores} cores, without a quota")
+    allowed = int(quota) / int(period)
+    if allowed >= num_cores or 0 < config.engine.threads <= allowed:
+        return ok(check, f"{num_cores} cores, {allowed:g} of them by quota")
+    return warn(
+        check,
+        f"a quota of {allowed:g} of {num_cores} cores: whoever uses it up stands still until the "
+        "next period",
+        f"engine.threads = {max(1, int(allowed))}, or no CPU limit for the pod or unit",
+    )
+
+
 def check_mtu(root: Path) -> Finding:
     check = "MTU"
     small, fast = [], []

@@ -132,6 +132,25 @@ def test_little_memory_is_found(rdma: Path, tmp_path: Path) -> None:
     is_well(system.check_memory(8 * GIB, config, rdma))
 
 
+def test_workers_of_another_layout_are_found() -> None:
+    layouts = ["ab12", "ab12", "ff00"]
+    workers = [{"worker": f"decode-{i}", "layout": each} for i, each in enumerate(layouts)]
+    is_well(server.check_layouts({"workers": workers[:2]}))
+    is_fault(server.check_layouts({"workers": workers}), "decode-2 (ff00)", "model.dtype")
+
+
+def test_a_quota_below_the_threads_is_found(tmp_path: Path) -> None:
+    assert system.check_cpus(16, settings(), tmp_path).verdict is Verdict.OK
+    file = tmp_path / "sys/fs/cgroup/cpu.max"
+    file.parent.mkdir(parents=True)
+    file.write_text("max 100000\n")
+    is_well(system.check_cpus(16, settings(), tmp_path))
+    file.write_text("250000 100000\n")
+    found = system.check_cpus(16, settings(), tmp_path)
+    is_fault(found, "2.5 of 16 cores", "engine.threads = 2", Verdict.WARN)
+    is_well(system.check_cpus(16, settings(engine={"threads": 2}), tmp_path))
+
+
 def test_network_cards_are_looked_at(rdma: Path) -> None:
     is_well(system.check_mtu(rdma), system.check_rdma(rdma), system.check_numa(rdma))
     (rdma / "sys/class/net/eth0/mtu").write_text("1500\n")
@@ -177,6 +196,8 @@ def test_a_server_is_asked_for_its_workers_lanes_and_clock() -> None:
     is_fault(found, "prefill-0 is backoff (no memory)", "worker-down.md")
     often = {"workers": [WORKERS[0] | {"restarts": 9}]}
     is_fault(server.check_workers(often), "9 restarts", "worker-restarts.md", Verdict.WARN)
+    draining = {"workers": [WORKERS[0] | {"state": "draining"}, WORKERS[1]]}
+    is_well(server.check_workers(draining))
     is_well(server.check_lanes(status, READ.format(lane="cma/memory")))
     by_tcp = server.check_lanes(status, READ.format(lane="tcp/lo"))
     is_fault(by_tcp, "decode-0 from prefill-0 by tcp/lo", "kv-over-tcp.md")
