@@ -55,8 +55,23 @@ def _handing_over(_: World) -> Mapping[str, object]:
     return {**SMALL, "engine.num_blocks": 256, "router.policy": "round_robin", "cluster.routers": 2}
 
 
+def _scaling(_: World) -> Mapping[str, object]:
+    """Two workers, and a target that no number of them meets."""
+    return {
+        **SMALL,
+        "engine.num_blocks": 256,
+        "scaling.enabled": True,
+        "scaling.min_workers": 2,
+        "scaling.max_workers": 2,
+        "scaling.ttft_target_ms": 1.0,
+        "scaling.tick_s": 0.5,
+        "scaling.warmup_s": 1.0,
+    }
+
+
 SERVERS = {
     "main": Server(_main),
+    "scaling": Server(_scaling),
     "tcp": Server(_handing_over, "UCX_TLS=tcp\n"),
 }
 
@@ -177,6 +192,12 @@ def long_conversations(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def more_is_wanted_than_may_be(world: World) -> Iterator[None]:
+    with world.load(2, 16):
+        yield
+
+
+@contextlib.contextmanager
 def everything_is_handed_over(world: World) -> Iterator[None]:
     """By TCP, as the environment of this server says."""
     with world.load(1, 4):
@@ -220,6 +241,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "worker-down": ("main", decode_worker_dies),
     "ttft-high": ("main", flood(30, 48)),
     "kv-memory-full": ("main", long_conversations),
+    "scaling-limited": ("scaling", more_is_wanted_than_may_be),
     "kv-over-tcp": ("tcp", everything_is_handed_over),
     "router-process-down": ("tcp", router_dies_again_and_again),
     "router-unreachable": ("tcp", server_dies),
