@@ -32,7 +32,7 @@ from cluster.scaling.scaler import replay_log
 from lab.bench.load import percentile
 
 TTFT_TARGET_S = 2.0
-LEAST, MOST, PERIOD_S = 0.02, 1.0, 40.0  # requests a second; the sine's period
+LEAST, MOST, PERIOD_S = -0.8, 1.0, 60.0  # requests a second, none below 0; seconds
 SETTINGS: dict[str, object] = {
     "engine.kv_cache_gib": 0.1,
     "engine.max_model_len": 1024,
@@ -47,9 +47,9 @@ SETTINGS: dict[str, object] = {
     "scaling.start_s": 10.0,
     "scaling.tick_s": 1.0,
     "scaling.warmup_s": 2.0,
-    "scaling.memory_s": 20.0,
-    "scaling.hold_s": 5.0,
-    "scaling.idle_s": 10.0,
+    "scaling.memory_s": 10.0,
+    "scaling.hold_s": 3.0,
+    "scaling.idle_s": 6.0,
     "scaling.max_reversals_per_hour": 1000,
 }
 ZERO_S = 120.0
