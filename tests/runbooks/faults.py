@@ -56,14 +56,14 @@ def _handing_over(_: World) -> Mapping[str, object]:
 
 
 def _scaling(_: World) -> Mapping[str, object]:
-    """Two workers, and a target that no number of them meets."""
+    """Two workers, and a target by which each should have one stream."""
     return {
         **SMALL,
         "engine.num_blocks": 256,
         "scaling.enabled": True,
         "scaling.min_workers": 2,
         "scaling.max_workers": 2,
-        "scaling.ttft_target_ms": 1.0,
+        "scaling.itl_target_ms": 1.0,
         "scaling.tick_s": 0.5,
         "scaling.warmup_s": 1.0,
     }
@@ -193,7 +193,7 @@ def long_conversations(world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def more_is_wanted_than_may_be(world: World) -> Iterator[None]:
-    with world.load(2, 16):
+    with world.load(6, 48):
         yield
 
 
