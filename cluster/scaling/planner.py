@@ -227,8 +227,8 @@ class Planner:
             return have, Reason.STALE
         if have == 0:
             return (0, Reason.IDLE) if seen.is_idle else (1, Reason.WAKE)
-        if seen.is_idle and now - self._active_at >= config.idle_s and have > least:
-            return least, Reason.IDLE
+        if seen.is_idle and now - self._active_at >= config.idle_s:
+            return least, Reason.IDLE  # whatever was needed before
         if seen.costs is None:
             return have, Reason.NOT_MEASURED
         size = min(most, max(least, need.size, 1))

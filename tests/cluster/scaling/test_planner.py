@@ -46,6 +46,15 @@ def test_a_fleet_grows_until_the_wanted_share_is_on_time() -> None:
     assert by_size[3] < 0.9
 
 
+def test_an_idle_fleet_does_not_grow_for_what_came_before() -> None:
+    paper = Paper(config(min_workers=2, idle_s=20.0, memory_s=600.0)).with_fleet(1, 1)
+    paper.run(60, *HEAVY)
+    assert paper.up > 2
+    decisions = paper.run(120)
+    assert paper.size == 2
+    assert [each.reason for each in acts(decisions)] == [Reason.IDLE]
+
+
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_what_one_role_has_measured_counts_where_the_other_has_done_nothing(role: Role) -> None:
     paper = Paper(config()).with_fleet(1, 1)
