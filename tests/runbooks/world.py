@@ -72,7 +72,7 @@ class World:
         self.folder = folder
         folder.mkdir(parents=True)
         self._numbers = count()
-        self._seen: dict[int, psutil.Process] = {}
+        self._seen: set[psutil.Process] = set()
         port, self.collector_port = free_port(), free_port()
         self.url, self.target = f"http://127.0.0.1:{port}", f"127.0.0.1:{port}"
         path = {name: str(folder / name) for name in ("log", "pid", "env", "helpers", "redis")}
@@ -127,10 +127,10 @@ class World:
 
     def __exit__(self, *_: object) -> None:
         self.remember()
-        for process in self._seen.values():
+        for process in self._seen:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(list(self._seen.values()), timeout=10)
+        psutil.wait_procs(list(self._seen), timeout=10)
 
     def do(self, command: str) -> None:
         done = subprocess.run(["bash", "-c", command], env=self.environment, check=False)
@@ -143,7 +143,7 @@ class World:
             with contextlib.suppress(psutil.NoSuchProcess):
                 root = psutil.Process(pid)
                 for each in (root, *root.children(recursive=True)):
-                    self._seen.setdefault(each.pid, each)
+                    self._seen.add(each)
 
     def _lines(self, name: str) -> list[str]:
         path = self.folder / name
