@@ -25,6 +25,7 @@ from rich.table import Table
 
 from benchmarks.report import make_console, write_json
 from benchmarks.scaling.load import Outcome, Talk, silence, sine, step
+from benchmarks.scaling.plot import draw
 from benchmarks.serving.first_light import MODEL
 from benchmarks.serving.served import Served
 from cluster.scaling.decisions import read_log
@@ -156,7 +157,8 @@ def replayed(folder: Path) -> dict[str, int]:
 @click.option("--scalings", type=click.IntRange(1), default=100, show_default=True)
 @click.option("--most-s", type=float, default=1500.0, show_default=True, help="Of the waves.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
-def main(scalings: int, most_s: float, json_path: Path | None) -> None:
+@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Draw the workers.")
+def main(scalings: int, most_s: float, json_path: Path | None, plot_path: Path | None) -> None:
     """Waves, silence and a step, with workers that come and go."""
     console = make_console()
     with tempfile.TemporaryDirectory() as folder:
@@ -170,6 +172,8 @@ def main(scalings: int, most_s: float, json_path: Path | None) -> None:
     console.print(table)
     for key in ("zero", "log", "actions", "left_over"):
         console.print(f"{key}: {results[key]}")
+    if plot_path is not None:
+        draw(results["history"], plot_path)
     if json_path is not None:
         write_json(json_path, results)
 
