@@ -30,6 +30,7 @@ from cluster.api.openai.respond import GenerateEndpoint, error_response
 from cluster.api.openai.schema import parse
 from cluster.api.responses.format import ResponseFormat, begun
 from cluster.api.responses.schema import ResponsesChat, ResponsesRequest, as_chat
+from cluster.api.responses.truncation import truncated, with_their_calls
 from cluster.api.tenants import Tenant
 
 MAX_TURNS = 2000  # of a conversation that is read back
@@ -215,6 +216,8 @@ class _ResponseCall:
         turns: list[list[dict[str, Any]]] = []
         previous = self.request.previous_response_id
         while previous is not None:
+            if len(turns) == MAX_TURNS and self.request.truncation == "auto":
+                return with_their_calls([item for turn in reversed(turns) for item in turn])
             if len(turns) == MAX_TURNS:
                 raise invalid(f"A conversation has at most {MAX_TURNS} turns that are read back")
             record = await self._responses.find(self._tenant, previous)
@@ -284,7 +287,10 @@ def _read(body: bytes) -> ResponsesChat:
 
 async def _plan(ctx: ApiContext, chat: ResponsesChat, tenant: Tenant) -> Plan:
     with _in_own_words():
-        return await plan_chat(ctx, chat, tenant)
+        tokens = None
+        if chat.asked.truncation == "auto":
+            chat, tokens = await truncated(ctx, chat)
+        return await plan_chat(ctx, chat, tenant, tokens)
 
 
 @contextmanager
