@@ -99,7 +99,8 @@ class Sequence:
 
     def take_outputs(self, outputs: PromptOutputs, end: int) -> None:
         """Of the prompt's tokens up to `end`, as far as they were not taken before."""
-        self.num_outputs = min(end, self.num_prompt_tokens)
+        # A prompt that has lost its blocks is computed again, in other chunks.
+        self.num_outputs = max(self.num_outputs, min(end, self.num_prompt_tokens))
         self.prompt_logprobs += outputs.logprobs
         self.pooled = outputs.embedding
 

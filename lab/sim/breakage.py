@@ -11,6 +11,7 @@ them.
 - `wait`: reads that do not settle are waited for.
 - `watch`: workers that hang, or fail in every step, go on.
 - `suspect`: the controller listens to no complaints of workers that are silent.
+- `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from cluster.control.messages import CONTROLLER
 from engine.messages import Preempted
 from engine.node import Effect, NodeId, Note, Send
 from engine.progress import StepWatch
+from engine.sequence import Sequence as Seq
 from engine.stats import Progress
 from kvtransfer.agent import CopyDone, TransferId
 from kvtransfer.messages import KVRelease
@@ -51,6 +53,7 @@ class Break(StrEnum):
     WAIT = "wait"
     WATCH = "watch"
     SUSPECT = "suspect"
+    OUTPUTS = "outputs"
 
 
 class TrustingConnector(Connector):
@@ -125,6 +128,13 @@ def break_worker(worker: Worker, broken: Break) -> None:
         exchange.orphans = exchange.connector.orphans = orphans
     if broken is Break.WATCH:
         worker.core.watch = _BlindWatch(worker.config)
+    if broken is Break.OUTPUTS:
+        kv = worker.core.kv
+
+        def usable_hashes(seq: Seq) -> list[bytes]:
+            return seq.block_hashes[: (len(seq.tokens) - 1) // kv.block_size]
+
+        kv.usable_hashes = usable_hashes  # type: ignore[method-assign]
     if broken not in _CONNECTORS:
         return
     exchange.connector = _CONNECTORS[broken](worker.config, exchange.tiers, exchange.orphans)

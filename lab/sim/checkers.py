@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 
 from engine.kv.tier import Tier
 from engine.node import NodeId
-from engine.request import Refusal
+from engine.request import NO_OUTPUTS, Refusal
 from engine.sequence import Sequence
 from engine.stats import Role
 from kvtransfer.worker import Worker
 from lab.sim.client import Client, JudgeFailure, Order
+from lab.sim.model import prompt_outputs
 from lab.sim.runtime import Life, SimRuntime
 from lab.sim.scenario import BLOCK_SIZE, Scenario
 from router.messages import Failed
@@ -189,6 +190,22 @@ def _check_disk(runtime: SimRuntime, node_id: NodeId, held: set[bytes]) -> None:
             "disk index differs",
             f"{node_id}: {len(missing)} blocks are not in it, {len(surplus)} are that should not",
         )
+
+
+def check_prompt_outputs(runtime: SimRuntime, client: Client) -> None:
+    """What a prompt gives has come once, whole, with the first token and with no other; whatever
+    has become of the request since."""
+    for order in client.orders.values():
+        job = order.job
+        wanted = prompt_outputs(job.prompt, job.sampling)
+        expected = [(0, wanted)] if order.tokens and wanted != NO_OUTPUTS else []
+        if order.prompts != expected:
+            told = [(index, len(got.logprobs), got.embedding.hex()) for index, got in order.prompts]
+            runtime.violate(
+                "wrong prompt outputs",
+                f"{job.request_id}: (index, log-probabilities, embedding) are {told}, wanted"
+                f" {len(wanted.logprobs)}, {wanted.embedding.hex()} of {len(job.prompt)} tokens",
+            )
 
 
 def check_finished(runtime: SimRuntime, client: Client) -> None:

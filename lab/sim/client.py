@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from engine.node import Effect, NodeId, Send, Wake, Woken
+from engine.request import NO_OUTPUTS, PromptOutputs
 from lab.sim.executor import OnViolation
 from lab.sim.workload import Job
 from router.messages import Cancel, Failed, Output, Submit, TenantShare
@@ -44,6 +45,8 @@ class Order:
     submitted_at: float | None = None
     ended_at: float = 0.0
     tokens: list[int] = field(default_factory=list)
+    # What its prompt gave, as often as it came, with the index of the tokens that it came with.
+    prompts: list[tuple[int, PromptOutputs]] = field(default_factory=list)
     outcome: Outcome = Outcome.OPEN
     failure: Failed | None = None
 
@@ -132,6 +135,8 @@ class Client:
             return []
         job, first = order.job, len(order.tokens)
         order.tokens += output.tokens
+        if output.prompt != NO_OUTPUTS:
+            order.prompts.append((output.index, output.prompt))
         if output.index != first:
             self._on_violation(
                 "gap or repeat", f"{job.request_id}: index {output.index}, had {first} tokens"

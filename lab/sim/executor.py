@@ -11,8 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.kv.tier import Tier
+from engine.request import PromptOutputs
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
-from lab.sim.model import UNWRITTEN, checksum, extend_slots, next_token, slot_value
+from lab.sim.model import (
+    UNWRITTEN,
+    checksum,
+    embedding,
+    extend_slots,
+    logprobs_of,
+    next_token,
+    packed_sum,
+    slot_value,
+)
 
 OnViolation = Callable[[str, str], None]
 """Called with the kind of a violation and a text that says what happened."""
@@ -89,8 +99,14 @@ class SimExecutor:
         self.failed_in_a_row = 0 if error is None else self.failed_in_a_row + 1
         if error is not None:
             return StepDone(step.step_id, [None] * len(sampled), [], elapsed_s, error)
+        prompts = {
+            index: self._prompt_outputs(seq, table)
+            for index, (seq, table) in enumerate(zip(step.seqs, self._tables, strict=True))
+            if seq.outputs_from is not None
+        }
         checksums = [self.pool.checksum(block) for block in step.checksum_blocks]
-        return StepDone(step.step_id, self._repeat(step, sampled), checksums, elapsed_s)
+        tokens = self._repeat(step, sampled)
+        return StepDone(step.step_id, tokens, checksums, elapsed_s, prompts=prompts)
 
     def _repeat(self, step: Step, sampled: list[Sampled | None]) -> list[Sampled | None]:
         """Run the step again as often as it allows, or less often; until a stop token comes."""
@@ -124,6 +140,27 @@ class SimExecutor:
             attended = sum(pool.gather(table, position + 1))
             drawn.append(next_token(attended, seq.sampling, position + 1))
         return seq.verify(drawn)
+
+    def _prompt_outputs(self, seq: ScheduledSeq, table: list[int]) -> PromptOutputs:
+        """Of the tokens of this step; the embedding is a sum until the prompt ends."""
+        positions, sampling = seq.output_positions, seq.sampling
+        if not positions:
+            return PromptOutputs(embedding=seq.pooled)
+        slots = self.pool.gather(table, positions.stop)
+        logprobs = []
+        if sampling.prompt_logprobs is not None:
+            attended = sum(slots[: positions.start])
+            for at in positions:
+                attended += slots[at]
+                if at + 1 < seq.num_prompt_tokens:
+                    token = seq.context[at + 1]
+                    logprobs.append(logprobs_of(attended, token, at + 1, sampling.prompt_logprobs))
+        pooled = (
+            b"" if sampling.pooling is None else packed_sum(slots[positions.start :], seq.pooled)
+        )
+        if sampling.pooling is not None and positions.stop == seq.num_prompt_tokens:
+            pooled = embedding(sampling.pooling, pooled, slots[-1], len(slots))
+        return PromptOutputs(tuple(logprobs), pooled)
 
     def _check(self, seq: ScheduledSeq, table: list[int]) -> None:
         """Assert the contract of a scheduled sequence; report KV that is not what it should be."""

@@ -10,9 +10,18 @@ that draft tokens are accepted now and then.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from itertools import accumulate
 
-from engine.request import FinishReason, SamplingParams
+from engine.request import (
+    NO_OUTPUTS,
+    FinishReason,
+    Pooling,
+    PromptOutputs,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 VOCAB_SIZE = 32
 EOS = 0
@@ -47,6 +56,40 @@ def next_token(attended: int, sampling: SamplingParams, position: int) -> int:
     value = slot_value(attended & _MASK, seed & 0xFFFF_FFFF, position)
     token = value % VOCAB_SIZE
     return token if token == EOS or value >> 32 & 3 == 0 else 1 + position % PERIOD
+
+
+def logprobs_of(attended: int, token: int, position: int, num_best: int) -> TokenLogprobs:
+    """Of `token` at `position`, given the sum of all slots before it, and of the best tokens."""
+    values = [-(slot_value(attended & _MASK, t, position) >> 44) / 2**16 for t in range(VOCAB_SIZE)]
+    best = sorted(range(VOCAB_SIZE), key=lambda t: -values[t])[:num_best]
+    return TokenLogprobs(values[token], tuple((t, values[t]) for t in best))
+
+
+def packed_sum(slots: Sequence[int], before: bytes = b"") -> bytes:
+    """Their sum, with that of the slots `before` them."""
+    total = sum(slots) + (struct.unpack("<Q", before)[0] if before else 0)
+    return struct.pack("<Q", total & _MASK)
+
+
+def embedding(pooling: Pooling, pooled: bytes, last: int, length: int) -> bytes:
+    """Of a prompt of so many tokens. pooled: the sum of its slots; last: the last of them."""
+    if pooling is Pooling.LAST:
+        return packed_sum([last])
+    return packed_sum([slot_value(struct.unpack("<Q", pooled)[0], 0, length)])
+
+
+def prompt_outputs(prompt: Sequence[int], sampling: SamplingParams) -> PromptOutputs:
+    """The oracle: what the tokens of `prompt` give."""
+    if not sampling.reads_prompt:
+        return NO_OUTPUTS
+    slots: list[int] = []
+    extend_slots(slots, prompt)
+    num_best, pooling, logprobs = sampling.prompt_logprobs, sampling.pooling, []
+    if num_best is not None:
+        following = enumerate(zip(accumulate(slots), prompt[1:], strict=False), start=1)
+        logprobs = [logprobs_of(total, token, at, num_best) for at, (total, token) in following]
+    vector = embedding(pooling, packed_sum(slots), slots[-1], len(slots)) if pooling else b""
+    return PromptOutputs(tuple(logprobs), vector)
 
 
 def checksum(slots: Sequence[int]) -> int:

@@ -129,6 +129,7 @@ class Cluster:
         self._give_orders(after_faults=True)
         runtime.run_until(runtime.now)
         runtime.run_until(runtime.now + FINISH_WITHIN_S, done=lambda: self.client.num_open == 0)
+        checkers.check_prompt_outputs(runtime, self.client)
         if not runtime.stopped:
             checkers.check_finished(runtime, self.client)
             runtime.run_until(runtime.now + FINISH_WITHIN_S, done=self.control.all_up)

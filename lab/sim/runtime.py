@@ -14,7 +14,7 @@ import random
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -285,8 +285,14 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
             return
         head = f"{self.now!r} {source} {life.node_id} {life.epoch} {type(message).__name__} "
         self._hash.update(head.encode())
-        self._hash.update(self._encoder.encode(message))
+        self._hash.update(self._encoded(message))
         self._guard(life, lambda: life.node.receive(life.clock_s + self.now, message))
+
+    def _encoded(self, message: Any) -> bytes:
+        if isinstance(message, StepDone) and message.prompts:  # keys that msgspec does not sort
+            prompts = sorted(message.prompts.items())
+            return self._encoder.encode([replace(message, prompts={}), prompts])
+        return self._encoder.encode(message)
 
     def _guard(self, life: Life, act: Callable[[], list[Effect]]) -> None:
         """A node that raises has broken its own assertions: that is a finding, and the end."""

@@ -1,8 +1,8 @@
 """Requests of one run, drawn from the seed, each with the answer that the oracle expects.
 
 Groups share a prefix; a later turn is an earlier prompt, its answer and something new. Arrivals
-come in bursts. Some are cancelled, some have a deadline too short to keep, some can never fit. The
-second wave comes after the faults: all of it must succeed.
+come in bursts. Some are cancelled, some have a deadline too short to keep, some can never fit. Some
+ask for what their prompts give. The second wave comes after the faults: all of it must succeed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from engine.request import FinishReason, SamplingParams
+from engine.request import FinishReason, Pooling, SamplingParams
 from lab.sim.model import EOS, VOCAB_SIZE, generate
 
 GENEROUS_S = 600.0
@@ -81,6 +81,8 @@ class _JobWriter:
             temperature=rng.choice((0.0, 0.8)),
             stop_token_ids=(EOS,) if rng.random() < 0.7 else (),
             seed=rng.randrange(1 << 16),
+            prompt_logprobs=rng.randint(0, 3) if rng.random() < 0.15 else None,
+            pooling=rng.choice((Pooling.MEAN, Pooling.LAST)) if rng.random() < 0.1 else None,
         )
         prompt = self._prompt(sampling.max_tokens, may_be_too_large=not after_faults)
         expected, finish = generate(prompt, sampling, self._limits.max_model_len)

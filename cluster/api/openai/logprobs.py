@@ -63,15 +63,16 @@ def _number(logprob: float) -> bytes:
 
 def chat_logprobs(names: TokenNames, tokens: Sequence[TokenText]) -> tuple[Runs, ...]:
     """The entries of `content`."""
+    return ((b",".join([chat_entry(names, token) for token in tokens]),),)
+
+
+def chat_entry(names: TokenNames, token: TokenText) -> bytes:
+    assert token.logprobs is not None  # a chat's prompt is not echoed
     entry = names.entry
-    entries = []
-    for token in tokens:
-        assert token.logprobs is not None  # a chat's prompt is not echoed
-        top = b"},".join([entry(other) + _number(p) for other, p in token.logprobs.top])
-        end = b"}" if top else b""
-        mine = entry(token.token) + _number(token.logprobs.logprob)
-        entries.append(b'%b,"top_logprobs":[%b%b]}' % (mine, top, end))
-    return ((b",".join(entries),),)
+    top = b"},".join([entry(other) + _number(p) for other, p in token.logprobs.top])
+    end = b"}" if top else b""
+    mine = entry(token.token) + _number(token.logprobs.logprob)
+    return b'%b,"top_logprobs":[%b%b]}' % (mine, top, end)
 
 
 COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -111,11 +112,13 @@ class EncodedLists:
         self._found = re.compile(rb'"%b(\d+)"' % self._marker.encode())
         self._numbers = itertools.count()
         self._lists: dict[int, Runs] = {}
+        self._lasting: dict[int, Runs] = {}
 
-    def value(self, runs: Runs) -> str:
-        """What stands for the list, once, in what is encoded."""
+    def value(self, runs: Runs, *, lasts: bool = False) -> str:
+        """What stands for the list in what is encoded: once, or if it `lasts`, any number of
+        times."""
         number = next(self._numbers)
-        self._lists[number] = runs
+        (self._lasting if lasts else self._lists)[number] = runs
         return f"{self._marker}{number}"
 
     def encode(self, content: dict[str, Any], *, ascii: bool) -> list[bytes]:
@@ -125,7 +128,9 @@ class EncodedLists:
         parts = [first]
         for number, rest in zip(others[::2], others[1::2], strict=True):
             parts.append(b"[")
-            for i, run in enumerate(self._lists.pop(int(number))):
+            key = int(number)
+            runs = self._lasting[key] if key in self._lasting else self._lists.pop(key)
+            for i, run in enumerate(runs):
                 parts += [b",", run] if i else [run]
             parts += [b"]", rest]
         return parts

@@ -45,7 +45,7 @@ DAY_S = 86_400.0
 def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, body: bytes) -> Call:
     """What can be said of a call before its prompt is tokenised. Raises `ApiError`."""
     if isinstance(request, ChatRequest):
-        num_chars = chars_of(request)
+        num_chars = min(chars_of(request), CHARS_PER_TOKEN * ctx.max_model_len)
         wanted = request.max_completion_tokens or request.max_tokens or ctx.max_model_len
     else:
         prompts: Sequence[str | list[int]] = getattr(request, "prompts", ())
@@ -81,9 +81,12 @@ def choice_seed(seed: int, i: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-async def plan_chat(ctx: ApiContext, request: ChatRequest, tenant: Tenant) -> Plan:
-    """Raises `ApiError`."""
-    tokens = await chat_prompt(ctx, request)
+async def plan_chat(
+    ctx: ApiContext, request: ChatRequest, tenant: Tenant, tokens: Sequence[int] | None = None
+) -> Plan:
+    """tokens: of the prompt, where they are known. Raises `ApiError`."""
+    if tokens is None:
+        tokens = await chat_prompt(ctx, request)
     room = room_after(ctx, tokens, "messages")
     given = [tool.tool() for tool in request.tools or ()]
     end = b"".join(map(ctx.tokenizer.token_bytes, tokens[-_END_TOKENS:])).decode(errors="replace")

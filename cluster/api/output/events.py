@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cluster.api.output.reader import Reader
+
+Span = tuple[int, int]
+"""`[begin, end)`, in characters of the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
     text: str
+    spans: tuple[Span, ...] = field(default=(), compare=False)  # where it was read, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +47,12 @@ class Events:
     """Collects events. White space around calls and after reasoning belongs to the format, not to
     the text, so it is held back until it is known what follows."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: Reader) -> None:
+        """reader: has read what is emitted, and nothing after it."""
         self.has_calls = False
+        self._reader = reader
         self._new: list[Event] = []
-        self._space = ""  # at the end of the text so far
+        self._space: list[Text] = []  # at the end of the text so far
         self._strips = False  # white space that comes next is left out
         self._reasoning_space = ""
         self._has_reasoning = False
@@ -52,11 +63,14 @@ class Events:
         if not text:
             return
         self._strips = False
-        text, self._space = self._space + text, ""
         stripped = text.rstrip()
-        self._space = text[len(stripped) :]
+        space = text[len(stripped) :]
+        end = self._reader.at
         if stripped:
-            self._new.append(Text(stripped))
+            self._new += [*self._space, self._placed(stripped, end - len(space))]
+            self._space = []
+        if space:
+            self._space.append(self._placed(space, end))
 
     def reasoning(self, text: str) -> None:
         text = self._reasoning_space + text
@@ -72,7 +86,7 @@ class Events:
         self._strips, self._has_reasoning, self._reasoning_space = True, False, ""
 
     def call(self, name: str, call_id: str | None = None) -> None:
-        self._space, self._strips, self.has_calls = "", True, True
+        self._space, self._strips, self.has_calls = [], True, True
         self._new.append(CallBegin(name, call_id))
 
     def arguments(self, text: str) -> None:
@@ -82,12 +96,18 @@ class Events:
     def finish(self) -> None:
         """Nothing follows."""
         if self._space and not self.has_calls:
-            self._new.append(Text(self._space))
-        self._space = ""
+            self._new += self._space
+        self._space = []
 
     def take(self) -> list[Event]:
         new, self._new = self._new, []
         return merged(new)
+
+    def _placed(self, text: str, end: int) -> Text:
+        """Read up to `end`; what a format puts between texts was read nowhere."""
+        begin = max(0, end - len(text))
+        is_read = self._reader.text[begin:end] == text
+        return Text(text, ((begin, end),) if is_read else ())
 
 
 def merged(events: list[Event]) -> list[Event]:
@@ -96,7 +116,21 @@ def merged(events: list[Event]) -> list[Event]:
     for kind, group in groupby(events, type):
         if kind is CallBegin:
             joined += group
+            continue
+        parts = [each for each in group if not isinstance(each, CallBegin)]
+        text = "".join(part.text for part in parts)
+        if kind is Text:
+            joined.append(Text(text, _spans([part for part in parts if isinstance(part, Text)])))
         else:
-            texts = [each.text for each in group if not isinstance(each, CallBegin)]
-            joined.append(kind("".join(texts)))
+            joined.append(kind(text))
     return joined
+
+
+def _spans(texts: Sequence[Text]) -> tuple[Span, ...]:
+    """Those that meet are one."""
+    spans: list[Span] = []
+    for begin, end in (span for text in texts for span in text.spans):
+        if spans and spans[-1][1] == begin:
+            begin = spans.pop()[0]
+        spans.append((begin, end))
+    return tuple(spans)

@@ -59,8 +59,8 @@ class OutputParser:
     ) -> None:
         """tools: reads calls; None: there are none. thinks: reasoning comes first, in tags. begun:
         the prompt ended with the first of them."""
-        self._events = Events()
         self._reader = Reader()
+        self._events = Events(self._reader)
         self._tools, self._given = tools, given
         self._thinks, self._begun = thinks, begun
         self._parsed = self._parse()

@@ -16,6 +16,7 @@ Read = Generator[None, None, T]
 
 _SPACE = " \t\r\n"
 Emit = Callable[[str], None]
+"""Called with what was read, up to the reader's place."""
 
 
 def ignore(_: str) -> None:
@@ -60,14 +61,13 @@ class Reader:
             found = [(i, -len(m), m) for m in markers if (i := self.text.find(m, self.at)) >= 0]
             if found:
                 place, _, marker = min(found)
-                emit(self.text[self.at : place])
+                self._emit(place - self.at, emit)
                 self.at = place + len(marker)
                 return marker
             end = len(self.text)
             if not self.ended:
                 end -= _held(self.text[max(self.at, end - longest + 1) :], markers)
-            emit(self.text[self.at : end])
-            self.at = end
+            self._emit(end - self.at, emit)
             if self.ended:
                 return None
             yield
@@ -80,8 +80,7 @@ class Reader:
     def all(self, emit: Emit) -> Read[None]:
         """Emit whatever comes, to the end."""
         while True:
-            emit(self.rest)
-            self.at = len(self.text)
+            self._emit(len(self.text) - self.at, emit)
             if self.ended:
                 return
             yield
@@ -183,8 +182,8 @@ class Reader:
                 return True
 
     def _emit(self, count: int, emit: Emit) -> None:
-        emit(self.text[self.at : self.at + count])
-        self.at = min(self.at + count, len(self.text))
+        begin, self.at = self.at, min(self.at + count, len(self.text))
+        emit(self.text[begin : self.at])
 
 
 def _held(end: str, markers: tuple[str, ...]) -> int:

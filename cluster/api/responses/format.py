@@ -6,18 +6,22 @@ import base64
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.openai.formats import Format, joined
-from cluster.api.openai.parts import Piece, Plan
+from cluster.api.openai.logprobs import EncodedLists, chat_entry
+from cluster.api.openai.parts import Piece, Plan, TokenText
 from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
+from cluster.api.responses.logprobs import TextLogprobs
 from cluster.api.responses.schema import CUSTOM_INPUT, ENCRYPTED, ResponsesChat, ResponsesRequest
 
-Keep = Callable[[dict[str, Any]], Awaitable[bool]]
+Keep = Callable[[dict[str, Any], EncodedLists], Awaitable[bool]]
 """Keeps a response that is done, if that is asked for and possible; whether it did."""
 
+_ENTRIES_OF_A_RUN = 16  # of log-probabilities
 _REPEATED = (
     *("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"),
     *("tools", "tool_choice", "parallel_tool_calls", "metadata", "user", "truncation"),
@@ -81,6 +85,11 @@ class ResponseFormat(Format):
         self._output: list[dict[str, Any]] = self._response["output"]
         self._open: dict[str, Any] | None = None  # the item that is being written
         self._text = ""  # of its content, or its arguments
+        self._names = ctx.token_names
+        self._wants_logprobs = plan.choices[0].sampling.logprobs is not None
+        self._logprobs = TextLogprobs()
+        self._entries: list[bytes] = []  # of its content: log-probabilities
+        self._lists = EncodedLists()
         self._finish: str | None = None
         self._num_events = 0
 
@@ -90,7 +99,20 @@ class ResponseFormat(Format):
             for name in ("created", "in_progress")
         ]
 
+    def condensed(self, piece: Piece) -> Piece:
+        if not piece.tokens:
+            return piece
+        entries = tuple(chat_entry(self._names, token) for token in piece.tokens)
+        places = tuple(TokenText(token.token, None, token.offset) for token in piece.tokens)
+        return replace(piece, tokens=places, logprobs=(entries,))
+
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        return self._read(self.condensed(piece))
+
+    def _read(self, piece: Piece) -> list[dict[str, Any]]:
+        """piece: condensed."""
+        if piece.logprobs:
+            self._logprobs.add(piece.tokens, piece.logprobs[0])
         self._finish = piece.finish_reason
         events = self._parser.read(piece.text, is_last=self._finish is not None)
         return [made for event in events for made in self._written(event)]
@@ -101,9 +123,16 @@ class ResponseFormat(Format):
         return [*made, self._event(f"response.{response['status']}", response=response)]
 
     async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        self.chunks(joined(pieces, 0))
+        self._read(joined(pieces, 0))
         self._end_item(is_last=True)
         return self._ended(usage)
+
+    def encode_whole(self, content: dict[str, Any]) -> list[bytes]:
+        return self._lists.encode(content, ascii=False)
+
+    def encode(self, event: dict[str, Any]) -> bytes:
+        name = f"event: {event['type']}\ndata: ".encode()
+        return b"".join([name, *self._lists.encode(event, ascii=True), b"\n\n"])
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         told = {"code": error.code or "server_error", "message": error.message}
@@ -111,7 +140,7 @@ class ResponseFormat(Format):
         return [self._event("response.failed", response=response)]
 
     async def settled(self) -> None:
-        self._response["store"] = await self._keep(self._response)
+        self._response["store"] = await self._keep(self._response, self._lists)
 
     def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
         response = self._response
@@ -150,8 +179,11 @@ class ResponseFormat(Format):
             if self._open is None or self._open["type"] != kind:
                 made = [*self._end_item(), *self._begin_item(self._said(kind))]
             self._text += event.text
-            name = "output_text" if kind == "message" else "reasoning_text"
-            extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            name, extra = "reasoning_text", {}
+            if isinstance(event, Text):
+                entries = self._logprobs.take(event.spans)
+                self._entries += entries
+                name, extra = "output_text", self._told(entries)
             made.append(self._of_item(f"response.{name}.delta", delta=event.text, **extra))
             return made
         assert isinstance(event, Arguments)
@@ -185,12 +217,20 @@ class ResponseFormat(Format):
     def _item_id(self, kind: str) -> str:
         return f"{kind}_{self._id.removeprefix('resp_')}_{len(self._output)}"
 
+    def _told(self, entries: list[bytes], *, lasts: bool = False) -> dict[str, Any]:
+        """The log-probabilities of a text. lasts: several events repeat them."""
+        if not self._wants_logprobs:
+            return {"logprobs": []}
+        parts = range(0, len(entries), _ENTRIES_OF_A_RUN)
+        runs = tuple(b",".join(entries[begin : begin + _ENTRIES_OF_A_RUN]) for begin in parts)
+        return {"logprobs": self._lists.value(runs, lasts=lasts)}
+
     def _begin_item(self, item: dict[str, Any]) -> list[dict[str, Any]]:
-        self._open, self._text = item, ""
+        self._open, self._text, self._entries = item, "", []
         index = len(self._output)
         made = [self._event("response.output_item.added", output_index=index, item=dict(item))]
         if item["type"] in _PARTS:
-            part = _PARTS[item["type"]]("")
+            part = _part(item["type"], "", {"logprobs": []})
             made.append(self._of_item("response.content_part.added", part=part))
         return made
 
@@ -199,9 +239,11 @@ class ResponseFormat(Format):
         if item is None:
             return []
         made: list[dict[str, Any]] = []
+        logprobs: dict[str, Any] = {}
         match item["type"]:
             case "message":
-                made.append(self._of_item("response.output_text.done", text=text, logprobs=[]))
+                logprobs = self._told(self._entries, lasts=True)
+                made.append(self._of_item("response.output_text.done", text=text, **logprobs))
             case "reasoning":
                 if self._encrypts:
                     item["encrypted_content"] = base64.b64encode(text.encode()).decode()
@@ -216,7 +258,7 @@ class ResponseFormat(Format):
                     kind = f"response.custom_tool_call_input.{name}"
                     made.append(self._of_item(kind, **{key: item["input"]}))
         if item["type"] in _PARTS:
-            part = _PARTS[item["type"]](text)
+            part = _part(item["type"], text, logprobs)
             item["content"] = [part]
             made.append(self._of_item("response.content_part.done", part=part))
         if "status" in item:
@@ -229,16 +271,13 @@ class ResponseFormat(Format):
         return made
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+# Of the one part of an item of a type.
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
-def _reasoning_part(text: str) -> dict[str, Any]:
-    return {"type": "reasoning_text", "text": text}
-
-
-# The one part of an item of a type.
-_PARTS = {"message": _text_part, "reasoning": _reasoning_part}
+def _part(item: str, text: str, logprobs: dict[str, Any]) -> dict[str, Any]:
+    extra = {"annotations": [], **logprobs} if item == "message" else {}
+    return {"type": _PARTS[item], "text": text, **extra}
 
 
 def _input_of(arguments: str) -> str:

@@ -23,12 +23,14 @@ from starlette.types import Message, Receive, Scope, Send
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid, overloaded
 from cluster.api.incoming import caller, read_body
+from cluster.api.openai.logprobs import EncodedLists
 from cluster.api.openai.parts import Plan
 from cluster.api.openai.plan import plan_chat
 from cluster.api.openai.respond import GenerateEndpoint, error_response
 from cluster.api.openai.schema import parse
 from cluster.api.responses.format import ResponseFormat, begun
 from cluster.api.responses.schema import ResponsesChat, ResponsesRequest, as_chat
+from cluster.api.responses.truncation import truncated, with_their_calls
 from cluster.api.tenants import Tenant
 
 MAX_TURNS = 2000  # of a conversation that is read back
@@ -132,11 +134,12 @@ class Responses:
             record["response"] = response | {"status": "failed", "error": error}
         return record
 
-    async def keep(self, tenant: Tenant, record: dict[str, Any]) -> bool:
-        """False: the file cannot be written, which is no reason to withhold the answer."""
+    async def keep(self, tenant: Tenant, record: dict[str, Any], lists: EncodedLists) -> bool:
+        """lists: that are in `record`. False: the file cannot be written, which is no reason to
+        withhold the answer."""
 
         def write() -> None:
-            data = json.dumps(record).encode()
+            data = b"".join(lists.encode(record, ascii=True))
             self._ctx.responses.put(tenant.name, response_id, data)
 
         response_id = record["response"]["id"]
@@ -160,7 +163,7 @@ class Responses:
         response = begun(call.request, model, response_id, "in_progress")
         running = self._background[response_id] = _Background(self, call, scope)
         try:
-            if not await call.keep(response):
+            if not await call.keep(response, EncodedLists()):
                 raise ApiError(503, "Responses cannot be stored now", type="server_error")
         except BaseException:
             del self._background[response_id]
@@ -198,11 +201,11 @@ class _ResponseCall:
             self._format,
         )
 
-    async def keep(self, response: dict[str, Any]) -> bool:
+    async def keep(self, response: dict[str, Any], lists: EncodedLists) -> bool:
         if not self.request.is_kept:
             return False
         record = {"response": response, "items": self.request.input, "root": self._root}
-        return await self._responses.keep(self._tenant, record)
+        return await self._responses.keep(self._tenant, record, lists)
 
     def _format(
         self, ctx: ApiContext, plan: Plan, chat: ResponsesChat, request_id: str
@@ -213,6 +216,8 @@ class _ResponseCall:
         turns: list[list[dict[str, Any]]] = []
         previous = self.request.previous_response_id
         while previous is not None:
+            if len(turns) == MAX_TURNS and self.request.truncation == "auto":
+                return with_their_calls([item for turn in reversed(turns) for item in turn])
             if len(turns) == MAX_TURNS:
                 raise invalid(f"A conversation has at most {MAX_TURNS} turns that are read back")
             record = await self._responses.find(self._tenant, previous)
@@ -250,7 +255,7 @@ class _Background:
         response = begun(call.request, model, call.response_id, status)
         if status == "failed":
             response["error"] = self._error()
-        await call.keep(response)
+        await call.keep(response, EncodedLists())
 
     async def cancel(self) -> None:
         """Returns when it has ended, or after a while."""
@@ -282,7 +287,10 @@ def _read(body: bytes) -> ResponsesChat:
 
 async def _plan(ctx: ApiContext, chat: ResponsesChat, tenant: Tenant) -> Plan:
     with _in_own_words():
-        return await plan_chat(ctx, chat, tenant)
+        tokens = None
+        if chat.asked.truncation == "auto":
+            chat, tokens = await truncated(ctx, chat)
+        return await plan_chat(ctx, chat, tenant, tokens)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -16,7 +16,9 @@ from cluster.api.openai.tools import MAX_TOOLS
 # Tools that OpenAI runs itself. Clients offer them to every model; here none can be called.
 RUN_ELSEWHERE = ("web_search", "image_generation", "file_search", "code_interpreter")
 CUSTOM_INPUT = "input"  # the one parameter of a custom tool, as the model sees it
+# Of `include`.
 ENCRYPTED = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
 ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -66,7 +68,7 @@ class ResponsesRequest(BaseModel):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    truncation: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     priority: int | None = None
     seed: int | None = None
@@ -108,6 +110,8 @@ def as_chat(request: ResponsesRequest, history: list[dict[str, Any]], session: s
             chat[name] = getattr(request, name)
     if request.max_output_tokens is not None:
         chat["max_completion_tokens"] = request.max_output_tokens
+    if LOGPROBS in (request.include or ()):
+        chat["logprobs"], chat["top_logprobs"] = True, request.top_logprobs or 0
     if request.reasoning is not None and request.reasoning.effort is not None:
         chat["reasoning_effort"] = request.reasoning.effort
     if tools:

@@ -15,10 +15,10 @@ from lab.sim.run import Report, run_seed
 
 NUM_SEEDS = 40
 SOONER = {  # seeds that show it, where the first ones do not; later changes may move them
-    Break.CONFIRM: (17, 38),
+    Break.CONFIRM: (39, 68),
     Break.CHECKSUM: (11, 12),
-    Break.RESCUE: (24,),
-    Break.WAIT: (20,),
+    Break.RESCUE: (80,),
+    Break.WAIT: (29,),
     Break.SUSPECT: (6,),
 }
 GROUP = 20
@@ -123,6 +123,7 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
         (Break.WAIT, {"silent"}),
         (Break.WATCH, {"no progress"}),
         (Break.SUSPECT, {"no progress"}),
+        (Break.OUTPUTS, {"wrong prompt outputs"}),
     ],
 )
 def test_the_checkers_notice_a_missing_safeguard(broken: Break, kinds: set[str]) -> None:

@@ -21,6 +21,11 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT | {"top_logprobs": 20},
     "/v1/completions": {"prompt": "Hi", "logprobs": 5},
 }
+RESPONSE: dict[str, Any] = {
+    "input": "Hi",
+    "top_logprobs": 20,
+    "include": ["message.output_text.logprobs"],
+}
 
 
 class Heartbeat:
@@ -57,13 +62,14 @@ def long(tokenizer: Tokenizer) -> Iterator[tuple[Served, Heartbeat]]:
         yield served, heartbeat
 
 
-@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("path", [*ASKED, "/v1/responses"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_turn_of_the_loop_has_much_of_the_work(
     long: tuple[Served, Heartbeat], path: str, stream: bool
 ) -> None:
     served, heartbeat = long
-    body = {"model": MODEL, "n": 2, "max_tokens": NUM_TOKENS, "stream": stream} | ASKED[path]
+    body = {"model": MODEL, "n": 2, "max_tokens": NUM_TOKENS, "stream": stream}
+    body |= ASKED.get(path, RESPONSE)
     response = served.post(body, path)
     assert response.status_code == 200
     assert len(response.content) > 2 * NUM_TOKENS * 100

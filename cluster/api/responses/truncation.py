@@ -1,0 +1,123 @@
+"""`truncation: auto`: the oldest of a conversation is left out until the rest fits the context.
+
+Never left out are system messages, the last message of the user, and what the conversation ends
+with. A call and its output go together, as do reasoning and what follows from it. How much has to
+go is estimated from characters; a few prompts are tokenised to find it exactly.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate, count
+from typing import Any
+
+from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError
+from cluster.api.openai.plan import CHARS_PER_TOKEN, chars_of, chat_prompt
+from cluster.api.openai.schema import Message
+from cluster.api.responses.schema import ResponsesChat
+
+# Of the context: what an answer has where it is not said how long it may be, and the most that is
+# kept for one. A client that always asks for very long answers still has a conversation.
+ROOM_SHARE, MOST_SHARE = 8, 2
+_NUM_ESTIMATES = 4  # then the rest is halved
+_MESSAGE_CHARS = 16  # around each, about
+_LEAST_RATE = 1 / 64  # tokens of a character
+_ALWAYS = ("system", "developer")
+
+
+async def truncated(ctx: ApiContext, chat: ResponsesChat) -> tuple[ResponsesChat, list[int]]:
+    """What is left, and the tokens of its prompt: the most that leaves room for the answer, or if
+    nothing does, the least. Raises `ApiError`."""
+    units = units_of(chat.messages)
+    try:
+        return await _longest(ctx, chat, units, range(len(units) + 1))
+    except ApiError:
+        # Some models' templates take no conversation that begins with the assistant.
+        messages, last_user = chat.messages, _last_user(chat.messages)
+        firsts = [messages[min(unit[0], last_user)] for unit in units]
+        cuts = [cut for cut, first in enumerate(firsts) if first.role == "user"]
+        return await _longest(ctx, chat, units, [*cuts, len(units)])
+
+
+def units_of(messages: Sequence[Message]) -> list[list[int]]:
+    """Places of messages that may be left out, those together that go together; oldest first."""
+    last_user = _last_user(messages)
+    units: list[list[int]] = []
+    of_call: dict[str | None, list[int]] = {}
+    for i, message in enumerate(messages):
+        if message.role in _ALWAYS or i == last_user:
+            continue
+        if message.role == "tool" and message.tool_call_id in of_call:
+            of_call[message.tool_call_id].append(i)
+            continue
+        units.append([i])
+        of_call |= {call.id: units[-1] for call in message.tool_calls or ()}
+    return [unit for unit in units if len(messages) - 1 not in unit]
+
+
+def with_their_calls(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without outputs of calls that are not among them."""
+    of_calls = {item.get("call_id") for item in items if not _is_output(item)}
+    return [item for item in items if not _is_output(item) or item.get("call_id") in of_calls]
+
+
+def _is_output(item: dict[str, Any]) -> bool:
+    return str(item.get("type")).endswith("_call_output")
+
+
+async def _longest(
+    ctx: ApiContext, chat: ResponsesChat, units: Sequence[Sequence[int]], cuts: Sequence[int]
+) -> tuple[ResponsesChat, list[int]]:
+    """cuts: how many units may be left out, ascending."""
+    wanted = chat.max_completion_tokens or ctx.max_model_len // ROOM_SHARE
+    limit = ctx.max_model_len - min(wanted, ctx.max_model_len // MOST_SHARE)
+    chars = [_chars(message) for message in chat.messages]
+    left_out = [0, *accumulate(sum(chars[i] for i in unit) for unit in units)]
+    total = chars_of(chat.model_copy(update={"messages": []})) + sum(chars)
+    made: dict[int, tuple[ResponsesChat, list[int]]] = {}
+
+    async def measure(place: int) -> int:
+        gone = {i for unit in units[: cuts[place]] for i in unit}
+        kept = [message for i, message in enumerate(chat.messages) if i not in gone]
+        shorter = chat.model_copy(update={"messages": kept})
+        made[place] = shorter, await chat_prompt(ctx, shorter)
+        return len(made[place][1])
+
+    sizes = [total - left_out[cut] for cut in cuts]
+    return made[await first_that_fits(sizes, limit, measure)]
+
+
+async def first_that_fits(
+    sizes: Sequence[int], limit: int, measure: Callable[[int], Awaitable[int]]
+) -> int:
+    """The first place of which `measure` says at most `limit` tokens; if there is none, the last.
+    It has been measured. sizes: about how many characters each has, descending."""
+    low, high = -1, len(sizes)  # too long; not too long
+    size, num_tokens, rate = 0, 0, 1 / CHARS_PER_TOKEN
+    for attempt in count():
+        if high - low == 1:
+            break
+        fitting = size + (limit - num_tokens) / rate
+        place = bisect_left(sizes, -fitting, key=lambda each: -each)
+        if attempt >= _NUM_ESTIMATES:
+            place = (low + high) // 2
+        place = min(max(place, low + 1), high - 1)
+        measured = await measure(place)
+        if sizes[place] != size:  # what lies between this and the last one shows the rate
+            rate = max((measured - num_tokens) / (sizes[place] - size), _LEAST_RATE)
+        size, num_tokens = sizes[place], measured
+        low, high = (low, place) if measured <= limit else (place, high)
+    return min(high, len(sizes) - 1)
+
+
+def _chars(message: Message) -> int:
+    calls = message.tool_calls or ()
+    num_chars = sum(len(call.function.name) + len(call.function.arguments) for call in calls)
+    return _MESSAGE_CHARS + len(message.content) + len(message.reasoning_content or "") + num_chars
+
+
+def _last_user(messages: Sequence[Message]) -> int:
+    """Place of the last message of the user; -1: there is none."""
+    return max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
