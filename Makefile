@@ -45,11 +45,15 @@ $(STAMP): pyproject.toml constraints.txt
 serve: setup
 	@exec $(BIN)/kvrelay serve --port $(PORT) $(ARGS)
 
+# Where such tests are that start real processes: to look for them everywhere takes a while.
+E2E := tests/e2e tests/operations tests/cluster/api/console tests/lab/replay/test_profile.py \
+	tests/engine/model/test_parallel_processes.py
+
 # What starts real processes has the machine to itself; the rest shares two processes.
 test: setup
 ifeq ($(strip $(ARGS)),)
 	$(BIN)/python -m pytest -m 'not gpu and not e2e and not long' -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m 'not gpu and e2e and not long'
+	$(BIN)/python -m pytest -m 'not gpu and e2e and not long' $(E2E)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif

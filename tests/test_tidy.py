@@ -129,3 +129,15 @@ def test_tests_that_need_a_gpu_are_skipped_without_one(path: Path) -> None:
 
 def test_there_is_no_utils_module() -> None:
     assert not [path for path in ALL if path.stem in {"utils", "util", "helpers", "common", "misc"}]
+
+
+def test_tests_that_start_processes_are_where_make_looks_for_them() -> None:
+    """E2E of the Makefile."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (paths,) = (line.split()[2:] for line in text.splitlines() if line.startswith("E2E := "))
+    mark = ".".join(("mark", "e2e"))
+    files = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
+    marked = [path for path in files if mark in (ROOT / path).read_text(encoding="utf-8")]
+    assert len(marked) > 10
+    missed = [path for path in marked if not any(path.is_relative_to(each) for each in paths)]
+    assert not missed

@@ -47,10 +47,10 @@ def test_a_fleet_grows_until_the_wanted_share_is_on_time() -> None:
 
 
 def test_an_idle_fleet_does_not_grow_for_what_came_before() -> None:
-    paper = Paper(config(min_workers=2, idle_s=20.0, memory_s=600.0)).with_fleet(1, 1)
-    paper.run(60, *HEAVY)
+    paper = Paper(config(min_workers=2, idle_s=5.0, memory_s=60.0, max_workers=4)).with_fleet(1, 1)
+    paper.run(30, *HEAVY)
     assert paper.up > 2
-    decisions = paper.run(120)
+    decisions = paper.run(30)
     assert paper.size == 2
     assert [each.reason for each in acts(decisions)] == [Reason.IDLE]
 
