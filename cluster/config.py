@@ -290,9 +290,8 @@ class Config(Section, frozen=True):
     def most_workers(self) -> int:
         """That there may be at once."""
         scaling, first = self.scaling, self.cluster.prefill + self.cluster.decode
-        if not scaling.enabled:
-            return first
-        return max(first, scaling.max_workers, *scaling.limits_of_schedules())
+        most = (scaling.max_workers, *scaling.limits_of_schedules()) if scaling.enabled else ()
+        return max(first, *most)
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> Config:

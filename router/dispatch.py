@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 
 from engine.kv.events import KVEvents, KVSnapshot
 from engine.node import NodeId
@@ -104,6 +105,8 @@ class Dispatcher:
         if old is not None and (
             info.epoch < old.info.epoch or (old.alive and info.epoch == old.info.epoch)
         ):
+            if old.excluded_until == inf and info.epoch == old.info.epoch:
+                old.excluded_until = now  # it was to go, and stays after all
             return None, False
         was_alive = old is not None and old.alive
         if old is not None:

@@ -9,6 +9,7 @@ either may fail on the way: the other goes on.
 from __future__ import annotations
 
 from math import inf
+from typing import TYPE_CHECKING
 
 from engine.messages import Preempted
 from engine.node import NodeId
@@ -16,7 +17,9 @@ from engine.stats import Role
 from router.messages import DrainReport, RoleChanged, WorkerDraining
 from router.placement.endpoint import Endpoint
 from router.record import Attempt, RequestRecord
-from router.requests import Requests
+
+if TYPE_CHECKING:
+    from router.requests import Requests
 
 PAUSE_S = 0.2  # between two migrations of a request; doubles each time
 MAX_DOUBLINGS = 8

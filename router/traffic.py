@@ -1,10 +1,15 @@
-"""What has come to a router, by size: what a forecast of demand is made from."""
+"""What has come to a router, by size, of which a forecast of demand is made; and what a router
+tells the autoscaler of itself and of workers."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
 from math import log2
+
+from msgspec import Struct
+
+from engine.node import NodeId
 
 BINS_PER_OCTAVE = 4  # of lengths, so that a bin is known to 9 %
 
@@ -41,3 +46,32 @@ class Traffic:
         if num_cached is not None:
             self.prompt_tokens += num_prompt
             self.cached_tokens += num_cached
+
+
+class RouterSeen(Struct, frozen=True):
+    """Counts of one router since its start, as of `at_s`: see `Traffic`."""
+
+    router: str
+    at_s: float
+    prompts: dict[int, int]
+    outputs: dict[int, int]
+    prompt_tokens: int
+    cached_tokens: int
+    num_late: int  # requests that were refused or missed the target to the first token
+    num_live: int  # requests that have not ended
+
+
+class WorkerSeen(Struct, frozen=True):
+    """What a worker said of itself at `at_s`; see `engine.stats.WorkerStats`."""
+
+    worker: NodeId
+    at_s: float
+    prompt_weights: tuple[float, ...]
+    decode_weights: tuple[float, ...]
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    pool_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_decoding: int
+    pending_prefill_tokens: int

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
 
 from cluster.control.fleet import ControlledFleet, Order
-from cluster.control.messages import LogScaling, RequestMachines, ScalingReport
+from cluster.control.messages import RequestMachines, ScalingReport
 from cluster.control.wanted import Worker
-from cluster.scaling.decisions import Decision
-from cluster.scaling.observations import RouterSeen, Snapshot, WorkerSeen
+from cluster.scaling.decisions import Decision, Line, Reason
+from cluster.scaling.observations import Snapshot
 from cluster.scaling.scaler import Scaler
 from engine.node import Effect, NodeId, Note, Wake
 from router.scaling_config import ScalingConfig
+from router.traffic import RouterSeen, WorkerSeen
 
 TAG = "scale"
 MAX_SHOWN = 20  # decisions, for operators
 FULL = 3  # of those, the last ones with all that they were made from
+
+
+@dataclass(frozen=True, slots=True)
+class LogScaling:
+    """Effect: keep what the autoscaler saw and decided."""
+
+    line: Line
 
 
 class Autoscaling:
@@ -95,7 +104,7 @@ class Autoscaling:
             "most": self._config.limits(self._wall())[1],
             "coming": 0 if last is None else last.inputs.coming,
             "draining": 0 if last is None else last.inputs.draining,
-            "ticks": dict(self._ticks),
+            "ticks": {str(reason): self._ticks[str(reason)] for reason in Reason},
             "actions": dict(self._actions),
             "decisions": [
                 self._told(each, is_full=number >= len(self._shown) - FULL)

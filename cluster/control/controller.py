@@ -166,7 +166,7 @@ class Controller:
             case RestartWorker(node):
                 worker = self.workers.get(node)
                 is_up = worker is not None and worker.state is WorkerState.UP
-                return lives.lost(now, worker, message.why) if worker and is_up else []
+                return self._restart(now, worker, message.why) if worker and is_up else []
             case SetRole(node, role):
                 return lives.set_role(self.workers[node], role) if node in self.workers else []
             case Woken(tag):
@@ -216,13 +216,20 @@ class Controller:
             case Drain() if worker.state is not WorkerState.UP:
                 return self.lives.remove(now, worker, "not needed any more")
             case Drain():
-                worker.is_draining = True
-                return self.lives.drains.begin(now, (worker.node, worker.epoch), self.lives.routers)
+                return self.lives.drain(now, worker)
 
     def _look_at_drain(self, now: float, node: NodeId, epoch: int) -> list[Effect]:
         why, effects = self.lives.drains.woken(now, (node, epoch), self.lives.routers)
         worker = self.lives.current(node, epoch, WorkerState.UP) if why else None
-        return effects if worker is None else self.lives.remove(now, worker, why, gently=True)
+        return effects if worker is None else self.lives.drained(now, worker, why)
+
+    def _restart(self, now: float, worker: Worker, why: str) -> list[Effect]:
+        """Where others can serve, its requests move to them before it ends."""
+        if worker.is_draining:
+            return []
+        if len(self.lives.up()) > 1:
+            return self.lives.drain(now, worker, comes_back=True)
+        return self.lives.lost(now, worker, why)
 
     def _on_link_lost(self, now: float, worker: Worker, router: NodeId) -> list[Effect]:
         """What the worker does for this router ends; once it has answered, the two are brought

@@ -25,6 +25,7 @@ Life = tuple[NodeId, int]  # a worker and its epoch
 @dataclass(slots=True)
 class _Drain:
     deadline: float
+    timeout_s: float
     left: dict[NodeId, int | None] = field(default_factory=dict)  # by router; None: not said yet
     num_busy: int | None = None  # of the worker itself
     num_clean: int = 0
@@ -33,16 +34,17 @@ class _Drain:
 class Drains:
     """Owned by the controller. Invariant: of each drain exactly one wake-up is under way."""
 
-    def __init__(self, controller: NodeId, timeout_s: float) -> None:
+    def __init__(self, controller: NodeId) -> None:
         self._controller = controller
-        self._timeout_s = timeout_s
         self._drains: dict[Life, _Drain] = {}
 
-    def begin(self, now: float, life: Life, routers: Iterable[NodeId]) -> list[Effect]:
+    def begin(
+        self, now: float, life: Life, routers: Iterable[NodeId], timeout_s: float
+    ) -> list[Effect]:
         """Of a worker that is up."""
         if life in self._drains:
             return []
-        drain = self._drains[life] = _Drain(now + self._timeout_s)
+        drain = self._drains[life] = _Drain(now + timeout_s, timeout_s)
         return self._ask(life, drain, routers)
 
     def forget(self, life: Life) -> None:
@@ -73,7 +75,7 @@ class Drains:
             return "drained", []
         if now >= drain.deadline:
             del self._drains[life]
-            return f"not empty {self._timeout_s:g} s after it was to go", []
+            return f"not empty {drain.timeout_s:g} s after it was to go", []
         return "", self._ask(life, drain, routers)
 
     def _ask(self, life: Life, drain: _Drain, routers: Iterable[NodeId]) -> list[Effect]:

@@ -104,7 +104,7 @@ class ControlledFleet:
         book.set_role(name, worker.role)
         if worker.state is WorkerState.UP:
             book.move(worker.up_at, name, State.UP)
-            if worker.is_draining:
+            if worker.is_draining and not worker.comes_back:
                 book.move(now, name, State.DRAINING)
         elif worker.epoch:  # it had a place
             book.move(now, name, State.STARTING)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.control.machines import Machine
-from cluster.scaling.decisions import Line
-from cluster.scaling.observations import RouterSeen, WorkerSeen
 from engine.node import NodeId
 from engine.stats import Role, WorkerInfo
+from router.traffic import RouterSeen, WorkerSeen
 
 CONTROLLER: NodeId = "controller"
 
@@ -88,13 +87,6 @@ class Record:
     """Effect: keep this for the next controller, before any later effect is performed."""
 
     kept: Kept
-
-
-@dataclass(frozen=True, slots=True)
-class LogScaling:
-    """Effect: keep what the autoscaler saw and decided."""
-
-    line: Line
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cluster.control.controller import Controller
 from cluster.control.process_messages import RouterLoad
 from cluster.control.router_processes import RouterState, status_of
 from cluster.control.wanted import Worker, WorkerState
 from engine.node import NodeId
+
+if TYPE_CHECKING:
+    from cluster.control.controller import Controller
 
 Life = tuple[NodeId, int]  # a router and its epoch
 

@@ -42,6 +42,7 @@ class Worker:
     up_at: float = 0.0
     is_announced: bool = False  # routers may believe it up
     is_draining: bool = False  # it is to go when nothing needs it
+    comes_back: bool = False  # it is draining, and is started again then
     last_error: str = ""
 
     def keep(self) -> KeptWorker:
@@ -54,7 +55,7 @@ class Worker:
             self.peer,
             self.pid,
             self.restarts,
-            self.is_draining,
+            self.is_draining and not self.comes_back,
         )
 
     def adopt(self, kept: KeptWorker, timeout_s: float) -> list[Effect]:

@@ -18,6 +18,8 @@ from engine.node import Effect, NodeId, Note, Send, Wake
 from engine.stats import Role, RouterDown, RouterUp, WorkerInfo
 from router.messages import RoleChanged, WorkerDown, WorkerUp
 
+RESTART_S = 1.0  # for one that was told to end, before it is started again
+
 
 class WorkerLives:
     """Owned by the controller. Invariant: routers have been told `WorkerUp` of exactly the workers
@@ -38,7 +40,7 @@ class WorkerLives:
             config.further_routers, config.routers, limits, node_id, config.listeners
         )
         self.suspects = Suspects(node_id, config.silent_grace_s)
-        self.drains = Drains(node_id, config.drain_timeout_s)
+        self.drains = Drains(node_id)
         self.has_been_up = False  # any worker, ever
         self._failures = 0  # of workers that were removed, since one came up
         self._removed: list[tuple[NodeId, str]] = []
@@ -137,8 +139,7 @@ class WorkerLives:
             Note("info", "worker_up", f"{worker.node} is up (epoch {worker.epoch})")
         ]
         if worker.is_draining:  # the controller before began with it
-            life = (worker.node, worker.epoch)
-            return effects + self.drains.begin(now, life, self.routers)
+            return effects + self.drain(now, worker)
         for router in self.config.routers:
             effects.append(Send(worker.node, RouterUp(router.node)))
             effects.append(Send(router.node, WorkerUp(worker.info)))
@@ -159,10 +160,26 @@ class WorkerLives:
             effects += self.router_processes.role_changed(change)
         return effects
 
+    def drain(self, now: float, worker: Worker, *, comes_back: bool = False) -> list[Effect]:
+        """Let it go when nothing needs it; `comes_back`: to be started again."""
+        config = self.config
+        worker.is_draining, worker.comes_back = True, comes_back
+        timeout_s = config.restart_drain_s if comes_back else config.drain_timeout_s
+        return self.drains.begin(now, (worker.node, worker.epoch), self.routers, timeout_s)
+
+    def drained(self, now: float, worker: Worker, why: str) -> list[Effect]:
+        """Nothing needs it any more, or its time is over."""
+        if not worker.comes_back:
+            return self.remove(now, worker, why, gently=True)
+        effects = self._take_down(now, worker, why, gently=True)
+        worker.restarts += 1
+        again = Wake(RESTART_S, f"backoff {worker.epoch} {worker.node}")
+        return [Note("info", "worker_restarts", f"{worker.node} {why}"), *effects, again]
+
     def lost(self, now: float, worker: Worker, reason: str) -> list[Effect]:
         """It is started again after a pause."""
         config = self.config
-        if worker.is_draining:
+        if worker.is_draining and not worker.comes_back:
             return self.remove(now, worker, reason)
         if worker.state is WorkerState.UP and now - worker.up_at >= config.stable_s:
             worker.failures = 0
@@ -190,6 +207,7 @@ class WorkerLives:
         self.suspects.forget((worker.node, worker.epoch))
         self.drains.forget((worker.node, worker.epoch))
         worker.peer = worker.info = None
+        worker.is_draining = worker.comes_back = False
         worker.waiting_for.clear()
         effects: list[Effect] = [StopWorker(worker.node, worker.epoch, gently)]
         if was_announced:

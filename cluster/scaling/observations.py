@@ -20,39 +20,10 @@ from cluster.scaling.costs import Costs
 from engine.node import NodeId
 from engine.stats import Role
 from router.scaling_config import ScalingConfig
-from router.traffic import tokens_of
+from router.traffic import RouterSeen, WorkerSeen, tokens_of
 
 MEAN_S = 120.0  # time constant of the hit rate and of the mean output
 MAX_STARTS = 8  # the last ones, whose longest is what a start takes
-
-
-class RouterSeen(Struct, frozen=True):
-    """Counts of one router since its start, as of `at_s`: see `router.traffic`."""
-
-    router: str
-    at_s: float
-    prompts: dict[int, int]
-    outputs: dict[int, int]
-    prompt_tokens: int
-    cached_tokens: int
-    num_late: int  # requests that were refused or missed the target to the first token
-    num_live: int  # requests that have not ended
-
-
-class WorkerSeen(Struct, frozen=True):
-    """What a worker said of itself at `at_s`; see `engine.stats.WorkerStats`."""
-
-    worker: NodeId
-    at_s: float
-    prompt_weights: tuple[float, ...]
-    decode_weights: tuple[float, ...]
-    prefill_tokens_per_s: float
-    decode_step_s: float
-    pool_tokens: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_decoding: int
-    pending_prefill_tokens: int
 
 
 class Snapshot(Struct, frozen=True):

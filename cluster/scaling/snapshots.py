@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cluster.scaling.connector import ManagedWorker
-from cluster.scaling.observations import RouterSeen, Snapshot, WorkerSeen
+from cluster.scaling.observations import Snapshot
 from engine.stats import WorkerInfo, WorkerStats
-from router.traffic import Traffic
+from router.traffic import RouterSeen, Traffic, WorkerSeen
 
 
 def router_seen(at_s: float, router: str, traffic: Traffic, num_live: int) -> RouterSeen:

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.control.autoscaling import LogScaling
 from cluster.control.controller import Controller, ControllerConfig
 from cluster.control.machines import resources_of
 from cluster.control.messages import (
@@ -27,7 +28,6 @@ from cluster.control.messages import (
     Introduce,
     Introduced,
     Kept,
-    LogScaling,
     Peer,
     Record,
     RequestMachines,
@@ -119,6 +119,7 @@ class ControlProcess:
                 silent_grace_s=cluster.silent_grace_s,
                 scaling=spec.config.scaling if spec.config.scaling.enabled else None,
                 drain_timeout_s=spec.config.api.request_timeout_s,
+                restart_drain_s=cluster.drain_s,
                 workers_per_machine=spec.config.scaling.workers_per_machine,
             ),
             wall=time.time,

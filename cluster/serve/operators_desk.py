@@ -7,13 +7,12 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from cluster.control.auditor import Auditor
 from cluster.control.audits import AuditDesk, SharedAudit, audit_dict
-from cluster.control.controller import Controller
 from cluster.control.process_messages import (
     AuditAnswer,
     AuditQuestion,
@@ -29,6 +28,9 @@ from cluster.runtime.host import NodeHost
 from cluster.serve.orders import ControlSpec
 from cluster.wire.wire import Wire
 from engine.node import NodeId
+
+if TYPE_CHECKING:
+    from cluster.control.controller import Controller
 
 log = logging.getLogger("kvrelay.control")
 

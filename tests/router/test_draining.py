@@ -53,6 +53,14 @@ def test_the_controller_hears_how_many_requests_still_need_it() -> None:
     assert told("decode-9") == 0  # it never knew of this one
 
 
+def test_one_that_is_announced_again_stays_after_all() -> None:
+    s = Script("decode-0")
+    s.tell(WorkerDraining("decode-0", 1))
+    s.up("decode-0")
+    s.submit(tokens=range(10))
+    assert s.dispatched()[0] == "decode-0"
+
+
 def test_an_older_epoch_does_not_drain() -> None:
     s = Script("decode-0")
     s.tell(WorkerDraining("decode-0", 0))

@@ -7,8 +7,6 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from cluster.scaling.decisions import Reason
-
 _GAUGES = {
     "wanted": ("wanted_workers", "Workers that the autoscaler wants."),
     "wanted_decode": ("wanted_decode_workers", "Of those, the ones to decode."),
@@ -30,8 +28,8 @@ def scaling_metrics(state: dict[str, Any] | None) -> Iterator[Metric]:
     ticks = CounterMetricFamily(
         "kvrelay_scaling_ticks", "Decisions by reason, also those not to act.", labels=["reason"]
     )
-    for reason in Reason:
-        ticks.add_metric([str(reason)], state["ticks"].get(str(reason), 0))
+    for reason, count in state["ticks"].items():
+        ticks.add_metric([reason], count)
     yield ticks
     actions = CounterMetricFamily(
         "kvrelay_scaling_actions", "What the autoscaler has done to workers.", labels=["action"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.control.controller import Controller, ControllerConfig
+from cluster.control.drains import NUM_CLEAN
 from cluster.control.messages import (
     AdoptWorker,
     Introduce,
@@ -29,7 +30,7 @@ from cluster.control.process_messages import LinkLost
 from cluster.control.wanted import WorkerState
 from engine.node import Note, Send, Woken
 from engine.stats import Progress, ProgressReport, ProgressRequest, Role, RouterDown, RouterUp
-from router.messages import WorkerDown, WorkerUp
+from router.messages import DrainReport, WorkerDown, WorkerDraining, WorkerUp
 from tests.cluster.control.test_controller import ONE, info, of
 
 ROUTER = Peer("router-0", "h", 6, 3)
@@ -184,6 +185,12 @@ def test_a_router_that_lost_messages_meets_the_worker_again_once_that_has_answer
 
 def test_a_worker_that_an_operator_restarts_comes_back_under_a_new_epoch(lives: Lives) -> None:
     lives.say(RestartWorker("decode-0", "an operator asks"))
-    assert of(StopWorker, lives.done) == [StopWorker("decode-0", 1)]
+    assert Send("router-0", WorkerDraining("decode-0", 1)) in lives.sent
+    assert of(StopWorker, lives.done) == []
+    for _ in range(NUM_CLEAN):
+        lives.say(DrainReport("router-0", "decode-0", 1, 0))
+        lives.say(ProgressReport("decode-0", 1, 5, Progress.MADE, num_busy=0))
+        lives.say(Woken("drain 1 decode-0"))
+    assert of(StopWorker, lives.done) == [StopWorker("decode-0", 1, gently=True)]
     lives.say(Woken("backoff 1 decode-0"))
     assert of(StartWorker, lives.done)[-1].epoch == 2

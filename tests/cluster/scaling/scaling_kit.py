@@ -10,12 +10,12 @@ from typing import Any
 
 from cluster.scaling.connector import ManagedWorker, ManagedWorkers, State
 from cluster.scaling.decisions import Decision, Line
-from cluster.scaling.observations import RouterSeen, Snapshot, WorkerSeen
+from cluster.scaling.observations import Snapshot
 from cluster.scaling.scaler import Scaler
 from engine.node import NodeId
 from engine.stats import Role
 from router.scaling_config import ScalingConfig
-from router.traffic import bin_of
+from router.traffic import RouterSeen, WorkerSeen, bin_of
 
 RATE = 10_000.0  # prompt tokens per second of a worker
 STEP_S = 0.01

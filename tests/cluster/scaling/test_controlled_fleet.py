@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cluster.control.autoscaling import LogScaling
 from cluster.control.controller import Controller, ControllerConfig
 from cluster.control.machines import Machine
 from cluster.control.messages import (
@@ -16,7 +17,6 @@ from cluster.control.messages import (
     Introduce,
     Introduced,
     Kept,
-    LogScaling,
     MachinesChanged,
     Peer,
     Record,
@@ -30,11 +30,11 @@ from cluster.control.messages import (
     WorkerStarted,
 )
 from cluster.scaling.connector import State
-from cluster.scaling.observations import RouterSeen
 from engine.node import Note, Send, Wake, Woken
 from engine.stats import Progress, ProgressReport, ProgressRequest, Role, WorkerInfo
 from router.messages import DrainReport, RoleChanged, WorkerDown, WorkerDraining, WorkerUp
 from router.scaling_config import ScalingConfig
+from router.traffic import RouterSeen
 from tests.cluster.scaling.connector_contract import *  # noqa: F403
 from tests.cluster.scaling.connector_contract import state_of
 

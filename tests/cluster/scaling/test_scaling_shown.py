@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from cluster.api.metrics import ClusterCollector
-from cluster.cli.client import status_table
 from cluster.cli.scaling import scaling, scaling_view
+from cluster.cli.status_view import status_table
 from cluster.scaling.decisions import Reason, encode_line
 from cluster.serve.scaling_log import ScalingLog
 from engine.stats import Role

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from cluster.api.text.tokenizer import Tokenizer
-from cluster.cli.client import chat, status, status_table
+from cluster.cli.client import chat, status
+from cluster.cli.status_view import status_table
 from cluster.control.router_processes import RouterLoad, RouterState, router_entry
 from engine.request import Refusal
 from lab.bench.load import LoadSpec, Timing, make_arrivals, make_prompts, percentile, summarize
