@@ -291,7 +291,7 @@ class Config(Section, frozen=True):
         """That there may be at once."""
         scaling, first = self.scaling, self.cluster.prefill + self.cluster.decode
         most = (scaling.max_workers, *scaling.limits_of_schedules()) if scaling.enabled else ()
-        return max(first, *most)
+        return max((first, *most))
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> Config:

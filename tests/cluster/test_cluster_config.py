@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import Config, ConfigError, load_config
+from cluster.config import Config, ConfigError, build_config, load_config
 from tests.docs.example import example_toml
 
 EXAMPLE = Path(__file__).parents[2] / "kvrelay.example.toml"
@@ -92,3 +92,12 @@ def test_a_file_that_is_not_there_or_not_text_is_an_error(tmp_path: Path) -> Non
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not TOML"):
         load_config(tmp_path / "bytes.toml", {})
+
+
+def test_the_most_workers_are_those_of_the_limits() -> None:
+    cluster = {"prefill": 2, "decode": 3}
+    assert build_config({"cluster": cluster}, "x").most_workers == 5
+    scaling: dict[str, object] = {"enabled": True, "max_workers": 4}
+    assert build_config({"cluster": cluster, "scaling": scaling}, "x").most_workers == 5
+    scaling |= {"schedules": ["mon-fri 08:00-18:00 4-12"]}
+    assert build_config({"cluster": cluster, "scaling": scaling}, "x").most_workers == 12

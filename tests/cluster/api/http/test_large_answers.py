@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from cluster.api.context import ApiLimits
 from cluster.api.text.tokenizer import Tokenizer
+from cluster.serve.router_api import settle_memory
 from router.messages import Submit
 from tests.cluster.api.conftest import MODEL, Served, serve
 
@@ -48,6 +50,8 @@ class Heartbeat:
 
 @pytest.fixture
 def long(tokenizer: Tokenizer) -> Iterator[tuple[Served, Heartbeat]]:
+    thresholds = gc.get_threshold()
+    settle_memory()  # as a server does
     with serve(tokenizer, ApiLimits()) as served:
         served.ctx.max_model_len = 2 * NUM_TOKENS
         heartbeat = Heartbeat()
@@ -60,6 +64,7 @@ def long(tokenizer: Tokenizer) -> Iterator[tuple[Served, Heartbeat]]:
         served.router.answer = answer
         served.router.per_output = 60
         yield served, heartbeat
+    gc.set_threshold(*thresholds)
 
 
 @pytest.mark.parametrize("path", [*ASKED, "/v1/responses"])
