@@ -16,7 +16,7 @@ from engine.node import NodeId
 from engine.stats import Role
 from router.messages import DrainReport, RoleChanged, WorkerDraining
 from router.placement.endpoint import Endpoint
-from router.record import Attempt, RequestRecord
+from router.record import Attempt, Cause, RequestRecord
 
 if TYPE_CHECKING:
     from router.requests import Requests
@@ -71,8 +71,12 @@ class Migrations:
     def _move(self, now: float, record: RequestRecord) -> None:
         """To another worker, if one has room."""
         old = record.current
-        if old is None or record.leaving is not None or now < record.next_move_at:
+        if old is None or now < record.next_move_at:
             return
+        if record.leaving is not None:
+            if not (old.preempted and record.leaving.preempted):
+                return  # one of the two goes on
+            self._requests.leave(now, record, Cause.MIGRATED)  # a third worker may have room
         if not old.started and (old.awaits_prefill or not old.preempted):
             return  # its prompt is being computed
         record.leave()

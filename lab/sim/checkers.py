@@ -61,12 +61,14 @@ class QueueBounds:
     """After every event of a node: no queue is above its bound.
 
     Preempted sequences wait again on a worker: they had a place already. Requests that come back to
-    the router were dispatched: there are at most as many as the workers had slots for."""
+    the router were dispatched: each time that workers are lost, at most as many as these had slots
+    for. New ones may be served before them, where they avoid a worker."""
 
     def __init__(self, scenario: Scenario) -> None:
         config = scenario.router
         num_workers = len(scenario.workers)
-        self._max_queued = config.max_queue + num_workers * config.max_inflight_per_worker
+        self._max_new = config.max_queue
+        self._slots = num_workers * config.max_inflight_per_worker
 
     def __call__(self, runtime: SimRuntime, life: Life) -> None:
         node = life.node
@@ -75,9 +77,12 @@ class QueueBounds:
             if waiting > config.max_waiting + config.max_num_seqs:
                 runtime.violate("queue above its bound", f"{node.node_id}: {waiting} waiting")
         elif isinstance(node, Router) and runtime.num_events % ROUTER_SAMPLING == 0:
-            queued = node.status(runtime.now).num_queued
-            if queued > self._max_queued:
-                runtime.violate("queue above its bound", f"{node.node_id}: {queued} queued")
+            queue, injected = node._requests.queue, runtime.faults.injected
+            num_losses = sum(injected[name] for name in ("crash", "exit", "killed"))
+            if queue.num_new > self._max_new:
+                runtime.violate("queue above its bound", f"{node.node_id}: {queue.num_new} are new")
+            if len(queue) > self._max_new + self._slots * (1 + num_losses):
+                runtime.violate("queue above its bound", f"{node.node_id}: {len(queue)} queued")
 
 
 class Starvation:

@@ -31,6 +31,25 @@ def test_a_request_that_was_preempted_moves_where_memory_is_free() -> None:
     finish(s, roomy, 2, 5, 6, 7)
 
 
+def test_where_both_attempts_wait_for_memory_a_third_worker_may_have_some() -> None:
+    s, old = running(*THREE)
+    crowded, roomy = others(s, old)
+    full(s, crowded)
+    s.tell(Preempted(old, 1, "r", 1))
+    assert s.dispatched()[0] == roomy
+    full(s, old, roomy)
+    full(s, crowded, num_free_blocks=64)
+    s.pass_time(1.0)
+    assert s.take(Decode) == [], "the second one may be about to go on"
+    s.tell(Preempted(roomy, 1, "r", 2))
+    s.pass_time(1.0)
+    assert s.dispatched()[0] == crowded
+    assert s.take(Abort) == [Abort("r", 1)], "the first one, which has waited longest"
+    s.delta(crowded, 42, 7, attempt=3)
+    assert s.take(Abort) == [Abort("r", 2)]
+    finish(s, crowded, 3, 5, 6, 7)
+
+
 def test_a_request_that_was_preempted_stays_until_another_worker_has_memory() -> None:
     s, old = running(*THREE)
     rest = others(s, old)

@@ -41,6 +41,14 @@ def test_no_seed_finds_a_violation(first: int) -> None:
         assert not report.violations, describe(report)
 
 
+@pytest.mark.parametrize("seed", [251, 880])
+def test_seeds_that_once_found_something_do_not(seed: int) -> None:
+    """251: both attempts of a migration waited for memory while a third worker had some. 880: more
+    came back to the router's queue than there were slots at one time."""
+    report = report_of(seed)
+    assert not report.violations, describe(report)
+
+
 def test_the_seeds_see_every_outcome_and_every_fault() -> None:
     """A simulator in which nothing happens finds nothing."""
     outcomes: set[str] = set()
