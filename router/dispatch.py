@@ -181,22 +181,22 @@ class Dispatcher:
         self,
         now: float,
         record: RequestRecord,
-        leaves: Endpoint | None = None,
+        leaves: tuple[Endpoint, ...] = (),
         accepts: Accepts | None = None,
     ) -> Attempt | Rejection | None:
         """Begin the next attempt of `record`. None: no worker can take it now, or what it would
-        cost is not accepted. One that leaves a worker goes where memory is free, or nowhere."""
+        cost is not accepted. One that leaves workers goes where memory is free, or nowhere."""
         rejection = self.check(record)
         if rejection is not None or not self.has_workers:
             return rejection
         work = self._work(record)
-        if leaves is not None:
-            work = work._replace(avoid=(*record.avoid, leaves))
+        if leaves:
+            work = work._replace(avoid=(*record.avoid, *leaves))
         choose = partial(self._policy.choose, now, work, lambda: self._sticky(record))
         choice = choose()
-        if choice is None and record.avoid and leaves is None:
+        if choice is None and record.avoid and not leaves:
             choice = choose(trusting=True)
-        if choice is None or (leaves is not None and choice.best.seconds.memory > 0):
+        if choice is None or (leaves and choice.best.seconds.memory > 0):
             return None
         best, first = choice.best, choice.prefill_option
         seconds, intake = best.seconds, best.intake

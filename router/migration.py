@@ -73,14 +73,16 @@ class Migrations:
         old = record.current
         if old is None or now < record.next_move_at:
             return
+        leaves: tuple[Endpoint, ...] = (old.decode,)
         if record.leaving is not None:
             if not (old.preempted and record.leaving.preempted):
                 return  # one of the two goes on
-            self._requests.leave(now, record, Cause.MIGRATED)  # a third worker may have room
+            leaves = (old.decode, record.leaving.decode)  # a third worker may have room
+            self._requests.leave(now, record, Cause.MIGRATED)
         if not old.started and (old.awaits_prefill or not old.preempted):
             return  # its prompt is being computed
         record.leave()
-        attempt = self._dispatcher.place(now, record, leaves=old.decode)
+        attempt = self._dispatcher.place(now, record, leaves=leaves)
         if isinstance(attempt, Attempt):
             self._requests.totals.migrations += 1
             record.next_move_at = now + PAUSE_S * 2.0 ** min(record.num_moves, MAX_DOUBLINGS)

@@ -132,7 +132,7 @@ class Requests:
             record, began, accepts = entry.record, self._clock(), self.admission.accepts
             may_send = self.admission.may_send(record)
             self._is_held_back |= not may_send
-            attempt = self.dispatcher.place(now, record, None, accepts) if may_send else None
+            attempt = self.dispatcher.place(now, record, (), accepts) if may_send else None
             if isinstance(attempt, Rejection):
                 self.fail(record, attempt)
             elif attempt is not None:
