@@ -95,13 +95,14 @@ class Autoscaling:
     def view(self) -> dict[str, Any]:
         """For operators: what it does and why, and its last decisions, oldest first."""
         last = self._scaler.decisions[-1] if self._scaler.decisions else None
+        least, most = self._config.limits(self._wall())
         return {
             "why": self._scaler.why,
             "reason": "" if last is None else str(last.reason),
             "wanted": None if last is None else last.wanted,
             "wanted_decode": None if last is None else last.wanted_decode,
-            "least": self._config.limits(self._wall())[0],
-            "most": self._config.limits(self._wall())[1],
+            "least": least,
+            "most": most,
             "coming": 0 if last is None else last.inputs.coming,
             "draining": 0 if last is None else last.inputs.draining,
             "ticks": {str(reason): self._ticks[str(reason)] for reason in Reason},

@@ -29,11 +29,8 @@ class Costs(Struct, frozen=True):
     def typical(prompts: Iterable[Costs], tokens: Iterable[Costs]) -> Costs | None:
         """Of workers that have measured prompts, and of those that have measured tokens, each the
         one in the middle: a fit may be far off on a worker that has seen little. None: none has."""
-        by_rate = sorted(
-            (c for c in prompts if c.prefill_tokens_per_s > 0),
-            key=lambda c: c.prefill_tokens_per_s,
-        )
-        by_step = sorted((c for c in tokens if c.decode_step_s > 0), key=lambda c: c.decode_step_s)
+        by_rate = sorted(prompts, key=lambda costs: costs.prefill_tokens_per_s)
+        by_step = sorted(tokens, key=lambda costs: costs.decode_step_s)
         if not by_rate:
             return None
         of_prompts = by_rate[len(by_rate) // 2]

@@ -31,10 +31,11 @@ from cluster.control.messages import (
 )
 from cluster.scaling.connector import State
 from engine.node import Note, Send, Wake, Woken
-from engine.stats import Progress, ProgressReport, ProgressRequest, Role, WorkerInfo
+from engine.stats import Progress, ProgressReport, ProgressRequest, Role
 from router.messages import DrainReport, RoleChanged, WorkerDown, WorkerDraining, WorkerUp
 from router.scaling_config import ScalingConfig
 from router.traffic import RouterSeen
+from tests.cluster.control.test_controller import info
 from tests.cluster.scaling.connector_contract import *  # noqa: F403
 from tests.cluster.scaling.connector_contract import state_of
 
@@ -108,14 +109,12 @@ class ControlledWorld:
             match effect:
                 case Record(kept):
                     self.kept = kept
-                case StartWorker(worker, role, epoch) if worker in self.fails:
+                case StartWorker(worker, _, epoch) if worker in self.fails:
                     self.say(StartFailed(worker, epoch, "no such device", False), 0.1)
-                case StartWorker(worker, role, epoch):
-                    info = WorkerInfo(worker, role, epoch, 64, 16, 1024, 2048, 512, b"f")
-                    self.say(WorkerStarted(info, "h", 100), self.start_s)
+                case StartWorker(worker, _, epoch):
+                    self.say(WorkerStarted(info(worker, epoch), "h", 100), self.start_s)
                 case AdoptWorker(worker, epoch, _, _, _):
-                    info = WorkerInfo(worker, Role.DECODE, epoch, 64, 16, 1024, 2048, 512, b"f")
-                    self.say(WorkerStarted(info, "h", 100), 0.01)
+                    self.say(WorkerStarted(info(worker, epoch), "h", 100), 0.01)
                 case Introduce(to, about, epoch):
                     self.say(Introduced(to, about, epoch), 0.001)
                 case Send(to, WorkerDraining(worker, epoch)):
