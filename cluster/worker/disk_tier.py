@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.cache_dir import default_cache_dir
 from engine.config import WorkerConfig
 from engine.kv.tier import DiskRecord, Tier
 from kvtransfer.executor import StoreExecutor, TransferExecutor
 from kvtransfer.layout import BlockBytes
+
+if TYPE_CHECKING:
+    from kvtransfer.store import DiskStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +52,13 @@ def open_disk_tier(
     from kvtransfer.agent import Agent, AgentError
     from kvtransfer.agents.disk import DiskAgent
     from kvtransfer.agents.staged import StagedAgent
-    from kvtransfer.store import DiskStore, StoreError, store_folder
+    from kvtransfer.store import StoreError
 
     if not config.num_disk_blocks:
         return None, []
     root = Path(folder).expanduser() if folder else default_folder()
     try:
-        store = DiskStore.open(
-            store_folder(root, config.fingerprint, config.node_id),
-            fingerprint=config.fingerprint,
-            compatibility=config.compatibility,
-            bytes_per_block=config.bytes_per_block,
-            max_blocks=config.num_disk_blocks,
-        )
+        store = _open_store(root, config)
     except StoreError as error:
         return None, [f"serving without a disk tier: {error}"]
     try:
@@ -80,6 +77,26 @@ def open_disk_tier(
     copies = TransferExecutor(config.node_id, config.epoch, agent, pools, corrupt=corrupt)
     storage = Storage(copies, StoreExecutor(store), tuple(store.records))
     return storage, [*store.warnings, *_unused(root, config.fingerprint)]
+
+
+def _open_store(root: Path, config: WorkerConfig) -> DiskStore:
+    """The first place that no other process has. Raises StoreError."""
+    from kvtransfer.store import DiskStore, StoreInUse, places
+
+    in_use: StoreInUse | None = None
+    for folder in places(root, config.fingerprint, config.node_id):
+        try:
+            return DiskStore.open(
+                folder,
+                fingerprint=config.fingerprint,
+                compatibility=config.compatibility,
+                bytes_per_block=config.bytes_per_block,
+                max_blocks=config.num_disk_blocks,
+            )
+        except StoreInUse as error:
+            in_use = error
+    assert in_use is not None
+    raise in_use
 
 
 def _unused(root: Path, fingerprint: bytes) -> list[str]:

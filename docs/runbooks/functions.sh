@@ -25,6 +25,14 @@ for worker in json.load(sys.stdin)["workers"]:
     print(*(worker.get(key, "") for key in keys))'
 }
 
+# Each router: name, process, state.
+routers() {
+    kvrelay status --url "$URL" --json | python3 -c '
+import json, sys
+for router in json.load(sys.stdin)["routers"]:
+    print(*(router.get(key, "") for key in ("router", "pid", "state")))'
+}
+
 # Whether every worker takes requests.
 all_up() {
     metrics | awk '/^kvrelay_worker_up/ {n++; up += $NF} END {exit !(n && up == n)}'

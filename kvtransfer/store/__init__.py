@@ -6,7 +6,16 @@ by a process that was killed, which is the same to the next one that opens it.
 """
 
 from kvtransfer.store.disk import DiskStore
-from kvtransfer.store.errors import StoreError
-from kvtransfer.store.folder import StaleStore, slot_bytes, stale_stores, store_folder
+from kvtransfer.store.errors import StoreError, StoreInUse
+from kvtransfer.store.folder import StaleStore, places, slot_bytes, stale_stores, store_folder
 
-__all__ = ["DiskStore", "StaleStore", "StoreError", "slot_bytes", "stale_stores", "store_folder"]
+__all__ = [
+    "DiskStore",
+    "StaleStore",
+    "StoreError",
+    "StoreInUse",
+    "places",
+    "slot_bytes",
+    "stale_stores",
+    "store_folder",
+]

@@ -12,6 +12,10 @@ class StoreError(Exception):
     """The disk store cannot be used, or not now. One line: path, reason, what to do."""
 
 
+class StoreInUse(StoreError):
+    """Another process has it open."""
+
+
 _NO_SPACE = "free space there, or make the store smaller"
 _NO_RIGHT = "make it writable for this user, or choose another folder"
 _NO_FILE = "choose a folder that can be made there"

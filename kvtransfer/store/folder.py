@@ -11,16 +11,18 @@ import fcntl
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 from kvtransfer.layout import FINGERPRINT_BYTES
-from kvtransfer.store.errors import StoreError
+from kvtransfer.store.errors import StoreInUse
 
 BLOCKS, INDEX, LOCK = "blocks.kv", "index.sqlite", "lock"
 PAGE_BYTES = 4096
 RETRY_S = 0.05
+MAX_SAME_NAME = 64  # workers of one name that use one folder, of different servers
 _FINGERPRINT = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 
 
@@ -29,6 +31,22 @@ def store_folder(root: Path, fingerprint: bytes, owner: str) -> Path:
     name = quote(owner, safe="")
     assert name.strip("."), f"owner {owner!r}: not a name"
     return root / fingerprint.hex() / name
+
+
+def places(root: Path, fingerprint: bytes, owner: str) -> Iterator[Path]:
+    """Where `owner` may keep blocks of `fingerprint`, best first: where it kept them before; in
+    what others have left, the last used first, so that KV of workers that are gone is found again
+    and stores do not become more with every name; in a new folder."""
+    own = store_folder(root, fingerprint, owner)
+    if was_there := own.is_dir():
+        yield own
+    left = (_survey(each) for each in _subfolders(own.parent) if each != own and not _is_held(each))
+    for store in sorted((s for s in left if s), key=lambda s: s.last_use, reverse=True):
+        yield store.path
+    if not was_there:
+        yield own
+    for number in range(2, MAX_SAME_NAME + 1):
+        yield own.with_name(f"{own.name}~{number}")
 
 
 def slot_bytes(bytes_per_block: int) -> int:
@@ -45,7 +63,7 @@ class FolderLock:
 
     @classmethod
     def take(cls, path: Path, timeout_s: float) -> FolderLock:
-        """Waits up to `timeout_s`, for a predecessor that is ending. Raises StoreError that names
+        """Waits up to `timeout_s`, for a predecessor that is ending. Raises StoreInUse that names
         the holder, or OSError."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -60,7 +78,7 @@ class FolderLock:
                 raise
             os.close(fd)
             if time.monotonic() >= deadline:
-                raise StoreError(
+                raise StoreInUse(
                     f"disk store {path.parent}: process {holder} has it open;"
                     " end that process, or give this worker another name or folder"
                 )

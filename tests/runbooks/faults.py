@@ -91,9 +91,10 @@ def redis_dies(world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def few_files(world: World) -> Iterator[None]:
-    limit = int(world.server.num_fds() * 1.1)
-    _, hard = world.server.rlimit(resource.RLIMIT_NOFILE)
-    world.server.rlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    for router in world.routers("child router "):
+        limit = int(router.num_fds() * 1.1)
+        _, hard = router.rlimit(resource.RLIMIT_NOFILE)
+        router.rlimit(resource.RLIMIT_NOFILE, (limit, hard))
     yield
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from engine.kv.tier import DiskRecord
 from kvtransfer.agent import StoreIndex
-from kvtransfer.store import DiskStore, StoreError, stale_stores, store_folder
+from kvtransfer.store import DiskStore, StoreError, places, stale_stores, store_folder
 from kvtransfer.store.index import FORMAT_VERSION, VERSION_KEY, _meta_check
 from tests.kvtransfer.store.stores import (
     BLOCK,
@@ -298,6 +299,30 @@ class TestFolders:
         for wrong in ("", ".", ".."):
             with pytest.raises(AssertionError):
                 store_folder(tmp_path, FINGERPRINT, wrong)
+
+    def test_a_worker_goes_on_in_its_own_store_or_in_what_others_have_left(
+        self, tmp_path: Path
+    ) -> None:
+        first = lambda name: next(places(tmp_path, FINGERPRINT, name))  # noqa: E731
+        own = store_folder(tmp_path, FINGERPRINT, "decode-0")
+        assert first("decode-0") == own
+        with closing(open_store(own)) as store:
+            keep(store, [1, 2])
+            assert first("decode-0") == own  # whoever has it: a predecessor that is ending
+            assert first("decode-1") == store_folder(tmp_path, FINGERPRINT, "decode-1")
+        assert first("decode-1") == own
+        with closing(open_store(first("decode-1"))) as adopted:
+            assert {record.slot for record in adopted.records} == {1, 2}
+            beside = list(places(tmp_path, FINGERPRINT, "decode-0"))
+            assert [each.name for each in beside[:2]] == ["decode-0", "decode-0~2"]
+        later = store_folder(tmp_path, FINGERPRINT, "decode-5")
+        with closing(open_store(later)) as store:
+            keep(store, [3])
+        for folder, at in ((own, 1000), (later, 2000)):
+            for file in folder.iterdir():
+                os.utime(file, (0, at))
+        found = places(tmp_path, FINGERPRINT, "decode-9")
+        assert [each.name for each in islice(found, 3)] == ["decode-5", "decode-0", "decode-9"]
 
     def test_stale_stores_are_those_of_other_fingerprints_that_nobody_has_open(
         self, tmp_path: Path
