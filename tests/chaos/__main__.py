@@ -20,6 +20,7 @@ from benchmarks.report import make_console, write_json
 from tests.chaos.clients import Clients, Stream, requests_of
 from tests.chaos.faults import Fault, disk_faults, link_faults, process_faults
 from tests.chaos.kvrelay import OnHosts, OnLoopback
+from tests.chaos.leaks import LEAST_LIFE_S, Growth, Watch
 from tests.chaos.network import Hosts, what_is_missing
 from tests.chaos.system import System
 
@@ -76,7 +77,7 @@ def seen(
 
 async def run(
     console: Console, system: System, faults: Sequence[Fault], minutes: float, num_streams: int,
-    random: Random,
+    random: Random, every_s: float,
 ) -> tuple[list[Seen], list[str]]:  # fmt: skip
     bodies = requests_of(system.model, 2 * num_streams, max_tokens=80)
     clients = Clients(system.urls, bodies, num_streams)
@@ -90,6 +91,7 @@ async def run(
         for fault in random.sample(faults, len(faults)):
             if time.monotonic() > deadline:
                 break
+            began = time.monotonic()
             with console.status(fault.name):
                 result = await disturb(system, clients, fault, random)
             if result is None:
@@ -100,6 +102,7 @@ async def run(
                 console.print("it does not come up again: the run ends here", style="bold red")
                 deadline = 0.0
                 break
+            await asyncio.sleep(max(0.0, min(began + every_s, deadline) - time.monotonic()))
     with console.status("the last streams end"):
         await clients.stop()
     left = await asyncio.to_thread(system.left_over) if deadline else ["it is not up"]
@@ -139,20 +142,34 @@ def table(found: Sequence[Seen]) -> Table:
     return made
 
 
+def growth_table(growths: Sequence[Growth]) -> Table:
+    title = f"What processes that lived for {LEAST_LIFE_S / 60:g} minutes or more hold"
+    made = Table(box=SIMPLE_HEAD, title=title)
+    for name in ("process", "lived", "MiB", "files", "threads", "grows"):
+        made.add_column(name, justify="right" if name == "lived" else "left")
+    for each in growths:
+        pairs = (f"{a:.0f} to {b:.0f}" for a, b in (each.mib, each.files, each.threads))
+        minutes = f"{each.life_s / 60:.0f} min"
+        made.add_row(f"{each.kind} {each.pid}", minutes, *pairs, each.leaks)
+    return made
+
+
 @click.command()
 @click.option("--minutes", type=float, default=5.0, show_default=True)
 @click.option("--streams", type=click.IntRange(1), default=16, show_default=True)
 @click.option("--hosts", is_flag=True, help="Three hosts (network namespaces; needs root).")
 @click.option("--stop-s", type=float, default=60.0, show_default=True, help="Of stopped processes.")
+@click.option("--every-s", type=float, default=0.0, help="From a fault to the next, at least.")
 @click.option("--only", multiple=True, help="Faults whose name contains this.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
 def main(
-    minutes: float, streams: int, hosts: bool, stop_s: float, only: Sequence[str], seed: int,
-    json_path: Path | None,
+    minutes: float, streams: int, hosts: bool, stop_s: float, every_s: float, only: Sequence[str],
+    seed: int, json_path: Path | None,
 ) -> None:  # fmt: skip
     """Disturb a server of one's own, with streams running all the time. Exits with 1 if a stream
-    failed that was not connected to what was hit, if one was altered, or if anything is left."""
+    failed that was not connected to what was hit, if one was altered, if anything is left, or if a
+    process that lived for ten minutes grows."""
     console = make_console()
     if hosts and (missing := what_is_missing()):
         raise click.UsageError(f"--hosts needs {missing}")
@@ -168,15 +185,30 @@ def main(
                 system = stack.enter_context(OnLoopback())
         faults += process_faults(system, stop_s)
         faults = [f for f in faults if not only or any(part in f.name for part in only)]
-        found, left = asyncio.run(run(console, system, faults, minutes, streams, Random(seed)))
+        watch = Watch(system)
+        watch.start()
+        try:
+            found, left = asyncio.run(
+                run(console, system, faults, minutes, streams, Random(seed), every_s)
+            )
+        finally:
+            watch.stop()
     console.print(table(found))
+    growths = watch.growths()
+    if growths:
+        console.print(growth_table(growths))
     for each in left:
         console.print(f"left over: {each}", style="red", markup=False)
-    results: dict[str, Any] = {"seen": [asdict(each) for each in found], "left": left}
+    results: dict[str, Any] = {
+        "seen": [asdict(each) for each in found],
+        "left": left,
+        "held": [asdict(each) for each in growths],
+    }
     write_json(json_path, results)
     excused = {fault.name for fault in faults if fault.breaks_clients}
     bad = [e for e in found if e.altered or (e.failed and e.fault not in excused)]
-    raise SystemExit(1 if bad or left else 0)
+    leaks = [each for each in growths if each.leaks]
+    raise SystemExit(1 if bad or left or leaks else 0)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ THINGS = ("lighthouse", "river", "clockmaker", "glacier", "harbour", "orchard", 
 
 
 def requests_of(model: str, count: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Every other one greedy, the others drawn with a seed."""
+    """Every other one greedy, the others drawn with a seed; every third one a session's turn."""
     return [
         {
             "model": model,
@@ -28,6 +28,7 @@ def requests_of(model: str, count: int, max_tokens: int) -> list[dict[str, Any]]
             "seed": i,
             "ignore_eos": True,
             "stream": True,
+            **({} if i % 3 else {"prompt_cache_key": f"story-{i}"}),
         }
         for i in range(count)
     ]
