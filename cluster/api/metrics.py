@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ from prometheus_client.registry import Collector
 from cluster.api.telemetry import known, vllm
 from cluster.api.telemetry.gen_ai import GenAiMetrics
 from cluster.api.telemetry.scaling import scaling_metrics
+from cluster.api.utility.version import VERSION
 from router.status import RouterStatus
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -181,7 +181,7 @@ class ClusterCollector(Collector):
         build = GaugeMetricFamily(
             "kvrelay_build_info", "1; the version, and what is served.", labels=["version", "model"]
         )
-        build.add_metric([version("kvrelay"), str(status.get("model", ""))], 1.0)
+        build.add_metric([VERSION, str(status.get("model", ""))], 1.0)
         yield build
         text = "This machine's clock: to be compared with that of whoever asks."
         yield GaugeMetricFamily("kvrelay_clock_seconds", text, value=time.time())
@@ -245,9 +245,15 @@ class ClusterCollector(Collector):
             "How often the worker was started again.",
             labels=["worker", "role"],
         )
+        hangs = CounterMetricFamily(
+            "kvrelay_worker_hangs",
+            "How often the worker was ended because it did not answer.",
+            labels=["worker", "role"],
+        )
         for worker in workers:
             if "restarts" in worker:
                 restarts.add_metric(_labels(worker), worker["restarts"])
+                hangs.add_metric(_labels(worker), worker.get("hangs", 0))
             counters = worker.get("counters")
             if not counters:  # it is not up: zeros would look like a fall of its counters
                 continue
@@ -257,7 +263,7 @@ class ClusterCollector(Collector):
                     reads[what].add_metric([*_labels(worker), *place.split(":", 2)], float(count))
                 else:
                     events.add_metric([*_labels(worker), event], float(count))
-        yield from (restarts, events, *reads.values())
+        yield from (restarts, hangs, events, *reads.values())
 
     def _totals(self, totals: dict[str, Any]) -> Iterator[Metric]:
         """A total is a number, or numbers by a label."""

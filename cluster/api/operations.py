@@ -7,8 +7,6 @@ operators only.
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
@@ -19,6 +17,7 @@ from cluster.api.context import ApiContext, ControllerAway, Service
 from cluster.api.errors import ApiError, controller_away, invalid
 from cluster.api.incoming import check_operator, read_body
 from cluster.api.openai.schema import parse
+from cluster.api.utility.version import VERSION
 from engine.stats import Role
 
 
@@ -85,7 +84,7 @@ class _Operations:
         return JSONResponse({})
 
     async def version(self, http: Request) -> Response:
-        return JSONResponse({"version": version("kvrelay")})
+        return JSONResponse({"version": VERSION})
 
     async def status(self, http: Request) -> Response:
         check_operator(self._ctx, http)

@@ -248,6 +248,7 @@ class Controller:
         worker = self.lives.current(node, epoch, WorkerState.UP) if why else None
         if worker is None:
             return effects + self.router_processes.announce(self.lives.up())
+        worker.hangs += 1
         return self.lives.lost(now, worker, why)
 
     def _woken(self, now: float, tag: str) -> list[Effect]:

@@ -70,6 +70,7 @@ class KeptWorker:
     pid: int
     restarts: int = 0
     is_draining: bool = False
+    hangs: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ def _worker_entry(worker: Worker) -> dict[str, Any]:
         "pid": worker.pid,
         "machine": worker.machine_id or "",
         "restarts": worker.restarts,
+        "hangs": worker.hangs,
         "last_error": worker.last_error,
     }
 
@@ -65,7 +66,7 @@ def merged_status(
         state = told["state"]
         if entry.get("state") != "backoff" or state != WorkerState.UP:
             entry["state"] = state
-        kept = ("epoch", "pid", "machine", "restarts", "last_error")
+        kept = ("epoch", "pid", "machine", "restarts", "hangs", "last_error")
         entry |= {key: told[key] for key in kept}
     wanted = {told["worker"] for told in view["workers"]}  # others have gone, and are not missed
     own["workers"] = [

@@ -39,6 +39,7 @@ class Worker:
     waiting_for: set[NodeId] = field(default_factory=set)
     failures: int = 0
     restarts: int = 0
+    hangs: int = 0  # times that it was ended because it did not answer
     up_at: float = 0.0
     is_announced: bool = False  # routers may believe it up
     is_draining: bool = False  # it is to go when nothing needs it
@@ -56,12 +57,13 @@ class Worker:
             self.pid,
             self.restarts,
             self.is_draining and not self.comes_back,
+            self.hangs,
         )
 
     def adopt(self, kept: KeptWorker, timeout_s: float) -> list[Effect]:
         """Be what an earlier controller knew, if it answers within `timeout_s`."""
         self.role, self.epoch, self.restarts = kept.role, kept.epoch, kept.restarts
-        self.is_draining = kept.is_draining
+        self.is_draining, self.hangs = kept.is_draining, kept.hangs
         if kept.peer is None:
             return [StopWorker(self.node, self.epoch)]
         self.state, self.is_announced = WorkerState.ADOPTING, True

@@ -69,6 +69,8 @@ def _scaling(_: World) -> Mapping[str, object]:
     }
 
 
+RAY_IS_STUCK_S = 12.0
+
 SERVERS = {
     "main": Server(_main),
     "scaling": Server(_scaling),
@@ -91,8 +93,8 @@ def redis_dies(world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def few_files(world: World) -> Iterator[None]:
-    for router in world.routers("child router "):
-        limit = int(router.num_fds() * 1.1)
+    for router in world.processes("child router "):
+        limit = int(router.num_fds() * 1.23)
         _, hard = router.rlimit(resource.RLIMIT_NOFILE)
         router.rlimit(resource.RLIMIT_NOFILE, (limit, hard))
     yield
@@ -110,8 +112,16 @@ def disk_is_full(world: World) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decode_worker_dies(world: World) -> Iterator[None]:
+    """While Ray, which starts workers, does not answer on its machine."""
+    (raylet,) = world.processes("raylet/raylet ")
+    raylet.send_signal(signal.SIGSTOP)
     world.process("decode-0").kill()
-    yield
+    thread = threading.Timer(RAY_IS_STUCK_S, raylet.send_signal, [signal.SIGCONT])
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -148,16 +158,19 @@ def decode_worker_stops(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def decode_worker_is_slow(world: World) -> Iterator[None]:
-    """It runs for a tenth of the time, as on a machine that others use."""
-    process, stop = world.process("decode-0"), threading.Event()
+def workers_are_slow(world: World) -> Iterator[None]:
+    """They run for a tenth of the time, as on a machine that others use."""
+    processes = [psutil.Process(pid) for pid in world.workers().values()]
+    stop = threading.Event()
 
     def throttle() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             while not stop.is_set():
-                process.send_signal(signal.SIGSTOP)
+                for process in processes:
+                    process.send_signal(signal.SIGSTOP)
                 stop.wait(1.0)
-                process.send_signal(signal.SIGCONT)
+                for process in processes:
+                    process.send_signal(signal.SIGCONT)
                 stop.wait(0.12)
 
     with world.load(2, 32):
@@ -210,7 +223,7 @@ def router_dies_again_and_again(world: World) -> Iterator[None]:
     """Once would not be noticed: it is back after 2 s. Waits between starts grow."""
     num_deaths, deadline = 0, time.monotonic() + 60
     while num_deaths < 6 and time.monotonic() < deadline:
-        for process in world.routers("router-1"):
+        for process in world.processes("router-1"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
                 num_deaths += 1
@@ -232,7 +245,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "files-run-out": ("main", few_files),
     "disk-store-fails": ("main", disk_is_full),
     "worker-restarts": ("main", decode_worker_dies_again_and_again),
-    "itl-high": ("main", decode_worker_is_slow),
+    "itl-high": ("main", workers_are_slow),
     "worker-silent": ("main", decode_worker_stops),
     "queue-long": ("main", flood(30, 48)),
     "no-workers": ("main", all_workers_die),

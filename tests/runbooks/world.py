@@ -169,8 +169,8 @@ class World:
     def process(self, worker: str) -> psutil.Process:
         return psutil.Process(self.workers()[worker])
 
-    def routers(self, name: str) -> Iterator[psutil.Process]:
-        """Processes of this router."""
+    def processes(self, name: str) -> Iterator[psutil.Process]:
+        """Those of the server with this in their command line."""
         for each in self.server.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 if name in " ".join(each.cmdline()):

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import MutableMapping
-from importlib.metadata import version
 from typing import Any
 
 from starlette.requests import Request
@@ -25,6 +24,7 @@ from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, overloaded
 from cluster.api.incoming import check_operator, is_cross_site
 from cluster.api.limiter import ConcurrencyLimiter, LimitReached
+from cluster.api.utility.version import VERSION
 
 MAX_LISTENERS = 32
 WRITE_TIMEOUT_S = 5.0  # for a listener to take an event
@@ -39,7 +39,7 @@ class Console:
 
     def __init__(self, ctx: ApiContext) -> None:
         server = {
-            "version": version("kvrelay"),
+            "version": VERSION,
             "models": [ctx.model_name, *ctx.aliases],
             "max_model_len": ctx.max_model_len,
             "can_set_role": ctx.set_role is not None,

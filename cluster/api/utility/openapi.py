@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from html import escape
-from importlib.metadata import version
 from typing import Any
 
 from pydantic import BaseModel
@@ -20,6 +19,7 @@ from cluster.api.openai.embeddings import EmbeddingRequest
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, ForkRequest
 from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.utility.tokens import DetokenizeRequest, TokenizeRequest
+from cluster.api.utility.version import VERSION
 
 _REF = "#/components/schemas/{model}"
 _PLACE = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -79,7 +79,7 @@ def document(*names: str) -> dict[str, Any]:
     key = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "KVRelay", "version": version("kvrelay")},
+        "info": {"title": "KVRelay", "version": VERSION},
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": key}},
         "security": [{"key": []}, {}],
@@ -114,7 +114,7 @@ def page(*names: str) -> str:
     """One page without scripts and without anything from elsewhere."""
     schemas = document(*names)["components"]["schemas"]
     rows = [_row(*call, schemas) for call in CALLS]
-    return _PAGE.replace("ROWS", "\n".join(rows)).replace("VERSION", escape(version("kvrelay")))
+    return _PAGE.replace("ROWS", "\n".join(rows)).replace("VERSION", escape(VERSION))
 
 
 def _row(

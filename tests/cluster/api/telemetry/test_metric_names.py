@@ -74,7 +74,7 @@ def test_an_answer_is_counted_by_every_name(served: Served) -> None:
 
 def test_counters_of_what_goes_wrong_begin_at_zero_where_a_worker_counts() -> None:
     up = WORKER | {"counters": {"steps": 4, "leases_expired": 2}}
-    down = WORKER | {"worker": "gone", "counters": {}, "restarts": 3}
+    down = WORKER | {"worker": "gone", "counters": {}, "restarts": 3, "hangs": 2}
     status = {"workers": [up, down], "totals": {"retries": {"silent": 1}, "requests": {}}}
     status["totals"] |= {"sent_by_tenant": {"red": 2}, "refused_by_tenant": {}}
     value = scrape_of(status)
@@ -84,6 +84,7 @@ def test_counters_of_what_goes_wrong_begin_at_zero_where_a_worker_counts() -> No
     assert value(events, event="disk_store_failed", **of) == 0
     assert value(events, event="disk_store_failed", worker="gone", role="decode") is None
     assert value("kvrelay_worker_restarts_total", worker="gone", role="decode") == 3
+    assert value("kvrelay_worker_hangs_total", worker="gone", role="decode") == 2
     assert value("kvrelay_router_retries_total", reason="silent") == 1
     assert value("kvrelay_router_retries_total", reason="late") == 0
     assert value("kvrelay_router_requests_total", reason="queue_full") == 0
