@@ -17,6 +17,8 @@ import torch
 from safetensors import safe_open
 
 from engine.kv.spec import DTYPE_BYTES
+from engine.model.checkpoint.fields import read_json
+from engine.model.checkpoint.quantized_config import float_type, quantization_of
 from engine.model.config import ModelConfig
 from engine.model.ops import TORCH_DTYPES
 from engine.model.quantize import GROUP
@@ -112,16 +114,21 @@ def count_weights(
 
 def _matrices(path: Path, device: str, dtype: str) -> Iterator[tuple[str, int, str]]:
     """(name, numbers, the type that they are kept in) of each."""
+    raw = read_json(path / "config.json")
+    quantized, widened = quantization_of(path, raw), float_type(raw)
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 part = tensors.get_slice(name)
                 shape = part.get_shape()
-                kept = STORED.get(part.get_dtype(), "float32")
+                stored = part.get_dtype()
+                number = quantized.num_numbers(name, shape, stored) if quantized else prod(shape)
+                # Narrow numbers are widened to what the model was made in.
+                kept = STORED.get(stored, "bfloat16" if widened == "bfloat16" else "float32")
                 if device == "cuda" or dtype == "bfloat16":
                     kept = dtype
-                if len(shape) > 1:
-                    yield name, prod(shape), kept
+                if len(shape) > 1 and number:
+                    yield name, number, kept
 
 
 def decode_roofline_s(

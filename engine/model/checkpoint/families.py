@@ -22,6 +22,7 @@ from engine.model.checkpoint.family_base import (
     windows_of,
 )
 from engine.model.checkpoint.fields import count, ids, number, read_json, refuse
+from engine.model.checkpoint.quantized_config import quantization_of
 from engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
 from engine.model.config import Experts, Latent, ModelConfig
 from engine.model.errors import ModelError
@@ -44,6 +45,7 @@ def read_config(path: Path) -> ModelConfig:
     generation: Raw = {}
     if (path / "generation_config.json").is_file():
         generation = read_json(path / "generation_config.json")
+    quantization_of(path, raw)
     try:
         return parse(raw, generation)
     except KeyError as error:
@@ -58,9 +60,6 @@ def parse(raw: Raw, generation: Raw) -> ModelConfig:
     named = (raw.get("architectures") or [None])[0]
     if named not in FAMILIES:
         raise ModelError(f"architecture {named} is not supported; supported: {', '.join(FAMILIES)}")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(f"quantized weights ({method}) are not supported; use bf16, f16 or f32")
     config = FAMILIES[named](raw)
     scaling = config.ropes[0].scaling
     if scaling is not None and scaling.kind == "yarn":  # some files state the length before it

@@ -15,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.model.checkpoint.fields import read_json
+from engine.model.checkpoint.quantized import QuantizedWeights
+from engine.model.checkpoint.quantized_config import PACKED, float_type, quantization_of
 from engine.model.config import Latent, ModelConfig
 from engine.model.errors import ModelError
 from engine.model.ops import Ops
@@ -39,6 +41,9 @@ class Checkpoint:
         """Raises ModelError if there are no weights or a file is damaged."""
         self._path = path
         self._files: dict[str, Any] = {}
+        raw = read_json(path / "config.json")
+        stated, dtype = quantization_of(path, raw), getattr(torch, float_type(raw))
+        self.quantized = stated and QuantizedWeights(stated, dtype, self._find)
         index = path / "model.safetensors.index.json"
         if index.is_file():
             places = read_json(index).get("weight_map")
@@ -64,26 +69,39 @@ class Checkpoint:
         return self._files[name]
 
     def has(self, name: str) -> bool:
-        return name in self._places
+        """Whether there is such a tensor, or a matrix that is packed."""
+        names = [name]
+        if self.quantized and name.endswith(".weight"):
+            names += [name.removesuffix(".weight") + end for end in PACKED]
+        return any(each in self._places for each in names)
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor `name`. Raises ModelError if it is missing or not of `shape`."""
-        place = self._places.get(name)
-        if place is None:
+        tensor = None
+        if self.quantized and name.endswith(".weight"):
+            tensor = self.quantized.read(name.removesuffix(".weight"), shape)
+        if tensor is None:
+            tensor = self._find(name)
+        if tensor is None:
             raise ModelError(f"{self._path} has no tensor {name}")
-        try:
-            tensor = self._files[place].get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise ModelError(f"{self._path / place}: {name} cannot be read: {error}") from error
+        place = self._path / self._places.get(name, "")
         if tuple(tensor.shape) != shape:
             raise ModelError(
-                f"{self._path / place}: {name} has shape {list(tensor.shape)}, "
-                f"{list(shape)} is needed"
+                f"{place}: {name} has shape {list(tensor.shape)}, {list(shape)} is needed"
             )
         if tensor.dtype not in FLOATS:
-            raise ModelError(
-                f"{self._path / place}: {name} is {tensor.dtype}, which is not supported"
-            )
+            raise ModelError(f"{place}: {name} is {tensor.dtype}, which is not supported")
+        return tensor
+
+    def _find(self, name: str) -> torch.Tensor | None:
+        """As it is stored; None: there is none. Raises ModelError."""
+        place = self._places.get(name)
+        if place is None:
+            return None
+        try:
+            tensor: torch.Tensor = self._files[place].get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ModelError(f"{self._path / place}: {name} cannot be read: {error}") from error
         return tensor
 
 

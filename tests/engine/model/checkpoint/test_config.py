@@ -80,7 +80,6 @@ def test_rope_is_read_from_either_spelling(tmp_path, spelled):
         ({"num_key_value_heads": 3}, "4 heads over 3 KV heads"),
         ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \(awq\)"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope scaling ntk"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor is None, a number is needed"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is None"),

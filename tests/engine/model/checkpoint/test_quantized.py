@@ -1,0 +1,293 @@
+"""Quantized checkpoints: written by compressed-tensors itself, and by hand where a format has no
+library that runs here. Their logits are those of the widened weights, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from compressed_tensors.compressors.pack_quantized import helpers
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors.torch import load_file, save_file
+
+from engine.model.checkpoint.families import read_config
+from engine.model.errors import ModelError
+from engine.model.roofline import count_weights
+from tests.engine.model.tiny import Driver, make_checkpoint, tokens_of
+
+Tensors = dict[str, torch.Tensor]
+BITS4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # format, arguments of the weights
+    "int4-groups": ("pack-quantized", BITS4 | {"symmetric": True}),
+    "int4-groups-zeros": ("pack-quantized", BITS4 | {"symmetric": False}),
+    "int4-ordered": ("pack-quantized", BITS4 | {"symmetric": False}),
+    "int3-channels": (
+        "pack-quantized",
+        {"num_bits": 3, "type": "int", "strategy": "channel", "symmetric": True},
+    ),
+    "int8-packed": (
+        "pack-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False},
+    ),
+    "int8-channels": (
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    ),
+    "int8-whole": (
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": False},
+    ),
+    "fp8-whole": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    "fp8-channels": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "fp8-blocks": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 128]},
+    ),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "tensor_group",
+            "group_size": 16,
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
+    ),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "group",
+            "group_size": 32,
+            "scale_dtype": "torch.uint8",
+        },
+    ),
+    "mxfp8": (
+        "mxfp8-quantized",
+        {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "group",
+            "group_size": 32,
+            "scale_dtype": "torch.uint8",
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            make_checkpoint(family, made[family])
+        return made[family]
+
+    return of
+
+
+def is_quantized(name: str) -> bool:
+    """The projections of layers, not what chooses experts."""
+    return bool(re.search(r"layers\..*proj.*\.weight$", name))
+
+
+def write(source: Path, path: Path, tensors: Tensors, config: dict[str, Any] | None) -> None:
+    path.mkdir()
+    raw = json.loads((source / "config.json").read_text())
+    raw |= {"quantization_config": config} if config else {}
+    (path / "config.json").write_text(json.dumps(raw))
+    save_file({name: t.contiguous() for name, t in tensors.items()}, path / "model.safetensors")
+
+
+def logits(path: Path, **options: Any) -> torch.Tensor:
+    return Driver(path, "torch", **options).feed(("a", tokens_of(20, 1)), ("b", tokens_of(5, 2)))
+
+
+def extremes(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest number that share each scale."""
+    rows, columns = weight.shape
+    match args.strategy:
+        case "tensor":
+            return weight.min().reshape(1), weight.max().reshape(1)
+        case "channel":
+            return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+        case "block":
+            high, wide = args.block_structure
+            padded = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % high))
+            blocks = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high))
+            return blocks.amin((1, 3)), blocks.amax((1, 3))
+    groups = weight.unflatten(1, (-1, args.group_size))
+    return groups.amin(-1), groups.amax(-1)
+
+
+def compressed(
+    weight: torch.Tensor, kind: str, args: QuantizationArgs, *, ordered: bool = False
+) -> tuple[Tensors, torch.Tensor]:
+    """(what is stored, and the weight that it stands for), by compressed-tensors. `ordered`: as
+    its older versions, and GPTQ, do with the columns."""
+    compressor = BaseCompressor.get_value_from_registry(kind)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    if ordered:  # columns by their weight, then in groups
+        order = weight.square().sum(0).argsort(descending=True)
+        places = torch.empty_like(order, dtype=torch.int32)
+        places[order] = (torch.arange(len(order)) // args.group_size).to(torch.int32)
+        stored, widened = compressed(weight[:, order], kind, args)
+        return _ordered(stored, widened, order, places, args), widened[:, order.argsort()]
+    state: Tensors = {"weight": weight}
+    global_scale = None
+    if args.strategy == "tensor_group":
+        global_scale = generate_gparam(*(each.reshape(1) for each in torch.aminmax(weight)))
+        state["weight_global_scale"] = global_scale
+    scale, zero = calculate_qparams(*extremes(weight, args), args, global_scale)
+    state |= {"weight_scale": scale, "weight_zero_point": zero}
+    stored = compressor.compress(state, scheme)
+    if args.symmetric:
+        stored.pop("weight_zero_point", None)
+    if kind == "nvfp4-pack-quantized":  # which it would round to bfloat16
+        pairs = stored["weight_packed"]
+        numbers = unpack_fp4_from_uint8(pairs, len(weight), weight.shape[1], torch.float32)
+        scale = stored["weight_scale"].float()
+        return stored, dequantize(numbers, scale, args=args, global_scale=global_scale)
+    return stored, compressor.decompress(stored, scheme)["weight"].float()
+
+
+def _ordered(
+    stored: Tensors,
+    widened: torch.Tensor,
+    order: torch.Tensor,
+    places: torch.Tensor,
+    args: QuantizationArgs,
+) -> Tensors:
+    """`stored` with its columns in their own order again, each with the number of its group."""
+    numbers = helpers.unpack_from_int32(stored["weight_packed"], args.num_bits, widened.shape)
+    numbers = numbers[:, order.argsort()].contiguous()
+    packed = helpers.pack_to_int32(numbers, args.num_bits)
+    return stored | {"weight_packed": packed, "weight_g_idx": places}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", ["llama", "deepseek3"])
+def test_compressed_tensors(
+    plain: Callable[[str], Path], tmp_path: Path, family: str, case: str
+) -> None:
+    kind, fields = CASES[case]
+    args = QuantizationArgs(**fields)
+    tensors = load_file(plain(family) / "model.safetensors")
+    stored, widened = dict(tensors), dict(tensors)
+    num_quantized = 0
+    for name, weight in tensors.items():
+        group = args.group_size or 1
+        if not is_quantized(name) or weight.shape[1] % group:
+            continue
+        parts, widened[name] = compressed(weight, kind, args, ordered=case == "int4-ordered")
+        del stored[name]
+        stored |= {f"{name.removesuffix('.weight')}.{part}": t for part, t in parts.items()}
+        num_quantized += 1
+    assert num_quantized > 10
+    groups = {"group_0": {"targets": ["Linear"], "weights": fields}}
+    config = {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups}
+    write(plain(family), tmp_path / "stored", stored, config)
+    write(plain(family), tmp_path / "widened", widened, None)
+    assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))
+    counts = [
+        count_weights(tmp_path / each, read_config(tmp_path / each), "cpu", "float32", "none")
+        for each in ("stored", "widened")
+    ]
+    assert counts[0].every == pytest.approx(counts[1].every, rel=0.03)  # words may not be full
+    assert counts[0].bytes_per_number == counts[1].bytes_per_number
+
+
+def test_groups_of_different_widths(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """As layers of a mixed scheme: one names modules, another their class."""
+    wide, narrow = CASES["int8-packed"], CASES["int4-groups"]
+    tensors = load_file(plain("llama") / "model.safetensors")
+    stored, widened = dict(tensors), dict(tensors)
+    for name in filter(is_quantized, tensors):
+        kind, fields = wide if "down_proj" in name else narrow
+        parts, widened[name] = compressed(tensors[name], kind, QuantizationArgs(**fields))
+        del stored[name]
+        stored |= {f"{name.removesuffix('.weight')}.{part}": t for part, t in parts.items()}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "narrow": {"targets": ["Linear"], "weights": narrow[1]},
+            "wide": {"targets": ["re:.*down_proj"], "weights": wide[1]},
+        },
+    }
+    write(plain("llama"), tmp_path / "stored", stored, config)
+    write(plain("llama"), tmp_path / "widened", widened, None)
+    assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))
+    # What was widened may be made narrow again, for the integer kernels.
+    again = {"quantization": "int8"}
+    assert torch.equal(logits(tmp_path / "stored", **again), logits(tmp_path / "widened", **again))
+
+
+def test_deepseek_as_it_is_published(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """FP8 with a scale, called inverse, for every 128 x 128."""
+    tensors = load_file(plain("deepseek3") / "model.safetensors")
+    stored, widened = dict(tensors), dict(tensors)
+    for name in filter(is_quantized, tensors):
+        rows, columns = tensors[name].shape
+        scale = torch.rand(-(-rows // 128), -(-columns // 128)) * 0.01
+        each = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        stored[name] = (tensors[name] / each).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale
+        widened[name] = stored[name].float() * each
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    write(plain("deepseek3"), tmp_path / "stored", stored, config)
+    write(plain("deepseek3"), tmp_path / "widened", widened, None)
+    assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))
+
+
+def test_parts_that_do_not_fit_are_named(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    tensors = load_file(plain("llama") / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
+    config = {"quant_method": "fp8"}
+    write(plain("llama"), tmp_path / "without", tensors, config)
+    with pytest.raises(ModelError, match=f"there is no tensor {name}.weight_scale"):
+        logits(tmp_path / "without")
+    tensors[f"{name}.weight_scale"] = torch.ones(3)
+    write(plain("llama"), tmp_path / "other", tensors, config)
+    with pytest.raises(ModelError, match=f"{name}: its quantized parts do not fit"):
+        logits(tmp_path / "other")
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_modelopt(plain: Callable[[str], Path], tmp_path: Path, algorithm: str) -> None:
+    """Its second scale multiplies; the file that states it may be one of its own."""
+    tensors = load_file(plain("llama") / "model.safetensors")
+    stored, widened = dict(tensors), dict(tensors)
+    fp4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for name in filter(is_quantized, tensors):
+        rows, columns = tensors[name].shape
+        if algorithm == "FP8":
+            scale = tensors[name].abs().max() / 448
+            stored[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale"] = scale
+            widened[name] = stored[name].float() * scale
+            continue
+        codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
+        scale = torch.rand(rows, columns // 16).to(torch.float8_e4m3fn)
+        stored[name] = codes[:, ::2] | codes[:, 1::2] << 4
+        stored[f"{name}_scale"], stored[f"{name}_scale_2"] = scale, torch.tensor(0.03)
+        each = (scale.float() * 0.03).repeat_interleave(16, 1)
+        widened[name] = fp4[codes.int()] * each
+    write(plain("llama"), tmp_path / "stored", stored, None)
+    stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}
+    (tmp_path / "stored" / "hf_quant_config.json").write_text(json.dumps(stated))
+    write(plain("llama"), tmp_path / "widened", widened, None)
+    assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "widened"))
