@@ -156,7 +156,7 @@ class EngineCore:
 
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
         """As `Scheduler.finish_step`; also updates counters and the measured costs."""
-        self.watch.end(done.error)
+        self.watch.end(done.error, device_lost=done.device_lost)
         step = self.scheduler.in_flight
         assert step is not None
         repeats = 1

@@ -24,6 +24,7 @@ class StepWatch:
         self.num_done = 0  # steps, since the start
         self._num_failed = 0  # in a row
         self._error = ""  # of the last one
+        self._device_lost = False
         self._deadline_s: float | None = None  # of the step in flight; None: there is none
         self._waited_s = 0.0  # for it
         self._ticked_at = 0.0
@@ -39,9 +40,11 @@ class StepWatch:
             self._deadline_s = max(floor_s, SLACK * expected_s)
         self._waited_s, self._ticked_at = 0.0, now
 
-    def end(self, error: str | None) -> None:
-        """It has come back. `error`: why all of it failed; a request's own fault is none."""
+    def end(self, error: str | None, *, device_lost: bool = False) -> None:
+        """It has come back. `error`: why all of it failed; a request's own fault is none.
+        `device_lost`: so will all others."""
         self.num_done += 1
+        self._device_lost |= device_lost
         self._deadline_s = None
         self._num_failed = 0 if error is None else self._num_failed + 1
         self._error = error or ""
@@ -54,7 +57,7 @@ class StepWatch:
     @property
     def progress(self) -> Progress:
         deadline_s = self._deadline_s
-        if self._num_failed >= self._config.max_failed_steps:
+        if self._device_lost or self._num_failed >= self._config.max_failed_steps:
             return Progress.NONE
         if deadline_s is None or self._waited_s < LATE * deadline_s:
             return Progress.MADE
@@ -67,4 +70,6 @@ class StepWatch:
             return ""
         if self._deadline_s is not None and self._waited_s >= self._deadline_s:
             return f"a step has not ended after {self._waited_s:.0f} s"
+        if self._device_lost:
+            return f"its device is lost: {self._error}"
         return f"the last {self._num_failed} steps failed: {self._error}"

@@ -128,6 +128,7 @@ class StepDone:
     checksums: list[int] = field(default_factory=list)  # of Step.checksum_blocks, in order
     elapsed_s: float = 0.0
     error: str | None = None  # why the pass failed; its other results are void
+    device_lost: bool = False  # and every other pass in this process will
     # Index of a sequence -> why it was left out of the pass; nothing was computed for it.
     failed: dict[int, str] = field(default_factory=dict)
     ungrammatical: dict[int, str] = field(default_factory=dict)  # the same, by its own grammar

@@ -177,7 +177,13 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     close = ranks.close if ranks else None
     checksums = partial(checksum_blocks, pools[Tier.DEVICE])
     prepare = runner.grammars.prepare
-    steps = StepExecutor(runner.execute, checksums, close=close, prepare_grammar=prepare)
+    steps = StepExecutor(
+        runner.execute,
+        checksums,
+        close=close,
+        prepare_grammar=prepare,
+        is_device_lost=runner.is_device_lost,
+    )
     moves = TransferExecutor(spec.worker, spec.epoch, agent, pools, corrupt=options.corrupt)
 
     def make_executor(deliver: Deliver) -> Executor:

@@ -125,6 +125,18 @@ class ModelRunner:
         compiled if necessary."""
         return "bfloat16" if device_type == "cuda" or _is_bf16_faster() else "float32"
 
+    def is_device_lost(self) -> bool:
+        """Whether the device fails whatever it is asked: after most errors of CUDA, until the
+        process ends. Waits for what was launched, which may have failed after a step returned."""
+        if self.device.type == "cpu":
+            return False
+        try:
+            torch.cuda.synchronize(self.device)
+            torch.zeros(1, device=self.device).item()
+        except RuntimeError:
+            return True
+        return False
+
     def execute(self, step: Step) -> StepDone:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
         left to the caller. A sequence outside the pool or the model's length is left out, and its

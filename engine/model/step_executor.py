@@ -25,15 +25,17 @@ class StepExecutor:
         *,
         close: Callable[[], None] | None = None,
         prepare_grammar: Callable[[str], object] = lambda _: None,
+        is_device_lost: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`checksum_blocks`: of the device pool, one number per block id. `close` ends the
         processes that `run_step` has, if any. `prepare_grammar` begins to compile one; it may be
-        called from any thread."""
+        called from any thread. `is_device_lost`: asked after a step that failed."""
         self._run_step = run_step
         self._checksum_blocks = checksum_blocks
         self._close = close
         self.prepare_grammar = prepare_grammar
+        self._is_device_lost = is_device_lost
         self._clock = clock
 
     def execute(self, step: Step) -> StepDone:
@@ -46,7 +48,8 @@ class StepExecutor:
             logger.exception("step %d of %d tokens failed", step.step_id, step.num_tokens)
             sampled: list[Sampled | None] = [None] * len(step.seqs)
             text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-            return StepDone(step.step_id, sampled, error=text)
+            lost = self._is_device_lost()
+            return StepDone(step.step_id, sampled, error=text, device_lost=lost)
         return replace(done, checksums=checksums, elapsed_s=self._clock() - started)
 
     def close(self) -> None:

@@ -34,6 +34,8 @@ from kvtransfer.agent import AgentError
 from kvtransfer.agents import nixl_lanes
 from kvtransfer.agents.metadata import AgentMetadata, Space, copy_spans, unpack
 from kvtransfer.agents.nixl_bindings import (
+    check_fits,
+    cuda_of_torch,
     descriptors,
     error_text,
     open_nixl,
@@ -103,6 +105,8 @@ class NixlAgent:
         assert share is None or share.bytes_per_block == size, (share, size)
         self._on_gpu = is_on_gpu(pool)
         self._nixl = open_nixl(on_cpu=not self._on_gpu)
+        if self._on_gpu:
+            check_fits(self._nixl, cuda_of_torch())
         self._facts = AgentMetadata(
             transport=f"nixl/{backend}",
             agent=f"{name}#{secrets.token_hex(8)}",

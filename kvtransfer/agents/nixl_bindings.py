@@ -29,6 +29,8 @@ CPU_TLS = "tcp,sm,self"
 """UCX_TLS of a machine without a GPU and RDMA. tcp: wire-up, death of a peer, other hosts. sm:
 same host. UCX's own choice is right where there are such devices."""
 
+PACKAGES = ("nixl_cu12", "nixl_cu13")
+
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 logger = logging.getLogger(__name__)
@@ -83,21 +85,39 @@ def quietly(free: Any, *args: Any) -> None:
         logger.warning("NIXL %s: %s", free.__name__, error_text(error))
 
 
-def _load_bindings() -> Any:
-    """NIXL's bindings for the CUDA that torch was built for; any will do where there is none."""
+def cuda_of_torch() -> str:
+    """The major version that torch is built for; "": none, or torch is not loaded."""
     torch = sys.modules.get("torch")
-    cuda = (torch.version.cuda or "") if torch is not None else ""
-    names = ["nixl_cu12", "nixl_cu13"]
-    if cuda.startswith("13"):
-        names.reverse()
+    version = (torch.version.cuda or "") if torch is not None else ""
+    return version.partition(".")[0]
+
+
+def check_fits(nixl: Any, cuda: str) -> None:
+    """Raises AgentError unless the bindings are of a NIXL that is built for version `cuda`. One of
+    another version takes memory of a GPU for memory of the host, and cannot read it."""
+    package = nixl.__name__.partition(".")[0]
+    if package != f"nixl_cu{cuda}":
+        raise AgentError(
+            f"torch is for CUDA {cuda or '(none)'}, NIXL is {package.replace('_', '-')}, which"
+            f" cannot read such a GPU's memory: make setup-gpu, or pip install nixl-cu{cuda or 13}"
+        )
+
+
+def _load_bindings() -> Any:
+    """NIXL's bindings for the CUDA that torch was built for; any will do where there is none.
+    Raises AgentError, with what NIXL itself says."""
+    wanted = f"nixl_cu{cuda_of_torch()}"
+    problems: list[str] = []
     raise_exceptions = logging.raiseExceptions
     try:
-        for name in names:
+        for name in sorted(PACKAGES, key=lambda name: name != wanted):
             try:
                 return importlib.import_module(f"{name}._bindings")
-            except ModuleNotFoundError as error:
-                if error.name != name:
-                    raise
+            except ImportError as error:
+                if getattr(error, "name", None) != name:  # a library of its own does not load
+                    problems.append(f"{name}: {error_text(error)}")
+                    logger.warning("NIXL cannot be loaded: %s", problems[-1])
     finally:
         logging.raiseExceptions = raise_exceptions  # importing NIXL turns it off
-    raise AgentError(f"none of the packages {', '.join(names)} is installed")
+    why = "; ".join(problems) or f"none of the packages {', '.join(PACKAGES)} is installed"
+    raise AgentError(f"NIXL cannot be loaded: {why}")

@@ -138,6 +138,13 @@ def test_steps_that_all_fail_end_the_worker() -> None:
     assert world.decode.core.scheduler.in_flight is None
 
 
+def test_a_device_that_is_lost_ends_the_worker_at_once() -> None:
+    world = Watched()
+    failing(world, lambda good: replace(sticky(good), device_lost=True), "a")
+    assert world.exits == ["its device is lost: CUDA error: an illegal memory access"]
+    assert [r.reason for r in world.refused()] == [Refusal.EXECUTION], "others serve it"
+
+
 def test_a_step_that_succeeds_ends_the_count() -> None:
     world = Watched()
     for number in range(8):

@@ -44,6 +44,16 @@ def test_an_exception_becomes_an_error_of_one_line(caplog: pytest.LogCaptureFixt
     assert "Traceback" in caplog.text
 
 
+def test_after_a_step_that_failed_the_device_is_asked() -> None:
+    def run(step: Step) -> StepDone:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    checksums = partial(checksum_blocks, content(2, 8, 0))
+    done = StepExecutor(run, checksums, is_device_lost=lambda: True).execute(a_step(0))
+    assert done.device_lost
+    assert not StepExecutor(run, checksums).execute(a_step(0)).device_lost
+
+
 def test_a_block_that_cannot_be_checksummed_is_an_error() -> None:
     executor = StepExecutor(
         lambda step: StepDone(step.step_id, [None, None]),
