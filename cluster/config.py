@@ -66,7 +66,10 @@ class ModelSection(Section, frozen=True):
 
 class EngineSection(Section, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens in a KV block
-    kv_cache_gib: Annotated[float, Meta(ge=0.0, le=4096.0)] = 1.0  # for KV blocks, per worker
+    # for KV blocks, per worker; 0: 1 on a CPU, on a GPU what gpu_memory_utilization leaves
+    kv_cache_gib: Annotated[float, Meta(ge=0.0, le=4096.0)] = 0.0
+    # of a GPU's memory, for weights, steps and KV together
+    gpu_memory_utilization: Annotated[float, Meta(ge=0.05, le=1.0)] = 0.9
     num_blocks: Count = 0  # KV blocks per worker; 0: as many as kv_cache_gib holds
     cuda_graphs: bool = True  # on a GPU: capture decode steps at start; false: launch each kernel
     # processes that compute one worker's model; has to divide its heads
@@ -76,12 +79,12 @@ class EngineSection(Section, frozen=True):
     window: Count = 0  # positions that each layer attends to; 0: as the model says
     sinks: Count = 0  # attention sinks: first positions outside the window (4 is usual)
     guard: bool = True  # compare block tables before each step; false: only their ranges
-    # tokens per step; longer prompts are computed in chunks
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 512
+    # tokens per step; longer prompts are computed in chunks; 0: 512, on a GPU 8,192
+    max_num_batched_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     # longest step of a decode worker that takes prompt tokens beside its decodes; 0: 100 where
     # there are prefill workers, no limit in one pool
     itl_target_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
-    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64  # per step
+    max_num_seqs: Annotated[int, Meta(ge=0, le=4096)] = 0  # per step; 0: 64, on a GPU 256
     # n-gram draft tokens per sequence and step, at most; 0: none
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 7
     max_model_len: Count = 0  # tokens of prompt and output; 0: the model's, as far as KV holds it
@@ -307,13 +310,10 @@ def load_config(path: Path | None, overrides: Mapping[str, Any]) -> Config:
     return config if path is None else _resolve_paths(config, path.parent)
 
 
-_PEM = ("cert", "key", "ca")
-
-
 def _resolve_paths(config: Config, folder: Path) -> Config:
     """What the file names beside itself is found from wherever the server is started."""
-    tenants, tls = config.tenants, config.tls
-    pem = {name: str(folder / path) for name in _PEM if (path := getattr(tls, name))}
+    tenants, tls, names = config.tenants, config.tls, ("cert", "key", "ca")
+    pem = {name: str(folder / path) for name in names if (path := getattr(tls, name))}
     resolved = replace(
         tenants,
         file=str(folder / tenants.file) if tenants.file else "",

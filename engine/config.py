@@ -67,6 +67,7 @@ class WorkerConfig:
             bytes_per_block=self.bytes_per_block,
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
             fingerprint=self.fingerprint,
             num_host_blocks=self.num_host_blocks,
             num_disk_blocks=self.num_disk_blocks,

@@ -41,6 +41,7 @@ class WorkerInfo:
     num_host_blocks: int = 0  # that its host tier has room for
     num_disk_blocks: int = 0
     max_seq_blocks: int = 0  # that a sequence holds at once; 0: no bound below its tokens
+    max_num_seqs: int = 64
     cores: str = ""  # the machine on whose cores it computes, beside others; "": it has its own
 
 

@@ -29,6 +29,7 @@ class ControllerConfig:
     scaling: ScalingConfig | None = None  # None: as many workers as were asked for
     drain_timeout_s: float = 600.0  # a worker that is not empty by then is ended all the same
     restart_drain_s: float = 30.0  # the same, of one that is started again
+    gpus_per_worker: int = 1  # where machines have GPUs; 0: they are not used
     workers_per_machine: int = 0  # at most, where machines have no GPUs; 0: any number
 
     @property

@@ -36,16 +36,17 @@ def assign_machine(
     assigned: Iterable[Assigned],
     avoid: str | None = None,
     most: int = 0,
+    gpus_each: int = 1,
 ) -> str | None:
     """The machine for one more worker of `role`; None if none has room.
 
-    Where any machine has GPUs, only those count, one worker a GPU; where none has, each has room
-    for `most`, if that is not 0. `avoid` is where the last attempt failed: it is taken only if
-    there is no other.
+    Where any machine has GPUs, only those count, `gpus_each` for a worker; where none has, or they
+    are not used (0), each has room for `most`, if that is not 0. `avoid` is where the last attempt
+    failed: it is taken only if there is no other.
     """
     machines, assigned = list(machines), list(assigned)
-    if any(machine.num_gpus for machine in machines):
-        machines = [m for m in machines if _num_on(m, assigned) < int(m.num_gpus)]
+    if gpus_each and any(machine.num_gpus for machine in machines):
+        machines = [m for m in machines if _num_on(m, assigned) < int(m.num_gpus) // gpus_each]
     elif most:
         machines = [m for m in machines if _num_on(m, assigned) < most]
     if not machines:

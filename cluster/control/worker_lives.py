@@ -72,8 +72,14 @@ class WorkerLives:
             for other in self.workers.values()
             if other is not worker and other.machine_id is not None and other.state in RUNNING
         ]
-        most = self.config.workers_per_machine
-        machine_id = assign_machine(worker.role, self.machines, placed, worker.avoid, most)
+        machine_id = assign_machine(
+            worker.role,
+            self.machines,
+            placed,
+            worker.avoid,
+            most=self.config.workers_per_machine,
+            gpus_each=self.config.gpus_per_worker,
+        )
         if machine_id is None:
             worker.state = WorkerState.DOWN  # until the machines change
             worker.last_error = "no machine has room"

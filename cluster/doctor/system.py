@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cluster.config import Config
 from cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from cluster.worker.devices import sized
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -39,10 +40,8 @@ def check_locked_memory(limit: int, config: Config, root: Path) -> Finding:
     gpus, cards = _gpus(root), _rdma_cards(root)
     if not gpus and not cards:
         return skipped(check, "no GPU and no RDMA device, which would lock pages")
-    need = (
-        int((config.tiers.set_host_gib + (0 if gpus else config.engine.kv_cache_gib)) * GIB)
-        + 64 * MIB
-    )
+    each = 0.0 if gpus else sized(config.engine, gpu=False).kv_cache_gib
+    need = int((config.tiers.set_host_gib + each) * GIB) + 64 * MIB
     if limit == UNLIMITED or limit >= need:
         return ok(check, "unlimited" if limit == UNLIMITED else f"{limit / GIB:.1f} GiB")
     return fail(
@@ -71,7 +70,8 @@ def check_memory(available: int, config: Config, root: Path) -> Finding:
     check = "memory"
     workers = config.most_workers
     on_cpu = config.model.device == "cpu" or not _gpus(root)
-    need = int((workers * config.engine.kv_cache_gib * on_cpu + config.tiers.set_host_gib) * GIB)
+    each = sized(config.engine, gpu=False).kv_cache_gib * on_cpu
+    need = int((workers * each + config.tiers.set_host_gib) * GIB)
     if available >= need:
         return ok(check, f"{available / GIB:.1f} GiB free; KV takes {need / GIB:.1f} GiB at most")
     return fail(

@@ -23,7 +23,7 @@ def router_seen(at_s: float, router: str, traffic: Traffic, num_live: int) -> Ro
     )
 
 
-def worker_seen(at_s: float, info: WorkerInfo, stats: WorkerStats, max_num_seqs: int) -> WorkerSeen:
+def worker_seen(at_s: float, info: WorkerInfo, stats: WorkerStats) -> WorkerSeen:
     """`at_s`: when the statistics came."""
     return WorkerSeen(
         worker=info.worker,
@@ -33,7 +33,7 @@ def worker_seen(at_s: float, info: WorkerInfo, stats: WorkerStats, max_num_seqs:
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_step_s=stats.decode_step_s,
         pool_tokens=info.num_blocks * info.block_size,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         num_decoding=stats.num_decoding,
         pending_prefill_tokens=stats.pending_prefill_tokens,
@@ -46,8 +46,7 @@ def snapshot_of(
     routers: Iterable[RouterSeen],
     stats: Iterable[tuple[WorkerInfo, float, WorkerStats]],
     workers: Iterable[ManagedWorker],
-    max_num_seqs: int,
 ) -> Snapshot:
     """`stats`: the last of each worker, and when they came."""
-    seen = tuple(worker_seen(came_at, info, each, max_num_seqs) for info, came_at, each in stats)
+    seen = tuple(worker_seen(came_at, info, each) for info, came_at, each in stats)
     return Snapshot(at_s, wall_s, tuple(routers), seen, tuple(workers))

@@ -56,6 +56,7 @@ from cluster.serve.operators_desk import AUDITOR, OperatorsDesk
 from cluster.serve.orders import AllUp, ControlSpec, PartNews
 from cluster.serve.scaling_log import ScalingLog
 from cluster.worker.build import PreparedModel
+from cluster.worker.devices import gpus_per_worker
 from cluster.worker.kv_plan import kv_lines
 from cluster.worker.process import meet
 from cluster.worker.specs import worker_spec
@@ -115,7 +116,8 @@ class ControlProcess:
                 further_routers=spec.routers,
                 kept=read_record(spec.kept_file, Kept) or Kept(),
                 running_routers=spec.running_routers,
-                start_timeout_s=cluster.start_timeout_s,
+                start_timeout_s=cluster.start_timeout_s + model.load_s,
+                gpus_per_worker=gpus_per_worker(spec.config),
                 silent_grace_s=cluster.silent_grace_s,
                 scaling=spec.config.scaling if spec.config.scaling.enabled else None,
                 drain_timeout_s=spec.config.api.request_timeout_s,
@@ -197,7 +199,7 @@ class ControlProcess:
         self.spawn(self._restart_workers(done))
 
     async def _restart_workers(self, done: Callable[[str], None]) -> None:
-        timeout_s = self.spec.config.cluster.start_timeout_s
+        timeout_s = self.controller.config.start_timeout_s
         for worker in list(self.controller.workers.values()):
             before = worker.epoch
             self.say(RestartWorker(worker.node, "an operator restarts all workers"))

@@ -26,6 +26,7 @@ from cluster.serve.router_process import RouterProcessError, bind
 from cluster.serve.supervisor import Ready, Supervisor, Tell
 from cluster.state.opening import with_url
 from cluster.worker.build import PreparedModel, prepare_model
+from cluster.worker.devices import for_gpus, num_gpus, uses_gpus
 from cluster.worker.kv_plan import BuildError
 from cluster.worker.process import Listening
 from engine.node import NodeId
@@ -51,6 +52,7 @@ async def serve(
     tenants, the store and an extra that is not installed."""
     config = with_operations_key(with_url(config))
     config = await asyncio.to_thread(with_certificates, config)
+    config = _for_gpus(config, tell)
     if config.tracing.endpoint:
         modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
         await asyncio.to_thread(require_extra, "tracing", *modules)
@@ -85,6 +87,17 @@ async def serve(
             await supervisor.end(config.cluster.drain_s if supervisor.ready.done() else 0.0)
         for sock in sockets.values():
             sock.close()
+
+
+def _for_gpus(config: Config, tell: Tell) -> Config:
+    """As many workers as the GPUs of this machine are for. Raises ServeError."""
+    try:
+        config, told = for_gpus(config, num_gpus())
+    except BuildError as error:
+        raise ServeError(str(error)) from error
+    if told:
+        tell("GPUs", told, True)
+    return config
 
 
 class _Stopped(Exception):
@@ -179,6 +192,7 @@ async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> Prepared
     """The model on disk. `found` is set once it is clear that the model is there, or is not, or
     will take a while."""
     loop = asyncio.get_running_loop()
+    on_gpu = uses_gpus(config, num_gpus())
     num_here = 0 if config.cluster.address else config.most_workers
 
     def prepare() -> PreparedModel:
@@ -187,7 +201,7 @@ async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> Prepared
             tell("model", news, False)
 
         try:
-            model = prepare_model(config, num_here, on_news)
+            model = prepare_model(config, num_here, on_news, on_gpu=on_gpu)
         except BuildError as error:
             raise ServeError(str(error)) from error
         tell("model", str(model.path), True)

@@ -262,10 +262,10 @@ class RouterProcess:
             await asyncio.sleep(config.scaling.tick_s)
             if not self.wire.knows(CONTROLLER):
                 continue
-            now, most = self._loop.time(), config.engine.max_num_seqs
+            now = self._loop.time()
             seen = router_seen(0.0, router.node_id, router.traffic, len(router.live))
             stats = router.worker_stats
-            workers = [worker_seen(at_s - now, info, each, most) for info, at_s, each in stats]
+            workers = [worker_seen(at_s - now, info, each) for info, at_s, each in stats]
             self.wire.send(CONTROLLER, ScalingReport(seen, tuple(workers)))
 
     def _tell_load(self, left: tuple[str, ...]) -> None:

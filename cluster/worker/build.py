@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from cluster.config import Config, EngineSection
 from cluster.runtime.host import Deliver, Executor
+from cluster.worker.devices import sized
 from cluster.worker.disk_tier import NoHostMemory, open_disk_tier
 from cluster.worker.kv_plan import (
     GIB,
@@ -43,9 +44,14 @@ from engine.model.parallel.shard import check_divides
 from engine.node import NodeId
 from engine.stats import Role
 
+if TYPE_CHECKING:
+    from engine.model.step_executor import StepExecutor
+
 log = logging.getLogger("kvrelay.build")
 
 Progress = Callable[[str], None]
+
+LOAD_BYTES_PER_S = 1e8  # of weights, from the slowest disk that is worth waiting for
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,28 +102,37 @@ class PreparedModel:
     max_model_len: int
     plan: KVPlan
 
+    @property
+    def load_s(self) -> float:
+        """How long its weights may take to be read."""
+        return self.plan.weights_bytes / LOAD_BYTES_PER_S
 
-def prepare_model(config: Config, num_workers_here: int, progress: Progress) -> PreparedModel:
+
+def prepare_model(
+    config: Config, num_workers_here: int, progress: Progress, *, on_gpu: bool = False
+) -> PreparedModel:
     """The model on disk, and the plan of its KV cache. Checks that `num_workers_here` fit into the
-    memory of this machine; 0 if they run elsewhere. May take minutes. Raises BuildError."""
-    section = config.model
+    memory of this machine; 0 if they run elsewhere. On GPUs only the host tier has to. May take
+    minutes. Raises BuildError."""
+    section, engine = config.model, sized(config.engine, gpu=on_gpu)
     try:
         cache_dir = Path(section.cache_dir) if section.cache_dir else None
         path = resolve_model(section.name, cache_dir=cache_dir, progress=progress)
-        model = model_config(path, config.engine)
-        check_divides(model, config.engine.tensor_parallel_size)
+        model = model_config(path, engine)
+        check_divides(model, engine.tensor_parallel_size)
     except ModelError as error:
         raise BuildError(str(error)) from error
     # The workers choose what "auto" is; float32 is the most that it can cost.
     dtype = "float32" if section.dtype == "auto" else section.dtype
-    plan = plan_kv(model, config.engine, dtype, section.quantization)
+    plan = plan_kv(model, engine, dtype, section.quantization)
     host_bytes = int(config.tiers.set_host_gib * GIB) if num_workers_here else 0
-    check_memory(plan, num_workers_here, psutil.virtual_memory().available, host_bytes)
+    num_in_host = 0 if on_gpu else num_workers_here
+    check_memory(plan, num_in_host, psutil.virtual_memory().available, host_bytes)
     return PreparedModel(
         path=path,
         config=model,
         served_name=section.served_name or Path(section.name).name.removesuffix(".gguf"),
-        max_model_len=resolve_max_model_len(model, config.engine, plan),
+        max_model_len=resolve_max_model_len(model, engine, plan),
         plan=plan,
     )
 
@@ -128,13 +143,12 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     giving_way(lambda: import_module("engine.model.runner"))
     from engine.model.quantize import scheme
     from engine.model.runner import ModelRunner
-    from engine.model.step_executor import StepExecutor
     from kvtransfer.agent import AgentError
     from kvtransfer.agents.pool import block_bytes
     from kvtransfer.executor import TransferExecutor
-    from kvtransfer.layout import checksum_blocks
 
     options = options or BuildOptions()
+    spec = replace(spec, engine=sized(spec.engine, gpu=spec.on_gpu))
     try:
         path = _model_dir(spec)
         model = model_config(path, spec.engine)
@@ -149,6 +163,8 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
         check_memory(plan, 0 if spec.on_gpu else 1, available_bytes, plan.host_bytes)
         max_model_len = resolve_max_model_len(model, spec.engine, plan)
         runner, ranks = open_runner(spec, path, plan, dtype, max_model_len)
+        # On a GPU both may follow from the memory that is left.
+        plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
         memory: dict[Tier, Any] = {Tier.DEVICE: runner.kv_pool}
         if plan.num_host_blocks:
             memory[Tier.HOST] = make_arena(plan, on_gpu=spec.on_gpu)
@@ -174,16 +190,7 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
         config = replace(config, num_disk_blocks=0)
     storage = {} if disk is None else {Tier.DISK: disk}
     records = {tier: each.records for tier, each in storage.items()}
-    close = ranks.close if ranks else None
-    checksums = partial(checksum_blocks, pools[Tier.DEVICE])
-    prepare = runner.grammars.prepare
-    steps = StepExecutor(
-        runner.execute,
-        checksums,
-        close=close,
-        prepare_grammar=prepare,
-        is_device_lost=runner.is_device_lost,
-    )
+    steps = _step_executor(runner, ranks, pools[Tier.DEVICE])
     moves = TransferExecutor(spec.worker, spec.epoch, agent, pools, corrupt=options.corrupt)
 
     def make_executor(deliver: Deliver) -> Executor:
@@ -193,6 +200,20 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     when_lost = ranks.when_lost if ranks else None
     return BuiltWorker(
         make_worker(config, records), config.info(), make_executor, tuple(notices), when_lost
+    )
+
+
+def _step_executor(runner: Any, ranks: Any, pool: Any) -> StepExecutor:
+    """`pool`: the device's, as bytes."""
+    from engine.model.step_executor import StepExecutor
+    from kvtransfer.layout import checksum_blocks
+
+    return StepExecutor(
+        runner.execute,
+        partial(checksum_blocks, pool),
+        close=ranks.close if ranks else None,
+        prepare_grammar=runner.grammars.prepare,
+        is_device_lost=runner.is_device_lost,
     )
 
 
@@ -278,6 +299,8 @@ def open_runner(
         "num_threads": spec.threads or None,
         "max_model_len": max_model_len,
         "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "memory_share": engine.gpu_memory_utilization,
         "cuda_graphs": engine.cuda_graphs,
     }
     if size == 1:

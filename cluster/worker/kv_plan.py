@@ -31,7 +31,7 @@ class KVPlan:
     """How many blocks a worker gets, and what they cost."""
 
     spec: KVSpec
-    num_blocks: int
+    num_blocks: int  # 0: on a GPU, as many as its memory has room for
     weights_bytes: int
     window: Window
     num_host_blocks: int = 0
@@ -68,7 +68,7 @@ def plan_kv(
     kv_dtype = dtype if engine.kv_dtype == "auto" else engine.kv_dtype
     spec = model.kv_spec(engine.block_size, kv_dtype)
     num_blocks = engine.num_blocks or int(engine.kv_cache_gib * GIB) // spec.bytes_per_block
-    if num_blocks < 1:
+    if num_blocks < 1 and engine.kv_cache_gib > 0:
         raise BuildError(
             f"engine.kv_cache_gib = {engine.kv_cache_gib:g}: too little for one KV block"
             f" of {spec.bytes_per_block / GIB:.3f} GiB"
@@ -177,5 +177,9 @@ def resolve_max_model_len(model: ModelConfig, engine: EngineSection, plan: KVPla
             f"engine.max_model_len = {engine.max_model_len}: the model has {longest} positions"
         )
     is_flat = window.size and window.num_blocks < plan.num_blocks
-    most = longest if is_flat else min(longest, plan.num_blocks * plan.spec.block_size)
+    most = (
+        longest
+        if is_flat or not plan.num_blocks
+        else min(longest, plan.num_blocks * plan.spec.block_size)
+    )
     return engine.max_model_len or most

@@ -12,6 +12,7 @@ from cluster.control.messages import StartWorker
 from cluster.control.wanted import Worker
 from cluster.scaling.targets import chunk_target_s
 from cluster.worker.build import PreparedModel, WorkerSpec
+from cluster.worker.devices import sized
 from cluster.worker.kv_plan import GIB
 from engine.stats import Role
 
@@ -33,7 +34,8 @@ def worker_spec(
         engine = replace(engine, itl_target_ms=1e3 * chunk_target_s(config.scaling))
     elif engine.itl_target_ms == 0 and config.cluster.prefill > 0:
         engine = replace(engine, itl_target_ms=ITL_TARGET_MS)
-    on_gpu = machine.num_gpus > 0
+    on_gpu = machine.num_gpus > 0 and config.model.device != "cpu"
+    engine = sized(engine, gpu=on_gpu)
     host_gib = config.tiers.host_gib
     # Ranks of one model on several GPUs cannot use host memory.
     has_auto_host = host_gib == "auto" and not (on_gpu and engine.tensor_parallel_size > 1)
@@ -65,7 +67,7 @@ def worker_spec(
         disk_after_s=config.tiers.disk_after_s,
         num_peers=config.most_workers - 1,
         machine=start.machine_id,
-        num_gpus=min(engine.tensor_parallel_size, int(machine.num_gpus)),
+        num_gpus=engine.tensor_parallel_size if on_gpu else 0,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -71,15 +71,18 @@ class ModelRunner:
         progress: Callable[[str], None] = lambda _: None,
         member: Member | None = None,
         max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        memory_share: float = 0.9,
         cuda_graphs: bool = True,
     ) -> None:
         """dtype: "auto", "float32" or "bfloat16"; device: "auto", "cpu" or "cuda[:n]".
         kv_dtype: "auto" (as `dtype`) or "float8_e4m3".
         quantization: of weights, "none" or "int8" (see engine.model.quantize).
         window, num_sinks: as of `with_window`; guard: as of `Limits`.
+        num_blocks: 0: on a GPU, as many as `memory_share` of it leaves beside weights and a step.
         kv_pool: memory to use instead of allocating it; zeroed, of the shape above or flat bytes.
         member: this process as a rank of tensor parallelism; None: it is alone.
-        max_num_seqs, cuda_graphs: decodes that a GPU runs at once, and as captured graphs.
+        cuda_graphs: a GPU runs decodes as captured graphs.
         Raises ModelError."""
         self.notices: list[str] = []
         self.device = find_device(device)
@@ -98,13 +101,11 @@ class ModelRunner:
         if self.config.max_window:  # relative positions never exceed it
             longest = max(longest, max_model_len or 0)
         self.max_model_len = min(max_model_len or longest, longest)
-        self.kv_pool = self._pool(num_blocks, kv_pool)
+        self.kv_pool = self._pool(num_blocks or 1, kv_pool)
         config, threads = self.config, num_threads or torch.get_num_threads()
-        vocab, window, num_sinks = config.vocab_size, config.max_window, config.num_sinks
-        longest = self.max_model_len
-        self._limits = Limits(num_blocks, block_size, longest, vocab, window, num_sinks, guard)
-        self._guard = Guard(self._limits)
-        self.grammars = Grammars(model_dir, config.eos_token_ids, vocab, threads)
+        limits = self.max_model_len, config.vocab_size, config.max_window, config.num_sinks, guard
+        self._limits = Limits(num_blocks, block_size, *limits)
+        self.grammars = Grammars(model_dir, config.eos_token_ids, config.vocab_size, threads)
         self._draw: Draw = draw
         self._decode: CpuDecode | None = None
         with torch.inference_mode():
@@ -113,9 +114,12 @@ class ModelRunner:
                 ops = member.ops(ops, self.config)
             weights = load_weights(model_dir, self.config, ops, progress)
             self._decoder = Decoder(self.config, weights, ops)
+            if not num_blocks:
+                self._fit_pool(ops, max_num_batched_tokens, max_num_seqs, memory_share)
             if isinstance(ops, CpuOps):
                 self._decode = ops.decode(weights, self._limits)
             self._steps = self._gpu_steps(ops, max_num_seqs, cuda_graphs, progress)
+        self._guard = Guard(self._limits)
         if self.device.type == "cpu":
             make_real(self.kv_pool)
 
@@ -223,6 +227,33 @@ class ModelRunner:
                 f"no memory for a KV cache of {num_blocks} blocks of "
                 f"{spec.bytes_per_block} bytes: {str(error).splitlines()[0]}"
             ) from error
+
+    def _fit_pool(self, ops: Any, num_tokens: int, num_seqs: int, share: float) -> None:
+        """Make the pool of what memory is left. Raises ModelError."""
+        from engine.model.gpu.memory import GIB, after_a_step, spread
+        from engine.model.gpu.steps import batch_of_nothing
+
+        lengths = spread(num_tokens, num_seqs, self.max_model_len)
+        batch = batch_of_nothing(lengths, self._limits, self.device)
+        memory = after_a_step(self.device, lambda: self._decoder.forward(batch))
+        num_blocks = memory.room(share) // self.kv_spec.bytes_per_block
+        if self._member is not None:
+            num_blocks = self._member.group.least(num_blocks, self.device)
+        if num_blocks < 1:
+            raise ModelError(
+                f"no memory is left for KV: {share:.0%} of {memory.total / GIB:.1f} GiB is for this"
+                f" worker, weights and a step of {sum(lengths)} tokens take"
+                f" {memory.peak / GIB:.1f} GiB; raise engine.gpu_memory_utilization, or lower"
+                " engine.max_num_batched_tokens"
+            )
+        self.kv_pool = self._pool(num_blocks, None)
+        ops.use_pool(self.kv_pool)
+        longest = num_blocks * self.kv_spec.block_size
+        if not self.config.max_window:
+            self.max_model_len = min(self.max_model_len, longest)
+        self._limits = replace(
+            self._limits, num_blocks=num_blocks, max_model_len=self.max_model_len
+        )
 
     def _ops(self, num_threads: int) -> Ops:
         kind = TORCH_DTYPES[self.dtype]

@@ -47,12 +47,16 @@ class TorchOps(TensorOps):
         """pool: [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim], or uint8
         [num_blocks, num_layers, num_planes, num_kv_heads, bytes_per_head] in float8_e4m3."""
         super().__init__(config, dtype, max_positions, pool.device)
-        self._numbers, self._scales = pool, pool
         self._is_fp8 = pool.dtype == torch.uint8
-        if self._is_fp8:
-            self._numbers, self._scales = fp8.parts(pool, config.head_dim)
+        self.use_pool(pool)
         self._int8 = quantization == "int8"
         self._rounds = self._int8 and pool.device.type == "cpu"  # inputs of products
+
+    def use_pool(self, pool: torch.Tensor) -> None:
+        """In place of the one before: of as many blocks as there are, the rest alike."""
+        self._numbers, self._scales = pool, pool
+        if self._is_fp8:
+            self._numbers, self._scales = fp8.parts(pool, self._config.head_dim)
 
     @property
     def _size(self) -> int:

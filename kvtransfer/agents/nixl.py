@@ -19,6 +19,7 @@ Three things about NIXL 1.x with UCX that shape this file:
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from kvtransfer.agent import AgentError
 from kvtransfer.agents import nixl_lanes
 from kvtransfer.agents.metadata import AgentMetadata, Space, copy_spans, unpack
 from kvtransfer.agents.nixl_bindings import (
+    check_allocator,
     check_fits,
     cuda_of_torch,
     descriptors,
@@ -107,6 +109,7 @@ class NixlAgent:
         self._nixl = open_nixl(on_cpu=not self._on_gpu)
         if self._on_gpu:
             check_fits(self._nixl, cuda_of_torch())
+            check_allocator(os.environ)
         self._facts = AgentMetadata(
             transport=f"nixl/{backend}",
             agent=f"{name}#{secrets.token_hex(8)}",

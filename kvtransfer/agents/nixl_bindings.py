@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ CPU_TLS = "tcp,sm,self"
 """UCX_TLS of a machine without a GPU and RDMA. tcp: wire-up, death of a peer, other hosts. sm:
 same host. UCX's own choice is right where there are such devices."""
 
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 PACKAGES = ("nixl_cu12", "nixl_cu13")
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -101,6 +103,18 @@ def check_fits(nixl: Any, cuda: str) -> None:
             f"torch is for CUDA {cuda or '(none)'}, NIXL is {package.replace('_', '-')}, which"
             f" cannot read such a GPU's memory: make setup-gpu, or pip install nixl-cu{cuda or 13}"
         )
+
+
+def check_allocator(environment: Mapping[str, str]) -> None:
+    """Raises AgentError for memory of a GPU that other processes of the machine cannot map: UCX
+    would fall back to slow ways, without a word."""
+    for name in ALLOCATOR_SETTINGS:
+        stated = environment.get(name, "").replace(" ", "").lower()
+        if "expandable_segments:true" in stated:
+            raise AgentError(
+                f"{name} has expandable_segments:True: NVLink between processes (cuda_ipc) does not"
+                " work with such memory; leave it out"
+            )
 
 
 def _load_bindings() -> Any:

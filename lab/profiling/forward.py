@@ -16,6 +16,7 @@ from typing import Any
 
 from cluster.config import Config
 from cluster.worker.build import PreparedModel, WorkerSpec, open_runner
+from cluster.worker.devices import sized
 from cluster.worker.kv_plan import plan_kv
 from engine.model.runner import ModelRunner, find_device
 from engine.model.step_executor import StepExecutor
@@ -84,9 +85,9 @@ def running(config: Config, model: PreparedModel, threads: int) -> Iterator[Mode
         device=section.device,
         on_gpu=kind == "cuda",
         threads=threads,
-        engine=config.engine,
+        engine=sized(config.engine, gpu=kind == "cuda"),
     )
-    plan = plan_kv(model.config, config.engine, dtype, section.quantization)
+    plan = plan_kv(model.config, spec.engine, dtype, section.quantization)
     runner, ranks = open_runner(spec, model.path, plan, dtype, model.max_model_len)
     try:
         yield runner

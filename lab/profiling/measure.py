@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from cluster.config import Config
 from cluster.worker.build import PreparedModel, prepare_model
-from engine.model.runner import ModelRunner
+from cluster.worker.devices import sized
+from engine.model.runner import ModelRunner, find_device
 from lab.profiling.forward import ForwardPasses, Grid, running
 from lab.profiling.links import disk_link, memory_links
 from lab.profiling.neighbour import NAME
@@ -45,7 +47,8 @@ def measure(config: Config, grid: Grid, tell: Tell, *, with_serving: bool = True
     """Takes some minutes, in which nothing else should run here. Raises ProfileError, BuildError,
     ModelError, AgentError."""
     model = prepare_model(config, 2, lambda _: None)
-    engine = config.engine
+    engine = sized(config.engine, gpu=find_device(config.model.device).type == "cuda")
+    config = replace(config, engine=engine)
     threads = engine.threads or os.cpu_count() or 1
     with running(config, model, threads) as runner:
         passes = ForwardPasses(runner, grid.point_s, engine.max_num_batched_tokens)

@@ -19,6 +19,7 @@ from cluster.config import Config
 from cluster.runtime.host import LoopThread
 from cluster.wire.wire import Wire
 from cluster.worker.build import prepare_model
+from cluster.worker.devices import sized
 from cluster.worker.threads import NICENESS
 from engine.model.runner import ModelRunner
 from kvtransfer.agents.nixl import NixlAgent
@@ -58,7 +59,8 @@ def main() -> None:
 
 
 def _serve(setup: Setup, runner: ModelRunner) -> None:
-    passes = ForwardPasses(runner, 0.0, setup.config.engine.max_num_batched_tokens)
+    engine = sized(setup.config.engine, gpu=not setup.on_cpu)
+    passes = ForwardPasses(runner, 0.0, engine.max_num_batched_tokens)
     passes.fill_pool()
     agent = NixlAgent(NAME, runner.kv_pool)
     loop = LoopThread(NAME)

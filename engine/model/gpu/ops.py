@@ -59,6 +59,10 @@ class TritonOps(TensorOps):
         self._num_splits = 0  # of sequences with one token; 0: there is none
         self._sink_queries: torch.Tensor | None = None
 
+    def use_pool(self, pool: torch.Tensor) -> None:
+        """In place of the one before: of as many blocks as there are, the rest alike."""
+        self._pool = Pool(pool, self._pool.head_dim)
+
     def matrix(
         self, weight: torch.Tensor, bias: torch.Tensor | None, role: str
     ) -> Dense | int8.Int8Matrix:

@@ -187,28 +187,11 @@ class GpuSteps:
     def _warm_up(self, progress: Callable[[str], None]) -> None:
         """Ragged steps that write no slot, and a draw: they compile kernels."""
         progress("compiling kernels")
-        logits = [self._ragged_of_nothing(lengths) for lengths in WARM_UP]
+        limits, device = self._limits, self._device
+        logits = [
+            self._decoder.forward(batch_of_nothing(lengths, limits, device)) for lengths in WARM_UP
+        ]
         self._draw(logits[0], [ScheduledSeq("", [0], 0, [0], True, SamplingParams(), [0], 1)])
-
-    def _ragged_of_nothing(self, lengths: tuple[int, ...]) -> torch.Tensor:
-        lengths = tuple(min(length, self._limits.max_model_len) for length in lengths)
-        starts = np.cumsum([0, *lengths[:-1]]).astype(np.int32)
-        counts = np.array(lengths, np.int32)
-        widest = -(-max(lengths) // self._limits.block_size)
-        batch = Batch(
-            tokens=torch.zeros(sum(lengths), dtype=torch.int64),
-            positions=torch.cat([torch.arange(length) for length in lengths]),
-            slots=torch.full((sum(lengths),), NO_SLOT, dtype=torch.int64),
-            query_start=torch.from_numpy(starts),
-            query_len=torch.from_numpy(counts),
-            context_len=torch.from_numpy(counts.copy()),
-            block_tables=torch.zeros((len(lengths), widest), dtype=torch.int32),
-            sample_rows=torch.from_numpy((starts + counts - 1).astype(np.int64)),
-            spans=tuple(
-                (int(start), length, length) for start, length in zip(starts, lengths, strict=True)
-            ),
-        )
-        return self._decoder.forward(stage(batch, self._device))
 
     def _capture(self, progress: Callable[[str], None]) -> None:
         try:
@@ -218,6 +201,29 @@ class GpuSteps:
             torch.cuda.synchronize(self._device)
             reason = str(error).splitlines()[0]
             self.notices.append(f"decode steps are not captured as graphs (slower): {reason}")
+
+
+def batch_of_nothing(lengths: Sequence[int], limits: Limits, device: torch.device) -> Batch:
+    """Prompts of these lengths, cut to the model's, that write no slot: a pool of one block is
+    enough for it."""
+    lengths = [min(length, limits.max_model_len) for length in lengths]
+    starts = np.cumsum([0, *lengths[:-1]]).astype(np.int32)
+    counts = np.array(lengths, np.int32)
+    widest = -(-max(lengths) // limits.block_size)
+    batch = Batch(
+        tokens=torch.zeros(sum(lengths), dtype=torch.int64),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        slots=torch.full((sum(lengths),), NO_SLOT, dtype=torch.int64),
+        query_start=torch.from_numpy(starts),
+        query_len=torch.from_numpy(counts),
+        context_len=torch.from_numpy(counts.copy()),
+        block_tables=torch.zeros((len(lengths), widest), dtype=torch.int32),
+        sample_rows=torch.from_numpy((starts + counts - 1).astype(np.int64)),
+        spans=tuple(
+            (int(start), length, length) for start, length in zip(starts, lengths, strict=True)
+        ),
+    )
+    return stage(batch, device)
 
 
 def _is_drawn_here(seq: ScheduledSeq) -> bool:

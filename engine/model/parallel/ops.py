@@ -59,6 +59,15 @@ class Group:
         self.was_used = True
         self._ranks.allreduce([tensor]).wait()
 
+    def least(self, number: int, device: torch.device) -> int:
+        """Of what all ranks have."""
+        self.was_used = True
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        tensor = torch.tensor([number], device=device)
+        self._ranks.allreduce([tensor], options).wait()
+        return int(tensor.item())
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[n, width] of each rank -> [n, size * width] on rank 0; elsewhere of that shape only."""
         self.was_used = True

@@ -149,7 +149,6 @@ class ScaledReplay(Replay):
             routers=[router_seen(now, ROUTER, router.traffic, len(router.live))],
             stats=[each for each in router.worker_stats if each[0].worker in up],
             workers=self.fleet.workers(),
-            max_num_seqs=self.config.max_num_seqs,
         )
         line = scaler.tick(snapshot)
         self.log.append(line)

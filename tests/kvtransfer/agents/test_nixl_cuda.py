@@ -14,7 +14,12 @@ from elftools.elf.elffile import ELFFile
 
 from kvtransfer.agent import AgentError
 from kvtransfer.agents import nixl_bindings
-from kvtransfer.agents.nixl_bindings import PACKAGES, check_fits, cuda_of_torch
+from kvtransfer.agents.nixl_bindings import (
+    PACKAGES,
+    check_allocator,
+    check_fits,
+    cuda_of_torch,
+)
 
 RUNTIME = "libcudart.so."
 
@@ -69,3 +74,10 @@ def test_what_nixl_says_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AgentError, match=r"nixl_cu13: ImportError: libcudart.so.13: cannot"):
         nixl_bindings.open_nixl(on_cpu=False)
     assert asked == ["nixl_cu13._bindings", "nixl_cu12._bindings"]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_others_cannot_map_is_refused(name: str) -> None:
+    check_allocator({name: "max_split_size_mb:128,expandable_segments:False"})
+    with pytest.raises(AgentError, match=f"{name} has expandable_segments:True: NVLink"):
+        check_allocator({name: "max_split_size_mb:128, expandable_segments:True"})

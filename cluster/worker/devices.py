@@ -1,0 +1,70 @@
+"""The GPUs of this machine, and what of a configuration depends on their number.
+
+Known without torch, before Ray is up. Where Ray runs on several machines, it knows better.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from cluster.config import ClusterSection, Config, EngineSection
+from cluster.worker.kv_plan import BuildError
+
+ROOT = Path("/")
+
+
+def num_gpus(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> int:
+    """NVIDIA GPUs that a process here may use, as Ray counts them."""
+    found = len([*(root / "proc/driver/nvidia/gpus").glob("*")])
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return found
+    named = [each.strip() for each in visible.split(",") if each.strip()]
+    return min(found, named.index("-1") if "-1" in named else len(named))
+
+
+def gpus_per_worker(config: Config) -> int:
+    """Where there are any; 0: they are not to be used."""
+    return 0 if config.model.device == "cpu" else config.engine.tensor_parallel_size
+
+
+def sized(engine: EngineSection, *, gpu: bool) -> EngineSection:
+    """`engine` with the sizes that the device decides. On a GPU kv_cache_gib may stay 0: how much
+    memory is free is known once the weights are there."""
+    return replace(
+        engine,
+        kv_cache_gib=engine.kv_cache_gib or (0.0 if gpu else 1.0),
+        max_num_batched_tokens=engine.max_num_batched_tokens or (8192 if gpu else 512),
+        max_num_seqs=engine.max_num_seqs or (256 if gpu else 64),
+    )
+
+
+def uses_gpus(config: Config, found: int) -> bool:
+    """Whether workers on this machine, which has `found` GPUs, will run on them."""
+    return found > 0 and config.model.device != "cpu" and not config.cluster.address
+
+
+def for_gpus(config: Config, found: int) -> tuple[Config, str]:
+    """`config` for this machine, and what was changed, for the operator. One GPU, and the numbers
+    of workers that are set by default: one pool. Raises BuildError where workers would wait for
+    GPUs for ever."""
+    if not uses_gpus(config, found):
+        return config, ""
+    cluster, each = config.cluster, gpus_per_worker(config)
+    needed = each * config.most_workers
+    if needed <= found:
+        return config, ""
+    default = ClusterSection()
+    is_default = (cluster.prefill, cluster.decode) == (default.prefill, default.decode)
+    if is_default and not config.scaling.enabled and each <= found:
+        one = replace(cluster, prefill=0, decode=1)
+        told = f"{found} GPU(s), and two workers need {needed}: one pool (--prefill 0 --decode 1)"
+        return replace(config, cluster=one), told
+    raise BuildError(
+        f"{config.most_workers} worker(s) of {each} GPU(s) need {needed}, {found} are here: lower"
+        " cluster.prefill, cluster.decode, scaling.max_workers or engine.tensor_parallel_size"
+    )
