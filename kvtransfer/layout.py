@@ -10,10 +10,10 @@ before it is used. XXH3 (64 bits) finds accidents of transport, not attacks; pee
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -151,7 +151,14 @@ class BlockBytes(Protocol):
     def __getitem__(self, block_id: int, /) -> Any: ...  # of uint8, `[bytes_per_block]`
 
 
-def checksum_blocks(pool_bytes: BlockBytes, block_ids: Iterable[int]) -> list[int]:
+@runtime_checkable
+class HashedThere(Protocol):
+    """A pool that computes checksums where its blocks are."""
+
+    def checksums(self, block_ids: Sequence[int], /) -> list[int]: ...
+
+
+def checksum_blocks(pool_bytes: BlockBytes, block_ids: Sequence[int]) -> list[int]:
     """One unsigned 64-bit number per block, in order.
 
     Of host memory nothing is copied, and the GIL is released while a block is hashed. IndexError
@@ -160,4 +167,6 @@ def checksum_blocks(pool_bytes: BlockBytes, block_ids: Iterable[int]) -> list[in
     assert len(pool_bytes.shape) == 2, pool_bytes.shape
     if isinstance(pool_bytes, np.ndarray):
         assert pool_bytes.flags.c_contiguous, "pool is not contiguous"
+    elif isinstance(pool_bytes, HashedThere):
+        return pool_bytes.checksums(block_ids)
     return [xxh3_64_intdigest(pool_bytes[block_id]) for block_id in block_ids]

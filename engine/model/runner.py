@@ -167,6 +167,8 @@ class ModelRunner:
                 sampled, outputs = self._steps.execute(step, tables, masks_of)
             elif step.seqs:
                 sampled, outputs = self._run(step, tables, masks_of)
+                if self.device.type == "cuda":  # blocks are complete when this returns
+                    torch.cuda.current_stream(self.device).synchronize()
         if masks_of is not None:
             sampled, more = self.grammars.advance(step.seqs, sampled)
             ungrammatical |= {kept[index]: why for index, why in more.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 from engine.node import NodeId
 from kvtransfer.agent import AgentError
@@ -31,16 +32,23 @@ def pool_bytes(pool: Any) -> NDArray[np.uint8]:
 
 
 class DeviceBytes:
-    """The bytes of a pool that the CPU cannot see: a block is copied out where it is asked for.
-
-    The copy is ordered after what was launched on the pool's stream before, so a block whose
-    checksum is known is complete."""
+    """The bytes of a pool that the CPU cannot see: a block is copied out where it is asked for, but
+    checksums are computed there, many at once, without waiting for the model's passes. What is
+    written to a block has to be complete."""
 
     def __init__(self, pool: Any) -> None:
         assert pool.is_contiguous(), "pool is not contiguous"
         import torch
 
         self._blocks = pool.flatten(1).view(torch.uint8)
+        self._kernels = _checksum_kernels(self._blocks)
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        """As `checksum_blocks`."""
+        if self._kernels is not None:
+            found: list[int] = self._kernels.of(block_ids)
+            return found
+        return [xxh3_64_intdigest(self[block_id].data) for block_id in block_ids]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,6 +57,17 @@ class DeviceBytes:
     def __getitem__(self, block_id: int, /) -> NDArray[np.uint8]:
         block: NDArray[np.uint8] = self._blocks[block_id].cpu().numpy()
         return block
+
+
+def _checksum_kernels(blocks: Any) -> Any:
+    """None where they cannot be used."""
+    if not blocks.is_cuda:
+        return None
+    try:
+        from engine.model.gpu.checksum import Checksums, fits
+    except ImportError:  # without Triton
+        return None
+    return Checksums(blocks) if fits(blocks.shape[1]) else None
 
 
 def is_on_gpu(pool: Any) -> bool:
