@@ -22,7 +22,7 @@ from engine.model.gpu import experts as mixture
 from engine.model.gpu import int8
 from engine.model.gpu.attention_decode import decode_attention, decode_splits
 from engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
-from engine.model.gpu.cache_pool import Pool
+from engine.model.gpu.cache_pool import FP8, Pool
 from engine.model.gpu.cache_write import latent_write, rope_write
 from engine.model.gpu.latent import latent_decode, latent_prefill, latent_row_tiles, latent_tiles
 from engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
@@ -32,6 +32,7 @@ from engine.model.quantize import quantize
 from engine.model.weights import ExpertsWeights
 
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
+FP8_CAPABILITY = (8, 9)  # for KV in FP8
 FULL_ROLES = {"logits"}  # of matrices that are not quantized
 
 Dense = tuple[torch.Tensor, torch.Tensor | None]  # a weight [out, in] and a bias [out]
@@ -51,7 +52,7 @@ class TritonOps(TensorOps):
     ) -> None:
         """pool: as ModelRunner.kv_pool. quantization: of the layers' matrices, "none" or
         "int8". Raises KernelsUnavailable for what the kernels do not handle."""
-        _check(config, pool.device)
+        _check(config, pool)
         super().__init__(config, dtype, max_positions, pool.device)
         self._pool = Pool(pool, config.head_dim)
         self._int8 = quantization == "int8"
@@ -224,8 +225,9 @@ class TritonOps(TensorOps):
         return self._config.num_sinks > 0 and self._config.window(layer) > 0
 
 
-def _check(config: ModelConfig, device: torch.device) -> None:
+def _check(config: ModelConfig, pool: torch.Tensor) -> None:
     """Raises KernelsUnavailable."""
+    device = pool.device
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:
@@ -233,6 +235,8 @@ def _check(config: ModelConfig, device: torch.device) -> None:
                 f"{torch.cuda.get_device_name(device)} has compute capability"
                 f" {capability[0]}.{capability[1]}; 8.0 is needed"
             )
+        if pool.dtype == FP8 and capability < FP8_CAPABILITY:
+            raise KernelsUnavailable("KV in FP8 needs a GPU of compute capability 8.9")
     elif not knobs.runtime.interpret:
         raise KernelsUnavailable("Triton's kernels need a GPU")
     if config.activation not in KINDS:

@@ -1,9 +1,10 @@
-"""Compile the attention kernels for sm_90 as they would be launched, without a GPU.
+"""Compile all kernels for several GPUs as they would be launched, without one.
 
-    python -m benchmarks.gpu.attention_compile ["latent decode"]
+    python -m benchmarks.gpu.compile ["latent decode"] [--sm 90]
 
 Finds what the interpreter cannot: types of the bfloat16 and FP8 paths, shared memory beyond the
-device's, registers that spill, matrix products that miss the tensor cores.
+device's, registers that spill, matrix products that miss the tensor cores. Exits with 1 if a kernel
+is beyond its budget.
 """
 
 from __future__ import annotations
@@ -16,47 +17,64 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from engine.model.gpu import attention_prefill, int8
+from engine.model.gpu import latent as latent_kernels
 from engine.model.gpu.attention_decode import decode_attention
 from engine.model.gpu.attention_prefill import prefill_attention
 from engine.model.gpu.cache_pool import Pool
 from engine.model.gpu.cache_write import latent_write, rope_write
+from engine.model.gpu.checksum import Checksums
+from engine.model.gpu.experts import ExpertWeights, add_experts
 from engine.model.gpu.latent import latent_decode, latent_prefill
+from engine.model.gpu.norm_activation import gated, rms_norm
+from engine.model.gpu.sampling import Draws, draw
 
-TARGET = GPUTarget("cuda", 90, 32)
-MAX_SHARED = 232_448  # bytes that a program may have on Hopper
+KIB = 1024
+MAX_SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # of a program
+FP8_FROM = 89  # capability, for KV in FP8
+MAX_SPILLED = 256  # bytes of a thread
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
 
 
-def compiled(launch: Callable[[], None]) -> Iterator[tuple[str, Any]]:
-    """(name, compiled kernel) of every kernel that `launch` would start."""
+def compiled(launch: Callable[[], object], sm: int) -> Iterator[tuple[str, Any]]:
+    """(name, compiled kernel) of every kernel that `launch` would start on such a GPU."""
     launched: list[tuple[JITFunction, tuple, dict[str, Any]]] = []
 
     def record(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
         launched.append((kernel, args, kwargs))
 
     run, JITFunction.run = JITFunction.run, record
+    tilings = (attention_prefill, latent_kernels)
+    rooms = [module.shared_memory for module in tilings]
     try:
+        for module in tilings:
+            module.shared_memory = lambda _: MAX_SHARED[sm]
         launch()
     finally:
         JITFunction.run = run
+        for module, room in zip(tilings, rooms, strict=True):
+            module.shared_memory = room
     for kernel, args, kwargs in launched:
-        yield kernel.__name__, _compile(kernel, args, kwargs)
+        yield kernel.__name__, _compile(kernel, args, kwargs, GPUTarget("cuda", sm, 32))
 
 
-def _compile(kernel: JITFunction, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _compile(kernel: JITFunction, args: tuple, kwargs: dict[str, Any], target: GPUTarget) -> Any:
     signature, constants, attributes = {}, {}, {}
     values = dict(zip([p.name for p in kernel.params], args, strict=False)) | kwargs
     for index, param in enumerate(kernel.params):
@@ -72,7 +90,7 @@ def _compile(kernel: JITFunction, args: tuple, kwargs: dict[str, Any]) -> Any:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=TARGET, options=options)
+    return triton.compile(source, target=target, options=options)
 
 
 def attention(
@@ -132,6 +150,26 @@ def write_latent(dtype: torch.dtype) -> Callable[[], None]:
     return lambda: latent_write(q, c, pool, 1, longs, longs, (angles, angles))
 
 
+def int8_linear() -> Callable[[], object]:
+    weight = torch.zeros(4096, 4096, dtype=torch.bfloat16)
+    return lambda: int8.linear(weight[:4], int8.int8_matrix(weight, None))
+
+
+def experts() -> Callable[[], None]:
+    """Of Mixtral's kind, smaller."""
+    ups, downs = torch.zeros(8, 512, 256).bfloat16(), torch.zeros(8, 256, 256).bfloat16()
+    hidden, chosen = torch.zeros(4, 256).bfloat16(), torch.zeros(4, 2, dtype=torch.int64)
+    weights = torch.ones(4, 2)
+    return lambda: add_experts(hidden, hidden, ExpertWeights(ups, downs), chosen, weights, "silu")
+
+
+def drawing() -> Callable[[], None]:
+    kinds = (torch.float32, torch.float64, torch.float32, torch.int32, torch.int64, torch.int64)
+    draws = Draws(*(torch.zeros(4, dtype=kind) for kind in kinds))
+    return lambda: draw(torch.zeros(4, 128_256), draws, torch.zeros(4, dtype=torch.int64))
+
+
+ROWS = torch.zeros(4, 4096, dtype=torch.bfloat16)
 FP8 = torch.uint8
 CASES = {
     "decode bf16": attention("decode"),
@@ -149,6 +187,12 @@ CASES = {
     "write bf16": write(),
     "write fp8, norm, sinks": write(FP8, norm=True),
     "write latent fp8": write_latent(FP8),
+    "norm": lambda: rms_norm(ROWS, ROWS[0], 1e-5),
+    "gate": lambda: gated(ROWS, "silu"),
+    "int8": int8_linear(),
+    "experts": experts(),
+    "draw": drawing(),
+    "checksums": lambda: Checksums(torch.zeros(4, 2 << 20, dtype=torch.uint8)).of([0, 1]),
 }
 
 
@@ -174,14 +218,24 @@ def facts(kernel: Any) -> dict[str, int]:
     }
 
 
-def main(wanted: str = "") -> None:
-    for case, launch in CASES.items():
-        if case.startswith(wanted):
-            for name, kernel in compiled(launch):
-                about = ", ".join(f"{key} {value}" for key, value in facts(kernel).items())
-                print(f"{case:32} {name:14} {about}", flush=True)
-                assert kernel.metadata.shared <= MAX_SHARED, f"{case}: too much shared memory"
+@click.command()
+@click.argument("wanted", default="")
+@click.option("--sm", "targets", multiple=True, type=click.Choice([*map(str, MAX_SHARED)]))
+def main(wanted: str, targets: tuple[str, ...]) -> None:
+    """Compile the cases that begin with WANTED."""
+    beyond = 0
+    for sm in map(int, targets or MAX_SHARED):
+        for case, launch in CASES.items():
+            if not case.startswith(wanted) or ("fp8" in case and sm < FP8_FROM):
+                continue
+            for name, kernel in compiled(launch, sm):
+                found = facts(kernel)
+                is_beyond = found["shared"] > MAX_SHARED[sm] or found["spilled"] > MAX_SPILLED
+                beyond += is_beyond
+                about = ", ".join(f"{key} {value}" for key, value in found.items())
+                print(f"sm_{sm:<4} {case:32} {name:14} {about}{'  BEYOND' * is_beyond}", flush=True)
+    sys.exit(1 if beyond else 0)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
