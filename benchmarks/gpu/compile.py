@@ -30,11 +30,11 @@ from engine.model.gpu.attention_decode import decode_attention
 from engine.model.gpu.attention_prefill import prefill_attention
 from engine.model.gpu.cache_pool import Pool
 from engine.model.gpu.cache_write import latent_write, rope_write
-from engine.model.gpu.checksum import Checksums
 from engine.model.gpu.experts import ExpertWeights, add_experts
 from engine.model.gpu.latent import latent_decode, latent_prefill
 from engine.model.gpu.norm_activation import gated, rms_norm
 from engine.model.gpu.sampling import Draws, draw
+from kvtransfer.agents.checksum_kernels import Checksums
 
 KIB = 1024
 MAX_SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # of a program

@@ -45,6 +45,7 @@ from benchmarks.serving.served import Served
 from cluster.api.text.tokenizer import Tokenizer
 from cluster.config import Config
 from cluster.worker.build import PreparedModel, prepare_model
+from cluster.worker.devices import sized
 from cluster.worker.specs import ITL_TARGET_MS
 from engine.config import STATS_INTERVAL_S
 from lab.bench.load import percentile
@@ -96,18 +97,19 @@ def run_real(
 
 
 def as_served(config: Config, timing: Timing, num_blocks: int) -> ReplayConfig:
-    """A cluster of `config`, each worker with so many blocks."""
+    """A cluster of `config` on CPUs, each worker with so many blocks."""
+    engine = sized(config.engine, gpu=False)
     return ReplayConfig(
         timing=timing,
         num_prefill=config.cluster.prefill,
         num_decode=config.cluster.decode,
         num_blocks=num_blocks,
-        block_size=config.engine.block_size,
-        max_num_seqs=config.engine.max_num_seqs,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        block_size=engine.block_size,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
         router=config.router,
         stats_interval_s=STATS_INTERVAL_S,
-        itl_target_s=(config.engine.itl_target_ms or ITL_TARGET_MS) / 1e3,
+        itl_target_s=(engine.itl_target_ms or ITL_TARGET_MS) / 1e3,
     )
 
 

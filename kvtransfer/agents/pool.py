@@ -64,7 +64,7 @@ def _checksum_kernels(blocks: Any) -> Any:
     if not blocks.is_cuda:
         return None
     try:
-        from engine.model.gpu.checksum import Checksums, fits
+        from kvtransfer.agents.checksum_kernels import Checksums, fits
     except ImportError:  # without Triton
         return None
     return Checksums(blocks) if fits(blocks.shape[1]) else None

@@ -21,7 +21,7 @@ from tests.chaos.system import System
 EVERY_S = 10.0
 LEAST_LIFE_S = 600.0
 MAX_GROWTH = 0.05  # of memory
-MAX_MORE = 2  # open files, or threads: connections of the moment come and go
+MAX_MORE = 6  # open files, or threads: connections to others come and go
 MIB = float(1 << 20)
 
 

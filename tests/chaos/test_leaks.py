@@ -23,8 +23,8 @@ def grown(of: Callable[[float], tuple[float, float, float]], life_s: float) -> G
         (lambda _: (100.0, 50, 9), ""),
         (lambda part: (100.0 + 100 * min(part, 0.4), 50 + 100 * min(part, 0.4), 9), ""),
         (lambda part: (100.0 + 40 * part, 50, 9), "+10.9% of memory"),
-        (lambda part: (100.0, 50 + 20 * part, 9), "files 61 to 68"),
-        (lambda part: (100.0, 50, 9 + 12 * part), "threads 15.5 to 20"),
+        (lambda part: (100.0, 50 + 24 * part, 9), "files 63.5 to 72"),
+        (lambda part: (100.0, 50, 9 + 24 * part), "threads 22.5 to 31"),
     ],
 )
 def test_what_grows_in_the_second_half_of_a_life_leaks(

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from cluster.config import Config, EngineSection, ModelSection
 from cluster.worker.build import PreparedModel
+from cluster.worker.devices import sized
 from cluster.worker.kv_plan import plan_kv
 from lab.profiling import forward
 from lab.profiling.forward import ProfileError, running
@@ -49,7 +50,8 @@ def test_it_has_the_processes_and_the_weights_that_are_configured(opened: list[A
         assert not ranks.is_closed
     assert runner == "runner"
     assert ranks.is_closed
-    assert (spec.engine, spec.quantization, spec.threads) == (ENGINE, "int8", 2)
+    assert (spec.quantization, spec.threads) == ("int8", 2)
+    assert spec.engine == sized(ENGINE, gpu=False)
     assert (path, plan.num_blocks, dtype, max_model_len) == (Path("model"), 9, "float32", 100)
 
 

@@ -9,7 +9,7 @@ from kvtransfer.agents.pool import DeviceBytes, pool_bytes
 from kvtransfer.layout import checksum_blocks
 from tests.engine.model.paged import DEVICE
 
-from engine.model.gpu.checksum import Checksums, fits  # isort: skip
+from kvtransfer.agents.checksum_kernels import Checksums, fits  # isort: skip
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 
