@@ -31,7 +31,7 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     low_priority_share: float = 0.05  # of the service, for lower priorities while higher ones wait
     max_inflight_per_worker: int = 128  # requests of this router; the rest waits in its queue
     max_memory_wait_s: float = 3.0  # no worker is chosen where KV blocks are free only later
-    max_attempts: int = 6  # dispatches that failed before the request does
+    max_attempts: int = 6  # in a row that bring no new token; then the request fails
     max_timeout_s: float = 3600.0  # a client's timeout is cut to this
     no_workers_wait_s: float = 60.0  # for a first decode worker; then the request fails
     probe_after_s: float = 5.0  # without a delta of a request for this long, its worker is asked

@@ -150,7 +150,7 @@ class RequestRecord:
     attempts: list[Attempt] = field(default_factory=list)
     current: Attempt | None = None  # None: queued
     leaving: Attempt | None = None  # that runs on until `current` has brought a token
-    failures: int = 0  # attempts that count against the limit
+    failures: int = 0  # attempts that count against the limit: since one brought a new token
     avoid: list[Endpoint] = field(
         default_factory=list
     )  # workers that failed it; used if no other is usable

@@ -212,7 +212,8 @@ class Requests:
             return
         record.current = None
         if cause is not Cause.QUEUE_FULL:
-            record.failures += 1
+            # One that goes on from attempt to attempt is not what workers fail at.
+            record.failures = 1 if attempt.first_at is not None else record.failures + 1
         if record.failures >= self._config.max_attempts:
             why = f"{record.failures} attempts failed; the last one ({cause}): {detail}"
             self.fail(record, Rejection(Refusal.ATTEMPTS, why))
