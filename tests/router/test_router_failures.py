@@ -8,7 +8,7 @@ from decode_worker.messages import Decode
 from engine.messages import Abort, Probe
 from engine.request import FinishReason, Refusal
 from prefill_worker.messages import Prefill
-from router.messages import Failed, Output
+from router.messages import Output
 from tests.router.script import CLIENT, Script, worker_stats
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -277,22 +277,6 @@ def test_attempts_are_bounded() -> None:
     assert failed.reason is Refusal.ATTEMPTS
     assert "3 attempts" in failed.detail
     assert "because" in failed.detail
-
-
-def test_attempts_that_bring_tokens_do_not_count() -> None:
-    """A long stream may outlive many workers; what workers fail at goes nowhere."""
-    s = Script(*ALL, max_attempts=2, backoff_s=0.01)
-    s.submit(tokens=range(40))
-    for attempt in range(1, 6):
-        decode, _, _ = s.dispatched()
-        s.delta(decode, 39 + attempt, 5, attempt=attempt)
-        s.refuse(decode, Refusal.EXECUTION, attempt=attempt)
-        s.pass_time(1.0)
-        assert s.take(Failed) == []
-    decode, _, order = s.dispatched()
-    s.refuse(decode, Refusal.EXECUTION, attempt=order.attempt)
-    s.pass_time(1.0)
-    assert s.failure().reason is Refusal.ATTEMPTS
 
 
 def test_a_worker_that_failed_the_request_is_used_again_if_it_is_the_only_one() -> None:

@@ -314,3 +314,19 @@ def test_another_model_on_the_prefill_worker_is_not_asked() -> None:
 def test_a_wrong_setting_is_named(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         RouterConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_attempts_that_bring_tokens_do_not_count() -> None:
+    """A long stream may outlive many workers; what workers fail at goes nowhere."""
+    s = Script("prefill-0", "prefill-1", "decode-0", "decode-1", max_attempts=2, backoff_s=0.01)
+    s.submit(tokens=range(40))
+    for attempt in range(1, 6):
+        decode, _, _ = s.dispatched()
+        s.delta(decode, 39 + attempt, 5, attempt=attempt)
+        s.refuse(decode, Refusal.EXECUTION, attempt=attempt)
+        s.pass_time(1.0)
+        assert s.take(Failed) == []
+    decode, _, order = s.dispatched()
+    s.refuse(decode, Refusal.EXECUTION, attempt=order.attempt)
+    s.pass_time(1.0)
+    assert s.failure().reason is Refusal.ATTEMPTS
