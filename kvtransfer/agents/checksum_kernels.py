@@ -47,7 +47,7 @@ def fits(bytes_per_block: int) -> bool:
 
 class Checksums:
     """Of the blocks of one pool. May be used from several threads, each of which has a stream of
-    its own here: nobody waits for the passes of the model."""
+    its own here, so that it does not wait for the passes of the model."""
 
     def __init__(self, blocks: torch.Tensor) -> None:
         """blocks: [num_blocks, bytes_per_block] uint8, contiguous; `fits` their size."""
@@ -56,7 +56,8 @@ class Checksums:
         offsets = [*range(0, _KEYS - STRIPE + 1, 8)]  # a stripe's, then the one for mixing
         keys = [_numbers(offset, 8) for offset in offsets]
         keys += [_numbers(_KEYS - STRIPE - 7, 8), _numbers(11, 8), np.array(_START, np.uint64)]
-        self._keys = to_device(np.stack(keys).view(np.int64), blocks.device)
+        # Waited for: the streams that read them are others than the one that copies.
+        self._keys = torch.from_numpy(np.stack(keys).view(np.int64)).to(blocks.device)
 
     def of(self, block_ids: Sequence[int]) -> list[int]:
         """One unsigned number of 64 bits for each, in order. What is written to the blocks has to

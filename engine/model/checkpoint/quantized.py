@@ -17,12 +17,11 @@ from engine.model.checkpoint.packed import (
     unpack_bits,
     unpack_fp4,
 )
-from engine.model.checkpoint.quantized_config import PACKED, Group, Quantized
+from engine.model.checkpoint.quantized_config import Group, Quantized
 from engine.model.errors import ModelError
 
 Get = Callable[[str], torch.Tensor | None]  # a tensor by its name; None: there is none
 NARROW = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
-NAMES = (".weight", *PACKED)
 
 
 class QuantizedWeights:
