@@ -27,7 +27,8 @@ from kvtransfer.agent import (
     StoreIndex,
     TransferId,
 )
-from kvtransfer.layout import BlockBytes, checksum_blocks
+from kvtransfer.checksum import BlockBytes, checksum_blocks
+from kvtransfer.layout import HeadShare
 from kvtransfer.store import DiskStore, StoreError
 from kvtransfer.tiers.registry import is_storage
 
@@ -64,15 +65,17 @@ class TransferExecutor:
         agent: Agent,
         pools: Mapping[Tier, BlockBytes],
         *,
+        share: HeadShare | None = None,
         corrupt: Corrupt | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`pools`: the worker's own memory, tier by tier, `[num_blocks, bytes_per_block]` each.
-        `corrupt` is called with every good copy into memory, and the pool that it went to, before
-        its checksums are taken: to inject faults."""
+        """`pools`: the worker's own memory, tier by tier, `[num_blocks, bytes_per_block]` each;
+        `share`: the heads that blocks there hold. `corrupt` is called with every good copy into
+        memory, and the pool that it went to, before its checksums are taken: to inject faults."""
         self._node = node
         self._agent = agent
         self._pools = pools
+        self._share = share
         self._corrupt = corrupt
         self._clock = clock
         self._own_epoch = epoch
@@ -148,7 +151,7 @@ class TransferExecutor:
             return None
         checksums = None
         if is_storage(request.dst_tier):
-            checksums = tuple(checksum_blocks(self._pools[request.src_tier], request.src))
+            checksums = self._checksums(self._pools[request.src_tier], request.src)
         handle = self._agent.post_copy(
             request.peer,
             list(request.src),
@@ -196,7 +199,7 @@ class TransferExecutor:
         if checksums is None:
             if self._corrupt is not None:
                 self._corrupt(request, pool)
-            checksums = tuple(checksum_blocks(pool, request.dst))
+            checksums = self._checksums(pool, request.dst)
         return CopyDone(
             transfer_id=request.transfer_id,
             error=None,
@@ -204,6 +207,9 @@ class TransferExecutor:
             elapsed_s=self._clock() - copy.started,
             num_bytes=len(request.dst) * pool.shape[1],
         )
+
+    def _checksums(self, pool: BlockBytes, block_ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(checksum_blocks(pool, block_ids, self._share))
 
     def _given_up(self, copy: _Copy) -> CopyDone:
         assert copy.error is not None

@@ -1,27 +1,19 @@
-"""The bytes of a KV block, and checksums of them: one block, one span, one descriptor.
+"""The bytes of a KV block: one block, one span, one descriptor.
 
 The pool is `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`, so a block
 is one contiguous run of bytes in device memory, host memory, a file and on the wire, and the heads
 of a tensor-parallel rank are one contiguous run inside each (layer, k or v) plane of the block.
-
-Checksums are taken by the producer after it wrote a block, and by the consumer after it read it,
-before it is used. XXH3 (64 bits) finds accidents of transport, not attacks; peers authenticate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol, runtime_checkable
-
-import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from engine.kv.spec import KVSpec
 
-LAYOUT_VERSION = 3
-"""Raised whenever the same KVSpec comes to mean other bytes."""
+LAYOUT_VERSION = 4
+"""Raised whenever the same KVSpec comes to mean other bytes, or their checksum another number."""
 
 FINGERPRINT_BYTES = 16
 
@@ -139,34 +131,3 @@ def compatibility(model: bytes, spec: KVSpec) -> tuple[tuple[str, str], ...]:
         ("layout", str(LAYOUT_VERSION)),
         *((name, str(getattr(spec, name))) for name in fields),
     )
-
-
-class BlockBytes(Protocol):
-    """A pool, block by block: a contiguous `[num_blocks, bytes_per_block]` array of bytes in host
-    memory is one; `kvtransfer.agents.pool.DeviceBytes` is one over a GPU's."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __getitem__(self, block_id: int, /) -> Any: ...  # of uint8, `[bytes_per_block]`
-
-
-@runtime_checkable
-class HashedThere(Protocol):
-    """A pool that computes checksums where its blocks are."""
-
-    def checksums(self, block_ids: Sequence[int], /) -> list[int]: ...
-
-
-def checksum_blocks(pool_bytes: BlockBytes, block_ids: Sequence[int]) -> list[int]:
-    """One unsigned 64-bit number per block, in order.
-
-    Of host memory nothing is copied, and the GIL is released while a block is hashed. IndexError
-    for a block outside the pool.
-    """
-    assert len(pool_bytes.shape) == 2, pool_bytes.shape
-    if isinstance(pool_bytes, np.ndarray):
-        assert pool_bytes.flags.c_contiguous, "pool is not contiguous"
-    elif isinstance(pool_bytes, HashedThere):
-        return pool_bytes.checksums(block_ids)
-    return [xxh3_64_intdigest(pool_bytes[block_id]) for block_id in block_ids]

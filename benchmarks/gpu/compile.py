@@ -35,6 +35,8 @@ from engine.model.gpu.latent import latent_decode, latent_prefill
 from engine.model.gpu.norm_activation import gated, rms_norm
 from engine.model.gpu.sampling import Draws, draw
 from kvtransfer.agents.checksum_kernels import Checksums
+from kvtransfer.checksum import head_weights
+from kvtransfer.layout import HeadShare
 
 KIB = 1024
 MAX_SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # of a program
@@ -192,7 +194,9 @@ CASES = {
     "int8": int8_linear(),
     "experts": experts(),
     "draw": drawing(),
-    "checksums": lambda: Checksums(torch.zeros(4, 2 << 20, dtype=torch.uint8)).of([0, 1]),
+    "checksums": lambda: Checksums(
+        torch.zeros(4, 2 << 20, dtype=torch.uint8), head_weights(HeadShare(0, 1, 8, 64, 4096))
+    ).of([0, 1]),
 }
 
 

@@ -146,6 +146,7 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     from kvtransfer.agent import AgentError
     from kvtransfer.agents.pool import block_bytes
     from kvtransfer.executor import TransferExecutor
+    from kvtransfer.layout import BlockLayout
 
     options = options or BuildOptions()
     spec = replace(spec, engine=sized(spec.engine, gpu=spec.on_gpu))
@@ -175,9 +176,12 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     except (ModelError, AgentError) as error:
         raise BuildError(str(error)) from error
     config = worker_config(spec, plan, max_model_len, digest, agent.metadata())
-    pools = {tier: block_bytes(pool) for tier, pool in memory.items()}
+    share = BlockLayout(plan.spec).share(0, 1)
+    pools = {tier: block_bytes(pool, share) for tier, pool in memory.items()}
     try:
-        disk, notices = open_disk_tier(config, spec.disk_path, memory, pools, options.corrupt)
+        disk, notices = open_disk_tier(
+            config, spec.disk_path, memory, pools, share, options.corrupt
+        )
     except NoHostMemory as error:
         raise BuildError(
             f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU without GPUDirect"
@@ -190,8 +194,10 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
         config = replace(config, num_disk_blocks=0)
     storage = {} if disk is None else {Tier.DISK: disk}
     records = {tier: each.records for tier, each in storage.items()}
-    steps = _step_executor(runner, ranks, pools[Tier.DEVICE])
-    moves = TransferExecutor(spec.worker, spec.epoch, agent, pools, corrupt=options.corrupt)
+    steps = _step_executor(runner, ranks, pools[Tier.DEVICE], share)
+    moves = TransferExecutor(
+        spec.worker, spec.epoch, agent, pools, share=share, corrupt=options.corrupt
+    )
 
     def make_executor(deliver: Deliver) -> Executor:
         shares = spec.num_peers > 0 and not spec.on_gpu
@@ -203,14 +209,14 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     )
 
 
-def _step_executor(runner: Any, ranks: Any, pool: Any) -> StepExecutor:
+def _step_executor(runner: Any, ranks: Any, pool: Any, share: Any) -> StepExecutor:
     """`pool`: the device's, as bytes."""
     from engine.model.step_executor import StepExecutor
-    from kvtransfer.layout import checksum_blocks
+    from kvtransfer.checksum import checksum_blocks
 
     return StepExecutor(
         runner.execute,
-        partial(checksum_blocks, pool),
+        partial(checksum_blocks, pool, share=share),
         close=ranks.close if ranks else None,
         prepare_grammar=runner.grammars.prepare,
         is_device_lost=runner.is_device_lost,

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from engine.cache_dir import default_cache_dir
 from engine.config import WorkerConfig
 from engine.kv.tier import DiskRecord, Tier
+from kvtransfer.checksum import BlockBytes
 from kvtransfer.executor import StoreExecutor, TransferExecutor
-from kvtransfer.layout import BlockBytes
+from kvtransfer.layout import HeadShare
 
 if TYPE_CHECKING:
     from kvtransfer.store import DiskStore
@@ -43,12 +44,13 @@ def open_disk_tier(
     folder: str,
     memory: Mapping[Tier, Any],
     pools: Mapping[Tier, BlockBytes],
+    share: HeadShare | None = None,
     corrupt: Callable[..., None] | None = None,
 ) -> tuple[Storage | None, list[str]]:
     """The tier, if `config` has one and it can be opened, and what an operator should know.
 
     `folder`: of the machine; "": in the user's cache. `memory`: the worker's pools, `pools` the
-    same as bytes. Raises NoHostMemory."""
+    same as bytes, `share` the heads that are there. Raises NoHostMemory."""
     from kvtransfer.agent import Agent, AgentError
     from kvtransfer.agents.disk import DiskAgent
     from kvtransfer.agents.staged import StagedAgent
@@ -74,7 +76,9 @@ def open_disk_tier(
             raise NoHostMemory
         arena = memory[Tier.HOST]
         agent = StagedAgent(disk, memory[Tier.DEVICE], arena, config.num_host_blocks)
-    copies = TransferExecutor(config.node_id, config.epoch, agent, pools, corrupt=corrupt)
+    copies = TransferExecutor(
+        config.node_id, config.epoch, agent, pools, share=share, corrupt=corrupt
+    )
     storage = Storage(copies, StoreExecutor(store), tuple(store.records))
     return storage, [*store.warnings, *_unused(root, config.fingerprint)]
 

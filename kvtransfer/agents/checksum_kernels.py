@@ -2,7 +2,7 @@
 
 XXH3 (Yann Collet, https://github.com/Cyan4973/xxHash) adds up products of stripes of 64 bytes, and
 mixes the sums after each chunk of 16 stripes. The sums of all chunks are computed at once, then a
-program for each block mixes them in their order. So what is read twice is a sixteenth.
+program for each head of a block mixes them in their order. So what is read twice is a sixteenth.
 """
 
 from __future__ import annotations
@@ -40,18 +40,21 @@ _SECRET = bytes.fromhex(
 _KEYS = 192  # bytes of the secret that are used
 
 
-def fits(bytes_per_block: int) -> bool:
-    """Whether blocks of this size can be computed here."""
-    return bytes_per_block >= LEAST and bytes_per_block % STRIPE == 0
+def fits(bytes_per_head: int) -> bool:
+    """Whether heads of this size can be computed here."""
+    return bytes_per_head >= LEAST and bytes_per_head % STRIPE == 0
 
 
 class Checksums:
     """Of the blocks of one pool. May be used from several threads, each of which has a stream of
     its own here, so that it does not wait for the passes of the model."""
 
-    def __init__(self, blocks: torch.Tensor) -> None:
-        """blocks: [num_blocks, bytes_per_block] uint8, contiguous; `fits` their size."""
-        self._words = blocks.view(torch.int64)
+    def __init__(self, blocks: torch.Tensor, weights: np.ndarray) -> None:
+        """blocks: [num_blocks, bytes_per_block] uint8, contiguous; weights: [heads of a block], as
+        `kvtransfer.checksum.head_weights`. `fits` the size of a head."""
+        self._num_blocks = len(blocks)
+        self._words = blocks.view(len(blocks) * len(weights), -1).view(torch.int64)
+        self._weights = torch.from_numpy(weights.view(np.int64)).to(blocks.device)
         self._threads = threading.local()
         offsets = [*range(0, _KEYS - STRIPE + 1, 8)]  # a stripe's, then the one for mixing
         keys = [_numbers(offset, 8) for offset in offsets]
@@ -64,11 +67,12 @@ class Checksums:
         be complete. IndexError for a block outside the pool."""
         if not block_ids:
             return []
-        num_blocks = len(self._words)
+        num_blocks = self._num_blocks
         if min(block_ids) < 0 or max(block_ids) >= num_blocks:
             raise IndexError(f"blocks {min(block_ids)} to {max(block_ids)} of {num_blocks}")
         with self._stream():
-            found: list[int] = self._launch(block_ids).cpu().numpy().view(np.uint64).tolist()
+            terms = self._launch(block_ids).view(len(block_ids), -1) * self._weights
+            found: list[int] = terms.sum(1).cpu().numpy().view(np.uint64).tolist()
         return found
 
     def _stream(self) -> AbstractContextManager[object]:
@@ -81,10 +85,11 @@ class Checksums:
         return stream
 
     def _launch(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """[len(block_ids)] int64, under way."""
+        """Of each head of each block, int64, under way."""
         width, device = self._words.shape[1], self._words.device
-        size = 8 * width
-        ids = to_device(np.array(block_ids, np.int64), device)
+        size, num_heads = 8 * width, len(self._weights)
+        rows = np.array(block_ids, np.int64)[:, None] * num_heads + np.arange(num_heads)
+        ids = to_device(rows.reshape(-1), device)
         num_chunks = (size - 1) // CHUNK  # before the last, which may be full too
         sums = torch.empty(len(ids), max(1, num_chunks), 8, dtype=torch.int64, device=device)
         out = torch.empty(len(ids), dtype=torch.int64, device=device)
@@ -126,13 +131,13 @@ def _load_if(pointer, mask):
 def _sum_chunks(
     words, ids, keys, sums, width, num_chunks, CHUNKS: tl.constexpr, STRIPES: tl.constexpr
 ):
-    """What each chunk adds: sums [num_blocks, num_chunks, 8]."""
+    """What each chunk adds: sums [num_heads, num_chunks, 8]."""
     row = tl.program_id(0).to(tl.int64)
-    block = tl.load(ids + row)
+    head = tl.load(ids + row)
     chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
     lane, stripe = tl.arange(0, _LANES), tl.arange(0, STRIPES)
     inside = chunk < num_chunks
-    at = words + block * width + chunk[:, None, None] * (STRIPES * _LANES)
+    at = words + head * width + chunk[:, None, None] * (STRIPES * _LANES)
     at += (stripe[:, None] * _LANES)[None]
     mask = inside[:, None, None]
     own = _load_if(at + lane[None, None, :], mask)
@@ -145,9 +150,9 @@ def _sum_chunks(
 
 @triton.jit
 def _mix(words, ids, keys, sums, out, width, num_chunks, size, STRIPES: tl.constexpr):
-    """From the sums of the chunks to the checksum of a block."""
+    """From the sums of the chunks to the hash of a head."""
     row = tl.program_id(0).to(tl.int64)
-    block = tl.load(ids + row)
+    head = tl.load(ids + row)
     lane, stripe = tl.arange(0, _LANES), tl.arange(0, STRIPES)
     mixer = _load(keys + STRIPES * _LANES + lane)
     state = _load(keys + (STRIPES + 3) * _LANES + lane)
@@ -155,14 +160,14 @@ def _mix(words, ids, keys, sums, out, width, num_chunks, size, STRIPES: tl.const
         state += _load(sums + (row * num_chunks + chunk) * _LANES + lane)
         state = (state ^ (state >> 47) ^ mixer) * _PRIME32_1
     # The last chunk, but for its last stripe, which has a key of its own.
-    first = words + block * width + num_chunks.to(tl.int64) * (STRIPES * _LANES)
+    first = words + head * width + num_chunks.to(tl.int64) * (STRIPES * _LANES)
     left = (size - 1 - num_chunks * (STRIPES * 64)) // 64
     mask = (stripe < left)[:, None]
     own = _load_if(first + stripe[:, None] * _LANES + lane[None, :], mask)
     other = _load_if(first + stripe[:, None] * _LANES + (lane ^ 1)[None, :], mask)
     key = _load_if(keys + stripe[:, None] * _LANES + lane[None, :], mask)
     state += tl.sum(tl.where(mask, _products(own, key) + other, 0), axis=0)
-    last = words + (block + 1) * width - _LANES
+    last = words + (head + 1) * width - _LANES
     state += _products(_load(last + lane), _load(keys + (STRIPES + 1) * _LANES + lane))
     state += _load(last + (lane ^ 1))
     low, high = tl.split(tl.reshape(state ^ _load(keys + (STRIPES + 2) * _LANES + lane), (4, 2)))

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
 
 from engine.node import NodeId
 from kvtransfer.agent import AgentError
 from kvtransfer.agents.metadata import Space
-from kvtransfer.layout import BlockBytes
+from kvtransfer.checksum import BlockBytes, checksum_blocks, head_weights
+from kvtransfer.layout import HeadShare
 
 CUDA_HOST_REGISTER_PORTABLE = 1  # page-locked for every CUDA context
 
@@ -36,19 +36,22 @@ class DeviceBytes:
     checksums are computed there, many at once, without waiting for the model's passes. What is
     written to a block has to be complete."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, share: HeadShare | None = None) -> None:
+        """`share`: the heads that blocks hold, as for `checksum_blocks`."""
         assert pool.is_contiguous(), "pool is not contiguous"
         import torch
 
         self._blocks = pool.flatten(1).view(torch.uint8)
-        self._kernels = _checksum_kernels(self._blocks)
+        self._share = share
+        self._kernels = _checksum_kernels(self._blocks, share)
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         """As `checksum_blocks`."""
         if self._kernels is not None:
             found: list[int] = self._kernels.of(block_ids)
             return found
-        return [xxh3_64_intdigest(self[block_id].data) for block_id in block_ids]
+        copied = self._blocks[list(block_ids)].cpu().numpy()
+        return checksum_blocks(copied, range(len(copied)), self._share)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,7 +62,7 @@ class DeviceBytes:
         return block
 
 
-def _checksum_kernels(blocks: Any) -> Any:
+def _checksum_kernels(blocks: Any, share: HeadShare | None) -> Any:
     """None where they cannot be used."""
     if not blocks.is_cuda:
         return None
@@ -67,7 +70,8 @@ def _checksum_kernels(blocks: Any) -> Any:
         from kvtransfer.agents.checksum_kernels import Checksums, fits
     except ImportError:  # without Triton
         return None
-    return Checksums(blocks) if fits(blocks.shape[1]) else None
+    weights = head_weights(share)
+    return Checksums(blocks, weights) if fits(blocks.shape[1] // len(weights)) else None
 
 
 def is_on_gpu(pool: Any) -> bool:
@@ -75,9 +79,9 @@ def is_on_gpu(pool: Any) -> bool:
     return getattr(device, "type", "cpu") != "cpu"
 
 
-def block_bytes(pool: Any) -> BlockBytes:
+def block_bytes(pool: Any, share: HeadShare | None = None) -> BlockBytes:
     """`pool_bytes` where the CPU can see the pool, `DeviceBytes` where it cannot."""
-    return DeviceBytes(pool) if is_on_gpu(pool) else pool_bytes(pool)
+    return DeviceBytes(pool, share) if is_on_gpu(pool) else pool_bytes(pool)
 
 
 def space_of(pool: Any) -> tuple[Space, int]:

@@ -24,7 +24,7 @@ from engine.request import SamplingParams
 from engine.stats import Role
 from engine.step import ScheduledSeq, Step
 from kvtransfer.agents.pool import block_bytes
-from kvtransfer.layout import checksum_blocks
+from kvtransfer.checksum import checksum_blocks
 
 GREEDY = SamplingParams(temperature=0.0)
 MIN_REPEATS = 3

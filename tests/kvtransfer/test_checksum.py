@@ -5,8 +5,12 @@ import pytest
 import torch
 from xxhash import xxh3_64_intdigest
 
+from engine.kv.spec import DTYPE_BYTES, KVSpec
+from engine.native import NativeBuildError
+from kvtransfer import checksum
 from kvtransfer.agents.pool import DeviceBytes, pool_bytes
-from kvtransfer.layout import checksum_blocks
+from kvtransfer.checksum import MOD, checksum_blocks, head_weights
+from kvtransfer.layout import BlockLayout, HeadShare
 
 
 @pytest.fixture
@@ -44,3 +48,62 @@ def test_a_pool_beyond_the_cpu_is_read_block_by_block() -> None:
     blocks = DeviceBytes(tensor)
     assert blocks.shape == pool_bytes(tensor).shape
     assert checksum_blocks(blocks, [4, 1]) == checksum_blocks(pool_bytes(tensor), [4, 1])
+
+
+@pytest.mark.parametrize("size", [*range(240, 322), 1024, 1025, 1088, 2112, 4095, 18_432])
+def test_the_c_code_computes_xxh3(size: int) -> None:
+    block = np.random.default_rng(size).integers(0, 256, (1, size), dtype=np.uint8)
+    block[0, : size // 3] = 255  # carries of every sum
+    assert checksum_blocks(block, [0]) == [xxh3_64_intdigest(block[0].data)]
+
+
+def content(share: HeadShare) -> np.ndarray:
+    random = np.random.default_rng(share.bytes_per_head)
+    return random.integers(0, 256, (3, share.bytes_per_block), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_the_sums_of_ranks_are_that_of_the_whole_block(dtype: str) -> None:
+    for head_dim, num_planes in ((8, 2), (64, 2), (72, 1)):
+        layout = BlockLayout(KVSpec(3, 4, head_dim, 16, dtype, num_planes))
+        whole = layout.share(0, 1)
+        pool = content(whole)
+        wanted = checksum_blocks(pool, [2, 0], whole)
+        for size in (2, 4):
+            parts = []
+            for share in (layout.share(rank, size) for rank in range(size)):
+                by_head = pool.reshape(3, whole.num_planes, 4, -1)
+                own = by_head[:, :, share.heads.start : share.heads.stop]
+                own = np.ascontiguousarray(own).reshape(3, -1)
+                parts.append(checksum_blocks(own, [2, 0], share))
+            assert [sum(each) % MOD for each in zip(*parts, strict=True)] == wanted
+
+
+def test_heads_that_are_swapped_are_noticed() -> None:
+    share = HeadShare(0, 1, 4, 2, 256)
+    pool = content(share)
+    before = checksum_blocks(pool, [0], share)
+    pool[0] = pool[0].reshape(8, -1)[[0, 5, 2, 3, 4, 1, 6, 7]].reshape(-1)
+    assert checksum_blocks(pool, [0], share) != before
+
+
+@pytest.mark.parametrize("per_head", [128, 2112])
+def test_without_a_compiler_they_are_the_same(
+    per_head: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = HeadShare(1, 2, 6, 4, per_head)
+    pool = content(share)
+    heads = zip(pool[1].reshape(12, -1), head_weights(share).tolist(), strict=True)
+    wanted = [sum(xxh3_64_intdigest(head.data) * weight for head, weight in heads) % MOD]
+    assert checksum_blocks(pool, [1], share) == wanted
+
+    def unavailable(*_args: object, **_options: object) -> None:
+        raise NativeBuildError("no compiler")
+
+    monkeypatch.setattr(checksum, "load", unavailable)
+    checksum._hasher.cache_clear()
+    try:
+        assert checksum_blocks(pool, [1], share) == wanted
+        assert checksum._hasher() is None
+    finally:
+        checksum._hasher.cache_clear()

@@ -18,13 +18,13 @@ from kvtransfer.agent import (
     StoreIndex,
 )
 from kvtransfer.agents.local import LocalAgent, LocalRegistry
+from kvtransfer.checksum import checksum_blocks
 from kvtransfer.executor import (
     STORE_CHECK_BUSY_S,
     STORE_CHECK_IDLE_S,
     StoreExecutor,
     TransferExecutor,
 )
-from kvtransfer.layout import checksum_blocks
 from kvtransfer.store import StoreError
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read

@@ -21,8 +21,8 @@ from kvtransfer.agent import (
     StoreIndex,
 )
 from kvtransfer.agents.local import LocalAgent, LocalRegistry
+from kvtransfer.checksum import checksum_blocks
 from kvtransfer.executor import TransferExecutor
-from kvtransfer.layout import checksum_blocks
 from kvtransfer.transfer_loop import Answer, TransferLoop
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read

@@ -15,8 +15,8 @@ from cluster.worker.threads import NICENESS, StepThread, WorkerThreads, giving_w
 from engine.kv.tier import Tier
 from engine.model.step_executor import StepExecutor
 from engine.step import Execute, Step, StepDone
+from kvtransfer.checksum import checksum_blocks
 from kvtransfer.executor import TransferExecutor
-from kvtransfer.layout import checksum_blocks
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent
 

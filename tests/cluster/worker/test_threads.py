@@ -23,8 +23,8 @@ from kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
+from kvtransfer.checksum import checksum_blocks
 from kvtransfer.executor import StoreExecutor, TransferExecutor
-from kvtransfer.layout import checksum_blocks
 from kvtransfer.store import StoreError
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent

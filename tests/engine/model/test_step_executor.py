@@ -9,7 +9,7 @@ import pytest
 from engine.model.step_executor import StepExecutor
 from engine.request import SamplingParams
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
-from kvtransfer.layout import checksum_blocks
+from kvtransfer.checksum import checksum_blocks
 from tests.kvtransfer.agents.nixl_peer import content
 
 NUM_BLOCKS, BLOCK = 8, 256
