@@ -69,6 +69,10 @@ class BlockLayout:
         assert block_id >= 0, block_id
         return block_id * self.bytes_per_block, self.bytes_per_block
 
+    def share_of(self, heads: range) -> HeadShare:
+        """Of a rank that has these, which may not be the only one that does."""
+        return self.share(heads.start // len(heads), self.spec.num_kv_heads // len(heads))
+
     def share(self, rank: int, tp_size: int) -> HeadShare:
         """Of a tensor-parallel rank. `num_kv_heads` is a multiple of `tp_size`."""
         spec = self.spec

@@ -22,8 +22,9 @@ from cluster.config import EngineSection
 from cluster.control.auditor import Auditor
 from cluster.control.audits import AuditDesk, audit_dict
 from cluster.runtime.host import LoopThread, NodeHost
-from cluster.worker.build import BuildOptions, WorkerSpec, build_worker
+from cluster.worker.build import build_worker
 from cluster.worker.process import BuiltWorker
+from cluster.worker.spec import BuildOptions, WorkerSpec
 from engine.kv.block_hash import UNSALTED, CacheScope
 from engine.node import Effect, NodeId
 from engine.request import (
@@ -35,6 +36,7 @@ from engine.request import (
 )
 from engine.stats import Role, RouterUp
 from kvtransfer.agents.local import LocalAgent, LocalRegistry
+from kvtransfer.layout import HeadShare
 from router.config import RouterConfig
 from router.messages import Cancel, Failed, Output, Submit, WorkerUp
 from router.router import Router
@@ -146,8 +148,8 @@ class LocalCluster:
         ]
         self.registry = LocalRegistry()
 
-        def local_agent(name: NodeId, pool: Any, host: Any) -> LocalAgent:
-            return LocalAgent(name, pool, self.registry, host=host)
+        def local_agent(name: NodeId, pool: Any, host: Any, share: HeadShare) -> LocalAgent:
+            return LocalAgent(name, pool, self.registry, host=host, share=share)
 
         self._options = BuildOptions(None if nixl else local_agent, corrupt)
         self.workers: dict[NodeId, BuiltWorker] = {}

@@ -21,7 +21,7 @@ from cluster.worker.process import Listening
 from engine.node import NodeId
 
 if TYPE_CHECKING:
-    from cluster.worker.build import WorkerSpec
+    from cluster.worker.spec import WorkerSpec
 
 LAST_WORDS_S = 0.5  # for the news of why a process ended to leave its guardian
 

@@ -35,8 +35,8 @@ from cluster.runtime.ray_cluster import ask_for_machines as ask_for_machines
 from cluster.runtime.ray_cluster import connect as connect
 from cluster.runtime.ray_cluster import control_plane as control_plane
 from cluster.runtime.ray_cluster import disconnect as disconnect
-from cluster.worker.build import WorkerSpec
 from cluster.worker.process import Listening
+from cluster.worker.spec import WorkerSpec
 from engine.node import NodeId
 
 log = logging.getLogger("kvrelay.ray")

@@ -1,8 +1,8 @@
 """The composition root: from configuration to a worker that runs.
 
 `prepare_model` finds the checkpoint and plans its KV cache, without torch, wherever the cluster is
-started; `build_worker` loads the model, registers the KV pool and the host arena with the transfer
-agent, opens the disk store and makes the node, in the process that becomes the worker.
+started; `build_worker` loads the model, opens what moves its KV and makes the node, in the process
+that becomes the worker.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from cluster.config import Config, EngineSection
+from cluster.config import Config
 from cluster.runtime.host import Deliver, Executor
 from cluster.worker.devices import sized
-from cluster.worker.disk_tier import NoHostMemory, open_disk_tier
 from cluster.worker.kv_plan import (
     GIB,
     BuildError,
@@ -34,64 +32,23 @@ from cluster.worker.kv_plan import (
 )
 from cluster.worker.node import make_worker
 from cluster.worker.process import BuiltWorker
+from cluster.worker.ranks import Ranks
+from cluster.worker.spec import BuildOptions, WorkerSpec
 from cluster.worker.threads import WorkerThreads, giving_way
-from engine.config import WorkerConfig
-from engine.kv.tier import DEFAULT_RETENTION, Retention, Tier
+from cluster.worker.transfers import MakeRankTransfers, open_transfers
 from engine.model.checkpoint.resolve import resolve_model
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
-from engine.model.parallel.shard import check_divides
-from engine.node import NodeId
-from engine.stats import Role
+from engine.model.parallel.shard import Shard, check_divides
 
 if TYPE_CHECKING:
-    from engine.model.step_executor import StepExecutor
+    pass
 
 log = logging.getLogger("kvrelay.build")
 
 Progress = Callable[[str], None]
 
 LOAD_BYTES_PER_S = 1e8  # of weights, from the slowest disk that is worth waiting for
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """Everything that a process needs to become a worker."""
-
-    cluster: str  # name of the cluster, for operators
-    worker: NodeId
-    role: Role
-    epoch: int
-    model_dir: str  # where the launcher found the model; other machines may have to find it
-    model_name: str
-    cache_dir: str
-    dtype: str
-    device: str
-    on_gpu: bool
-    threads: int  # 0: as the runner chooses
-    engine: EngineSection
-    host_bytes: int = 0  # of this worker's tiers; 0: no such tier
-    num_sharing_host: int = 0  # workers of its machine among which a host tier of auto is divided
-    disk_bytes: int = 0
-    disk_path: str = ""  # "": in the user's cache
-    retention_s: float = DEFAULT_RETENTION.keep_s
-    disk_after_s: float = 2.0
-    num_peers: int = 0  # other workers of the cluster
-    quantization: str = "none"
-    num_gpus: int = 0  # that it is given
-    machine: str = ""  # its id
-
-    @property
-    def node(self) -> NodeId:
-        return self.worker
-
-
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """For tests and measurements: what to build a worker from, where it is not the usual."""
-
-    make_agent: Callable[[NodeId, Any, Any], Any] | None = None  # (name, pool, host); None: NIXL
-    corrupt: Callable[..., None] | None = None  # given to the TransferExecutors
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +98,18 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     """Load the model and make the worker; takes seconds. Raises BuildError."""
     # It takes a core for seconds, which the worker that has taken over the streams needs.
     giving_way(lambda: import_module("engine.model.runner"))
-    from engine.model.quantize import scheme
     from engine.model.runner import ModelRunner
+    from engine.model.step_executor import StepExecutor
     from kvtransfer.agent import AgentError
-    from kvtransfer.agents.pool import block_bytes
-    from kvtransfer.executor import TransferExecutor
-    from kvtransfer.layout import BlockLayout
 
     options = options or BuildOptions()
     spec = replace(spec, engine=sized(spec.engine, gpu=spec.on_gpu))
     try:
         path = _model_dir(spec)
         model = model_config(path, spec.engine)
-        dtype, device_type = spec.dtype, "cuda" if spec.on_gpu else "cpu"
+        dtype = spec.dtype
         if dtype == "auto":
-            dtype = ModelRunner.default_dtype(device_type)
+            dtype = ModelRunner.default_dtype("cuda" if spec.on_gpu else "cpu")
         plan = plan_kv(model, spec.engine, dtype, spec.quantization)
         available_bytes = psutil.virtual_memory().available
         free_bytes = available_bytes - (0 if spec.on_gpu else plan.needed_bytes)
@@ -163,112 +117,41 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
         plan = plan_tiers(plan, host_bytes, spec.disk_bytes)
         check_memory(plan, 0 if spec.on_gpu else 1, available_bytes, plan.host_bytes)
         max_model_len = resolve_max_model_len(model, spec.engine, plan)
-        runner, ranks = open_runner(spec, path, plan, dtype, max_model_len)
-        # On a GPU both may follow from the memory that is left.
-        plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
-        memory: dict[Tier, Any] = {Tier.DEVICE: runner.kv_pool}
-        if plan.num_host_blocks:
-            memory[Tier.HOST] = make_arena(plan, on_gpu=spec.on_gpu)
-        make_agent = options.make_agent or _nixl_agent
-        agent = make_agent(spec.worker, runner.kv_pool, memory.get(Tier.HOST))
-        quantization = scheme(spec.quantization, device_type)
-        digest = model.digest(path, max_model_len, quantization)
+        companion = MakeRankTransfers(spec, path, plan)
+        runner, parallel = open_runner(spec, path, plan, dtype, max_model_len, companion)
+        first = Shard(0, spec.engine.tensor_parallel_size)
+        own = open_transfers(spec, path, plan, runner, first, options)
     except (ModelError, AgentError) as error:
         raise BuildError(str(error)) from error
-    config = worker_config(spec, plan, max_model_len, digest, agent.metadata())
-    share = BlockLayout(plan.spec).share(0, 1)
-    pools = {tier: block_bytes(pool, share) for tier, pool in memory.items()}
-    try:
-        disk, notices = open_disk_tier(
-            config, spec.disk_path, memory, pools, share, options.corrupt
-        )
-    except NoHostMemory as error:
-        raise BuildError(
-            f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU without GPUDirect"
-            " Storage, whose KV reaches the disk by host memory; set tiers.host_gib as well"
-        ) from error
-    notices = [*runner.notices, *notices]
+    ranks = None if parallel is None else Ranks(own, parallel)
+    config = own.config if ranks is None else ranks.config()
+    records = own.facts.records if ranks is None else ranks.records
+    notices = [*runner.notices, *(own.notices if ranks is None else ranks.notices())]
     for notice in notices:
         log.warning("%s: %s", spec.worker, notice)
-    if disk is None:
-        config = replace(config, num_disk_blocks=0)
-    storage = {} if disk is None else {Tier.DISK: disk}
-    records = {tier: each.records for tier, each in storage.items()}
-    steps = _step_executor(runner, ranks, pools[Tier.DEVICE], share)
-    moves = TransferExecutor(
-        spec.worker, spec.epoch, agent, pools, share=share, corrupt=options.corrupt
-    )
-
-    def make_executor(deliver: Deliver) -> Executor:
-        shares = spec.num_peers > 0 and not spec.on_gpu
-        return WorkerThreads(steps, moves, storage, deliver, spec.worker, shares_cores=shares)
-
-    when_lost = ranks.when_lost if ranks else None
-    return BuiltWorker(
-        make_worker(config, records), config.info(), make_executor, tuple(notices), when_lost
-    )
-
-
-def _step_executor(runner: Any, ranks: Any, pool: Any, share: Any) -> StepExecutor:
-    """`pool`: the device's, as bytes."""
-    from engine.model.step_executor import StepExecutor
-    from kvtransfer.checksum import checksum_blocks
-
-    return StepExecutor(
+    steps = StepExecutor(
         runner.execute,
-        partial(checksum_blocks, pool, share=share),
-        close=ranks.close if ranks else None,
+        own.checksums,
+        add_ranks=ranks.add_checksums if ranks else None,
+        close=parallel.close if parallel else None,
         prepare_grammar=runner.grammars.prepare,
         is_device_lost=runner.is_device_lost,
     )
 
+    def make_executor(deliver: Deliver) -> Executor:
+        return WorkerThreads(
+            steps,
+            own.memory,
+            {tier: own.storage[tier] for tier in records},
+            deliver,
+            spec.worker,
+            join_ranks=ranks.join if ranks else None,
+            shares_cores=spec.num_peers > 0 and not spec.on_gpu,
+        )
 
-def make_arena(plan: KVPlan, *, on_gpu: bool) -> Any:
-    """Memory of the host tier, and behind it what the disk of a GPU needs. Raises AgentError."""
-    from kvtransfer.agents.pool import make_host_arena
-    from kvtransfer.agents.staged import STAGING_BLOCKS
-
-    spare = STAGING_BLOCKS if on_gpu and plan.num_disk_blocks else 0
-    num_blocks = plan.num_host_blocks + spare
-    return make_host_arena(num_blocks, plan.spec.bytes_per_block, pinned=on_gpu)
-
-
-def worker_config(
-    spec: WorkerSpec, plan: KVPlan, max_model_len: int, model_digest: bytes, metadata: bytes
-) -> WorkerConfig:
-    from kvtransfer.layout import compatibility, fingerprint
-
-    engine = spec.engine
-    return WorkerConfig(
-        node_id=spec.worker,
-        role=spec.role,
-        epoch=spec.epoch,
-        num_blocks=plan.num_blocks,
-        block_size=engine.block_size,
-        bytes_per_block=plan.spec.bytes_per_block,
-        max_model_len=max_model_len,
-        fingerprint=fingerprint(model_digest, plan.spec),
-        agent_metadata=metadata,
-        compatibility=compatibility(model_digest, plan.spec),
-        num_host_blocks=plan.num_host_blocks,
-        num_disk_blocks=plan.num_disk_blocks,
-        retention=Retention(spec.retention_s),
-        disk_after_s=spec.disk_after_s,
-        window=plan.window.size,
-        num_sinks=plan.window.num_sinks,
-        cores="" if spec.on_gpu else spec.machine,
-        guard=engine.guard,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_num_seqs=engine.max_num_seqs,
-        num_speculative_tokens=engine.num_speculative_tokens,
-        itl_target_s=engine.itl_target_ms / 1e3,
-        max_waiting=engine.max_waiting,
-        step_timeout_s=engine.step_timeout_s,
-        max_failed_steps=engine.max_failed_steps,
-        lease_s=engine.lease_s,
-        handoff_timeout_s=engine.handoff_timeout_s,
-        read_timeout_s=engine.read_timeout_s,
-        read_floor_s=engine.read_floor_s,
+    when_lost = parallel.when_lost if parallel else None
+    return BuiltWorker(
+        make_worker(config, records), config.info(), make_executor, tuple(notices), when_lost
     )
 
 
@@ -280,17 +163,16 @@ def _model_dir(spec: WorkerSpec) -> Path:
     return resolve_model(spec.model_name, cache_dir=cache_dir, progress=log.info)
 
 
-def _nixl_agent(name: NodeId, pool: Any, host: Any) -> Any:
-    from kvtransfer.agents.nixl import NixlAgent
-
-    return NixlAgent(name, pool, host=host)
-
-
 def open_runner(
-    spec: WorkerSpec, path: Path, plan: KVPlan, dtype: str, max_model_len: int
+    spec: WorkerSpec,
+    path: Path,
+    plan: KVPlan,
+    dtype: str,
+    max_model_len: int,
+    companion: MakeRankTransfers | None = None,
 ) -> tuple[Any, Any]:
     """(what runs steps, the same if it has processes of its own that may be lost, else None). Both
-    have the interface of ModelRunner. Raises ModelError."""
+    have the interface of ModelRunner. `companion`: of each rank but 0. Raises ModelError."""
     engine, size = spec.engine, spec.engine.tensor_parallel_size
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -314,12 +196,7 @@ def open_runner(
 
         # Others of the machine may be serving; one that takes the streams over goes first.
         return giving_way(lambda: ModelRunner(path, **options)), None
-    if spec.on_gpu and (spec.num_peers or spec.host_bytes or spec.disk_bytes):
-        raise ModelError(
-            f"engine.tensor_parallel_size = {size} on GPUs serves without KV transfer: it needs"
-            " cluster.prefill = 0, cluster.decode = 1, tiers.host_gib = 0 and tiers.disk_gib = 0"
-        )
     from engine.model.parallel.runner import ParallelRunner
 
-    runner = ParallelRunner(path, size, **options)
+    runner = ParallelRunner(path, size, companion=companion, **options)
     return runner, runner

@@ -46,11 +46,14 @@ def open_disk_tier(
     pools: Mapping[Tier, BlockBytes],
     share: HeadShare | None = None,
     corrupt: Callable[..., None] | None = None,
+    *,
+    part: str = "",
 ) -> tuple[Storage | None, list[str]]:
     """The tier, if `config` has one and it can be opened, and what an operator should know.
 
     `folder`: of the machine; "": in the user's cache. `memory`: the worker's pools, `pools` the
-    same as bytes, `share` the heads that are there. Raises NoHostMemory."""
+    same as bytes, `share` the heads that are there. `part`: of the
+    folder, for a rank of several. Raises NoHostMemory."""
     from kvtransfer.agent import Agent, AgentError
     from kvtransfer.agents.disk import DiskAgent
     from kvtransfer.agents.staged import StagedAgent
@@ -58,7 +61,7 @@ def open_disk_tier(
 
     if not config.num_disk_blocks:
         return None, []
-    root = Path(folder).expanduser() if folder else default_folder()
+    root = (Path(folder).expanduser() if folder else default_folder()) / part
     try:
         store = _open_store(root, config)
     except StoreError as error:

@@ -37,6 +37,18 @@ class KVPlan:
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     num_ranks: int = 1  # processes of a worker
+    num_copies: int = 1  # that these hold of each block together
+
+    @property
+    def bytes_per_block(self) -> int:
+        """What one costs."""
+        return self.spec.bytes_per_block * self.num_copies
+
+    @property
+    def disk_slot_bytes(self) -> int:
+        """What one costs on disk, over all ranks."""
+        shares = self.num_ranks // self.num_copies
+        return slot_bytes(self.spec.bytes_per_block // shares) * self.num_ranks
 
     @property
     def spare_bytes(self) -> int:
@@ -44,11 +56,11 @@ class KVPlan:
 
     @property
     def host_bytes(self) -> int:
-        return self.num_host_blocks * self.spec.bytes_per_block
+        return self.num_host_blocks * self.bytes_per_block
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_blocks * self.spec.bytes_per_block
+        return self.num_blocks * self.bytes_per_block
 
     @property
     def needed_bytes(self) -> int:
@@ -67,33 +79,35 @@ def plan_kv(
     a block."""
     kv_dtype = dtype if engine.kv_dtype == "auto" else engine.kv_dtype
     spec = model.kv_spec(engine.block_size, kv_dtype)
-    num_blocks = engine.num_blocks or int(engine.kv_cache_gib * GIB) // spec.bytes_per_block
+    ranks = engine.tensor_parallel_size
+    copies = max(1, ranks // model.num_kv_heads)
+    per_block = spec.bytes_per_block * copies
+    num_blocks = engine.num_blocks or int(engine.kv_cache_gib * GIB) // per_block
     if num_blocks < 1 and engine.kv_cache_gib > 0:
         raise BuildError(
             f"engine.kv_cache_gib = {engine.kv_cache_gib:g}: too little for one KV block"
-            f" of {spec.bytes_per_block / GIB:.3f} GiB"
+            f" of {per_block / GIB:.3f} GiB"
         )
-    ranks = engine.tensor_parallel_size
     weights = weights_bytes(model, dtype, quantization)
     weights += extra_weights_bytes(model, dtype, ranks)
     window = Window(engine.block_size, model.max_window, model.num_sinks)
-    return KVPlan(spec, num_blocks, weights, window, num_ranks=ranks)
+    return KVPlan(spec, num_blocks, weights, window, num_ranks=ranks, num_copies=copies)
 
 
 def plan_tiers(plan: KVPlan, host_bytes: int, disk_bytes: int) -> KVPlan:
     """`plan` with tiers of so many bytes; 0: no such tier. Raises BuildError where one would not
     hold a block."""
-    per_block = plan.spec.bytes_per_block
+    per_block = plan.bytes_per_block
     counts = {}
     for name, size, slot in (
         ("host", host_bytes, per_block),
-        ("disk", disk_bytes, slot_bytes(per_block)),
+        ("disk", disk_bytes, plan.disk_slot_bytes),
     ):
         counts[name] = size // slot
         if size and not counts[name]:
             raise BuildError(
                 f"tiers.{name}_gib: this worker's share of {size / GIB:g} GiB is too little for one"
-                f" KV block of {plan.spec.bytes_per_block / GIB:.3f} GiB; raise it, or set it to 0"
+                f" KV block of {per_block / GIB:.3f} GiB; raise it, or set it to 0"
             )
     return replace(plan, num_host_blocks=counts["host"], num_disk_blocks=counts["disk"])
 
@@ -105,7 +119,7 @@ def auto_host_bytes(plan: KVPlan, num_sharing: int, free_bytes: int) -> int:
     if not num_sharing:
         return 0
     most = min(int(AUTO_HOST_SHARE * free_bytes) // num_sharing, AUTO_HOST_POOLS * plan.kv_bytes)
-    return max(0, most) // plan.spec.bytes_per_block * plan.spec.bytes_per_block
+    return max(0, most) // plan.bytes_per_block * plan.bytes_per_block
 
 
 def check_memory(plan: KVPlan, num_workers: int, available_bytes: int, host_bytes: int = 0) -> None:

@@ -19,7 +19,7 @@ from cluster.runtime.host import first_line
 from cluster.worker.process import Listening, WorkerProcess
 
 if TYPE_CHECKING:
-    from cluster.worker.build import WorkerSpec
+    from cluster.worker.spec import WorkerSpec
 
 
 def start(spec: WorkerSpec, listening: Listening) -> tuple[WorkerProcess | None, Any]:

@@ -11,9 +11,10 @@ from cluster.control.machines import Machine
 from cluster.control.messages import StartWorker
 from cluster.control.wanted import Worker
 from cluster.scaling.targets import chunk_target_s
-from cluster.worker.build import PreparedModel, WorkerSpec
+from cluster.worker.build import PreparedModel
 from cluster.worker.devices import sized
 from cluster.worker.kv_plan import GIB
+from cluster.worker.spec import WorkerSpec
 from engine.stats import Role
 
 ITL_TARGET_MS = 100.0  # of decode workers, where prefill workers are there for long prompts
@@ -37,8 +38,6 @@ def worker_spec(
     on_gpu = machine.num_gpus > 0 and config.model.device != "cpu"
     engine = sized(engine, gpu=on_gpu)
     host_gib = config.tiers.host_gib
-    # Ranks of one model on several GPUs cannot use host memory.
-    has_auto_host = host_gib == "auto" and not (on_gpu and engine.tensor_parallel_size > 1)
     if config.scaling.enabled:  # any may become a decode worker, and there may be so many
         num_sharing = -(-config.most_workers // max(1, len(machines)))
     else:
@@ -60,7 +59,7 @@ def worker_spec(
         on_gpu=on_gpu,
         engine=engine,
         host_bytes=0 if host_gib == "auto" else share_of(host_gib, num_sharing),
-        num_sharing_host=num_sharing if has_auto_host else 0,
+        num_sharing_host=num_sharing if host_gib == "auto" else 0,
         disk_bytes=share_of(config.tiers.disk_gib, num_sharing),
         disk_path=config.tiers.disk_path,
         retention_s=config.tiers.retention_s,

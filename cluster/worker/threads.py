@@ -1,6 +1,5 @@
-"""The threads of one worker: one that computes, one that copies KV within memory, and one for each
-tier of storage, so that a slow disk holds up nothing else. All report to the node. On shared cores
-a second one computes the steps that give way."""
+"""The threads of one worker: one that computes, and those that copy KV. All report to the node. On
+shared cores a second one computes the steps that give way."""
 
 from __future__ import annotations
 
@@ -10,18 +9,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
 from cluster.runtime.host import Deliver
 from cluster.worker.disk_tier import Storage
+from cluster.worker.transfer_loops import TransferLoops
 from engine.kv.tier import Tier
 from engine.model.step_executor import StepExecutor
 from engine.node import Effect, NodeId
 from engine.step import Execute, PrepareGrammar, Step, StepDone
-from kvtransfer.agent import ConnectPeer, CopyBlocks, StoreFailed, StoreIndex
-from kvtransfer.executor import TransferExecutor, failed_copy
-from kvtransfer.tiers.registry import is_storage
+from kvtransfer.agent import ConnectPeer, CopyBlocks, StoreIndex
+from kvtransfer.executor import TransferExecutor
+from kvtransfer.ranks import RankAnswers
 from kvtransfer.transfer_loop import TransferLoop
 
 log = logging.getLogger("kvrelay.threads")
@@ -29,8 +30,8 @@ log = logging.getLogger("kvrelay.threads")
 CLOSE_S = 15.0
 """What runs when a worker stops, a step or a write to disk, has this long to end."""
 
-
 T = TypeVar("T")
+JoinRanks = Callable[[Deliver], RankAnswers]
 
 NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
 MOST_NICENESS = 19  # that there is
@@ -98,21 +99,20 @@ class WorkerThreads:
         deliver: Deliver,
         name: NodeId,
         *,
+        join_ranks: JoinRanks | None = None,
         shares_cores: bool = False,
     ) -> None:
-        """`shares_cores`: with other workers of its machine."""
+        """`join_ranks`: of a worker of several ranks. `shares_cores`: with other workers of its
+        machine."""
         self._name = name
-        self._deliver = deliver
         self._model = steps
         self._steps = StepThread(steps.execute, deliver, f"{name}-step")
         self._giving_way = self._steps
         if shares_cores:
             self._giving_way = StepThread(steps.execute, deliver, f"{name}-prompts", gives_way=True)
-        self._memory = TransferLoop(memory, deliver, name=f"{name}-kv")
-        self._storage = {
-            tier: TransferLoop(each.copies, deliver, store=each.store, name=f"{name}-{tier}")
-            for tier, each in storage.items()
-        }
+        self._ranks = join_ranks(deliver) if join_ranks else None
+        answer = deliver if self._ranks is None else partial(self._ranks.add, 0)
+        self._copies = TransferLoops(memory, storage, answer, name)
 
     def perform(self, effect: Effect) -> None:
         match effect:
@@ -120,22 +120,17 @@ class WorkerThreads:
                 (self._giving_way if step.gives_way else self._steps).submit(step)
             case PrepareGrammar(grammar):
                 self._model.prepare_grammar(grammar)
-            case StoreIndex(tier=tier):
-                self._submit_to(tier, effect)
-            case CopyBlocks(src_tier=tier) if is_storage(tier):
-                self._submit_to(tier, effect)
-            case CopyBlocks(dst_tier=tier) if is_storage(tier):
-                self._submit_to(tier, effect)
             case _:
-                assert isinstance(effect, ConnectPeer | CopyBlocks), effect
-                self._memory.submit(effect)
+                assert isinstance(effect, ConnectPeer | CopyBlocks | StoreIndex), effect
+                if self._ranks is not None:
+                    self._ranks.begin(effect)
+                self._copies.submit(effect)
 
     def close(self) -> None:
         """All at once, so that the slowest decides how long it takes."""
-        parts: dict[str, StepThread | TransferLoop] = {"step": self._steps, "memory": self._memory}
+        parts: dict[str, StepThread | TransferLoop] = {"step": self._steps, **self._copies.loops}
         if self._giving_way is not self._steps:
             parts["prompts"] = self._giving_way
-        parts |= {str(tier): loop for tier, loop in self._storage.items()}
         for part in parts.values():
             part.stop()
         deadline = time.monotonic() + CLOSE_S
@@ -143,12 +138,3 @@ class WorkerThreads:
             if not part.join(max(0.0, deadline - time.monotonic())):
                 log.warning("%s: the %s thread has not ended in time", self._name, name)
         self._model.close()
-
-    def _submit_to(self, tier: Tier, effect: CopyBlocks | StoreIndex) -> None:
-        missing = f"this worker has no {tier} tier"
-        if tier in self._storage:
-            self._storage[tier].submit(effect)
-        elif isinstance(effect, CopyBlocks):
-            self._deliver(failed_copy(effect, missing))
-        else:
-            self._deliver(StoreFailed(missing, tier=tier))

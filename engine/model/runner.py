@@ -35,7 +35,7 @@ from engine.model.sampling.grammar import Grammars
 from engine.model.sampling.prompt_outputs import read_prompts
 from engine.model.sampling.sampler import Draw, Masks, draw, sample
 from engine.model.torch_ops import TorchOps
-from engine.request import PromptOutputs
+from engine.request import PromptOutputs, SamplingParams
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16")
 KV_DTYPES = ("auto", "float8_e4m3")
+
+
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class ModelRunner:
@@ -95,8 +98,7 @@ class ModelRunner:
         self.config = with_window(read_config(model_dir), window, num_sinks)
         self._member, self._quantization = member, quantization
         self._own = self.config if member is None else member.config(self.config)  # its part
-        held = self._own if self.device.type == "cuda" else self.config
-        self.kv_spec = held.kv_spec(block_size, self.dtype if kv_dtype == "auto" else kv_dtype)
+        self.kv_spec = self._own.kv_spec(block_size, self.dtype if kv_dtype == "auto" else kv_dtype)
         longest = self.config.max_position_embeddings
         if self.config.max_window:  # relative positions never exceed it
             longest = max(longest, max_model_len or 0)
@@ -154,7 +156,13 @@ class ModelRunner:
         if any(seq.sample and seq.sampling.is_masked for seq in step.seqs):
             ungrammatical, masks_of = self.grammars.follow(step.seqs), self.grammars.masks
         unchecked = failed | invalid
-        kept = [index for index in range(num_seqs) if index not in unchecked | ungrammatical]
+        left_out = unchecked | ungrammatical
+        if ungrammatical and self._member is not None:  # the other ranks know no grammar
+            seqs = [*step.seqs]
+            for index in ungrammatical:
+                seqs[index] = replace(seqs[index], sampling=GREEDY)
+            step, left_out = replace(step, seqs=seqs), unchecked
+        kept = [index for index in range(num_seqs) if index not in left_out]
         if len(kept) < num_seqs:
             checked = (index for index in range(num_seqs) if index not in unchecked)
             by_index = dict(zip(checked, tables, strict=True))
@@ -175,7 +183,7 @@ class ModelRunner:
         results = dict(zip(kept, sampled, strict=True))
         return StepDone(
             step.step_id,
-            [results.get(index) for index in range(num_seqs)],
+            [None if i in ungrammatical else results.get(i) for i in range(num_seqs)],
             elapsed_s=perf_counter() - began,
             failed=failed,
             ungrammatical=ungrammatical,
@@ -213,8 +221,6 @@ class ModelRunner:
         else:  # numbers and their scales
             kind = torch.uint8
             shape += (spec.bytes_per_head,)
-        if self._member is not None:
-            given = self._member.memory(num_blocks * spec.bytes_per_block)
         if given is not None:
             assert given.is_contiguous()
             assert given.device.type == self.device.type
@@ -260,8 +266,6 @@ class ModelRunner:
     def _ops(self, num_threads: int) -> Ops:
         kind = TORCH_DTYPES[self.dtype]
         pool = self.kv_pool
-        if self._member is not None:
-            pool = self._member.view(pool, self.config)
         if self.device.type == "cpu":
             try:
                 library = kernels.load(default_cache_dir())

@@ -23,16 +23,19 @@ class StepExecutor:
         run_step: Callable[[Step], StepDone],
         checksum_blocks: Callable[[Sequence[int]], list[int]],
         *,
+        add_ranks: Callable[[Step, list[int]], list[int]] | None = None,
         close: Callable[[], None] | None = None,
         prepare_grammar: Callable[[str], object] = lambda _: None,
         is_device_lost: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`checksum_blocks`: of the device pool, one number per block id. `close` ends the
+        """`checksum_blocks`: of the device pool, one number per block id; `add_ranks`: those of a
+        step together with what the worker's other processes found. `close` ends the
         processes that `run_step` has, if any. `prepare_grammar` begins to compile one; it may be
         called from any thread. `is_device_lost`: asked after a step that failed."""
         self._run_step = run_step
         self._checksum_blocks = checksum_blocks
+        self._add_ranks = add_ranks
         self._close = close
         self.prepare_grammar = prepare_grammar
         self._is_device_lost = is_device_lost
@@ -44,6 +47,8 @@ class StepExecutor:
         try:
             done = self._run_step(step)
             checksums = self._checksum_blocks(step.checksum_blocks)
+            if self._add_ranks is not None and checksums:
+                checksums = self._add_ranks(step, checksums)
         except Exception as error:
             logger.exception("step %d of %d tokens failed", step.step_id, step.num_tokens)
             sampled: list[Sampled | None] = [None] * len(step.seqs)

@@ -6,6 +6,7 @@ whole. (It is no defence against a forger; control connections are authenticated
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -42,16 +43,34 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True):
         return _digest(body) + body
 
 
-def unpack(peer: NodeId, data: bytes, own: AgentMetadata, *, num_blocks: int) -> AgentMetadata:
-    """Metadata of `peer`, whose pool has `num_blocks`. Raises AgentError that names what cannot be
-    read or does not fit to `own`."""
+def pack_ranks(each: Sequence[bytes]) -> bytes:
+    """Metadata of a worker: of the agents of all its ranks, in their order."""
+    return msgspec.msgpack.encode(each)
+
+
+def unpack_ranks(peer: NodeId, data: bytes) -> list[bytes]:
+    """Raises AgentError."""
+    try:
+        return msgspec.msgpack.decode(data, type=list[bytes])
+    except msgspec.DecodeError as error:
+        raise AgentError(f"agent metadata of {peer} cannot be read: {error}") from error
+
+
+def read(peer: NodeId, data: bytes) -> AgentMetadata:
+    """Of one agent of `peer`, whatever it says. Raises AgentError."""
     digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if digest != _digest(body):
         raise AgentError(f"agent metadata of {peer} is damaged ({len(data)} bytes)")
     try:
-        facts = msgspec.msgpack.decode(body, type=AgentMetadata)
+        return msgspec.msgpack.decode(body, type=AgentMetadata)
     except msgspec.DecodeError as error:
         raise AgentError(f"agent metadata of {peer} cannot be read: {error}") from error
+
+
+def unpack(peer: NodeId, data: bytes, own: AgentMetadata, *, num_blocks: int) -> AgentMetadata:
+    """Metadata of `peer`, whose pool has `num_blocks`. Raises AgentError that names what cannot be
+    read or does not fit to `own`."""
+    facts = read(peer, data)
     pool = facts.spaces.get(Tier.DEVICE)
     compared: list[tuple[str, object, object]] = [
         ("transport", facts.transport, own.transport),

@@ -14,7 +14,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from cluster.config import Config
-from cluster.worker.build import BuildOptions, PreparedModel, WorkerSpec, build_worker
+from cluster.worker.build import PreparedModel, build_worker
+from cluster.worker.spec import BuildOptions, WorkerSpec
 from decode_worker.messages import Decode
 from engine.messages import Refused, TokenDeltas
 from engine.node import Effect, NodeId, Note, Send, Wake

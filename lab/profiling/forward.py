@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 from cluster.config import Config
-from cluster.worker.build import PreparedModel, WorkerSpec, open_runner
+from cluster.worker.build import PreparedModel, open_runner
 from cluster.worker.devices import sized
 from cluster.worker.kv_plan import plan_kv
+from cluster.worker.spec import WorkerSpec
 from engine.model.runner import ModelRunner, find_device
 from engine.model.step_executor import StepExecutor
 from engine.request import SamplingParams
@@ -63,14 +64,9 @@ SMALL = Grid((1, 32, 128, 256), (1, 4), (32, 128), 0.02)
 @contextmanager
 def running(config: Config, model: PreparedModel, threads: int) -> Iterator[ModelRunner]:
     """As a worker has it: a ModelRunner, or where a worker has several processes what looks like
-    one; they end with the context. Raises ModelError, BuildError, ProfileError."""
-    section, size = config.model, config.engine.tensor_parallel_size
+    one; they end with the context. Raises ModelError, BuildError."""
+    section = config.model
     kind = find_device(section.device).type
-    if size > 1 and kind == "cuda":
-        raise ProfileError(
-            f"engine.tensor_parallel_size = {size} on GPUs cannot be measured: such a worker moves"
-            " no KV, and links between workers are a part of a profile; set it to 1"
-        )
     dtype = ModelRunner.default_dtype(kind) if section.dtype == "auto" else section.dtype
     spec = WorkerSpec(
         cluster="profile",

@@ -8,8 +8,6 @@ MLP. The head is cut by rows of the vocabulary, and rank 0 gathers the logits.
 
 from __future__ import annotations
 
-import mmap
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from engine.model.config import ModelConfig
-from engine.model.errors import ModelError
 from engine.model.ops import Ops
+from engine.model.parallel.companion import MakeCompanion
 from engine.model.parallel.shard import Shard
 
 COLLECTIVE_TIMEOUT_S = 60.0
@@ -55,9 +53,19 @@ class Group:
         self._ranks = c10d.ProcessGroupGloo(store, shard.rank, shard.size, options)
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Add up what all ranks have in `tensor`, in place."""
+        """Add up what all ranks have in `tensor`, in place. On CPUs in the order of the ranks, for
+        each number: a ring's order depends on where in the tensor it is, so that a token's KV would
+        depend on what else is in its step."""
         self.was_used = True
-        self._ranks.allreduce([tensor]).wait()
+        if tensor.is_cuda or self.shard.size == 2 or not tensor.numel():  # a + b is b + a
+            self._ranks.allreduce([tensor]).wait()
+            return
+        parts = [torch.empty_like(tensor) for _ in range(self.shard.size)]
+        self._ranks.allgather([parts], [tensor]).wait()
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        tensor.copy_(total)
 
     def least(self, number: int, device: torch.device) -> int:
         """Of what all ranks have."""
@@ -84,32 +92,12 @@ class Group:
 class Member:
     """A process as one rank of a worker: what its runner does differently from a single one."""
 
-    def __init__(self, group: Group, memory: int | None) -> None:
-        """memory: file descriptor of the memory that all ranks share; None on GPUs."""
+    def __init__(self, group: Group) -> None:
         self.group = group
-        self._memory = memory
 
     def config(self, model: ModelConfig) -> ModelConfig:
+        """Of what this rank computes, and of whose heads it holds KV."""
         return self.group.shard.config(model)
-
-    def memory(self, num_bytes: int) -> torch.Tensor | None:
-        """The whole worker's KV pool, the same bytes in every rank; zeroed, [num_bytes] uint8.
-        None on GPUs: each rank has its heads in a pool of its own. Raises ModelError."""
-        if self._memory is None:
-            return None
-        try:
-            os.ftruncate(self._memory, num_bytes)
-            return torch.frombuffer(mmap.mmap(self._memory, num_bytes), dtype=torch.uint8)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"no shared memory for {num_bytes} bytes of KV: {error}") from error
-
-    def view(self, pool: torch.Tensor, model: ModelConfig) -> torch.Tensor:
-        """Its heads of the pool of all: not contiguous, but each head's part of a block is. A pool
-        that has no others is returned as it is."""
-        heads = self.group.shard.kv_heads(model.num_kv_heads)
-        if pool.shape[3] == len(heads):
-            return pool
-        return pool[:, :, :, heads.start : heads.stop]
 
     def ops(self, inner: Ops, model: ModelConfig) -> Ops:
         ops: Any = ParallelOps(inner, self.group, model)
@@ -122,14 +110,14 @@ class RankSetup:
 
     shard: Shard
     meeting: str
-    memory: int | None  # file descriptor of the KV pool's memory
     device: str
     model_dir: Path
     options: dict[str, Any]  # of its ModelRunner
+    companion: MakeCompanion | None = None
 
     def join(self) -> Member:
         """Wait until all ranks are here."""
-        return Member(Group(self.shard, self.meeting, torch.device(self.device)), self.memory)
+        return Member(Group(self.shard, self.meeting, torch.device(self.device)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ to the followers and run by all ranks at once, and rank 0, in the worker's own p
 Followers end with the leader, whose end closes their connection. A follower that ends by itself is
 noticed at once, and the worker is lost with it: its ranks no longer agree on what was computed.
 
-On CPUs the KV pool is one piece of memory that all ranks map, each reading and writing its heads,
-so blocks are transferred and checked whole. On GPUs every rank has a pool of its own heads.
+Every rank has the KV of its heads in a pool of its own. What moves and checks it there is the
+companion of a follower, which the leader talks to by the same connection.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 from engine.model.checkpoint.families import read_config
 from engine.model.errors import ModelError
-from engine.model.parallel.ops import RankSetup
+from engine.model.parallel.companion import Broken, Checksums, MakeCompanion, Ready
+from engine.model.parallel.ops import COLLECTIVE_TIMEOUT_S, RankSetup
 from engine.model.parallel.shard import Shard, check_divides
-from engine.model.runner import ModelRunner, find_device
-from engine.request import SamplingParams
-from engine.step import Step, StepDone
+from engine.model.runner import GREEDY, ModelRunner, find_device
+from engine.step import ScheduledSeq, Step, StepDone
 
 log = logging.getLogger("kvrelay.parallel")
 
 START_TIMEOUT_S = 600.0  # for a follower to import, and then to load its weights
 STOP_TIMEOUT_S = 5.0
-GREEDY = SamplingParams(temperature=0.0)
 
 OnLost = Callable[[Exception], None]
+OnTold = Callable[[int, Any], None]
+"""Given a rank and what its companion said; from the thread that watches it."""
 
 
 class RanksLost(Exception):
@@ -49,50 +51,78 @@ class RanksLost(Exception):
 
 
 class Follower:
-    """A process of rank `rank`, seen from the leader. It sends "" after each stage of its start, or
-    the reason why it cannot go on."""
+    """A process of rank `rank`, seen from the leader. It says Ready after each stage of its start,
+    Broken when it cannot go on."""
 
-    def __init__(self, rank: int, memory: int | None) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.facts: Any = None  # of its companion
+        self.checksums: SimpleQueue[Checksums | None] = SimpleQueue()  # None: it has ended
         self._ours, theirs = socket.socketpair()
-        kept = [theirs.fileno()] + ([] if memory is None else [memory])
         root = str(Path(__file__).parents[3])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "engine.model.parallel.follower", str(theirs.fileno())],
-            pass_fds=kept,
+            pass_fds=[theirs.fileno()],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         )
         theirs.close()
         self._connection = Connection(os.dup(self._ours.fileno()))
+        self._sending = threading.Lock()
         self._watcher: threading.Thread | None = None
 
-    def send(self, message: RankSetup | Step) -> None:
-        """Raises OSError if it has ended."""
-        self._connection.send(message)
+    def send(self, message: Any) -> None:
+        """From any thread. Raises OSError if it has ended."""
+        with self._sending:
+            self._connection.send(message)
 
-    def receive(self) -> str:
+    def _receive(self) -> Any:
         """Blocks until it says something, or has ended."""
         try:
-            return str(self._connection.recv())
+            return self._connection.recv()
         except (EOFError, OSError):
-            return "it has ended"
+            return Broken("it has ended")
 
-    def wait_started(self) -> None:
+    def wait_ready(self) -> None:
         """Until it has done the next stage. Raises ModelError."""
-        late = f"no answer for {START_TIMEOUT_S:g} s"
-        error = self.receive() if self._connection.poll(START_TIMEOUT_S) else late
-        if error:
-            raise ModelError(f"rank {self.rank} of this worker did not start: {error}")
+        told: Any = Broken(f"no answer for {START_TIMEOUT_S:g} s")
+        if self._connection.poll(START_TIMEOUT_S):
+            told = self._receive()
+        if not isinstance(told, Ready):
+            raise ModelError(f"rank {self.rank} of this worker did not start: {told.why}")
+        self.facts = told.facts
 
-    def watch(self, on_end: Callable[[str], None]) -> None:
-        """When it ends, `on_end` is called with the reason, from another thread."""
+    def watch(self, on_end: Callable[[str], None], on_told: OnTold) -> None:
+        """When it ends, `on_end` is called with the reason; `on_told` with what else it says."""
 
-        def wait() -> None:
-            on_end(f"rank {self.rank}: {self.receive()}")
+        def run() -> None:
+            while True:
+                told = self._receive()
+                match told:
+                    case Broken(why):
+                        break
+                    case Checksums():
+                        self.checksums.put(told)
+                    case _:
+                        on_told(self.rank, told)
+            self.checksums.put(None)
+            on_end(f"rank {self.rank}: {why}")
 
-        self._watcher = threading.Thread(target=wait, name=f"rank-{self.rank}", daemon=True)
+        self._watcher = threading.Thread(target=run, name=f"rank-{self.rank}", daemon=True)
         self._watcher.start()
+
+    def checksums_of(self, step_id: int) -> list[int]:
+        """Waits for them. Raises OSError."""
+        while True:
+            try:
+                told = self.checksums.get(timeout=COLLECTIVE_TIMEOUT_S)
+            except Empty:
+                why = f"rank {self.rank}: no checksums for {COLLECTIVE_TIMEOUT_S:g} s"
+                raise TimeoutError(why) from None
+            if told is None:
+                raise ConnectionError(f"rank {self.rank} has ended")
+            if told.step_id == step_id:
+                return told.sums
 
     def stop(self) -> None:
         """It ends as soon as its connection does."""
@@ -122,14 +152,16 @@ class ParallelRunner:
         device: str = "auto",
         num_threads: int | None = None,
         progress: Callable[[str], None] = lambda _: None,
+        companion: MakeCompanion | None = None,
         **options: Any,
     ) -> None:
-        """options: of ModelRunner; num_threads: of all ranks together. Raises ModelError."""
+        """options: of ModelRunner; num_threads: of all ranks together; companion: of each follower,
+        not of rank 0. Raises ModelError."""
         check_divides(read_config(model_dir), size)
         kind = find_device(device).type
         _check_devices(kind, size)
         options["num_threads"] = max(1, (num_threads or torch.get_num_threads()) // size)
-        memory = None if kind == "cuda" else os.memfd_create("kvrelay-kv")
+        self._on_told: OnTold = _unexpected
         self._lost: Exception | None = None
         self._on_lost: OnLost | None = None
         self._closing = False
@@ -141,10 +173,10 @@ class ParallelRunner:
                 RankSetup(
                     Shard(rank, size),
                     str(Path(self._folder.name) / "meeting"),
-                    memory,
                     f"cuda:{rank}" if kind == "cuda" else kind,
                     model_dir,
                     options,
+                    companion,
                 )
                 for rank in range(size)
             )
@@ -155,16 +187,15 @@ class ParallelRunner:
                 model_dir, device=own.device, member=member, progress=progress, **options
             )
             for follower in self._followers:
-                follower.wait_started()
+                follower.wait_ready()
         except BaseException:
             self.close()
             raise
-        finally:
-            if memory is not None:
-                os.close(memory)  # it stays mapped
-                self._folder.cleanup()  # NCCL meets again when it first computes, Gloo does not
+        if kind != "cuda":
+            self._folder.cleanup()  # NCCL meets again when it first computes, Gloo does not
+        self.facts = [follower.facts for follower in self._followers]
         for follower in self._followers:
-            follower.watch(self._lose)
+            follower.watch(self._lose, lambda rank, told: self._on_told(rank, told))
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the runner of rank 0: its pool, its dtype, its notices."""
@@ -177,17 +208,39 @@ class ParallelRunner:
         if self._lost is not None:
             raise self._lost
         step = replace(step, repeats=1)  # what is sampled is known to rank 0 only
-        lean = replace(step, seqs=[replace(s, sampling=GREEDY, context=[]) for s in step.seqs])
+        lean = replace(step, seqs=[_lean(seq) for seq in step.seqs])
         self._group.was_used = False
         try:
-            for follower in self._followers:
-                follower.send(lean)
+            self._send(lean)
             return self._runner.execute(step)
         except Exception as error:
             # Before the first collective all ranks refuse a step for the same reason.
             if isinstance(error, OSError) or self._group.was_used:
                 self._lose(f"step {step.step_id}: {error}")
             raise
+
+    def checksums(self, step: Step) -> list[list[int]]:
+        """Of each follower those of `step.checksum_blocks`, which was executed. Raises OSError."""
+        try:
+            return [follower.checksums_of(step.step_id) for follower in self._followers]
+        except OSError as error:
+            self._lose(str(error))
+            raise
+
+    def tell(self, message: Any) -> None:
+        """Send `message` to the companion of every follower; from any thread."""
+        try:
+            self._send(message)
+        except OSError as error:
+            self._lose(str(error))
+
+    def when_told(self, call: OnTold) -> None:
+        """What companions say goes to `call`. To be set before they are told anything."""
+        self._on_told = call
+
+    def _send(self, message: Any) -> None:
+        for follower in self._followers:
+            follower.send(message)
 
     def when_lost(self, call: OnLost) -> None:
         """`call` is called once, from any thread, when the worker cannot go on."""
@@ -209,14 +262,14 @@ class ParallelRunner:
     def _start_followers(self, setups: list[RankSetup]) -> None:
         """Returns when all are about to join their group."""
         for setup in setups:
-            self._followers.append(Follower(setup.shard.rank, setup.memory))
+            self._followers.append(Follower(setup.shard.rank))
         for follower, setup in zip(self._followers, setups, strict=True):
             try:
                 follower.send(setup)
             except OSError as error:
                 raise ModelError(f"rank {follower.rank} did not start: {error}") from error
         for follower in self._followers:
-            follower.wait_started()
+            follower.wait_ready()
 
     def _lose(self, reason: str) -> None:
         with self._lock:
@@ -234,5 +287,16 @@ def _check_devices(kind: str, size: int) -> None:
     count = torch.cuda.device_count()
     if kind == "cuda" and count < size:
         raise ModelError(f"tensor_parallel_size = {size} needs as many GPUs, {count} are here")
-    if kind == "cpu" and not hasattr(os, "memfd_create"):
-        raise ModelError(f"tensor_parallel_size = {size} on CPUs needs Linux")
+
+
+def _lean(seq: ScheduledSeq) -> ScheduledSeq:
+    """What ranks need that do not sample: they compute the logits of the same rows."""
+    wanted = seq.sampling
+    if not wanted.reads_prompt:
+        return replace(seq, sampling=GREEDY, context=[])
+    sampling = replace(GREEDY, prompt_logprobs=wanted.prompt_logprobs, pooling=wanted.pooling)
+    return replace(seq, sampling=sampling)
+
+
+def _unexpected(rank: int, told: Any) -> None:
+    log.error("rank %d said what nobody waits for: %s", rank, type(told).__name__)

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from cluster.config import Config, EngineSection, ModelSection
-from cluster.worker.build import WorkerSpec, prepare_model, worker_config
+from cluster.worker.build import prepare_model
 from cluster.worker.kv_plan import (
     SPARE_BYTES,
     BuildError,
@@ -21,6 +21,8 @@ from cluster.worker.kv_plan import (
     plan_tiers,
     resolve_max_model_len,
 )
+from cluster.worker.spec import WorkerSpec
+from cluster.worker.transfers import worker_config
 from engine.model.config import ModelConfig, Rope
 from engine.stats import Role, WorkerInfo
 

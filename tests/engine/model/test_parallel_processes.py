@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from engine.model.parallel.runner import ParallelRunner, RanksLost
 from engine.model.runner import ModelRunner
+from engine.request import Pooling, SamplingParams
 from engine.step import Step
 from tests.engine.model.test_runner import generate
 from tests.engine.model.tiny import make_checkpoint, scheduled, tokens_of
@@ -40,6 +41,20 @@ def test_the_life_of_a_worker_with_two_ranks(tmp_path):
     done, expected = (each.execute(Step(2, [bad, good])) for each in (runner, alone))
     assert list(done.invalid) == [0]
     assert done.sampled == expected.sampled == [None, expected.sampled[1]]
+
+    asked = SamplingParams(temperature=0.0, prompt_logprobs=2, pooling=Pooling.MEAN)
+    reads = scheduled(PROMPT, 0, BLOCKS, sampling=asked, outputs_from=0)
+    masked = SamplingParams(temperature=0.0, grammar="start: nothing_like_it")
+    stopped = scheduled(PROMPT[:9], 0, [9], sampling=masked, request_id="stopped")
+    for other in (reads, stopped, good):  # the last one: they are in step still
+        done, expected = (each.execute(Step(3, [other, good])) for each in (runner, alone))
+        assert done.sampled == expected.sampled
+        assert done.ungrammatical == expected.ungrammatical
+        assert set(done.prompts) == set(expected.prompts)
+        for index, outputs in done.prompts.items():
+            wanted = expected.prompts[index]
+            pairs = zip(outputs.logprobs, wanted.logprobs, strict=True)
+            assert all(abs(ours.logprob - theirs.logprob) < 1e-4 for ours, theirs in pairs)
 
     told: queue.SimpleQueue[Exception] = queue.SimpleQueue()
     runner.when_lost(told.put)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from cluster.config import Config, EngineSection, ModelSection
-from cluster.worker.build import open_runner, prepare_model
+from cluster.worker.build import prepare_model
 from cluster.worker.kv_plan import SPARE_BYTES, BuildError, plan_kv
 from engine.model.checkpoint.families import read_config
-from engine.model.errors import ModelError
 from engine.model.parallel.runner import RanksLost
 from engine.request import SamplingParams
 from engine.stats import Role
 from lab.local import LocalCluster
 from router.config import RouterConfig
-from tests.cluster.worker.test_build import spec_of
-from tests.engine.model.tiny import make_checkpoint, tokens_of
+from tests.engine.model.tiny import FAMILIES, make_checkpoint, tokens_of
+from tests.lab.local.test_local_tiers import MIB, assert_clean, counted, load_all, settle
+from tests.lab.local.test_local_tiers import num_cached as num_cached_of
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 HAND_OVER = RouterConfig(policy="round_robin")  # every prompt, however short
@@ -48,7 +50,13 @@ def test_two_ranks_go_on_with_the_kv_of_one_and_the_worker_ends_with_its_ranks(
         expected = [answer.tokens for answer in cluster.generate(PROMPTS, GREEDY)]
     engines = {Role.DECODE: PARALLEL}
     with LocalCluster(
-        model_dir, engine=ENGINE, engines=engines, router=HAND_OVER, threads=2, host_bytes=1 << 20
+        model_dir,
+        engine=ENGINE,
+        engines=engines,
+        router=HAND_OVER,
+        threads=2,
+        nixl=True,
+        host_bytes=1 << 20,
     ) as cluster:
         answers = cluster.generate(PROMPTS, GREEDY)
         again = cluster.generate(PROMPTS, GREEDY)
@@ -69,6 +77,72 @@ def test_two_ranks_go_on_with_the_kv_of_one_and_the_worker_ends_with_its_ranks(
     assert not followers()
 
 
+@pytest.mark.parametrize(
+    ("family", "src_size", "dst_size"),
+    [
+        ("qwen2", 2, 1),
+        ("deepseek3", 2, 2),  # a latent, which all ranks have
+        pytest.param("qwen2", 4, 2, marks=pytest.mark.long),  # with copies of its 2 KV heads
+        pytest.param("qwen2", 2, 4, marks=pytest.mark.long),
+    ],
+)
+def test_workers_of_any_sizes_hand_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, src_size: int, dst_size: int
+) -> None:
+    kind, changes = FAMILIES["qwen2"]
+    monkeypatch.setitem(FAMILIES, "qwen2", (kind, changes | {"num_attention_heads": 4}))
+    make_checkpoint(family, tmp_path)
+    with LocalCluster(tmp_path, prefill=0, engine=ENGINE, threads=2) as cluster:
+        expected = [answer.tokens for answer in cluster.generate(PROMPTS, GREEDY)]
+    sizes = {Role.PREFILL: src_size, Role.DECODE: dst_size}
+    engines = {role: replace(ENGINE, tensor_parallel_size=size) for role, size in sizes.items()}
+    with LocalCluster(tmp_path, engines=engines, router=HAND_OVER, threads=2, nixl=True) as cluster:
+        answers = cluster.generate(PROMPTS, GREEDY)
+        cluster.wait_idle()
+        totals = cluster.status().totals
+        assert [answer.tokens for answer in answers] == expected
+        assert (totals.handoffs, sum(totals.retries.values())) == (3, 0)
+        cluster.check()
+
+
+def test_kv_of_two_ranks_comes_back_from_host_memory_and_from_disk(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    small = replace(PARALLEL, num_blocks=24)
+    tiers: dict[str, Any] = {"host_bytes": MIB, "disk_bytes": 16 * MIB}
+    tiers |= {"disk_path": str(tmp_path), "disk_after_s": 0.0, "nixl": True, "threads": 2}
+    prompts = [tokens_of(150, seed=seed) for seed in range(6)]
+    num_cached = len(prompts) * (150 // 16 * 16)
+
+    def ask(cluster: LocalCluster) -> list[list[int]]:
+        found = []
+        for prompt in prompts:
+            found.append(cluster.generate([prompt], GREEDY)[0].tokens)
+            settle(cluster)
+        return found
+
+    with LocalCluster(model_dir, prefill=0, engine=small, **tiers) as cluster:
+        load_all(cluster)
+        expected = ask(cluster)
+        assert ask(cluster) == expected
+        assert num_cached_of(cluster) == num_cached
+        assert_clean(cluster)
+    folders = {path.name for path in tmp_path.iterdir()}
+    assert folders == {"rank-0-of-2", "rank-1-of-2"}
+    with LocalCluster(model_dir, prefill=0, engine=small, **tiers) as cluster:
+        load_all(cluster)
+        assert ask(cluster) == expected
+        assert num_cached_of(cluster) == num_cached
+        assert_clean(cluster)
+    # One rank has lost what it had: the others forget it, and nothing is wrong.
+    shutil.rmtree(tmp_path / "rank-1-of-2")
+    with LocalCluster(model_dir, prefill=0, engine=small, **tiers) as cluster:
+        load_all(cluster)
+        assert counted(cluster, "disk.used") == 0
+        assert ask(cluster) == expected
+        assert_clean(cluster)
+
+
 def test_a_size_that_does_not_divide_the_model_is_refused_before_anything_starts(
     model_dir: Path,
 ) -> None:
@@ -77,14 +151,6 @@ def test_a_size_that_does_not_divide_the_model_is_refused_before_anything_starts
     (model_dir / "tokenizer.json").write_text("{}")
     with pytest.raises(BuildError, match=r"tensor_parallel_size = 4 does not divide .*: 1, 2$"):
         prepare_model(config, 1, lambda _news: None)
-
-
-def test_ranks_on_gpus_are_refused_where_kv_would_have_to_move(model_dir: Path) -> None:
-    plan = plan_kv(read_config(model_dir), PARALLEL, "bfloat16")
-    alone: dict[str, Any] = {"on_gpu": True, "device": "cuda", "engine": PARALLEL}
-    for changes in ({"num_peers": 1}, {"host_bytes": 1 << 30}):
-        with pytest.raises(ModelError, match=r"= 2 on GPUs serves without KV transfer: it needs"):
-            open_runner(spec_of(**alone, **changes), model_dir, plan, "bfloat16", 64)
 
 
 def test_each_process_of_a_worker_takes_memory(model_dir: Path) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from msgspec.structs import replace
 
 from cluster.config import Config, EngineSection, ModelSection
 from cluster.worker.build import PreparedModel
@@ -59,18 +57,3 @@ def test_its_processes_end_when_measuring_fails(opened: list[Any]) -> None:
     with pytest.raises(ProfileError, match="a pass"), running(CONFIG, PREPARED, 2):
         raise ProfileError("a pass failed")
     assert opened[0][-1].is_closed
-
-
-def test_several_gpus_for_one_worker_are_refused_in_a_line(
-    opened: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(forward, "find_device", lambda _: torch.device("cuda"))
-    with (
-        pytest.raises(ProfileError, match=r"^engine.tensor_parallel_size = 2 on GPUs .* to 1$"),
-        running(CONFIG, PREPARED, 2),
-    ):
-        pass
-    assert opened == []
-    one = replace(CONFIG, engine=replace(ENGINE, tensor_parallel_size=1))
-    with running(one, PREPARED, 2):
-        assert opened[0][0].on_gpu

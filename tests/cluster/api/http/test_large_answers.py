@@ -80,7 +80,7 @@ def test_no_turn_of_the_loop_has_much_of_the_work(
     assert len(response.content) > 2 * NUM_TOKENS * 100
     turns = sorted(heartbeat.turns)
     # The longest may have been a garbage collection; work in one piece would be most of all.
-    assert turns[-1] < 0.3 * sum(turns), turns[-3:]
+    assert turns[-1] < 0.5 * sum(turns), turns[-3:]
     assert sum(turns[-4:-1]) < 0.15 * sum(turns), turns[-4:]
 
 

@@ -1,0 +1,55 @@
+"""What a process becomes a worker of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.config import EngineSection
+from engine.kv.tier import DEFAULT_RETENTION
+from engine.node import NodeId
+from engine.stats import Role
+
+MakeAgent = Callable[[NodeId, Any, Any, Any], Any]
+"""Given a name, a pool, the host arena or None, and the HeadShare of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Everything that a process needs to become a worker."""
+
+    cluster: str  # name of the cluster, for operators
+    worker: NodeId
+    role: Role
+    epoch: int
+    model_dir: str  # where the launcher found the model; other machines may have to find it
+    model_name: str
+    cache_dir: str
+    dtype: str
+    device: str
+    on_gpu: bool
+    threads: int  # 0: as the runner chooses
+    engine: EngineSection
+    host_bytes: int = 0  # of this worker's tiers; 0: no such tier
+    num_sharing_host: int = 0  # workers of its machine among which a host tier of auto is divided
+    disk_bytes: int = 0
+    disk_path: str = ""  # "": in the user's cache
+    retention_s: float = DEFAULT_RETENTION.keep_s
+    disk_after_s: float = 2.0
+    num_peers: int = 0  # other workers of the cluster
+    quantization: str = "none"
+    num_gpus: int = 0  # that it is given
+    machine: str = ""  # its id
+
+    @property
+    def node(self) -> NodeId:
+        return self.worker
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """For tests and measurements: what to build a worker from, where it is not the usual."""
+
+    make_agent: MakeAgent | None = None  # None: NIXL; of a worker of one process only
+    corrupt: Callable[..., None] | None = None  # given to the TransferExecutors

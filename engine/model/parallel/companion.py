@@ -1,0 +1,57 @@
+"""What a rank does beside the model, such as moving the KV of its heads; and what ranks say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from engine.model.parallel.shard import Shard
+
+
+class Companion(Protocol):
+    """Made in a follower's process once its model is loaded, and owned by it."""
+
+    facts: Any  # what the leader has to know of it; can be pickled
+
+    def receive(self, message: Any) -> None:
+        """Something that the leader sent. Must not block: steps come behind it."""
+        ...
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        """Of its heads of these blocks of the pool, which are complete."""
+        ...
+
+    def close(self) -> None:
+        """Within seconds."""
+        ...
+
+
+Tell = Callable[[Any], None]
+"""Send something to the leader; from any thread."""
+
+MakeCompanion = Callable[[Any, "Shard", Tell], Companion]
+"""Given the rank's ModelRunner. Can be pickled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A follower has done the next stage of its start: it can meet the others; it serves."""
+
+    facts: Any = None  # of its companion
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A follower cannot go on."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """Of `Step.checksum_blocks`, as far as the rank's heads go."""
+
+    step_id: int
+    sums: list[int] = field(default_factory=list)

@@ -1,0 +1,123 @@
+"""An agent whose peers may have several ranks, each with a share of the heads of every block.
+
+It reads from as few ranks of a peer as have all the heads of its own blocks. Where several have the
+same heads, readers of different ranks take different ones. A copy has a part for each rank that it
+reads from, and is done when all are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.kv.tier import Tier
+from engine.node import NodeId
+from kvtransfer.agent import Agent, AgentError
+from kvtransfer.agents.metadata import pack_ranks, read, unpack_ranks
+from kvtransfer.layout import HeadShare
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """`error`: a part of it could not be posted."""
+
+    parts: list[Any]
+    error: str | None = None
+
+
+class RanksAgent:
+    """Implements kvtransfer.agent.Agent over that of one rank, and owns it. Its metadata are those
+    of a worker of one rank; where there are more, `join_ranks` has all."""
+
+    def __init__(self, name: NodeId, agent: Agent, share: HeadShare) -> None:
+        """`share`: the heads of its own blocks."""
+        self._name = name
+        self._agent = agent
+        self._share = share
+        self._peers: dict[NodeId, list[str]] = {}  # what each rank is called that is read from
+
+    def metadata(self) -> bytes:
+        return pack_ranks([self._agent.metadata()])
+
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> str:
+        self.disconnect(peer)
+        each = unpack_ranks(peer, metadata)
+        ranks = ranks_to_read(peer, self._share, [read(peer, one).share for one in each])
+        names = {rank: f"{peer}/{rank}" if len(each) > 1 else peer for rank in ranks}
+        self._peers[peer] = [*names.values()]
+        try:
+            lanes = [self._agent.connect(names[r], epoch, num_blocks, each[r]) for r in ranks]
+        except Exception:
+            self.disconnect(peer)
+            raise
+        return " + ".join(dict.fromkeys(lanes))
+
+    def disconnect(self, peer: NodeId) -> None:
+        for name in self._peers.pop(peer, ()):
+            self._agent.disconnect(name)
+
+    def post_copy(
+        self,
+        peer: NodeId,
+        src: list[int],
+        dst: list[int],
+        src_tier: Tier = Tier.DEVICE,
+        dst_tier: Tier = Tier.DEVICE,
+    ) -> Any:
+        names = [peer] if peer == self._name else self._peers.get(peer)
+        if names is None:
+            raise AgentError(f"not connected to {peer}")
+        if len(names) == 1:
+            return self._agent.post_copy(names[0], src, dst, src_tier, dst_tier)
+        copy = _Copy([])
+        for name in names:
+            try:
+                copy.parts.append(self._agent.post_copy(name, src, dst, src_tier, dst_tier))
+            except Exception as error:
+                if not copy.parts:
+                    raise
+                copy.error = str(error)  # told by `poll`: what was posted has to settle
+                break
+        return copy
+
+    def poll(self, handle: Any) -> bool:
+        if not isinstance(handle, _Copy):
+            return self._agent.poll(handle)
+        if handle.error is not None:
+            raise AgentError(handle.error)
+        return all(self._agent.poll(part) for part in handle.parts)
+
+    def release(self, handle: Any) -> bool:
+        if not isinstance(handle, _Copy):
+            return self._agent.release(handle)
+        handle.parts = [part for part in handle.parts if not self._agent.release(part)]
+        return not handle.parts
+
+    def close(self) -> None:
+        self._peers.clear()
+        self._agent.close()
+
+
+def join_ranks(name: NodeId, metadata: Sequence[bytes]) -> bytes:
+    """Of a worker, from the metadata of the RanksAgents of all its ranks, in their order."""
+    return pack_ranks([one for each in metadata for one in unpack_ranks(name, each)])
+
+
+def ranks_to_read(peer: NodeId, own: HeadShare, shares: Sequence[HeadShare | None]) -> list[int]:
+    """Which of the ranks of `peer`, that have `shares`, a rank with `own` reads. Raises AgentError
+    if they lack some of its heads."""
+    found: list[int] = []
+    missing = set(own.heads)
+    same: dict[range, list[int]] = {}
+    for rank, share in enumerate(shares):
+        if share is None or not share.is_valid:
+            raise AgentError(f"{peer} does not say which heads its rank {rank} has")
+        same.setdefault(share.heads, []).append(rank)
+    for heads, ranks in same.items():
+        if missing.intersection(heads):
+            missing.difference_update(heads)
+            found.append(ranks[own.rank % len(ranks)])
+    if missing:
+        raise AgentError(f"{peer} lacks KV heads {sorted(missing)} of {own.num_heads}")
+    return found

@@ -1,0 +1,112 @@
+"""What the ranks of a worker answer to a request for a transfer, as one answer.
+
+Each rank copies its heads of the same blocks: a request goes to all, and is answered when all have
+answered. It has failed if it did in one of them. So a copy that is done is done everywhere, and
+nothing writes to its destination in any rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
+from kvtransfer.checksum import MOD
+from kvtransfer.layout import HeadShare
+from kvtransfer.transfer_loop import Answer, Request
+
+
+class RankAnswers:
+    """Joins the answers of all ranks. Its methods may be called from any thread.
+
+    Invariant: a connection and a copy that were begun are answered once; a store's failure in any
+    rank is the worker's, and is told at once."""
+
+    def __init__(
+        self,
+        counted: Sequence[bool],
+        send: Callable[[Request], None],
+        deliver: Callable[[Answer], None],
+    ) -> None:
+        """`counted`: for each rank, whether its checksums count; of ranks with the same heads one
+        does. `send`: to all ranks but 0."""
+        self._counted = counted
+        self._send = send
+        self._deliver = deliver
+        self._lock = threading.Lock()
+        # By what an answer names; connections to one peer may be asked for more than once.
+        self._asked: dict[Hashable, deque[dict[int, Answer]]] = {}  # answers by rank
+
+    def begin(self, request: Request) -> None:
+        """Before rank 0 is asked."""
+        key = _key(request)
+        if key is not None:
+            with self._lock:
+                self._asked.setdefault(key, deque()).append({})
+        self._send(request)
+
+    def add(self, rank: int, answer: Answer) -> None:
+        """What `rank` answered."""
+        key = _key(answer)
+        if key is None:
+            self._deliver(answer)
+            return
+        with self._lock:
+            waiting = self._asked[key]
+            answers = next(each for each in waiting if rank not in each)
+            answers[rank] = answer
+            if len(answers) < len(self._counted):
+                return
+            waiting.remove(answers)
+            if not waiting:
+                del self._asked[key]
+        self._deliver(self._joined(answers))
+
+    def audit(self) -> int:
+        """Requests that not all ranks have answered."""
+        with self._lock:
+            return sum(map(len, self._asked.values()))
+
+    def _joined(self, of_ranks: Mapping[int, Any]) -> PeerConnected | CopyDone:
+        """`of_ranks`: an answer of each, of one kind."""
+        answers = [of_ranks[rank] for rank in range(len(of_ranks))]
+        first: PeerConnected | CopyDone = next(
+            (each for each in answers if each.error is not None), answers[0]
+        )
+        if isinstance(first, PeerConnected):
+            lanes = dict.fromkeys(each.lane for each in answers)
+            return replace(first, lane=first.lane if first.error else " + ".join(lanes))
+        elapsed_s = max(each.elapsed_s for each in answers)
+        if first.error is not None:
+            return replace(first, elapsed_s=elapsed_s)
+        sums = [each.checksums for each, c in zip(answers, self._counted, strict=True) if c]
+        return replace(
+            first,
+            checksums=tuple(add_checksums(sums)),
+            elapsed_s=elapsed_s,
+            num_bytes=sum(each.num_bytes for each in answers),
+        )
+
+
+def add_checksums(of_ranks: Iterable[Sequence[int]]) -> list[int]:
+    """Of each block, from what ranks with different heads found in it."""
+    return [sum(each) % MOD for each in zip(*of_ranks, strict=True)]
+
+
+def first_with_heads(shares: Sequence[HeadShare]) -> list[bool]:
+    """For each rank, whether those before it have other heads."""
+    heads = [share.heads for share in shares]
+    return [each not in heads[:rank] for rank, each in enumerate(heads)]
+
+
+def _key(message: Request | Answer) -> Hashable:
+    """The same for a request and its answers; None: it is not always answered."""
+    match message:
+        case ConnectPeer() | PeerConnected():
+            return message.peer, message.epoch
+        case CopyBlocks() | CopyDone():
+            return message.transfer_id
+    return None

@@ -1,0 +1,100 @@
+"""The answers of ranks become one: when all have answered, and good only if all are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.kv.tier import Tier
+from kvtransfer.agent import (
+    ConnectPeer,
+    CopyBlocks,
+    CopyDone,
+    PeerConnected,
+    ReadId,
+    StoreFailed,
+    StoreIndex,
+)
+from kvtransfer.checksum import MOD
+from kvtransfer.ranks import RankAnswers
+
+NUM_RANKS = 3
+COUNTED = [True, False, True]  # the second has the heads of the first
+
+
+def copy(number: int) -> CopyBlocks:
+    return CopyBlocks(ReadId(number), "p", 1, (0, 1), (2, 3), 1.0)
+
+
+def done(number: int, rank: int, error: str | None = None) -> CopyDone:
+    sums = () if error else (MOD - 1 - rank, 10 * rank)
+    return CopyDone(ReadId(number), error, sums, elapsed_s=0.1 * (rank + 1), num_bytes=100)
+
+
+class World:
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.told: list[Any] = []
+        self.answers = RankAnswers(COUNTED, self.sent.append, self.told.append)
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[list[tuple[int, int]], set[tuple[int, int]]]:
+    """(number, rank) in some order, and which of them fail."""
+    each = [(number, rank) for number in range(4) for rank in range(NUM_RANKS)]
+    return draw(st.permutations(each)), draw(st.sets(st.sampled_from(each)))
+
+
+@given(orders())
+def test_copies_are_answered_once_all_have(
+    case: tuple[list[tuple[int, int]], set[tuple[int, int]]],
+) -> None:
+    order, failing = case
+    world = World()
+    for number in range(4):
+        world.answers.begin(copy(number))
+    assert world.sent == [copy(number) for number in range(4)]
+    missing = {number: set(range(NUM_RANKS)) for number in range(4)}
+    for number, rank in order:
+        error = f"rank {rank} failed" if (number, rank) in failing else None
+        world.answers.add(rank, done(number, rank, error))
+        missing[number].remove(rank)
+        told = [answer for answer in world.told if answer.transfer_id == ReadId(number)]
+        assert len(told) == (not missing[number])
+        if told:
+            first = min((r for n, r in failing if n == number), default=None)
+            (answer,) = told
+            assert answer.error == (None if first is None else f"rank {first} failed")
+            assert answer.checksums == (((2 * MOD - 4) % MOD, 20) if first is None else ())
+            assert answer.elapsed_s == 0.1 * NUM_RANKS
+    assert world.answers.audit() == 0
+
+
+def test_connections_say_every_lane_once_and_may_be_made_again() -> None:
+    world = World()
+    request = ConnectPeer("p", 1, 8, b"metadata")
+    for _ in range(2):
+        world.answers.begin(request)
+    good = PeerConnected("p", 1, lane="cma")
+    for rank in (0, 1, 2):
+        world.answers.add(rank, replace(good, lane="tcp") if rank == 1 else good)
+    assert world.told == [replace(good, lane="cma + tcp")]
+    world.answers.add(2, replace(good, error="refused", lane="unknown"))
+    for rank in (0, 1):
+        world.answers.add(rank, good)
+    assert world.told[1:] == [PeerConnected("p", 1, "refused")]
+    assert world.answers.audit() == 0
+
+
+def test_a_store_that_fails_in_one_rank_has_failed() -> None:
+    world = World()
+    change = StoreIndex(remove=(1,))
+    world.answers.begin(change)
+    assert world.sent == [change]
+    failed = StoreFailed("disk full", tier=Tier.DISK)
+    world.answers.add(2, failed)
+    assert world.told == [failed]
+    assert world.answers.audit() == 0
