@@ -112,10 +112,10 @@ class Arrival:
 
     def good_end(self, *, trust_producer: bool) -> int:
         """The end of the blocks that may be used: in order, with the right bytes, and of those of
-        the producer only if it has confirmed them."""
-        end = self.first
-        limit = self.end if trust_producer else self.own_end
-        table = self.seq.block_ids
+        the producer only if it has confirmed them. None of a sequence that has ended: its table is
+        empty."""
+        end, table = self.first, self.seq.block_ids
+        limit = min(self.end if trust_producer else self.own_end, len(table))
         while end < limit and (end in self.good or table[end] == NO_BLOCK):
             end += 1
         return end
