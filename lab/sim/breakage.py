@@ -11,6 +11,7 @@ them.
 - `wait`: reads that do not settle are waited for.
 - `watch`: workers that hang, or fail in every step, go on.
 - `suspect`: the controller listens to no complaints of workers that are silent.
+- `ranks`: a transfer is done when one rank of a worker says so.
 - `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
 
@@ -34,7 +35,9 @@ from kvtransfer.peer.arrival import Arrival
 from kvtransfer.peer.connector import Connector
 from kvtransfer.peer.handoff import ConsumerEvent
 from kvtransfer.peer.orphans import Orphans
+from kvtransfer.ranks import RankAnswers
 from kvtransfer.tiers.blocks import Source
+from kvtransfer.transfer_loop import Answer
 from kvtransfer.worker import Worker
 from router.config import RouterConfig
 from router.messages import RoleChanged, WorkerSuspected
@@ -53,6 +56,7 @@ class Break(StrEnum):
     WAIT = "wait"
     WATCH = "watch"
     SUSPECT = "suspect"
+    RANKS = "ranks"
     OUTPUTS = "outputs"
 
 
@@ -78,6 +82,19 @@ class HastyConnector(Connector):
     def on_copy_done(self, now: float, done: CopyDone) -> list[Effect]:
         known = done.transfer_id in self._by_transfer
         return super().on_copy_done(now, done) if known else []
+
+
+class HastyAnswers(RankAnswers):
+    """Takes the first rank's answer for that of all."""
+
+    def add(self, rank: int, answer: Answer) -> None:
+        if isinstance(answer, CopyDone) and self.audit():
+            for each in range(len(self._counted)):
+                super().add(each, answer)
+
+
+def join_answers(broken: Break | None) -> type[RankAnswers]:
+    return HastyAnswers if broken is Break.RANKS else RankAnswers
 
 
 class CredulousConnector(Connector):

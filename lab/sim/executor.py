@@ -44,9 +44,9 @@ class SimPool:
         self.with_checksums = with_checksums
         self.blocks = [[UNWRITTEN] * block_size for _ in range(num_blocks)]
 
-    def checksum(self, block: int) -> int:
+    def checksum(self, block: int, rank: int = 0, num_ranks: int = 1) -> int:
         """0 where the deployment runs without checksums: the handoff alone has to be enough."""
-        return checksum(self.blocks[block]) if self.with_checksums else 0
+        return checksum(self.blocks[block], rank, num_ranks) if self.with_checksums else 0
 
     def gather(self, block_ids: list[int], end: int) -> list[int]:
         """Slots of positions `[0, end)` of a block table."""

@@ -92,13 +92,11 @@ def prompt_outputs(prompt: Sequence[int], sampling: SamplingParams) -> PromptOut
     return PromptOutputs(tuple(logprobs), vector)
 
 
-def checksum(slots: Sequence[int]) -> int:
-    """Of one block, whatever it holds."""
-    value = len(slots)
-    for slot in slots:
-        value = slot_value(value, 0, slot & 0xFFFF)
-        value ^= slot
-    return value
+def checksum(slots: Sequence[int], rank: int = 0, num_ranks: int = 1) -> int:
+    """Of one block, whatever it holds, or of what a rank has of it. As those of real blocks, the
+    sums of all ranks add up to that of the block."""
+    own = range(rank, len(slots), num_ranks)
+    return sum(slot_value(slots[at], at, slots[at] >> 48) for at in own) % (1 << 64)
 
 
 def generate(

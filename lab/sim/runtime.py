@@ -24,6 +24,7 @@ from engine.kv.tier import DiskRecord, Tier
 from engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
 from engine.step import Execute, PrepareGrammar, StepDone
 from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, StoreFailed, StoreIndex
+from kvtransfer.ranks import RankAnswers
 from lab.sim.disk import SimDisk
 from lab.sim.executor import SimExecutor, SimPool
 from lab.sim.faults import Faults
@@ -50,6 +51,7 @@ class PoolShape:
     with_checksums: bool = True
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
+    num_ranks: int = 1  # a divisor of block_size
 
     def pool(self, num_blocks: int) -> SimPool:
         return SimPool(num_blocks, self.block_size, with_checksums=self.with_checksums)
@@ -99,6 +101,7 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
     stopped: bool = False  # a node raised: its state means nothing any more
     after_receive: Callable[[SimRuntime, Life], None] | None = None  # a check on every event
     perform_other: Callable[[Life, Effect], None] | None = None  # effects that are not known here
+    join_answers: type[RankAnswers] = RankAnswers
     _places: dict[NodeId, _Place] = field(default_factory=dict)
     _last_arrival: dict[tuple[NodeId, NodeId], float] = field(default_factory=dict)
     _hash: Any = field(default_factory=lambda: blake2b(digest_size=16))
@@ -161,6 +164,8 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
             self.life,
             lambda after_s, call: self._push(after_s, life, call),
             violated,
+            shape.num_ranks,
+            self.join_answers,
         )
         clock_s = 0.0 if node_id in self.trusted else self.rng.uniform(0.0, 1000.0)
         node = place.make(epoch, place.disk.records(self.now))
@@ -216,13 +221,16 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
                     self._push(taken_s, life, lambda: self._finish_step(life, taken_s, error))
             case CopyBlocks():
                 peer = life.agent.source(effect)
-                fate = self.faults.read(
-                    effect,
-                    life.executor.pool.block_size,
-                    now=self.now,
-                    peer_alive=peer is not None and peer.alive,
-                )
-                life.agent.read(effect, fate, lambda done: self._read_done(life, done))
+                fates = [
+                    self.faults.read(
+                        effect,
+                        life.executor.pool.block_size,
+                        now=self.now,
+                        peer_alive=peer is not None and peer.alive,
+                    )
+                    for _ in range(life.agent.num_ranks)
+                ]
+                life.agent.read(effect, fates, lambda done: self._read_done(life, done))
             case StoreIndex():
                 self._store(life, effect)
             case ConnectPeer():

@@ -3,23 +3,27 @@
 A read copies each block at its own moment between its start and its end, so a source block that is
 overwritten meanwhile arrives torn or stale. A read that fails or stalls may have copied some blocks
 and not others. Up to the moment of its `CopyDone` it can write to its destination, never after it.
+
+A worker may have several ranks: each reads its part of every block, slots in place of heads, with a
+fate of its own, and the answers are joined by what joins those of real ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.kv.tier import Tier
 from engine.node import NodeId
 from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, TransferId
+from kvtransfer.ranks import RankAnswers
 from lab.sim.executor import OnViolation, SimExecutor
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFate:
-    """What becomes of one read, decided when it is posted."""
+    """What becomes of one rank's read, decided when it is posted."""
 
     duration_s: float
     error: str | None = None
@@ -50,14 +54,18 @@ class SimAgent:
         find_peer: Callable[[NodeId], Peer | None],
         after: Callable[[float, Callable[[], None]], None],
         on_violation: OnViolation,
+        num_ranks: int = 1,
+        join: type[RankAnswers] = RankAnswers,
     ) -> None:
+        self.num_ranks = num_ranks
+        self._join = join
         self._own = own
         self._executor = executor
         self._find_peer = find_peer
         self._after = after  # calls back after that many seconds, unless this worker died
         self._on_violation = on_violation
         self._peers: dict[NodeId, Peer] = {}
-        self._live: dict[TransferId, CopyBlocks] = {}
+        self._live: dict[TransferId, int] = {}  # ranks that can still write
 
     @property
     def num_live(self) -> int:
@@ -82,8 +90,11 @@ class SimAgent:
             peer = self._find_peer(effect.peer)
         return peer if peer is not None and peer.epoch == effect.epoch else None
 
-    def read(self, effect: CopyBlocks, fate: ReadFate, done: Callable[[CopyDone], None]) -> None:
-        """Post the read: copies and the end are events from now on. `done` gets its `CopyDone`."""
+    def read(
+        self, effect: CopyBlocks, fates: Sequence[ReadFate], done: Callable[[Any], None]
+    ) -> None:
+        """Post the read: copies and the ends are events from now on. `fates`: of each rank. `done`
+        gets its `CopyDone`."""
         assert effect.transfer_id not in self._live
         assert len(effect.src) == len(effect.dst) > 0
         assert len(set(effect.dst)) == len(effect.dst)
@@ -95,17 +106,34 @@ class SimAgent:
             self._check_own(effect)
         else:
             assert Tier.DISK not in (effect.src_tier, effect.dst_tier), "a peer's disk"
-        self._live[effect.transfer_id] = effect
+        self._live[effect.transfer_id] = self.num_ranks
         writable.update(effect.dst)
+        answers = self._join([True] * self.num_ranks, lambda _request: None, done)
+        answers.begin(effect)
+        for rank, fate in enumerate(fates):
+            self._post(effect, source, rank, fate, answers)
+
+    def _post(
+        self,
+        effect: CopyBlocks,
+        source: Peer | None,
+        rank: int,
+        fate: ReadFate,
+        answers: RankAnswers,
+    ) -> None:
         # What is written to disk has its checksum taken before.
-        before = (
-            self._checksums(effect.src_tier, effect.src) if effect.dst_tier is Tier.DISK else None
-        )
+        before = None
+        if effect.dst_tier is Tier.DISK:
+            before = self._checksums(effect.src_tier, effect.src, rank)
         if source is not None:
             for index, moment in enumerate(fate.moments):
                 if moment is not None:
-                    self._after(moment, self._copy(effect, source, index, fate.flip))
-        self._after(fate.duration_s, lambda: done(self._settle(effect, source, fate, before)))
+                    self._after(moment, self._copy(effect, source, rank, index, fate.flip))
+
+        def settle() -> None:
+            answers.add(rank, self._settle(effect, source, rank, fate, before))
+
+        self._after(fate.duration_s, settle)
 
     def _check_own(self, effect: CopyBlocks) -> None:
         """A worker knows what happens to its own blocks: it must not read one that is written."""
@@ -114,19 +142,29 @@ class SimAgent:
             text = f"transfer {effect.transfer_id}, {effect.src_tier} {sorted(overlap)}"
             self._on_violation("a move reads a block that is being written", text)
 
-    def _checksums(self, tier: Tier, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self._executor.pools[tier].checksum(block) for block in blocks)
+    def _checksums(self, tier: Tier, blocks: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        pool = self._executor.pools[tier]
+        return tuple(pool.checksum(block, rank, self.num_ranks) for block in blocks)
 
     def _copy(
-        self, effect: CopyBlocks, source: Peer, index: int, flip: tuple[int, int] | None
+        self,
+        effect: CopyBlocks,
+        source: Peer,
+        rank: int,
+        index: int,
+        flip: tuple[int, int] | None,
     ) -> Callable[[], None]:
         def copy() -> None:
             if not source.alive:
                 return
             block = list(source.executor.pools[effect.src_tier].blocks[effect.src[index]])
             if flip is not None and flip[0] == index:
-                block[flip[1]] ^= 1 << 17
-            self._executor.pools[effect.dst_tier].blocks[effect.dst[index]] = block
+                own = range(rank, len(block), self.num_ranks)
+                block[own[flip[1] % len(own)]] ^= 1 << 17
+            blocks, number = self._executor.pools[effect.dst_tier].blocks, effect.dst[index]
+            there = list(blocks[number])
+            there[rank :: self.num_ranks] = block[rank :: self.num_ranks]
+            blocks[number] = there
 
         return copy
 
@@ -134,11 +172,14 @@ class SimAgent:
         self,
         effect: CopyBlocks,
         source: Peer | None,
+        rank: int,
         fate: ReadFate,
         before: tuple[int, ...] | None,
     ) -> CopyDone:
-        del self._live[effect.transfer_id]
-        self._executor.writable[effect.dst_tier].difference_update(effect.dst)
+        self._live[effect.transfer_id] -= 1
+        if not self._live[effect.transfer_id]:
+            del self._live[effect.transfer_id]
+            self._executor.writable[effect.dst_tier].difference_update(effect.dst)
         error = fate.error
         if error is None and (source is None or not source.alive):
             error = f"{effect.peer} epoch {effect.epoch} is gone"
@@ -147,7 +188,7 @@ class SimAgent:
         return CopyDone(
             effect.transfer_id,
             None,
-            self._checksums(effect.dst_tier, effect.dst) if before is None else before,
+            self._checksums(effect.dst_tier, effect.dst, rank) if before is None else before,
             fate.duration_s,
-            len(effect.dst) * self._executor.pool.block_size * 8,
+            len(effect.dst) * self._executor.pool.block_size * 8 // self.num_ranks,
         )

@@ -41,10 +41,11 @@ def test_no_seed_finds_a_violation(first: int) -> None:
         assert not report.violations, describe(report)
 
 
-@pytest.mark.parametrize("seed", [251, 880])
+@pytest.mark.parametrize("seed", [251, 880, 1749])
 def test_seeds_that_once_found_something_do_not(seed: int) -> None:
     """251: both attempts of a migration waited for memory while a third worker had some. 880: more
-    came back to the router's queue than there were slots at one time."""
+    came back to the router's queue than there were slots at one time. 1749: a request ended while
+    its peer's blocks were confirmed and its own could not be read."""
     report = report_of(seed)
     assert not report.violations, describe(report)
 
@@ -131,6 +132,10 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
         (Break.WAIT, {"silent"}),
         (Break.WATCH, {"no progress"}),
         (Break.SUSPECT, {"no progress"}),
+        (
+            Break.RANKS,
+            {"block in use while a transfer can write to it", "two transfers write to one block"},
+        ),
         (Break.OUTPUTS, {"wrong prompt outputs"}),
     ],
 )
