@@ -17,7 +17,7 @@ from engine.kv.tier import Tier
 from engine.messages import Refused, TokenDeltas, WorkRequest
 from engine.node import Effect, NodeId, Note, Send
 from engine.progress import StepWatch
-from engine.request import NO_OUTPUTS, FinishReason, Refusal, TokenDelta
+from engine.request import NO_OUTPUTS, FinishReason, Refusal, TokenDelta, TokenLogprobs
 from engine.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
 from engine.stats import WorkerStats
@@ -215,12 +215,11 @@ class EngineCore:
         cached: int | None,
         phases: Mapping[str, float],
     ) -> TokenDelta:
-        tokens = tuple(seq.tokens[start:])
-        logprobs = tuple(
-            seq.logprobs[position]
-            for position in range(start, len(seq.tokens))
-            if position in seq.logprobs
-        )
+        tokens, known = tuple(seq.tokens[start:]), seq.logprobs
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if known:
+            positions = range(start, len(seq.tokens))
+            logprobs = tuple(known[at] for at in positions if at in known)
         return TokenDelta(
             seq.request_id,
             seq.attempt,

@@ -125,6 +125,12 @@ class Drafter:
         self._acceptance_rate = INITIAL_ACCEPTANCE_RATE  # recent, of all sequences
         self._proposers: dict[Sequence, NgramProposer] = {}
 
+    def is_worth_it(self, seqs: Seq[Sequence], weights: Seq[float]) -> bool:
+        """Whether drafts may pay in a pass over `seqs`, whatever they are."""
+        return self._max_drafts > 0 and (
+            MIN_GAIN * self._row_cost(seqs, weights) * len(seqs) <= MAX_NEEDED_RATE
+        )
+
     def plan(
         self, seqs: Seq[Sequence], rooms: Seq[int], weights: Seq[float]
     ) -> list[list[int]] | None:
@@ -132,8 +138,6 @@ class Drafter:
         None: no sequence gets any. rooms: how many each has room for. weights: cost of passes by
         `row_features`; empty: not measured yet."""
         row = self._row_cost(seqs, weights)
-        if not self._max_drafts or MIN_GAIN * row * len(seqs) > MAX_NEEDED_RATE:
-            return None
         proposed = [
             self._propose(seq, min(self._max_drafts, room))
             for seq, room in zip(seqs, rooms, strict=True)

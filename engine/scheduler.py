@@ -134,7 +134,7 @@ class Scheduler:
         if len(chosen) == len(decodes) == len(self.running):
             drafts = self._drafts(decodes, row_weights)
             if drafts is None:
-                step.repeats = min(self._repeats(seq) for seq in decodes)
+                step.repeats = self._repeats(decodes)
             else:
                 for share, draft in zip(step.seqs, drafts, strict=True):
                     share.draft_tokens = draft
@@ -158,13 +158,13 @@ class Scheduler:
         survivors: list[tuple[Sequence, int]] = []
         if done.error is None:
             self.kv.checksums.update(zip(step.checksum_blocks, done.checksums, strict=True))
+        size = self.config.block_size
         for index, (seq, share) in enumerate(zip(self.in_flight_seqs, step.seqs, strict=True)):
             seq.in_step = False
             if seq.state is SeqState.DEAD:
                 self.release_if_settled(seq)
                 continue
-            fault = done.fault(index)
-            if fault is not None:
+            if (fault := done.fault(index)) is not None:
                 self.faults.append((seq, *fault))
                 continue
             if done.error is None:
@@ -181,9 +181,10 @@ class Scheduler:
                     self._drafter.on_verified(seq, (sampled.token, *sampled.more))
                     seq.forced = sampled.forced
                     if len(sampled.more) < len(share.draft_tokens):  # it did not fill its block
-                        block = share.block_ids[share.start // self.config.block_size]
+                        block = share.block_ids[share.start // size]
                         self.kv.checksums.pop(block, None)
-                self.kv.seal_computed(seq)
+                if (seq.num_sealed + 1) * size <= seq.num_computed:
+                    self.kv.seal_computed(seq)
                 self.kv.slide(seq)
             survivors.append((seq, len(share.tokens)))
         self.in_flight_seqs = []
@@ -246,13 +247,15 @@ class Scheduler:
             budget -= count
         return chosen
 
-    def _repeats(self, seq: Sequence) -> int:
-        """Passes in a row that a decode can run by itself: no block is added or sealed, and it does
-        not end. With a mask, what may follow a token is not known before."""
-        if seq.sampling.is_masked:
-            return 1
-        to_seal = -len(seq.tokens) % self.config.block_size
-        return max(1, min(to_seal, self._to_end(seq)))
+    def _repeats(self, decodes: list[Sequence]) -> int:
+        """Passes in a row that decodes can run by themselves: no block is added or sealed, and none
+        ends. With a mask, what may follow a token is not known before."""
+        least = size = self.config.block_size
+        for seq in decodes:
+            least = min(least, -len(seq.tokens) % size)
+            if least <= 1 or seq.sampling.is_masked:
+                return 1
+        return max(1, min([least, *map(self._to_end, decodes)]))
 
     def _to_end(self, seq: Sequence) -> int:
         """Tokens that may be sampled for a decode before it ends or has to be reported. A first
@@ -265,15 +268,17 @@ class Scheduler:
     def _drafts(
         self, decodes: list[Sequence], row_weights: tuple[float, ...]
     ) -> list[list[int]] | None:
-        """As of `Drafter.plan`. None if the logits of one sequence are edited or reported."""
+        """As of `Drafter.plan`. None if it is not worth it, or if the logits of one sequence are
+        edited or reported."""
+        if not self._drafter.is_worth_it(decodes, row_weights):
+            return None
         if not all(seq.sampling.is_plain(seq.num_output_tokens) for seq in decodes):
             return None
-        return self._drafter.plan(decodes, [self._room(seq) for seq in decodes], row_weights)
-
-    def _room(self, seq: Sequence) -> int:
-        """Draft tokens that a decode may have: with its last token they stay in one block, and the
-        token sampled after them is at most the last one that it may have."""
-        return min(-len(seq.tokens) % self.config.block_size, self._to_end(seq) - 1)
+        # With its last token they stay in one block, and the token sampled after them is at most
+        # the last one that it may have.
+        size = self.config.block_size
+        rooms = [min(-len(seq.tokens) % size, self._to_end(seq) - 1) for seq in decodes]
+        return self._drafter.plan(decodes, rooms, row_weights)
 
     def _make_room_for_growth(self) -> None:
         """A block for the newest token of every running sequence; preempts the latest arrivals."""

@@ -77,8 +77,10 @@ class KVCacheManager:
     def grow(self, seq: Sequence) -> bool:
         """Allocate blocks up to the end of `seq.tokens`, or with a window for the next ones. False
         if the pool has no block left."""
-        end = self.window.end(seq.num_computed, len(seq.tokens))
-        count = end - len(self._tables[seq])
+        num_held, num_tokens = len(self._tables[seq]), len(seq.tokens)
+        if num_tokens <= num_held * self.block_size and not self.window.size:
+            return True
+        count = self.window.end(seq.num_computed, num_tokens) - num_held
         if count <= 0:
             return True
         fresh = self.allocate(count)
@@ -92,7 +94,7 @@ class KVCacheManager:
         """Free the blocks that no later position of `seq` reads, and allocate as many for the next
         tokens of a prompt: otherwise other sequences would be admitted in their place, and be
         preempted for it."""
-        start = self.window.start(seq.num_computed)
+        start = self.window.start(seq.num_computed) if self.window.size else 0
         if start <= seq.window_start:
             return
         table, gone = self._tables[seq], range(seq.window_start, start)
@@ -179,6 +181,10 @@ class KVCacheManager:
         not; None if its block table is valid. Without `thorough`, only the blocks to be written are
         checked."""
         held, table, size = self._tables[seq], seq.block_ids, self.block_size
+        if count == 1 and not self.window.size and (not thorough or table == held):
+            at = seq.num_computed // size  # a decode, as most are
+            if at < len(held) and table[at] == held[at] and self.pool.is_private(held[at]):
+                return None
         end = self.num_blocks_for(seq.num_computed + count)
         written = range(seq.num_computed // size, end)
         if len(table) < end or len(held) < end:

@@ -162,7 +162,8 @@ def test_cheap_rows_are_filled_as_far_as_there_is_room() -> None:
     trained(made, seq, accepted=True)
     assert counts(made.plan([seq], [20], weights(0.01))) == [7]
     assert made.plan([seq], [0], weights(0.01)) is None
-    assert drafter(max_drafts=0).plan([seq], [20], weights(0.01)) is None
+    assert drafter().is_worth_it([seq], weights(0.01))
+    assert not drafter(max_drafts=0).is_worth_it([seq], weights(0.01))
 
 
 def test_rejected_drafts_end_and_come_again_when_they_would_have_been_accepted() -> None:

@@ -7,7 +7,7 @@ of a captured graph where there is one for its number of rows, and the same call
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -19,9 +19,11 @@ from engine.model.batch import Batch, Limits, check_tokens, checked_blocks
 from engine.model.decoder import Decoder
 from engine.model.gpu.sampling import Draws, draw, draw_values
 from engine.model.gpu.staging import StaticInputs
+from engine.request import SamplingParams
 from engine.step import ScheduledSeq
 
 NO_SLOT = -1  # of a row that only fills up a captured size: nothing is written for it
+PARAMETERS = ("seed", "top_p", "top_k", "temperature", "min_p")
 ROWS = 1024  # of the kernel that advances them
 
 
@@ -61,7 +63,9 @@ class DecodePasses:
         )
         self._inputs.host["query_start"][:] = np.arange(max_num_seqs)
         self._inputs.host["query_len"][:] = 1
-        self._held: list[list[int]] = [[] for _ in range(max_num_seqs)]  # as in block_tables
+        # What the rows of block_tables and of the parameters were written from.
+        self._held: list[np.ndarray | None] = [None] * max_num_seqs
+        self._params: list[SamplingParams | None] = [None] * max_num_seqs
         self._rows = torch.arange(max_num_seqs, device=device)
         self._drawn = torch.zeros(rows, dtype=torch.int64, device=device)
         shape = (max_num_seqs, limits.vocab_size)
@@ -80,20 +84,38 @@ class DecodePasses:
         """Rows of a pass that has so many of use; 0 if they are too many."""
         return next((size for size in self.sizes if size >= num_rows), 0)
 
-    def load(self, seqs: list[ScheduledSeq]) -> None:
+    def load(self, seqs: list[ScheduledSeq], tables: Sequence[np.ndarray] | None = None) -> None:
         """Send a step's inputs: of each sequence a row for its token and, after it, one for each
-        draft token. Raises ValueError for a sequence that is not within the limits; nothing is sent
+        draft token. `tables`: as `Guard.check` gives them; without, they and the tokens are checked
+        here. Raises ValueError for a sequence that is not within the limits; nothing is sent
         then."""
-        by_row = [seq for seq in seqs for _ in seq.input_tokens]
-        count, block_size = len(by_row), self._limits.block_size
-        size, host = self.size_for(count), self._inputs.host
-        for row, seq in enumerate(by_row):
-            self._load_blocks(row, seq)
-        spans = (range(seq.start, seq.end) for seq in seqs)
-        starts = np.fromiter(chain.from_iterable(spans), np.int64, count)
-        tokens = np.fromiter(chain.from_iterable(seq.input_tokens for seq in seqs), np.int64, count)
-        for seq in seqs:
-            check_tokens(seq, self._limits)
+        if tables is None:
+            tables = [checked_blocks(seq, self._limits) for seq in seqs]
+            for seq in seqs:
+                check_tokens(seq, self._limits)
+        host, block_size = self._inputs.host, self._limits.block_size
+        count = 0
+        changed: list[int] = []  # rows whose parameters are others than in the last step
+        params: list[SamplingParams] = []
+        for seq, blocks in zip(seqs, tables, strict=True):
+            for row in range(count, count + len(seq.input_tokens)):
+                if self._held[row] is not blocks:  # the same as long as nothing changes in it
+                    host["block_tables"][row, : len(blocks)] = blocks
+                    self._held[row] = blocks
+                if self._params[row] is not seq.sampling:
+                    self._params[row] = seq.sampling
+                    changed.append(row)
+                    params.append(seq.sampling)
+            count += len(seq.input_tokens)
+        size = self.size_for(count)
+        if count == len(seqs):
+            starts = np.array([seq.start for seq in seqs], np.int64)
+            tokens = np.array([seq.tokens[0] for seq in seqs], np.int64)
+        else:
+            spans = (range(seq.start, seq.end) for seq in seqs)
+            starts = np.fromiter(chain.from_iterable(spans), np.int64, count)
+            inputs = chain.from_iterable(seq.input_tokens for seq in seqs)
+            tokens = np.fromiter(inputs, np.int64, count)
         rows, rest = slice(0, count), slice(count, size)
         blocks = host["block_tables"][np.arange(count), starts // block_size].astype(np.int64)
         host["tokens"][rows], host["tokens"][rest] = tokens, 0
@@ -101,11 +123,14 @@ class DecodePasses:
         host["slots"][rows] = blocks * block_size + starts % block_size
         host["slots"][rest] = NO_SLOT
         host["context_len"][rows], host["context_len"][rest] = starts + 1, 1
-        for name, values in draw_values([seq.sampling for seq in by_row]).items():
-            host[name][rows], host[name][rest] = values, 0
+        if changed:
+            for name, values in draw_values(params).items():
+                host[name][changed] = values
         for row in range(count, size):
             host["block_tables"][row, 0] = 0
-            self._held[row] = []
+            self._held[row] = self._params[row] = None
+            for name in PARAMETERS:
+                host[name][row] = 0
         self._inputs.send(size)
 
     def launch(self, size: int, index: int) -> None:
@@ -169,19 +194,6 @@ class DecodePasses:
         _advance[(triton.cdiv(size, ROWS),)](
             drawn, batch.tokens, batch.positions, batch.slots, batch.context_len, size, ROWS=ROWS
         )
-
-    def _load_blocks(self, row: int, seq: ScheduledSeq) -> None:
-        """Most steps change no table, and lists of the same numbers are compared quickly."""
-        needed = -(-seq.end // self._limits.block_size)
-        held = self._held[row]
-        known = len(held) >= needed and held == seq.block_ids
-        if known and 0 < seq.end <= self._limits.max_model_len:
-            return
-        self._held[row] = []
-        blocks = checked_blocks(seq, self._limits)
-        self._inputs.host["block_tables"][row, : len(blocks)] = blocks
-        if len(blocks) == len(seq.block_ids):  # else more of them are checked later
-            self._held[row] = list(seq.block_ids)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -71,28 +71,30 @@ class GpuSteps:
         )
         with self._on_device():
             if decodes and self._passes.size_for(len(step.seqs)):
-                return list(self._decode(step, masks_of)), {}
+                return list(self._decode(step, tables, masks_of)), {}
             return self._ragged(step, tables, masks_of)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched on the thread's device, and each thread has its own."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
-    def _decode(self, step: Step, masks_of: Masks | None) -> list[Sampled]:
+    def _decode(
+        self, step: Step, tables: Sequence[np.ndarray] | None, masks_of: Masks | None
+    ) -> list[Sampled]:
         """Up to `step.repeats` passes; what follows a stop token is thrown away. One pass where
         draft tokens are verified."""
         passes, seqs = self._passes, step.seqs
         num_rows = sum(len(seq.input_tokens) for seq in seqs)
         if num_rows > len(seqs):
             if all(map(is_plain, seqs)) and passes.size_for(num_rows):
-                return self._verify(seqs, num_rows, masks_of)
+                return self._verify(seqs, num_rows, tables, masks_of)
             seqs = [replace(seq, draft_tokens=[]) for seq in seqs]
         plain = [_is_drawn_here(seq) for seq in seqs]
         size, count = passes.size_for(len(seqs)), len(seqs)
         most = min(step.repeats, passes.max_passes) if all(plain) else 1
-        stops = [frozenset(seq.sampling.stop_token_ids) for seq in seqs]
+        stops = [seq.sampling.stop_token_ids for seq in seqs]
         ahead = sum(map(bool, stops)) * self._pass_s < AHEAD_S
-        passes.load(seqs)
+        passes.load(seqs, tables)
         began = perf_counter()
         rows: list[list[int]] = []
         launched = 0
@@ -112,13 +114,19 @@ class GpuSteps:
             passes.result(launched - 1, count)  # it writes to blocks: not before it has ended
         if not all(plain):
             return self._edited(rows[0], passes.logits[:count], seqs, plain, masks_of)
+        if len(rows) == 1:
+            return [Sampled(token) for token in rows[0]]
         columns = zip(*rows, strict=True)  # one per sequence
         return [Sampled(first, more=tuple(more)) for first, *more in columns]
 
     def _verify(
-        self, seqs: list[ScheduledSeq], num_rows: int, masks_of: Masks | None
+        self,
+        seqs: list[ScheduledSeq],
+        num_rows: int,
+        tables: Sequence[np.ndarray] | None,
+        masks_of: Masks | None,
     ) -> list[Sampled]:
-        self._passes.load(seqs)
+        self._passes.load(seqs, tables)
         self._passes.launch(self._passes.size_for(num_rows), 0)
         masks = masks_of(seqs) if masks_of else None
         tokens = self._passes.result(0, num_rows)
