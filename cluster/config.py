@@ -59,7 +59,8 @@ class ModelSection(Section, frozen=True):
     served_name: str = ""  # what clients call it; "": derived from the name
     # auto (bfloat16 where the hardware multiplies it), float32 or bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    quantization: Literal["none", "int8"] = "none"  # of weights: none or int8
+    # of weights: none, int8, or on CPUs int4
+    quantization: Literal["none", "int8", "int4"] = "none"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto (GPUs where there are any), cpu or cuda
     cache_dir: str = ""  # for converted and downloaded models; "": the user's cache directory
 

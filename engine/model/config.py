@@ -16,7 +16,7 @@ from engine.cache_dir import file_identity
 from engine.kv.spec import DTYPE_BYTES, KVSpec
 from engine.model.errors import ModelError
 
-INT8_GROUP = 64  # inputs that share a scale
+INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +236,16 @@ def _depths(config: ModelConfig) -> list[int]:
 def weights_bytes(config: ModelConfig, dtype: str, quantization: str = "none") -> int:
     """Bytes of the weights in the memory of a CPU, without biases and padding: a tied table is held
     twice, once packed; with "int8" every matrix is one byte a number and the scales of its groups,
-    but not the table whose rows are read."""
+    but not the table whose rows are read; with "int4" half a byte, scales and offsets, but for the
+    head."""
     table, wide = config.vocab_size * config.hidden_size, config.num_float32
     total = config.num_parameters + (table if config.tie_word_embeddings else 0)
     each: float = DTYPE_BYTES[dtype]
-    if quantization == "int8":
-        each = 1 + max(2 * -(-depth // INT8_GROUP) / depth for depth in _depths(config))
-    return ceil(table * DTYPE_BYTES[dtype] + wide * 4 + (total - table - wide) * each)
+    depths = _depths(config)
+    head = each
+    if quantization != "none":
+        head = each = 1 + 2 * max(-(-depth // INT8_GROUP) / depth for depth in depths)
+    if quantization == "int4":
+        each = 0.5 + 4 * max(-(-depth // INT4_GROUP) / depth for depth in depths)
+    rest = total - 2 * table - wide
+    return ceil(table * (DTYPE_BYTES[dtype] + head) + wide * 4 + rest * each)

@@ -21,12 +21,12 @@ from engine.model.checkpoint.fields import read_json
 from engine.model.checkpoint.quantized_config import float_type, quantization_of
 from engine.model.config import ModelConfig
 from engine.model.ops import TORCH_DTYPES
-from engine.model.quantize import GROUP
+from engine.model.quantize import GROUPS, bits_of
 
 PROBE_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # far beyond any cache
 PROBE_SIZE = {"cpu": 1024, "cuda": 8192}  # of the square matrices
 PROBES = 9  # the best counts: other load only makes one slower
-INT8_SCALES = 2 / GROUP  # bytes for each number
+SCALE_BYTES = 2
 STORED = {"F32": "float32", "F16": "float32", "BF16": "bfloat16"}  # on a CPU, by the checkpoint
 
 
@@ -83,6 +83,12 @@ def _best_s(call: Callable[[], object], device: str) -> float:
     return min(found[1:])
 
 
+def _quantized_bytes(quantization: str, is_head: bool) -> float:
+    """Of a number, with its share of the scales; 0: it is not quantized."""
+    bits = bits_of(quantization, "logits" if is_head else "")
+    return {0: 0.0, 8: 1 + SCALE_BYTES / GROUPS[8], 4: 0.5 + 2 * SCALE_BYTES / GROUPS[4]}[bits]
+
+
 def count_weights(
     path: Path, config: ModelConfig, device: str, dtype: str, quantization: str
 ) -> Weights:
@@ -90,8 +96,9 @@ def count_weights(
     every = experts = head = table = 0
     num_bytes = table_bytes = 0.0
     for name, count, kept in _matrices(path, device, dtype):
-        each = 1 + INT8_SCALES if quantization == "int8" else DTYPE_BYTES[kept]
-        if device == "cuda" and ("embed_tokens" in name or "lm_head" in name):
+        is_head = "lm_head" in name or "embed_tokens" in name
+        each = _quantized_bytes(quantization, is_head) or DTYPE_BYTES[kept]
+        if device == "cuda" and is_head:
             each = DTYPE_BYTES[kept]  # the layers' matrices alone are quantized there
         if "embed_tokens" in name:
             table, table_bytes = count, count * each

@@ -80,7 +80,7 @@ class ModelRunner:
     ) -> None:
         """dtype: "auto", "float32" or "bfloat16"; device: "auto", "cpu" or "cuda[:n]".
         kv_dtype: "auto" (as `dtype`) or "float8_e4m3".
-        quantization: of weights, "none" or "int8" (see engine.model.quantize).
+        quantization: of weights, see engine.model.quantize.
         window, num_sinks: as of `with_window`; guard: as of `Limits`.
         num_blocks: 0: on a GPU, as many as `memory_share` of it leaves beside weights and a step.
         kv_pool: memory to use instead of allocating it; zeroed, of the shape above or flat bytes.
@@ -93,6 +93,8 @@ class ModelRunner:
         _check_one_of("dtype", self.dtype, ("auto", *DTYPES))
         _check_one_of("kv_dtype", kv_dtype, KV_DTYPES)
         _check_one_of("quantization", quantization, QUANTIZATIONS)
+        if quantization == "int4" and self.device.type == "cuda":
+            raise ModelError("model.quantization = int4 is for CPUs; on a GPU there is int8")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.config = with_window(read_config(model_dir), window, num_sinks)

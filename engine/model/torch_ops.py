@@ -11,12 +11,13 @@ from engine.model import fp8
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.ops import TensorOps, choose_experts
-from engine.model.quantize import dequantize, quantize, round_inputs
+from engine.model.quantize import bits_of, dequantize, quantize, round_inputs
 from engine.model.weights import ExpertsWeights
 
 MAX_SCORES = 1 << 24  # held at once where scores are computed one by one
 
-Matrix = tuple[torch.Tensor, torch.Tensor | None]
+Matrix = tuple[torch.Tensor, torch.Tensor | None, int]
+"""Values, bias, and of how many bits the weights are, as inputs are rounded by; 0: as they are."""
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -49,8 +50,8 @@ class TorchOps(TensorOps):
         super().__init__(config, dtype, max_positions, pool.device)
         self._is_fp8 = pool.dtype == torch.uint8
         self.use_pool(pool)
-        self._int8 = quantization == "int8"
-        self._rounds = self._int8 and pool.device.type == "cpu"  # inputs of products
+        self._quantization = quantization
+        self._rounds = pool.device.type == "cpu"  # inputs of products with quantized weights
 
     def use_pool(self, pool: torch.Tensor) -> None:
         """In place of the one before: of as many blocks as there are, the rest alike."""
@@ -63,9 +64,10 @@ class TorchOps(TensorOps):
         return self._numbers.shape[4]
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
-        if self._int8:  # its values; memory is not saved here
-            weight = dequantize(*quantize(weight))
-        return self.table(weight), None if bias is None else self.table(bias)
+        bits = bits_of(self._quantization, role)
+        if bits:  # its values; memory is not saved here
+            weight = dequantize(*quantize(weight, bits))
+        return self.table(weight), None if bias is None else self.table(bias), bits
 
     def gated_matrix(self, weight: torch.Tensor, role: str) -> Matrix:
         return self.matrix(weight, None, role)
@@ -79,13 +81,13 @@ class TorchOps(TensorOps):
         return table[tokens]
 
     def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return F.linear(self._inputs(x), matrix[0], matrix[1])
+        return F.linear(self._inputs(x, matrix[2]), matrix[0], matrix[1])
 
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
-        hidden += F.linear(self._inputs(x), matrix[0], matrix[1])
+        hidden += F.linear(self._inputs(x, matrix[2]), matrix[0], matrix[1])
 
-    def _inputs(self, x: torch.Tensor) -> torch.Tensor:
-        return round_inputs(x).to(x.dtype) if self._rounds else x
+    def _inputs(self, x: torch.Tensor, bits: int) -> torch.Tensor:
+        return round_inputs(x, bits).to(x.dtype) if bits and self._rounds else x
 
     def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         return self._gated(self.linear(x, matrix))
@@ -287,19 +289,21 @@ class TorchOps(TensorOps):
 
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """No copy if they have the right device and dtype already."""
-        if self._int8:
-            gate_ups, downs = (dequantize(*quantize(each)) for each in (gate_ups, downs))
+        if bits := bits_of(self._quantization, "experts"):
+            gate_ups, downs = (dequantize(*quantize(each, bits)) for each in (gate_ups, downs))
         return gate_ups.to(self._device, self._dtype), downs.to(self._device, self._dtype)
 
     def add_experts(self, hidden: torch.Tensor, x: torch.Tensor, layer: ExpertsWeights) -> None:
         gate_ups, downs = layer.experts
         chosen, weights = choose_experts(F.linear(x.float(), layer.router), layer, self._config)
-        x = self._inputs(x)
+        bits = bits_of(self._quantization, "experts")
+        x = self._inputs(x, bits)
         total = torch.zeros_like(hidden, dtype=torch.float32)
         for index in chosen.unique().tolist():
             rows, choice = torch.where(chosen == index)
             gated = self._gated(F.linear(x[rows], gate_ups[index]))
-            part = F.linear(self._inputs(gated), downs[index]).float() * weights[rows, choice, None]
+            part = F.linear(self._inputs(gated, bits), downs[index]).float()
+            part *= weights[rows, choice, None]
             total.index_add_(0, rows, part)
         hidden += total.to(hidden.dtype)
 

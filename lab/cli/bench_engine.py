@@ -37,7 +37,7 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
 @click.option("--prefill", "prefills", type=Counts(), default="1024,2048", show_default=True)
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
 @click.option("--kv-dtype", default="auto", show_default=True, help="auto or float8_e4m3.")
-@click.option("--quantization", default="none", show_default=True, help="none or int8.")
+@click.option("--quantization", default="none", show_default=True, help="none, int8 or int4.")
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
 )

@@ -1,6 +1,6 @@
 """Matrices on a CPU: how weights are packed, and products with them.
 
-Sums are float32. Factors are too, but for int8 weights, which are multiplied as integers, and where
+Sums are float32. Factors are too, but for quantized weights, multiplied as integers, and where
 bfloat16 was chosen and the CPU multiplies it, or half floats or integers, faster.
 
 Life: `matrix` packs a weight once, while a checkpoint is loaded; `linear` and `add_linear` are
@@ -17,11 +17,13 @@ import torch
 
 from engine.model.cpu.huge_pages import HugePages
 from engine.model.cpu.kernels import constants
-from engine.model.quantize import quantize
+from engine.model.quantize import bits_of, quantize
 
 FLOAT32: int = constants.FLOAT32
 BF16: int = constants.BF16
 INT8: int = constants.INT8
+INT4: int = constants.INT4
+BITS = {INT8: 8, INT4: 4}
 BF16_PAIRS: int = constants.BF16_PAIRS
 FP16: int = constants.FP16
 AMX: int = constants.AMX
@@ -80,17 +82,17 @@ class CpuLinear:
         """low_precision: as of `CpuOps`; activation: of gated matrices."""
         self._lib, self._threads = library, num_threads
         self._bf16 = dtype == torch.bfloat16
-        self._int8 = quantization == "int8"
+        self._quantization = quantization
         self._low_precision, self._activation = low_precision, activation
         self._buffer = buffer
         self._memory = HugePages()
 
     def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
         wide = None if bias is None else owned(bias, torch.float32)
-        return self._packed(weight, wide, role, self._kind(weight))
+        return self._packed(weight, wide, role, self._kind(weight, role))
 
     def gated_matrix(self, weight: torch.Tensor, role: str) -> Matrix:
-        return self._packed(weight, None, role, self._kind(weight), gated=True)
+        return self._packed(weight, None, role, self._kind(weight, role), gated=True)
 
     def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         """As `Ops.gated`."""
@@ -144,13 +146,13 @@ class CpuLinear:
 
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Experts:
         count, _, width = downs.shape
-        kind = self._kind(downs)
+        kind = self._kind(downs, "experts")
         gated = self._stack(gate_ups, kind, gated=True)
         return Experts(count, width, gated, self._stack(downs, kind), kind)
 
-    def _kind(self, weight: torch.Tensor) -> int:
-        if self._int8:
-            return INT8
+    def _kind(self, weight: torch.Tensor, role: str) -> int:
+        if bits := bits_of(self._quantization, role):
+            return INT8 if bits == 8 else INT4
         if self._low_precision:
             return self._low_precision
         return BF16 if self._bf16 else _exact_kind(weight)
@@ -160,8 +162,8 @@ class CpuLinear:
     ) -> None:
         rows, depth = weight.shape
         scales = None
-        if kind == INT8:
-            data, scales = quantize(weight)
+        if kind in BITS:
+            data, scales = quantize(weight, BITS[kind])
         else:
             wanted = torch.float32 if kind == FLOAT32 else torch.bfloat16
             data = weight.to(wanted).contiguous()

@@ -153,7 +153,7 @@ def held_bytes(value):
     return sum(map(held_bytes, value)) if isinstance(value, tuple) else 0
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek3"])
 def test_weights_bytes_are_what_a_cpu_holds(tmp_path, family, quantization):
     make_checkpoint(family, tmp_path)
@@ -162,7 +162,8 @@ def test_weights_bytes_are_what_a_cpu_holds(tmp_path, family, quantization):
     )
     held = held_bytes(runner._decoder._weights)
     planned = weights_bytes(runner.config, "float32", quantization)
-    assert planned == pytest.approx(held, rel=0.02)
+    # Of small matrices: the one with the most scales counts for all.
+    assert planned == pytest.approx(held, rel=0.02 if quantization != "int4" else 0.04)
     assert INT8_GROUP == GROUP
 
 

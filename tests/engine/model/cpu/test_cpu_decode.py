@@ -67,7 +67,7 @@ FAMILIES = (
     ("phi3", {}),
     ("mistral-window", {}),
     ("mixtral", {"dtype": "bfloat16"}),
-    ("qwen3-moe", {"quantization": "int8"}),
+    ("qwen3-moe", {"quantization": "int4"}),
     ("deepseek2", {"dtype": "bfloat16"}),
     ("deepseek3", {"kv_dtype": "float8_e4m3"}),
     ("gemma2", {}),

@@ -21,12 +21,13 @@ from tests.engine.model.tiny import Driver, low_precision_kind, make_checkpoint,
 SHAPES = ((50, 24), (96, 64), (130, 2100), (33, 77))  # outputs, depth
 # The last four: bfloat16, and inputs that are rounded to that, to half floats, to that again; both
 # factors as 16-bit integers.
-KINDS = ("float32", "bfloat16", "int8", "bf16_pairs", "fp16", "amx", "int16")
+KINDS = ("float32", "bfloat16", "int8", "int4", "bf16_pairs", "fp16", "amx", "int16")
+BITS = {"int8": 8, "int4": 4}
 
 
 def make_linear(kind: str = "float32", threads: int = 2, activation: int = 0) -> CpuLinear:
     library = kernels.load(default_cache_dir())
-    quantization = "int8" if kind == "int8" else "none"
+    quantization = kind if kind in BITS else "none"
     return CpuLinear(
         library,
         threads,
@@ -41,16 +42,16 @@ def make_linear(kind: str = "float32", threads: int = 2, activation: int = 0) ->
 def weight_of(kind: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A random weight as the checkpoint has it, and the values that are computed with."""
     weight = torch.randn(shape)
-    if kind == "int8":
-        return weight, dequantize(*quantize(weight))
+    if kind in BITS:
+        return weight, dequantize(*quantize(weight, BITS[kind]))
     weight = weight.to(torch.float32 if kind == "float32" else torch.bfloat16)
     return weight, weight.float()
 
 
 def inputs_of(kind: str, x: torch.Tensor) -> torch.Tensor:
     """What is multiplied of inputs x."""
-    if kind == "int8":
-        return round_inputs(x)
+    if kind in BITS:
+        return round_inputs(x, BITS[kind])
     return x.bfloat16() if kind in ("bf16_pairs", "amx") else x
 
 
@@ -139,24 +140,52 @@ def test_int8_is_off_by_half_a_step_of_its_group_at_most():
     assert torch.equal(dequantize(numbers, scales)[3], torch.zeros(weight.shape[1]))
 
 
-def test_int8_products_are_of_rounded_inputs():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [32, 128])
+def test_weights_that_had_4_bits_before_keep_their_values(size, dtype):
+    """Whatever their groups were; of others, as many steps of a range lie between."""
+    torch.manual_seed(size)
+    weight = torch.randn(40, 4 * size + 32)
+    weight[:, :: size - 1] *= 4  # ranges are not used alike
+
+    def error(wide):
+        return float((dequantize(*quantize(wide, 4)) - wide).norm() / wide.norm())
+
+    assert 0.05 < error(weight) < 0.12
+    groups = F.pad(weight, (0, -weight.shape[1] % size)).unflatten(-1, (-1, size))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    step = ((high - low) / 15).half().float()
+    zero = (-low / step).round()
+    widened = (((groups / step).round() + zero).clamp(0, 15) - zero) * step
+    assert error(widened.flatten(-2)[:, : weight.shape[1]].to(dtype).float()) < 0.01
+
+
+def test_a_group_of_equal_weights_is_exact_in_4_bits():
+    for value in (0.0, 0.75, -3.0):
+        weight = torch.full((3, 70), value)
+        assert torch.equal(dequantize(*quantize(weight, 4)), weight)
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_products_of_integers_are_of_rounded_inputs(kind):
     torch.manual_seed(3)
     for outputs, depth in SHAPES:
-        weight, values = weight_of("int8", outputs, depth)
+        weight, values = weight_of(kind, outputs, depth)
         x = torch.randn(9, depth)
         x[:, ::GROUP] = 3e3  # what such an input makes the others of its group lose shows
         x[1:, :GROUP] = 0
-        ops = make_linear("int8")
+        ops = make_linear(kind)
         found = ops.linear(x, ops.matrix(weight, None, "test")).double()
-        expected = round_inputs(x).double() @ values.double().t()
+        expected = round_inputs(x, BITS[kind]).double() @ values.double().t()
         exact = x.double() @ values.double().t()
         assert (found - expected).norm() < 1e-2 * (found - exact).norm()
 
 
-def test_int8_rows_are_multiplied_alone_as_among_any_others():
+@pytest.mark.parametrize("kind", BITS)
+def test_rows_of_integers_are_multiplied_alone_as_among_any_others(kind):
     torch.manual_seed(4)
     for outputs, depth in (*SHAPES, (70, 4000)):
-        ops = make_linear("int8")
+        ops = make_linear(kind)
         matrix = ops.matrix(torch.randn(outputs, depth), torch.randn(outputs), "test")
         x = torch.randn(260, depth)
         alone = torch.cat([ops.linear(row, matrix) for row in x.split(1)])
@@ -199,7 +228,7 @@ def test_an_input_that_is_not_finite_is_seen_in_its_own_row_only(value, kind):
     assert torch.equal(found[[0, 1, 2, 4, 5, 6, 7]], expected[[0, 1, 2, 4, 5, 6, 7]])
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp16", "amx", "int16"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp16", "amx", "int16"])
 def test_inputs_of_zero_and_of_next_to_nothing_leave_the_bias(kind):
     ops = make_linear(kind)
     bias = torch.randn(20)
@@ -236,7 +265,7 @@ def test_experts_equal_torch_with_any_number_of_tokens_each(kind, choice):
     num_experts, width, hidden_size = 6, 40, 72
     experts = Experts(num_experts, 3, width, **choice)
     config = replace(config_of(hidden=hidden_size), experts=experts)
-    quantization = "int8" if kind == "int8" else "none"
+    quantization = kind if kind in BITS else "none"
     ours = make_ops("cpu", config, quantization=quantization)
     theirs = make_ops("torch", config, quantization=quantization)
     gate_ups, _ = weight_of(kind, num_experts, 2 * width, hidden_size)
@@ -277,23 +306,26 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-def test_an_int8_model_is_close_to_the_model_and_the_same_on_either_set_of_ops(checkpoint):
+@pytest.mark.parametrize(("kind", "share"), [("int8", 0.1), ("int4", 0.8)])
+def test_a_quantized_model_is_close_to_the_model_and_the_same_on_either_set_of_ops(
+    checkpoint, kind, share
+):
     tokens = tokens_of(40, seed=1)
     exact = Driver(checkpoint, "cpu").feed(("a", tokens))
-    ours = Driver(checkpoint, "cpu", quantization="int8").feed(("a", tokens))
-    theirs = Driver(checkpoint, "torch", quantization="int8").feed(("a", tokens))
+    ours = Driver(checkpoint, "cpu", quantization=kind).feed(("a", tokens))
+    theirs = Driver(checkpoint, "torch", quantization=kind).feed(("a", tokens))
     error = (ours - exact).norm()
-    assert 0 < error < 0.1 * exact.norm()
+    assert 0 < error < share * exact.norm()
     assert (ours - theirs).norm() < 0.2 * error  # a last bit decides which way an input is rounded
 
 
-def test_the_kv_of_int8_weights_has_another_name_on_each_kind_of_device(checkpoint):
+def test_the_kv_of_quantized_weights_has_another_name_on_each_kind_of_device(checkpoint):
     config = read_config(checkpoint)
     schemes = [scheme("none", "cpu"), scheme("none", "cuda")]
-    schemes += [scheme("int8", "cpu"), scheme("int8", "cuda")]
+    schemes += [scheme("int8", "cpu"), scheme("int8", "cuda"), scheme("int4", "cpu")]
     digests = [config.digest(checkpoint, quantization=each) for each in schemes]
     assert digests[0] == digests[1] == config.digest(checkpoint)
-    assert len(set(digests)) == 3
+    assert len(set(digests)) == 4
 
 
 def test_an_unknown_quantization_is_refused(checkpoint):

@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* How a packed weight is stored and what arithmetic its GEMM uses (layout.h). */
-enum { FLOAT32, BF16, INT8, BF16_PAIRS, FP16, AMX, INT16 };
+enum { FLOAT32, BF16, INT8, BF16_PAIRS, FP16, AMX, INT16, INT4 };
 
 /* A weight [rows, depth], packed by kvr_pack. */
 typedef struct {
@@ -24,8 +24,9 @@ int kvr_multiplies(int kind);
 /* Bytes of a weight [m, k] once it is packed. */
 int64_t kvr_packed_bytes(int64_t m, int64_t k, int kind);
 
-/* w: [m, k] row-major, float32, bfloat16 or int8; gated: [gate; up]. scales: bfloat16
- * [m, ceil(k / INT8_GROUP)], of INT8 only. packed: kvr_packed_bytes of memory. */
+/* w: [m, k] row-major, float32, bfloat16, int8 or for INT4 uint8; gated: [gate; up]. scales: bfloat16
+ * [m, ceil(k / INT8_GROUP)] of INT8, [m, ceil(k / INT4_GROUP), 2] of INT4: scale and offset. packed:
+ * kvr_packed_bytes of memory. */
 void kvr_pack(const void *w, int64_t m, int64_t k, int kind, int gated, const uint16_t *scales,
               void *packed, int threads);
 

@@ -14,7 +14,7 @@ typedef struct {
     int64_t panel_bytes, group; /* set by gemm_plan; group: panels of a task */
     int kind, keep;             /* keep: add to y; there is no bias then */
     /* Of low-precision kinds, set by convert_inputs: x as [n, converted_width], and its scales: of INT8
-     * and INT16 [n, groups], of FP16 [n]. */
+     * and INT16 [n, groups], of INT4 [n, groups, 2], of FP16 [n]. */
     const int16_t *converted_x;
     const float *x_scales;
     int64_t chunk; /* set by gemm_plan: rows of a task */
@@ -48,6 +48,7 @@ INLINE int is_low_precision(int kind) { return kind >= INT8; }
  * each, so that they do not compete for the same places. */
 INLINE int64_t converted_width(int64_t k, int kind) {
     int64_t width = padded(k, kind);
+    if (kind == INT4) return width / 2;
     return kind == AMX && width % 64 == 0 ? width + AMX_DEPTHS : width;
 }
 
@@ -63,7 +64,7 @@ typedef void MicroTile(const Gemm *t, int64_t row, int64_t panel, const char *ah
 INLINE void fetch_to_l2(const char *at) { __builtin_prefetch(at, 0, 2); }
 /* Of 1 to MR rows, and then of one row and PANELS_AT_ONCE panels. */
 typedef MicroTile *const MicroTiles[MR + 1];
-extern MicroTiles int8_tiles, int16_tiles, bf16_tiles, fp16_tiles;
+extern MicroTiles int4_tiles, int8_tiles, int16_tiles, bf16_tiles, fp16_tiles;
 
 /* AMX, whose tasks are larger: rows [start, end) of panels [first, last), between amx_begin and amx_end;
  * meanwhile memory at `ahead` is fetched. */
@@ -85,8 +86,10 @@ void amx_int8_task(const Gemm *t, int64_t start, int64_t end, int64_t first, int
 /* One row of `numbers` [even(k), or `width`], rounded from x [k], and what they are times; fp16.h has
  * a third. */
 void int16_row(const float *x, int64_t k, int kind, int16_t *numbers, float *x_scales);
+void int4_row(const float *x, int64_t k, int16_t *converted, float *x_scales);
 void bf16_row(const float *x, int64_t k, int64_t width, int16_t *numbers);
 
+void int4_pack(const uint8_t *w, const uint16_t *scales, int64_t k, int64_t j, char *panel);
 /* A row of bfloat16 weights [k] to output j of a panel. */
 void fp16_pack(const uint16_t *w, int64_t k, int64_t j, char *panel);
 void int16_pack(const uint16_t *w, int64_t k, int64_t j, char *panel);

@@ -1,4 +1,4 @@
-/* GEMMs whose inputs are converted to fewer bits first (INT8, INT16, BF16_PAIRS, FP16, AMX): how they
+/* GEMMs whose inputs are converted to fewer bits first (INT4, INT8, INT16, BF16_PAIRS, FP16, AMX): how they
  * are cut into tasks. A tile sums all depths of its rows in registers, so a row's result is the same whatever other rows there
  * are. */
 #include "../norm.h"
@@ -56,6 +56,7 @@ int kvr_multiplies(int kind) {
 
 static MicroTile *const *micro_tiles_of(int kind) {
     switch (kind) {
+    case INT4: return int4_tiles;
     case INT8: return int8_tiles;
     case INT16: return int16_tiles;
     case BF16_PAIRS: return bf16_tiles;
@@ -64,7 +65,7 @@ static MicroTile *const *micro_tiles_of(int kind) {
 }
 
 /* Whose inputs have a task for each group. */
-static int has_groups(int kind) { return kind == INT8 || kind == INT16; }
+static int has_groups(int kind) { return kind == INT4 || kind == INT8 || kind == INT16; }
 
 /* Rows [start, end) of a panel, and meanwhile the next one is fetched; or, where one integer tile takes a
  * panel only once, what is BYTES_AHEAD. */
@@ -152,7 +153,9 @@ static void convert_rows(void *arg, int64_t task) {
             normalise(x, t->norm, normed, t->k, t->eps);
             x = normed;
         }
-        if (has_groups(t->kind))
+        if (t->kind == INT4)
+            int4_row(x, t->k, converted_x, t->x_scales + r * t->groups);
+        else if (has_groups(t->kind))
             int16_row(x, t->k, t->kind, converted_x, t->x_scales + r * t->groups);
         else if (t->kind == FP16)
             fp16_row(x, t->k, converted_x, t->x_scales + r);
@@ -169,7 +172,7 @@ void convert_inputs(Gemm *gemms, int64_t count, int threads) {
     t.width = converted_width(t.k, t.kind);
     int64_t beyond = t.kind == AMX ? 2 * AMX_TILE : 0; /* rows that a tile may have behind the last */
     int64_t bytes = ((t.n + beyond) * t.width * 2 + 63) / 64 * 64;
-    t.groups = has_groups(t.kind) ? num_groups(t.k, t.kind) : t.kind == FP16;
+    t.groups = has_groups(t.kind) ? num_groups(t.k, t.kind) << (t.kind == INT4) : t.kind == FP16;
     t.converted_x = kvr_scratch(SCRATCH_CALLER, bytes + t.n * t.groups * sizeof(float));
     t.x_scales = (float *)((char *)t.converted_x + bytes);
     t.step = t.k < CONVERT_ELEMENTS ? CONVERT_ELEMENTS / t.k : 1;

@@ -14,9 +14,6 @@ int64_t kvr_packed_bytes(int64_t m, int64_t k, int kind) {
     return (m + NR - 1) / NR * bytes_of_panel(k, kind);
 }
 
-/* The place of output j among the NR bfloat16 numbers of a depth. */
-INLINE int64_t bf16_place(int64_t j) { return j < VL ? 2 * j : 2 * (j - VL) + 1; }
-
 static void pack_int8(const Pack *t, int64_t row, int64_t j, char *panel) {
     int64_t groups = num_groups(t->k, INT8);
     const int8_t *w = (const int8_t *)t->w + row * t->k;
@@ -41,12 +38,14 @@ static void pack_panel(void *arg, int64_t p) {
     const Pack *t = arg;
     int64_t bytes = bytes_of_panel(t->k, t->kind);
     char *panel = t->packed + p * bytes;
-    if ((p + 1) * NR > t->m || padded(t->k, t->kind) > t->k) memset(panel, 0, bytes);
+    if ((p + 1) * NR > t->m || padded(t->k, t->kind) > t->k || t->kind == INT4) memset(panel, 0, bytes);
     for (int64_t j = 0; j < NR; j++) {
         int64_t row = row_of(t, p, j), at = row * t->k;
         if (row < 0) continue;
         if (t->kind == INT8)
             pack_int8(t, row, j, panel);
+        else if (t->kind == INT4)
+            int4_pack((const uint8_t *)t->w + at, t->scales + row * 2 * num_groups(t->k, INT4), t->k, j, panel);
         else if (t->kind == FP16)
             fp16_pack((const uint16_t *)t->w + at, t->k, j, panel);
         else if (t->kind == INT16)
@@ -64,8 +63,7 @@ static void pack_panel(void *arg, int64_t p) {
     }
 }
 
-/* w: [m, k] row-major float, bfloat16 or int8; scales: bfloat16 [m, ceil(k / INT8_GROUP)] of INT8.
- * packed: kvr_packed_bytes. */
+/* As api.h says. */
 void kvr_pack(const void *w, int64_t m, int64_t k, int kind, int gated, const uint16_t *scales,
               void *packed, int threads) {
     Pack t = {w, m, k, kind, gated, scales, packed};
