@@ -23,12 +23,13 @@ from benchmarks.report import make_console, write_json
 from cluster.api.text.tokenizer import Tokenizer
 from cluster.worker.build import prepare_model
 from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
-from engine.model.quantize import QUANTIZATIONS
+from engine.model.quantize import QUANTIZATIONS as BY_DEVICE
 from engine.model.runner import ModelRunner
 from lab.bench.engine import EngineSpec, greedy
 from lab.bench.lone_worker import LoneWorker
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "weights.json"
+QUANTIZATIONS = BY_DEVICE["cpu"]
 BASE = QUANTIZATIONS[0]
 CONTEXT, CHUNK = 1024, 256
 PROMPT, OUTPUT = 1024, 96

@@ -15,7 +15,7 @@ from engine.model.config import INT4_GROUP, INT8_GROUP
 
 GROUP = INT8_GROUP  # inputs; also in gemm/layout.h, as the next
 GROUPS = {8: GROUP, 4: INT4_GROUP}  # by the bits of weights
-QUANTIZATIONS = ("none", "int8", "int4")
+QUANTIZATIONS = {"cpu": ("none", "int8", "int4"), "cuda": ("none", "int8")}  # by device
 _MAX, _MAX_4 = 127.0, 15.0
 _MIN_INPUT = 1e-30  # of a group's largest; as in gemm/int16.h
 _MAX_INPUT = {8: 1023.0, 4: 127.0}  # by the bits of weights; as in gemm/int8_int16.c and int4.c

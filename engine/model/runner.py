@@ -92,9 +92,7 @@ class ModelRunner:
         self.dtype = self.default_dtype(self.device.type) if dtype == "auto" else dtype
         _check_one_of("dtype", self.dtype, ("auto", *DTYPES))
         _check_one_of("kv_dtype", kv_dtype, KV_DTYPES)
-        _check_one_of("quantization", quantization, QUANTIZATIONS)
-        if quantization == "int4" and self.device.type == "cuda":
-            raise ModelError("model.quantization = int4 is for CPUs; on a GPU there is int8")
+        _check_one_of("quantization", quantization, QUANTIZATIONS[self.device.type])
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.config = with_window(read_config(model_dir), window, num_sinks)
