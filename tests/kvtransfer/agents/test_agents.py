@@ -179,7 +179,10 @@ TRANSPORTS = ["tcp,sm,self", "tcp,self"]
 
 
 class TestNixlBetweenProcesses:
-    @pytest.fixture(params=TRANSPORTS, autouse=True)
+    @pytest.fixture(
+        params=[TRANSPORTS[0], *(pytest.param(t, marks=pytest.mark.long) for t in TRANSPORTS[1:])],
+        autouse=True,
+    )
     def _transports(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("UCX_TLS", request.param)
 

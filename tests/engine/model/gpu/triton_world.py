@@ -32,10 +32,10 @@ class RoundedOps(TorchOps):
 
     def matrix(self, weight, bias, role):
         if role in FULL_ROLES:
-            return self.table(weight), bias
+            return self.table(weight), bias, 0
         return super().matrix(weight, bias, role)
 
-    def _inputs(self, x):
+    def _inputs(self, x, bits):
         return x
 
 
