@@ -140,7 +140,7 @@ def test_a_worker_whose_connections_break_goes_on_with_its_stream(
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 0, "max_tokens": 60},
+        pytest.param({"temperature": 0, "max_tokens": 60}, marks=pytest.mark.long),
         {"temperature": 0.9, "seed": 7, "max_tokens": 60},
         {"temperature": 0.9, "seed": 7, "max_tokens": 90, "response_format": STORY_FORMAT},
     ],

@@ -118,7 +118,7 @@ def entry_of(url: str, worker: str) -> dict[str, Any]:
     return next(w for w in workers if w["worker"] == worker)
 
 
-@pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("worker", [pytest.param("prefill-0", marks=pytest.mark.long), "decode-0"])
 def test_a_worker_that_was_killed_comes_back(served: Served, worker: str) -> None:
     os.kill(entry_of(served.url, worker)["pid"], signal.SIGKILL)
     deadline = time.monotonic() + 60

@@ -208,6 +208,7 @@ def test_listeners_are_bounded_and_their_places_come_back(
             assert next(events(response))["full"]
 
 
+@pytest.mark.long
 def test_a_listener_that_does_not_read_loses_its_place(
     tokenizer: Tokenizer, console: list[routes.Console], monkeypatch: pytest.MonkeyPatch
 ) -> None:
