@@ -158,14 +158,15 @@ def growth_table(growths: Sequence[Growth]) -> Table:
 @click.option("--minutes", type=float, default=5.0, show_default=True)
 @click.option("--streams", type=click.IntRange(1), default=16, show_default=True)
 @click.option("--hosts", is_flag=True, help="Three hosts (network namespaces; needs root).")
+@click.option("--ranks", type=click.IntRange(1), default=1, help="Of a worker, without --hosts.")
 @click.option("--stop-s", type=float, default=60.0, show_default=True, help="Of stopped processes.")
 @click.option("--every-s", type=float, default=0.0, help="From a fault to the next, at least.")
 @click.option("--only", multiple=True, help="Faults whose name contains this.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
 def main(
-    minutes: float, streams: int, hosts: bool, stop_s: float, every_s: float, only: Sequence[str],
-    seed: int, json_path: Path | None,
+    minutes: float, streams: int, hosts: bool, ranks: int, stop_s: float, every_s: float,
+    only: Sequence[str], seed: int, json_path: Path | None,
 ) -> None:  # fmt: skip
     """Disturb a server of one's own, with streams running all the time. Exits with 1 if a stream
     failed that was not connected to what was hit, if one was altered, if anything is left, or if a
@@ -182,7 +183,7 @@ def main(
             faults += [*link_faults(network), *disk_faults(on_hosts.disk)]
         else:
             with console.status("the server"):
-                system = stack.enter_context(OnLoopback())
+                system = stack.enter_context(OnLoopback(ranks))
         faults += process_faults(system, stop_s)
         faults = [f for f in faults if not only or any(part in f.name for part in only)]
         watch = Watch(system)

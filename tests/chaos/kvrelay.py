@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ KINDS = {
     "GCS": r"gcs/gcs_server ",
 }
 WORKERS = ("worker", "prefill worker", "decode worker")
+RANKS = {"rank": r"engine\.model\.parallel\.follower "}  # of a worker, but the first
 SETTINGS: Mapping[str, object] = {
     "engine.kv_cache_gib": 0.25,
     "engine.max_model_len": 2048,
@@ -49,7 +51,7 @@ DISK_MIB = 64
 
 
 class _KVRelay(System):
-    kinds = KINDS
+    kinds: Mapping[str, str] = KINDS
 
     def __init__(self) -> None:
         self.served: Served | None = None
@@ -77,7 +79,11 @@ class _KVRelay(System):
         )
 
     def processes(self, kind: str) -> list[psutil.Process]:
-        """Workers belong to nobody; the server knows them."""
+        """Workers belong to nobody; the server knows them, and their ranks are their children."""
+        if kind in RANKS:
+            workers = self.processes("worker")
+            found = [each for worker in workers for each in worker.children()]
+            return [each for each in found if re.search(RANKS[kind], " ".join(each.cmdline()))]
         if kind not in WORKERS:
             return super().processes(kind)
         try:
@@ -118,8 +124,14 @@ class _KVRelay(System):
 class OnLoopback(_KVRelay):
     """Two workers of each role, Ray's processes among those of the server."""
 
+    def __init__(self, num_ranks: int = 1) -> None:
+        super().__init__()
+        self._settings = {**SETTINGS, "engine.tensor_parallel_size": num_ranks}
+        if num_ranks > 1:
+            self.kinds = {**KINDS, **RANKS}
+
     def __enter__(self) -> Self:
-        self.served = Served(SETTINGS, "--prefill", "2", "--decode", "2", env=ENV)
+        self.served = Served(self._settings, "--prefill", "2", "--decode", "2", env=ENV)
         self.served.__enter__()
         return self
 
