@@ -42,6 +42,8 @@ KIB = 1024
 MAX_SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # of a program
 FP8_FROM = 89  # capability, for KV in FP8
 MAX_SPILLED = 256  # bytes of a thread
+# With tiles of 16 rows it spills nothing, and reads and widens latents four times as often.
+KNOWN = {(90, "latent decode fp8"): 1024}
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -234,7 +236,8 @@ def main(wanted: str, targets: tuple[str, ...]) -> None:
                 continue
             for name, kernel in compiled(launch, sm):
                 found = facts(kernel)
-                is_beyond = found["shared"] > MAX_SHARED[sm] or found["spilled"] > MAX_SPILLED
+                spilled = KNOWN.get((sm, case), MAX_SPILLED)
+                is_beyond = found["shared"] > MAX_SHARED[sm] or found["spilled"] > spilled
                 beyond += is_beyond
                 about = ", ".join(f"{key} {value}" for key, value in found.items())
                 print(f"sm_{sm:<4} {case:32} {name:14} {about}{'  BEYOND' * is_beyond}", flush=True)

@@ -25,6 +25,8 @@ def prefill_tiling(pool: Pool) -> Tiling:
         return Tiling(64, 32, num_warps=4, num_stages=2)
     if wide > 128:
         return Tiling(128, 64, num_warps=8, num_stages=2)
+    if pool.is_fp8 and room < 160 * 1024:  # without wgmma numbers are widened in registers
+        return Tiling(128, 32, num_warps=8, num_stages=3)
     large = wide == 128 and not pool.is_fp8 and room > 161 * 1024
     return Tiling(128, 128 if large else 64, num_warps=8, num_stages=3)
 
