@@ -98,6 +98,8 @@ def open_transfers(
             f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU without GPUDirect"
             " Storage, whose KV reaches the disk by host memory; set tiers.host_gib as well"
         ) from error
+    if disk is None:
+        config = replace(config, num_disk_blocks=0)
     storage = {} if disk is None else {Tier.DISK: disk}
     moves = TransferExecutor(
         spec.worker, spec.epoch, agent, pools, share=share, corrupt=options.corrupt

@@ -178,6 +178,7 @@ def test_a_folder_that_cannot_be_used_is_told_and_not_used(
     ) as cluster:
         (notice,) = cluster.workers["decode-0"].notices
         assert notice.startswith("serving without a disk tier: disk store ")
+        assert cluster.workers["decode-0"].info.num_disk_blocks == 0
         assert ask(cluster) == expected
         assert_clean(cluster)
 
