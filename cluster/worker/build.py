@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -40,9 +40,6 @@ from engine.model.checkpoint.resolve import resolve_model
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
 from engine.model.parallel.shard import Shard, check_divides
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("kvrelay.build")
 

@@ -79,7 +79,7 @@ class _KVRelay(System):
         )
 
     def processes(self, kind: str) -> list[psutil.Process]:
-        """Workers belong to nobody; the server knows them, and their ranks are their children."""
+        """Workers are detached; the server knows them, and their ranks are their children."""
         if kind in RANKS:
             workers = self.processes("worker")
             found = [each for worker in workers for each in worker.children()]

@@ -126,11 +126,11 @@ class DecodePasses:
         if changed:
             for name, values in draw_values(params).items():
                 host[name][changed] = values
+        for name in PARAMETERS:
+            host[name][rest] = 0
+        host["block_tables"][rest, 0] = 0
         for row in range(count, size):
-            host["block_tables"][row, 0] = 0
             self._held[row] = self._params[row] = None
-            for name in PARAMETERS:
-                host[name][row] = 0
         self._inputs.send(size)
 
     def launch(self, size: int, index: int) -> None:

@@ -299,4 +299,4 @@ def _lean(seq: ScheduledSeq) -> ScheduledSeq:
 
 
 def _unexpected(rank: int, told: Any) -> None:
-    log.error("rank %d said what nobody waits for: %s", rank, type(told).__name__)
+    log.error("rank %d: unexpected message %s", rank, type(told).__name__)

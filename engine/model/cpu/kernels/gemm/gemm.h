@@ -60,6 +60,7 @@ void low_precision_task(const Gemm *product, int64_t task, const char *ahead);
  * prefetched, `prefetch_step` bytes for every 4 * NR bytes of a panel. One row takes PANELS_AT_ONCE panels at once. */
 typedef void MicroTile(const Gemm *t, int64_t row, int64_t panel, const char *ahead, int64_t prefetch_step);
 #define PANELS_AT_ONCE 4
+#define NEAR 512 /* bytes: how far ahead one row of integers fetches each of its panels on CPUs with AVX2 */
 /* A panel is about as large as the L1 cache: in there the next one would drive out what is computed with. */
 INLINE void fetch_to_l2(const char *at) { __builtin_prefetch(at, 0, 2); }
 /* Of 1 to MR rows, and then of one row and PANELS_AT_ONCE panels. */

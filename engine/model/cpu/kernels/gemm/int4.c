@@ -9,7 +9,6 @@
 
 #define MOST_OF_INT8 127
 #define AT_ONCE 8 /* depths, that ahead is fetched for */
-#define NEAR 512  /* bytes: how far ahead one row fetches each of its panels on CPUs with AVX2 */
 
 /* sum += products of four unsigned bytes, 15 at most, with four signed ones. */
 INLINE vi add_quads(vi sum, vu weights, vu inputs) {

@@ -18,7 +18,6 @@
 #define WEIGHT_BITS 12
 #define LEAST_BITS -100 /* a row of weights smaller than 2^LEAST_BITS counts as zeros */
 #define INFINITE_BF16 0x7f80
-#define NEAR 512 /* bytes: how far ahead one row fetches each of its panels on CPUs with AVX2 */
 
 /* Two depths of panels at `w`, `apart` bytes from each other, into `acc`. */
 INLINE void sum_pairs(int kind, int rows, int panels, const int16_t *x, int64_t ldx, const char *w,
