@@ -82,7 +82,7 @@ def open_transfers(
         memory[Tier.HOST] = make_arena(plan, share.bytes_per_block, on_gpu=spec.on_gpu)
     make_agent = options.make_agent or _nixl_agent
     inner = make_agent(spec.worker, runner.kv_pool, memory.get(Tier.HOST), share)
-    agent = RanksAgent(spec.worker, inner, share)
+    agent = RanksAgent(spec.worker, inner, share, shard.rank)
     quantization = scheme(spec.quantization, "cuda" if spec.on_gpu else "cpu")
     digest = model.digest(path, max_model_len, quantization)
     config = worker_config(spec, plan, max_model_len, digest, agent.metadata())

@@ -30,11 +30,13 @@ class RanksAgent:
     """Implements kvtransfer.agent.Agent over that of one rank, and owns it. Its metadata are those
     of a worker of one rank; where there are more, `join_ranks` has all."""
 
-    def __init__(self, name: NodeId, agent: Agent, share: HeadShare) -> None:
-        """`share`: the heads of its own blocks."""
+    def __init__(self, name: NodeId, agent: Agent, share: HeadShare, rank: int = 0) -> None:
+        """`share`: the heads of its own blocks. `rank`: its number, also among those that have the
+        same heads."""
         self._name = name
         self._agent = agent
         self._share = share
+        self._rank = rank
         self._peers: dict[NodeId, list[str]] = {}  # what each rank is called that is read from
 
     def metadata(self) -> bytes:
@@ -43,7 +45,8 @@ class RanksAgent:
     def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> str:
         self.disconnect(peer)
         each = unpack_ranks(peer, metadata)
-        ranks = ranks_to_read(peer, self._share, [read(peer, one).share for one in each])
+        shares = [read(peer, one).share for one in each]
+        ranks = ranks_to_read(peer, self._share, self._rank, shares)
         names = {rank: f"{peer}/{rank}" if len(each) > 1 else peer for rank in ranks}
         self._peers[peer] = [*names.values()]
         try:
@@ -104,9 +107,11 @@ def join_ranks(name: NodeId, metadata: Sequence[bytes]) -> bytes:
     return pack_ranks([one for each in metadata for one in unpack_ranks(name, each)])
 
 
-def ranks_to_read(peer: NodeId, own: HeadShare, shares: Sequence[HeadShare | None]) -> list[int]:
-    """Which of the ranks of `peer`, that have `shares`, a rank with `own` reads. Raises AgentError
-    if they lack some of its heads."""
+def ranks_to_read(
+    peer: NodeId, own: HeadShare, reader: int, shares: Sequence[HeadShare | None]
+) -> list[int]:
+    """Which of the ranks of `peer`, that have `shares`, the rank `reader` with `own` reads. Raises
+    AgentError if they lack some of its heads."""
     found: list[int] = []
     missing = set(own.heads)
     same: dict[range, list[int]] = {}
@@ -117,7 +122,7 @@ def ranks_to_read(peer: NodeId, own: HeadShare, shares: Sequence[HeadShare | Non
     for heads, ranks in same.items():
         if missing.intersection(heads):
             missing.difference_update(heads)
-            found.append(ranks[own.rank % len(ranks)])
+            found.append(ranks[reader % len(ranks)])
     if missing:
         raise AgentError(f"{peer} lacks KV heads {sorted(missing)} of {own.num_heads}")
     return found

@@ -50,7 +50,7 @@ class Ranked:
         self.shares = [layout.share_of(each) for each in heads]
         self.pools = [np.ascontiguousarray(cache[:, :, h.start : h.stop]) for h in heads]
         self.agents = [
-            RanksAgent(name, make.over(f"{name}-{rank}", pool, pool.copy(), share), share)
+            RanksAgent(name, make.over(f"{name}-{rank}", pool, pool.copy(), share), share, rank)
             for rank, (pool, share) in enumerate(zip(self.pools, self.shares, strict=True))
         ]
         self.metadata = join_ranks(name, [agent.metadata() for agent in self.agents])
@@ -87,8 +87,11 @@ def test_any_sizes(make: AgentMaker, src_size: int, dst_size: int, num_heads: in
 def test_readers_with_the_same_heads_spread_over_ranks_that_have_them() -> None:
     shares = [layout(2).share(rank // 2, 2) for rank in range(4)]  # heads 0, 0, 1, 1
     own = [layout(2).share(rank, 2) for rank in range(2)]
-    assert [ranks_to_read("p", each, shares) for each in own] == [[0], [3]]
-    assert ranks_to_read("p", layout(2).share(0, 1), shares) == [0, 2]
+    assert [ranks_to_read("p", each, rank, shares) for rank, each in enumerate(own)] == [[0], [3]]
+    assert ranks_to_read("p", layout(2).share(0, 1), 0, shares) == [0, 2]
+    latent = layout(1).share(0, 1)  # which all ranks have
+    read_from = [ranks_to_read("p", latent, reader, [latent] * 4) for reader in range(4)]
+    assert read_from == [[0], [1], [2], [3]]
 
 
 def test_a_rank_that_has_left_fails_the_copy_once_the_others_have_settled() -> None:
@@ -114,6 +117,6 @@ def test_what_cannot_be_read_is_told(make: AgentMaker) -> None:
         with pytest.raises(AgentError, match="agent metadata of p"):
             agent.connect("p", 1, NUM_BLOCKS, wrong)
     with pytest.raises(AgentError, match="does not say which heads its rank 0 has"):
-        ranks_to_read("p", shape.share(0, 1), [None])
+        ranks_to_read("p", shape.share(0, 1), 0, [None])
     with pytest.raises(AgentError, match="does not say"):
-        ranks_to_read("p", shape.share(0, 1), [HeadShare(3, 2, 4, 6, 64)])
+        ranks_to_read("p", shape.share(0, 1), 0, [HeadShare(3, 2, 4, 6, 64)])
