@@ -1,11 +1,12 @@
-"""What the host takes for a decode step, on a device that takes no time.
+"""What the host takes for a decode step, and how long a device waits for it.
 
     python -m benchmarks.host_step [--sequences 16 64 256] [--context 1024] [--profile]
 
-A worker's own node and its own runner, with the passes of a GPU answered at once and its memory on
-the host: from the answer to a step until the next one is launched, which is what a GPU waits for,
-and what comes after that while the next one runs (frames to routers). Sequences are at random
-places in their blocks, as in service.
+A worker's own node, threads and runner; a device whose passes take a given time and compute
+nothing, with its memory on the host. Once with each step handed out when the last has ended, and
+once with a step ahead, which is the default on a GPU. Sequences are at random places in their
+blocks, as in service. Host time is what the node, the launching and the waiting thread take for a
+step; the device waits for as much of it as is not done while it computes.
 """
 
 from __future__ import annotations
@@ -15,23 +16,27 @@ import cProfile
 import pstats
 import random
 import tempfile
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
-from time import perf_counter
+from queue import SimpleQueue
+from time import perf_counter, sleep, thread_time
 from typing import Any
 
 import transformers
 
 from benchmarks.gpu.measure import print_table
 from benchmarks.report import write_json
+from cluster.config import EngineSection
 from cluster.worker.node import make_worker
+from cluster.worker.threads import LaunchThreads
 from decode_worker.messages import Decode
 from engine.config import WorkerConfig
 from engine.messages import TokenDeltas
-from engine.model.gpu.decode import DecodePasses
-from engine.model.gpu.steps import GpuSteps
+from engine.model.gpu.decode import SLOTS, DecodePasses
+from engine.model.gpu.steps import GpuSteps, Launches
 from engine.model.runner import ModelRunner
+from engine.model.step_executor import StepExecutor
 from engine.node import Effect, Send
 from engine.request import SamplingParams
 from engine.stats import Role
@@ -42,22 +47,30 @@ MAX_TOKENS, ROUTER = 4096, "router-0"
 STEPS, WARM = 150, 20
 
 
-class InstantPasses(DecodePasses):
-    """Passes whose tokens are there at once."""
+class TimedPasses(DecodePasses):
+    """Passes that take `pass_s` on a device that runs one after the other."""
 
-    launched_at = 0.0
+    pass_s = 0.0
+    busy_until = 0.0
+    ends: list[float]
+    idle_s = 0.0  # between passes, since the first
 
-    def launch(self, size: int, index: int) -> None:
-        self.launched_at = perf_counter()
+    def launch(self, size: int, slot: int) -> None:
+        now = perf_counter()
+        if self.busy_until:
+            self.idle_s += max(0.0, now - self.busy_until)
+        self.busy_until = max(now, self.busy_until) + self.pass_s
+        self.ends[slot] = self.busy_until
 
-    def result(self, index: int, num_rows: int) -> list[int]:
-        return [3 + (row + index) % 7 for row in range(num_rows)]
+    def result(self, slot: int, num_rows: int) -> list[int]:
+        sleep(max(0.0, self.ends[slot] - perf_counter()))
+        return [3 + (row + slot) % 7 for row in range(num_rows)]
 
 
 class Host:
     """A worker's node and runner, driven from one thread."""
 
-    def __init__(self, num_seqs: int, context: int) -> None:
+    def __init__(self, num_seqs: int, context: int, ahead: int) -> None:
         longest = context + MAX_TOKENS
         num_blocks = num_seqs * (-(-longest // BLOCK_SIZE) + 1)
         self.config = WorkerConfig(
@@ -72,13 +85,44 @@ class Host:
             max_num_batched_tokens=8192,
             max_num_seqs=num_seqs,
             max_waiting=num_seqs,
-            num_speculative_tokens=0,
+            num_speculative_tokens=EngineSection().num_speculative_tokens,
+            steps_ahead=ahead,
         )
         self.node = make_worker(self.config)
         self.runner, self.passes = _runner(num_seqs, num_blocks, longest)
 
-    def start(self, num_seqs: int, context: int) -> Step:
-        """All decode; returns the first step in which they do."""
+    def steps(self, busy: Counter[str]) -> StepExecutor:
+        """`busy`: seconds of each thread are added there."""
+
+        def launch(step: Step) -> Callable[[], StepDone]:
+            began = thread_time()
+            wait = launched(step)
+            busy["launch"] += thread_time() - began
+
+            def timed() -> StepDone:
+                began = thread_time()
+                done = wait()
+                busy["wait"] += thread_time() - began
+                return done
+
+            return timed
+
+        def execute(step: Step) -> StepDone:
+            began = thread_time()
+            done = self.runner.execute(step)
+            busy["launch"] += thread_time() - began
+            return done
+
+        launched = Launches(self.runner._steps, self.runner._guard).launch
+        return StepExecutor(
+            execute,
+            lambda ids: [0] * len(ids),
+            launch_step=launch,
+            begin_checksums=lambda ids: lambda: [0] * len(ids),
+        )
+
+    def start(self, num_seqs: int, context: int) -> list[Step]:
+        """All decode; returns the first step in which they do, and what is behind it."""
         random_ = random.Random(1)
         effects = self.node.start(0.0)
         for number in range(num_seqs):
@@ -87,16 +131,16 @@ class Host:
             sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, stop_token_ids=(2,))
             asked = Decode(f"r-{number}", 1, ROUTER, None, tokens, length, sampling, 1e6)
             effects += self.node.receive(0.0, asked)
-        step = _step_of(effects)
-        while step is None or len(step.seqs) < num_seqs or step.num_tokens > num_seqs:
-            assert step is not None, "nothing to do"
+        steps = _steps_of(effects)
+        while len(steps[0].seqs) < num_seqs or steps[0].num_tokens > num_seqs:
+            step, *steps = steps
             sampled = [Sampled(5) if seq.sample else None for seq in step.seqs]
             done = StepDone(step.step_id, sampled, [0] * len(step.checksum_blocks), 0.01)
-            step = _step_of(self.node.receive(0.0, done))
-        return step
+            steps += _steps_of(self.node.receive(0.0, done))
+        return steps
 
 
-def _runner(num_seqs: int, num_blocks: int, longest: int) -> tuple[ModelRunner, InstantPasses]:
+def _runner(num_seqs: int, num_blocks: int, longest: int) -> tuple[ModelRunner, TimedPasses]:
     """Of a model that is never run."""
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
@@ -116,52 +160,58 @@ def _runner(num_seqs: int, num_blocks: int, longest: int) -> tuple[ModelRunner, 
     steps = GpuSteps(
         decoder, limits, device, max_num_seqs=num_seqs, graphs=False, progress=lambda _: None
     )
-    passes = InstantPasses(decoder, limits, device, num_seqs)
+    passes = TimedPasses(decoder, limits, device, num_seqs)
+    passes.ends = [0.0] * SLOTS
     steps._passes, runner._steps = passes, steps
     return runner, passes
 
 
-def _step_of(effects: list[Effect]) -> Step | None:
-    return next((effect.step for effect in effects if isinstance(effect, Execute)), None)
+def _steps_of(effects: list[Effect]) -> list[Step]:
+    return [effect.step for effect in effects if isinstance(effect, Execute)]
 
 
-def measure(num_seqs: int, context: int, profile: bool) -> dict[str, Any]:
-    host = Host(num_seqs, context)
-    step = host.start(num_seqs, context)
-    node_s, prepare_s, after_s, passes, frames = [], [], [], [], 0
-    profiler = cProfile.Profile()
+def measure(
+    num_seqs: int, context: int, pass_s: float, ahead: int, profile: bool
+) -> dict[str, Any]:
+    host = Host(num_seqs, context, ahead)
+    done_steps: SimpleQueue[StepDone] = SimpleQueue()
+    busy = Counter[str]()
+    steps, passes = host.steps(busy), host.passes
+    passes.pass_s = pass_s
+    threads = LaunchThreads(steps.launch, done_steps.put, "step")
+    for step in host.start(num_seqs, context):
+        threads.submit(step)
+    profiler, frames, began, idle_s = cProfile.Profile(), 0, 0.0, 0.0
     for number in range(WARM + STEPS):
-        if number == WARM and profile:
-            profiler.enable()
-        began = perf_counter()
-        done = host.runner.execute(step)
-        ended = perf_counter()
-        done = replace(done, checksums=[0] * len(step.checksum_blocks), elapsed_s=0.02)
-        received = perf_counter()
+        if number == WARM:
+            began, idle_s = perf_counter(), passes.idle_s
+            busy.clear()
+            if profile:
+                profiler.enable()
+        done = done_steps.get()
+        received = thread_time()
         effects = host.node.receive(0.02 * number, done)
-        node_s.append(perf_counter() - received)
-        prepare_s.append(host.passes.launched_at - began)
-        after_s.append(ended - host.passes.launched_at)
-        first = done.sampled[0]
-        assert first is not None
-        passes.append(1 + len(first.more))
+        busy["node"] += thread_time() - received
         frames += sum(isinstance(e, Send) and isinstance(e.message, TokenDeltas) for e in effects)
-        found = _step_of(effects)
-        assert found is not None
-        step = found
+        for step in _steps_of(effects):
+            threads.submit(step)
+    taken_s = perf_counter() - began
     profiler.disable()
+    threads.stop()
+    threads.join()
     if profile:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
     assert frames == WARM + STEPS
-    each = [(n + p + a) * 1e3 for n, p, a in zip(node_s, prepare_s, after_s, strict=True)][WARM:]
     return {
         "sequences": num_seqs,
-        "node ms": median(node_s[WARM:]) * 1e3,
-        "prepare ms": median(prepare_s[WARM:]) * 1e3,
-        "after ms": median(after_s[WARM:]) * 1e3,
-        "a step ms": median(each),
-        "p90 ms": sorted(each)[int(0.9 * len(each))],
-        "passes a step": sum(passes[WARM:]) / STEPS,
+        "pass ms": pass_s * 1e3,
+        "steps ahead": ahead,
+        "node ms": busy["node"] / STEPS * 1e3,
+        "launch ms": busy["launch"] / STEPS * 1e3,
+        "wait ms": busy["wait"] / STEPS * 1e3,
+        "host ms": busy.total() / STEPS * 1e3,
+        "a step ms": taken_s / STEPS * 1e3,
+        "device waits ms": (passes.idle_s - idle_s) / STEPS * 1e3,
     }
 
 
@@ -169,10 +219,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument(
+        "--pass-ms",
+        type=float,
+        nargs="+",
+        default=[6.0, 8.0, 14.0],
+        help="of each number of sequences; an 8B model takes about as long",
+    )
     parser.add_argument("--out", type=Path, help="for example benchmarks/results/host_step.json")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     args = parser.parse_args()
-    rows = [measure(count, args.context, args.profile) for count in args.sequences]
+    rows = [
+        measure(count, args.context, ms / 1e3, ahead, args.profile)
+        for count, ms in zip(args.sequences, args.pass_ms, strict=False)
+        for ahead in (0, 1)
+    ]
     print_table(rows)
     write_json(args.out, {"context": args.context, "rows": rows})
 

@@ -36,6 +36,7 @@ class WorkerConfig:
     guard: bool = True  # block tables are checked whole before each step, not in part
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
+    steps_ahead: int = 0  # 1: the executor takes the next step while one runs
     num_speculative_tokens: int = 0  # draft tokens of a sequence in a step, at most; 0: none
     itl_target_s: float = 0.0  # prompt chunks beside decodes are cut to keep steps below it; 0: not
     max_waiting: int = 256

@@ -18,7 +18,7 @@ from engine.messages import Refused, TokenDeltas, WorkRequest
 from engine.node import Effect, NodeId, Note, Send
 from engine.progress import StepWatch
 from engine.request import NO_OUTPUTS, FinishReason, Refusal, TokenDelta, TokenLogprobs
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
 from engine.stats import WorkerStats
 from engine.step import Step, StepDone
@@ -131,9 +131,10 @@ class EngineCore:
             self._ended.popitem(last=False)
 
     def next_step(self) -> Step | None:
-        """The next step, which also takes the checksums of the blocks that it fills, and of the
-        last block of a prompt that is computed for another worker: it is sent, full or not."""
-        if self.scheduler.in_flight or self.watch.why:
+        """The next step, if the executor takes one. It also takes the checksums of the blocks that
+        it fills, and of the last block of a prompt that is computed for another worker: it is sent,
+        full or not."""
+        if self.watch.why:
             return None
         timing = self.timing
         step = self.scheduler.schedule(
@@ -148,7 +149,7 @@ class EngineCore:
         if step is None or step.repeats > 1:  # a step that is repeated fills no block
             return step
         size = self.config.block_size
-        for seq, share in zip(self.scheduler.in_flight_seqs, step.seqs, strict=True):
+        for seq, share in zip(self.scheduler.in_flight[-1].seqs, step.seqs, strict=True):
             step.checksum_blocks += share.block_ids[share.start // size : share.end // size]
             if share.sample and not seq.reserve_growth and share.end % size:
                 step.checksum_blocks.append(share.block_ids[share.end // size])
@@ -156,9 +157,8 @@ class EngineCore:
 
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
         """As `Scheduler.finish_step`; also updates counters and the measured costs."""
-        self.watch.end(done.error, device_lost=done.device_lost)
-        step = self.scheduler.in_flight
-        assert step is not None
+        self.watch.end(self.now, done.error, device_lost=done.device_lost)
+        step = self.scheduler.in_flight[0].step
         repeats = 1
         if step.repeats > 1 and done.error is None and done.sampled[0] is not None:
             repeats += len(done.sampled[0].more)
@@ -310,8 +310,7 @@ class EngineCore:
         self.kv.pool.check_integrity()
         scheduler = self.scheduler
         left = [f"sequence {seq.key} is {seq.state}" for seq in self.seqs.values()]
-        if scheduler.in_flight is not None:
-            left.append(f"step {scheduler.in_flight.step_id} is in flight")
+        left += [f"step {each.step.step_id} is in flight" for each in scheduler.in_flight]
         if scheduler.waiting or scheduler.running or scheduler.remote:
             left.append(
                 f"{len(scheduler.waiting)} waiting, {len(scheduler.running)} running,"

@@ -7,6 +7,9 @@ so that another takes its place.
 
 from __future__ import annotations
 
+from collections import deque
+from math import inf
+
 from engine.config import WorkerConfig
 from engine.stats import Progress
 
@@ -25,27 +28,29 @@ class StepWatch:
         self._num_failed = 0  # in a row
         self._error = ""  # of the last one
         self._device_lost = False
-        self._deadline_s: float | None = None  # of the step in flight; None: there is none
+        self._deadlines_s: deque[float] = deque()  # of the steps in flight, one after the other
         self._waited_s = 0.0  # for it
         self._ticked_at = 0.0
 
     def begin(self, now: float, expected_s: float | None) -> None:
         """A step begins. `expected_s`: seconds that it should take; None: not known yet."""
         floor_s = self._config.step_timeout_s
+        if not self._deadlines_s:
+            self._waited_s, self._ticked_at = 0.0, now
         if floor_s == 0:
-            self._deadline_s = None
+            self._deadlines_s.append(inf)
         elif expected_s is None:
-            self._deadline_s = FIRST_SLACK * floor_s
+            self._deadlines_s.append(FIRST_SLACK * floor_s)
         else:
-            self._deadline_s = max(floor_s, SLACK * expected_s)
-        self._waited_s, self._ticked_at = 0.0, now
+            self._deadlines_s.append(max(floor_s, SLACK * expected_s))
 
-    def end(self, error: str | None, *, device_lost: bool = False) -> None:
-        """It has come back. `error`: why all of it failed; a request's own fault is none.
-        `device_lost`: so will all others."""
+    def end(self, now: float, error: str | None, *, device_lost: bool = False) -> None:
+        """The first of them has come back. `error`: why all of it failed; a request's own fault is
+        none. `device_lost`: so will all others."""
         self.num_done += 1
         self._device_lost |= device_lost
-        self._deadline_s = None
+        self._deadlines_s.popleft()
+        self._waited_s, self._ticked_at = 0.0, now
         self._num_failed = 0 if error is None else self._num_failed + 1
         self._error = error or ""
 
@@ -55,11 +60,16 @@ class StepWatch:
         self._ticked_at = now
 
     @property
+    def _deadline_s(self) -> float:
+        """Of the step that runs; infinite if there is none."""
+        return self._deadlines_s[0] if self._deadlines_s else inf
+
+    @property
     def progress(self) -> Progress:
         deadline_s = self._deadline_s
         if self._device_lost or self._num_failed >= self._config.max_failed_steps:
             return Progress.NONE
-        if deadline_s is None or self._waited_s < LATE * deadline_s:
+        if self._waited_s < LATE * deadline_s:
             return Progress.MADE
         return Progress.LATE if self._waited_s < deadline_s else Progress.NONE
 
@@ -68,7 +78,7 @@ class StepWatch:
         """Why there is none; "" if there is."""
         if self.progress is not Progress.NONE:
             return ""
-        if self._deadline_s is not None and self._waited_s >= self._deadline_s:
+        if self._waited_s >= self._deadline_s:
             return f"a step has not ended after {self._waited_s:.0f} s"
         if self._device_lost:
             return f"its device is lost: {self._error}"

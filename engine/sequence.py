@@ -51,7 +51,7 @@ class Sequence:
     num_arriving: int = 0  # blocks [num_sealed, num_arriving) are being loaded from lower tiers
     is_remote: bool = False  # its KV comes from a producer
     compute_all: bool = False  # remote KV was invalid: all that is not cached is computed
-    in_step: bool = False  # the step in flight writes to its blocks
+    num_steps: int = 0  # in flight that write to its blocks
     num_reads: int = 0  # transfers that may write to its blocks
     num_reported: int = 0  # tokens, from the start, that the router has
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # position -> logprobs

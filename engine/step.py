@@ -7,11 +7,12 @@ and sample the next token where asked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.request import PromptOutputs, Refusal, SamplingParams, TokenLogprobs
 
+UNKNOWN = 0  # in place of a token that is drawn by the step before
 BURST_S = 0.025  # of passes in a row, at most: messages that arrive meanwhile wait for them
 
 
@@ -36,6 +37,9 @@ class ScheduledSeq:
     # (float32); None: none do.
     outputs_from: int | None = None
     pooled: bytes = b""
+    # Index of the same sequence in the step before, if that one still runs: the token that it
+    # samples there is the input here, in place of the one in `tokens`. None: `tokens` are known.
+    follows: int | None = None
 
     @property
     def output_positions(self) -> range:
@@ -88,6 +92,9 @@ class Step:
     # The pass may be run up to so often in a row, each sequence continued with the token that it
     # has just sampled, until one samples a stop token. More than once only if all are decodes.
     repeats: int = 1
+    # All are decodes whose tokens the device draws by itself: the step after this one may be handed
+    # out before they are known. Where that is done, no step is repeated.
+    may_be_followed: bool = False
     gives_way: bool = False  # all are prompts for other workers: on shared cores decodes go first
 
     @property
@@ -97,7 +104,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """Effect: run `step` on the model; answered by `StepDone`. At most one is in flight."""
+    """Effect: run `step` on the model; answered by `StepDone`, in the order of the steps. At most
+    one is in flight, and one more where `WorkerConfig.steps_ahead` is 1."""
 
     step: Step
 
@@ -145,3 +153,8 @@ class StepDone:
             return Refusal.INVALID_TOKENS, self.invalid[index]
         why = self.ungrammatical.get(index)
         return None if why is None else (Refusal.GRAMMAR, why)
+
+
+Launch = Callable[[Step], Callable[[], StepDone]]
+"""Begins a step that may be followed, behind the one that runs. The call that it returns waits for
+the end."""

@@ -11,7 +11,7 @@ Computed in C (`c/checksum.c`); heads of few bytes, and all without a C compiler
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,6 +42,8 @@ class HashedThere(Protocol):
     """A pool that computes checksums where its blocks are, by what it knows of its heads."""
 
     def checksums(self, block_ids: Sequence[int], /) -> list[int]: ...
+
+    def begin_checksums(self, block_ids: Sequence[int], /) -> Callable[[], list[int]]: ...
 
 
 def checksum_blocks(
@@ -92,6 +94,16 @@ def _checksum(block: NDArray[np.uint8], weights: NDArray[np.uint64]) -> int:
     heads = block.reshape(len(weights), -1)
     terms = (xxh3_64_intdigest(h.data) * w for h, w in zip(heads, weights.tolist(), strict=True))
     return int(sum(terms)) % MOD
+
+
+def begin_checksums(
+    pool_bytes: BlockBytes, block_ids: Sequence[int], share: HeadShare | None = None
+) -> Callable[[], list[int]]:
+    """As `checksum_blocks`, of blocks that the calling thread has launched the writing of. The call
+    that is returned waits for both; it may come from another thread."""
+    if isinstance(pool_bytes, HashedThere):
+        return pool_bytes.begin_checksums(block_ids)
+    return partial(checksum_blocks, pool_bytes, block_ids, share)
 
 
 @cache

@@ -158,12 +158,14 @@ class Worker:
                 effects += exchange.connector.start(now, seq)
             effects += self._part_of(seq).on_admitted(seq)
         effects += self._use_arrived(now)
-        step = self.core.next_step()
+        steps: list[Effect] = []
+        while (step := self.core.next_step()) is not None:
+            steps.append(Execute(step))
         for seq, *_ in self.core.scheduler.faults:
             exchange.producer.forget_handoff(seq)
         effects += self.core.fail_left_out()
         effects += self._tell_preempted(self.core.scheduler.take_preempted())
-        return effects if step is None else [*effects, Execute(step)]
+        return [*effects, *steps]
 
     def _tell_preempted(self, preempted: Iterable[Sequence]) -> list[Effect]:
         """Tell the routers of those that wait for memory."""

@@ -129,6 +129,8 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     steps = StepExecutor(
         runner.execute,
         own.checksums,
+        launch_step=runner.launch,
+        begin_checksums=own.begin_checksums,
         add_ranks=ranks.add_checksums if ranks else None,
         close=parallel.close if parallel else None,
         prepare_grammar=runner.grammars.prepare,

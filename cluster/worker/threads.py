@@ -87,6 +87,47 @@ class StepThread:
             self._deliver(self._execute(step))
 
 
+class LaunchThreads:
+    """Launches steps on one thread and waits for their ends on another, so that the next one is
+    prepared while one runs. Results are delivered in the order of the steps."""
+
+    def __init__(
+        self, launch: Callable[[Step], Callable[[], StepDone]], deliver: Deliver, name: str
+    ) -> None:
+        """`launch`: as of StepExecutor."""
+        self._launch = launch
+        self._deliver = deliver
+        self._steps: SimpleQueue[Step | None] = SimpleQueue()  # of two at most, as the node asks
+        self._launched: SimpleQueue[Callable[[], StepDone] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=name, daemon=True),
+            threading.Thread(target=self._wait, name=f"{name}-wait", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, step: Step) -> None:
+        self._steps.put(step)
+
+    def stop(self) -> None:
+        """Begin to end, without waiting."""
+        self._steps.put(None)
+
+    def join(self, timeout_s: float = CLOSE_S) -> bool:
+        """Wait for the steps that run. False if they have not ended in time."""
+        self._threads[-1].join(timeout_s)
+        return not self._threads[-1].is_alive()
+
+    def _run(self) -> None:
+        while (step := self._steps.get()) is not None:
+            self._launched.put(self._launch(step))
+        self._launched.put(None)
+
+    def _wait(self) -> None:
+        while (wait := self._launched.get()) is not None:
+            self._deliver(wait())
+
+
 class WorkerThreads:
     """Executor of a worker's effects. Owns the threads, and by them the model, the agents and the
     stores."""
@@ -106,7 +147,11 @@ class WorkerThreads:
         machine."""
         self._name = name
         self._model = steps
-        self._steps = StepThread(steps.execute, deliver, f"{name}-step")
+        self._steps: StepThread | LaunchThreads
+        if steps.launches:
+            self._steps = LaunchThreads(steps.launch, deliver, f"{name}-step")
+        else:
+            self._steps = StepThread(steps.execute, deliver, f"{name}-step")
         self._giving_way = self._steps
         if shares_cores:
             self._giving_way = StepThread(steps.execute, deliver, f"{name}-prompts", gives_way=True)
@@ -128,7 +173,10 @@ class WorkerThreads:
 
     def close(self) -> None:
         """All at once, so that the slowest decides how long it takes."""
-        parts: dict[str, StepThread | TransferLoop] = {"step": self._steps, **self._copies.loops}
+        parts: dict[str, StepThread | LaunchThreads | TransferLoop] = {
+            "step": self._steps,
+            **self._copies.loops,
+        }
         if self._giving_way is not self._steps:
             parts["prompts"] = self._giving_way
         for part in parts.values():

@@ -7,7 +7,7 @@ own heads of the same blocks, and says when it is done.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from engine.model.parallel.shard import Shard
 from engine.node import NodeId
 from kvtransfer.agent import ConnectPeer, CopyBlocks, StoreIndex
 from kvtransfer.agents.ranks import RanksAgent
-from kvtransfer.checksum import BlockBytes, checksum_blocks
+from kvtransfer.checksum import BlockBytes, begin_checksums, checksum_blocks
 from kvtransfer.executor import TransferExecutor
 from kvtransfer.layout import BlockLayout, HeadShare, compatibility, fingerprint
 
@@ -53,6 +53,9 @@ class Transfers:
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         return checksum_blocks(self.pool, block_ids, self.share)
+
+    def begin_checksums(self, block_ids: Sequence[int]) -> Callable[[], list[int]]:
+        return begin_checksums(self.pool, block_ids, self.share)
 
     @property
     def facts(self) -> RankFacts:
@@ -100,6 +103,8 @@ def open_transfers(
         ) from error
     if disk is None:
         config = replace(config, num_disk_blocks=0)
+    if runner.launch is not None:
+        config = replace(config, steps_ahead=1)
     storage = {} if disk is None else {Tier.DISK: disk}
     moves = TransferExecutor(
         spec.worker, spec.epoch, agent, pools, share=share, corrupt=options.corrupt

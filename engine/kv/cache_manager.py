@@ -74,10 +74,10 @@ class KVCacheManager:
         self._set_table(seq, table + [fresh.pop() if kept else NO_BLOCK for kept in keeps])
         return True
 
-    def grow(self, seq: Sequence) -> bool:
-        """Allocate blocks up to the end of `seq.tokens`, or with a window for the next ones. False
-        if the pool has no block left."""
-        num_held, num_tokens = len(self._tables[seq]), len(seq.tokens)
+    def grow(self, seq: Sequence, num_unknown: int = 0) -> bool:
+        """Allocate blocks up to the end of `seq.tokens` and of `num_unknown` more, or with a window
+        for the next ones. False if the pool has no block left."""
+        num_held, num_tokens = len(self._tables[seq]), len(seq.tokens) + num_unknown
         if num_tokens <= num_held * self.block_size and not self.window.size:
             return True
         count = self.window.end(seq.num_computed, num_tokens) - num_held
@@ -176,17 +176,17 @@ class KVCacheManager:
             self.checksums.pop(block, None)
         return blocks
 
-    def fault(self, seq: Sequence, count: int, *, thorough: bool) -> str | None:
-        """Why computing the next `count` tokens of `seq` would write or read blocks that it must
-        not; None if its block table is valid. Without `thorough`, only the blocks to be written are
-        checked."""
+    def fault(self, seq: Sequence, start: int, count: int, *, thorough: bool) -> str | None:
+        """Why computing `count` tokens of `seq` from position `start` on would write or read blocks
+        that it must not; None if its block table is valid. Without `thorough`, only the blocks to
+        be written are checked."""
         held, table, size = self._tables[seq], seq.block_ids, self.block_size
         if count == 1 and not self.window.size and (not thorough or table == held):
-            at = seq.num_computed // size  # a decode, as most are
+            at = start // size  # a decode, as most are
             if at < len(held) and table[at] == held[at] and self.pool.is_private(held[at]):
                 return None
-        end = self.num_blocks_for(seq.num_computed + count)
-        written = range(seq.num_computed // size, end)
+        end = self.num_blocks_for(start + count)
+        written = range(start // size, end)
         if len(table) < end or len(held) < end:
             return f"the block table has {len(table)} entries, {end} are needed"
         for index in range(end) if thorough and table != held else written:
@@ -198,9 +198,9 @@ class KVCacheManager:
             if block == NO_BLOCK or not self.pool.is_private(block):
                 return f"block {block}, to be written, is not its own: it is sealed or shared"
         if thorough and NO_BLOCK in held:
-            start = self.window.start(seq.num_computed)
-            if NO_BLOCK in held[start:end] or NO_BLOCK in held[: self.window.num_sink_blocks]:
-                return f"a block in [{start}, {end}) or of the sinks, to be read, is missing"
+            first = self.window.start(start)
+            if NO_BLOCK in held[first:end] or NO_BLOCK in held[: self.window.num_sink_blocks]:
+                return f"a block in [{first}, {end}) or of the sinks, to be read, is missing"
         return None
 
     def check_integrity(self, others: int = 0) -> None:

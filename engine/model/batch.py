@@ -174,6 +174,8 @@ class OutsideVocabulary(ValueError):
 
 def check_tokens(seq: ScheduledSeq, limits: Limits) -> None:
     """Raises OutsideVocabulary."""
+    if seq.follows is not None:  # the token will be one that was sampled
+        return
     tokens = seq.input_tokens
     if len(tokens) == 1 and 0 <= tokens[0] < limits.vocab_size:  # as in most steps
         return

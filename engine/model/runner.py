@@ -24,10 +24,10 @@ from engine.model.config import with_window
 from engine.model.cpu import kernels
 from engine.model.cpu.decode import CpuDecode
 from engine.model.cpu.huge_pages import HugePages, make_real
-from engine.model.cpu.linear import fastest_kind
 from engine.model.cpu.ops import CpuOps
 from engine.model.cpu.sampling import CpuDraw
 from engine.model.decoder import Decoder
+from engine.model.device import find_device, is_bf16_faster
 from engine.model.errors import ModelError
 from engine.model.ops import TORCH_DTYPES, Ops
 from engine.model.quantize import QUANTIZATIONS
@@ -36,7 +36,7 @@ from engine.model.sampling.prompt_outputs import read_prompts
 from engine.model.sampling.sampler import Draw, Masks, draw, sample
 from engine.model.torch_ops import TorchOps
 from engine.request import PromptOutputs, SamplingParams
-from engine.step import Sampled, ScheduledSeq, Step, StepDone
+from engine.step import Launch, Sampled, ScheduledSeq, Step, StepDone
 
 if TYPE_CHECKING:
     from engine.model.gpu.steps import GpuSteps
@@ -122,6 +122,7 @@ class ModelRunner:
                 self._decode = ops.decode(weights, self._limits)
             self._steps = self._gpu_steps(ops, max_num_seqs, cuda_graphs, progress)
         self._guard = Guard(self._limits)
+        self.launch = self._launches()
         if self.device.type == "cpu":
             make_real(self.kv_pool)
 
@@ -129,7 +130,7 @@ class ModelRunner:
     def default_dtype(device_type: str = "cpu") -> str:
         """bfloat16 if that is faster than float32, which on a CPU the kernels know; they are
         compiled if necessary."""
-        return "bfloat16" if device_type == "cuda" or _is_bf16_faster() else "float32"
+        return "bfloat16" if device_type == "cuda" or is_bf16_faster() else "float32"
 
     def is_device_lost(self) -> bool:
         """Whether the device fails whatever it is asked: after most errors of CUDA, until the
@@ -211,6 +212,14 @@ class ModelRunner:
         logits = self._decoder.forward(batch)
         tokens = iter(draw(logits, [seq for seq in step.seqs if seq.sample]))
         return [next(tokens) if seq.sample else None for seq in step.seqs], {}
+
+    def _launches(self) -> Launch | None:
+        """Begins a step that may be followed; None where steps are only executed."""
+        if self._steps is None:
+            return None
+        from engine.model.gpu.steps import Launches
+
+        return Launches(self._steps, self._guard).launch
 
     def _pool(self, num_blocks: int, given: torch.Tensor | None) -> torch.Tensor:
         spec = self.kv_spec
@@ -314,34 +323,3 @@ class ModelRunner:
 def _check_one_of(name: str, value: str, supported: Sequence[str]) -> None:
     if value not in supported:
         raise ModelError(f"{name} {value} is not supported; supported: {', '.join(supported)}")
-
-
-def find_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ModelError(f"device {name} is not supported; supported: auto, cpu, cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"device {name} was asked for, but torch sees no CUDA device")
-    return device
-
-
-def _is_bf16_faster() -> bool:
-    """Whether this CPU multiplies 16-bit matrices faster than float32."""
-    try:
-        return fastest_kind(kernels.load(default_cache_dir())) > 0
-    except kernels.KernelsUnavailable:
-        return cpu_has_bf16()
-
-
-def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16, and so torch does."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -8,8 +8,9 @@ program for each head of a block mixes them in their order. So what is read twic
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -65,15 +66,27 @@ class Checksums:
     def of(self, block_ids: Sequence[int]) -> list[int]:
         """One unsigned number of 64 bits for each, in order. What is written to the blocks has to
         be complete. IndexError for a block outside the pool."""
-        if not block_ids:
-            return []
-        num_blocks = self._num_blocks
-        if min(block_ids) < 0 or max(block_ids) >= num_blocks:
-            raise IndexError(f"blocks {min(block_ids)} to {max(block_ids)} of {num_blocks}")
         with self._stream():
-            terms = self._launch(block_ids).view(len(block_ids), -1) * self._weights
-            found: list[int] = terms.sum(1).cpu().numpy().view(np.uint64).tolist()
-        return found
+            return _unsigned(self._sums(block_ids).cpu())
+
+    def begin(self, block_ids: Sequence[int]) -> Callable[[], list[int]]:
+        """As `of`, once what the thread's current stream has to do by now is done. The host does
+        not wait for that; the call that is returned does, and may come from another thread."""
+        if self._words.device.type != "cuda":
+            return partial(_unsigned, self._sums(block_ids))
+        passes, ended = torch.cuda.current_stream(self._words.device), torch.cuda.Event()
+        with self._stream():
+            torch.cuda.current_stream().wait_stream(passes)
+            sums = self._sums(block_ids)
+            host = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
+            host.copy_(sums, non_blocking=True)
+            ended.record()
+
+        def result() -> list[int]:
+            ended.synchronize()
+            return _unsigned(host)
+
+        return result
 
     def _stream(self) -> AbstractContextManager[object]:
         device = self._words.device
@@ -83,6 +96,16 @@ class Checksums:
             self._threads.stream = torch.cuda.Stream(device)
         stream: AbstractContextManager[object] = torch.cuda.stream(self._threads.stream)
         return stream
+
+    def _sums(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """Of each block, int64, under way."""
+        if not block_ids:
+            return torch.empty(0, dtype=torch.int64)
+        num_blocks = self._num_blocks
+        if min(block_ids) < 0 or max(block_ids) >= num_blocks:
+            raise IndexError(f"blocks {min(block_ids)} to {max(block_ids)} of {num_blocks}")
+        terms = self._launch(block_ids).view(len(block_ids), -1) * self._weights
+        return terms.sum(1)
 
     def _launch(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Of each head of each block, int64, under way."""
@@ -104,6 +127,11 @@ class Checksums:
             STRIPES=STRIPES, num_warps=1,
         )  # fmt: skip
         return out
+
+
+def _unsigned(sums: torch.Tensor) -> list[int]:
+    found: list[int] = sums.numpy().view(np.uint64).tolist()
+    return found
 
 
 def _numbers(offset: int, count: int) -> np.ndarray:

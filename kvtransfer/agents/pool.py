@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,14 @@ class DeviceBytes:
             return found
         copied = self._blocks[list(block_ids)].cpu().numpy()
         return checksum_blocks(copied, range(len(copied)), self._share)
+
+    def begin_checksums(self, block_ids: Sequence[int]) -> Callable[[], list[int]]:
+        """As `checksum_blocks`, of blocks that are complete once what the thread's current stream
+        has to do by now is done; the call that is returned waits for that."""
+        if self._kernels is None:
+            return partial(self.checksums, block_ids)
+        begun: Callable[[], list[int]] = self._kernels.begin(block_ids)
+        return begun
 
     @property
     def shape(self) -> tuple[int, ...]:

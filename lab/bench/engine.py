@@ -20,6 +20,7 @@ from typing import Any
 
 from cluster.config import Config, load_config
 from cluster.worker.build import prepare_model
+from engine.model.device import cpu_has_bf16, find_device
 from engine.model.roofline import (
     Rates,
     Weights,
@@ -28,7 +29,7 @@ from engine.model.roofline import (
     measure_rates,
     prefill_roofline_s,
 )
-from engine.model.runner import ModelRunner, cpu_has_bf16, find_device
+from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
 from lab.bench.lone_worker import Answer, LoneWorker, WorkerFailed
 

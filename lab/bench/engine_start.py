@@ -14,7 +14,7 @@ import time
 def main(text: str) -> None:
     reached = {"python": time.monotonic()}
     from cluster.worker.build import prepare_model
-    from engine.model.runner import find_device
+    from engine.model.device import find_device
     from lab.bench.engine import EngineSpec, Prompts, greedy
     from lab.bench.lone_worker import LoneWorker
 

@@ -19,7 +19,8 @@ from cluster.worker.build import PreparedModel, open_runner
 from cluster.worker.devices import sized
 from cluster.worker.kv_plan import plan_kv
 from cluster.worker.spec import WorkerSpec
-from engine.model.runner import ModelRunner, find_device
+from engine.model.device import find_device
+from engine.model.runner import ModelRunner
 from engine.model.step_executor import StepExecutor
 from engine.request import SamplingParams
 from engine.stats import Role

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from cluster.config import Config
 from cluster.worker.build import PreparedModel, prepare_model
 from cluster.worker.devices import sized
-from engine.model.runner import ModelRunner, find_device
+from engine.model.device import find_device
+from engine.model.runner import ModelRunner
 from lab.profiling.forward import ForwardPasses, Grid, running
 from lab.profiling.links import disk_link, memory_links
 from lab.profiling.neighbour import NAME

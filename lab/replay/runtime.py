@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.kv.tier import Tier
 from engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.step import Execute, Step
 from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, StoreIndex
 from lab.replay.contention import Contention

@@ -12,6 +12,7 @@ them.
 - `watch`: workers that hang, or fail in every step, go on.
 - `suspect`: the controller listens to no complaints of workers that are silent.
 - `ranks`: a transfer is done when one rank of a worker says so.
+- `ahead`: blocks of what has ended are freed while the step behind its last one writes to them.
 - `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
 
@@ -29,6 +30,7 @@ from engine.node import Effect, NodeId, Note, Send
 from engine.progress import StepWatch
 from engine.sequence import Sequence as Seq
 from engine.stats import Progress
+from engine.step import StepDone
 from kvtransfer.agent import CopyDone, TransferId
 from kvtransfer.messages import KVRelease
 from kvtransfer.peer.arrival import Arrival
@@ -58,6 +60,7 @@ class Break(StrEnum):
     SUSPECT = "suspect"
     RANKS = "ranks"
     OUTPUTS = "outputs"
+    AHEAD = "ahead"
 
 
 class TrustingConnector(Connector):
@@ -152,6 +155,16 @@ def break_worker(worker: Worker, broken: Break) -> None:
             return seq.block_hashes[: (len(seq.tokens) - 1) // kv.block_size]
 
         kv.usable_hashes = usable_hashes  # type: ignore[method-assign]
+    if broken is Break.AHEAD:
+        scheduler, finish_step = worker.core.scheduler, worker.core.scheduler.finish_step
+
+        def forget_the_next(done: StepDone) -> list[tuple[Seq, int]]:
+            survivors = finish_step(done)
+            for seq, _ in survivors:
+                seq.num_steps = 0
+            return survivors
+
+        scheduler.finish_step = forget_the_next  # type: ignore[method-assign]
     if broken not in _CONNECTORS:
         return
     exchange.connector = _CONNECTORS[broken](worker.config, exchange.tiers, exchange.orphans)

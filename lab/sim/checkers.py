@@ -131,6 +131,8 @@ class Starvation:
             return False
         if record is None or worker.node_id in {each.worker for each in record.avoid}:
             return False
+        if record.current is not None and record.current.number > seq.attempt:
+            return False  # it was moved, to a worker that may be lost: `Silence` looks at that
         core, config = worker.core, worker.config
         busy = len(core.seqs)
         whole = seq.num_prompt_tokens + seq.sampling.max_tokens

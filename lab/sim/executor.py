@@ -2,13 +2,15 @@
 
 A step is checked when it starts: every slot that it relies on must hold what the oracle says. It
 reads and writes the pool when it ends, so a block that is given away while a step is in flight is
-overwritten by that step, as it would be by a kernel. A failed step leaves rubbish behind.
+overwritten by that step, as it would be by a kernel. A failed step leaves rubbish behind, and fails
+the one that follows it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.kv.tier import Tier
 from engine.request import PromptOutputs
@@ -60,8 +62,16 @@ class SimPool:
         self.blocks[block_ids[position // self.block_size]][position % self.block_size] = value
 
 
+@dataclass(slots=True)
+class _InFlight:
+    step: Step
+    tables: list[list[int]]  # as they were when it was handed out
+    error: str | None = None  # that it will end with
+
+
 class SimExecutor:
-    """Runs the steps of one life of one worker. Invariant: at most one step is in flight."""
+    """Runs the steps of one life of one worker. Invariant: at most two are in flight, of which the
+    first runs."""
 
     def __init__(self, pools: dict[Tier, SimPool], on_violation: OnViolation) -> None:
         """`pools`: the device's, host memory's, and the disk's, which outlives this life."""
@@ -71,44 +81,82 @@ class SimExecutor:
         self.writable: dict[Tier, set[int]] = {tier: set() for tier in Tier}
         self._on_violation = on_violation
         self._chains: dict[str, _Chain] = {}
-        self._in_flight: Step | None = None
+        self._in_flight: deque[_InFlight] = deque()
+        self._sampled: list[Sampled | None] = []  # by the last step that has ended
         self.failed_in_a_row = 0  # steps
-        self._tables: list[list[int]] = []
 
     @property
     def is_busy(self) -> bool:
-        return self._in_flight is not None
+        return bool(self._in_flight)
 
-    def begin(self, step: Step) -> None:
-        assert self._in_flight is None, "two steps in flight"
+    @property
+    def num_tokens(self) -> int:
+        """Of the step that runs."""
+        return self._in_flight[0].step.num_tokens
+
+    def begin(self, step: Step) -> bool:
+        """True: it runs now. False: once the one before it has ended."""
+        assert len(self._in_flight) < 2, "three steps in flight"
         assert step.seqs, "an empty step"
-        self._in_flight = step
-        self._tables = [list(seq.block_ids) for seq in step.seqs]
-        for seq, table in zip(step.seqs, self._tables, strict=True):
+        self._in_flight.append(_InFlight(step, [list(seq.block_ids) for seq in step.seqs]))
+        if len(self._in_flight) > 1:
+            assert self._in_flight[0].step.may_be_followed
+            return False
+        self._start()
+        return True
+
+    def _start(self) -> None:
+        """Check the step that runs from now on; its tokens are known."""
+        runs = self._in_flight[0]
+        seqs = [self._with_token(seq) for seq in runs.step.seqs]
+        known = [seq for seq in seqs if seq is not None]
+        if len(known) < len(seqs):
+            runs.error = "the step before it failed"
+            return
+        runs.step = replace(runs.step, seqs=known)
+        for seq, table in zip(runs.step.seqs, runs.tables, strict=True):
             self._check(seq, table)
 
+    def _with_token(self, seq: ScheduledSeq) -> ScheduledSeq | None:
+        """None: it follows a sequence that has none."""
+        if seq.follows is None:
+            return seq
+        before = self._sampled[seq.follows]
+        if before is None:
+            return None
+        context = [*seq.context[: seq.start], before.token]
+        return replace(seq, tokens=[before.token], context=context)
+
     def finish(self, elapsed_s: float, error: str | None) -> StepDone:
-        """End the step in flight. With `error`, what it wrote is rubbish."""
-        step = self._in_flight
-        assert step is not None
-        self._in_flight = None
+        """End the step that runs; the one behind it runs then. With `error`, what it wrote is
+        rubbish."""
+        done = self._finish(self._in_flight.popleft(), elapsed_s, error)
+        self._sampled = done.sampled
+        if self._in_flight:
+            self._start()
+        return done
+
+    def _finish(self, ended: _InFlight, elapsed_s: float, error: str | None) -> StepDone:
+        step, tables, error = ended.step, ended.tables, error or ended.error
         sampled = [
             self._run(seq, table, failed=error is not None)
-            for seq, table in zip(step.seqs, self._tables, strict=True)
+            for seq, table in zip(step.seqs, tables, strict=True)
         ]
         self.failed_in_a_row = 0 if error is None else self.failed_in_a_row + 1
         if error is not None:
             return StepDone(step.step_id, [None] * len(sampled), [], elapsed_s, error)
         prompts = {
             index: self._prompt_outputs(seq, table)
-            for index, (seq, table) in enumerate(zip(step.seqs, self._tables, strict=True))
+            for index, (seq, table) in enumerate(zip(step.seqs, tables, strict=True))
             if seq.outputs_from is not None
         }
         checksums = [self.pool.checksum(block) for block in step.checksum_blocks]
-        tokens = self._repeat(step, sampled)
+        tokens = self._repeat(step, tables, sampled)
         return StepDone(step.step_id, tokens, checksums, elapsed_s, prompts=prompts)
 
-    def _repeat(self, step: Step, sampled: list[Sampled | None]) -> list[Sampled | None]:
+    def _repeat(
+        self, step: Step, tables: list[list[int]], sampled: list[Sampled | None]
+    ) -> list[Sampled | None]:
         """Run the step again as often as it allows, or less often; until a stop token comes."""
         if step.repeats == 1:
             return sampled
@@ -117,7 +165,7 @@ class SimExecutor:
             ended = zip(step.seqs, tokens, strict=True)
             if any(new[-1] in seq.sampling.stop_token_ids for seq, new in ended):
                 break
-            for seq, table, new in zip(step.seqs, self._tables, tokens, strict=True):
+            for seq, table, new in zip(step.seqs, tables, tokens, strict=True):
                 position = seq.start + 1 + repeat
                 slots = pool.gather(table, position)
                 slots.append(slot_value(slots[-1], new[-1], position))

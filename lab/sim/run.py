@@ -46,6 +46,9 @@ class Report:
 RANKS = (1, 1, 2, 4)
 """Of a worker. Not drawn, so that older seeds stay as they were where there is one."""
 
+STEPS_AHEAD = (0, 1)
+"""That a worker's executor takes; not drawn either."""
+
 
 class Cluster:
     """The nodes of one run, and when what goes wrong."""
@@ -53,7 +56,12 @@ class Cluster:
     def __init__(self, seed: int, broken: Break | None) -> None:
         self.runtime = SimRuntime(seed)
         self.scenario: Scenario = draw_scenario(self.runtime.rng)
-        self._configs = {config.node_id: config for config in self.scenario.workers}
+        self._configs = {
+            config.node_id: replace(
+                config, steps_ahead=STEPS_AHEAD[(seed // 16 + index) % len(STEPS_AHEAD)]
+            )
+            for index, config in enumerate(self.scenario.workers)
+        }
         self.worker_ids = list(self._configs)
         runtime = self.runtime
         runtime.trusted = {ROUTER, CLIENT, CONTROLLER}
@@ -75,7 +83,7 @@ class Cluster:
             ROUTER, lambda epoch, records: make_router(ROUTER, self.scenario.router, broken)
         )
         runtime.join_answers = join_answers(broken)
-        for index, config in enumerate(self.scenario.workers):
+        for index, config in enumerate(self._configs.values()):
             shape = PoolShape(
                 config.num_blocks,
                 config.block_size,

@@ -214,11 +214,8 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
             case Wake(after_s, tag):
                 self._to_self(life, after_s, Woken(tag))
             case Execute(step):
-                life.executor.begin(step)
-                duration_s, error = self.faults.step(life.node_id, life.epoch, step.num_tokens)
-                if duration_s is not None:
-                    taken_s = duration_s
-                    self._push(taken_s, life, lambda: self._finish_step(life, taken_s, error))
+                if life.executor.begin(step):
+                    self._run_step(life)
             case CopyBlocks():
                 peer = life.agent.source(effect)
                 fates = [
@@ -269,8 +266,17 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
         if wrong is not None:
             self.violate("disk index", f"{life.node_id} epoch {life.epoch}: {wrong}")
 
+    def _run_step(self, life: Life) -> None:
+        num_tokens = life.executor.num_tokens
+        duration_s, error = self.faults.step(life.node_id, life.epoch, num_tokens)
+        if duration_s is not None:
+            taken_s = duration_s
+            self._push(taken_s, life, lambda: self._finish_step(life, taken_s, error))
+
     def _finish_step(self, life: Life, duration_s: float, error: str | None) -> None:
         done: StepDone = life.executor.finish(duration_s, error)
+        if life.executor.is_busy:
+            self._run_step(life)
         self._deliver(life.node_id, life, done)
 
     def _read_done(self, life: Life, done: CopyDone) -> None:

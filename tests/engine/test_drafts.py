@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.drafts import MAX_ROW_COST, MAX_SLOWDOWN, NGRAM_SIZE, Drafter, NgramProposer
 from engine.kv.block_hash import BlockChain, CacheScope
 from engine.kv.tier import DEFAULT_RETENTION
 from engine.request import SamplingParams
+from engine.scheduling.drafts import MAX_ROW_COST, MAX_SLOWDOWN, NGRAM_SIZE, Drafter, NgramProposer
 from engine.sequence import Sequence
 
 POOL = 10_000

@@ -12,7 +12,7 @@ from engine.kv.block_hash import UNSALTED, BlockChain
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import DEFAULT_RETENTION
 from engine.request import PromptOutputs, SamplingParams, TokenLogprobs
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stats import Role
 from engine.step import Sampled, ScheduledSeq, StepDone

@@ -10,7 +10,7 @@ from engine.kv.block_hash import UNSALTED, BlockChain
 from engine.kv.cache_manager import KVCacheManager
 from engine.kv.tier import DEFAULT_RETENTION
 from engine.request import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import SeqState, Sequence
 from engine.stats import Role
 from engine.step import Sampled, StepDone

@@ -55,8 +55,8 @@ def test_blocks_of_a_read_that_is_left_behind_are_not_used_before_it_has_settled
     for number in range(6):  # more than the pool holds
         world.submit(f"b{number}", [50 + number] * 14, 6, remote=False)
         while world.step():
-            step = world.decode.core.scheduler.in_flight
-            used = {block for share in step.seqs for block in share.block_ids} if step else set()
+            steps = [each.step for each in world.decode.core.scheduler.in_flight]
+            used = {block for step in steps for share in step.seqs for block in share.block_ids}
             assert not used & written
         assert world.output(f"b{number}", [50 + number] * 14) == reference([50 + number] * 14, 6)
     for node, read in world.reads:

@@ -32,7 +32,7 @@ class Watched(World):
     def hang(self) -> None:
         """The step in flight does not end."""
         self.queue.clear()
-        assert self.decode.core.scheduler.in_flight is not None
+        assert self.decode.core.scheduler.in_flight
 
     def pass_time(self, seconds: float) -> None:
         for _ in range(round(seconds / 0.25)):
@@ -135,7 +135,7 @@ def test_steps_that_all_fail_end_the_worker() -> None:
     assert [r.reason for r in world.refused()] == [Refusal.EXECUTION] * 3, "others serve them"
     world.submit("d", PROMPT, 4, remote=False)
     world.step()
-    assert world.decode.core.scheduler.in_flight is None
+    assert not world.decode.core.scheduler.in_flight
 
 
 def test_a_device_that_is_lost_ends_the_worker_at_once() -> None:

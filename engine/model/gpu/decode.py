@@ -1,8 +1,9 @@
-"""Decode passes on the device: fixed inputs, one pass after another without the host in between.
+"""Decode passes on the device: fixed inputs, one pass right behind another.
 
-Life of a step: rows of the inputs are filled and sent; a pass computes logits, draws a token per
-row, and makes it the input of the next pass; the host reads tokens as they come. A pass is a replay
-of a captured graph where there is one for its number of rows, and the same calls where not.
+Life of a pass: rows of the inputs are filled and sent; those that follow the pass before take their
+tokens from what it drew; logits are computed and a token is drawn for each row, which the host
+reads when it is there. A pass is a replay of a captured graph where there is one for its number of
+rows, and the same calls where not.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from engine.model.gpu.staging import StaticInputs
 from engine.request import SamplingParams
 from engine.step import ScheduledSeq
 
+OWN = -1  # of a row that follows none: its token is the host's
 NO_SLOT = -1  # of a row that only fills up a captured size: nothing is written for it
 PARAMETERS = ("seed", "top_p", "top_k", "temperature", "min_p")
-ROWS = 1024  # of the kernel that advances them
+ROWS = 1024  # of a program of the kernel that takes them
+SLOTS = 2  # passes of which the host holds inputs and results: one runs, one waits behind it
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -36,7 +39,9 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 class DecodePasses:
     """Owned by `GpuSteps`. Up to `max_num_seqs` rows: a sequence's token, and each draft token.
 
-    Invariant: a row past the step's sequences has no slot, and reads position 0 of block 0."""
+    Invariants: a row past the step's sequences has no slot, and reads position 0 of block 0. A pass
+    is loaded only after the result of the last but one has been read: that one used the same arrays
+    on the host."""
 
     def __init__(
         self, decoder: Decoder, limits: Limits, device: torch.device, max_num_seqs: int
@@ -54,56 +59,65 @@ class DecodePasses:
                 "query_start": (rows, np.int32),
                 "query_len": (rows, np.int32),
                 "context_len": (rows, np.int32),
+                "follows": (rows, np.int32),
                 "top_k": (rows, np.int32),
                 "temperature": (rows, np.float32),
                 "min_p": (rows, np.float32),
                 "block_tables": ((max_num_seqs, width), np.int32),
             },
             device,
+            SLOTS,
         )
-        self._inputs.host["query_start"][:] = np.arange(max_num_seqs)
-        self._inputs.host["query_len"][:] = 1
+        for host in self._inputs.hosts:
+            host["query_start"][:] = np.arange(max_num_seqs)
+            host["query_len"][:] = 1
+        self._last = 0  # index of the last pass's arrays
         # What the rows of block_tables and of the parameters were written from.
-        self._held: list[np.ndarray | None] = [None] * max_num_seqs
-        self._params: list[SamplingParams | None] = [None] * max_num_seqs
+        self._held: list[list[np.ndarray | None]] = [[None] * max_num_seqs for _ in range(SLOTS)]
+        self._params: list[list[SamplingParams | None]] = [
+            [None] * max_num_seqs for _ in range(SLOTS)
+        ]
         self._rows = torch.arange(max_num_seqs, device=device)
         self._drawn = torch.zeros(rows, dtype=torch.int64, device=device)
         shape = (max_num_seqs, limits.vocab_size)
         self.logits = torch.empty(shape, dtype=torch.float32, device=device)  # of the last pass
         on_gpu = device.type == "cuda"
-        results = (limits.block_size, max_num_seqs)  # of a step's passes
+        results = (SLOTS, max_num_seqs)
         self._results = torch.zeros(results, dtype=torch.int64, pin_memory=on_gpu)
-        self._events = [torch.cuda.Event() for _ in range(limits.block_size if on_gpu else 0)]
+        self._events = [torch.cuda.Event() for _ in range(SLOTS if on_gpu else 0)]
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-
-    @property
-    def max_passes(self) -> int:
-        return len(self._results)
 
     def size_for(self, num_rows: int) -> int:
         """Rows of a pass that has so many of use; 0 if they are too many."""
         return next((size for size in self.sizes if size >= num_rows), 0)
 
-    def load(self, seqs: list[ScheduledSeq], tables: Sequence[np.ndarray] | None = None) -> None:
-        """Send a step's inputs: of each sequence a row for its token and, after it, one for each
+    def load(
+        self,
+        seqs: list[ScheduledSeq],
+        tables: Sequence[np.ndarray] | None = None,
+        follows: Sequence[int] | None = None,
+    ) -> int:
+        """Send a pass's inputs: of each sequence a row for its token and, after it, one for each
         draft token. `tables`: as `Guard.check` gives them; without, they and the tokens are checked
-        here. Raises ValueError for a sequence that is not within the limits; nothing is sent
-        then."""
+        here. `follows`: for each sequence the row of the pass before whose token is its input; -1:
+        its own. Returns what `launch` and `result` want. Raises ValueError for a sequence that is
+        not within the limits; nothing is sent then."""
         if tables is None:
             tables = [checked_blocks(seq, self._limits) for seq in seqs]
             for seq in seqs:
                 check_tokens(seq, self._limits)
-        host, block_size = self._inputs.host, self._limits.block_size
+        slot, block_size = (self._last + 1) % SLOTS, self._limits.block_size
+        host, held, last_params = self._inputs.hosts[slot], self._held[slot], self._params[slot]
         count = 0
         changed: list[int] = []  # rows whose parameters are others than in the last step
         params: list[SamplingParams] = []
         for seq, blocks in zip(seqs, tables, strict=True):
             for row in range(count, count + len(seq.input_tokens)):
-                if self._held[row] is not blocks:  # the same as long as nothing changes in it
+                if held[row] is not blocks:  # the same as long as nothing changes in it
                     host["block_tables"][row, : len(blocks)] = blocks
-                    self._held[row] = blocks
-                if self._params[row] is not seq.sampling:
-                    self._params[row] = seq.sampling
+                    held[row] = blocks
+                if last_params[row] is not seq.sampling:
+                    last_params[row] = seq.sampling
                     changed.append(row)
                     params.append(seq.sampling)
             count += len(seq.input_tokens)
@@ -123,6 +137,9 @@ class DecodePasses:
         host["slots"][rows] = blocks * block_size + starts % block_size
         host["slots"][rest] = NO_SLOT
         host["context_len"][rows], host["context_len"][rest] = starts + 1, 1
+        host["follows"][:size] = OWN
+        if follows is not None:
+            host["follows"][rows] = follows
         if changed:
             for name, values in draw_values(params).items():
                 host[name][changed] = values
@@ -130,32 +147,34 @@ class DecodePasses:
             host[name][rest] = 0
         host["block_tables"][rest, 0] = 0
         for row in range(count, size):
-            self._held[row] = self._params[row] = None
-        self._inputs.send(size)
+            held[row] = last_params[row] = None
+        self._inputs.send(slot, size)
+        self._last = slot
+        return slot
 
-    def launch(self, size: int, index: int) -> None:
-        """Begin pass `index` of the step over `size` rows; the host does not wait."""
+    def launch(self, size: int, slot: int) -> None:
+        """Begin the pass that was loaded last, over `size` rows; the host does not wait."""
         graph = self._graphs.get(size)
         if graph is None:
             self._pass(size)
         else:
             graph.replay()
-        self._results[index, :size].copy_(self._drawn[:size], non_blocking=True)
+        self._results[slot, :size].copy_(self._drawn[:size], non_blocking=True)
         if self._events:
-            self._events[index].record()
+            self._events[slot].record()
 
-    def result(self, index: int, num_rows: int) -> list[int]:
-        """Tokens that pass `index` drew; waits for them."""
+    def result(self, slot: int, num_rows: int) -> list[int]:
+        """Tokens that were drawn; waits for them. May be called from any thread, once."""
         if self._events:
-            self._events[index].synchronize()
-        return self._results[index, :num_rows].tolist()
+            self._events[slot].synchronize()
+        return self._results[slot, :num_rows].tolist()
 
     def capture(self, progress: Callable[[str], None]) -> None:
         """Make a graph for every size, largest first, in memory that they share. Raises
         RuntimeError if a pass cannot be captured."""
-        self._inputs.host["slots"][:] = NO_SLOT
-        self._inputs.host["context_len"][:] = 1
-        self._inputs.send(self.sizes[-1])
+        host = self._inputs.hosts[self._last]
+        host["slots"][:], host["context_len"][:], host["follows"][:] = NO_SLOT, 1, OWN
+        self._inputs.send(self._last, self.sizes[-1])
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self.sizes)):
             self._pass(size)  # compiles, and lets libraries allocate what they keep
@@ -170,7 +189,7 @@ class DecodePasses:
         self._graphs.clear()
 
     def _pass(self, size: int) -> None:
-        """Logits, a token per row, and the inputs of the pass after it."""
+        """Logits, and a token per row."""
         there = {name: each[:size] for name, each in self._inputs.device.items()}
         longest = self._limits.max_model_len  # a bound: contexts are known on the device only
         batch = Batch(
@@ -184,27 +203,22 @@ class DecodePasses:
             sample_rows=self._rows[:size],
             spans=tuple((row, 1, longest) for row in range(size)),
         )
-        self.logits[:size].copy_(self._decoder.forward(batch))
         drawn = self._drawn[:size]
+        _take[(triton.cdiv(size, ROWS),)](
+            self._drawn, there["follows"], batch.tokens, size, ROWS=ROWS
+        )
+        self.logits[:size].copy_(self._decoder.forward(batch))
         draws = Draws(
             there["temperature"], there["top_p"], there["min_p"], there["top_k"], there["seed"],
             there["positions"],
         )  # fmt: skip
         draw(self.logits[:size], draws, drawn)
-        _advance[(triton.cdiv(size, ROWS),)](
-            drawn, batch.tokens, batch.positions, batch.slots, batch.context_len, size, ROWS=ROWS
-        )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _advance(drawn, tokens, positions, slots, context_len, num_rows, ROWS: tl.constexpr):
-    """The sampled token is the next input, one position further, in the same block."""
+def _take(drawn, follows, tokens, num_rows, ROWS: tl.constexpr):
+    """What was drawn in the pass before is the input of the rows that follow it."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    slot = tl.load(slots + row, mask=row < num_rows, other=-1)
-    live = slot >= 0
-    tl.store(slots + row, slot + 1, mask=live)
-    tl.store(tokens + row, tl.load(drawn + row, mask=live, other=0), mask=live)
-    position = tl.load(positions + row, mask=live, other=0)
-    tl.store(positions + row, position + 1, mask=live)
-    context = tl.load(context_len + row, mask=live, other=0)
-    tl.store(context_len + row, context + 1, mask=live)
+    source = tl.load(follows + row, mask=row < num_rows, other=-1)
+    there = source >= 0
+    tl.store(tokens + row, tl.load(drawn + source, mask=there, other=0), mask=there)

@@ -51,33 +51,40 @@ def stage_arrays(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict
 
 class StaticInputs:
     """Arrays of fixed places: the same addresses on the device for every step, so that a graph may
-    read them. Owned by the decode steps. `host` is written only while no copy is under way, which
-    holds between steps."""
+    read them. Owned by the decode steps. Each of `hosts` is written only while no copy of it is
+    under way."""
 
     def __init__(
-        self, shapes: Mapping[str, tuple[tuple[int, ...], type]], device: torch.device
+        self,
+        shapes: Mapping[str, tuple[tuple[int, ...], type]],
+        device: torch.device,
+        num_hosts: int,
     ) -> None:
-        """shapes: by name, shape and numpy dtype. The last is sent as far as it is used."""
+        """shapes: by name, shape and numpy dtype. The last is sent as far as it is used. num_hosts:
+        copies on the host, to be written while others are sent."""
         models: list[np.ndarray] = [np.empty(shape, kind) for shape, kind in shapes.values()]
         starts, size = _places(models)
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        self._hosts = torch.zeros((num_hosts, size), dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         named = list(zip(starts, shapes, models, strict=True))
-        raw = self._host.numpy()
-        self.host: dict[str, np.ndarray] = {
-            name: raw[start : start + model.nbytes].view(model.dtype).reshape(model.shape)
-            for start, name, model in named
-        }
+        self.hosts: list[dict[str, np.ndarray]] = [
+            {
+                name: raw[start : start + model.nbytes].view(model.dtype).reshape(model.shape)
+                for start, name, model in named
+            }
+            for raw in self._hosts.numpy()
+        ]
         self.device: dict[str, torch.Tensor] = {
             name: _view(self._device, start, model) for start, name, model in named
         }
         last = models[-1]
         self._last_start, self._row_bytes = starts[-1], last.nbytes // len(last)
 
-    def send(self, num_rows: int) -> None:
-        """Copy everything, and `num_rows` rows of the last array."""
+    def send(self, host: int, num_rows: int) -> None:
+        """Copy everything of `hosts[host]`, and of the last array `num_rows` rows."""
         size = self._last_start + num_rows * self._row_bytes
-        self._device[:size].copy_(self._host[:size], non_blocking=True)
+        self._device[:size].copy_(self._hosts[host, :size], non_blocking=True)
 
 
 def _places(arrays: list[np.ndarray]) -> tuple[list[int], int]:

@@ -1,8 +1,9 @@
 """Steps on a GPU, so that the device is kept busy.
 
 Life: every kernel is compiled and decode passes are captured when this is made; then `execute` is
-called once per step. A step of prompts or of both kinds is one ragged batch: one copy in, one out.
-Decodes go through `DecodePasses`, as many in a row as the step allows.
+called once per step, or, for decodes that the device can continue by itself, `launch`. A step of
+prompts or of both kinds is one ragged batch: one copy in, one out. Decodes go through
+`DecodePasses`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from time import perf_counter
+from functools import partial
 
 import numpy as np
 import torch
 
-from engine.model.batch import Batch, Limits
+from engine.model.batch import Batch, Guard, Limits
 from engine.model.decoder import Decoder
 from engine.model.gpu.decode import NO_SLOT, DecodePasses
 from engine.model.gpu.sampling import Draws, draw, draw_values
@@ -23,18 +24,14 @@ from engine.model.gpu.staging import stage, stage_arrays
 from engine.model.sampling.prompt_outputs import read_prompts
 from engine.model.sampling.sampler import Masks, is_plain, sample
 from engine.request import PromptOutputs, SamplingParams
-from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verify_drafts
+from engine.step import Sampled, ScheduledSeq, Step, StepDone, verify_drafts
 
-AHEAD_S = 0.01
-"""The next pass is launched before the tokens of the last are read while (sequences that may stop)
-* (seconds of a pass) stays below this. A sequence stops once in hundreds of tokens, and then the
-pass ahead is lost; waiting costs tens of microseconds in every pass."""
 WARM_UP = ((1,), (17,), (1, 33), (512,))  # query lengths of the steps that compile kernels
 
 
 class GpuSteps:
     """Owned by a ModelRunner that is alone on its device, used from one thread at a time. When
-    `execute` returns, nothing that it launched runs any more."""
+    `execute` returns, nothing that was launched runs any more."""
 
     def __init__(
         self,
@@ -49,7 +46,6 @@ class GpuSteps:
         """graphs: capture decode passes. Without a device to capture on, they are only run."""
         self.notices: list[str] = []
         self._decoder, self._limits, self._device = decoder, limits, device
-        self._pass_s = 0.0  # of the last decode
         with self._on_device():
             self._passes = DecodePasses(decoder, limits, device, max_num_seqs)
             if device.type == "cuda":
@@ -78,46 +74,34 @@ class GpuSteps:
         """Kernels are launched on the thread's device, and each thread has its own."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
+    def launch(
+        self, seqs: list[ScheduledSeq], tables: Sequence[np.ndarray], follows: Sequence[int]
+    ) -> Callable[[], list[int]]:
+        """Begin a pass over decodes whose tokens are drawn on the device, behind the pass before if
+        that one still runs. `tables`, `follows`: as of `DecodePasses.load`. What is returned waits
+        for a token of each; it may be called from another thread, and has to be before the next but
+        one is launched."""
+        passes = self._passes
+        with self._on_device():
+            slot = passes.load(seqs, tables, follows)
+            passes.launch(passes.size_for(len(seqs)), slot)
+        return partial(passes.result, slot, len(seqs))
+
     def _decode(
         self, step: Step, tables: Sequence[np.ndarray] | None, masks_of: Masks | None
     ) -> list[Sampled]:
-        """Up to `step.repeats` passes; what follows a stop token is thrown away. One pass where
-        draft tokens are verified."""
+        """One pass, in which draft tokens are verified."""
         passes, seqs = self._passes, step.seqs
         num_rows = sum(len(seq.input_tokens) for seq in seqs)
         if num_rows > len(seqs):
             if all(map(is_plain, seqs)) and passes.size_for(num_rows):
                 return self._verify(seqs, num_rows, tables, masks_of)
             seqs = [replace(seq, draft_tokens=[]) for seq in seqs]
-        plain = [_is_drawn_here(seq) for seq in seqs]
-        size, count = passes.size_for(len(seqs)), len(seqs)
-        most = min(step.repeats, passes.max_passes) if all(plain) else 1
-        stops = [seq.sampling.stop_token_ids for seq in seqs]
-        ahead = sum(map(bool, stops)) * self._pass_s < AHEAD_S
-        passes.load(seqs, tables)
-        began = perf_counter()
-        rows: list[list[int]] = []
-        launched = 0
-        while True:
-            while launched < min(most, len(rows) + 1 + ahead):
-                passes.launch(size, launched)
-                launched += 1
-            rows.append(passes.result(len(rows), count))
-            elapsed = perf_counter() - began
-            self._pass_s = elapsed / len(rows)
-            if elapsed + 2 * self._pass_s > BURST_S:
-                most = launched
-            stopped = any(token in stop for token, stop in zip(rows[-1], stops, strict=True))
-            if stopped or len(rows) == most:
-                break
-        if launched > len(rows):
-            passes.result(launched - 1, count)  # it writes to blocks: not before it has ended
-        if not all(plain):
-            return self._edited(rows[0], passes.logits[:count], seqs, plain, masks_of)
-        if len(rows) == 1:
-            return [Sampled(token) for token in rows[0]]
-        columns = zip(*rows, strict=True)  # one per sequence
-        return [Sampled(first, more=tuple(more)) for first, *more in columns]
+        plain, count = [_is_drawn_here(seq) for seq in seqs], len(seqs)
+        slot = passes.load(seqs, tables)
+        passes.launch(passes.size_for(count), slot)
+        tokens = passes.result(slot, count)
+        return self._edited(tokens, passes.logits[:count], seqs, plain, masks_of)
 
     def _verify(
         self,
@@ -126,10 +110,10 @@ class GpuSteps:
         tables: Sequence[np.ndarray] | None,
         masks_of: Masks | None,
     ) -> list[Sampled]:
-        self._passes.load(seqs, tables)
-        self._passes.launch(self._passes.size_for(num_rows), 0)
+        slot = self._passes.load(seqs, tables)
+        self._passes.launch(self._passes.size_for(num_rows), slot)
         masks = masks_of(seqs) if masks_of else None
-        tokens = self._passes.result(0, num_rows)
+        tokens = self._passes.result(slot, num_rows)
         if masks is not None:
             rows = [row for seq in seqs for row in _rows_of(seq)]
             logits = self._passes.logits[:num_rows]
@@ -209,6 +193,49 @@ class GpuSteps:
             torch.cuda.synchronize(self._device)
             reason = str(error).splitlines()[0]
             self.notices.append(f"decode steps are not captured as graphs (slower): {reason}")
+
+
+class Launches:
+    """Steps that are handed out before the tokens of the last are known: one runs, one waits behind
+    it. A share says by index which sequence of the step before it continues; here that becomes the
+    row of the pass whose token is taken.
+
+    Owned by a runner, which lends its steps and its guard. `launch` is called from one thread, the
+    one that executes steps; what it returns may be called from another, in their order."""
+
+    def __init__(self, steps: GpuSteps, guard: Guard) -> None:
+        self._steps, self._guard = steps, guard
+        self._step_id = -1  # of the last launched step
+        self._rows: dict[int, int] = {}  # its sequences' rows, by index
+
+    def launch(self, step: Step) -> Callable[[], StepDone]:
+        """Begin a step that may be followed; the call that is returned waits for its tokens. A
+        sequence outside the pool or the vocabulary is left out, as by `ModelRunner.execute`."""
+        failed, invalid, tables = self._guard.check(step)
+        before = self._rows if self._step_id == step.step_id - 1 else {}
+        checked = [i for i in range(len(step.seqs)) if i not in failed and i not in invalid]
+        kept, kept_tables, follows = [], [], []
+        for index, table in zip(checked, tables, strict=True):
+            source = step.seqs[index].follows
+            row = -1 if source is None else before.get(source)
+            if row is None:
+                failed[index] = f"request {step.seqs[index].request_id}: its last step left it out"
+                continue
+            kept.append(index)
+            kept_tables.append(table)
+            follows.append(row)
+        self._step_id = step.step_id
+        self._rows = {index: row for row, index in enumerate(kept)}
+        seqs = [step.seqs[index] for index in kept]
+        tokens = self._steps.launch(seqs, kept_tables, follows) if seqs else list[int]
+
+        def done() -> StepDone:
+            sampled: list[Sampled | None] = [None] * len(step.seqs)
+            for index, token in zip(kept, tokens(), strict=True):
+                sampled[index] = Sampled(token)
+            return StepDone(step.step_id, sampled, failed=failed, invalid=invalid)
+
+        return done
 
 
 def batch_of_nothing(lengths: Sequence[int], limits: Limits, device: torch.device) -> Batch:

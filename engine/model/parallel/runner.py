@@ -29,11 +29,12 @@ from typing import Any
 import torch
 
 from engine.model.checkpoint.families import read_config
+from engine.model.device import find_device
 from engine.model.errors import ModelError
 from engine.model.parallel.companion import Broken, Checksums, MakeCompanion, Ready
 from engine.model.parallel.ops import COLLECTIVE_TIMEOUT_S, RankSetup
 from engine.model.parallel.shard import Shard, check_divides
-from engine.model.runner import GREEDY, ModelRunner, find_device
+from engine.model.runner import GREEDY, ModelRunner
 from engine.step import ScheduledSeq, Step, StepDone
 
 log = logging.getLogger("kvrelay.parallel")
@@ -143,6 +144,8 @@ class ParallelRunner:
     """As ModelRunner, over `size` processes of this machine. Owns the followers till `close`.
 
     Invariant: between steps all ranks have run the same ones, or the worker is lost."""
+
+    launch = None  # a step is told to all ranks, and ends before the next one
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.worker.disk_tier import Storage
-from cluster.worker.threads import WorkerThreads
+from cluster.worker.threads import LaunchThreads, WorkerThreads
 from engine.kv.tier import Tier
 from engine.model.step_executor import StepExecutor
 from engine.step import Execute, Step, StepDone
@@ -142,3 +142,39 @@ def test_without_a_disk_its_moves_fail(start: Callable[..., Bench]) -> None:
     assert (done.transfer_id, done.error) == (1, "this worker has no disk tier")
     assert bench.ask(StoreIndex(remove=(1,))) == StoreFailed("this worker has no disk tier")
     assert bench.memory.num_reads == 0
+
+
+def test_a_step_is_launched_while_one_runs_and_its_end_is_told_after_it() -> None:
+    """The second is launched before the first has ended; what is executed keeps its place."""
+    answers: queue.SimpleQueue[StepDone] = queue.SimpleQueue()
+    launched: queue.SimpleQueue[int] = queue.SimpleQueue()
+    ends = {number: threading.Event() for number in range(3)}
+
+    def launch(step: Step) -> Callable[[], StepDone]:
+        launched.put(step.step_id)
+
+        def wait() -> StepDone:
+            assert ends[step.step_id].wait(DEADLINE_S)
+            return StepDone(step.step_id, [])
+
+        return wait
+
+    def execute(step: Step) -> StepDone:
+        return StepDone(step.step_id, [])
+
+    executor = StepExecutor(
+        execute, lambda _: [], launch_step=launch, begin_checksums=lambda _: list[int]
+    )
+    threads = LaunchThreads(executor.launch, answers.put, "launching")
+    for number in range(3):
+        threads.submit(Step(number, [], may_be_followed=True))
+    threads.submit(Step(3, []))
+    assert [launched.get(timeout=DEADLINE_S) for _ in range(3)] == [0, 1, 2]
+    assert answers.empty()
+    threads.stop()
+    assert not threads.join(0.01), "a step runs"
+    for number in (1, 0, 2):
+        ends[number].set()
+    assert [answers.get(timeout=DEADLINE_S).step_id for _ in range(4)] == [0, 1, 2, 3]
+    assert threads.join(DEADLINE_S)
+    assert not [t for t in threading.enumerate() if t.name.startswith("launching")]

@@ -45,8 +45,8 @@ def test_auto_is_what_the_kernels_multiply_quickest_or_the_cpu_without_them(
             raise kernels.KernelsUnavailable("no compiler")
 
     monkeypatch.setattr(kernels, "load", load)
-    monkeypatch.setattr("engine.model.runner.fastest_kind", lambda _: kind)
-    monkeypatch.setattr("engine.model.runner.cpu_has_bf16", lambda: flag)
+    monkeypatch.setattr("engine.model.device.fastest_kind", lambda _: kind)
+    monkeypatch.setattr("engine.model.device.cpu_has_bf16", lambda: flag)
     assert ModelRunner.default_dtype() == dtype
 
 

@@ -121,6 +121,7 @@ def test_runs_have_requests_that_ask_for_them() -> None:
 def test_a_prompt_that_loses_its_blocks_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seed 718: computed again in smaller chunks, it gave some of its outputs twice."""
     monkeypatch.setattr(run, "RANKS", (1,))  # as when it was found
+    monkeypatch.setattr(run, "STEPS_AHEAD", (0,))
     assert run_seed(718).violations == ()
 
     def forget(seq: Sequence, outputs: PromptOutputs, end: int) -> None:

@@ -137,6 +137,7 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
             {"block in use while a transfer can write to it", "two transfers write to one block"},
         ),
         (Break.OUTPUTS, {"wrong prompt outputs"}),
+        (Break.AHEAD, {"block used with wrong content"}),
     ],
 )
 def test_the_checkers_notice_a_missing_safeguard(broken: Break, kinds: set[str]) -> None:

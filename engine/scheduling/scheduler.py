@@ -9,22 +9,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from engine.config import WorkerConfig
-from engine.cost import TOKENS_UNIT, FittedCost, order_of
-from engine.drafts import Drafter
+from engine.cost import FittedCost
 from engine.kv.cache_manager import KVCacheManager
 from engine.request import Refusal
+from engine.scheduling.decodes import followers, may_be_followed, repeats, tokens_to_report
+from engine.scheduling.drafts import Drafter
+from engine.scheduling.prompts import choose_prompts
 from engine.sequence import SeqState, Sequence
-from engine.step import ScheduledSeq, Step, StepDone
+from engine.step import UNKNOWN, ScheduledSeq, Step, StepDone
+
+
+class InFlight(NamedTuple):
+    step: Step
+    seqs: list[Sequence]  # of its shares
 
 
 class Scheduler:
-    """Owns the waiting queue and the running list; at most one step is in flight.
+    """Owns the waiting queue and the running list. At most one step is in flight, and one more
+    behind it if the executor takes one ahead.
 
     Invariant: a sequence is in `waiting` iff WAITING, in `running` iff RUNNING, in `remote` iff
-    REMOTE; blocks of a sequence that is in the step in flight are not freed before the step is
-    done.
+    REMOTE; blocks of a sequence that is in a step in flight are not freed before the step is done.
     """
 
     def __init__(self, config: WorkerConfig, kv: KVCacheManager) -> None:
@@ -33,8 +41,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.remote: list[Sequence] = []  # admitted, KV is being transferred or loaded
-        self.in_flight: Step | None = None
-        self.in_flight_seqs: list[Sequence] = []
+        self.in_flight: deque[InFlight] = deque()
         self._next_step_id = 0
         self.faults: list[tuple[Sequence, Refusal, str]] = []  # for the worker to end, and why
         self.num_preemptions = 0
@@ -116,34 +123,62 @@ class Scheduler:
         """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
         these, at most `prompt_budget` tokens if there are decodes that they would delay. `cost` is
         the measured cost of prompts; beside decodes, what they add to `decode_s`, the time of a
-        step of decodes alone. row_weights: as of `Drafter.plan`."""
-        assert self.in_flight is None
-        if not self.running:  # as after most messages
-            return None
+        step of decodes alone. row_weights: as of `Drafter.plan`. While a step is in flight, only
+        one that follows it."""
+        if len(self.in_flight) > self.config.steps_ahead or not self.running:
+            return None  # as after most messages
+        if self.in_flight:
+            return self._follow(*self.in_flight[0], row_weights)
         self._make_room_for_growth()
         budget = self.config.max_num_batched_tokens
         decodes = [seq for seq in self.running if seq.is_decoding][:budget]
         chosen = [(seq, 1) for seq in decodes]
         if len(decodes) < len(self.running):
             budget = min(budget - len(decodes), prompt_budget if decodes else budget)
-            chosen += self._prompts(now, budget, cost, decode_s if decodes else 0.0)
-        chosen = self._without_faults(chosen)
+            beside_s = decode_s if decodes else 0.0
+            covered = self.kv.num_covered
+            chosen += choose_prompts(self.running, now, budget, cost, beside_s, covered)
+        chosen = [each for each in chosen if self._is_sound(*each)]
         if not chosen:
             return None
         step = Step(self._next_step_id, [self._share(seq, count) for seq, count in chosen])
         if len(chosen) == len(decodes) == len(self.running):
             drafts = self._drafts(decodes, row_weights)
-            if drafts is None:
-                step.repeats = self._repeats(decodes)
-            else:
+            if drafts is not None:
                 for share, draft in zip(step.seqs, drafts, strict=True):
                     share.draft_tokens = draft
+            elif self.config.steps_ahead:
+                step.may_be_followed = may_be_followed(decodes)
+            else:
+                step.repeats = repeats(decodes, self.config)
         step.gives_way = not any(seq.reserve_growth for seq, _ in chosen)
+        return self._begin(step, [seq for seq, _ in chosen])
+
+    def _follow(
+        self, step: Step, in_step: list[Sequence], row_weights: tuple[float, ...]
+    ) -> Step | None:
+        """The step after `step`, which is in flight, before its tokens are known. None if they have
+        to be, and if there is no block to be had without preempting."""
+        found = followers(step, in_step, self.running, self.config)
+        if not found or self._drafts([seq for seq, _ in found], row_weights) is not None:
+            return None
+        if not all(self.kv.grow(seq, index is not None) for seq, index in found):
+            return None
+        found = [(seq, index) for seq, index in found if self._is_sound(seq, 1, index)]
+        if not found:
+            return None
+        next_step = Step(self._next_step_id, [self._share(seq, 1, index) for seq, index in found])
+        if self.kv.window.size:  # a table is read while `step` ends, by which its entries change
+            for share in next_step.seqs:
+                share.block_ids = list(share.block_ids)
+        next_step.may_be_followed = True
+        return self._begin(next_step, [seq for seq, _ in found])
+
+    def _begin(self, step: Step, seqs: list[Sequence]) -> Step:
         self._next_step_id += 1
-        self.in_flight = step
-        self.in_flight_seqs = [seq for seq, _ in chosen]
-        for seq in self.in_flight_seqs:
-            seq.in_step = True
+        self.in_flight.append(InFlight(step, seqs))
+        for seq in seqs:
+            seq.num_steps += 1
         return step
 
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
@@ -151,16 +186,14 @@ class Scheduler:
 
         Returns (sequence, tokens computed) of those that live and are not in `faults`. Blocks of
         those that were ended meanwhile are freed. After a failed step nothing is computed."""
-        step = self.in_flight
-        assert step is not None
+        step, seqs = self.in_flight.popleft()
         assert step.step_id == done.step_id
-        self.in_flight = None
         survivors: list[tuple[Sequence, int]] = []
         if done.error is None:
             self.kv.checksums.update(zip(step.checksum_blocks, done.checksums, strict=True))
         size = self.config.block_size
-        for index, (seq, share) in enumerate(zip(self.in_flight_seqs, step.seqs, strict=True)):
-            seq.in_step = False
+        for index, (seq, share) in enumerate(zip(seqs, step.seqs, strict=True)):
+            seq.num_steps -= 1
             if seq.state is SeqState.DEAD:
                 self.release_if_settled(seq)
                 continue
@@ -187,7 +220,6 @@ class Scheduler:
                     self.kv.seal_computed(seq)
                 self.kv.slide(seq)
             survivors.append((seq, len(share.tokens)))
-        self.in_flight_seqs = []
         return survivors
 
     def remove(self, seq: Sequence) -> None:
@@ -206,7 +238,7 @@ class Scheduler:
     def release_if_settled(self, seq: Sequence) -> None:
         """Free a dead sequence's blocks, unless something still writes to them."""
         assert seq.state is SeqState.DEAD
-        if not seq.in_step and seq.num_reads == 0:
+        if seq.num_steps == 0 and seq.num_reads == 0:
             self.kv.release(seq)
 
     def hold(self, seq: Sequence) -> None:
@@ -221,50 +253,6 @@ class Scheduler:
             len(s.tokens) for s in self.waiting if not s.is_remote
         )
 
-    def _prompts(
-        self, now: float, budget: int, cost: FittedCost, decode_s: float
-    ) -> list[tuple[Sequence, int]]:
-        """Which prompts get how much of `budget`. First those of streams that are silent until they
-        are computed here. Then the shortest, which is best for the mean latency; but one that has
-        waited counts as shorter, so that a long one does not starve. Another prompt joins the pass
-        if the passes that are saved, each with its decodes, are worth the delay of those in it."""
-        pass_s, token_s = cost.weights[0] + decode_s, cost.weights[1] / TOKENS_UNIT
-
-        def order(seq: Sequence) -> tuple[bool, float]:
-            compute_s = max(0.0, seq.num_missing * token_s)
-            return seq.num_output_tokens == 0, order_of(compute_s, now - seq.arrived_at)
-
-        prompts = sorted((seq for seq in self.running if seq.num_missing > 1), key=order)
-        chosen: list[tuple[Sequence, int]] = []
-        for seq in prompts:
-            count = min(seq.num_missing, budget, self.kv.num_covered(seq) - seq.num_computed)
-            if count <= 0:
-                break
-            saved_s = pass_s * (len(prompts) - len(chosen))
-            if chosen and token_s > 0 and saved_s < count * token_s * len(chosen):
-                break
-            chosen.append((seq, count))
-            budget -= count
-        return chosen
-
-    def _repeats(self, decodes: list[Sequence]) -> int:
-        """Passes in a row that decodes can run by themselves: no block is added or sealed, and none
-        ends. With a mask, what may follow a token is not known before."""
-        least = size = self.config.block_size
-        for seq in decodes:
-            least = min(least, -len(seq.tokens) % size)
-            if least <= 1 or seq.sampling.is_masked:
-                return 1
-        return max(1, min([least, *map(self._to_end, decodes)]))
-
-    def _to_end(self, seq: Sequence) -> int:
-        """Tokens that may be sampled for a decode before it ends or has to be reported. A first
-        token is reported at once; nothing follows the token that a producer samples."""
-        if seq.num_output_tokens == 0 or not seq.reserve_growth:
-            return 1
-        left = seq.sampling.max_tokens - seq.num_output_tokens
-        return max(1, min(left, self.config.max_model_len - len(seq.tokens)))
-
     def _drafts(
         self, decodes: list[Sequence], row_weights: tuple[float, ...]
     ) -> list[list[int]] | None:
@@ -276,8 +264,8 @@ class Scheduler:
             return None
         # With its last token they stay in one block, and the token sampled after them is at most
         # the last one that it may have.
-        size = self.config.block_size
-        rooms = [min(-len(seq.tokens) % size, self._to_end(seq) - 1) for seq in decodes]
+        config, size = self.config, self.config.block_size
+        rooms = [min(-len(seq.tokens) % size, tokens_to_report(seq, config) - 1) for seq in decodes]
         return self._drafter.plan(decodes, rooms, row_weights)
 
     def _make_room_for_growth(self) -> None:
@@ -308,15 +296,13 @@ class Scheduler:
         faults, self.faults = self.faults, []
         return [fault for fault in faults if fault[0].state is not SeqState.DEAD]
 
-    def _without_faults(self, chosen: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        sound = []
-        for seq, count in chosen:
-            why = self.kv.fault(seq, count, thorough=self.config.guard)
-            if why is None:
-                sound.append((seq, count))
-            else:
-                self.faults.append((seq, Refusal.EXECUTION, why))
-        return sound
+    def _is_sound(self, seq: Sequence, count: int, follows: int | None = None) -> bool:
+        """Whether the blocks of its next `count` tokens are its own. It is in `faults` if not."""
+        start = seq.num_computed + (follows is not None)
+        why = self.kv.fault(seq, start, count, thorough=self.config.guard)
+        if why is not None:
+            self.faults.append((seq, Refusal.EXECUTION, why))
+        return why is None
 
     def _first_missing(self, seq: Sequence) -> bytes | None:
         block_hashes, count = self.kv.usable_hashes(seq), self.kv.num_cached(seq)
@@ -334,17 +320,20 @@ class Scheduler:
             block_hashes.update(seq.block_hashes[seq.num_sealed : seq.num_arriving])
         return block_hashes
 
-    def _share(self, seq: Sequence, count: int) -> ScheduledSeq:
-        start, end = seq.num_computed, seq.num_computed + count
+    def _share(self, seq: Sequence, count: int, follows: int | None = None) -> ScheduledSeq:
+        """`follows`: as in ScheduledSeq."""
+        start = seq.num_computed + (follows is not None)
+        end = start + count
         return ScheduledSeq(
             request_id=f"{seq.request_id}#{seq.attempt}",
-            tokens=seq.tokens[start:end],
+            tokens=seq.tokens[start:end] if follows is None else [UNKNOWN],
             start=start,
             block_ids=seq.block_ids,
-            sample=end == len(seq.tokens),
+            sample=end >= len(seq.tokens),
             sampling=seq.sampling,
             context=seq.tokens,
             num_prompt_tokens=seq.num_prompt_tokens,
             outputs_from=seq.outputs_from,
             pooled=seq.pooled,
+            follows=follows,
         )

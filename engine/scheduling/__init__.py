@@ -1,0 +1,1 @@
+"""What goes into the next step: prompts, decodes, draft tokens."""

@@ -1,0 +1,183 @@
+"""Steps launched behind one another on a GPU's kernels: the tokens of plain torch, though the host
+gives a step's tokens to the next one only by their rows. Interpreted where there is no GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.model.batch import Guard
+from engine.model.step_executor import StepExecutor
+from engine.request import SamplingParams
+from engine.step import UNKNOWN, ScheduledSeq, Step, StepDone
+from kvtransfer.agents.pool import DeviceBytes, block_bytes
+from kvtransfer.checksum import begin_checksums, checksum_blocks
+from tests.engine.model import tiny
+from tests.engine.model.gpu.triton_world import DEVICE, World
+from tests.engine.model.talks import Talk, alone
+from tests.engine.model.tiny import make_checkpoint, tokens_of
+
+from engine.model.gpu.steps import Launches  # isort: skip
+
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+DRAWN = SamplingParams(temperature=1.0, seed=11)
+PROMPTS = [tokens_of(14, seed=1), tokens_of(3, seed=2), tokens_of(6, seed=3)]
+TABLES = [[9, 4], [2, 7], [3, 8]]
+SAMPLING = [SamplingParams(temperature=0.0), DRAWN, SamplingParams(temperature=0.0)]
+NUM_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny.SHAPE, "num_hidden_layers", 1 if DEVICE.type == "cpu" else 3)
+        make_checkpoint("llama", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(path):
+    """What follows each prompt, by plain torch."""
+    world = World(path, "torch")
+    talks = [Talk(*each) for each in zip(PROMPTS, TABLES, SAMPLING, strict=True)]
+    return [alone(world, talk, NUM_TOKENS) for talk in talks]
+
+
+@pytest.fixture(scope="module")
+def triton(path):
+    return World(path, "triton", graphs=True)
+
+
+class Stream:
+    """What a worker's node does with its executor, for sequences that are all decodes."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.guard = Guard(world.limits)
+        assert world.steps is not None
+        pool = block_bytes(world.pool)
+        self.executor = StepExecutor(
+            self.run,
+            lambda ids: checksum_blocks(pool, ids),
+            launch_step=Launches(world.steps, self.guard).launch,
+            begin_checksums=lambda ids: begin_checksums(pool, ids),
+        )
+        self.number = 0
+
+    def run(self, step: Step) -> StepDone:
+        _, _, tables = self.guard.check(step)
+        return StepDone(step.step_id, self.world.steps.execute(step, tables)[0])
+
+    def launch(self, *seqs: ScheduledSeq, checksums=(), followed: bool = True):
+        self.number += 1
+        step = Step(self.number, list(seqs), list(checksums), may_be_followed=followed)
+        with torch.inference_mode():
+            return self.executor.launch(step)
+
+
+def after(talk: Talk, ahead: int, follows: int) -> ScheduledSeq:
+    """The share that follows `talk` once `ahead` tokens more are drawn for it."""
+    share = talk.next()
+    return replace(share, start=share.start + ahead, tokens=[UNKNOWN], follows=follows)
+
+
+def prompts(stream: Stream) -> list[Talk]:
+    """All of them computed, by steps that end before the next begins."""
+    talks = [Talk(*each) for each in zip(PROMPTS, TABLES, SAMPLING, strict=True)]
+    for talk in talks:
+        share = talk.next()
+        talk.take(share, stream.launch(share, followed=False)().sampled[0])
+    return talks
+
+
+def test_two_steps_in_flight_give_the_tokens_of_torch(triton, expected):
+    """Rows change places, one joins with a token that the host knows, and one leaves. The first
+    sequence goes on into its second block, whose checksum is that of the block as it is then."""
+    stream = Stream(triton)
+    a, b, c = prompts(stream)
+    first = stream.launch(a.next(), b.next())
+    second = stream.launch(c.next(), after(b, 1, follows=1), after(a, 1, follows=0))
+    done = first()
+    one = [each.token for each in done.sampled]
+    third = stream.launch(  # b has left
+        after(a, 2, follows=2), after(c, 1, follows=0), checksums=[TABLES[0][0]]
+    )
+    two = [each.token for each in second().sampled]
+    done = third()
+    three = [each.token for each in done.sampled]
+    assert [a.output[0], one[0], two[2], three[0]] == expected[0][:4]
+    assert [b.output[0], one[1], two[1]] == expected[1][:3]
+    assert [c.output[0], two[0], three[1]] == expected[2][:3]
+    assert done.checksums == checksum_blocks(block_bytes(triton.pool), [TABLES[0][0]])
+    assert done.elapsed_s > 0
+
+
+def test_the_tokens_of_a_step_that_ends_are_not_those_of_a_later_one(triton, expected):
+    """Results of a step are read while the next one has been drawn already."""
+    stream = Stream(triton)
+    talk = prompts(stream)[0]
+    runs, got = stream.launch(talk.next()), []
+    for ahead in range(1, NUM_TOKENS - 1):
+        behind = stream.launch(after(talk, ahead, follows=0))
+        got.append(runs().sampled[0].token)
+        runs = behind
+    assert [*got, runs().sampled[0].token] == expected[0][1:]
+
+
+def test_who_was_left_out_of_a_step_is_left_out_of_the_next(triton, expected):
+    stream = Stream(triton)
+    a, b, _ = prompts(stream)
+    bad = replace(b.next(), block_ids=[99])
+    first = stream.launch(bad, a.next())
+    second = stream.launch(after(b, 1, follows=0), after(a, 1, follows=1))
+    done = first()
+    assert list(done.failed) == [0]
+    assert done.sampled[1].token == expected[0][1]
+    done = second()
+    assert done.failed == {0: "request r: its last step left it out"}
+    assert done.sampled[1].token == expected[0][2]
+    # Of a step that was launched long before, no rows are known.
+    stream.number += 1
+    assert list(stream.launch(after(a, 1, follows=1))().failed) == [0]
+
+
+def test_a_step_behind_one_that_failed_has_no_tokens(triton):
+    stream, failing = Stream(triton), [True]
+    talk = prompts(stream)[0]
+    launch = stream.executor._launch_step
+
+    def broken(step: Step):
+        wait = launch(step)
+
+        def fail() -> StepDone:
+            done = wait()
+            if failing:
+                failing.pop()
+                raise RuntimeError("CUDA error: an illegal memory access\nmore")
+            return done
+
+        return fail
+
+    stream.executor._launch_step = broken
+    first, second = stream.launch(talk.next()), stream.launch(after(talk, 1, follows=0))
+    assert first().error == "RuntimeError: CUDA error: an illegal memory access"
+    behind = second()
+    assert behind.error == "StepBeforeFailed: RuntimeError: CUDA error: an illegal memory access"
+    assert behind.sampled == [None]
+    third = stream.launch(after(talk, 2, follows=0))
+    assert third().error is not None
+    assert stream.launch(talk.next())().error is None, "who follows nobody is not concerned"
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="the CPU has one order for all")
+def test_checksums_on_a_gpu_wait_for_the_pass_that_fills_the_block(triton):
+    stream = Stream(triton)
+    talk = prompts(stream)[0]
+    pool = DeviceBytes(triton.pool)
+    waits = [stream.launch(talk.next()), stream.launch(after(talk, 1, follows=0), checksums=[9])]
+    got = [wait() for wait in waits][1].checksums
+    torch.cuda.synchronize()
+    assert got == pool.checksums([9])
