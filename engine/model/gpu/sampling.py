@@ -1,10 +1,11 @@
 """From logits to tokens on the device: as `sampling.sampler`, without the host.
 
-One program per row. Weights exp((logit - largest) / temperature) are computed again in each pass
-over the row, which the second-level cache holds. The smallest weight that top-k and top-p keep is
-found by bisection over the bits of a float32: those of positive floats are ordered as the floats.
-The draw is the inverse of the cumulative distribution, in order of token ids, at the same pure
-function of (seed, position) as on the host.
+One program per row. The smallest weight exp((logit - largest) / temperature) that top-k and top-p
+keep is found by bisection over the bits of a float32: those of positive floats are ordered as the
+floats. That takes 31 passes, so what may be kept is collected first: tokens above a floor, which a
+pass or two over the row find. Where they are too many, the passes go over the row, and weights are
+computed again in each. The draw is the inverse of the cumulative distribution, in order of token
+ids, at the same pure function of (seed, position) as on the host.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from engine.model.sampling.sampler import GREEDY_BELOW
 from engine.request import SamplingParams
 
 BLOCK = 4096
+MAX_FEW = 4096  # tokens of a row that are collected
+_FLOOR, _LOWER, _LOWEST = tl.constexpr(8), tl.constexpr(6), tl.constexpr(26)
+"""Floors that are tried: weights of 2 to the power of minus these (first, steps, last)."""
 _WORD = (1 << 64) - 1
 _ONE = tl.constexpr(0x3F800000)  # bits of 1.0f, the largest weight
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -55,11 +59,15 @@ def draw_values(params: list[SamplingParams]) -> dict[str, np.ndarray]:
 
 def draw(logits: torch.Tensor, draws: Draws, out: torch.Tensor) -> None:
     """logits float32 [R, vocab_size], contiguous, are kept; out int64 [R]."""
-    if len(logits):
-        _draw[(len(logits),)](
-            logits, draws.temperature, draws.top_p, draws.min_p, draws.top_k, draws.seed,
-            draws.position, out, logits.shape[1], BLOCK=BLOCK, num_warps=8,
-        )  # fmt: skip
+    if not len(logits):
+        return
+    few = torch.empty(2, len(logits), MAX_FEW, dtype=torch.int32, device=logits.device)
+    weights, ids = few[0].view(torch.float32), few[1]
+    _draw[(len(logits),)](
+        logits, draws.temperature, draws.top_p, draws.min_p, draws.top_k, draws.seed,
+        draws.position, out, weights, ids, logits.shape[1],
+        BLOCK=BLOCK, MAX_FEW=MAX_FEW, num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -79,50 +87,86 @@ def _uniform(seed, position):
 
 
 @triton.jit
-def _weights(row, at, vocab, largest, temperature):
-    """Of the tokens `at`; 0 past the vocabulary."""
-    logit = tl.load(row + at, mask=at < vocab, other=-float("inf"))
-    return tl.exp((logit - largest) / temperature)
+def _weights(source, at, size, largest, temperature, IS_ROW: tl.constexpr):
+    """Those `at`; 0 past the end. source: a row of logits, or weights that were collected."""
+    if IS_ROW:
+        logit = tl.load(source + at, mask=at < size, other=-float("inf"))
+        weight = tl.exp((logit - largest) / temperature)
+    else:
+        weight = tl.load(source + at, mask=at < size, other=0.0)
+    return weight
 
 
 @triton.jit
-def _mass_from(row, vocab, largest, temperature, bits, BLOCK: tl.constexpr):
+def _mass_from(source, size, largest, temperature, bits, BLOCK: tl.constexpr, IS_ROW: tl.constexpr):
     """How many tokens weigh at least the float of `bits`, and what they weigh together."""
     count = tl.zeros((BLOCK,), dtype=tl.int32)
     mass = tl.zeros((BLOCK,), dtype=tl.float64)
-    for first in range(0, vocab, BLOCK):
+    for first in range(0, size, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        w = _weights(row, at, vocab, largest, temperature)
-        kept = (w.to(tl.int32, bitcast=True) >= bits) & (at < vocab)
+        w = _weights(source, at, size, largest, temperature, IS_ROW)
+        kept = (w.to(tl.int32, bitcast=True) >= bits) & (at < size)
         count += kept.to(tl.int32)
         mass += tl.where(kept, w, 0.0).to(tl.float64)
     return tl.sum(count, axis=0), tl.sum(mass, axis=0)
 
 
 @triton.jit
-def _cut(row, vocab, largest, temperature, top_k, top_p, BLOCK: tl.constexpr):
+def _floor(row, vocab, total, largest, temperature, top_k, top_p, BLOCK: tl.constexpr):
+    """Bits of a weight that is at most the smallest one kept, and how many tokens reach it."""
+    power = tl.full((), _FLOOR, tl.int32)
+    bits = (127 - power) << 23
+    count, mass = _mass_from(row, vocab, largest, temperature, bits, BLOCK, True)
+    while (power < _LOWEST) & tl.where(top_k > 0, count < top_k, mass < top_p * total):
+        power += _LOWER
+        bits = (127 - power) << 23
+        count, mass = _mass_from(row, vocab, largest, temperature, bits, BLOCK, True)
+    if tl.where(top_k > 0, count < top_k, mass < top_p * total):
+        count, bits = vocab, bits * 0
+    return bits, count
+
+
+@triton.jit
+def _collect(row, vocab, largest, temperature, bits, weights, ids, BLOCK: tl.constexpr):
+    """Weights and ids of the tokens that weigh at least `bits`, in order."""
+    end = tl.full((), 0, tl.int32)
+    for first in range(0, vocab, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        w = _weights(row, at, vocab, largest, temperature, True)
+        kept = (w.to(tl.int32, bitcast=True) >= bits) & (at < vocab)
+        to = end + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        tl.store(weights + to, w, mask=kept)
+        tl.store(ids + to, at, mask=kept)
+        end += tl.sum(kept.to(tl.int32), axis=0)
+    tl.debug_barrier()  # they are read by other threads of the program
+
+
+@triton.jit
+def _cut(
+    source, size, total, largest, temperature, top_k, top_p,
+    BLOCK: tl.constexpr, IS_ROW: tl.constexpr,
+):  # fmt: skip
     """Bits of the smallest weight that top-k and then top-p (of what top-k leaves) keep. Tokens
-    that tie with the last one kept are kept."""
+    that tie with the last one kept are kept. total: of all weights of the row."""
     bits = tl.full((), 0, tl.int32)
-    _everything, total = _mass_from(row, vocab, largest, temperature, bits, BLOCK)
-    if (top_k > 0) & (top_k < vocab):
+    if (top_k > 0) & (top_k <= size):
         low, high = tl.full((), 0, tl.int32), tl.full((), _ONE, tl.int32) + 1
         for _step in range(31):  # the largest bits that at least top_k tokens reach
             middle = low + (high - low) // 2
-            count, mass = _mass_from(row, vocab, largest, temperature, middle, BLOCK)
+            count, mass = _mass_from(source, size, largest, temperature, middle, BLOCK, IS_ROW)
             enough = count >= top_k
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
         bits = low
         # Of the tokens that tie at the cut, only those within top_k count for top-p.
-        above, mass = _mass_from(row, vocab, largest, temperature, low + 1, BLOCK)
+        above, mass = _mass_from(source, size, largest, temperature, low + 1, BLOCK, IS_ROW)
         total = mass + (top_k - above).to(tl.float64) * low.to(tl.float32, bitcast=True)
     if top_p < 1.0:
         wanted = tl.maximum(top_p, 0.0) * total
         low, high = tl.full((), 0, tl.int32), tl.full((), _ONE, tl.int32) + 1
         for _step in range(31):  # the largest bits whose tokens weigh as much as is wanted
             middle = low + (high - low) // 2
-            count, mass = _mass_from(row, vocab, largest, temperature, middle, BLOCK)
+            count, mass = _mass_from(source, size, largest, temperature, middle, BLOCK, IS_ROW)
             enough = (mass >= wanted) & (count > 0)
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
@@ -131,19 +175,21 @@ def _cut(row, vocab, largest, temperature, top_k, top_p, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _inverse(row, vocab, largest, temperature, bits, uniform, BLOCK: tl.constexpr):
-    """The first token at which the running sum of what weighs at least `bits` exceeds `uniform` of
+def _inverse(
+    source, size, largest, temperature, bits, uniform, BLOCK: tl.constexpr, IS_ROW: tl.constexpr
+):
+    """The first place at which the running sum of what weighs at least `bits` exceeds `uniform` of
     the total."""
     total = tl.full((), 0.0, tl.float64)
-    for first in range(0, vocab, BLOCK):
-        w = _weights(row, first + tl.arange(0, BLOCK), vocab, largest, temperature)
+    for first in range(0, size, BLOCK):
+        w = _weights(source, first + tl.arange(0, BLOCK), size, largest, temperature, IS_ROW)
         kept = tl.where(w.to(tl.int32, bitcast=True) >= bits, w, 0.0)
         total += tl.sum(kept.to(tl.float64), axis=0)
     target = total * uniform
     reached, before = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
     tile, found = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    for first in range(0, vocab, BLOCK):  # sums in the same order as above: the last is the total
-        w = _weights(row, first + tl.arange(0, BLOCK), vocab, largest, temperature)
+    for first in range(0, size, BLOCK):  # sums in the same order as above: the last is the total
+        w = _weights(source, first + tl.arange(0, BLOCK), size, largest, temperature, IS_ROW)
         kept = tl.where(w.to(tl.int32, bitcast=True) >= bits, w, 0.0)
         mass = tl.sum(kept.to(tl.float64), axis=0)
         here = (found == 0) & (reached + mass > target)
@@ -152,7 +198,7 @@ def _inverse(row, vocab, largest, temperature, bits, uniform, BLOCK: tl.constexp
         found = tl.where(here, 1, found)
         reached += mass
     at = tile + tl.arange(0, BLOCK)
-    w = _weights(row, at, vocab, largest, temperature)
+    w = _weights(source, at, size, largest, temperature, IS_ROW)
     kept = tl.where(w.to(tl.int32, bitcast=True) >= bits, w, 0.0).to(tl.float64)
     passed = (before + tl.cumsum(kept, axis=0)) > target
     # The two sums round differently: never past the last token of the tile that has any weight.
@@ -163,8 +209,9 @@ def _inverse(row, vocab, largest, temperature, bits, uniform, BLOCK: tl.constexp
 
 @triton.jit
 def _draw(
-    logits, temperatures, top_ps, min_ps, top_ks, seeds, positions, out, vocab, BLOCK: tl.constexpr
-):
+    logits, temperatures, top_ps, min_ps, top_ks, seeds, positions, out, weights, ids, vocab,
+    BLOCK: tl.constexpr, MAX_FEW: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * vocab
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -182,9 +229,28 @@ def _draw(
         top_k = tl.load(top_ks + index)
         top_p = tl.load(top_ps + index)
         bits = tl.minimum(tl.load(min_ps + index), 1.0).to(tl.int32, bitcast=True)
-        if (top_k > 0) | (top_p < 1.0):
-            kept = _cut(row, vocab, largest, temperature, top_k, top_p, BLOCK)
-            bits = tl.maximum(bits, kept)
         uniform = _uniform(tl.load(seeds + index), tl.load(positions + index) + 1)
-        token = _inverse(row, vocab, largest, temperature, bits, uniform, BLOCK)
+        is_few = tl.full((), 0, tl.int1)
+        if (top_k > 0) | (top_p < 1.0):
+            zero = tl.full((), 0, tl.int32)
+            _everything, total = _mass_from(row, vocab, largest, temperature, zero, BLOCK, True)
+            floor, count = _floor(row, vocab, total, largest, temperature, top_k, top_p, BLOCK)
+            is_few = count <= MAX_FEW
+            if is_few:
+                own_weights = weights + index.to(tl.int64) * MAX_FEW
+                own_ids = ids + index.to(tl.int64) * MAX_FEW
+                _collect(row, vocab, largest, temperature, floor, own_weights, own_ids, BLOCK)
+                kept = _cut(
+                    own_weights, count, total, largest, temperature, top_k, top_p, BLOCK, False
+                )
+                bits = tl.maximum(bits, kept)
+                place = _inverse(
+                    own_weights, count, largest, temperature, bits, uniform, BLOCK, False
+                )
+                token = tl.load(own_ids + place)
+            else:
+                kept = _cut(row, vocab, total, largest, temperature, top_k, top_p, BLOCK, True)
+                bits = tl.maximum(bits, kept)
+        if is_few == 0:
+            token = _inverse(row, vocab, largest, temperature, bits, uniform, BLOCK, True)
     tl.store(out + index, token.to(tl.int64))

@@ -89,8 +89,11 @@ SEEDS = (1, -(2**63) + 5, 2**64 + 12)
 TEMPERATURES = (0.0, 0.7, 1.5)
 
 
-def test_draws_are_the_hosts():
-    """Every filter alone and with others; rows of one launch do not disturb one another."""
+@pytest.mark.parametrize("max_few", [sampling.MAX_FEW, 4])
+def test_draws_are_the_hosts(max_few, monkeypatch):
+    """Every filter alone and with others; rows of one launch do not disturb one another. Also where
+    more tokens may be kept than are collected."""
+    monkeypatch.setattr(sampling, "MAX_FEW", max_few)
     params = [
         SamplingParams(temperature=temperature, top_k=k, top_p=p, min_p=min_p, seed=seed)
         for temperature in TEMPERATURES
@@ -99,6 +102,7 @@ def test_draws_are_the_hosts():
     ]
     if DEVICE.type == "cpu":  # interpreted: every filter once
         params = [*params[27:54:3], params[1], params[-2]]
+        params = params if max_few == sampling.BLOCK else params[1:5]
     logits = torch.randn(len(params), 700) * 2.0
     logits[:, 13] = -torch.inf
     logits[::2] = logits[::2].round()  # ties at the cuts
