@@ -59,7 +59,7 @@ class ModelSection(Section, frozen=True):
     served_name: str = ""  # what clients call it; "": derived from the name
     # auto (bfloat16 where the hardware multiplies it), float32 or bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    quantization: Literal["none", "int8", "int4"] = "none"  # of weights: none, int8, on CPUs int4
+    quantization: Literal["none", "int8", "int4", "fp8"] = "none"  # int4 on CPUs, fp8 on GPUs
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto (GPUs where there are any), cpu or cuda
     cache_dir: str = ""  # for converted and downloaded models; "": the user's cache directory
 

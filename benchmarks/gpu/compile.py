@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from engine.model.gpu import attention_prefill, int8
+from engine.model.gpu import attention_prefill
 from engine.model.gpu import latent as latent_kernels
 from engine.model.gpu.attention_decode import decode_attention
 from engine.model.gpu.attention_prefill import prefill_attention
@@ -32,6 +32,7 @@ from engine.model.gpu.cache_pool import Pool
 from engine.model.gpu.cache_write import latent_write, rope_write
 from engine.model.gpu.experts import ExpertWeights, add_experts
 from engine.model.gpu.latent import latent_decode, latent_prefill
+from engine.model.gpu.linear import fp8, int8
 from engine.model.gpu.norm_activation import gated, rms_norm
 from engine.model.gpu.sampling import Draws, draw
 from kvtransfer.agents.checksum_kernels import Checksums
@@ -194,6 +195,7 @@ CASES = {
     "norm": lambda: rms_norm(ROWS, ROWS[0], 1e-5),
     "gate": lambda: gated(ROWS, "silu"),
     "int8": int8_linear(),
+    "fp8 inputs": lambda: fp8.quantize_rows(torch.zeros(4, 4096).bfloat16()),
     "experts": experts(),
     "draw": drawing(),
     "checksums": lambda: Checksums(

@@ -4,6 +4,7 @@ offset, since 16 values are too few to be spent on both signs alike.
 Life: a matrix is quantized while a checkpoint is loaded; kernels read what results. Its inputs stay
 floating point on a GPU. On a CPU those of each token and group are rounded to 11 bits (8 where
 weights have 4), so that products are of integers; its error is an eighth of that of the weights.
+What "fp8" is, which GPUs alone have, is in `engine.model.gpu.linear.fp8`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from engine.model.config import INT4_GROUP, INT8_GROUP
 
 GROUP = INT8_GROUP  # inputs; also in gemm/layout.h, as the next
 GROUPS = {8: GROUP, 4: INT4_GROUP}  # by the bits of weights
-QUANTIZATIONS = {"cpu": ("none", "int8", "int4"), "cuda": ("none", "int8")}  # by device
+QUANTIZATIONS = {"cpu": ("none", "int8", "int4"), "cuda": ("none", "int8", "fp8")}  # by device
 _MAX, _MAX_4 = 127.0, 15.0
 _MIN_INPUT = 1e-30  # of a group's largest; as in gemm/int16.h
 _MAX_INPUT = {8: 1023.0, 4: 127.0}  # by the bits of weights; as in gemm/int8_int16.c and int4.c
@@ -25,8 +26,8 @@ _CHUNK = 1 << 17  # weights
 
 
 def bits_of(quantization: str, role: str) -> int:
-    """Of the weights of a matrix of this role; 0: it is not quantized. The head, on which every
-    token depends at once, has 8 where others have 4."""
+    """Of the integers that a matrix of this role becomes; 0: it stays floating point. The head, on
+    which every token depends at once, has 8 where others have 4."""
     if quantization == "int4":
         return 8 if role == "logits" else 4
     return 8 if quantization == "int8" else 0
@@ -99,7 +100,7 @@ def _has_steps(groups: torch.Tensor) -> bool:
 def scheme(quantization: str, device_type: str) -> str:
     """How weights and inputs are quantized, for the fingerprint of the KV. `device_type`: "cpu" or
     "cuda"."""
-    if quantization == "none":
+    if quantization in ("none", "fp8"):
         return quantization
     bits = {"int8": 11, "int4": 8}[quantization]
     return f"{quantization} weights" + (f", {bits}-bit inputs" if device_type == "cpu" else "")

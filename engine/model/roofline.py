@@ -85,6 +85,8 @@ def _best_s(call: Callable[[], object], device: str) -> float:
 
 def _quantized_bytes(quantization: str, is_head: bool) -> float:
     """Of a number, with its share of the scales; 0: it is not quantized."""
+    if quantization == "fp8":
+        return 0.0 if is_head else 1.0
     bits = bits_of(quantization, "logits" if is_head else "")
     return {0: 0.0, 8: 1 + SCALE_BYTES / GROUPS[8], 4: 0.5 + 2 * SCALE_BYTES / GROUPS[4]}[bits]
 

@@ -296,6 +296,8 @@ class ModelRunner:
 
                 return TritonOps(self._own, pool, kind, self.max_model_len, self._quantization)
             except (kernels.KernelsUnavailable, ImportError) as error:
+                if self._quantization == "fp8":
+                    raise ModelError(str(error)) from error
                 self.notices.append(f"GPU kernels are not used, torch is (slower): {error}")
         return TorchOps(self._own, pool, kind, self.max_model_len, self._quantization)
 

@@ -96,7 +96,7 @@ def _scale_byte(largest):
 
 
 @triton.jit
-def _e4m3(x, byte):
+def e4m3(x, byte):
     """x / 2**(byte - 127), within 448, to the nearest e4m3, ties to even: its byte."""
     scaled = x * ((254 - byte) << 23).to(tl.float32, bitcast=True)
     bits = scaled.to(tl.int32, bitcast=True)
@@ -162,9 +162,9 @@ def _put(
         byte = _scale_byte(tl.maximum(largest, tl.max(tl.abs(z), 1)))[:, None]
         is_written = tl.max(in_half.to(tl.int32), 1)[:, None] > 0
         tl.store(head + BLOCK_SIZE * HEAD_DIM + offset, byte.to(tl.uint8), mask=is_written)
-        tl.store(to + x_at, _e4m3(x, byte), mask=in_half)
-        tl.store(to + y_at, _e4m3(y, byte), mask=in_half)
-        tl.store(to + z_at, _e4m3(z, byte), mask=rests)
+        tl.store(to + x_at, e4m3(x, byte), mask=in_half)
+        tl.store(to + y_at, e4m3(y, byte), mask=in_half)
+        tl.store(to + z_at, e4m3(z, byte), mask=rests)
     else:
         tl.store(to + x_at, x, mask=in_half)
         tl.store(to + y_at, y, mask=in_half)

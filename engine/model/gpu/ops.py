@@ -19,12 +19,12 @@ from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.cpu.kernels import KernelsUnavailable
 from engine.model.gpu import experts as mixture
-from engine.model.gpu import int8
 from engine.model.gpu.attention_decode import decode_attention, decode_splits
 from engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
 from engine.model.gpu.cache_pool import FP8, Pool
 from engine.model.gpu.cache_write import latent_write, rope_write
 from engine.model.gpu.latent import latent_decode, latent_prefill, latent_row_tiles, latent_tiles
+from engine.model.gpu.linear import fp8, int8
 from engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
 from engine.model.gpu.staging import to_device
 from engine.model.ops import TensorOps, choose_experts
@@ -36,6 +36,7 @@ FP8_CAPABILITY = (8, 9)  # for KV in FP8
 FULL_ROLES = {"logits"}  # of matrices that are not quantized
 
 Dense = tuple[torch.Tensor, torch.Tensor | None]  # a weight [out, in] and a bias [out]
+Matrix = Dense | int8.Int8Matrix | fp8.Fp8Matrix
 
 
 class TritonOps(TensorOps):
@@ -50,12 +51,12 @@ class TritonOps(TensorOps):
         max_positions: int,
         quantization: str = "none",
     ) -> None:
-        """pool: as ModelRunner.kv_pool. quantization: of the layers' matrices, "none" or
-        "int8". Raises KernelsUnavailable for what the kernels do not handle."""
-        _check(config, pool)
+        """pool: as ModelRunner.kv_pool. quantization: of the layers' matrices, "none", "int8" or
+        "fp8". Raises KernelsUnavailable for what the kernels do not handle."""
+        _check(config, pool, dtype, quantization)
         super().__init__(config, dtype, max_positions, pool.device)
         self._pool = Pool(pool, config.head_dim)
-        self._int8 = quantization == "int8"
+        self._quantization = quantization
         self._tiles: torch.Tensor | None = None  # of sequences with more than one token
         self._num_splits = 0  # of sequences with one token; 0: there is none
         self._sink_queries: torch.Tensor | None = None
@@ -64,15 +65,16 @@ class TritonOps(TensorOps):
         """In place of the one before: of as many blocks as there are, the rest alike."""
         self._pool = Pool(pool, self._pool.head_dim)
 
-    def matrix(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, role: str
-    ) -> Dense | int8.Int8Matrix:
+    def matrix(self, weight: torch.Tensor, bias: torch.Tensor | None, role: str) -> Matrix:
         own = None if bias is None else self.table(bias)
-        if self._int8 and role not in FULL_ROLES:
+        kind = "none" if role in FULL_ROLES else self._quantization
+        if kind == "int8":
             return int8.int8_matrix(weight.to(self._device), own)
+        if kind == "fp8" and fp8.fits(weight):
+            return fp8.fp8_matrix(weight.to(self._device), own)
         return self.table(weight).contiguous(), own
 
-    def gated_matrix(self, weight: torch.Tensor, role: str) -> Dense | int8.Int8Matrix:
+    def gated_matrix(self, weight: torch.Tensor, role: str) -> Matrix:
         return self.matrix(weight, None, role)
 
     def begin(self, batch: Batch) -> None:
@@ -99,16 +101,16 @@ class TritonOps(TensorOps):
     def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return F.embedding(tokens, table)
 
-    def linear(self, x: torch.Tensor, matrix: Dense | int8.Int8Matrix) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         if isinstance(matrix, int8.Int8Matrix):
             return int8.linear(x, matrix)
+        if isinstance(matrix, fp8.Fp8Matrix):
+            return fp8.linear(x, matrix)
         return F.linear(x, *matrix)
 
-    def add_linear(
-        self, hidden: torch.Tensor, x: torch.Tensor, matrix: Dense | int8.Int8Matrix
-    ) -> None:
-        if isinstance(matrix, int8.Int8Matrix):
-            hidden += int8.linear(x, matrix)
+    def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, matrix: Matrix) -> None:
+        if not isinstance(matrix, tuple):
+            hidden += self.linear(x, matrix)
             return
         weight, bias = matrix
         hidden.addmm_(x, weight.t())
@@ -164,7 +166,7 @@ class TritonOps(TensorOps):
         )
         return out
 
-    def gated(self, x: torch.Tensor, matrix: Dense | int8.Int8Matrix) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         return gated(self.linear(x, matrix), self._config.activation)
 
     def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
@@ -191,7 +193,7 @@ class TritonOps(TensorOps):
         return out
 
     def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> mixture.ExpertWeights:
-        if self._int8:
+        if self._quantization == "int8":  # in fp8 they stay as they are
             pairs = [quantize(each.to(self._device)) for each in (gate_ups, downs)]
             return mixture.ExpertWeights(pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1])
         return mixture.ExpertWeights(
@@ -225,7 +227,7 @@ class TritonOps(TensorOps):
         return self._config.num_sinks > 0 and self._config.window(layer) > 0
 
 
-def _check(config: ModelConfig, pool: torch.Tensor) -> None:
+def _check(config: ModelConfig, pool: torch.Tensor, dtype: torch.dtype, quantization: str) -> None:
     """Raises KernelsUnavailable."""
     device = pool.device
     if device.type == "cuda":
@@ -237,8 +239,14 @@ def _check(config: ModelConfig, pool: torch.Tensor) -> None:
             )
         if pool.dtype == FP8 and capability < FP8_CAPABILITY:
             raise KernelsUnavailable("KV in FP8 needs a GPU of compute capability 8.9")
+        if quantization == "fp8" and capability < FP8_CAPABILITY:
+            raise KernelsUnavailable(
+                "model.quantization = fp8 needs a GPU of compute capability 8.9; int8 does not"
+            )
     elif not knobs.runtime.interpret:
         raise KernelsUnavailable("Triton's kernels need a GPU")
+    if quantization == "fp8" and dtype != torch.bfloat16:
+        raise KernelsUnavailable("model.quantization = fp8 needs model.dtype = bfloat16")
     if config.activation not in KINDS:
         raise KernelsUnavailable(f"activation {config.activation} is not handled")
     if config.latent is not None and any(config.windows):

@@ -82,7 +82,7 @@ class GpuSteps:
         for a token of each; it may be called from another thread, and has to be before the next but
         one is launched."""
         passes = self._passes
-        with self._on_device():
+        with torch.inference_mode(), self._on_device():
             slot = passes.load(seqs, tables, follows)
             passes.launch(passes.size_for(len(seqs)), slot)
         return partial(passes.result, slot, len(seqs))

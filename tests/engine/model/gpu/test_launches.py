@@ -69,13 +69,13 @@ class Stream:
 
     def run(self, step: Step) -> StepDone:
         _, _, tables = self.guard.check(step)
-        return StepDone(step.step_id, self.world.steps.execute(step, tables)[0])
+        with torch.inference_mode():
+            return StepDone(step.step_id, self.world.steps.execute(step, tables)[0])
 
     def launch(self, *seqs: ScheduledSeq, checksums=(), followed: bool = True):
         self.number += 1
         step = Step(self.number, list(seqs), list(checksums), may_be_followed=followed)
-        with torch.inference_mode():
-            return self.executor.launch(step)
+        return self.executor.launch(step)
 
 
 def after(talk: Talk, ahead: int, follows: int) -> ScheduledSeq:

@@ -8,7 +8,8 @@ from tests.engine.model.paged import DEVICE
 
 pytest.importorskip("triton")
 
-from engine.model.gpu import experts, int8, sampling
+from engine.model.gpu import experts, sampling
+from engine.model.gpu.linear import fp8, int8
 from engine.model.gpu.norm_activation import gated, rms_norm
 from engine.model.quantize import dequantize, quantize
 from engine.model.sampling import sampler
@@ -50,6 +51,45 @@ def test_int8_products_are_those_of_the_dequantized_weights(rows, depth):
     weight, bias, x = randn(70, depth), randn(70), randn(rows, depth)
     expected = F.linear(x, dequantize(*quantize(weight)), bias)
     torch.testing.assert_close(int8.linear(x, int8.int8_matrix(weight, bias)), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("depth", [96, 4128])
+def test_fp8_products_are_those_of_the_rounded_numbers(depth):
+    """Each input rounded by its row's scale to what torch rounds it to, then summed in float32."""
+    weight, bias = randn(64, depth).bfloat16(), randn(64).bfloat16()
+    x = randn(5, 2 * depth).bfloat16()[:, :depth] * torch.tensor([1, 9, 0.1, 300, 0])[:, None]
+    x = x.bfloat16().to(DEVICE)
+    matrix = fp8.fp8_matrix(weight, bias)
+    scales = (x.float().abs().amax(1, keepdim=True) / 448).clamp_(min=1e-12)
+    rounded = (x.float() / scales).to(torch.float8_e4m3fn).float()
+    numbers, found = fp8.quantize_rows(x)
+    assert torch.equal(found, scales)
+    assert torch.equal(numbers.float(), rounded)
+    wide = matrix.numbers.float() * matrix.scales.view(-1, 1)
+    expected = F.linear(rounded * scales, wide, bias.float())
+    torch.testing.assert_close(fp8.linear(x, matrix).float(), expected, rtol=0.01, atol=0.02)
+    assert fp8.linear(x[:0], matrix).shape == (0, 64)
+
+
+@pytest.mark.parametrize("one_scale", [False, True])
+def test_a_checkpoint_in_fp8_gets_its_numbers_back(one_scale):
+    """After it was widened to bfloat16, whether its scales are of rows or of the matrix."""
+    weight = randn(48, 640) * (1 + torch.arange(48, device=DEVICE)[:, None] / 16)
+    largest = weight.abs().amax() if one_scale else weight.abs().amax(1, keepdim=True)
+    numbers = (weight / (largest / 448)).to(torch.float8_e4m3fn)
+    widened = (numbers.float() * (largest / 448)).bfloat16()
+    matrix = fp8.fp8_matrix(widened, None)
+    # The scale is as exact as a number of bfloat16; a row may be a power of two off in both.
+    ratio = matrix.scales.view(-1, 1) / (largest / 448)
+    power = ratio.log2().round().exp2()
+    torch.testing.assert_close(ratio / power, torch.ones_like(ratio), rtol=2**-8, atol=0)
+    assert torch.equal(matrix.numbers.float() * power, numbers.float())
+
+
+def test_what_cublas_does_not_take_in_fp8_stays_as_it_is():
+    assert fp8.fits(torch.empty(32, 48))
+    assert not fp8.fits(torch.empty(32, 40))
+    assert not fp8.fits(torch.empty(40, 32))
 
 
 def test_int8_experts_are_those_of_the_dequantized_weights():

@@ -19,6 +19,7 @@ from engine.step import ScheduledSeq, Step
 from tests.engine.model.paged import DEVICE
 from tests.engine.model.tiny import BLOCK_SIZE
 
+from engine.model.gpu.linear import fp8  # isort: skip
 from engine.model.gpu.ops import FULL_ROLES, TritonOps  # isort: skip
 from engine.model.gpu.steps import GpuSteps  # isort: skip
 
@@ -39,11 +40,36 @@ class RoundedOps(TorchOps):
         return x
 
 
+class Fp8Ops(TorchOps):
+    """The reference for FP8 on a GPU."""
+
+    def matrix(self, weight, bias, role):
+        wide = self.table(weight)
+        if role not in FULL_ROLES and fp8.fits(weight):
+            made = fp8.fp8_matrix(weight.to(DEVICE), None)
+            return made.numbers.float() * made.scales.view(-1, 1), bias, 1
+        return wide, bias, 0
+
+    def linear(self, x, matrix):
+        weight, bias, is_fp8 = matrix
+        if not is_fp8:
+            return super().linear(x, matrix)
+        scale = (x.float().abs().amax(1, keepdim=True) / fp8.E4M3_MAX).clamp_(min=1e-12)
+        rounded = (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
+        return torch.nn.functional.linear(rounded, weight, bias).to(x.dtype)
+
+    def add_linear(self, hidden, x, matrix):
+        hidden += self.linear(x, matrix)
+
+
+REFERENCES = {"": TorchOps, "int8": RoundedOps, "fp8": Fp8Ops}
+
+
 class World:
     """One model over a pool of its own. `run` is a step; its answers are (first, *more)."""
 
     def __init__(self, path: Path, kind: str, kv_dtype="float32", graphs=False, dtype="float32"):
-        """kind: "torch" or "triton", with "-int8" for such weights."""
+        """kind: "torch" or "triton", with "-int8" or "-fp8" for such weights."""
         name, _, weights = kind.partition("-")
         config = read_config(path)
         number = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
@@ -57,8 +83,7 @@ class World:
         self.limits = Limits(NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, config.vocab_size)
         with torch.inference_mode():
             if name == "torch":
-                ops = RoundedOps if weights else TorchOps
-                made = ops(config, self.pool, number, MAX_LEN, weights or "none")
+                made = REFERENCES[weights](config, self.pool, number, MAX_LEN, weights or "none")
             else:
                 made = TritonOps(config, self.pool, number, MAX_LEN, weights or "none")
             parameters = load_weights(path, config, made, lambda _: None)
