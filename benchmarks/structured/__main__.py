@@ -193,5 +193,26 @@ def generate(corpus: Path, count: int, kill: bool, json_path: Path | None) -> No
     write_json(json_path, found)
 
 
+@main.command()
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
+def beside(json_path: Path | None) -> None:
+    """What refused schemas cost the streams beside them."""
+    from benchmarks.serving.served import Served
+    from benchmarks.structured.beside import measure
+
+    console = make_console()
+    with Served({}) as served, console.status("two streams, and refused schemas beside them"):
+        found = asyncio.run(measure(served.url))
+    table = Table("ms between tokens", "p50", "p90", "p99", "longest")
+    for name, times in found["ms"].items():
+        table.add_row(name, *(f"{each:.1f}" for each in times.values()))
+    console.print(table)
+    table = Table("schema", "answer", "slowest, s")
+    for name, answer in found["answers"].items():
+        table.add_row(name, answer, f"{found['slowest_s'][name]:.2f}")
+    console.print(table)
+    write_json(json_path, found)
+
+
 if __name__ == "__main__":
     main()

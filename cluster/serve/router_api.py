@@ -145,6 +145,7 @@ async def serve_api(
         reasoning_parser=config.api.reasoning_parser,
         responses=responses,
     )
+    context.constraints.warm_up()
     await serve_app(
         create_app(context),
         config.api.host,

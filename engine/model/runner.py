@@ -108,6 +108,8 @@ class ModelRunner:
         limits = self.max_model_len, config.vocab_size, config.max_window, config.num_sinks, guard
         self._limits = Limits(num_blocks, block_size, *limits)
         self.grammars = Grammars(model_dir, config.eos_token_ids, config.vocab_size, threads)
+        if member is None or member.group.shard.rank == 0:  # the other ranks know no grammar
+            self.grammars.warm_up()
         self._draw: Draw = draw
         self._decode: CpuDecode | None = None
         with torch.inference_mode():

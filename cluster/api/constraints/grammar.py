@@ -41,6 +41,11 @@ class Constraints:
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._known: OrderedDict[str, str | None] = OrderedDict()  # grammar -> what is wrong
 
+    def warm_up(self) -> None:
+        """Begin to read the vocabulary: it holds Python's lock for up to a second, which streams
+        would wait for later."""
+        self._thread.submit(self._read_vocabulary)
+
     async def check(self, make: Callable[[], str]) -> str:
         """The grammar that `make` makes, in a thread. Raises SchemaError if it cannot be kept."""
         future: Future[tuple[str, str | None]] = self._thread.submit(self._checked, make)
@@ -65,12 +70,15 @@ class Constraints:
         self._known.move_to_end(grammar)
         return grammar, self._known[grammar]
 
-    def _compiled(self, grammar: str) -> str | None:
-        """What is wrong with it."""
+    def _read_vocabulary(self) -> llguidance.LLTokenizer:
         if self._vocabulary is None:
             self._vocabulary = read_vocabulary(*self._source)
+        return self._vocabulary
+
+    def _compiled(self, grammar: str) -> str | None:
+        """What is wrong with it."""
         try:
-            matcher = compile_grammar(self._vocabulary, grammar)
+            matcher = compile_grammar(self._read_vocabulary(), grammar)
             matcher.compute_bitmask()  # a grammar that nothing matches is found here
         except GrammarError as error:
             wrong = str(error)

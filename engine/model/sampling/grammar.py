@@ -106,14 +106,23 @@ class Grammars:
         self._lock = Lock()  # of the two above
         self._outputs: OrderedDict[str, _Output] = OrderedDict()
 
+    def warm_up(self) -> None:
+        """Begin to read the vocabulary: it holds Python's lock for up to a second, which streams
+        would wait for later."""
+        with self._lock:
+            self._vocabulary_under_way()
+
+    def _vocabulary_under_way(self) -> Future[llguidance.LLTokenizer]:
+        if self._vocabulary is None:
+            self._vocabulary = self._thread.submit(read_vocabulary, *self._source)
+        return self._vocabulary
+
     def prepare(self, grammar: str) -> Future[llguidance.LLMatcher]:
         """Begin to compile, so that a step does not have to wait for it."""
         with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._thread.submit(read_vocabulary, *self._source)
+            vocabulary = self._vocabulary_under_way()
             found = self._compiled.get(grammar)
             if found is None:
-                vocabulary = self._vocabulary
                 found = self._thread.submit(lambda: compile_grammar(vocabulary.result(), grammar))
                 self._compiled[grammar] = found
                 while len(self._compiled) > MAX_COMPILED:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.model.runner import ModelRunner
+from engine.model.sampling import grammar as module
 from engine.model.sampling.grammar import Grammars
 from engine.request import ReasoningBudget, SamplingParams
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
@@ -210,6 +211,20 @@ def test_masks_are_the_same_on_the_device_and_in_the_kernels(
     by_words = [bool(masks[0, i // 32] >> (i % 32) & 1) for i in range(config.vocab_size)]
     assert bits.tolist() == by_words
     assert 0 < int(bits.sum()) < 20, "an object begins with a bracket"
+
+
+def test_a_vocabulary_is_read_once_ahead_of_the_first_grammar(
+    smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(module, "read_vocabulary", lambda path, _: read.append(path))
+    monkeypatch.setattr(module, "compile_grammar", lambda vocabulary, grammar: grammar)
+    grammars = Grammars(smollm2_dir, (), 100, 1)
+    assert read == []
+    grammars.warm_up()
+    assert grammars.prepare("a").result(10) == "a"
+    grammars.warm_up()
+    assert read == [smollm2_dir]
 
 
 @pytest.mark.parametrize("drafts", [[], [5, 6, 7]])

@@ -74,6 +74,17 @@ def test_a_grammar_is_compiled_once_and_not_in_the_loop(checking: Checking) -> N
     assert threading.current_thread().name not in checking.threads
 
 
+def test_the_vocabulary_is_read_once_ahead_of_the_first_grammar(checking: Checking) -> None:
+    async def test(constraints: Constraints) -> None:
+        constraints.warm_up()
+        while not checking.num_vocabularies:
+            await asyncio.sleep(0.001)
+        await constraints.check(choice("a"))
+
+    checking.run(test)
+    assert checking.num_vocabularies == 1
+
+
 def test_the_grammars_that_were_used_last_are_remembered(
     checking: Checking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
