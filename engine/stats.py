@@ -46,6 +46,15 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class KVLink:
+    """How a worker reads KV from a peer that it is connected to."""
+
+    peer: NodeId
+    lane: str  # the transport, such as "cma/memory" or "rc_mlx5/mlx5_0:1"
+    bytes_per_s: float  # of a small read, timed when it was connected; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStats:
     """What changes. Rates are moving averages in SI units; 0: nothing was measured yet."""
 
@@ -73,6 +82,7 @@ class WorkerStats:
     num_decoding: int = 0  # sequences that have their whole prompt
     decoding_tokens: int = 0  # sum of their context lengths
     progress: Progress = Progress.MADE
+    links: tuple[KVLink, ...] = ()  # to the peers that it can read
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ class PeerConnected:
     epoch: int
     error: str | None = None
     lane: str = "unknown"  # the transport that reads from it take
+    bytes_per_s: float = 0.0  # of a small read that was timed at once; 0: it was not
+    not_timed: str | None = None  # why not, where it was tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,21 @@ class Agent(Protocol):
 
     def close(self) -> None:
         """Settle every handle, whatever it takes, and forget all peers."""
+        ...
+
+
+PROBE_BYTES = 16 << 20
+"""Of a read that is timed, at most (but a block): a few milliseconds by the lanes worth having."""
+
+
+class ProbeAgent(Agent, Protocol):
+    """An agent that can read from a peer only to see how long it takes."""
+
+    def post_probe(self, peer: NodeId, num_bytes: int) -> tuple[Any, int]:
+        """Post a READ of as many blocks of `peer`'s device memory as have `num_bytes`, at least
+        one, into memory of the agent that nothing else uses, and that nobody looks at. Returns a
+        handle, as of `post_copy`, and the bytes, which are fewer than asked for if there are no
+        more. Raises AgentError."""
         ...
 
 

@@ -29,6 +29,7 @@ from kvtransfer.agent import (
 )
 from kvtransfer.checksum import BlockBytes, checksum_blocks
 from kvtransfer.layout import HeadShare
+from kvtransfer.probes import Probes
 from kvtransfer.store import DiskStore, StoreError
 from kvtransfer.tiers.registry import is_storage
 
@@ -40,6 +41,7 @@ Corrupt = Callable[[CopyBlocks, Any], None]
 SETTLE_POLL_S = 500e-6
 STORE_CHECK_BUSY_S = 1.0
 STORE_CHECK_IDLE_S = 5.0
+SHUTS_DOWN = "the worker shuts down"
 
 
 @dataclass(slots=True)
@@ -67,23 +69,27 @@ class TransferExecutor:
         *,
         share: HeadShare | None = None,
         corrupt: Corrupt | None = None,
+        probes: Probes | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`pools`: the worker's own memory, tier by tier, `[num_blocks, bytes_per_block]` each;
         `share`: the heads that blocks there hold. `corrupt` is called with every good copy into
-        memory, and the pool that it went to, before its checksums are taken: to inject faults."""
+        memory, and the pool that it went to, before its checksums are taken: to inject faults.
+        `probes`, over the same agent, time a read from each peer; None: that is not done."""
         self._node = node
         self._agent = agent
         self._pools = pools
         self._share = share
         self._corrupt = corrupt
+        self._probes = probes
         self._clock = clock
         self._own_epoch = epoch
         self._epochs: dict[NodeId, int] = {}
         self._copies: dict[TransferId, _Copy] = {}
         self._answered: list[CopyDone] = []  # by `post` itself, for the next `poll_copies`
 
-    def connect(self, request: ConnectPeer) -> PeerConnected:
+    def connect(self, request: ConnectPeer) -> PeerConnected | None:
+        """The answer; None if `poll_copies` returns it, once a read from the peer was timed."""
         self._epochs.pop(request.peer, None)
         try:
             lane = self._agent.connect(
@@ -92,7 +98,11 @@ class TransferExecutor:
         except Exception as error:
             return PeerConnected(request.peer, request.epoch, _one_line(error))
         self._epochs[request.peer] = request.epoch
-        return PeerConnected(request.peer, request.epoch, lane=lane)
+        connected = PeerConnected(request.peer, request.epoch, lane=lane)
+        if self._probes is None:
+            return connected
+        self._probes.begin(connected)
+        return None
 
     def post(self, request: CopyBlocks) -> None:
         """Begin a copy; `poll_copies` returns its end."""
@@ -108,9 +118,13 @@ class TransferExecutor:
         else:
             self._copies[request.transfer_id] = copy
 
-    def poll_copies(self) -> list[CopyDone]:
-        """The copies that have settled since the last call. Does not wait."""
-        done, self._answered = self._answered, []
+    def poll_copies(self) -> list[CopyDone | PeerConnected]:
+        """The copies that have settled since the last call, and the peers that were timed. Does not
+        wait."""
+        done: list[CopyDone | PeerConnected] = [*self._answered]
+        self._answered = []
+        if self._probes is not None:
+            done += self._probes.poll()
         for transfer_id, copy in list(self._copies.items()):
             answer = self._advance(copy)
             if answer is not None:
@@ -120,18 +134,26 @@ class TransferExecutor:
 
     def audit(self) -> int:
         """Live transfer handles and answers not fetched: 0 when idle."""
-        return len(self._copies) + len(self._answered)
+        num_probes = self._probes.num_live if self._probes is not None else 0
+        return len(self._copies) + len(self._answered) + num_probes
 
-    def close(self, timeout_s: float) -> list[CopyDone]:
+    @property
+    def is_timing(self) -> bool:
+        """`poll_copies` should be called often."""
+        return self._probes is not None and self._probes.is_timing
+
+    def close(self, timeout_s: float) -> list[CopyDone | PeerConnected]:
         """Give up every copy, wait up to `timeout_s` for them to settle, then close the agent,
         which settles the rest. Returns the answers."""
         for copy in self._copies.values():
-            copy.error = copy.error or "the worker shuts down"
+            copy.error = copy.error or SHUTS_DOWN
         done = self.poll_copies()
         deadline = self._clock() + timeout_s
         while self._copies and self._clock() < deadline:
             time.sleep(SETTLE_POLL_S)
             done += self.poll_copies()
+        if self._probes is not None:
+            done += self._probes.close(SHUTS_DOWN)
         self._agent.close()
         done += [self._given_up(copy) for copy in self._copies.values()]
         self._copies.clear()

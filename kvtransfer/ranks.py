@@ -77,8 +77,13 @@ class RankAnswers:
             (each for each in answers if each.error is not None), answers[0]
         )
         if isinstance(first, PeerConnected):
+            if first.error:
+                return first
             lanes = dict.fromkeys(each.lane for each in answers)
-            return replace(first, lane=first.lane if first.error else " + ".join(lanes))
+            # All read at once, and a copy is done when the slowest is.
+            rate = len(answers) * min(each.bytes_per_s for each in answers)
+            untimed = next((each.not_timed for each in answers if each.not_timed), None)
+            return replace(first, lane=" + ".join(lanes), bytes_per_s=rate, not_timed=untimed)
         elapsed_s = max(each.elapsed_s for each in answers)
         if first.error is not None:
             return replace(first, elapsed_s=elapsed_s)

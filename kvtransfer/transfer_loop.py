@@ -1,7 +1,8 @@
 """The thread that copies blocks for a worker: one for its memory, one for each of its stores.
 
 Requests are taken in the order in which they came. The loop polls without a pause while copies are
-about to end, with growing pauses while they run, and sleeps while there is nothing to do.
+about to end, with growing pauses while they run, with short ones while a peer's read is timed, and
+sleeps while there is nothing to do.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvtransfer.executor import StoreExecutor, TransferExecutor, failed_copy
+from kvtransfer.executor import SHUTS_DOWN, StoreExecutor, TransferExecutor, failed_copy
 
 Request = ConnectPeer | CopyBlocks | StoreIndex
 Answer = PeerConnected | CopyDone | StoreFailed
@@ -28,7 +29,6 @@ SPINS = 20
 FIRST_WAIT_S = 20e-6
 MAX_WAIT_S = 500e-6
 IDLE_WAIT_S = 1.0
-SHUTS_DOWN = "the worker shuts down"
 
 
 class TransferLoop:
@@ -96,7 +96,10 @@ class TransferLoop:
     def _run(self) -> None:
         quiet = 0  # polls since something happened
         while True:
-            request = self._next(_wait_s(quiet) if self._executor.audit() else IDLE_WAIT_S)
+            wait_s = _wait_s(quiet)
+            if self._executor.is_timing:
+                wait_s = min(wait_s, FIRST_WAIT_S)
+            request = self._next(wait_s if self._executor.audit() else IDLE_WAIT_S)
             if isinstance(request, float | int):
                 break  # the time that `stop` allows; every request came before it
             quiet += 1
@@ -121,7 +124,9 @@ class TransferLoop:
     def _begin(self, request: Request) -> None:
         match request:
             case ConnectPeer():
-                self._answer(self._executor.connect(request))
+                connected = self._executor.connect(request)
+                if connected is not None:
+                    self._answer(connected)
             case CopyBlocks() if self._stopped:
                 self._answer(failed_copy(request, SHUTS_DOWN))
             case CopyBlocks():

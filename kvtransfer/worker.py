@@ -202,7 +202,10 @@ class Worker:
             s for s in waiting if s.num_preemptions or s.arrived_at < late
         )
         effects += self.exchange.tick(now)
-        stats = self.core.stats(self._num_handoffs, self.exchange.rates())
+        stats = replace(
+            self.core.stats(self._num_handoffs, self.exchange.rates()),
+            links=self.exchange.connector.peers.links(),
+        )
         publisher = self.core.publisher
         publisher.tick()
         return effects + [Send(router, stats) for router in publisher.routers]

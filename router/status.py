@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from engine.node import NodeId
-from engine.stats import Role
+from engine.stats import KVLink, Role
 from router.placement.endpoint import Endpoint
 
 LAYOUT_DIGITS = 12
@@ -77,6 +77,7 @@ class WorkerStatus:
     disk_read_bytes_per_s: float = 0.0
     cached_tokens_by_source: dict[str, int] = field(default_factory=dict)
     block_size: int = 0  # tokens
+    links: tuple[KVLink, ...] = ()  # by which it reads KV from others
     layout: str = ""  # of its KV: only workers of one layout pass KV to each other
 
 
@@ -127,5 +128,6 @@ def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
         disk_read_bytes_per_s=stats.disk_read_bytes_per_s if stats else 0.0,
         cached_tokens_by_source=dict(endpoint.cached_tokens_by_source),
         block_size=info.block_size,
+        links=stats.links if stats else (),
         layout=info.fingerprint.hex()[:LAYOUT_DIGITS],
     )

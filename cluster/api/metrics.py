@@ -224,6 +224,17 @@ class ClusterCollector(Collector):
                 if key in worker:
                     gauge.add_metric(_labels(worker), float(worker[key]))
             yield gauge
+        links = GaugeMetricFamily(
+            "kvrelay_worker_kv_link_bytes_per_second",
+            "Rate of a small read from the peer, timed when the worker connected to it.",
+            labels=["worker", "role", "peer", "lane"],
+        )
+        for worker in workers:
+            for link in worker.get("links", ()):
+                if link["bytes_per_s"]:
+                    place = [*_labels(worker), link["peer"], link["lane"]]
+                    links.add_metric(place, link["bytes_per_s"])
+        yield links
 
     def _worker_counters(self, workers: list[dict[str, Any]]) -> Iterator[Metric]:
         events = CounterMetricFamily(

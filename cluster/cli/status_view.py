@@ -10,6 +10,7 @@ from rich.table import Table
 
 _TIER_COLUMNS = {"num_host_blocks": "in host", "num_disk_blocks": "on disk"}
 _ROUTER_KEYS = ("num_live", "num_queued")
+_MAX_LINKS = 8  # lines; the slowest are told
 _STATE_COLOURS = {
     "up": "green",
     "backoff": "yellow",
@@ -43,7 +44,27 @@ def status_table(status: dict[str, Any]) -> Group:
         table.add_section()
         table.add_row("all", "", "", *_load(workers, status, tiers))
     routers = status.get("routers")
-    return Group(table, *([_routers_table(routers)] if routers else []), *_router_lines(status))
+    parts = [_routers_table(routers)] if routers else []
+    links = [(worker["worker"], link) for worker in workers for link in worker.get("links", ())]
+    if links:
+        parts.append(_links_table(links))
+    return Group(table, *parts, *_router_lines(status))
+
+
+def _links_table(links: list[tuple[str, dict[str, Any]]]) -> Table:
+    """One row per worker and peer that it can read, the slowest first: by which lane, and how fast
+    a small read was when the two were connected."""
+    slowest = sorted(links, key=lambda each: each[1]["bytes_per_s"])
+    left = len(links) - _MAX_LINKS
+    table = Table(caption=f"and {left} that are faster" if left > 0 else None)
+    for name in ("KV read by", "from", "lane"):
+        table.add_column(name)
+    table.add_column("first read", justify="right")
+    for worker, link in slowest[:_MAX_LINKS]:
+        rate = link["bytes_per_s"]
+        told = f"{rate / 1e9:.2f} GB/s" if rate else "not timed"
+        table.add_row(worker, link["peer"], link["lane"], told)
+    return table
 
 
 def _routers_table(routers: list[dict[str, Any]]) -> Table:

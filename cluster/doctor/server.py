@@ -80,7 +80,9 @@ def check_lanes(status: Mapping[str, Any], metrics: str) -> Finding:
             "unset UCX_TLS where workers run: docs/runbooks/kv-over-tcp.md",
         )
     lanes = sorted({lane for _, _, lane in pairs})
-    return ok(check, f"{len(pairs)} pairs, by {', '.join(lanes)}")
+    timed = [rate for _, rate in _samples(metrics, "kvrelay_worker_kv_link_bytes_per_second")]
+    slowest = f", {min(timed) / 1e9:.1f} GB/s or more when connected" if timed else ""
+    return ok(check, f"{len(pairs)} pairs, by {', '.join(lanes)}{slowest}")
 
 
 def check_server_clock(metrics: str, now: float) -> Finding:

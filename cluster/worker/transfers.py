@@ -25,6 +25,7 @@ from kvtransfer.agents.ranks import RanksAgent
 from kvtransfer.checksum import BlockBytes, begin_checksums, checksum_blocks
 from kvtransfer.executor import TransferExecutor
 from kvtransfer.layout import BlockLayout, HeadShare, compatibility, fingerprint
+from kvtransfer.probes import Probes
 
 if TYPE_CHECKING:
     from engine.model.parallel.companion import Tell
@@ -107,7 +108,13 @@ def open_transfers(
         config = replace(config, steps_ahead=1)
     storage = {} if disk is None else {Tier.DISK: disk}
     moves = TransferExecutor(
-        spec.worker, spec.epoch, agent, pools, share=share, corrupt=options.corrupt
+        spec.worker,
+        spec.epoch,
+        agent,
+        pools,
+        share=share,
+        corrupt=options.corrupt,
+        probes=Probes(agent),
     )
     return Transfers(config, share, pools[Tier.DEVICE], moves, storage, tuple(notices))
 

@@ -18,7 +18,7 @@ from engine.kv.tier import Tier
 from engine.node import NodeId
 from kvtransfer.agent import AgentError
 from kvtransfer.agents.metadata import AgentMetadata, Space, copy_spans, unpack
-from kvtransfer.agents.pool import check_block_ids, pool_bytes
+from kvtransfer.agents.pool import check_block_ids, make_scratch, pool_bytes, probe_blocks
 from kvtransfer.layout import CopySpan, HeadShare
 
 TRANSPORT = "local"
@@ -57,9 +57,9 @@ class _Transfer:
     name: NodeId
     peer: _Peer
     src_tier: Tier
-    dst_tier: Tier
     src: list[int]
     dst: list[int]
+    into: NDArray[np.uint8]  # [num_blocks, bytes_per_block]
     released: bool = False
 
 
@@ -84,6 +84,7 @@ class LocalAgent:
         size = self._pools[Tier.DEVICE].shape[1]
         assert all(each.shape[1] == size for each in self._pools.values()), "block sizes differ"
         assert share is None or share.bytes_per_block == size, (share, size)
+        self._scratch = make_scratch(self._pools[Tier.DEVICE], size)
         self._registry = registry
         self._incarnation = registry.add(name, self._pools)
         spaces = {tier: Space(len(each)) for tier, each in self._pools.items()}
@@ -119,16 +120,26 @@ class LocalAgent:
             raise AgentError(f"not connected to {peer}")
         if known is self._own and src_tier is dst_tier:
             raise AgentError(f"{peer} moves blocks between tiers, not within {src_tier} memory")
-        transfer = _Transfer(peer, known, src_tier, dst_tier, src, dst)
-        source, destination = self._source(transfer), self._pools.get(dst_tier)
-        if destination is None:
+        if dst_tier not in self._pools:
             raise AgentError(f"read from {peer}: {self._name} has no {dst_tier} memory")
-        check_block_ids(peer, src, dst, len(source), len(destination))
+        destination = self._pools[dst_tier]
+        transfer = _Transfer(peer, known, src_tier, src, dst, destination)
+        check_block_ids(peer, src, dst, len(self._source(transfer)), len(destination))
         return transfer
+
+    def post_probe(self, peer: NodeId, num_bytes: int) -> tuple[_Transfer, int]:
+        known = self._peers.get(peer)
+        if known is None:
+            raise AgentError(f"not connected to {peer}")
+        size = sum(span.length for span in known.spans)
+        transfer = _Transfer(peer, known, Tier.DEVICE, [], [], self._scratch)
+        blocks = probe_blocks(num_bytes, size, len(self._scratch), len(self._source(transfer)))
+        transfer.src = transfer.dst = blocks
+        return transfer, len(blocks) * size
 
     def poll(self, handle: _Transfer) -> bool:
         assert not handle.released
-        source, destination = self._source(handle), self._pools[handle.dst_tier]
+        source, destination = self._source(handle), handle.into
         for src, dst in zip(handle.src, handle.dst, strict=True):
             for span in handle.peer.spans:
                 run = source[src, span.src : span.src + span.length]

@@ -21,13 +21,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from engine.kv.tier import Tier
 from engine.node import NodeId
@@ -40,43 +36,23 @@ from kvtransfer.agents.nixl_bindings import (
     cuda_of_torch,
     descriptors,
     error_text,
+    indices,
     open_nixl,
     quietly,
     whole,
 )
-from kvtransfer.agents.pool import check_block_ids, is_on_gpu, space_of
+from kvtransfer.agents.nixl_peers import Peer, Spans, Transfer
+from kvtransfer.agents.pool import (
+    check_block_ids,
+    is_on_gpu,
+    make_scratch,
+    probe_blocks,
+    space_of,
+)
 from kvtransfer.layout import CopySpan, HeadShare
 
 PROGRESS_WAKE_US = 100_000
 """The progress thread wakes by itself this often (and at once when there is work)."""
-
-Spans = tuple[CopySpan, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """A peer's incarnation as NIXL knows it. Removed once it is `gone` and `live` is 0."""
-
-    agent: str
-    spaces: Mapping[Tier, Space]
-    spans: Spans  # of each block; local lists are made for the same
-    dlists: dict[Tier, int]
-    metadata: bytes = b""
-    endpoints: frozenset[int] = frozenset()
-    lane: str = nixl_lanes.UNKNOWN
-    live: int = 0  # transfers not released
-    gone: bool = False  # replaced or disconnected: no new reads
-    failed: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Transfer:
-    node: NodeId
-    peer: _Peer
-    handle: int
-    settled: bool = False  # NIXL reported its end
-    error: str | None = None  # a bad end
-    released: bool = False
 
 
 class NixlAgent:
@@ -117,10 +93,11 @@ class NixlAgent:
             spaces={tier: space for tier, (space, _) in located.items()},
             share=share,
         )
-        self._local: dict[tuple[Tier, Spans], int] = {}  # descriptor lists of own memory
-        self._peers: dict[NodeId, _Peer] = {}
-        self._retired: list[_Peer] = []  # gone, with transfers that have not settled
-        self._transfers: set[_Transfer] = set()
+        self._scratch = make_scratch(pool, size)
+        self._local: dict[tuple[Tier | None, Spans], int] = {}  # descriptor lists of own memory
+        self._peers: dict[NodeId, Peer] = {}
+        self._retired: list[Peer] = []  # gone, with transfers that have not settled
+        self._transfers: set[Transfer] = set()
         try:
             self._start(backend, {"num_threads": str(num_threads)} if num_threads else {})
         except Exception as error:
@@ -134,15 +111,21 @@ class NixlAgent:
         config.pthrDelay = PROGRESS_WAKE_US
         self._agent: Any = self._nixl.nixlAgent(facts.agent, config)
         self._backend = self._agent.createBackend(backend, options)
-        self._registered = [
-            whole(self._nixl, space, facts.bytes_per_block) for space in facts.spaces.values()
-        ]
-        for each in self._registered:
-            self._agent.registerMem(each, [self._backend])
+        self._registered: list[Any] = []
+        self._own_spaces: dict[Tier | None, Space] = {}
+        for tier, space in facts.spaces.items():
+            self._register(tier, space)
+        self._metadata = replace(facts, connection=self._agent.getLocalMD()).pack()
+        if self._scratch is not None:  # it is no tier, and peers do not hear of it
+            self._register(None, space_of(self._scratch)[0])
         blocks = (CopySpan(0, 0, facts.bytes_per_block),)
         self._own = self._describe_peer(facts, blocks, b"")
         self._own.endpoints = frozenset(nixl_lanes.endpoints(facts.agent))
-        self._metadata = replace(facts, connection=self._agent.getLocalMD()).pack()
+
+    def _register(self, tier: Tier | None, space: Space) -> None:
+        self._own_spaces[tier] = space
+        self._registered.append(whole(self._nixl, space, self._facts.bytes_per_block))
+        self._agent.registerMem(self._registered[-1], [self._backend])
 
     def metadata(self) -> bytes:
         return self._metadata
@@ -193,7 +176,7 @@ class NixlAgent:
         dst: list[int],
         src_tier: Tier = Tier.DEVICE,
         dst_tier: Tier = Tier.DEVICE,
-    ) -> _Transfer:
+    ) -> Transfer:
         known = self._own if peer == self._name else self._peers.get(peer)
         if known is None:
             raise AgentError(f"not connected to {peer}")
@@ -205,20 +188,43 @@ class NixlAgent:
                 raise AgentError(f"read from {peer}: {owner} has no {tier} memory")
         num_src, num_dst = known.spaces[src_tier].num_blocks, own[dst_tier].num_blocks
         check_block_ids(peer, src, dst, num_src, num_dst)
+        return self._post(peer, known, (src_tier, src), (dst_tier, dst))
+
+    def post_probe(self, peer: NodeId, num_bytes: int) -> tuple[Transfer, int]:
+        known = self._peers.get(peer)
+        if known is None:
+            raise AgentError(f"not connected to {peer}")
+        if self._scratch is None:
+            raise AgentError(f"read from {peer}: {self._name} had no memory left to time it with")
+        size = sum(span.length for span in known.spans)
+        limits = len(self._scratch), known.spaces[Tier.DEVICE].num_blocks
+        blocks = probe_blocks(num_bytes, size, *limits)
+        transfer = self._post(peer, known, (Tier.DEVICE, blocks), (None, blocks))
+        return transfer, len(blocks) * size
+
+    def _post(
+        self,
+        peer: NodeId,
+        known: Peer,
+        source: tuple[Tier, list[int]],
+        destination: tuple[Tier | None, list[int]],
+    ) -> Transfer:
+        """Blocks of a tier of `peer` into own ones; None: the scratch memory."""
+        (src_tier, src), (dst_tier, dst) = source, destination
         try:
             handle = self._agent.makeXferReq(
                 self._nixl.NIXL_READ,
                 self._local[dst_tier, known.spans],
-                _indices(dst, len(known.spans)),
+                indices(dst, len(known.spans)),
                 known.dlists[src_tier],
-                _indices(src, len(known.spans)),
+                indices(src, len(known.spans)),
                 b"",
                 [self._backend],
             )
         except Exception as error:
             known.failed = True
             raise AgentError(f"read from {peer}: {error_text(error)}") from error
-        transfer = _Transfer(peer, known, handle)
+        transfer = Transfer(peer, known, handle)
         self._transfers.add(transfer)
         known.live += 1
         try:
@@ -230,14 +236,14 @@ class NixlAgent:
             raise AgentError(str(transfer.error)) from error
         return transfer
 
-    def poll(self, handle: _Transfer) -> bool:
+    def poll(self, handle: Transfer) -> bool:
         assert not handle.released
         self._look(handle)
         if handle.error is not None:
             raise AgentError(handle.error)
         return handle.settled
 
-    def release(self, handle: _Transfer) -> bool:
+    def release(self, handle: Transfer) -> bool:
         if handle.released:
             return True
         self._look(handle)
@@ -266,15 +272,15 @@ class NixlAgent:
             quietly(self._agent.deregisterMem, each, [self._backend])
         self._agent = None  # the last reference: NIXL stops the transport
 
-    def _describe_peer(self, facts: AgentMetadata, spans: Spans, metadata: bytes) -> _Peer:
+    def _describe_peer(self, facts: AgentMetadata, spans: Spans, metadata: bytes) -> Peer:
         """Prepare the lists of a peer's memory (or of ours, as a peer), and of ours to match."""
-        for tier, space in self._facts.spaces.items():
+        for tier, space in self._own_spaces.items():
             if (tier, spans) not in self._local:
                 runs = [(span.dst, span.length) for span in spans]
                 dlist = self._describe("", space, self._facts.bytes_per_block, runs)
                 self._local[tier, spans] = dlist
         runs = [(span.src, span.length) for span in spans]
-        peer = _Peer(facts.agent, facts.spaces, spans, {}, metadata)
+        peer = Peer(facts.agent, facts.spaces, spans, {}, metadata)
         try:
             for tier, space in facts.spaces.items():
                 size = facts.bytes_per_block
@@ -292,7 +298,7 @@ class NixlAgent:
         descs = descriptors(self._nixl, space, bytes_per_block, runs)
         return self._agent.prepXferDlist(agent, descs, [self._backend])
 
-    def _find_lane(self, peer: _Peer, before: set[int], on_gpu: bool) -> None:
+    def _find_lane(self, peer: Peer, before: set[int], on_gpu: bool) -> None:
         """By the endpoint that came with this connection. If none did, the peer connected to us
         before, and UCX uses that endpoint for both: it is one that no peer has yet."""
         now = nixl_lanes.endpoints(self._facts.agent)
@@ -301,7 +307,7 @@ class NixlAgent:
         of_others = frozenset[int]().union(*(other.endpoints for other in others))
         peer.lane = nixl_lanes.lane(peer.endpoints or now - of_others, on_gpu and self._on_gpu)
 
-    def _look(self, transfer: _Transfer) -> None:
+    def _look(self, transfer: Transfer) -> None:
         """Let the transport make progress, and see whether `transfer` has settled."""
         if transfer.settled:
             return
@@ -311,26 +317,17 @@ class NixlAgent:
         except Exception as error:
             self._settle_failed(transfer, error)
 
-    def _settle_failed(self, transfer: _Transfer, error: Exception) -> None:
+    def _settle_failed(self, transfer: Transfer, error: Exception) -> None:
         transfer.settled = True
         transfer.error = f"read from {transfer.node}: {error_text(error)}"
         transfer.peer.failed = True
 
-    def _free(self, transfer: _Transfer) -> None:
+    def _free(self, transfer: Transfer) -> None:
         self._transfers.remove(transfer)
         transfer.released = True
         quietly(self._agent.releaseXferReq, transfer.handle)
 
-    def _forget(self, peer: _Peer) -> None:
+    def _forget(self, peer: Peer) -> None:
         for dlist in peer.dlists.values():
             quietly(self._agent.releasedDlistH, dlist)
         quietly(self._agent.invalidateRemoteMD, peer.agent)
-
-
-def _indices(block_ids: list[int], spans_per_block: int) -> NDArray[np.int32]:
-    """Of descriptors: those of each block, block by block."""
-    blocks = np.asarray(block_ids, np.int32)
-    if spans_per_block == 1:
-        return blocks
-    spans = np.arange(spans_per_block, dtype=np.int32)
-    return (blocks[:, None] * np.int32(spans_per_block) + spans).reshape(-1)

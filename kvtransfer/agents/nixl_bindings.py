@@ -75,6 +75,15 @@ def descriptors(nixl: Any, space: Space, bytes_per_block: int, spans: list[tuple
     return nixl.nixlXferDList(memory_type(nixl, space), rows.reshape(-1, 3))
 
 
+def indices(block_ids: list[int], spans_per_block: int) -> NDArray[np.int32]:
+    """Of descriptors: those of each block, block by block."""
+    blocks = np.asarray(block_ids, np.int32)
+    if spans_per_block == 1:
+        return blocks
+    spans = np.arange(spans_per_block, dtype=np.int32)
+    return (blocks[:, None] * np.int32(spans_per_block) + spans).reshape(-1)
+
+
 def error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 

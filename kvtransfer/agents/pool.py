@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.node import NodeId
-from kvtransfer.agent import AgentError
+from kvtransfer.agent import PROBE_BYTES, AgentError
 from kvtransfer.agents.metadata import Space
 from kvtransfer.checksum import BlockBytes, checksum_blocks, head_weights
 from kvtransfer.layout import HeadShare
@@ -101,6 +101,25 @@ def space_of(pool: Any) -> tuple[Space, int]:
         return Space(len(pool), pool.data_ptr(), "VRAM", pool.get_device()), size
     view = pool_bytes(pool)
     return Space(len(view), view.ctypes.data), view.shape[1]
+
+
+def make_scratch(pool: Any, bytes_per_block: int) -> Any:
+    """Memory that reads are timed into, beside `pool` and on its device: `[num_blocks,
+    bytes_per_block]`. None if a GPU has none left."""
+    num_blocks = min(len(pool), max(1, PROBE_BYTES // bytes_per_block))
+    if not is_on_gpu(pool):
+        return np.ones((num_blocks, bytes_per_block), np.uint8)  # written: the memory is there
+    import torch
+
+    try:
+        return torch.empty((num_blocks, bytes_per_block), dtype=torch.uint8, device=pool.device)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def probe_blocks(num_bytes: int, bytes_per_block: int, *limits: int) -> list[int]:
+    """Which blocks to read for `num_bytes`: one at least, and no more than any of `limits`."""
+    return list(range(min(max(1, num_bytes // bytes_per_block), *limits)))
 
 
 def make_host_arena(num_blocks: int, bytes_per_block: int, pinned: bool) -> NDArray[np.uint8]:

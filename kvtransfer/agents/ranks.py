@@ -7,13 +7,13 @@ reads from, and is done when all are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.kv.tier import Tier
 from engine.node import NodeId
-from kvtransfer.agent import Agent, AgentError
+from kvtransfer.agent import AgentError, ProbeAgent
 from kvtransfer.agents.metadata import pack_ranks, read, unpack_ranks
 from kvtransfer.layout import HeadShare
 
@@ -30,7 +30,7 @@ class RanksAgent:
     """Implements kvtransfer.agent.Agent over that of one rank, and owns it. Its metadata are those
     of a worker of one rank; where there are more, `join_ranks` has all."""
 
-    def __init__(self, name: NodeId, agent: Agent, share: HeadShare, rank: int = 0) -> None:
+    def __init__(self, name: NodeId, agent: ProbeAgent, share: HeadShare, rank: int = 0) -> None:
         """`share`: the heads of its own blocks. `rank`: its number, also among those that have the
         same heads."""
         self._name = name
@@ -68,15 +68,31 @@ class RanksAgent:
         src_tier: Tier = Tier.DEVICE,
         dst_tier: Tier = Tier.DEVICE,
     ) -> Any:
-        names = [peer] if peer == self._name else self._peers.get(peer)
-        if names is None:
+        names = [peer] if peer == self._name else self._peers.get(peer, [])
+        return self._post(
+            peer, names, lambda name: self._agent.post_copy(name, src, dst, src_tier, dst_tier)
+        )
+
+    def post_probe(self, peer: NodeId, num_bytes: int) -> tuple[Any, int]:
+        names, sizes = self._peers.get(peer, []), list[int]()
+
+        def post(name: str) -> Any:
+            handle, size = self._agent.post_probe(name, num_bytes // len(names))
+            sizes.append(size)
+            return handle
+
+        return self._post(peer, names, post), sum(sizes)
+
+    def _post(self, peer: NodeId, names: list[str], post: Callable[[str], Any]) -> Any:
+        """A part for each of `names`; one alone is what its agent knows."""
+        if not names:
             raise AgentError(f"not connected to {peer}")
         if len(names) == 1:
-            return self._agent.post_copy(names[0], src, dst, src_tier, dst_tier)
+            return post(names[0])
         copy = _Copy([])
         for name in names:
             try:
-                copy.parts.append(self._agent.post_copy(name, src, dst, src_tier, dst_tier))
+                copy.parts.append(post(name))
             except Exception as error:
                 if not copy.parts:
                     raise

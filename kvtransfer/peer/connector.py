@@ -136,6 +136,7 @@ class Connector:
         if connected is False:
             return effects + self._unreachable(message.peer, "connect_failed")
         if connected:
+            self.rates.connected(message.bytes_per_s)
             for arrival in list(self.arrivals.values()):
                 if arrival.producer == message.peer:
                     effects += self._advance(now, arrival)
@@ -294,9 +295,8 @@ class Connector:
         arrival.reads[transfer_id] = Read(indices, own_tier, now, now + timeout_s)
         arrival.seq.num_reads += 1
         self._by_transfer[transfer_id] = arrival
-        is_own = own_tier is not None
-        peer = self.config.node_id if is_own else arrival.producer
-        epoch = self.config.epoch if is_own else arrival.epoch
+        own, theirs = (self.config.node_id, self.config.epoch), (arrival.producer, arrival.epoch)
+        peer, epoch = theirs if own_tier is None else own
         assert peer is not None
         assert epoch is not None
         return CopyBlocks(

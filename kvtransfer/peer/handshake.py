@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
 from engine.config import WorkerConfig
 from engine.node import Effect, NodeId, Note, Send
+from engine.stats import KVLink
 from kvtransfer.agent import ConnectPeer, PeerConnected
 from kvtransfer.messages import KVConnect, KVConnected
 
 CONNECT_RETRY_S = 1.0
+MAX_LINKS = 32  # that are told: they are in every message of statistics
 
 Fields = tuple[tuple[str, str], ...]
 
@@ -31,6 +34,7 @@ class _Peer:
     epoch: int = -1
     connected: bool = False
     lane: str = ""
+    bytes_per_s: float = 0.0  # of a small read, when it was connected; 0: not known
     asked_at: float = float("-inf")
 
 
@@ -94,7 +98,18 @@ class Peers:
         if message.error is not None:
             return False, [Note("warning", "kv_connect_failed", f"{message.peer}: {message.error}")]
         peer.connected, peer.lane = True, message.lane
-        return True, []
+        peer.bytes_per_s = message.bytes_per_s
+        if message.not_timed is None:
+            return True, []
+        text = f"{message.peer} is connected, its rate is not known: {message.not_timed}"
+        return True, [Note("warning", "kv_read_not_timed", text)]
+
+    def links(self) -> tuple[KVLink, ...]:
+        """To the peers that are connected."""
+        known = ((node, peer) for node, peer in self._peers.items() if peer.connected)
+        return tuple(
+            KVLink(node, peer.lane, peer.bytes_per_s) for node, peer in islice(known, MAX_LINKS)
+        )
 
     def lane(self, node: NodeId) -> str:
         """By which transport `node` is read; empty if it is not connected."""

@@ -23,6 +23,7 @@ class ReadRates:
         self._config = config
         self._tiers = tiers
         self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
+        self._at_connection = Rate()  # of small reads from peers when they were connected
         self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:PEER:LANE", and seconds
         self._peers: set[str] = set()  # with counters of their own
 
@@ -32,9 +33,12 @@ class ReadRates:
         return self._config.bytes_per_block / rate
 
     def bytes_per_s(self, tier: Tier | None) -> float:
-        """Measured rate of reads into device memory; until there was one, that of copies down to
-        the tier, which take the same way, if it is better than what is assumed. 0: not known."""
+        """Measured rate of reads into device memory; until there was one, that of small reads when
+        peers were connected, or of copies down to the tier, which take the same way, if it is
+        better than what is assumed. 0: not known."""
         own = self.read_bytes_per_s[tier].value
+        if tier is None:
+            return own or self._at_connection.value
         if own or tier not in TIERS:
             return own
         written = self._tiers.written_bytes_per_s(tier)
@@ -44,10 +48,17 @@ class ReadRates:
         """Seconds that a read may take until `num_blocks` have come from this source: its own and
         those that were asked for before."""
         assumed = ASSUMED_BYTES_PER_S if tier is None else TIERS[tier].bytes_per_s
-        rate = self.bytes_per_s(tier) or assumed
+        # A read for a request is checked and shares its lane, which a small one alone does not.
+        measured = self.read_bytes_per_s[tier].value if tier is None else self.bytes_per_s(tier)
+        rate = measured or assumed
         expected_s = num_blocks * self._config.bytes_per_block / rate
         config = self._config
         return min(config.read_timeout_s, max(config.read_floor_s, SLACK * expected_s))
+
+    def connected(self, bytes_per_s: float) -> None:
+        """A peer was, and a small read from it has shown this rate; 0: none."""
+        if bytes_per_s:
+            self._at_connection.add(bytes_per_s, 1.0)
 
     def add(
         self, tier: Tier | None, lane: str, num_bytes: int, elapsed_s: float, peer: str = ""

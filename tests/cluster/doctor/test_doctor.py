@@ -199,6 +199,9 @@ def test_a_server_is_asked_for_its_workers_lanes_and_clock() -> None:
     draining = {"workers": [WORKERS[0] | {"state": "draining"}, WORKERS[1]]}
     is_well(server.check_workers(draining))
     is_well(server.check_lanes(status, READ.format(lane="cma/memory")))
+    timed = 'kvrelay_worker_kv_link_bytes_per_second{worker="decode-0",lane="cma/memory"} 9.14e9'
+    found = server.check_lanes(status, f"{READ.format(lane='cma/memory')}{timed}\n")
+    assert found.found == "1 pairs, by cma/memory, 9.1 GB/s or more when connected"
     by_tcp = server.check_lanes(status, READ.format(lane="tcp/lo"))
     is_fault(by_tcp, "decode-0 from prefill-0 by tcp/lo", "kv-over-tcp.md")
     apart = {"workers": [WORKERS[0] | {"machine": "b"}, WORKERS[1]]}

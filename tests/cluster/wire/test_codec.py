@@ -38,7 +38,7 @@ def test_every_message_of_the_contracts_is_registered() -> None:
     nested = {"TokenDelta", "TokenLogprobs", "SamplingParams", "WorkerInfo"}
     nested |= {"PromptOutputs", "ReasoningBudget"}
     nested |= {"SessionInfo", "SessionHolder", "SessionLimits", "TenantShare"}
-    nested |= {"RouterLoad"}
+    nested |= {"RouterLoad", "KVLink"}
     modules = ["engine.kv.events", "engine.messages", "engine.request", "engine.stats"]
     modules += ["kvtransfer.messages", "prefill_worker.messages", "decode_worker.messages"]
     modules += ["router.messages", "cluster.control.process_messages"]

@@ -102,6 +102,15 @@ def test_reads_are_by_source_peer_and_lane(lane: str) -> None:
     assert value("kvrelay_worker_kv_read_seconds_total", **labels) == 0.5
 
 
+def test_what_a_link_showed_when_it_was_made_is_by_peer_and_lane() -> None:
+    timed = {"peer": "prefill-0", "lane": "cma/memory", "bytes_per_s": 9e9}
+    links = [timed, {"peer": "prefill-1", "lane": "tcp/eth0", "bytes_per_s": 0.0}]
+    value = scrape_of({"workers": [WORKER | {"links": links}]})
+    name, of = "kvrelay_worker_kv_link_bytes_per_second", {"worker": "w", "role": "decode"}
+    assert value(name, peer="prefill-0", lane="cma/memory", **of) == 9e9
+    assert value(name, peer="prefill-1", lane="tcp/eth0", **of) is None, "not known is not 0"
+
+
 def test_peers_beyond_the_limit_are_counted_together() -> None:
     rates = ReadRates(None, None)  # type: ignore[arg-type]
     for number in range(MAX_COUNTED_PEERS + 5):

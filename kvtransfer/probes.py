@@ -1,0 +1,125 @@
+"""Small reads from peers that were just connected, timed: how fast a lane is before KV goes by it.
+
+Life of a probe: one block, whose time does not count, because the transport connects by it -> reads
+that grow, each timed alone, until one takes long enough to be told from its overhead or is as large
+as they get -> `PeerConnected` with the rate. A probe that fails, or is not done in time, is told
+without one: whether a peer can be read is not for it to say. What it has posted is released once it
+has settled, and until then writes to memory that only probes use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvtransfer.agent import PROBE_BYTES, PeerConnected, ProbeAgent
+
+TIMEOUT_S = 0.1
+"""A connection is told so much later at most."""
+ENOUGH_S = 0.002
+GROWTH = 8
+
+
+@dataclass(slots=True)
+class _Probe:
+    connected: PeerConnected
+    deadline: float
+    handle: Any = None
+    asked: int = 1  # bytes, of the read that was posted last
+    num_bytes: int = 0  # that it has
+    posted_at: float = 0.0
+    is_timed: bool = False  # it is not the first
+
+
+class Probes:
+    """Owned by a TransferExecutor. Invariant: each connection that it was given is returned once,
+    `TIMEOUT_S` later at most, and every handle is released."""
+
+    def __init__(self, agent: ProbeAgent, clock: Callable[[], float] = time.monotonic) -> None:
+        self._agent = agent
+        self._clock = clock
+        self._probes: list[_Probe] = []
+        self._told: list[PeerConnected] = []  # by `begin` itself, for the next `poll`
+        self._settling: list[Any] = []  # handles that cannot be released yet
+
+    @property
+    def num_live(self) -> int:
+        """Connections that were not returned, and handles that were not released."""
+        return len(self._probes) + len(self._told) + len(self._settling)
+
+    @property
+    def is_timing(self) -> bool:
+        """How often `poll` is called decides how exact a time is."""
+        return bool(self._probes)
+
+    def begin(self, connected: PeerConnected) -> None:
+        """Time a read from a peer that can be read from now on."""
+        probe = _Probe(connected, self._clock() + TIMEOUT_S)
+        try:
+            self._post(probe)
+        except Exception as error:
+            self._told.append(_untimed(connected, str(error)))
+        else:
+            self._probes.append(probe)
+
+    def poll(self) -> list[PeerConnected]:
+        """The connections whose probes have ended since the last call. Does not wait."""
+        self._settling = [each for each in self._settling if not self._agent.release(each)]
+        told, self._told = self._told, []
+        for probe in list(self._probes):
+            answer = self._advance(probe)
+            if answer is not None:
+                self._probes.remove(probe)
+                told.append(answer)
+        return told
+
+    def close(self, why: str) -> list[PeerConnected]:
+        """Give up what runs; the agent, which is closed next, settles it."""
+        told = [*self._told, *(_untimed(probe.connected, why) for probe in self._probes)]
+        self._probes, self._told, self._settling = [], [], []
+        return told
+
+    def _post(self, probe: _Probe) -> None:
+        probe.posted_at = self._clock()
+        peer = probe.connected.peer
+        probe.handle, probe.num_bytes = self._agent.post_probe(peer, probe.asked)
+
+    def _advance(self, probe: _Probe) -> PeerConnected | None:
+        """The answer, once there is one."""
+        try:
+            is_done, now = self._agent.poll(probe.handle), self._clock()
+            if not is_done and now < probe.deadline:
+                return None
+            self._release(probe)
+            if is_done and probe.is_timed:
+                took_s = max(now - probe.posted_at, 1e-9)
+                connected = replace(probe.connected, bytes_per_s=probe.num_bytes / took_s)
+                probe.connected = connected
+                if probe.num_bytes < probe.asked or probe.asked >= PROBE_BYTES:
+                    return connected
+                if took_s >= ENOUGH_S:
+                    return connected
+                probe.asked = min(GROWTH * probe.num_bytes, PROBE_BYTES)
+            probe.is_timed = True
+            if now < probe.deadline:
+                self._post(probe)
+                return None
+        except Exception as error:
+            self._release(probe)
+            return _untimed(probe.connected, str(error))
+        if probe.connected.bytes_per_s:
+            return probe.connected
+        why = f"a read of {probe.num_bytes} bytes was not done after {TIMEOUT_S:g} s"
+        return _untimed(probe.connected, why)
+
+    def _release(self, probe: _Probe) -> None:
+        handle, probe.handle = probe.handle, None
+        if handle is not None and not self._agent.release(handle):
+            self._settling.append(handle)
+
+
+def _untimed(connected: PeerConnected, why: str) -> PeerConnected:
+    lines = why.splitlines() or ["it failed"]
+    return replace(connected, bytes_per_s=0.0, not_timed=lines[0])

@@ -1,0 +1,148 @@
+"""A small read from each peer that is connected, timed: with real NIXL between processes, and with
+the agent for one process."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.kv.spec import KVSpec
+from engine.kv.tier import Tier
+from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
+from kvtransfer.agents.ranks import RanksAgent, join_ranks
+from kvtransfer.executor import TransferExecutor
+from kvtransfer.layout import BlockLayout
+from kvtransfer.probes import TIMEOUT_S, Probes
+from kvtransfer.transfer_loop import Answer, TransferLoop
+from tests.kvtransfer.agents.agent_kit import AgentMaker, agent_maker, read
+from tests.kvtransfer.agents.nixl_peer import content, peer_process
+
+NUM_BLOCKS, SIZE = 64, 1 << 16
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(params=["local", "nixl"])
+def make(request: pytest.FixtureRequest) -> Iterator[AgentMaker]:
+    with agent_maker(request.param) as maker:
+        yield maker
+
+
+@contextmanager
+def looped(agent: Any, pool: Any) -> Iterator[Callable[[Any], Answer]]:
+    """Asks the transfer thread of a worker, which owns `agent`, and waits for its answer."""
+    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+    executor = TransferExecutor("me", 1, agent, {Tier.DEVICE: pool}, probes=Probes(agent))
+    loop = TransferLoop(executor, answers.put)
+
+    def ask(request: Any) -> Answer:
+        loop.submit(request)
+        return answers.get(timeout=DEADLINE_S)
+
+    try:
+        yield ask
+    finally:
+        assert loop.close(DEADLINE_S)
+
+
+def is_well(answer: Answer) -> PeerConnected:
+    assert isinstance(answer, PeerConnected)
+    assert (answer.error, answer.not_timed) == (None, None)
+    assert answer.bytes_per_s > 1e6
+    return answer
+
+
+def test_a_peer_in_another_process_is_timed_and_nothing_of_the_pool_is_written() -> None:
+    with agent_maker("nixl") as make, peer_process(NUM_BLOCKS, SIZE, seed=1) as (_, metadata):
+        agent, pool = make("me", NUM_BLOCKS, SIZE)
+        before = pool.copy()
+        with looped(agent, pool) as ask:
+            answer = is_well(ask(ConnectPeer("p", 1, NUM_BLOCKS, metadata)))
+            assert answer.lane != "unknown"
+            assert np.array_equal(pool, before)
+            done = ask(CopyBlocks(1, "p", 1, (3,), (5,), 5.0))
+        assert isinstance(done, CopyDone)
+        assert done.error is None
+        before[5] = content(NUM_BLOCKS, SIZE, 1)[3]
+        assert np.array_equal(pool, before)
+
+
+def test_a_peer_that_is_stopped_is_told_in_time_and_read_when_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # shared memory of a stopped process can be read
+    with agent_maker("nixl") as make, peer_process(NUM_BLOCKS, SIZE, seed=1) as (peer, metadata):
+        agent, pool = make("me", NUM_BLOCKS, SIZE)
+        with looped(agent, pool) as ask:
+            peer.send_signal(signal.SIGSTOP)
+            started = time.monotonic()
+            answer = ask(ConnectPeer("p", 1, NUM_BLOCKS, metadata))
+            took_s = time.monotonic() - started
+            peer.send_signal(signal.SIGCONT)
+            assert isinstance(answer, PeerConnected)
+            assert (answer.error, answer.bytes_per_s) == (None, 0.0)
+            assert answer.not_timed == f"a read of {SIZE} bytes was not done after {TIMEOUT_S:g} s"
+            assert took_s < 20 * TIMEOUT_S  # of a machine that may be busy
+            done = ask(CopyBlocks(1, "p", 1, (3,), (5,), DEADLINE_S))
+        assert isinstance(done, CopyDone)
+        assert done.error is None
+        assert np.array_equal(pool[5], content(NUM_BLOCKS, SIZE, 1)[3])
+
+
+def test_a_peer_that_has_left_is_connected_and_not_timed() -> None:
+    """That its reads will fail is for them to find."""
+    with agent_maker("local") as make:
+        producer, _ = make("p", NUM_BLOCKS, SIZE)
+        agent, _ = make("me", NUM_BLOCKS, SIZE)
+        agent.connect("p", 1, NUM_BLOCKS, producer.metadata())
+        producer.close()
+        probes = Probes(agent)
+        probes.begin(PeerConnected("p", 1))
+        (told,) = probes.poll()
+        assert (told.error, told.not_timed) == (None, "p has left")
+        probes.begin(PeerConnected("nobody", 1))
+        (told,) = probes.poll()
+        assert told.not_timed == "not connected to nobody"
+
+
+@pytest.mark.parametrize(("src_size", "dst_size"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_ranks_read_what_they_have_heads_of(make: AgentMaker, src_size: int, dst_size: int) -> None:
+    layout = BlockLayout(KVSpec(2, 2, 64, 16, "float32"))
+    ours, theirs = layout.share(0, dst_size), [layout.share(r, src_size) for r in range(src_size)]
+    producers = [
+        RanksAgent("p", make.over(f"p-{rank}", content(8, share.bytes_per_block, 1), None, share),
+                   share, rank)
+        for rank, share in enumerate(theirs)
+    ]  # fmt: skip
+    pool = content(8, ours.bytes_per_block, 0)
+    before = pool.copy()
+    agent = RanksAgent("me", make.over("me", pool, None, ours), ours)
+    metadata = join_ranks("p", [each.metadata() for each in producers])
+    agent.connect("p", 1, 8, metadata)
+    handle, num_bytes = agent.post_probe("p", 4 * ours.bytes_per_block)
+    assert num_bytes == 4 * ours.bytes_per_block
+    while not agent.poll(handle):
+        time.sleep(1e-4)
+    assert agent.release(handle)
+    with looped(agent, pool) as ask:
+        is_well(ask(ConnectPeer("p", 1, 8, metadata)))
+    assert np.array_equal(pool, before)
+
+
+def test_two_workers_time_each_other() -> None:
+    """The memory that each reads into is its own affair: the other does not hear of it."""
+    with agent_maker("nixl") as make:
+        agents = [make(name, NUM_BLOCKS, SIZE)[0] for name in "ab"]
+        for one, other, name in ((*agents, "b"), (*reversed(agents), "a")):
+            one.connect(name, 1, NUM_BLOCKS, other.metadata())
+            handle, _ = one.post_probe(name, 1)
+            while not one.poll(handle):
+                time.sleep(1e-4)
+            assert one.release(handle)
+        read(agents[0], "b", [1], [2])
