@@ -93,6 +93,8 @@ class EngineSection(Section, frozen=True):
     # longer than it should if that is more; ten times this before steps were measured; 0: never
     step_timeout_s: Seconds = 30.0
     max_failed_steps: Positive = 3  # in a row; then a worker ends itself as well
+    # folder for the stacks, and the GPU's state, of workers that end because a step hangs; "": none
+    core_dumps: Annotated[str, _text("|[/~].*", "an absolute path")] = ""
     # CPU threads per worker; 0: all cores, which the workers of a machine share
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     lease_s: Timeout = 30.0  # a producer holds finished KV for its consumer this long
@@ -314,11 +316,9 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
     """What the file names beside itself is found from wherever the server is started."""
     tenants, tls, names = config.tenants, config.tls, ("cert", "key", "ca")
     pem = {name: str(folder / path) for name in names if (path := getattr(tls, name))}
-    resolved = replace(
-        tenants,
-        file=str(folder / tenants.file) if tenants.file else "",
-        public_prompt_files=tuple(str(folder / name) for name in tenants.public_prompt_files),
-    )
+    file = str(folder / tenants.file) if tenants.file else ""
+    files = tuple(str(folder / name) for name in tenants.public_prompt_files)
+    resolved = replace(tenants, file=file, public_prompt_files=files)
     return replace(config, tenants=resolved, tls=replace(tls, **pem))
 
 

@@ -55,6 +55,7 @@ class Exit:
     """The node cannot go on: end its process at once. It gets no message any more."""
 
     reason: str  # one line
+    hangs: bool = False  # a thread of the process does not come back: see where, before it ends
 
 
 Effect = Any

@@ -74,11 +74,16 @@ class StepWatch:
         return Progress.LATE if self._waited_s < deadline_s else Progress.NONE
 
     @property
+    def hangs(self) -> bool:
+        """The step that runs has no time left."""
+        return self._waited_s >= self._deadline_s
+
+    @property
     def why(self) -> str:
         """Why there is none; "" if there is."""
         if self.progress is not Progress.NONE:
             return ""
-        if self._waited_s >= self._deadline_s:
+        if self.hangs:
             return f"a step has not ended after {self._waited_s:.0f} s"
         if self._device_lost:
             return f"its device is lost: {self._error}"

@@ -99,7 +99,7 @@ class Worker:
         why = "" if self._has_ended else self._why_not_go_on()
         if why:
             self._has_ended = True
-            effects += [Note("error", "worker_gives_up", why), Exit(why)]
+            effects += [Note("error", "worker_gives_up", why), Exit(why, self.core.watch.hangs)]
         return effects
 
     def _why_not_go_on(self) -> str:

@@ -30,7 +30,11 @@ Deliver = Callable[[Any], None]
 
 
 class NodeExit(Exception):
-    """A node has asked for the end of its process; the text says why."""
+    """A node has asked for the end of its process; the text says why. `hangs`: as of `Exit`."""
+
+    def __init__(self, reason: str, *, hangs: bool = False) -> None:
+        super().__init__(reason)
+        self.hangs = hangs
 
 
 class Executor(Protocol):
@@ -127,7 +131,7 @@ class NodeHost:
             self.counters[effect.counter] += 1
             log.log(LEVELS[effect.level], "%s: %s", node_id, effect.text)
         elif isinstance(effect, Exit):
-            self._fail(node_id, NodeExit(effect.reason))
+            self._fail(node_id, NodeExit(effect.reason, hangs=effect.hangs))
         else:
             self._executors[node_id].perform(effect)
 

@@ -8,14 +8,17 @@ pickled; to FD go, pickled, the process id, a WorkerStarted or StartFailed, and 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import pickle
+import signal
 import sys
 from typing import IO, TYPE_CHECKING, Any
 
 from cluster.control.messages import StartFailed, WorkerStarted
-from cluster.runtime.host import first_line
+from cluster.runtime.host import NodeExit, first_line
+from cluster.worker.core_dumps import CoreDumps
 from cluster.worker.process import Listening, WorkerProcess
 
 if TYPE_CHECKING:
@@ -47,6 +50,8 @@ def serve(spec: WorkerSpec, listening: Listening, guardian: IO[bytes]) -> int:
             guardian.flush()
 
     tell(os.getpid())
+    dumps = CoreDumps(spec.engine.core_dumps, spec.worker, on_gpu=spec.on_gpu)
+    dumps.prepare(os.environ)
     process, answer = start(spec, listening)
     tell(answer)
     if process is None or not isinstance(answer, WorkerStarted):
@@ -54,7 +59,12 @@ def serve(spec: WorkerSpec, listening: Listening, guardian: IO[bytes]) -> int:
     try:
         process.wait()
     except BaseException as error:  # the state of a node that raised is not to be trusted
-        tell(f"{type(error).__name__}: {first_line(error)}")
+        why, hangs = first_line(error), isinstance(error, NodeExit) and error.hangs
+        stacks = dumps.write_stacks(why) if hangs else None
+        where = f"; stacks: {stacks}" if stacks else ""
+        tell(f"{type(error).__name__}: {why}{where}")
+        if hangs:  # what it did, others have taken over: its step was late for long
+            dumps.dump_gpus()
         logging.shutdown()
         return 1
     process.close()
@@ -68,6 +78,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("kvrelay").setLevel(logging.INFO)
+    faulthandler.register(signal.SIGUSR1)  # where does it hang? stacks go to the log
     guardian = os.fdopen(int(sys.argv[2]), "wb")
     os.set_inheritable(guardian.fileno(), False)
     spec, listening = pickle.load(sys.stdin.buffer)

@@ -107,9 +107,7 @@ class ModelRunner:
         config, threads = self.config, num_threads or torch.get_num_threads()
         limits = self.max_model_len, config.vocab_size, config.max_window, config.num_sinks, guard
         self._limits = Limits(num_blocks, block_size, *limits)
-        self.grammars = Grammars(model_dir, config.eos_token_ids, config.vocab_size, threads)
-        if member is None or member.group.shard.rank == 0:  # the other ranks know no grammar
-            self.grammars.warm_up()
+        self.grammars = self._grammars(model_dir, threads)
         self._draw: Draw = draw
         self._decode: CpuDecode | None = None
         with torch.inference_mode():
@@ -214,6 +212,13 @@ class ModelRunner:
         logits = self._decoder.forward(batch)
         tokens = iter(draw(logits, [seq for seq in step.seqs if seq.sample]))
         return [next(tokens) if seq.sample else None for seq in step.seqs], {}
+
+    def _grammars(self, model_dir: Path, threads: int) -> Grammars:
+        config = self.config
+        grammars = Grammars(model_dir, config.eos_token_ids, config.vocab_size, threads)
+        if self._member is None or self._member.group.shard.rank == 0:  # others know no grammar
+            grammars.warm_up()
+        return grammars
 
     def _launches(self) -> Launch | None:
         """Begins a step that may be followed; None where steps are only executed."""

@@ -22,11 +22,14 @@ class Watched(World):
 
     def __init__(self, **limits: Any) -> None:
         self.exits: list[str] = []
+        self.hangs: list[bool] = []  # of those, whether a step does
         super().__init__(**limits)
         self.deliver("decode", RouterUp("router"))
 
     def perform(self, node: str, effects: list[Any]) -> None:
-        self.exits += [effect.reason for effect in effects if isinstance(effect, Exit)]
+        exits = [effect for effect in effects if isinstance(effect, Exit)]
+        self.exits += [effect.reason for effect in exits]
+        self.hangs += [effect.hangs for effect in exits]
         super().perform(node, [effect for effect in effects if not isinstance(effect, Exit)])
 
     def hang(self) -> None:
@@ -63,6 +66,7 @@ def test_a_step_that_never_ends_ends_the_worker() -> None:
     assert world.exits == []
     world.pass_time(11.0)
     assert world.exits == ["a step has not ended after 30 s"]
+    assert world.hangs == [True]
     assert world.told() is Progress.NONE
     world.pass_time(5.0)
     assert len(world.exits) == 1
@@ -132,6 +136,7 @@ def test_steps_that_all_fail_end_the_worker() -> None:
     assert world.exits == []
     failing(world, sticky, "c")
     assert world.exits == ["the last 3 steps failed: CUDA error: an illegal memory access"]
+    assert world.hangs == [False]
     assert [r.reason for r in world.refused()] == [Refusal.EXECUTION] * 3, "others serve them"
     world.submit("d", PROMPT, 4, remote=False)
     world.step()
