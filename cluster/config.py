@@ -7,7 +7,6 @@ text in `kvrelay.example.toml`, which `make example` writes from this file.
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import tomllib
@@ -18,23 +17,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, ValidationError, convert
 from msgspec.structs import replace
 
+from engine.config_errors import ConfigError as ConfigError
 from engine.config_errors import explain_error
+from engine.stats import Role
 from router.config import MAX_PRIORITY, RouterConfig
 from router.scaling_config import ScalingConfig
-
-
-class ConfigError(Exception):
-    """One line for the user: key, value, and what would be right."""
-
-
-def require_extra(extra: str, *modules: str) -> None:
-    """Import `modules`, which the extra of that name installs. Raises ConfigError."""
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            wanted = f"pip install 'kvrelay[{extra}]'"
-            raise ConfigError(f"{name} is not installed: {wanted}") from error
 
 
 def _text(pattern: str, expected: str = "", secret: bool = False) -> Meta:
@@ -243,6 +230,9 @@ class StateSection(Section, frozen=True):
 class ClusterSection(Section, frozen=True):
     prefill: Annotated[int, Meta(ge=0, le=10_000)] = 1  # prefill workers; 0: decode workers do both
     decode: Annotated[int, Meta(ge=1, le=10_000)] = 1  # decode workers
+    # of workers that are started for prefill, whatever their role is later; 0: as in [engine]
+    prefill_tensor_parallel_size: Annotated[int, Meta(ge=0, le=64)] = 0
+    decode_tensor_parallel_size: Annotated[int, Meta(ge=0, le=64)] = 0  # the same, for decode
     # each with an API of its own, at api.port and the ports after it
     routers: Annotated[int, Meta(ge=1, le=64)] = 1
     # of a running Ray cluster: "auto" or "HOST:PORT"; "": start one
@@ -298,6 +288,11 @@ class Config(Section, frozen=True):
         most = (scaling.max_workers, *scaling.limits_of_schedules()) if scaling.enabled else ()
         return max((first, *most))
 
+    def ranks_of(self, role: Role) -> int:
+        """Processes (on GPUs: as many GPUs) of a worker that is started for prefill or decode."""
+        own: int = getattr(self.cluster, f"{role}_tensor_parallel_size")
+        return own or self.engine.tensor_parallel_size
+
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> Config:
     """The file's settings (none without a file), then `overrides` ("section.key" -> value; None
@@ -344,7 +339,11 @@ def build_config(tables: Mapping[str, Any], where: str) -> Config:
         raise ConfigError(f"{where}: {explain_error(str(error), tables, Config)}") from None
     for number, entry in enumerate(config.tenant, start=1):
         if not entry.keys and not entry.key_hashes:
-            raise ConfigError(
-                f"{where}: tenant {number} ({entry.name}) has neither keys nor key_hashes"
-            )
+            who = f"tenant {number} ({entry.name})"
+            raise ConfigError(f"{where}: {who} has neither keys nor key_hashes")
+    prefill, decode = config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE)
+    if config.scaling.enabled and prefill != decode:
+        told = f"prefill workers have {prefill} rank(s), decode workers {decode}"
+        wanted = "give them one tensor_parallel_size, or set scaling.enabled = false"
+        raise ConfigError(f"{where}: scaling.enabled counts workers, and {told}: {wanted}")
     return config

@@ -15,6 +15,10 @@ _EXPECTED |= {"bool": "true or false", "array": "a list of texts"}
 _EXPECTED |= {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
 
 
+class ConfigError(Exception):
+    """One line for the user: key, value, and what would be right."""
+
+
 def explain_error(error: str, tables: Any, root: type[Struct]) -> str:
     """msgspec's `error` about `tables`, which were to become a `root`. Values that their `Meta`
     calls secret, and those of entries of a list of tables, are not shown."""

@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 
 _TIER_COLUMNS = {"num_host_blocks": "in host", "num_disk_blocks": "on disk"}
+_SIZE = "tensor_parallel_size"
 _ROUTER_KEYS = ("num_live", "num_queued")
 _MAX_LINKS = 8  # lines; the slowest are told
 _STATE_COLOURS = {
@@ -31,6 +32,9 @@ def status_table(status: dict[str, Any]) -> Group:
     # Terminals are narrow: tiers that hold nothing have no column.
     tiers = [key for key in _TIER_COLUMNS if any(worker.get(key) for worker in workers)]
     names = ["blocks used", "cached", *(_TIER_COLUMNS[key] for key in tiers)]
+    has_ranks = any(worker.get(_SIZE, 1) > 1 for worker in workers)
+    if has_ranks:
+        table.add_column("ranks", justify="right")
     for name in (*names, "running", "waiting", "hit rate"):
         table.add_column(name, justify="right")
     for worker in workers:
@@ -38,11 +42,12 @@ def status_table(status: dict[str, Any]) -> Group:
             worker["worker"],
             worker["role"],
             _coloured(str(worker["state"])),
+            *([str(worker.get(_SIZE, "?"))] if has_ranks else []),
             *_load([worker], worker, tiers),
         )
     if len(workers) > 1:
         table.add_section()
-        table.add_row("all", "", "", *_load(workers, status, tiers))
+        table.add_row("all", "", "", *([""] if has_ranks else []), *_load(workers, status, tiers))
     routers = status.get("routers")
     parts = [_routers_table(routers)] if routers else []
     links = [(worker["worker"], link) for worker in workers for link in worker.get("links", ())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.control.messages import Kept, Peer, RouterStarted
+from cluster.control.wanted import Worker
 from engine.node import NodeId
 from engine.stats import Role
 from router.scaling_config import ScalingConfig
@@ -29,7 +30,9 @@ class ControllerConfig:
     scaling: ScalingConfig | None = None  # None: as many workers as were asked for
     drain_timeout_s: float = 600.0  # a worker that is not empty by then is ended all the same
     restart_drain_s: float = 30.0  # the same, of one that is started again
-    gpus_per_worker: int = 1  # where machines have GPUs; 0: they are not used
+    prefill_ranks: int = 1  # processes of a worker that is started as one, whatever it is later
+    decode_ranks: int = 1
+    use_gpus: bool = True  # of machines that have some: one for each rank
     workers_per_machine: int = 0  # at most, where machines have no GPUs; 0: any number
 
     @property
@@ -38,3 +41,8 @@ class ControllerConfig:
         if self.scaling is not None and self.kept.num_named:
             return tuple((each.worker, each.role) for each in self.kept.workers)
         return self.workers
+
+    def wanted(self, node: NodeId, role: Role) -> Worker:
+        """A worker that is to be started as `role`."""
+        num_ranks = self.prefill_ranks if role is Role.PREFILL else self.decode_ranks
+        return Worker(node, role, 0, num_ranks=num_ranks)

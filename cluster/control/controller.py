@@ -126,6 +126,7 @@ class Controller:
             case MachinesChanged(machines):
                 lives.machines = machines
                 idle = [w for w in self.workers.values() if w.state is WorkerState.DOWN]
+                idle.sort(key=lambda worker: -worker.num_ranks)  # what is left suits the small ones
                 effects = [effect for worker in idle for effect in lives.start(worker)]
                 # Before it is known who provides machines, nothing can be pending.
                 return effects + ([] if self.scaling is None else self.scaling.start())
@@ -204,7 +205,7 @@ class Controller:
 
     def _obey(self, now: float, order: Order) -> list[Effect]:
         if isinstance(order, Add):
-            return self.lives.add(Worker(order.worker, order.role, 0))
+            return self.lives.add(self.config.wanted(order.worker, order.role))
         worker = self.workers.get(order.worker)
         match order:
             case _ if worker is None:

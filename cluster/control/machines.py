@@ -28,6 +28,7 @@ class Assigned:
 
     machine_id: str
     role: Role
+    num_ranks: int = 1  # its processes, each with a GPU where they are used
 
 
 def assign_machine(
@@ -36,32 +37,37 @@ def assign_machine(
     assigned: Iterable[Assigned],
     avoid: str | None = None,
     most: int = 0,
-    gpus_each: int = 1,
+    num_ranks: int = 1,
+    use_gpus: bool = True,
 ) -> str | None:
-    """The machine for one more worker of `role`; None if none has room.
+    """The machine for one more worker of `role` and `num_ranks` processes; None if none has room.
 
-    Where any machine has GPUs, only those count, `gpus_each` for a worker; where none has, or they
-    are not used (0), each has room for `most`, if that is not 0. `avoid` is where the last attempt
+    Where any machine has GPUs, only those count, one for each rank; where none has, or they are not
+    used, each has room for `most` workers, if that is not 0. `avoid` is where the last attempt
     failed: it is taken only if there is no other.
     """
     machines, assigned = list(machines), list(assigned)
-    if gpus_each and any(machine.num_gpus for machine in machines):
-        machines = [m for m in machines if _num_on(m, assigned) < int(m.num_gpus) // gpus_each]
+    if use_gpus and any(machine.num_gpus for machine in machines):
+        machines = [m for m in machines if _ranks_on(m, assigned) + num_ranks <= int(m.num_gpus)]
     elif most:
-        machines = [m for m in machines if _num_on(m, assigned) < most]
+        machines = [m for m in machines if len(_on(m, assigned)) < most]
     if not machines:
         return None
 
     def cost(machine: Machine) -> tuple[bool, int, float, str]:
-        others = sum(p.machine_id == machine.machine_id and p.role != role for p in assigned)
-        load = _num_on(machine, assigned) / max(machine.num_gpus or machine.num_cpus, 1.0)
+        others = sum(each.role != role for each in _on(machine, assigned))
+        load = _ranks_on(machine, assigned) / max(machine.num_gpus or machine.num_cpus, 1.0)
         return machine.machine_id == avoid, others, load, machine.machine_id
 
     return min(machines, key=cost).machine_id
 
 
-def _num_on(machine: Machine, assigned: list[Assigned]) -> int:
-    return sum(p.machine_id == machine.machine_id for p in assigned)
+def _on(machine: Machine, assigned: list[Assigned]) -> list[Assigned]:
+    return [each for each in assigned if each.machine_id == machine.machine_id]
+
+
+def _ranks_on(machine: Machine, assigned: list[Assigned]) -> int:
+    return sum(each.num_ranks for each in _on(machine, assigned))
 
 
 def resources_of(text: str, machines: Iterable[Machine]) -> dict[str, float]:

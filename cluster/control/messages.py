@@ -34,6 +34,7 @@ class StartWorker:
     role: Role
     epoch: int
     machine_id: str
+    num_ranks: int = 1  # its processes
 
 
 @dataclass(frozen=True, slots=True)

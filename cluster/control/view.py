@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 Life = tuple[NodeId, int]  # a router and its epoch
 
+_OF_CONTROLLER = (
+    *("epoch", "pid", "machine", "tensor_parallel_size"),
+    *("restarts", "hangs", "last_error"),
+)
+"""What of a worker only the controller knows."""
+
 
 def cluster_view(
     controller: Controller, loads: Mapping[Life, RouterLoad], host: str, scheme: str
@@ -42,6 +48,7 @@ def _worker_entry(worker: Worker) -> dict[str, Any]:
         "epoch": worker.epoch,
         "pid": worker.pid,
         "machine": worker.machine_id or "",
+        "tensor_parallel_size": worker.num_ranks,
         "restarts": worker.restarts,
         "hangs": worker.hangs,
         "last_error": worker.last_error,
@@ -66,8 +73,7 @@ def merged_status(
         state = told["state"]
         if entry.get("state") != "backoff" or state != WorkerState.UP:
             entry["state"] = state
-        kept = ("epoch", "pid", "machine", "restarts", "hangs", "last_error")
-        entry |= {key: told[key] for key in kept}
+        entry |= {key: told[key] for key in _OF_CONTROLLER}
     wanted = {told["worker"] for told in view["workers"]}  # others have gone, and are not missed
     own["workers"] = [
         each for each in own["workers"] if each["worker"] in wanted or each["state"] != "down"

@@ -30,6 +30,7 @@ class Worker:
     node: NodeId
     role: Role
     epoch: int
+    num_ranks: int = 1  # its processes, each with a GPU where they are used; whatever its role
     state: WorkerState = WorkerState.DOWN
     machine_id: str | None = None
     avoid: str | None = None

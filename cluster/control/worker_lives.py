@@ -28,7 +28,7 @@ class WorkerLives:
     def __init__(self, config: ControllerConfig, node_id: NodeId) -> None:
         self.config = config
         self.machines: tuple[Machine, ...] = ()
-        self.workers = {node: Worker(node, role, 0) for node, role in config.first_workers}
+        self.workers = {node: config.wanted(node, role) for node, role in config.first_workers}
         limits = RouterProcessLimits(
             config.start_timeout_s,
             config.backoff_s,
@@ -68,9 +68,9 @@ class WorkerLives:
 
     def start(self, worker: Worker) -> list[Effect]:
         placed = [
-            Assigned(other.machine_id, other.role)
+            Assigned(other.machine_id, other.role, other.num_ranks)
             for other in self.workers.values()
-            if other is not worker and other.machine_id is not None and other.state in RUNNING
+            if other is not worker and other.machine_id is not None and _has_place(other, worker)
         ]
         machine_id = assign_machine(
             worker.role,
@@ -78,19 +78,26 @@ class WorkerLives:
             placed,
             worker.avoid,
             most=self.config.workers_per_machine,
-            gpus_each=self.config.gpus_per_worker,
+            num_ranks=worker.num_ranks,
+            use_gpus=self.config.use_gpus,
         )
         if machine_id is None:
             worker.state = WorkerState.DOWN  # until the machines change
-            worker.last_error = "no machine has room"
-            return [Note("warning", "no_machine", f"no machine has room for {worker.node}")]
+            worker.last_error = self._no_room(worker)
+            text = f"{worker.last_error} for {worker.node}"
+            return [Note("warning", "no_machine", text)]
         worker.epoch += 1
         worker.state = WorkerState.STARTING
         worker.machine_id = machine_id
         return [
-            StartWorker(worker.node, worker.role, worker.epoch, machine_id),
+            StartWorker(worker.node, worker.role, worker.epoch, machine_id, worker.num_ranks),
             Wake(self.config.start_timeout_s, f"starting {worker.epoch} {worker.node}"),
         ]
+
+    def _no_room(self, worker: Worker) -> str:
+        if self.config.use_gpus and any(machine.num_gpus for machine in self.machines):
+            return f"no machine has room: {worker.num_ranks} free GPU(s) of one are needed"
+        return "no machine has room"
 
     def add(self, worker: Worker) -> list[Effect]:
         """Where the last ones failed, not at once."""
@@ -239,3 +246,10 @@ class WorkerLives:
         if worker.epoch:
             effects += self._take_down(now, worker, why, gently=gently)
         return effects
+
+
+def _has_place(other: Worker, worker: Worker) -> bool:
+    """Whether what `other` holds, or comes back to, is not for `worker`: one that has failed leaves
+    its GPUs to those of its size, but smaller ones would leave it too few."""
+    comes_back = other.state is WorkerState.BACKOFF and other.num_ranks > worker.num_ranks
+    return other.state in RUNNING or comes_back

@@ -56,7 +56,6 @@ from cluster.serve.operators_desk import AUDITOR, OperatorsDesk
 from cluster.serve.orders import AllUp, ControlSpec, PartNews
 from cluster.serve.scaling_log import ScalingLog
 from cluster.worker.build import PreparedModel
-from cluster.worker.devices import gpus_per_worker
 from cluster.worker.kv_plan import kv_lines
 from cluster.worker.process import meet
 from cluster.worker.specs import worker_spec
@@ -117,7 +116,9 @@ class ControlProcess:
                 kept=read_record(spec.kept_file, Kept) or Kept(),
                 running_routers=spec.running_routers,
                 start_timeout_s=cluster.start_timeout_s + model.load_s,
-                gpus_per_worker=gpus_per_worker(spec.config),
+                prefill_ranks=spec.config.ranks_of(Role.PREFILL),
+                decode_ranks=spec.config.ranks_of(Role.DECODE),
+                use_gpus=spec.config.model.device != "cpu",
                 silent_grace_s=cluster.silent_grace_s,
                 scaling=spec.config.scaling if spec.config.scaling.enabled else None,
                 drain_timeout_s=spec.config.api.request_timeout_s,

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cluster.api.tenants import Access, load_access, with_operations_key
-from cluster.config import Config, require_extra
+from cluster.config import Config
+from cluster.runtime.extras import require_extra
 from cluster.runtime.own_host import own_host
 from cluster.serve.certificates import identity_of, with_certificates
 from cluster.serve.errors import ServeError
@@ -193,7 +194,9 @@ async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> Prepared
     will take a while."""
     loop = asyncio.get_running_loop()
     on_gpu = uses_gpus(config, num_gpus())
-    num_here = 0 if config.cluster.address else config.most_workers
+    num_here, num_prefill = config.most_workers, config.cluster.prefill
+    if config.cluster.address:
+        num_here = num_prefill = 0
 
     def prepare() -> PreparedModel:
         def on_news(news: str) -> None:
@@ -201,7 +204,9 @@ async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> Prepared
             tell("model", news, False)
 
         try:
-            model = prepare_model(config, num_here, on_news, on_gpu=on_gpu)
+            model = prepare_model(
+                config, num_here, on_news, num_prefill_here=num_prefill, on_gpu=on_gpu
+            )
         except BuildError as error:
             raise ServeError(str(error)) from error
         tell("model", str(model.path), True)

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from cluster.config import Config, ConfigError, build_config, require_extra
+from cluster.config import Config, ConfigError, build_config
+from cluster.runtime.extras import require_extra
 from cluster.state.session_store import SessionStore, open_sessions, session_config
 from engine.node import NodeId
 from router.sessions.session import SessionConfig, SessionRecord

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec import structs
 
-from cluster.config import Config
+from cluster.config import Config, EngineSection
 from cluster.runtime.host import Deliver, Executor
-from cluster.worker.devices import sized
+from cluster.worker.devices import size_setting, sized
 from cluster.worker.kv_plan import (
     GIB,
     BuildError,
@@ -40,6 +41,7 @@ from engine.model.checkpoint.resolve import resolve_model
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
 from engine.model.parallel.shard import Shard, check_divides
+from engine.stats import Role
 
 log = logging.getLogger("kvrelay.build")
 
@@ -54,7 +56,7 @@ class PreparedModel:
     config: ModelConfig
     served_name: str
     max_model_len: int
-    plan: KVPlan
+    plan: KVPlan  # of the workers with the most ranks
 
     @property
     def load_s(self) -> float:
@@ -63,32 +65,51 @@ class PreparedModel:
 
 
 def prepare_model(
-    config: Config, num_workers_here: int, progress: Progress, *, on_gpu: bool = False
+    config: Config,
+    num_workers_here: int,
+    progress: Progress,
+    *,
+    num_prefill_here: int = 0,
+    on_gpu: bool = False,
 ) -> PreparedModel:
-    """The model on disk, and the plan of its KV cache. Checks that `num_workers_here` fit into the
-    memory of this machine; 0 if they run elsewhere. On GPUs only the host tier has to. May take
-    minutes. Raises BuildError."""
-    section, engine = config.model, sized(config.engine, gpu=on_gpu)
+    """The model on disk, and the plan of its KV cache. Checks that `num_workers_here`, of which
+    `num_prefill_here` are started for prefill, fit into the memory of this machine; 0 if they run
+    elsewhere. On GPUs only the host tier has to. May take minutes. Raises BuildError."""
+    section = config.model
     try:
         cache_dir = Path(section.cache_dir) if section.cache_dir else None
         path = resolve_model(section.name, cache_dir=cache_dir, progress=progress)
-        model = model_config(path, engine)
-        check_divides(model, engine.tensor_parallel_size)
+        model = model_config(path, config.engine)
+        engines = _engines(config, model, on_gpu)
     except ModelError as error:
         raise BuildError(str(error)) from error
     # The workers choose what "auto" is; float32 is the most that it can cost.
     dtype = "float32" if section.dtype == "auto" else section.dtype
-    plan = plan_kv(model, engine, dtype, section.quantization)
+    plans = {r: plan_kv(model, each, dtype, section.quantization) for r, each in engines.items()}
     host_bytes = int(config.tiers.set_host_gib * GIB) if num_workers_here else 0
-    num_in_host = 0 if on_gpu else num_workers_here
-    check_memory(plan, num_in_host, psutil.virtual_memory().available, host_bytes)
+    here = [plans[Role.DECODE]] * (num_workers_here - num_prefill_here)
+    here += [plans[Role.PREFILL]] * num_prefill_here if num_prefill_here else []
+    check_memory([] if on_gpu else here, psutil.virtual_memory().available, host_bytes)
     return PreparedModel(
         path=path,
         config=model,
         served_name=section.served_name or Path(section.name).name.removesuffix(".gguf"),
-        max_model_len=resolve_max_model_len(model, engine, plan),
-        plan=plan,
+        max_model_len=min(resolve_max_model_len(model, engines[r], plans[r]) for r in engines),
+        plan=max(plans.values(), key=lambda plan: plan.num_ranks),
     )
+
+
+def _engines(config: Config, model: ModelConfig, on_gpu: bool) -> dict[Role, EngineSection]:
+    """Settings of workers that are started for each role; of prefill workers only where there are
+    some. Raises ModelError if their ranks do not divide the model."""
+    roles = [Role.PREFILL, Role.DECODE] if config.cluster.prefill else [Role.DECODE]
+    engine = sized(config.engine, gpu=on_gpu)
+    found = {}
+    for role in roles:
+        num_ranks = config.ranks_of(role)
+        check_divides(model, num_ranks, size_setting(config, role))
+        found[role] = structs.replace(engine, tensor_parallel_size=num_ranks)
+    return found
 
 
 def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> BuiltWorker:
@@ -112,7 +133,7 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
         free_bytes = available_bytes - (0 if spec.on_gpu else plan.needed_bytes)
         host_bytes = spec.host_bytes or auto_host_bytes(plan, spec.num_sharing_host, free_bytes)
         plan = plan_tiers(plan, host_bytes, spec.disk_bytes)
-        check_memory(plan, 0 if spec.on_gpu else 1, available_bytes, plan.host_bytes)
+        check_memory([] if spec.on_gpu else [plan], available_bytes, plan.host_bytes)
         max_model_len = resolve_max_model_len(model, spec.engine, plan)
         companion = MakeRankTransfers(spec, path, plan)
         runner, parallel = open_runner(spec, path, plan, dtype, max_model_len, companion)

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from cluster.config import ClusterSection, Config, EngineSection
 from cluster.worker.kv_plan import BuildError
+from engine.stats import Role
 
 ROOT = Path("/")
 
@@ -27,9 +28,10 @@ def num_gpus(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> 
     return min(found, named.index("-1") if "-1" in named else len(named))
 
 
-def gpus_per_worker(config: Config) -> int:
-    """Where there are any; 0: they are not to be used."""
-    return 0 if config.model.device == "cpu" else config.engine.tensor_parallel_size
+def size_setting(config: Config, role: Role) -> str:
+    """The setting that says how many ranks a worker has that is started for prefill or decode."""
+    own = f"{role}_tensor_parallel_size"
+    return f"cluster.{own}" if getattr(config.cluster, own) else "engine.tensor_parallel_size"
 
 
 def sized(engine: EngineSection, *, gpu: bool) -> EngineSection:
@@ -54,17 +56,34 @@ def for_gpus(config: Config, found: int) -> tuple[Config, str]:
     GPUs for ever."""
     if not uses_gpus(config, found):
         return config, ""
-    cluster, each = config.cluster, gpus_per_worker(config)
-    needed = each * config.most_workers
+    cluster = config.cluster
+    prefill, decode = config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE)
+    needed = cluster.prefill * prefill + cluster.decode * decode
+    if config.scaling.enabled:  # then all have one size
+        needed = config.most_workers * decode
     if needed <= found:
         return config, ""
     default = ClusterSection()
     is_default = (cluster.prefill, cluster.decode) == (default.prefill, default.decode)
-    if is_default and not config.scaling.enabled and each <= found:
+    # Whoever gives the pools sizes of their own wants two.
+    if is_default and prefill == decode <= found and not config.scaling.enabled:
         one = replace(cluster, prefill=0, decode=1)
         told = f"{found} GPU(s), and two workers need {needed}: one pool (--prefill 0 --decode 1)"
         return replace(config, cluster=one), told
-    raise BuildError(
-        f"{config.most_workers} worker(s) of {each} GPU(s) need {needed}, {found} are here: lower"
-        " cluster.prefill, cluster.decode, scaling.max_workers or engine.tensor_parallel_size"
-    )
+    raise BuildError(_too_few(config, needed, found))
+
+
+def _too_few(config: Config, needed: int, found: int) -> str:
+    cluster = config.cluster
+    prefill, decode = config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE)
+    if prefill == decode or not cluster.prefill:
+        who = f"{config.most_workers} worker(s) of {decode} GPU(s)"
+    else:
+        who = f"{cluster.prefill} prefill worker(s) of {prefill} GPU(s)"
+        who += f" and {cluster.decode} decode worker(s) of {decode}"
+    numbers = ["cluster.prefill", "cluster.decode"]
+    if config.scaling.enabled:
+        numbers.append("scaling.max_workers")
+    sizes = sorted({size_setting(config, role) for role in (Role.PREFILL, Role.DECODE)})
+    *lower, last = [*numbers, *sizes]
+    return f"{who} need {needed}, {found} are here: lower {', '.join(lower)} or {last}"

@@ -3,6 +3,7 @@ torch, before anything is loaded."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,19 +123,22 @@ def auto_host_bytes(plan: KVPlan, num_sharing: int, free_bytes: int) -> int:
     return max(0, most) // plan.bytes_per_block * plan.bytes_per_block
 
 
-def check_memory(plan: KVPlan, num_workers: int, available_bytes: int, host_bytes: int = 0) -> None:
-    """Raises BuildError if `num_workers`, and `host_bytes` of KV below them, need more than is
-    available."""
-    needed = num_workers * plan.needed_bytes + host_bytes
+def check_memory(plans: Sequence[KVPlan], available_bytes: int, host_bytes: int = 0) -> None:
+    """`plans`: one of each worker that is here. Raises BuildError if they, and `host_bytes` of KV
+    below them, need more than is available."""
+    needed = sum(plan.needed_bytes for plan in plans) + host_bytes
     if needed <= available_bytes:
         return
-    who = f"{num_workers} worker(s) need" if num_workers else "the host tier needs"
-    parts = (
-        f"each {plan.weights_bytes / GIB:.2f} weights + {plan.kv_bytes / GIB:.2f} KV"
-        f" + {plan.spare_bytes / GIB:.2f} spare"
-    )
+    who = f"{len(plans)} worker(s) need" if plans else "the host tier needs"
+    parts = []
+    for plan, count in Counter(plans).items():
+        whose = "each" if count == len(plans) else f"{count} of them"
+        parts.append(
+            f"{whose} {plan.weights_bytes / GIB:.2f} weights + {plan.kv_bytes / GIB:.2f} KV"
+            f" + {plan.spare_bytes / GIB:.2f} spare"
+        )
     host = f" + {host_bytes / GIB:.2f} for the host tier" if host_bytes else ""
-    detail = f" ({parts}{host})" if num_workers else ""
+    detail = f" ({', '.join(parts)}{host})" if plans else ""
     lower = ", tiers.host_gib" if host_bytes else ""
     raise BuildError(
         f"too little memory: {who} {needed / GIB:.1f} GiB{detail}, {available_bytes / GIB:.1f} GiB"
@@ -157,8 +161,15 @@ def kv_lines(model: ModelConfig, infos: Sequence[WorkerInfo]) -> list[str]:
     lines = [
         f"KV cache: {per_token:,} bytes a token = {planes} x {model.num_layers} layers"
         f" x {model.num_kv_heads} KV heads x {per_head}",
-        f"          {_blocks_text(info, info.num_blocks)} in each worker",
     ]
+    pools: dict[str, int] = {}  # the smallest of each role: workers of other sizes have other pools
+    for each in infos:
+        pools[each.role] = min(each.num_blocks, pools.get(each.role, each.num_blocks))
+    if len(set(pools.values())) == 1:
+        pools = {"worker": info.num_blocks}
+    for name, num_blocks in pools.items():
+        whose = name if len(pools) == 1 else f"{name} worker"
+        lines.append(f"          {_blocks_text(info, num_blocks)} in each {whose}")
     hosts = [info.num_host_blocks for info in infos if info.num_host_blocks]
     disks = [info.num_disk_blocks for info in infos if info.num_disk_blocks]
     for name, counts in (("host", hosts), ("disk", disks)):

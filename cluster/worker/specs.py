@@ -30,7 +30,7 @@ def worker_spec(
 ) -> WorkerSpec:
     """`machines`: by their id; `workers`: all that are wanted."""
     machine = machines[start.machine_id]
-    engine = config.engine
+    engine = replace(config.engine, tensor_parallel_size=start.num_ranks)
     if engine.itl_target_ms == 0 and config.scaling.enabled:
         engine = replace(engine, itl_target_ms=1e3 * chunk_target_s(config.scaling))
     elif engine.itl_target_ms == 0 and config.cluster.prefill > 0:

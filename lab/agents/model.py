@@ -14,8 +14,10 @@ FILES = (
 )
 
 
-def make_model(folder: Path) -> Path:
-    """Write it to `folder`, with the default model's tokenizer and chat template."""
+def make_model(folder: Path, initializer_range: float = 0.02) -> Path:
+    """Write it to `folder`, with the default model's tokenizer and chat template. With larger
+    weights (`initializer_range`: their standard deviation) it says other things of other prompts.
+    """
     import transformers
 
     source = resolve_model(DEFAULT_MODEL, progress=lambda _: None)
@@ -30,6 +32,7 @@ def make_model(folder: Path) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
+        initializer_range=initializer_range,
         bos_token_id=1,
         eos_token_id=2,
     )

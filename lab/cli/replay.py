@@ -27,7 +27,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from cluster.config import ConfigError, load_config, require_extra
+from cluster.config import ConfigError, load_config
+from cluster.runtime.extras import require_extra
 from lab.cli.replay_autoscale import autoscale_options, run_autoscale
 from lab.replay.config import ORACLE, Fault, ReplayConfig
 from lab.replay.generators import PRESETS, preset

@@ -69,6 +69,11 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
         ("[tiers]\nram_gib = 1", "tiers.ram_gib is not a setting; "),
         ("[cluster]\ndecode = 0", "cluster.decode = 0: expected at least 1"),
         ("[router]\npolicy = 'best'", "router policy 'best' is unknown; one of"),
+        (
+            "[scaling]\nenabled = true\n[cluster]\nprefill_tensor_parallel_size = 4",
+            "scaling.enabled counts workers, and prefill workers have 4 rank(s), decode workers 1:"
+            " give them one tensor_parallel_size, or set scaling.enabled = false",
+        ),
         ("[engine", "not TOML"),
     ],
 )

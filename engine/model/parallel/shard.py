@@ -53,14 +53,17 @@ class Shard:
         return range(count)[self.part(count)]
 
 
-def check_divides(model: ModelConfig, size: int) -> None:
-    """Raises ModelError unless the model can be divided among `size` processes."""
+def check_divides(
+    model: ModelConfig, size: int, setting: str = "engine.tensor_parallel_size"
+) -> None:
+    """Raises ModelError unless the model can be divided among `size` processes. `setting`: that
+    asks for so many."""
     wrong = _indivisible(model, size)
     if wrong:
         most = min(model.num_heads, MAX_RANKS)
         fitting = [str(n) for n in range(1, most + 1) if not _indivisible(model, n)]
         raise ModelError(
-            f"tensor_parallel_size = {size} does not divide the model's {wrong};"
+            f"{setting} = {size} does not divide the model's {wrong};"
             f" possible: {', '.join(fitting)}"
         )
 

@@ -63,10 +63,20 @@ def test_too_little_for_a_block_is_said() -> None:
 def test_too_little_memory_is_said_with_what_is_needed() -> None:
     plan = plan_kv(MODEL, EngineSection(kv_cache_gib=1.0), "float32")
     needed = plan.kv_bytes + plan.weights_bytes + SPARE_BYTES
-    check_memory(plan, 2, 2 * needed)
-    check_memory(plan, 0, 0)
+    check_memory([plan, plan], 2 * needed)
+    check_memory([], 0)
     with pytest.raises(BuildError, match=r"2 worker\(s\) need 4\.\d GiB .* 4\.\d GiB are avail"):
-        check_memory(plan, 2, 2 * needed - 1)
+        check_memory([plan, plan], 2 * needed - 1)
+
+
+def test_workers_of_two_sizes_need_what_each_of_them_needs() -> None:
+    engines = [EngineSection(num_blocks=8, tensor_parallel_size=size) for size in (1, 3)]
+    one, three = (plan_kv(MODEL, engine, "float32") for engine in engines)
+    needed = 2 * one.needed_bytes + three.needed_bytes
+    assert three.needed_bytes - one.needed_bytes > 2 * SPARE_BYTES
+    check_memory([one, three, one], needed)
+    with pytest.raises(BuildError, match=r"3 worker\(s\) need .*2 of them .*1 of them .* spare\),"):
+        check_memory([one, three, one], needed - 1)
 
 
 def test_weights_in_eight_bits_leave_room_for_what_they_save() -> None:
@@ -76,9 +86,9 @@ def test_weights_in_eight_bits_leave_room_for_what_they_save() -> None:
     assert wide.weights_bytes == 4 * (MODEL.num_parameters + table)
     matrices = MODEL.num_parameters - MODEL.num_float32
     assert int8.weights_bytes == 4 * (table + MODEL.num_float32) + matrices * (1 + 2 / 64)
-    check_memory(int8, 1, int8.needed_bytes)
+    check_memory([int8], int8.needed_bytes)
     with pytest.raises(BuildError, match=r"each 0.23 weights \+"):
-        check_memory(int8, 1, int8.needed_bytes - 1)
+        check_memory([int8], int8.needed_bytes - 1)
 
 
 def test_the_context_is_the_models_as_far_as_kv_holds_it() -> None:
@@ -99,6 +109,14 @@ def test_what_kv_costs_is_told_from_what_a_worker_reports() -> None:
     first, second = kv_lines(MODEL, [info, info])
     assert "23,040 bytes a token = 2 (K, V) x 30 layers x 3 KV heads x 64 head_dim x 2" in first
     assert "1,000 blocks of 16 tokens = 16,000 tokens = 0.34 GiB" in second
+
+
+def test_pools_of_different_sizes_are_told_for_each_role() -> None:
+    info = WorkerInfo("decode-0", Role.DECODE, 1, 1000, 16, 46_080 * 8, 8192, 512, b"f")
+    larger = dataclasses.replace(info, worker="prefill-0", role=Role.PREFILL, num_blocks=3000)
+    _, *pools = kv_lines(MODEL, [larger, info, dataclasses.replace(larger, num_blocks=2990)])
+    assert [line.split("=")[0].split()[0] for line in pools] == ["2,990", "1,000"]
+    assert [line.rpartition("in each ")[2] for line in pools] == ["prefill worker", "decode worker"]
 
 
 def test_what_the_tiers_hold_is_told_of_all_workers_that_have_them() -> None:
@@ -152,11 +170,11 @@ def test_a_host_tier_of_auto_is_a_quarter_of_what_is_free_and_a_few_pools_at_mos
 def test_memory_of_the_host_tier_counts() -> None:
     plan = plan_kv(MODEL, EngineSection(kv_cache_gib=1.0), "float32")
     host = 1 << 30
-    check_memory(plan, 1, plan.needed_bytes + host, host)
+    check_memory([plan], plan.needed_bytes + host, host)
     with pytest.raises(BuildError, match=r"spare \+ 1.00 for the host tier\).*, tiers.host_gib or"):
-        check_memory(plan, 1, plan.needed_bytes + host - 1, host)
+        check_memory([plan], plan.needed_bytes + host - 1, host)
     with pytest.raises(BuildError, match=r"the host tier needs 1.0 GiB, 1.0 GiB are available"):
-        check_memory(plan, 0, host - 1, host)
+        check_memory([], host - 1, host)
 
 
 def test_a_worker_can_say_what_its_kv_is_made_of() -> None:

@@ -9,6 +9,7 @@ import pytest
 from cluster.config import Config, EngineSection, load_config
 from cluster.worker.devices import for_gpus, num_gpus, sized, uses_gpus
 from cluster.worker.kv_plan import BuildError
+from engine.stats import Role
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,32 @@ def test_workers_that_would_wait_for_gpus_for_ever_are_refused() -> None:
     many = config(cluster__prefill=2, cluster__decode=2, engine__tensor_parallel_size=2)
     with pytest.raises(BuildError, match=r"4 worker\(s\) of 2 GPU\(s\) need 8, 4 are here: lower"):
         for_gpus(many, 4)
+
+
+def test_each_pool_counts_the_gpus_of_its_workers() -> None:
+    sizes = {"cluster__prefill_tensor_parallel_size": 2, "engine__tensor_parallel_size": 4}
+    fits = config(cluster__prefill=2, cluster__decode=1, **sizes)
+    assert (fits.ranks_of(Role.PREFILL), fits.ranks_of(Role.DECODE)) == (2, 4)
+    assert for_gpus(fits, 8) == (fits, "")
+    with pytest.raises(BuildError) as caught:
+        for_gpus(fits, 7)
+    assert str(caught.value) == (
+        "2 prefill worker(s) of 2 GPU(s) and 1 decode worker(s) of 4 need 8, 7 are here: lower"
+        " cluster.prefill, cluster.decode, cluster.prefill_tensor_parallel_size or"
+        " engine.tensor_parallel_size"
+    )
+    alone = config(cluster__prefill=0, cluster__decode=2, **sizes)
+    assert for_gpus(alone, 8) == (alone, "")
+    with pytest.raises(BuildError, match=r"^2 worker\(s\) of 4 GPU\(s\) need 8, 7 are here"):
+        for_gpus(alone, 7)
+
+
+def test_pools_of_different_sizes_do_not_become_one() -> None:
+    """Whoever gives them sizes wants both; where the sizes are equal, numbers are by default."""
+    with pytest.raises(BuildError, match=r"of 2 GPU\(s\) and 1 .* of 1 need 3, 2 are here"):
+        for_gpus(config(cluster__prefill_tensor_parallel_size=2), 2)
+    same = {f"cluster__{role}_tensor_parallel_size": 2 for role in ("prefill", "decode")}
+    assert for_gpus(config(**same), 2)[0].cluster.prefill == 0
 
 
 def test_sizes_that_are_not_set_are_those_of_the_device() -> None:

@@ -11,9 +11,13 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from cluster.config import Config, EngineSection, ModelSection
+from cluster.config import ClusterSection, Config, EngineSection, ModelSection, load_config
+from cluster.control.controller import Controller, ControllerConfig
+from cluster.control.machines import Machine
+from cluster.control.messages import MachinesChanged, StartWorker
 from cluster.worker.build import prepare_model
 from cluster.worker.kv_plan import SPARE_BYTES, BuildError, plan_kv
+from cluster.worker.specs import worker_spec
 from engine.model.checkpoint.families import read_config
 from engine.model.parallel.runner import RanksLost
 from engine.request import SamplingParams
@@ -106,6 +110,43 @@ def test_workers_of_any_sizes_hand_over(
         cluster.check()
 
 
+def test_a_configuration_gives_each_role_its_size_up_to_the_kv_that_is_handed_over(
+    model_dir: Path,
+) -> None:
+    """Settings, the model's plan, the controller, and specs from which workers are built."""
+    (model_dir / "tokenizer.json").write_text("{}")
+    settings = {"model.name": str(model_dir), "model.device": "cpu", "engine.num_blocks": 64}
+    config = load_config(None, settings | {"cluster.prefill_tensor_parallel_size": 2})
+    model = prepare_model(config, 2, lambda _news: None, num_prefill_here=1)
+    assert (model.plan.num_ranks, model.max_model_len) == (2, 512)
+    controller = Controller(
+        ControllerConfig(
+            workers=(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)),
+            routers=(),
+            prefill_ranks=config.ranks_of(Role.PREFILL),
+            decode_ranks=config.ranks_of(Role.DECODE),
+        )
+    )
+    machines = {"m": Machine("m", "h", 2.0)}
+    effects = controller.receive(0.0, MachinesChanged(tuple(machines.values())))
+    specs = {
+        start.role: worker_spec(start, "c", config, model, machines, controller.workers.values())
+        for start in effects
+        if isinstance(start, StartWorker)
+    }
+    engines = {role: spec.engine for role, spec in specs.items()}
+    with LocalCluster(model_dir, prefill=0, engine=ENGINE, threads=2) as cluster:
+        expected = [answer.tokens for answer in cluster.generate(PROMPTS, GREEDY)]
+    with LocalCluster(
+        model.path, engines=engines, router=HAND_OVER, threads=2, nixl=True
+    ) as cluster:
+        assert len(followers()) == 1
+        assert [answer.tokens for answer in cluster.generate(PROMPTS, GREEDY)] == expected
+        cluster.wait_idle()
+        totals = cluster.status().totals
+        assert (totals.handoffs, sum(totals.retries.values())) == (3, 0)
+
+
 @pytest.mark.parametrize("loses", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_kv_of_two_ranks_comes_back_from_host_memory_and_from_disk(
     model_dir: Path, tmp_path: Path, loses: bool
@@ -150,6 +191,12 @@ def test_a_size_that_does_not_divide_the_model_is_refused_before_anything_starts
     (model_dir / "tokenizer.json").write_text("{}")
     with pytest.raises(BuildError, match=r"tensor_parallel_size = 4 does not divide .*: 1, 2$"):
         prepare_model(config, 1, lambda _news: None)
+    sizes = ClusterSection(prefill_tensor_parallel_size=3)
+    config = Config(model=ModelSection(name=str(model_dir)), cluster=sizes)
+    with pytest.raises(BuildError, match=r"^cluster.prefill_tensor_parallel_size = 3 does not div"):
+        prepare_model(config, 2, lambda _news: None, num_prefill_here=1)
+    one_pool = replace(config, cluster=replace(sizes, prefill=0))
+    assert prepare_model(one_pool, 1, lambda _news: None).plan.num_ranks == 1
 
 
 def test_each_process_of_a_worker_takes_memory(model_dir: Path) -> None:

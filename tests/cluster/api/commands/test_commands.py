@@ -142,6 +142,22 @@ def test_status_shows_each_router_and_that_one_does_not_answer() -> None:
     assert shown(away)[0][-1] == "down"
 
 
+def test_status_shows_ranks_where_a_worker_has_several() -> None:
+    def shown(*sizes: int) -> str:
+        console = Console(width=140, record=True, file=StringIO())
+        one = STATUS["workers"][0]
+        workers = [one | {"worker": f"w-{n}", "tensor_parallel_size": n} for n in sizes]
+        console.print(status_table(STATUS | {"workers": workers}))
+        return console.export_text()
+
+    assert "ranks" not in shown(1, 1)
+    lines = [line.replace("│", " ").split() for line in shown(1, 4).splitlines()]
+    assert [line[:4] for line in lines if line[:1] in (["w-1"], ["w-4"])] == [
+        ["w-1", "decode", "up", "1"],
+        ["w-4", "decode", "up", "4"],
+    ]
+
+
 def load(served: Served, *arguments: str) -> list[str]:
     sizes = ["--num-requests", "12", "--input-len", "20", "--output-len", "6"]
     return ["serve", "--url", served.url, *sizes, *arguments]

@@ -1,0 +1,52 @@
+"""What a worker is told to become: its own size, of one configuration for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.config import Config, load_config
+from cluster.control.machines import Machine
+from cluster.control.messages import StartWorker
+from cluster.control.wanted import Worker
+from cluster.worker.build import PreparedModel
+from cluster.worker.kv_plan import plan_kv
+from cluster.worker.spec import WorkerSpec
+from cluster.worker.specs import worker_spec
+from cluster.worker.transfers import worker_config
+from engine.stats import Role
+from tests.cluster.worker.test_build import MODEL
+
+CPUS, GPUS = Machine("m", "h", 8.0), Machine("m", "h", 8.0, 4.0)
+
+
+def spec_of(config: Config, role: Role, num_ranks: int, machine: Machine) -> WorkerSpec:
+    plan = plan_kv(MODEL, config.engine, "float32")
+    start = StartWorker("decode-0", role, 1, "m", num_ranks)
+    workers = [Worker("decode-0", role, 1, num_ranks, machine_id="m")]
+    model = PreparedModel(Path("model"), MODEL, "m", 100, plan)
+    return worker_spec(start, "c", config, model, {"m": machine}, workers)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.BOTH])
+def test_gpus_and_ranks_are_those_of_the_worker_whatever_its_role(role: Role) -> None:
+    config = load_config(None, {"cluster.prefill_tensor_parallel_size": 2})
+    for num_ranks in (1, 3):
+        spec = spec_of(config, role, num_ranks, GPUS)
+        assert (spec.num_gpus, spec.engine.tensor_parallel_size) == (num_ranks, num_ranks)
+        spec = spec_of(config, role, num_ranks, CPUS)
+        assert (spec.num_gpus, spec.engine.tensor_parallel_size) == (0, num_ranks)
+        assert spec.threads == 8, "of all its ranks together, which divide them"
+
+
+def test_workers_of_any_size_have_kv_of_one_layout() -> None:
+    config = load_config(None, {"engine.num_blocks": 8})
+    specs = [spec_of(config, Role.DECODE, num_ranks, CPUS) for num_ranks in (1, 3, 9)]
+    plans = [plan_kv(MODEL, spec.engine, "float32") for spec in specs]
+    assert [(plan.num_ranks, plan.num_copies) for plan in plans] == [(1, 1), (3, 1), (9, 3)]
+    both = list(zip(specs, plans, strict=True))
+    configs = [worker_config(spec, plan, 8192, bytes(32), b"") for spec, plan in both]
+    assert len({each.fingerprint for each in configs}) == 1
+    assert len({each.compatibility for each in configs}) == 1
+    assert len({each.bytes_per_block for each in configs}) == 1
