@@ -46,6 +46,7 @@ class Choice:
         self.stream: RequestStream | None = None  # once it is submitted
         self._wants_logprobs = plan.sampling.logprobs is not None
         self._held: list[TokenText] = []
+        self._untold: list[int] = []  # token ids that no piece has had yet
         self._begun = False
         self.num_reasoning_tokens = 0  # where its marks are tokens
         self._marks = tuple(map(ctx.tokenizer.token_id, (THINK, THINK_END)))
@@ -89,15 +90,19 @@ class Choice:
             self.finish_reason = output.finish.value
         self.num_cached_tokens = output.num_cached_tokens
         self.cached_by_source = output.cached_by_source
-        return Piece(
+        self._untold += output.tokens[: self.num_tokens - num_before]
+        piece = Piece(
             self.plan.index,
             "".join(texts),
             self._certain_tokens(),
             self.finish_reason,
             detokenizer.stopped_by,
-            output.tokens[: self.num_tokens - num_before],
             embedding=embedding,
         )
+        if piece.is_empty:  # as of half a character: it is not told
+            return piece
+        ids, self._untold = tuple(self._untold), []
+        return replace(piece, token_ids=ids)
 
     def _count_reasoning(self, token: int) -> None:
         if token in self._marks:
@@ -272,7 +277,7 @@ class Generation:
             self._record_times(choice, choice.num_tokens - num_before)
             if piece.finish_reason is not None:
                 self._cancel(index)  # at a stop string the router would go on
-            if piece.text or piece.tokens or piece.finish_reason is not None:
+            if not piece.is_empty:
                 pieces.append(piece)
         return pieces
 

@@ -64,3 +64,8 @@ class Piece:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[tuple[bytes, ...], ...] = ()  # of `tokens`, encoded by the answer's format
     embedding: bytes = b""  # float32
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is new."""
+        return not (self.text or self.tokens or self.finish_reason is not None)

@@ -76,6 +76,21 @@ def test_token_ids_come_with_the_answer(served: Served) -> None:
     assert streamed == served.router.answer(served.router.submits[-1])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_that_make_no_text_by_themselves_come_too(
+    served: Served, tokenizer: Tokenizer, stream: bool
+) -> None:
+    """Parts of a character, and special tokens, each in an output of its own."""
+    tokens = tokenizer.encode(" é 🦜.<|im_start|> a")
+    served.router.answer, served.router.per_output = lambda _: tokens, 1
+    body = {"model": MODEL, "prompt": "Hello", "return_token_ids": True, "stream": stream}
+    body["max_tokens"] = len(tokens)
+    with served.http.stream("POST", "/v1/completions", json=body) as got:
+        lines = [line.removeprefix("data: ") for line in got.iter_lines()]
+    choices = [json.loads(line)["choices"][0] for line in lines if line.startswith("{")]
+    assert [token for each in choices for token in each.get("token_ids", ())] == tokens
+
+
 def test_every_call_is_documented(served: Served) -> None:
     found = served.http.get("/openapi.json").json()
     assert found == document(MODEL)
