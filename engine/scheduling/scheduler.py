@@ -43,6 +43,7 @@ class Scheduler:
         self.remote: list[Sequence] = []  # admitted, KV is being transferred or loaded
         self.in_flight: deque[InFlight] = deque()
         self._next_step_id = 0
+        self._awaited = -1  # the step whose tokens draft tokens will follow
         self.faults: list[tuple[Sequence, Refusal, str]] = []  # for the worker to end, and why
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
@@ -159,8 +160,13 @@ class Scheduler:
     ) -> Step | None:
         """The step after `step`, which is in flight, before its tokens are known. None if they have
         to be, and if there is no block to be had without preempting."""
+        if step.step_id == self._awaited:
+            return None
         found = followers(step, in_step, self.running, self.config)
-        if not found or self._drafts([seq for seq, _ in found], row_weights) is not None:
+        if not found:
+            return None
+        if self._drafts([seq for seq, _ in found], row_weights) is not None:
+            self._awaited = step.step_id
             return None
         if not all(self.kv.grow(seq, index is not None) for seq, index in found):
             return None
