@@ -26,8 +26,7 @@ from router.scaling_config import ScalingConfig
 
 def _text(pattern: str, expected: str = "", secret: bool = False) -> Meta:
     """A text that matches `pattern` as a whole; errors do not show the value of a secret."""
-    extra = {"expected": expected, "secret": secret}
-    return Meta(pattern=rf"^(?:{pattern})\Z", extra=extra)
+    return Meta(pattern=rf"^(?:{pattern})\Z", extra={"expected": expected, "secret": secret})
 
 
 Count = Annotated[int, Meta(ge=0)]
@@ -59,10 +58,12 @@ class EngineSection(Section, frozen=True):
     gpu_memory_utilization: Annotated[float, Meta(ge=0.05, le=1.0)] = 0.9
     num_blocks: Count = 0  # KV blocks per worker; 0: as many as kv_cache_gib holds
     cuda_graphs: bool = True  # on a GPU: capture decode steps at start; false: launch each kernel
+    # kernels of attention on a GPU: triton, or flashinfer (an extra) where it fits; auto: triton
+    attention_backend: Literal["auto", "triton", "flashinfer"] = "auto"
+    moe_backend: Literal["auto", "triton", "flashinfer"] = "auto"  # the same, of experts
     # processes that compute one worker's model; has to divide its heads
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    # auto (as model.dtype) or float8_e4m3 (with a scale per token)
-    kv_dtype: Literal["auto", "float8_e4m3"] = "auto"
+    kv_dtype: Literal["auto", "float8_e4m3"] = "auto"  # auto (as model.dtype) or float8_e4m3
     window: Count = 0  # positions that each layer attends to; 0: as the model says
     sinks: Count = 0  # attention sinks: first positions outside the window (4 is usual)
     guard: bool = True  # compare block tables before each step; false: only their ranges

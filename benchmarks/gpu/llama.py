@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import transformers
 
+from engine.model.backends import Backends
 from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
 from engine.step import ScheduledSeq
@@ -62,6 +63,7 @@ def make_runner(
     quantization: str = "none",
     max_num_seqs: int,
     cuda_graphs: bool = True,
+    backends: Backends = Backends(),
 ) -> ModelRunner:
     """A worker's runner with a copy of `model`'s weights."""
     with (
@@ -80,6 +82,7 @@ def make_runner(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             cuda_graphs=cuda_graphs,
+            backends=backends,
         )
     for notice in runner.notices:
         print(notice)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Iterator
+from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 from benchmarks.gpu.llama import BLOCK_SIZE, make_model, make_runner, share
 from benchmarks.gpu.measure import copy_bandwidth, print_table, write_json
+from engine.model.backends import Backends
 from engine.model.quantize import GROUP
 from engine.model.runner import ModelRunner
 from engine.step import Step
@@ -27,13 +29,15 @@ from engine.step import Step
 AIM = 1.25
 BATCHES, CONTEXT = (1, 16, 64), 1024
 STEPS, WARM = 320, 20  # of a measurement
-VARIANTS = {  # graphs, kv_dtype, quantization
-    "bf16": (True, "auto", "none"),
-    "bf16, no graphs": (False, "auto", "none"),
-    "bf16, FP8 KV": (True, "float8_e4m3", "none"),
-    "int8 weights": (True, "auto", "int8"),
-    "fp8 weights": (True, "auto", "fp8"),
+VARIANTS = {  # graphs, kv_dtype, quantization, attention backend
+    "bf16": (True, "auto", "none", "triton"),
+    "bf16, no graphs": (False, "auto", "none", "triton"),
+    "bf16, FP8 KV": (True, "float8_e4m3", "none", "triton"),
+    "int8 weights": (True, "auto", "int8", "triton"),
+    "fp8 weights": (True, "auto", "fp8", "triton"),
 }
+if find_spec("flashinfer"):
+    VARIANTS["bf16, FlashInfer"] = (True, "auto", "none", "flashinfer")
 INT8_BYTES = 1 + 2 / GROUP  # with their scales
 
 
@@ -68,7 +72,7 @@ def pass_seconds(runner: ModelRunner, batch: int, context: int) -> float:
 def rows(bandwidth: float) -> Iterator[dict[str, Any]]:
     model = make_model()
     num_blocks = max(BATCHES) * (CONTEXT // BLOCK_SIZE + 2)
-    for name, (graphs, kv_dtype, quantization) in VARIANTS.items():
+    for name, (graphs, kv_dtype, quantization, attention) in VARIANTS.items():
         runner = make_runner(
             model,
             num_blocks=num_blocks,
@@ -77,6 +81,7 @@ def rows(bandwidth: float) -> Iterator[dict[str, Any]]:
             quantization=quantization,
             max_num_seqs=max(BATCHES),
             cuda_graphs=graphs,
+            backends=Backends(attention),
         )
         for batch in BATCHES:
             seconds = pass_seconds(runner, batch, CONTEXT)

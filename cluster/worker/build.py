@@ -37,6 +37,7 @@ from cluster.worker.ranks import Ranks
 from cluster.worker.spec import BuildOptions, WorkerSpec
 from cluster.worker.threads import WorkerThreads, giving_way
 from cluster.worker.transfers import MakeRankTransfers, open_transfers
+from engine.model.backends import Backends
 from engine.model.checkpoint.resolve import resolve_model
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
@@ -210,6 +211,7 @@ def open_runner(
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "memory_share": engine.gpu_memory_utilization,
         "cuda_graphs": engine.cuda_graphs,
+        "backends": Backends(engine.attention_backend, engine.moe_backend),
     }
     if size == 1:
         from engine.model.runner import ModelRunner

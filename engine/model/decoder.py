@@ -67,8 +67,9 @@ class Decoder:
         self._add(hidden, attended, attention.out, layer.attention_out_norm)
 
     def _attend_latents(self, x: torch.Tensor, layer: LatentWeights, index: int) -> torch.Tensor:
-        """Scores are taken in the latents' space: of each head, `key_up` is applied to the query
-        and `value_up` to the result, so keys and values are never expanded."""
+        """Scores are taken in the latents' space, unless the set expands this step's latents: of
+        each head, `key_up` is applied to the query and `value_up` to the result, so keys and values
+        are not expanded."""
         ops, latent = self._ops, self._config.latent
         assert latent is not None
         compressed = ops.linear(x, layer.compress)  # [N, (q_rank) + rank + rope_dim]
@@ -80,6 +81,9 @@ class Decoder:
         kv[:, : latent.rank] = ops.rms_norm(kv[:, : latent.rank].contiguous(), layer.kv_norm)
         q_rope = queries[:, :, latent.nope_dim :].contiguous()
         ops.latent_write(q_rope, kv, index)
+        expanded = ops.expanded_attention(queries, q_rope, layer.key_up, layer.value_up, index)
+        if expanded is not None:
+            return expanded.flatten(1)
         absorbed = ops.per_head(queries[:, :, : latent.nope_dim], layer.key_up)
         attended = ops.latent_attention(torch.cat((absorbed, q_rope), dim=-1), index)
         return ops.per_head(attended, layer.value_up).flatten(1)  # [N, num_heads * value_dim]

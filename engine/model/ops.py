@@ -1,8 +1,8 @@
 """The operations a decoder is made of, and how they are prepared for one step.
 
-Three sets exist: `TorchOps` (any device, the reference), `CpuOps` (compiled kernels) and
-`TritonOps` (kernels for GPUs). A set owns the KV pool and the rotary tables; `begin` sets the batch
-of the following calls.
+Four sets exist: `TorchOps` (any device, the reference), `CpuOps` (compiled kernels), `TritonOps`
+(kernels for GPUs), and `FlashInferOps` (the same, with FlashInfer's where it is asked for). A set
+owns the KV pool and the rotary tables; `begin` sets the batch of the following calls.
 """
 
 from __future__ import annotations
@@ -111,6 +111,14 @@ class Ops(Protocol):
         -> [N, num_heads, rank]: keys are all cached dimensions, values the first `rank`."""
         ...
 
+    def expanded_attention(
+        self, queries: torch.Tensor, q_rope: torch.Tensor, key_up: Any, value_up: Any, layer: int
+    ) -> torch.Tensor | None:
+        """The same with keys and values of heads instead of latents, if that is faster for this
+        step: queries [N, num_heads, nope_dim + rope_dim], whose last part is overwritten, and
+        q_rope as `latent_write` left it -> [N, num_heads, value_dim]. None: nothing was done."""
+        ...
+
     def experts(self, gate_ups: Any, downs: Any) -> Any:
         """Prepare stacked experts: gate_ups [E, 2 * width, hidden], downs [E, hidden, width]."""
         ...
@@ -144,6 +152,11 @@ class TensorOps:
         return self.vector(weight)
 
     def run_layers(self, hidden: torch.Tensor, layers: Any, batch: Batch) -> None:
+        return None
+
+    def expanded_attention(
+        self, queries: torch.Tensor, q_rope: torch.Tensor, key_up: Any, value_up: Any, layer: int
+    ) -> torch.Tensor | None:
         return None
 
     def cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from engine.cache_dir import default_cache_dir
+from engine.model.backends import Backends
 from engine.model.batch import Batch, Guard, Limits
 from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.load import load_weights
@@ -77,15 +78,15 @@ class ModelRunner:
         max_num_batched_tokens: int = 512,
         memory_share: float = 0.9,
         cuda_graphs: bool = True,
+        backends: Backends = Backends(),
     ) -> None:
         """dtype: "auto", "float32" or "bfloat16"; device: "auto", "cpu" or "cuda[:n]".
-        kv_dtype: "auto" (as `dtype`) or "float8_e4m3".
-        quantization: of weights, see engine.model.quantize.
+        kv_dtype: "auto" (as `dtype`) or "float8_e4m3"; quantization: see engine.model.quantize.
         window, num_sinks: as of `with_window`; guard: as of `Limits`.
         num_blocks: 0: on a GPU, as many as `memory_share` of it leaves beside weights and a step.
         kv_pool: memory to use instead of allocating it; zeroed, of the shape above or flat bytes.
         member: this process as a rank of tensor parallelism; None: it is alone.
-        cuda_graphs: a GPU runs decodes as captured graphs.
+        cuda_graphs: a GPU runs decodes as captured graphs; backends: whose kernels it uses.
         Raises ModelError."""
         self.notices: list[str] = []
         self.device = find_device(device)
@@ -96,7 +97,7 @@ class ModelRunner:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.config = with_window(read_config(model_dir), window, num_sinks)
-        self._member, self._quantization = member, quantization
+        self._member, self._quantization, self._backends = member, quantization, backends
         self._own = self.config if member is None else member.config(self.config)  # its part
         self.kv_spec = self._own.kv_spec(block_size, self.dtype if kv_dtype == "auto" else kv_dtype)
         longest = self.config.max_position_embeddings
@@ -280,33 +281,27 @@ class ModelRunner:
         )
 
     def _ops(self, num_threads: int) -> Ops:
-        kind = TORCH_DTYPES[self.dtype]
-        pool = self.kv_pool
+        self._backends.check(self.device.type)
+        kind, weights = TORCH_DTYPES[self.dtype], self._quantization
+        own, pool, longest = self._own, self.kv_pool, self.max_model_len
         if self.device.type == "cpu":
             try:
                 library = kernels.load(default_cache_dir())
                 self._draw = CpuDraw(library, num_threads)
-                return CpuOps(
-                    self._own,
-                    pool,
-                    kind,
-                    self.max_model_len,
-                    library,
-                    num_threads,
-                    quantization=self._quantization,
-                )
+                return CpuOps(own, pool, kind, longest, library, num_threads, weights)
             except kernels.KernelsUnavailable as error:
                 self.notices.append(f"CPU kernels are not used, torch is (slower): {error}")
         if self.device.type == "cuda":
             try:
-                from engine.model.gpu.ops import TritonOps
+                from engine.model.gpu.flashinfer.choice import gpu_ops
 
-                return TritonOps(self._own, pool, kind, self.max_model_len, self._quantization)
+                asked = self._backends, self.notices
+                return gpu_ops(own, pool, kind, longest, weights, *asked)
             except (kernels.KernelsUnavailable, ImportError) as error:
                 if self._quantization == "fp8":
                     raise ModelError(str(error)) from error
                 self.notices.append(f"GPU kernels are not used, torch is (slower): {error}")
-        return TorchOps(self._own, pool, kind, self.max_model_len, self._quantization)
+        return TorchOps(own, pool, kind, longest, weights)
 
     def _gpu_steps(
         self, ops: Ops, max_num_seqs: int, graphs: bool, progress: Callable[[str], None]

@@ -179,6 +179,9 @@ class CpuOps:
     def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
         self._attention.write_latent(q_rope, latent, layer)
 
+    def expanded_attention(self, *_: Any) -> None:
+        return None
+
     def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
         assert self._config.latent is not None
         heads, rank = self._config.num_heads, self._config.latent.rank

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from cluster.config import Config, EngineSection, ModelSection
-from cluster.worker.build import prepare_model
+from cluster.worker.build import build_worker, prepare_model
 from cluster.worker.kv_plan import (
     SPARE_BYTES,
     BuildError,
@@ -25,6 +25,7 @@ from cluster.worker.spec import WorkerSpec
 from cluster.worker.transfers import worker_config
 from engine.model.config import ModelConfig, Rope
 from engine.stats import Role, WorkerInfo
+from tests.engine.model.tiny import make_checkpoint
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -195,3 +196,12 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         prepare_model(config, 1, lambda _news: None)
     assert "\n" not in str(caught.value)
     assert str(tmp_path / "none") in str(caught.value)
+
+
+@pytest.mark.parametrize("setting", ["attention_backend", "moe_backend"])
+def test_a_backend_that_a_cpu_does_not_have_is_one_line(tmp_path: Path, setting: str) -> None:
+    make_checkpoint("llama", tmp_path)
+    engine = structs.replace(EngineSection(num_blocks=4), **{setting: "flashinfer"})
+    spec = spec_of(engine=engine, model_dir=str(tmp_path), dtype="float32", threads=1)
+    with pytest.raises(BuildError, match=rf"^{setting} flashinfer needs a GPU"):
+        build_worker(spec)

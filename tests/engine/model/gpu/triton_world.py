@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from engine.model.backends import Backends
 from engine.model.batch import Batch, Limits
 from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.load import load_weights
@@ -19,8 +20,9 @@ from engine.step import ScheduledSeq, Step
 from tests.engine.model.paged import DEVICE
 from tests.engine.model.tiny import BLOCK_SIZE
 
+from engine.model.gpu.flashinfer.choice import gpu_ops  # isort: skip
 from engine.model.gpu.linear import fp8  # isort: skip
-from engine.model.gpu.ops import FULL_ROLES, TritonOps  # isort: skip
+from engine.model.gpu.ops import FULL_ROLES  # isort: skip
 from engine.model.gpu.steps import GpuSteps  # isort: skip
 
 NUM_BLOCKS, MAX_NUM_SEQS = 12, 4
@@ -69,7 +71,7 @@ class World:
     """One model over a pool of its own. `run` is a step; its answers are (first, *more)."""
 
     def __init__(self, path: Path, kind: str, kv_dtype="float32", graphs=False, dtype="float32"):
-        """kind: "torch" or "triton", with "-int8" or "-fp8" for such weights."""
+        """kind: "torch", "triton" or "flashinfer", with "-int8" or "-fp8" for such weights."""
         name, _, weights = kind.partition("-")
         config = read_config(path)
         number = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
@@ -85,11 +87,14 @@ class World:
             if name == "torch":
                 made = REFERENCES[weights](config, self.pool, number, MAX_LEN, weights or "none")
             else:
-                made = TritonOps(config, self.pool, number, MAX_LEN, weights or "none")
+                asked = Backends(name, name)
+                self.notices: list[str] = []
+                rest = (MAX_LEN, weights or "none", asked, self.notices)
+                made = gpu_ops(config, self.pool, number, *rest)
             parameters = load_weights(path, config, made, lambda _: None)
             self.decoder = Decoder(config, parameters, made)
             self.steps = None
-            if name == "triton":
+            if name != "torch":
                 self.steps = GpuSteps(
                     self.decoder,
                     self.limits,

@@ -1,0 +1,110 @@
+"""Which attention FlashInfer computes and which stays with Triton, decided once, from facts alone.
+
+FlashInfer's kernels know 16-bit keys and values in pages. They lack: scales for each token (KV in
+FP8), attention to the first positions outside a window (attention sinks of StreamingLLM: what
+FlashInfer calls sinks is another term in the softmax), and in decodes soft-capped scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.model.config import ModelConfig
+from engine.model.gpu.cache_pool import Pool
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)  # of pages that prompts read
+LATENT_DIMS = ((192, 128),)  # of keys and values of heads that are expanded from latents
+BLOCK_SIZES = (16, 32, 64, 128)  # of pages that decodes read
+DECODE_CAPABILITIES = (9, 10, 12)  # major: their kernels need no plan, so a graph holds them
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    decodes: tuple[bool, ...]  # by layer: FlashInfer computes steps of one token per sequence
+    prompts: tuple[bool, ...]  # by layer: it computes steps with longer queries
+    latent_prompts: bool = False  # prompts of multi-head latent attention, expanded
+    lacks: tuple[str, ...] = ()  # why the rest stays with Triton
+
+    @property
+    def kinds(self) -> dict[str, list[int]]:
+        """Of calls to FlashInfer, by the names of the fields: the layers that they are for."""
+        latent = (self.latent_prompts,) * len(self.decodes)
+        kinds = {"decodes": self.decodes, "prompts": self.prompts, "latent_prompts": latent}
+        layers = {
+            kind: [layer for layer, is_ours in enumerate(ours) if is_ours]
+            for kind, ours in kinds.items()
+        }
+        return {kind: found for kind, found in layers.items() if found}
+
+    def without(self, kind: str, reason: str) -> Division:
+        """As it is, but `kind`, one of `kinds`, is left to Triton."""
+        lacks = (*self.lacks, f"{kind.replace('_', ' ')}: {reason}")
+        if kind == "latent_prompts":
+            return replace(self, latent_prompts=False, lacks=lacks)
+        none = (False,) * len(self.decodes)
+        if kind == "decodes":
+            return replace(self, decodes=none, lacks=lacks)
+        return replace(self, prompts=none, lacks=lacks)
+
+    def notice(self, version: str) -> str:
+        """One line for the operator."""
+        parts = [
+            f"{name} of {_share(layers)}"
+            for name, layers in (("decodes", self.decodes), ("prompts", self.prompts))
+            if any(layers)
+        ]
+        if self.latent_prompts:
+            parts.append("prompts with expanded latents")
+        done = f"FlashInfer {version} computes attention: {' and '.join(parts)}"
+        if not parts:
+            done = f"FlashInfer {version} computes no attention of this model"
+        if not self.lacks:
+            return done
+        return f"{done}; Triton's kernels the rest ({'; '.join(self.lacks)})"
+
+
+def divide(
+    config: ModelConfig, pool: Pool, dtype: torch.dtype, capability: tuple[int, int]
+) -> Division:
+    """capability: of the device, (major, minor)."""
+    lacks = []
+    if dtype not in DTYPES:
+        lacks.append(f"{str(dtype).removeprefix('torch.')} is not a 16-bit type")
+    if pool.is_fp8:
+        lacks.append("KV in FP8 has a scale per token")
+    none = (False,) * config.num_layers
+    latent = config.latent
+    if latent is not None:
+        dims = (latent.nope_dim + latent.rope_dim, latent.value_dim)
+        if dims not in LATENT_DIMS:
+            lacks.append(f"heads of {dims[0]} and {dims[1]} dimensions")
+        if 2 * latent.rank <= latent.nope_dim + latent.value_dim:
+            lacks.append("latents that are not larger than the heads")  # nothing would be saved
+        if config.attention_softcap:
+            lacks.append("soft-capped scores")
+        expands = not lacks
+        return Division(none, none, expands, (*lacks, "latent attention that is absorbed"))
+    if config.head_dim not in HEAD_DIMS:
+        lacks.append(f"heads of {config.head_dim} dimensions")
+    if lacks:
+        return Division(none, none, False, tuple(lacks))
+    plain = tuple(
+        not (config.num_sinks and config.window(layer)) for layer in range(config.num_layers)
+    )
+    if not all(plain):
+        lacks.append("attention sinks")
+    unable = []
+    if config.attention_softcap:
+        unable.append("decodes: soft-capped scores")
+    if pool.block_size not in BLOCK_SIZES:
+        unable.append(f"decodes: blocks of {pool.block_size} tokens")
+    if capability[0] not in DECODE_CAPABILITIES:
+        unable.append(f"decodes: compute capability {capability[0]}.{capability[1]}")
+    return Division(none if unable else plain, plain, False, (*lacks, *unable))
+
+
+def _share(layers: tuple[bool, ...]) -> str:
+    return "all layers" if all(layers) else f"{sum(layers)} of {len(layers)} layers"
