@@ -1,4 +1,5 @@
-"""What steps of decodes alone may do: be repeated, be followed before their tokens are known.
+"""Steps of decodes alone: whether they are repeated, or followed before their tokens are known. And
+who makes room for decodes.
 
 Both hide the time that the host takes for a step. A repeated step samples several tokens of each
 sequence without the host in between. A step that is followed has the next one waiting behind it:
@@ -70,3 +71,13 @@ def _is_drawn_on_device(seq: Sequence, num_unknown: int) -> bool:
     """`num_unknown`: tokens after those of `seq` that are under way."""
     sampling = seq.sampling
     return not sampling.is_masked and sampling.is_plain(seq.num_output_tokens + num_unknown)
+
+
+def victim(running: Seq[Sequence], block_size: int) -> Sequence:
+    """Who is preempted where decodes need a block. Of those that stream nothing yet the one that
+    has least work to lose, else the latest arrival: a stream would be silent until others end."""
+    silent = [seq for seq in running if seq.num_output_tokens == 0]
+    return min(
+        reversed(silent or running[-1:]),
+        key=lambda seq: seq.num_computed - seq.num_hits * block_size,
+    )

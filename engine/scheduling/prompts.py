@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from engine.cost import TOKENS_UNIT, FittedCost, order_of
+from engine.kv.cache_manager import KVCacheManager
 from engine.sequence import Sequence
 
 
@@ -14,15 +15,14 @@ def choose_prompts(
     budget: int,
     cost: FittedCost,
     decode_s: float,
-    num_covered: Callable[[Sequence], int],
+    kv: KVCacheManager,
 ) -> list[tuple[Sequence, int]]:
     """Which prompts get how many of `budget` tokens. First those of streams that are silent until
     they are computed here. Then the shortest, which is best for the mean latency; but one that has
     waited counts as shorter, so that a long one does not starve. Another prompt joins the pass if
     the passes that are saved, each with its decodes, are worth the delay of those in it.
 
-    decode_s: of a step of the decodes beside them. num_covered: positions, from the first, that a
-    sequence's block table covers."""
+    decode_s: of a step of the decodes beside them. kv: holds their block tables."""
     pass_s, token_s = cost.weights[0] + decode_s, cost.weights[1] / TOKENS_UNIT
 
     def order(seq: Sequence) -> tuple[bool, float]:
@@ -32,7 +32,7 @@ def choose_prompts(
     prompts = sorted((seq for seq in running if seq.num_missing > 1), key=order)
     chosen: list[tuple[Sequence, int]] = []
     for seq in prompts:
-        count = min(seq.num_missing, budget, num_covered(seq) - seq.num_computed)
+        count = min(seq.num_missing, budget, kv.num_covered(seq) - seq.num_computed)
         if count <= 0:
             break
         saved_s = pass_s * (len(prompts) - len(chosen))

@@ -15,7 +15,13 @@ from engine.config import WorkerConfig
 from engine.cost import FittedCost
 from engine.kv.cache_manager import KVCacheManager
 from engine.request import Refusal
-from engine.scheduling.decodes import followers, may_be_followed, repeats, tokens_to_report
+from engine.scheduling.decodes import (
+    followers,
+    may_be_followed,
+    repeats,
+    tokens_to_report,
+    victim,
+)
 from engine.scheduling.drafts import Drafter
 from engine.scheduling.prompts import choose_prompts
 from engine.sequence import SeqState, Sequence
@@ -137,8 +143,7 @@ class Scheduler:
         if len(decodes) < len(self.running):
             budget = min(budget - len(decodes), prompt_budget if decodes else budget)
             beside_s = decode_s if decodes else 0.0
-            covered = self.kv.num_covered
-            chosen += choose_prompts(self.running, now, budget, cost, beside_s, covered)
+            chosen += choose_prompts(self.running, now, budget, cost, beside_s, self.kv)
         chosen = [each for each in chosen if self._is_sound(*each)]
         if not chosen:
             return None
@@ -275,17 +280,17 @@ class Scheduler:
         return self._drafter.plan(decodes, rooms, row_weights)
 
     def _make_room_for_growth(self) -> None:
-        """A block for the newest token of every running sequence; preempts the latest arrivals."""
+        """A block for the newest token of every running sequence; preempts others for it."""
         for seq in list(self.running):
             while seq.state is SeqState.RUNNING and not self.kv.grow(seq):
-                self._preempt(self.running[-1])
+                self._preempt(victim(self.running, self.config.block_size))
 
-    def _preempt(self, victim: Sequence) -> None:
-        self.running.remove(victim)
-        victim.num_preemptions += 1
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        seq.num_preemptions += 1
         self.num_preemptions += 1
-        self._preempted.append(victim)
-        self._wait_again(victim)
+        self._preempted.append(seq)
+        self._wait_again(seq)
 
     def _wait_again(self, seq: Sequence) -> None:
         self.kv.release(seq)
