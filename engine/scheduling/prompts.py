@@ -1,4 +1,5 @@
-"""Which prompts are computed in the next step, and how much of each."""
+"""Which prompts are computed in the next step, and how much of each; and which wait for blocks that
+are computed or loaded for another one."""
 
 from __future__ import annotations
 
@@ -41,3 +42,24 @@ def choose_prompts(
         chosen.append((seq, count))
         budget -= count
     return chosen
+
+
+def first_missing(seq: Sequence, kv: KVCacheManager) -> bytes | None:
+    """Hash of the first block of a waiting sequence that is no cache hit; None: all are."""
+    block_hashes, count = kv.usable_hashes(seq), kv.num_cached(seq)
+    return block_hashes[count] if count < len(block_hashes) else None
+
+
+def hashes_under_way(
+    running: Iterable[Sequence], remote: Iterable[Sequence], kv: KVCacheManager
+) -> set[bytes]:
+    """Hashes of blocks that will be cache hits once a prompt is computed or a load is done."""
+    block_hashes = {
+        each
+        for seq in running
+        if seq.num_missing > 1
+        for each in kv.usable_hashes(seq)[seq.num_sealed :]
+    }
+    for seq in remote:
+        block_hashes.update(seq.block_hashes[seq.num_sealed : seq.num_arriving])
+    return block_hashes

@@ -23,7 +23,7 @@ from engine.scheduling.decodes import (
     victim,
 )
 from engine.scheduling.drafts import Drafter
-from engine.scheduling.prompts import choose_prompts
+from engine.scheduling.prompts import choose_prompts, first_missing, hashes_under_way
 from engine.sequence import SeqState, Sequence
 from engine.step import UNKNOWN, ScheduledSeq, Step, StepDone
 
@@ -57,8 +57,10 @@ class Scheduler:
         self._drafter = Drafter(config.num_speculative_tokens, config.max_num_seqs, pool_tokens)
 
     def add(self, seq: Sequence) -> None:
+        """A stream, which has come from another worker, waits behind other streams only."""
         seq.state = SeqState.WAITING
-        self.waiting.append(seq)
+        place = self._num_streams() if seq.num_output_tokens else len(self.waiting)
+        self.waiting.insert(place, seq)
 
     def admit(self, seq: Sequence, now: float) -> bool:
         """Allocate a waiting sequence's blocks, if there is room. The caller sets its state."""
@@ -86,9 +88,9 @@ class Scheduler:
         admitted: list[Sequence] = []
         if not self.waiting:  # as after most messages
             return admitted
-        computing = self._hashes_under_way()
+        computing = hashes_under_way(self.running, self.remote, self.kv)
         for seq in list(self.waiting):
-            if computing and self._first_missing(seq) in computing:
+            if computing and first_missing(seq, self.kv) in computing:
                 continue
             if not self.admit(seq, now):
                 break
@@ -295,7 +297,12 @@ class Scheduler:
     def _wait_again(self, seq: Sequence) -> None:
         self.kv.release(seq)
         seq.state = SeqState.WAITING
-        self.waiting.appendleft(seq)
+        self.waiting.insert(0 if seq.num_output_tokens else self._num_streams(), seq)
+
+    def _num_streams(self) -> int:
+        """That wait before the first prompt that has told nothing."""
+        told = (seq.num_output_tokens > 0 for seq in self.waiting)
+        return next((i for i, is_stream in enumerate(told) if not is_stream), len(self.waiting))
 
     def take_preempted(self) -> list[Sequence]:
         """Those that have lost their blocks since the last call, in whatever state they are."""
@@ -314,22 +321,6 @@ class Scheduler:
         if why is not None:
             self.faults.append((seq, Refusal.EXECUTION, why))
         return why is None
-
-    def _first_missing(self, seq: Sequence) -> bytes | None:
-        block_hashes, count = self.kv.usable_hashes(seq), self.kv.num_cached(seq)
-        return block_hashes[count] if count < len(block_hashes) else None
-
-    def _hashes_under_way(self) -> set[bytes]:
-        """Hashes of blocks that will be cache hits once a prompt is computed or a load is done."""
-        block_hashes = {
-            each
-            for seq in self.running
-            if seq.num_missing > 1
-            for each in self.kv.usable_hashes(seq)[seq.num_sealed :]
-        }
-        for seq in self.remote:
-            block_hashes.update(seq.block_hashes[seq.num_sealed : seq.num_arriving])
-        return block_hashes
 
     def _share(self, seq: Sequence, count: int, follows: int | None = None) -> ScheduledSeq:
         """`follows`: as in ScheduledSeq."""
