@@ -159,7 +159,7 @@ class ProbeAgent(Agent, Protocol):
 
     def post_probe(self, peer: NodeId, num_bytes: int) -> tuple[Any, int]:
         """Post a READ of as many blocks of `peer`'s device memory as have `num_bytes`, at least
-        one, into memory of the agent that nothing else uses, and that nobody looks at. Returns a
+        one, into memory of the agent that nothing else uses, and that is never read. Returns a
         handle, as of `post_copy`, and the bytes, which are fewer than asked for if there are no
         more. Raises AgentError."""
         ...

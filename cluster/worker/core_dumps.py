@@ -139,7 +139,7 @@ def _trigger(pipe: Path) -> bool:
     """Whether there was a driver at the other end, which dumps now."""
     try:
         opened = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:  # ENXIO: nobody reads
+    except OSError:  # ENXIO: there is no reader
         return False
     try:
         with contextlib.suppress(OSError):

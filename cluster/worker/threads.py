@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from cluster.runtime.host import Deliver
 from cluster.worker.disk_tier import Storage
@@ -19,7 +19,7 @@ from cluster.worker.transfer_loops import TransferLoops
 from engine.kv.tier import Tier
 from engine.model.step_executor import StepExecutor
 from engine.node import Effect, NodeId
-from engine.step import Execute, PrepareGrammar, Step, StepDone
+from engine.step import Execute, Launch, PrepareGrammar, Step, StepDone
 from kvtransfer.agent import ConnectPeer, CopyBlocks, StoreIndex
 from kvtransfer.executor import TransferExecutor
 from kvtransfer.ranks import RankAnswers
@@ -31,6 +31,7 @@ CLOSE_S = 15.0
 """What runs when a worker stops, a step or a write to disk, has this long to end."""
 
 T = TypeVar("T")
+R = TypeVar("R")
 JoinRanks = Callable[[Deliver], RankAnswers]
 
 NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
@@ -50,82 +51,58 @@ def giving_way(call: Callable[[], T]) -> T:
         return thread.submit(call).result()
 
 
-class StepThread:
-    """Runs steps one after the other on a thread of its own. `execute` answers for failures."""
+class StepThread(Generic[T, R]):
+    """Answers what it is given, one after the other, on a thread of its own: executes steps, or
+    waits for those that were launched. `call` answers for failures."""
 
     def __init__(
         self,
-        execute: Callable[[Step], StepDone],
-        deliver: Deliver,
+        call: Callable[[T], R],
+        deliver: Callable[[R], None],
         name: str,
         *,
         gives_way: bool = False,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._execute = execute
+        """`at_end`: called on the thread when all was answered."""
+        self._call = call
         self._deliver = deliver
         self._gives_way = gives_way
-        self._steps: SimpleQueue[Step | None] = SimpleQueue()
+        self._at_end = at_end
+        self._given: SimpleQueue[T | None] = SimpleQueue()  # of two at most, as the node asks
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, step: Step) -> None:
-        self._steps.put(step)
+    def submit(self, given: T) -> None:
+        self._given.put(given)
 
     def stop(self) -> None:
         """Begin to end, without waiting."""
-        self._steps.put(None)
+        self._given.put(None)
 
     def join(self, timeout_s: float = CLOSE_S) -> bool:
-        """Wait for the step that runs. False if it has not ended in time."""
+        """Wait for what runs. False if it has not ended in time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         if self._gives_way:
             give_way()
-        while (step := self._steps.get()) is not None:
-            self._deliver(self._execute(step))
+        while (given := self._given.get()) is not None:
+            self._deliver(self._call(given))
+        self._at_end()
 
 
 class LaunchThreads:
     """Launches steps on one thread and waits for their ends on another, so that the next one is
     prepared while one runs. Results are delivered in the order of the steps."""
 
-    def __init__(
-        self, launch: Callable[[Step], Callable[[], StepDone]], deliver: Deliver, name: str
-    ) -> None:
+    def __init__(self, launch: Launch, deliver: Callable[[StepDone], None], name: str) -> None:
         """`launch`: as of StepExecutor."""
-        self._launch = launch
-        self._deliver = deliver
-        self._steps: SimpleQueue[Step | None] = SimpleQueue()  # of two at most, as the node asks
-        self._launched: SimpleQueue[Callable[[], StepDone] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=name, daemon=True),
-            threading.Thread(target=self._wait, name=f"{name}-wait", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, step: Step) -> None:
-        self._steps.put(step)
-
-    def stop(self) -> None:
-        """Begin to end, without waiting."""
-        self._steps.put(None)
-
-    def join(self, timeout_s: float = CLOSE_S) -> bool:
-        """Wait for the steps that run. False if they have not ended in time."""
-        self._threads[-1].join(timeout_s)
-        return not self._threads[-1].is_alive()
-
-    def _run(self) -> None:
-        while (step := self._steps.get()) is not None:
-            self._launched.put(self._launch(step))
-        self._launched.put(None)
-
-    def _wait(self) -> None:
-        while (wait := self._launched.get()) is not None:
-            self._deliver(wait())
+        waits: StepThread[Callable[[], StepDone], StepDone]
+        waits = StepThread(lambda wait: wait(), deliver, f"{name}-wait")
+        launches = StepThread(launch, waits.submit, name, at_end=waits.stop)
+        self.submit, self.stop, self.join = launches.submit, launches.stop, waits.join
 
 
 class WorkerThreads:
@@ -147,7 +124,7 @@ class WorkerThreads:
         machine."""
         self._name = name
         self._model = steps
-        self._steps: StepThread | LaunchThreads
+        self._steps: StepThread[Step, StepDone] | LaunchThreads
         if steps.launches:
             self._steps = LaunchThreads(steps.launch, deliver, f"{name}-step")
         else:
@@ -173,7 +150,7 @@ class WorkerThreads:
 
     def close(self) -> None:
         """All at once, so that the slowest decides how long it takes."""
-        parts: dict[str, StepThread | LaunchThreads | TransferLoop] = {
+        parts: dict[str, StepThread[Step, StepDone] | LaunchThreads | TransferLoop] = {
             "step": self._steps,
             **self._copies.loops,
         }

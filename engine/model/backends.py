@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.model.errors import ModelError
+from engine.model.errors import ModelError, check_one_of
 
 BACKENDS = ("auto", "triton", "flashinfer")
 
@@ -19,9 +19,6 @@ class Backends:
     def check(self, device_type: str) -> None:
         """Raises ModelError for an unknown one, and for one that a CPU does not have."""
         for name, value in (("attention_backend", self.attention), ("moe_backend", self.moe)):
-            if value not in BACKENDS:
-                raise ModelError(
-                    f"{name} {value} is not supported; supported: {', '.join(BACKENDS)}"
-                )
+            check_one_of(name, value, BACKENDS)
             if value != "auto" and device_type == "cpu":
                 raise ModelError(f"{name} {value} needs a GPU; this worker computes on a CPU")

@@ -1,8 +1,8 @@
 """The operations a decoder is made of, and how they are prepared for one step.
 
-Four sets exist: `TorchOps` (any device, the reference), `CpuOps` (compiled kernels), `TritonOps`
-(kernels for GPUs), and `FlashInferOps` (the same, with FlashInfer's where it is asked for). A set
-owns the KV pool and the rotary tables; `begin` sets the batch of the following calls.
+Three sets exist: `TorchOps` (any device, the reference), `CpuOps` (compiled kernels) and
+`TritonOps` (kernels for GPUs; `FlashInferOps` has FlashInfer's where it is asked for). A set owns
+the KV pool and the rotary tables; `begin` sets the batch of the following calls.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -29,7 +29,7 @@ from engine.model.cpu.ops import CpuOps
 from engine.model.cpu.sampling import CpuDraw
 from engine.model.decoder import Decoder
 from engine.model.device import find_device, is_bf16_faster
-from engine.model.errors import ModelError
+from engine.model.errors import ModelError, check_one_of
 from engine.model.ops import TORCH_DTYPES, Ops
 from engine.model.quantize import QUANTIZATIONS
 from engine.model.sampling.grammar import Grammars
@@ -91,9 +91,9 @@ class ModelRunner:
         self.notices: list[str] = []
         self.device = find_device(device)
         self.dtype = self.default_dtype(self.device.type) if dtype == "auto" else dtype
-        _check_one_of("dtype", self.dtype, ("auto", *DTYPES))
-        _check_one_of("kv_dtype", kv_dtype, KV_DTYPES)
-        _check_one_of("quantization", quantization, QUANTIZATIONS[self.device.type])
+        check_one_of("dtype", self.dtype, ("auto", *DTYPES))
+        check_one_of("kv_dtype", kv_dtype, KV_DTYPES)
+        check_one_of("quantization", quantization, QUANTIZATIONS[self.device.type])
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.config = with_window(read_config(model_dir), window, num_sinks)
@@ -322,8 +322,3 @@ class ModelRunner:
         )
         self.notices += steps.notices
         return steps
-
-
-def _check_one_of(name: str, value: str, supported: Sequence[str]) -> None:
-    if value not in supported:
-        raise ModelError(f"{name} {value} is not supported; supported: {', '.join(supported)}")

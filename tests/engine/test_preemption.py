@@ -20,7 +20,7 @@ def test_a_prompt_that_has_told_nothing_makes_room_for_streams() -> None:
                     each.num_output_tokens == 0 for each in scheduler.running
                 ), seq.request_id
                 told[seq.request_id] = seq.num_preemptions
-    assert told, "nobody was preempted"
+    assert told, "no sequence was preempted"
     assert "stream" not in told
     for name, length in (("long", 7 * BLOCK_SIZE), ("longer", 6 * BLOCK_SIZE), ("stream", 3)):
         assert world.output(name, [len(name)] * length) == reference([len(name)] * length, 12)

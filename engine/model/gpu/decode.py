@@ -9,6 +9,7 @@ rows, and the same calls where not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -91,6 +92,19 @@ class DecodePasses:
         """Rows of a pass that has so many of use; 0 if they are too many."""
         return next((size for size in self.sizes if size >= num_rows), 0)
 
+    def begin(
+        self,
+        seqs: list[ScheduledSeq],
+        tables: Sequence[np.ndarray] | None = None,
+        follows: Sequence[int] | None = None,
+    ) -> Callable[[], list[int]]:
+        """Load and launch a pass; what is returned waits for its tokens, one of each row, and may
+        be called from any thread, once. Parameters and errors as of `load`."""
+        slot = self.load(seqs, tables, follows)
+        num_rows = sum(len(seq.input_tokens) for seq in seqs)
+        self.launch(self.size_for(num_rows), slot)
+        return partial(self.result, slot, num_rows)
+
     def load(
         self,
         seqs: list[ScheduledSeq],
@@ -164,7 +178,7 @@ class DecodePasses:
             self._events[slot].record()
 
     def result(self, slot: int, num_rows: int) -> list[int]:
-        """Tokens that were drawn; waits for them. May be called from any thread, once."""
+        """Tokens that were drawn; waits for them."""
         if self._events:
             self._events[slot].synchronize()
         return self._results[slot, :num_rows].tolist()

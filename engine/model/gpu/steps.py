@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -81,11 +80,8 @@ class GpuSteps:
         that one still runs. `tables`, `follows`: as of `DecodePasses.load`. What is returned waits
         for a token of each; it may be called from another thread, and has to be before the next but
         one is launched."""
-        passes = self._passes
         with torch.inference_mode(), self._on_device():
-            slot = passes.load(seqs, tables, follows)
-            passes.launch(passes.size_for(len(seqs)), slot)
-        return partial(passes.result, slot, len(seqs))
+            return self._passes.begin(seqs, tables, follows)
 
     def _decode(
         self, step: Step, tables: Sequence[np.ndarray] | None, masks_of: Masks | None
@@ -95,28 +91,24 @@ class GpuSteps:
         num_rows = sum(len(seq.input_tokens) for seq in seqs)
         if num_rows > len(seqs):
             if all(map(is_plain, seqs)) and passes.size_for(num_rows):
-                return self._verify(seqs, num_rows, tables, masks_of)
+                return self._verify(seqs, tables, masks_of)
             seqs = [replace(seq, draft_tokens=[]) for seq in seqs]
-        plain, count = [_is_drawn_here(seq) for seq in seqs], len(seqs)
-        slot = passes.load(seqs, tables)
-        passes.launch(passes.size_for(count), slot)
-        tokens = passes.result(slot, count)
-        return self._edited(tokens, passes.logits[:count], seqs, plain, masks_of)
+        plain = [_is_drawn_here(seq) for seq in seqs]
+        tokens = passes.begin(seqs, tables)()
+        return self._edited(tokens, passes.logits[: len(seqs)], seqs, plain, masks_of)
 
     def _verify(
         self,
         seqs: list[ScheduledSeq],
-        num_rows: int,
         tables: Sequence[np.ndarray] | None,
         masks_of: Masks | None,
     ) -> list[Sampled]:
-        slot = self._passes.load(seqs, tables)
-        self._passes.launch(self._passes.size_for(num_rows), slot)
+        wait = self._passes.begin(seqs, tables)
         masks = masks_of(seqs) if masks_of else None
-        tokens = self._passes.result(slot, num_rows)
+        tokens = wait()
         if masks is not None:
             rows = [row for seq in seqs for row in _rows_of(seq)]
-            logits = self._passes.logits[:num_rows]
+            logits = self._passes.logits[: len(rows)]
             wanted = [index for index, row in enumerate(rows) if row.sampling.is_masked]
             drawn = sample(logits[wanted], [rows[i] for i in wanted], masks=masks[wanted])
             for index, each in zip(wanted, drawn, strict=True):

@@ -37,7 +37,7 @@ class Driver:
         self.thread.start()
 
     def _run(self) -> None:
-        while not os.read(self.fd, 1):  # the end of a file, as long as nobody writes
+        while not os.read(self.fd, 1):  # the end of a file, as long as there is no writer
             time.sleep(0.01)
         for part in (b"first part", b", and the rest"):
             with self.core.open("ab") as file:

@@ -106,9 +106,9 @@ def test_a_peer_that_has_left_is_connected_and_not_timed() -> None:
         probes.begin(PeerConnected("p", 1))
         (told,) = probes.poll()
         assert (told.error, told.not_timed) == (None, "p has left")
-        probes.begin(PeerConnected("nobody", 1))
+        probes.begin(PeerConnected("unknown", 1))
         (told,) = probes.poll()
-        assert told.not_timed == "not connected to nobody"
+        assert told.not_timed == "not connected to unknown"
 
 
 @pytest.mark.parametrize(("src_size", "dst_size"), [(1, 1), (2, 1), (1, 2), (2, 2)])

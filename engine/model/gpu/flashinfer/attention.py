@@ -39,6 +39,11 @@ class PageLists:
     entries: np.ndarray  # [pages]: where each page's number is in the flat block tables
 
 
+def starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """[S + 1] int32: where each of what lies one after the other begins, and the end."""
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
 def page_lists(
     spans: Sequence[tuple[int, int, int]], block_size: int, table_width: int
 ) -> PageLists:
@@ -46,14 +51,12 @@ def page_lists(
     counts = np.array([count for _, count, _ in spans], np.int32)
     contexts = np.array([context for _, _, context in spans], np.int32)
     pages = -(-contexts // block_size)
-    ends = pages.cumsum(dtype=np.int32)
-    starts = ends - pages
+    page_starts = starts(pages)
     seqs = np.arange(len(spans)).repeat(pages)
-    entries = seqs * table_width + np.arange(len(seqs)) - starts[seqs]
-    first = np.zeros(1, np.int32)
+    entries = seqs * table_width + np.arange(len(seqs)) - page_starts[seqs]
     return PageLists(
-        np.concatenate((first, counts.cumsum(dtype=np.int32))),
-        np.concatenate((first, ends)),
+        starts(counts),
+        page_starts,
         contexts - (pages - 1) * block_size,
         entries.astype(np.int64),
     )

@@ -18,7 +18,8 @@ import torch
 from engine.model.batch import Batch
 from engine.model.config import Latent, ModelConfig
 from engine.model.gpu.cache_pool import Pool
-from engine.model.gpu.flashinfer.attention import split_bytes
+from engine.model.gpu.flashinfer.attention import split_bytes, starts
+from engine.model.gpu.flashinfer.library import capability
 from engine.model.gpu.staging import to_device
 
 EXPANDED_BYTES = 512 << 20  # keys and values of one layer, at most; of a step's expanded contexts
@@ -61,7 +62,7 @@ class ExpandedAttention:
         )
         # Named, since others that it might choose by itself have not been read for strides.
         self._wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(
-            workspace, kv_layout="NHD", backend="fa3" if _is_hopper(device) else "fa2"
+            workspace, kv_layout="NHD", backend="fa3" if capability(device)[0] == HOPPER else "fa2"
         )
         self._num_tokens = 0  # of the contexts that this step expands
         self._slots = self._rows = torch.empty(0, dtype=torch.int64, device=device)
@@ -141,8 +142,8 @@ class ExpandedAttention:
     def _plan(self, counts: Sequence[int], contexts: Sequence[int]) -> None:
         latent, heads = self._latent, self._config.num_heads
         self._wrapper.plan(
-            qo_indptr=_starts(counts),
-            kv_indptr=_starts(contexts),
+            qo_indptr=torch.from_numpy(starts(counts)),
+            kv_indptr=torch.from_numpy(starts(contexts)),
             num_qo_heads=heads,
             num_kv_heads=heads,
             head_dim_qk=latent.nope_dim + latent.rope_dim,
@@ -152,12 +153,3 @@ class ExpandedAttention:
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
-
-
-def _starts(lengths: Sequence[int]) -> torch.Tensor:
-    """[S + 1] int32 on the host: where each begins, and the end."""
-    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER

@@ -1,9 +1,11 @@
-"""The FlashInfer package: imported only where a setting asks for it."""
+"""The FlashInfer package, imported only where a setting asks for it, and what it has to run on."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
+
+import torch
 
 from engine.model.errors import ModelError
 
@@ -21,3 +23,8 @@ def load(setting: str) -> Any:
             " pip install 'kvrelay[flashinfer]', or set it to triton"
         ) from error
     return library
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU; (0, 0) of a CPU."""
+    return (0, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)

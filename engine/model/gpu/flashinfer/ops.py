@@ -15,15 +15,10 @@ from engine.model.gpu.flashinfer.attention import PagedAttention
 from engine.model.gpu.flashinfer.division import Division, divide
 from engine.model.gpu.flashinfer.experts import FusedExperts, fuse, lack_of
 from engine.model.gpu.flashinfer.latent import ExpandedAttention
-from engine.model.gpu.flashinfer.library import load
+from engine.model.gpu.flashinfer.library import capability, load
 from engine.model.gpu.ops import TritonOps
 from engine.model.ops import choose_experts
 from engine.model.weights import ExpertsWeights
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU; (0, 0) of a CPU."""
-    return (0, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
 
 
 class FlashInferOps(TritonOps):

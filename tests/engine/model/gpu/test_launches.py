@@ -169,7 +169,7 @@ def test_a_step_behind_one_that_failed_has_no_tokens(triton):
     assert behind.sampled == [None]
     third = stream.launch(after(talk, 2, follows=0))
     assert third().error is not None
-    assert stream.launch(talk.next())().error is None, "who follows nobody is not concerned"
+    assert stream.launch(talk.next())().error is None, "it follows no other"
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="the CPU has one order for all")
