@@ -26,7 +26,9 @@ class ConnectionLimits:
     max_head_bytes: int = 64 * 1024  # request line and headers; trailers
     head_timeout_s: float = 30.0  # from a request's first byte, or the connection's begin
     body_timeout_s: float = 40.0  # for what is left of a body that has been answered already
-    idle_timeout_s: float = 5.0  # between two requests
+    # Between two requests. Longer than clients (httpx: 5 s) and load balancers (60 s) keep one: who
+    # closes first must not be the server, or a request may be on its way on a closed connection.
+    idle_timeout_s: float = 75.0
     write_timeout_s: float = 60.0  # for a client that does not read
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import socket
 import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from cluster.api.context import ApiLimits
@@ -149,6 +151,12 @@ def test_an_idle_connection_is_closed_also_after_a_body_that_came_late(short: Se
         assert answer_of(sock)[0] == 404
         sock.sendall(b"x")  # stops the timer of the idle connection
         assert closed(sock)
+
+
+def test_a_client_that_keeps_connections_closes_them_before_the_server_does() -> None:
+    """Else a request that it sends just then is lost, and the client sees a read error."""
+    of_clients = inspect.signature(httpx.Limits).parameters["keepalive_expiry"].default
+    assert ConnectionLimits().idle_timeout_s > max(60.0, 2 * of_clients)
 
 
 def test_one_connection_too_many_is_told_so(short: Served) -> None:
