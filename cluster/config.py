@@ -76,7 +76,7 @@ class EngineSection(Section, frozen=True):
     # n-gram draft tokens per sequence and step, at most; 0: none
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 7
     max_model_len: Count = 0  # tokens of prompt and output; 0: the model's, as far as KV holds it
-    max_waiting: Positive = 256  # requests queued at a worker before it refuses
+    max_waiting: Positive = 256  # requests at a worker, beside max_num_seqs, before it refuses
     # a worker ends itself, to be started again, when a step takes longer than this, or 20 times
     # longer than it should if that is more; ten times this before steps were measured; 0: never
     step_timeout_s: Seconds = 30.0

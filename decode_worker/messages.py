@@ -27,3 +27,4 @@ class Decode:
     retention: Retention | None = None  # None: the worker's own
     fetch_from: NodeId | None = None  # a worker that holds more of the prefix, worth asking
     block_hashes: bytes = b""  # packed, of the full blocks of `tokens`: hashed only once
+    num_held: int = 0  # of `tokens`, that need not be computed, as far as the router knows

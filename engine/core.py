@@ -78,12 +78,14 @@ class EngineCore:
                 f"{most_tokens} tokens need {needed} KV blocks of {config.block_size} tokens,"
                 f" {config.node_id} has {config.num_blocks}",
             )
-        if len(self.scheduler.waiting) >= config.max_waiting:
+        scheduler = self.scheduler
+        num_here = len(scheduler.waiting) + len(scheduler.running) + len(scheduler.remote)
+        if num_here >= config.max_waiting + config.max_num_seqs:
             return self.refusal(
                 work.request_id,
                 work.attempt,
                 Refusal.QUEUE_FULL,
-                f"{config.node_id} has {config.max_waiting} requests waiting",
+                f"{config.node_id} has {num_here} requests, of which {config.max_num_seqs} may run",
             )
         seq = Sequence(
             request_id=work.request_id,
@@ -99,6 +101,7 @@ class EngineCore:
             retention=work.retention or config.retention,
             reserve_growth=role_needs_growth,
             num_reported=len(work.tokens),
+            num_held=work.num_held,
         )
         # A router's hashes are trusted: they only decide what requests of this router share. Their
         # number is checked.

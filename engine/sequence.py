@@ -49,7 +49,10 @@ class Sequence:
     num_computed: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)  # cached tokens, by source
     num_arriving: int = 0  # blocks [num_sealed, num_arriving) are being loaded from lower tiers
+    num_held: int = 0  # tokens whose KV is in some cache, as far as its router knew
     is_remote: bool = False  # its KV comes from a producer
+    is_offered: bool = False  # of which the producer has announced some
+    is_told: bool = False  # the producer has told the router its next token
     compute_all: bool = False  # remote KV was invalid: all that is not cached is computed
     num_steps: int = 0  # in flight that write to its blocks
     num_reads: int = 0  # transfers that may write to its blocks
@@ -80,12 +83,27 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def num_to_compute(self) -> int:
+        """Tokens, at least 1; of one that waits, as far as it is known."""
+        held = self.num_held if self.state is SeqState.WAITING else 0
+        return max(1, self.num_missing - held)
+
+    @property
     def is_decoding(self) -> bool:
         return self.num_missing == 1
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def awaits_producer(self) -> bool:
+        return self.is_remote and not self.is_offered
+
+    @property
+    def is_stream(self) -> bool:
+        """Its client has tokens, and sees how long the next one takes."""
+        return self.is_told or self.num_output_tokens > 0
 
     @property
     def outputs_from(self) -> int | None:

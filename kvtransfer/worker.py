@@ -152,7 +152,8 @@ class Worker:
     def _schedule(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         exchange = self.exchange
-        for seq in self.core.scheduler.admit_waiting(now, exchange.has_external_kv):
+        cost = self.core.timing.prompt_cost
+        for seq in self.core.scheduler.admit_waiting(now, exchange.has_external_kv, cost):
             self.core.mark_used(seq)
             if seq.state is SeqState.REMOTE:
                 effects += exchange.connector.start(now, seq)
@@ -199,7 +200,9 @@ class Worker:
         waiting = islice(self.core.scheduler.waiting, MAX_TOLD)
         late = now - (inf if self.config.cores else MEMORY_WAIT_S)
         effects += self._tell_preempted(
-            s for s in waiting if s.num_preemptions or s.arrived_at < late
+            s
+            for s in waiting
+            if s.num_preemptions or (self.core.scheduler.lacks_room and s.arrived_at < late)
         )
         effects += self.exchange.tick(now)
         stats = replace(

@@ -207,6 +207,7 @@ class Dispatcher:
         if self._config.policy == "prefix":
             block_hashes = record.block_hashes(choice.decode.info)
             attempt.retain_on = self._retention.choose(now, record, block_hashes, choice.prefill)
+        attempt.num_held = len(record.tokens) - intake.computed
         others_decode = choice.decode.num_decoding > 0
         self._book(now, record, best, work, decodes=True, computes=first is None)
         if first is not None:

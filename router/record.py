@@ -83,6 +83,7 @@ class Attempt:
     prefill: Endpoint | None
     sent_at: float
     fetch_from: NodeId | None = None  # peer that the worker which computes fetches KV from
+    num_held: int = 0  # tokens that need not be computed where the prompt is
     retain_on: RetainOn = RetainOn.BOTH  # the policy "prefix" chooses; baselines retain on both
     decision: Decision | None = None  # what was known when it was sent
     route_s: float = 0.0  # that deciding took
@@ -300,6 +301,7 @@ def dispatch_messages(
         "timeout_s": timeout_s,
         "scope": record.submit.scope,
         "block_hashes": bytes(record.packed_hashes(attempt.decode.info)),
+        "num_held": attempt.num_held,
     }
     retention = record.submit.retention
     here = retention if attempt.retain_on in (RetainOn.DECODE, RetainOn.BOTH) else EVICT_FIRST

@@ -42,6 +42,16 @@ def repeats(decodes: Seq[Sequence], config: WorkerConfig) -> int:
     return max(1, min([least, *(tokens_to_report(seq, config) for seq in decodes)]))
 
 
+def draft_rooms(decodes: Seq[Sequence], config: WorkerConfig) -> list[int] | None:
+    """How many draft tokens each may get: with its last token they stay in one block, and the token
+    sampled after them is at most the last one that it may have. None: the logits of one sequence
+    are edited or reported."""
+    if not all(seq.sampling.is_plain(seq.num_output_tokens) for seq in decodes):
+        return None
+    size = config.block_size
+    return [min(-len(seq.tokens) % size, tokens_to_report(seq, config) - 1) for seq in decodes]
+
+
 def may_be_followed(decodes: Seq[Sequence]) -> bool:
     """Whether the device can draw their next tokens, and may know them before the host does."""
     return all(_is_drawn_on_device(seq, 0) for seq in decodes)
@@ -76,7 +86,7 @@ def _is_drawn_on_device(seq: Sequence, num_unknown: int) -> bool:
 def victim(running: Seq[Sequence], block_size: int) -> Sequence:
     """Who is preempted where decodes need a block. Of those that stream nothing yet the one that
     has least work to lose, else the latest arrival: a stream would be silent until others end."""
-    silent = [seq for seq in running if seq.num_output_tokens == 0]
+    silent = [seq for seq in running if not seq.is_stream]
     return min(
         reversed(silent or running[-1:]),
         key=lambda seq: seq.num_computed - seq.num_hits * block_size,

@@ -1,13 +1,62 @@
-"""Which prompts are computed in the next step, and how much of each; and which wait for blocks that
-are computed or loaded for another one."""
+"""Which prompts are admitted, which are computed in the next step, and how much of each; and which
+wait for blocks that are computed or loaded for another one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from engine.cost import TOKENS_UNIT, FittedCost, order_of
 from engine.kv.cache_manager import KVCacheManager
-from engine.sequence import Sequence
+from engine.sequence import SeqState, Sequence
+
+Order = tuple[bool, float]
+
+
+def order(seq: Sequence, now: float, token_s: float) -> Order:
+    """Ascending: first streams, which are silent until they are computed here. Then the shortest,
+    which is best for the mean latency; but one that has waited counts as shorter, so that a long
+    one does not starve."""
+    compute_s = max(0.0, seq.num_to_compute * token_s)
+    return not seq.is_stream, order_of(compute_s, now - seq.arrived_at)
+
+
+def may_be_admitted(
+    waiting: Iterable[Sequence],
+    running: Iterable[Sequence],
+    now: float,
+    token_s: float,
+    budget: int,
+) -> Iterator[Sequence]:
+    """Those that have use for blocks now, most urgent first: streams, then those whose KV another
+    worker has begun to compute, then prompts that may be in the next step, of at most `budget`
+    tokens. The others would keep others out of the memory, and stay where they are. The caller may
+    set those that it gets RUNNING."""
+    prompts: list[tuple[Order, Sequence]] = []
+    arriving: list[Sequence] = []
+    for seq in waiting:
+        if seq.awaits_producer:
+            continue
+        if seq.is_stream:
+            yield seq
+        elif seq.is_remote:
+            arriving.append(seq)
+        else:
+            prompts.append((order(seq, now, token_s), seq))
+    yield from arriving
+    if not prompts:
+        return
+    ahead = [(order(s, now, token_s), s.num_missing) for s in running if s.num_missing > 1]
+    for key, seq in sorted(prompts, key=lambda each: each[0]):
+        if sum(count for other, count in ahead if other <= key) >= budget:
+            return
+        yield seq
+        if seq.state is SeqState.RUNNING:
+            ahead.append((key, seq.num_missing))
+
+
+def seconds_of_token(cost: FittedCost) -> float:
+    """Of a prompt; 0: not known yet."""
+    return cost.weights[1] / TOKENS_UNIT
 
 
 def choose_prompts(
@@ -18,19 +67,14 @@ def choose_prompts(
     decode_s: float,
     kv: KVCacheManager,
 ) -> list[tuple[Sequence, int]]:
-    """Which prompts get how many of `budget` tokens. First those of streams that are silent until
-    they are computed here. Then the shortest, which is best for the mean latency; but one that has
-    waited counts as shorter, so that a long one does not starve. Another prompt joins the pass if
+    """Which prompts get how many of `budget` tokens, by `order`. Another prompt joins the pass if
     the passes that are saved, each with its decodes, are worth the delay of those in it.
 
     decode_s: of a step of the decodes beside them. kv: holds their block tables."""
-    pass_s, token_s = cost.weights[0] + decode_s, cost.weights[1] / TOKENS_UNIT
-
-    def order(seq: Sequence) -> tuple[bool, float]:
-        compute_s = max(0.0, seq.num_missing * token_s)
-        return seq.num_output_tokens == 0, order_of(compute_s, now - seq.arrived_at)
-
-    prompts = sorted((seq for seq in running if seq.num_missing > 1), key=order)
+    pass_s, token_s = cost.weights[0] + decode_s, seconds_of_token(cost)
+    prompts = sorted(
+        (seq for seq in running if seq.num_missing > 1), key=lambda seq: order(seq, now, token_s)
+    )
     chosen: list[tuple[Sequence, int]] = []
     for seq in prompts:
         count = min(seq.num_missing, budget, kv.num_covered(seq) - seq.num_computed)

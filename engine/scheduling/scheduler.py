@@ -15,15 +15,15 @@ from engine.config import WorkerConfig
 from engine.cost import FittedCost
 from engine.kv.cache_manager import KVCacheManager
 from engine.request import Refusal
-from engine.scheduling.decodes import (
-    followers,
-    may_be_followed,
-    repeats,
-    tokens_to_report,
-    victim,
-)
+from engine.scheduling.decodes import draft_rooms, followers, may_be_followed, repeats, victim
 from engine.scheduling.drafts import Drafter
-from engine.scheduling.prompts import choose_prompts, first_missing, hashes_under_way
+from engine.scheduling.prompts import (
+    choose_prompts,
+    first_missing,
+    hashes_under_way,
+    may_be_admitted,
+    seconds_of_token,
+)
 from engine.sequence import SeqState, Sequence
 from engine.step import UNKNOWN, ScheduledSeq, Step, StepDone
 
@@ -52,15 +52,14 @@ class Scheduler:
         self._awaited = -1  # the step whose tokens draft tokens will follow
         self.faults: list[tuple[Sequence, Refusal, str]] = []  # for the worker to end, and why
         self.num_preemptions = 0
+        self.lacks_room = False  # one that may go on waits for blocks
         self._preempted: list[Sequence] = []
         pool_tokens = config.num_blocks * config.block_size
         self._drafter = Drafter(config.num_speculative_tokens, config.max_num_seqs, pool_tokens)
 
     def add(self, seq: Sequence) -> None:
-        """A stream, which has come from another worker, waits behind other streams only."""
         seq.state = SeqState.WAITING
-        place = self._num_streams() if seq.num_output_tokens else len(self.waiting)
-        self.waiting.insert(place, seq)
+        self.waiting.append(seq)
 
     def admit(self, seq: Sequence, now: float) -> bool:
         """Allocate a waiting sequence's blocks, if there is room. The caller sets its state."""
@@ -78,22 +77,28 @@ class Scheduler:
         return True
 
     def admit_waiting(
-        self, now: float, comes_from_elsewhere: Callable[[Sequence], bool]
+        self, now: float, comes_from_elsewhere: Callable[[Sequence], bool], cost: FittedCost
     ) -> list[Sequence]:
-        """Admit in order of arrival; returns the admitted, which are REMOTE now if their KV
-        `comes_from_elsewhere` (asked once they have their blocks), and else RUNNING.
+        """Admit those that may go on now; returns them: they are REMOTE now if their KV
+        `comes_from_elsewhere` (asked once they have their blocks), and else RUNNING. `cost`: as of
+        `schedule`.
 
         A sequence whose next missing block is being computed or loaded for another one is skipped
         until that block is a cache hit; one that does not fit blocks those behind it."""
         admitted: list[Sequence] = []
+        self.lacks_room = False
         if not self.waiting:  # as after most messages
             return admitted
         computing = hashes_under_way(self.running, self.remote, self.kv)
-        for seq in list(self.waiting):
+        waiting, budget = tuple(self.waiting), self.config.max_num_batched_tokens
+        token_s = seconds_of_token(cost)
+        for seq in may_be_admitted(waiting, self.running, now, token_s, budget):
             if computing and first_missing(seq, self.kv) in computing:
                 continue
-            if not self.admit(seq, now):
-                break
+            while not self.admit(seq, now):
+                if not self._give_way(seq):
+                    self.lacks_room = True
+                    return admitted
             self.waiting.remove(seq)
             admitted.append(seq)
             if comes_from_elsewhere(seq):
@@ -263,29 +268,35 @@ class Scheduler:
     def pending_tokens(self) -> int:
         """Known tokens without KV, of sequences that are computed here."""
         return sum(len(s.tokens) - s.num_computed for s in self.running) + sum(
-            len(s.tokens) for s in self.waiting if not s.is_remote
+            s.num_to_compute for s in self.waiting if not s.is_remote
         )
 
     def _drafts(
         self, decodes: list[Sequence], row_weights: tuple[float, ...]
     ) -> list[list[int]] | None:
-        """As of `Drafter.plan`. None if it is not worth it, or if the logits of one sequence are
-        edited or reported."""
+        """As of `Drafter.plan`. None if it is not worth it, or may not be."""
         if not self._drafter.is_worth_it(decodes, row_weights):
             return None
-        if not all(seq.sampling.is_plain(seq.num_output_tokens) for seq in decodes):
-            return None
-        # With its last token they stay in one block, and the token sampled after them is at most
-        # the last one that it may have.
-        config, size = self.config, self.config.block_size
-        rooms = [min(-len(seq.tokens) % size, tokens_to_report(seq, config) - 1) for seq in decodes]
-        return self._drafter.plan(decodes, rooms, row_weights)
+        rooms = draft_rooms(decodes, self.config)
+        return self._drafter.plan(decodes, rooms, row_weights) if rooms else None
 
     def _make_room_for_growth(self) -> None:
         """A block for the newest token of every running sequence; preempts others for it."""
         for seq in list(self.running):
             while seq.state is SeqState.RUNNING and not self.kv.grow(seq):
                 self._preempt(victim(self.running, self.config.block_size))
+
+    def _give_way(self, stream: Sequence) -> bool:
+        """Preempt one that streams nothing yet, if with them all gone `stream` could be admitted:
+        it would be silent until others end."""
+        if not stream.is_stream or self.in_flight:
+            return False
+        silent = [seq for seq in self.running if not seq.is_stream]
+        num_free = self.kv.pool.num_free + sum(len(seq.block_ids) for seq in silent)
+        if not silent or num_free < self.kv.window.max_blocks(len(stream.tokens)):
+            return False
+        self._preempt(victim(silent, self.config.block_size))
+        return True
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -297,12 +308,7 @@ class Scheduler:
     def _wait_again(self, seq: Sequence) -> None:
         self.kv.release(seq)
         seq.state = SeqState.WAITING
-        self.waiting.insert(0 if seq.num_output_tokens else self._num_streams(), seq)
-
-    def _num_streams(self) -> int:
-        """That wait before the first prompt that has told nothing."""
-        told = (seq.num_output_tokens > 0 for seq in self.waiting)
-        return next((i for i, is_stream in enumerate(told) if not is_stream), len(self.waiting))
+        self.waiting.appendleft(seq)
 
     def take_preempted(self) -> list[Sequence]:
         """Those that have lost their blocks since the last call, in whatever state they are."""

@@ -20,6 +20,7 @@ from engine.node import NodeId, Note
 from engine.request import TokenLogprobs
 from engine.sequence import NO_BLOCK, Sequence
 from kvtransfer.agent import TransferId
+from kvtransfer.messages import KVReady
 from kvtransfer.peer.handoff import ConsumerState, Key
 from kvtransfer.tiers.blocks import Source
 from kvtransfer.tiers.manager import Tiers
@@ -82,6 +83,21 @@ class Arrival:
     @property
     def key(self) -> Key:
         return self.seq.key
+
+    def take(self, now: float, ready: KVReady) -> None:
+        """The producer has announced blocks. With the last ones it has told the router a token."""
+        self.epoch, self.lease = ready.epoch, ready.lease
+        blocks = zip(ready.block_ids, ready.checksums, strict=True)
+        for index, (block, checksum) in enumerate(blocks, start=ready.first):
+            self.offers.setdefault(index, Offer(ready.tier, block, checksum))
+        seq = self.seq
+        if seq.awaits_producer:
+            seq.is_offered = True
+            seq.end_phase("prefill_wait", now)
+        if ready.final:
+            self.final, self.final_at = True, now
+            self.next_token, self.next_logprobs = ready.next_token, ready.next_logprobs
+            seq.is_told = ready.next_token is not None
 
     @property
     def own_end(self) -> int:

@@ -24,7 +24,7 @@ from kvtransfer.messages import (
     KVRefused,
     KVRelease,
 )
-from kvtransfer.peer.arrival import Arrival, Mode, Offer, Read, Settled, mismatch
+from kvtransfer.peer.arrival import Arrival, Mode, Read, Settled, mismatch
 from kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, Key, next_consumer
 from kvtransfer.peer.handshake import Peers, Reach
 from kvtransfer.peer.orphans import Orphans
@@ -115,16 +115,8 @@ class Connector:
         known = (arrival.epoch, arrival.lease)
         if arrival.epoch is not None and known != (ready.epoch, ready.lease):
             return self.fail(arrival, "producer_changed")
-        arrival.epoch, arrival.lease = ready.epoch, ready.lease
         arrival.deadline = now + self.config.handoff_timeout_s
-        blocks = zip(ready.block_ids, ready.checksums, strict=True)
-        for index, (block, checksum) in enumerate(blocks, start=ready.first):
-            arrival.offers.setdefault(index, Offer(ready.tier, block, checksum))
-        if ready.final:
-            arrival.final = True
-            arrival.final_at = now
-            arrival.next_token = ready.next_token
-            arrival.next_logprobs = ready.next_logprobs
+        arrival.take(now, ready)
         return self._advance(now, arrival)
 
     def on_connected(self, message: KVConnected) -> list[Effect]:

@@ -47,7 +47,10 @@ def failure_judge(scenario: Scenario) -> JudgeFailure:
             late = now >= order.submitted_at + job.timeout_s
             return None if late else "its deadline has not passed"
         if job.after_faults:
-            return "the faults are over"
+            # Workers that failed are left alone for a while.
+            is_early = now < plan.until_s + scenario.router.max_backoff_s
+            is_full = reason in (Refusal.QUEUE_FULL, Refusal.OVERLOADED)
+            return None if is_full and is_early else "the faults are over"
         if reason in (Refusal.QUEUE_FULL, Refusal.OVERLOADED):
             return None
         if reason in (Refusal.NO_WORKERS, Refusal.ATTEMPTS):

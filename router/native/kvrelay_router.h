@@ -80,7 +80,7 @@ typedef struct prompt prompt;
 
 /* Prompts that are not known to be computed, with the seconds that each still needs as of `at`, in
  * the order in which they will be computed: shortest first, but one that has waited counts as
- * shorter, as in engine/scheduler.py. */
+ * shorter, as in engine/cost.py. */
 typedef struct {
     double at;
     prompt *prompts;

@@ -11,7 +11,7 @@ struct prompt {
     double left_s, since;
 };
 
-/* As in engine/scheduler.py. */
+/* As in engine/cost.py. */
 static double order_of(double compute_s, double waited_s) {
     double share = compute_s / (compute_s + fmax(0.0, waited_s));
     return compute_s * share * share;
@@ -81,8 +81,8 @@ double kvr_prompts_ahead_of(prompt_queue *q, double now, double seconds, uint32_
     kvr_prompts_run_down(q, now);
     for (uint32_t i = 0; i < q->count; i++) {
         const prompt *p = &q->prompts[i];
-        if (order_of(p->left_s, now - p->since) <= seconds) {
-            wait_s += p->left_s;
+        if (order_of(p->left_s, now + wait_s - p->since) <= order_of(seconds, wait_s)) {
+            wait_s += p->left_s; /* by the next one's turn, it has waited itself */
             num_ahead++;
         }
     }

@@ -159,7 +159,7 @@ def test_stream_goes_on_when_the_decode_worker_is_killed(url: str, options: dict
 
 def test_a_stopped_worker_is_left_by_its_streams_and_then_replaced(url: str) -> None:
     """Its process is there, and answers nothing: it stayed up for ever."""
-    options = {"temperature": 0, "max_tokens": 60}
+    options = {"temperature": 0, "max_tokens": 300}
     undisturbed = stream(url, options)
     (before,) = [w for w in status(url)["workers"] if w["worker"] == "decode-0"]
     times: list[float] = []

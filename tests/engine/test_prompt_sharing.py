@@ -58,13 +58,13 @@ class Prompts:
         )
         self.seqs.append(seq)
         self.scheduler.add(seq)
-        self.scheduler.admit_waiting(self.now, lambda seq: False)
         return seq
 
     def step(
         self, cost: FittedCost = UNKNOWN, prompt_budget: int = BUDGET, decode_s: float = 0.0
     ) -> dict[str, int]:
         """Tokens fed, by request."""
+        self.scheduler.admit_waiting(self.now, lambda seq: False, cost)
         planned = self.scheduler.schedule(self.now, prompt_budget, cost, decode_s)
         assert planned is not None
         sampled = [Sampled(7) if share.sample else None for share in planned.seqs]

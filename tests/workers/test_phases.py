@@ -59,7 +59,7 @@ def test_a_handoff_is_waited_for_then_moved_then_decoded() -> None:
     world.finish("a", PROMPT, remote=True)
     assert list(world.told["prefill", "a"]) == ["worker_queue", "prefill"]
     told = world.told["decode", "a"]
-    assert list(told) == ["worker_queue", "prefill_wait", "transfer", "first_decode"]
+    assert list(told) == ["prefill_wait", "worker_queue", "transfer", "first_decode"]
     assert told["first_decode"] == pytest.approx(MESSAGE_S)
 
 
@@ -72,7 +72,7 @@ def test_a_handoff_that_fails_is_lost_time() -> None:
     world.settle_read("torn cable")
     world.hold_reads = False
     world.drain()
-    assert list(world.told["decode", "a"]) == ["worker_queue", "lost", "prefill"]
+    assert list(world.told["decode", "a"]) == ["prefill_wait", "worker_queue", "lost", "prefill"]
 
 
 def test_what_a_lower_tier_holds_is_loaded_and_what_a_peer_holds_fetched() -> None:

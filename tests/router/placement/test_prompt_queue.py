@@ -23,6 +23,14 @@ def test_a_prompt_waits_for_the_shorter_ones_alone() -> None:
     assert queue().ahead_of(5.0, 3.0) == (0.0, 0)
 
 
+def test_a_short_prompt_waits_for_few_of_the_many_that_have_waited_longer() -> None:
+    """While it waits for them it comes closer to its turn."""
+    waiting = queue(*[2.0] * 20)
+    wait_s, num_behind = waiting.ahead_of(20.0, 0.2)
+    assert wait_s == pytest.approx(2.0, rel=0.1)
+    assert num_behind >= 8
+
+
 def test_of_two_that_are_equally_long_the_first_goes_first() -> None:
     assert queue(3.0).ahead_of(0.0, 3.0) == (3.0, 0)
 
