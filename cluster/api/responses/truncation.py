@@ -3,6 +3,9 @@
 Never left out are system messages, the last message of the user, and what the conversation ends
 with. A call and its output go together, as do reasoning and what follows from it. How much has to
 go is estimated from characters; a few prompts are tokenised to find it exactly.
+
+It goes in steps of an eighth of the context: the turns until the next step begin with the same
+messages, so their prefix is cached. If each turn left out just enough, none of it would be.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from cluster.api.responses.schema import ResponsesChat
 # Of the context: what an answer has where it is not said how long it may be, and the most that is
 # kept for one. A client that always asks for very long answers still has a conversation.
 ROOM_SHARE, MOST_SHARE = 8, 2
+STEP_SHARE = 8  # of the context, that is left out at once
 _NUM_ESTIMATES = 4  # then the rest is halved
 _MESSAGE_CHARS = 16  # around each, about
 _LEAST_RATE = 1 / 64  # tokens of a character
@@ -28,8 +32,8 @@ _ALWAYS = ("system", "developer")
 
 
 async def truncated(ctx: ApiContext, chat: ResponsesChat) -> tuple[ResponsesChat, list[int]]:
-    """What is left, and the tokens of its prompt: the most that leaves room for the answer, or if
-    nothing does, the least. Raises `ApiError`."""
+    """What is left, and the tokens of its prompt: the most, in steps, that leaves room for the
+    answer, or if nothing does, the least. Raises `ApiError`."""
     units = units_of(chat.messages)
     try:
         return await _longest(ctx, chat, units, range(len(units) + 1))
@@ -76,6 +80,7 @@ async def _longest(
     chars = [_chars(message) for message in chat.messages]
     left_out = [0, *accumulate(sum(chars[i] for i in unit) for unit in units)]
     total = chars_of(chat.model_copy(update={"messages": []})) + sum(chars)
+    cuts = in_steps(cuts, left_out, ctx.max_model_len * CHARS_PER_TOKEN // STEP_SHARE)
     made: dict[int, tuple[ResponsesChat, list[int]]] = {}
 
     async def measure(place: int) -> int:
@@ -87,6 +92,13 @@ async def _longest(
 
     sizes = [total - left_out[cut] for cut in cuts]
     return made[await first_that_fits(sizes, limit, measure)]
+
+
+def in_steps(cuts: Sequence[int], left_out: Sequence[int], step: int) -> list[int]:
+    """Of `cuts`, the first that leaves out at least each multiple of `step` characters, and the
+    last. left_out: characters, by cut."""
+    firsts = {left_out[cut] // step: cut for cut in reversed(cuts)}
+    return sorted({*firsts.values(), cuts[-1]})
 
 
 async def first_that_fits(

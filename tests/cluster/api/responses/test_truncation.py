@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import pairwise
 from math import ceil, log2
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.cluster.api.tools.templates import OSLO, as_new, prompt, says, serve_
 
 AUTO: dict[str, Any] = {"truncation": "auto"}
 ROOM = MAX_MODEL_LEN // truncation.ROOM_SHARE
+STEP = 2 * MAX_MODEL_LEN // truncation.STEP_SHARE  # in tokens, at most: four characters each or two
 # Refuses what Mistral's and Gemma's do: two in a row, or the assistant first.
 ALTERNATING = """\
 {% for message in messages %}
@@ -84,9 +86,7 @@ def test_without_it_a_conversation_that_is_too_long_is_refused(served: Served) -
 
 
 @pytest.mark.parametrize("as_stream", [False, True])
-def test_the_oldest_are_left_out_and_no_more_than_has_to_be(
-    served: Served, as_stream: bool
-) -> None:
+def test_the_oldest_are_left_out_until_the_rest_fits(served: Served, as_stream: bool) -> None:
     items = long_chat(40)
     if as_stream:
         answer = stream(served, items, **AUTO)[-1]["response"]
@@ -98,8 +98,22 @@ def test_the_oldest_are_left_out_and_no_more_than_has_to_be(
     assert answer["usage"]["input_tokens"] == num_tokens(served)
     ask(served, items[-kept:])  # of what is left, the same prompt
     assert served.router.submits[-1].tokens == served.router.submits[-2].tokens
-    ask(served, items[-kept - 1 :])
-    assert num_tokens(served) > MAX_MODEL_LEN - ROOM
+    assert num_tokens(served) > MAX_MODEL_LEN - ROOM - STEP
+
+
+def test_from_step_to_step_the_turns_begin_alike(served: Served) -> None:
+    """So their prefix is cached. If each turn left out just enough, none would have one."""
+    items = long_chat(40)
+    asked: list[tuple[int, ...]] = []
+    for turn in range(24):
+        ask(served, [*items, said(f"Answer {turn}."), user(f"And then, {turn}?")], **AUTO)
+        items += [said(f"Answer {turn}."), user(f"And then, {turn}?")]
+        asked.append(served.router.submits[-1].tokens)
+        assert len(asked[-1]) <= MAX_MODEL_LEN - ROOM
+    # The end of a prompt, which invites an answer, is none of the next one's.
+    num_kept = sum(b[: len(a) - 8] == a[:-8] for a, b in pairwise(asked))
+    assert num_kept >= 16
+    assert num_kept < len(asked) - 1, "something was left out on the way"
 
 
 def test_the_answer_that_is_asked_for_has_room(served: Served) -> None:
@@ -108,10 +122,10 @@ def test_the_answer_that_is_asked_for_has_room(served: Served) -> None:
         ask(served, items, max_output_tokens=wanted, **AUTO)
         submit = served.router.submits[-1]
         assert submit.sampling.max_tokens == wanted
-        assert MAX_MODEL_LEN - wanted - 30 < len(submit.tokens) <= MAX_MODEL_LEN - wanted
+        assert MAX_MODEL_LEN - wanted - STEP < len(submit.tokens) <= MAX_MODEL_LEN - wanted
     ask(served, items, max_output_tokens=100_000, **AUTO)
     half = MAX_MODEL_LEN // truncation.MOST_SHARE
-    assert half - 30 < num_tokens(served) <= half
+    assert half - STEP < num_tokens(served) <= half
 
 
 def test_instructions_and_system_messages_stay(served: Served) -> None:
@@ -179,7 +193,7 @@ def test_a_chain_is_cut_like_a_conversation_that_is_sent(served: Served) -> None
         changes = {} if made is None else {"previous_response_id": made.id}
         made = ask(served, f"Question {i}: {'why ' * 12}?", **changes, **AUTO)
     assert made is not None
-    assert 400 < num_tokens(served) <= MAX_MODEL_LEN - ROOM
+    assert MAX_MODEL_LEN - ROOM - STEP < num_tokens(served) <= MAX_MODEL_LEN - ROOM
     assert "Question 28:" in prompt(served)
     assert "Question 3:" not in prompt(served)
     # What is left out of a prompt is not left out of what is kept.
@@ -259,7 +273,7 @@ def test_a_template_that_wants_the_user_first_has_them(alternating: Served) -> N
         assert prompt(alternating).startswith("[user]Question ")
         turn = num_tokens(alternating) // (prompt(alternating).count("[user]") - 1)
         limit = MAX_MODEL_LEN - ROOM
-        assert limit - 2 * turn < num_tokens(alternating) <= limit
+        assert limit - 2 * turn - STEP < num_tokens(alternating) <= limit
     assert "roles must alternate" in refused(alternating, [said("Hi")], **AUTO)["message"]
 
 
