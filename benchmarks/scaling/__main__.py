@@ -7,7 +7,7 @@ One server with small workers (few streams each, so that even two cores can hold
 * zero: silence until no worker is left, then one request
 
 Answers are compared with those of a worker that was alone. At the end every decision is made again
-from the log, and nothing may be left over in the workers.
+from the log, and by the simulator from the requests; nothing may be left over in the workers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,28 @@ from rich.table import Table
 from benchmarks.report import make_console, write_json
 from benchmarks.scaling.load import Outcome, Talk, silence, sine, step
 from benchmarks.scaling.plot import draw
+from benchmarks.scaling.simulated import (
+    Sent,
+    Wanted,
+    agreement,
+    decisions_of,
+    simulated_wanted,
+    wanted_of,
+)
 from benchmarks.serving.first_light import MODEL
 from benchmarks.serving.served import Served
-from cluster.scaling.decisions import read_log
+from cluster.scaling.decisions import Line, read_log
 from cluster.scaling.scaler import replay_log
 from lab.bench.load import percentile
 
 TTFT_TARGET_S = 2.0
+TICK_S = 1.0
+BLOCK_SIZE = 16
 LEAST, MOST, PERIOD_S = -0.8, 1.0, 60.0  # requests a second, none below 0; seconds
 SETTINGS: dict[str, object] = {
     "engine.kv_cache_gib": 0.1,
     "engine.max_model_len": 1024,
+    "engine.block_size": BLOCK_SIZE,
     "engine.max_num_seqs": 2,
     "engine.threads": 1,
     "tiers.host_gib": 0,
@@ -46,7 +58,7 @@ SETTINGS: dict[str, object] = {
     "scaling.ttft_target_ms": 1e3 * TTFT_TARGET_S,
     "scaling.itl_target_ms": 200.0,
     "scaling.start_s": 10.0,
-    "scaling.tick_s": 1.0,
+    "scaling.tick_s": TICK_S,
     "scaling.warmup_s": 2.0,
     "scaling.memory_s": 10.0,
     "scaling.hold_s": 3.0,
@@ -62,8 +74,7 @@ class Watch:
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
         self.actions: dict[str, int] = {}
-        self.history: list[tuple[float, int, int]] = []  # (when, workers up, wanted)
-        self._began = time.monotonic()
+        self.history: list[tuple[float, int]] = []  # (seconds since 1970, workers up)
 
     @property
     def scalings(self) -> int:
@@ -76,8 +87,7 @@ class Watch:
         up = sum(each["state"] == "up" for each in status["workers"])
         if status.get("scaling"):
             self.actions = status["scaling"]["actions"]
-            at_s = time.monotonic() - self._began
-            self.history.append((round(at_s, 1), up, status["scaling"]["wanted"] or 0))
+            self.history.append((time.time(), up))
         return up
 
     async def follow(self) -> None:
@@ -97,7 +107,9 @@ def shown(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-async def measure(url: str, scalings: int, most_s: float, console: Console) -> dict[str, Any]:
+async def measure(
+    url: str, scalings: int, most_s: float, console: Console
+) -> tuple[dict[str, Any], list[Sent]]:
     found: dict[str, Any] = {}
     async with httpx.AsyncClient(base_url=url, timeout=300.0) as http:
         talk, watch = Talk(url, MODEL, http, seed=1), Watch(http)
@@ -119,7 +131,7 @@ async def measure(url: str, scalings: int, most_s: float, console: Console) -> d
             found["actions"], found["history"] = watch.actions, watch.history
         finally:
             watching.cancel()
-    return found
+    return found, talk.sent
 
 
 async def zero(talk: Talk, watch: Watch, http: httpx.AsyncClient) -> dict[str, Any]:
@@ -145,12 +157,22 @@ async def left_over(http: httpx.AsyncClient) -> list[str]:
     return [*audit["left"], *audit["wrong"]]
 
 
-def replayed(folder: Path) -> dict[str, int]:
-    """Decisions of the log, and how many of them are the same when they are made again."""
+def log_of(folder: Path) -> list[Line]:
     (log_file,) = (folder / "scaling").glob("*.jsonl")
     with log_file.open("rb") as lines:
-        pairs = replay_log(read_log(lines))
+        return list(read_log(lines))
+
+
+def replayed(log: Sequence[Line]) -> dict[str, int]:
+    """Decisions of the log, and how many of them are the same when they are made again."""
+    pairs = replay_log(log)
     return {"decisions": len(pairs), "same": sum(made == again for made, again in pairs)}
+
+
+def compared(log: Sequence[Line], sent: Sequence[Sent]) -> tuple[dict[str, float], Wanted, Wanted]:
+    """The log's decisions beside those of the simulator about the same requests."""
+    real, simulated = wanted_of(decisions_of(log)), simulated_wanted(log, sent, BLOCK_SIZE)
+    return agreement(real, simulated, TICK_S), real, simulated
 
 
 @click.command()
@@ -164,16 +186,21 @@ def main(scalings: int, most_s: float, json_path: Path | None, plot_path: Path |
     with tempfile.TemporaryDirectory() as folder:
         settings = SETTINGS | {"sessions.state_dir": folder}
         with Served(settings, "--prefill", "1", "--decode", "1") as served:
-            results = asyncio.run(measure(served.url, scalings, most_s, console))
-        results["log"] = replayed(Path(folder))
+            results, sent = asyncio.run(measure(served.url, scalings, most_s, console))
+        log = log_of(Path(folder))
+    results["log"] = replayed(log)
+    results["simulator"], real, simulated = compared(log, sent)
+    begin_s = next(line.snapshot.wall_s for line in log if line.snapshot is not None)
+    up = [(round(at_s - begin_s, 1), number) for at_s, number in results.pop("history")]
+    results |= {"up": up, "wanted": real.by_tick, "wanted_in_simulator": simulated.by_tick}
     table = Table("", *("waves", "step"), title="workers that come and go")
     for key in ("requests", "failed", "altered", "ttft_p50_s", "ttft_p99_s"):
         table.add_row(key, *(f"{results[phase][key]:.4g}" for phase in ("waves", "step")))
     console.print(table)
-    for key in ("zero", "log", "actions", "left_over"):
+    for key in ("zero", "log", "simulator", "actions", "left_over"):
         console.print(f"{key}: {results[key]}")
     if plot_path is not None:
-        draw(results["history"], plot_path)
+        draw(up, real.by_tick, simulated.by_tick, plot_path)
     if json_path is not None:
         write_json(json_path, results)
 

@@ -11,6 +11,7 @@ from random import Random
 
 import httpx
 
+from benchmarks.scaling.simulated import Sent
 from lab.bench.load import Client, LoadSpec, Timing, make_prompts
 
 Rate = Callable[[float], float]
@@ -62,17 +63,19 @@ class Talk:
         self._prompts = make_prompts(spec)
         self._texts: dict[str, str] = {}
         self._rng = Random(seed)
+        self._since_1970 = time.time() - self._client.now()
+        self.sent: list[Sent] = []  # that were answered
 
     async def learn(self) -> None:
         """What each says when it runs alone."""
         for prompt in self._prompts:
-            timing = await self._client.request(prompt)
+            timing = await self._request(prompt)
             if timing.error is not None:
                 raise RuntimeError(f"a request that ran alone failed: {timing.error}")
             self._texts[prompt] = timing.text
 
     async def single(self) -> Timing:
-        return await self._client.request(self._prompts[0])
+        return await self._request(self._prompts[0])
 
     async def follow(
         self, rate: Rate, seconds: float, is_over: Callable[[], bool] = lambda: False
@@ -93,6 +96,14 @@ class Talk:
 
     async def _one(self, outcome: Outcome) -> None:
         prompt = self._rng.choice(self._prompts)
-        timing = await self._client.request(prompt)
+        timing = await self._request(prompt)
         outcome.timings.append(timing)
         outcome.altered += timing.error is None and timing.text != self._texts[prompt]
+
+    async def _request(self, prompt: str) -> Timing:
+        timing = await self._client.request(prompt)
+        if timing.error is None:
+            number, tokens = self._prompts.index(prompt), timing.num_output_tokens
+            at_s = self._since_1970 + timing.sent_at
+            self.sent.append(Sent(at_s, number, timing.num_prompt_tokens, max(1, tokens)))
+        return timing
