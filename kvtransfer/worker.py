@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
-from math import inf
 from typing import Any, ClassVar
 
 from engine.config import WorkerConfig
@@ -19,6 +18,7 @@ from engine.core import EngineCore
 from engine.messages import Abort, Preempted, Probe, Refused
 from engine.node import Effect, Exit, Note, Send, Wake, Woken
 from engine.request import Refusal
+from engine.scheduling.prompts import seconds_of_token
 from engine.sequence import SeqState, Sequence
 from engine.stats import Audit, AuditRequest, ProgressReport, ProgressRequest, RouterDown
 from engine.step import Execute, PrepareGrammar, StepDone
@@ -195,15 +195,9 @@ class Worker:
             detail = f"not {self._part_of(seq).goal} by {self.node_id} before the deadline"
             refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
             effects += [*self.exchange.end(seq), Send(seq.router, refused)]
-        # Again, in case that a router has not heard of it; and those that never had any, unless
-        # others share these cores: there they would only compute at the same time.
-        waiting = islice(self.core.scheduler.waiting, MAX_TOLD)
-        late = now - (inf if self.config.cores else MEMORY_WAIT_S)
-        effects += self._tell_preempted(
-            s
-            for s in waiting
-            if s.num_preemptions or (self.core.scheduler.lacks_room and s.arrived_at < late)
-        )
+        # Again, in case that a router has not heard of it.
+        waiting = filter(self._is_stuck, self.core.scheduler.waiting)
+        effects += self._tell_preempted(islice(waiting, MAX_TOLD))
         effects += self.exchange.tick(now)
         stats = replace(
             self.core.stats(self._num_handoffs, self.exchange.rates()),
@@ -212,6 +206,18 @@ class Worker:
         publisher = self.core.publisher
         publisher.tick()
         return effects + [Send(router, stats) for router in publisher.routers]
+
+    def _is_stuck(self, seq: Sequence) -> bool:
+        """Whether it would rather be elsewhere: it has lost its blocks, or waits for the first.
+        Where others share these cores a long prompt would only be computed at the same time."""
+        if seq.num_preemptions:
+            return True
+        core = self.core
+        if not core.scheduler.lacks_room or seq.awaits_producer:
+            return False
+        compute_s = seq.num_to_compute * seconds_of_token(core.timing.prompt_cost)
+        is_short = not self.config.cores or compute_s <= MEMORY_WAIT_S
+        return is_short and core.now - seq.arrived_at > MEMORY_WAIT_S
 
     def _end(self, seqs: list[Sequence]) -> list[Effect]:
         return [effect for seq in seqs for effect in self.exchange.end(seq)]

@@ -191,7 +191,7 @@ class Dispatcher:
             return rejection
         work = self._work(record)
         if leaves:
-            work = work._replace(avoid=(*record.avoid, *leaves))
+            work = work._replace(avoid=(*record.avoid, *leaves), num_left=len(leaves))
         choose = partial(self._policy.choose, now, work, lambda: self._sticky(record))
         choice = choose()
         if choice is None and record.avoid and not leaves:

@@ -1,13 +1,29 @@
 /* Candidates and sources of KV. */
 #include "candidates.h"
 
+static bool is_silent(const question *q, const worker *w) {
+    return w->has_stats && q->asked.now - w->last_seen_at >= q->probe_after_s;
+}
+
+static bool is_among(worker *const *workers, int64_t count, const worker *w) {
+    for (int64_t i = 0; i < count; i++)
+        if (workers[i] == w)
+            return true;
+    return false;
+}
+
 static bool is_trusted(const question *q, const worker *w) {
-    if (w->has_stats && q->asked.now - w->last_seen_at >= q->probe_after_s)
+    return !is_silent(q, w) && !is_among(q->avoid, q->num_avoid, w);
+}
+
+/* One that it leaves gets nothing new, and has most of its KV. */
+static bool is_source(const question *q, const worker *w) {
+    if (!w->alive || is_silent(q, w))
         return false;
-    for (int64_t i = 0; i < q->num_avoid; i++)
-        if (q->avoid[i] == w)
-            return false;
-    return true;
+    int64_t num_failed = q->num_avoid - q->num_left;
+    if (is_among(q->avoid + num_failed, q->num_left, w))
+        return !is_among(q->avoid, num_failed, w);
+    return q->asked.now >= w->excluded_until && is_trusted(q, w);
 }
 
 /* Whether it could hold a sequence of `num_tokens` tokens, if it were empty. */
@@ -66,8 +82,7 @@ void find_fetch_sources(const cost_model *c, question *q, const holders_found *h
     for (int role = 0; role < 2; role++)
         for (uint32_t i = 0; i < holders->count[role] && i < q->fetch_sources_per_role; i++) {
             worker *w = holders->workers[role][i];
-            if (count == MAX_FETCH_SOURCES || !w->alive || q->asked.now < w->excluded_until ||
-                !is_trusted(q, w))
+            if (count == MAX_FETCH_SOURCES || !is_source(q, w))
                 continue;
             fetch_source source = {w, held_by(&q->asked, w)};
             double gain_s = fetch_gain_s(c, &source);

@@ -228,8 +228,8 @@ typedef struct {
     int64_t total_tokens; /* that the request may come to have */
     int64_t max_inflight;
     double max_memory_wait_s, probe_after_s;
-    worker **avoid;
-    int64_t num_avoid;
+    worker **avoid; /* those that it leaves last: their KV may be fetched */
+    int64_t num_avoid, num_left;
     bool trusting, given; /* trusting: silent workers and those to be avoided are usable */
     bool alone;           /* who decodes computes the prompt too */
     worker **decodes, **prefills, **fetch_sources;

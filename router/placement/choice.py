@@ -111,7 +111,7 @@ class Chooser:
     def ask(self, now: float, work: Work, *, trusting: bool) -> None:
         """What the following calls are about. `trusting`: silent workers, and those that have
         failed this request, are better than none."""
-        num_tokens, total_tokens, output_tokens, prompts, avoid, alone = work
+        num_tokens, total_tokens, output_tokens, prompts, avoid, num_left, alone = work
         question, hashed = self._question, self._hashed
         asked = question.asked
         if len(hashed) != len(prompts):
@@ -125,7 +125,7 @@ class Chooser:
         asked.now, asked.output_tokens, asked.num_tokens = now, output_tokens, num_tokens
         question.total_tokens, question.trusting = total_tokens, trusting
         question.alone = alone
-        question.num_avoid = len(avoid)
+        question.num_avoid, question.num_left = len(avoid), num_left
         if avoid:
             question.avoid = self._avoid = _structs(avoid)
         self._work = work

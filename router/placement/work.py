@@ -65,7 +65,8 @@ class Work(NamedTuple):
     total_tokens: int  # at most, at its end
     output_tokens: float  # expected from now on
     prompts: Sequence[HashedPrompt]  # one for each kind of workers
-    avoid: Sequence[Endpoint] = ()  # workers that have failed it
+    avoid: Sequence[Endpoint] = ()  # workers that have failed it, then those that it leaves
+    num_left: int = 0  # of these
     alone: bool = False  # one worker has to do all of it
 
 

@@ -8,11 +8,13 @@ import pytest
 
 from decode_worker.messages import Decode
 from engine.kv.tier import Retention
+from engine.messages import Preempted
 from engine.request import FinishReason, Refusal, SamplingParams
+from engine.stats import Role
 from prefill_worker.messages import Prefill
 from router.config import POLICIES
 from router.index.table import Held
-from router.messages import Cancel, Submit
+from router.messages import Cancel, RoleChanged, Submit, WorkerDraining
 from tests.router.script import CLIENT, Script, worker_stats
 
 PREFIX = tuple(range(200))
@@ -252,3 +254,36 @@ def test_baselines_keep_the_kv_wherever_it_is(policy: str) -> None:
     params = SamplingParams(max_tokens=8)
     s.tell(Submit("r", CLIENT, PREFIX, params, 60.0, retention=kept))
     assert [m.retention for _, m in s.sent if isinstance(m, Prefill | Decode)] == [kept, kept]
+
+
+# -- a request that moves ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", ["role", "drain", "memory"])
+def test_a_request_that_moves_takes_its_kv_along(reason: str) -> None:
+    """The worker that it leaves gets nothing new, and is who holds its blocks."""
+    s = Script("decode-0", "decode-1")
+    s.submit(tokens=(*PREFIX, 1, 2))
+    old, _, _ = placed(s)
+    s.delta(old, 202, 7)
+    s.holds(old, device=PREFIX)
+    match reason:
+        case "role":
+            s.tell(RoleChanged(old, 1, Role.PREFILL))
+        case "drain":
+            s.tell(WorkerDraining(old, 1))
+        case "memory":
+            s.tell(Preempted(old, 1, "r", 1, awaits_prefill=False))
+    (new,) = {"decode-0", "decode-1"} - {old}
+    assert placed(s) == (new, None, old)
+
+
+def test_a_worker_that_failed_it_is_not_asked_for_its_kv() -> None:
+    s = Script("decode-0", "decode-1")
+    s.submit(tokens=(*PREFIX, 1, 2))
+    old, _, _ = placed(s)
+    s.delta(old, 202, 7)
+    s.holds(old, device=PREFIX)
+    s.refuse(old, Refusal.EXECUTION)
+    (new,) = {"decode-0", "decode-1"} - {old}
+    assert placed(s) == (new, None, None)
