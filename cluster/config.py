@@ -69,7 +69,7 @@ class EngineSection(Section, frozen=True):
     guard: bool = True  # compare block tables before each step; false: only their ranges
     # tokens per step; longer prompts are computed in chunks; 0: 512, on a GPU 8,192
     max_num_batched_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
-    # longest step of a decode worker that takes prompt tokens beside its decodes; 0: 100 where
+    # longest step of a decode worker that takes prompt tokens beside its decodes; 0: 50 where
     # there are prefill workers, no limit in one pool
     itl_target_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
     max_num_seqs: Annotated[int, Meta(ge=0, le=4096)] = 0  # per step; 0: 64, on a GPU 256

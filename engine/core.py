@@ -146,6 +146,7 @@ class EngineCore:
             timing.prompt_cost,
             timing.decode_step_s.value,
             timing.row_cost.published(),
+            timing.token_s,
         )
         if step is not None:
             self.watch.begin(self.now, timing.expected_s(step))

@@ -178,6 +178,12 @@ class StepTiming:
             self._prompt_slowdown.add(elapsed_s, fitted_s(known, features))
         self.prompt_cost.add(features, elapsed_s)
 
+    @property
+    def token_s(self) -> float:
+        """Of a prompt's token, its share of the passes included; 0: not measured yet."""
+        rate = self.prefill_tokens_per_s.value
+        return 1.0 / rate if rate > 0 else 0.0
+
     def expected_s(self, step: Step) -> float | None:
         """What `step` should take, at most; None: too little was measured."""
         prompts = [share for share in step.seqs if len(share.tokens) > 1]

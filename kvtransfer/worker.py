@@ -18,7 +18,6 @@ from engine.core import EngineCore
 from engine.messages import Abort, Preempted, Probe, Refused
 from engine.node import Effect, Exit, Note, Send, Wake, Woken
 from engine.request import Refusal
-from engine.scheduling.prompts import seconds_of_token
 from engine.sequence import SeqState, Sequence
 from engine.stats import Audit, AuditRequest, ProgressReport, ProgressRequest, RouterDown
 from engine.step import Execute, PrepareGrammar, StepDone
@@ -152,8 +151,8 @@ class Worker:
     def _schedule(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         exchange = self.exchange
-        cost = self.core.timing.prompt_cost
-        for seq in self.core.scheduler.admit_waiting(now, exchange.has_external_kv, cost):
+        token_s = self.core.timing.token_s
+        for seq in self.core.scheduler.admit_waiting(now, exchange.has_external_kv, token_s):
             self.core.mark_used(seq)
             if seq.state is SeqState.REMOTE:
                 effects += exchange.connector.start(now, seq)
@@ -215,7 +214,7 @@ class Worker:
         core = self.core
         if not core.scheduler.lacks_room or seq.awaits_producer:
             return False
-        compute_s = seq.num_to_compute * seconds_of_token(core.timing.prompt_cost)
+        compute_s = seq.num_to_compute * core.timing.token_s
         is_short = not self.config.cores or compute_s <= MEMORY_WAIT_S
         return is_short and core.now - seq.arrived_at > MEMORY_WAIT_S
 

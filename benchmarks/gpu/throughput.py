@@ -59,7 +59,7 @@ def serve(runner: ModelRunner, prompts: list[list[int]], output_len: int) -> flo
         core.scheduler.add(seq)
     while core.seqs:
         core.now = perf_counter() - began
-        core.scheduler.admit_waiting(core.now, lambda _: False, core.timing.prompt_cost)
+        core.scheduler.admit_waiting(core.now, lambda _: False, core.timing.token_s)
         step = core.next_step()
         assert step is not None
         step.checksum_blocks.clear()  # nothing leaves this worker

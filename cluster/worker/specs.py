@@ -17,7 +17,7 @@ from cluster.worker.kv_plan import GIB
 from cluster.worker.spec import WorkerSpec
 from engine.stats import Role
 
-ITL_TARGET_MS = 100.0  # of decode workers, where prefill workers are there for long prompts
+ITL_TARGET_MS = 50.0  # of decode workers, where prefill workers are there for long prompts
 
 
 def worker_spec(

@@ -15,7 +15,8 @@ Order = tuple[bool, float]
 def order(seq: Sequence, now: float, token_s: float) -> Order:
     """Ascending: first streams, which are silent until they are computed here. Then the shortest,
     which is best for the mean latency; but one that has waited counts as shorter, so that a long
-    one does not starve."""
+    one does not starve. token_s: as it is measured; what a fit says of one token may be nothing,
+    where all passes have equally many."""
     compute_s = max(0.0, seq.num_to_compute * token_s)
     return not seq.is_stream, order_of(compute_s, now - seq.arrived_at)
 
@@ -54,15 +55,11 @@ def may_be_admitted(
             ahead.append((key, seq.num_missing))
 
 
-def seconds_of_token(cost: FittedCost) -> float:
-    """Of a prompt; 0: not known yet."""
-    return cost.weights[1] / TOKENS_UNIT
-
-
 def choose_prompts(
     running: Iterable[Sequence],
     now: float,
     budget: int,
+    token_s: float,
     cost: FittedCost,
     decode_s: float,
     kv: KVCacheManager,
@@ -70,8 +67,9 @@ def choose_prompts(
     """Which prompts get how many of `budget` tokens, by `order`. Another prompt joins the pass if
     the passes that are saved, each with its decodes, are worth the delay of those in it.
 
-    decode_s: of a step of the decodes beside them. kv: holds their block tables."""
-    pass_s, token_s = cost.weights[0] + decode_s, seconds_of_token(cost)
+    token_s: of a token, all in all; what a pass and a token more cost is in `cost`. decode_s: of a
+    step of the decodes beside them. kv: holds their block tables."""
+    pass_s, more_s = cost.weights[0] + decode_s, cost.weights[1] / TOKENS_UNIT
     prompts = sorted(
         (seq for seq in running if seq.num_missing > 1), key=lambda seq: order(seq, now, token_s)
     )
@@ -81,7 +79,7 @@ def choose_prompts(
         if count <= 0:
             break
         saved_s = pass_s * (len(prompts) - len(chosen))
-        if chosen and token_s > 0 and saved_s < count * token_s * len(chosen):
+        if chosen and more_s > 0 and saved_s < count * more_s * len(chosen):
             break
         chosen.append((seq, count))
         budget -= count

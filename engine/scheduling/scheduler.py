@@ -22,7 +22,6 @@ from engine.scheduling.prompts import (
     first_missing,
     hashes_under_way,
     may_be_admitted,
-    seconds_of_token,
 )
 from engine.sequence import SeqState, Sequence
 from engine.step import UNKNOWN, ScheduledSeq, Step, StepDone
@@ -77,11 +76,11 @@ class Scheduler:
         return True
 
     def admit_waiting(
-        self, now: float, comes_from_elsewhere: Callable[[Sequence], bool], cost: FittedCost
+        self, now: float, comes_from_elsewhere: Callable[[Sequence], bool], token_s: float
     ) -> list[Sequence]:
         """Admit those that may go on now; returns them: they are REMOTE now if their KV
-        `comes_from_elsewhere` (asked once they have their blocks), and else RUNNING. `cost`: as of
-        `schedule`.
+        `comes_from_elsewhere` (asked once they have their blocks), and else RUNNING. `token_s`: as
+        of `schedule`.
 
         A sequence whose next missing block is being computed or loaded for another one is skipped
         until that block is a cache hit; one that does not fit blocks those behind it."""
@@ -91,7 +90,6 @@ class Scheduler:
             return admitted
         computing = hashes_under_way(self.running, self.remote, self.kv)
         waiting, budget = tuple(self.waiting), self.config.max_num_batched_tokens
-        token_s = seconds_of_token(cost)
         for seq in may_be_admitted(waiting, self.running, now, token_s, budget):
             if computing and first_missing(seq, self.kv) in computing:
                 continue
@@ -133,12 +131,13 @@ class Scheduler:
         cost: FittedCost,
         decode_s: float = 0.0,
         row_weights: tuple[float, ...] = (),
+        token_s: float = 0.0,
     ) -> Step | None:
         """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
         these, at most `prompt_budget` tokens if there are decodes that they would delay. `cost` is
         the measured cost of prompts; beside decodes, what they add to `decode_s`, the time of a
-        step of decodes alone. row_weights: as of `Drafter.plan`. While a step is in flight, only
-        one that follows it."""
+        step of decodes alone. row_weights: as of `Drafter.plan`. token_s: of a prompt, all in all;
+        0: not measured yet. While a step is in flight, only one that follows it."""
         if len(self.in_flight) > self.config.steps_ahead or not self.running:
             return None  # as after most messages
         if self.in_flight:
@@ -150,7 +149,7 @@ class Scheduler:
         if len(decodes) < len(self.running):
             budget = min(budget - len(decodes), prompt_budget if decodes else budget)
             beside_s = decode_s if decodes else 0.0
-            chosen += choose_prompts(self.running, now, budget, cost, beside_s, self.kv)
+            chosen += choose_prompts(self.running, now, budget, token_s, cost, beside_s, self.kv)
         chosen = [each for each in chosen if self._is_sound(*each)]
         if not chosen:
             return None

@@ -137,6 +137,9 @@ class Starvation:
         if record.current is not None and record.current.number > seq.attempt:
             return False  # it was moved, to a worker that may be lost: `Silence` looks at that
         core, config = worker.core, worker.config
+        endpoint = life.node._requests.dispatcher.endpoint(config.node_id, config.epoch)
+        if endpoint is None or runtime.now < endpoint.excluded_until:
+            return False  # it has just failed, or does not get on
         busy = len(core.seqs)
         whole = seq.num_prompt_tokens + seq.sampling.max_tokens
         needed = -(-whole // config.block_size) + busy + 1

@@ -5,6 +5,8 @@
 
 #define TOKENS_UNIT 4096.0 /* as in engine/cost.py */
 #define SEQS_UNIT 16.0
+#define FAR 10.0   /* times what the plain rate says */
+#define SHORT 64.0 /* tokens: as long as a pass takes for whatever is shorter */
 
 /* -- times from rates and fits ---------------------------------------------------------------- */
 
@@ -43,8 +45,9 @@ static double compute_s(const cost_model *c, const worker *w, int64_t num_new, i
     if (weights == NULL)
         return rate_s;
     prompt_features(num_new, start, w->max_num_batched_tokens, features);
-    /* A fit may be wrong where nothing was measured yet. */
-    return fmax(fitted_s(weights, features), 0.05 * rate_s);
+    /* A fit may be wrong where nothing was measured yet. A pass has its price, however short. */
+    double most_s = FAR * rate_s * fmax(num_new, SHORT) / num_new;
+    return fmin(fmax(fitted_s(weights, features), 0.05 * rate_s), most_s);
 }
 
 /* How long it takes now. Without a fit the rate is that of now already. */

@@ -45,7 +45,7 @@ class Computed:
         self.admit()
 
     def admit(self) -> None:
-        self.scheduler.admit_waiting(0.0, lambda seq: False, FittedCost(4))
+        self.scheduler.admit_waiting(0.0, lambda seq: False, 0.0)
 
     def step(self, budget: int) -> int:
         """The first position that is computed. budget: as beside decodes and other prompts."""

@@ -64,8 +64,9 @@ class Prompts:
         self, cost: FittedCost = UNKNOWN, prompt_budget: int = BUDGET, decode_s: float = 0.0
     ) -> dict[str, int]:
         """Tokens fed, by request."""
-        self.scheduler.admit_waiting(self.now, lambda seq: False, cost)
-        planned = self.scheduler.schedule(self.now, prompt_budget, cost, decode_s)
+        token_s = cost.weights[1] / TOKENS_UNIT
+        self.scheduler.admit_waiting(self.now, lambda seq: False, token_s)
+        planned = self.scheduler.schedule(self.now, prompt_budget, cost, decode_s, (), token_s)
         assert planned is not None
         sampled = [Sampled(7) if share.sample else None for share in planned.seqs]
         for seq, _ in self.scheduler.finish_step(StepDone(planned.step_id, sampled)):
@@ -120,6 +121,15 @@ def test_a_stream_that_has_begun_elsewhere_goes_before_prompts_that_have_not() -
     while any(seq.num_missing > 1 for seq in prompts.seqs):
         order += [name for name, count in prompts.step(PER_TOKEN).items() if count > 1]
     assert order == ["r1", "r2", "r0"]
+
+
+def test_short_prompts_go_first_whatever_a_fit_says_of_a_token() -> None:
+    """Where all passes have equally many tokens, it cannot tell a token from a pass."""
+    prompts = Prompts(400, 20)
+    prompts.scheduler.admit_waiting(0.0, lambda seq: False, 0.01)
+    planned = prompts.scheduler.schedule(0.0, BUDGET, priced(pass_s=0.6), 0.0, (), 0.01)
+    assert planned is not None
+    assert planned.seqs[0].request_id == "r1#1"
 
 
 def test_of_equal_prompts_the_one_that_has_waited_longer_goes_first() -> None:

@@ -176,12 +176,14 @@ def test_a_worker_that_has_learned_nothing_yet_is_taken_for_one_of_the_fleet() -
     assert nearer == pytest.approx(1 + SMOOTHING)
 
 
-def test_a_fit_that_says_next_to_nothing_is_not_believed() -> None:
+def test_a_fit_is_not_believed_that_says_next_to_nothing_or_ten_times_the_rate() -> None:
     wrong = endpoint("prefill-0", prompt_weights=(0.0, -5.0, 0.0, 0.0))
     assert prefill_s(CostModel(), wrong, 1000) > 0
     known = prefill_cost(CostModel(), 0.0, wrong, work(1000, prefill_0=999))
     assert known.intake.computed == 1
     assert known.seconds.prefill < 1e-4
+    wild = endpoint("prefill-0", prompt_weights=(0.01, 0.0, 0.0, 1e6))
+    assert prefill_s(CostModel(), wild, 200) == pytest.approx(10 * 200 / 1000)
 
 
 def test_chunks_of_a_long_prompt_cost_a_pass_each() -> None:
