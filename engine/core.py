@@ -78,8 +78,7 @@ class EngineCore:
                 f"{most_tokens} tokens need {needed} KV blocks of {config.block_size} tokens,"
                 f" {config.node_id} has {config.num_blocks}",
             )
-        scheduler = self.scheduler
-        num_here = len(scheduler.waiting) + len(scheduler.running) + len(scheduler.remote)
+        num_here = len(self.scheduler.waiting) + self.scheduler.num_admitted
         if num_here >= config.max_waiting + config.max_num_seqs:
             return self.refusal(
                 work.request_id,
@@ -283,7 +282,7 @@ class EngineCore:
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
             num_waiting=len(scheduler.waiting),
-            num_running=len(scheduler.running) + len(scheduler.remote),
+            num_running=scheduler.num_admitted,
             num_handoffs=num_handoffs,
             pending_prefill_tokens=scheduler.pending_tokens,
             prefill_tokens_per_s=self.timing.present_prefill_rate(is_busy=is_busy),

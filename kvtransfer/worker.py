@@ -227,7 +227,7 @@ class Worker:
 
     def progress(self) -> ProgressReport:
         watch, scheduler = self.core.watch, self.core.scheduler
-        num_requests = len(scheduler.waiting) + len(scheduler.running) + len(scheduler.remote)
+        num_requests = len(scheduler.waiting) + scheduler.num_admitted
         return ProgressReport(
             self.node_id,
             self.config.epoch,

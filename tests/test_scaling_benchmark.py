@@ -7,18 +7,15 @@ from random import Random
 import pytest
 
 from benchmarks.scaling.simulated import (
-    AsMeasured,
     Sent,
     Wanted,
     agreement,
     decisions_of,
+    simulate,
     simulated_wanted,
     wanted_of,
 )
 from cluster.scaling.costs import Costs
-from cluster.scaling.decisions import Line
-from lab.replay.autoscale.scaled import replay_scaled, with_targets
-from lab.replay.config import ReplayConfig
 from lab.replay.trace import Trace, TraceRequest
 from router.scaling_config import ScalingConfig
 
@@ -37,20 +34,6 @@ SCALING = ScalingConfig(
 )
 
 
-def run(requests: list[TraceRequest]) -> list[Line]:
-    """The log of a fleet that serves them."""
-    config = ReplayConfig(
-        AsMeasured(COSTS),
-        num_blocks=COSTS.pool_tokens // BLOCK_SIZE,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=COSTS.max_num_seqs,
-        max_num_batched_tokens=COSTS.max_num_batched_tokens,
-        stats_interval_s=0.25,
-    )
-    trace = Trace("waves", tuple(requests), BLOCK_SIZE)
-    return replay_scaled("", trace, with_targets(config, SCALING), SCALING.start_s, SCALING).log
-
-
 def test_the_traffic_of_a_log_leads_to_its_decisions_again() -> None:
     """What passes cost and how long starts take is read from the log."""
     rng = Random(1)
@@ -60,7 +43,8 @@ def test_the_traffic_of_a_log_leads_to_its_decisions_again() -> None:
         for _ in range(90)
     ]
     requests.sort(key=lambda each: each.at_s)
-    log = run(requests)
+    trace = Trace("waves", tuple(requests), BLOCK_SIZE)
+    log = simulate(trace, COSTS, SCALING.start_s, SCALING)
     begin_s = log[1].snapshot.wall_s if log[1].snapshot is not None else 0.0
     sent = [Sent(r.at_s, i, r.input_length, r.output_length) for i, r in enumerate(requests)]
     real = wanted_of(decisions_of(log))

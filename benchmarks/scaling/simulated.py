@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 from cluster.scaling.costs import Costs
 from cluster.scaling.decisions import Decision, Line
@@ -106,8 +106,8 @@ def agreement(real: Wanted, simulated: Wanted, tick_s: float) -> dict[str, float
         "changes_within_a_tick": share(changes, 1),
         "changes_within_five": share(changes, 5),
         "simulated_changes": sum(at_s <= end_s for at_s, _ in simulated.changes),
-        "mean_wanted": sum(number for _, number in ticks) / max(1, len(ticks)),
-        "mean_wanted_simulated": _mean([n for at, n in simulated.by_tick if at <= end_s]),
+        "mean_wanted": fmean(number for _, number in ticks),
+        "mean_wanted_simulated": fmean(n for at_s, n in simulated.by_tick if at_s <= end_s),
     }
 
 
@@ -131,18 +131,20 @@ def simulated_wanted(lines: Sequence[Line], sent: Sequence[Sent], block_size: in
         ),
         block_size,
     )
+    return wanted_of(decisions_of(simulate(trace, costs, start_s, settings)))
+
+
+def simulate(trace: Trace, costs: Costs, start_s: float, settings: ScalingConfig) -> list[Line]:
+    """The log of an autoscaler over such workers, one of each role at first."""
     config = ReplayConfig(
         timing=AsMeasured(costs),
-        num_prefill=1,
-        num_decode=1,
-        num_blocks=max(1, costs.pool_tokens // block_size),
-        block_size=block_size,
+        num_blocks=max(1, costs.pool_tokens // trace.block_tokens),
+        block_size=trace.block_tokens,
         max_num_seqs=costs.max_num_seqs,
         max_num_batched_tokens=costs.max_num_batched_tokens,
         stats_interval_s=0.25,
     )
-    run = replay_scaled("simulated", trace, with_targets(config, settings), start_s, settings)
-    return wanted_of(decisions_of(run.log))
+    return replay_scaled("", trace, with_targets(config, settings), start_s, settings).log
 
 
 def _measured(settings: ScalingConfig, snapshots: Sequence[Snapshot]) -> tuple[Costs, float]:
@@ -158,7 +160,3 @@ def _measured(settings: ScalingConfig, snapshots: Sequence[Snapshot]) -> tuple[C
     }
     by_step = sorted(measured, key=lambda costs: costs.decode_step_s)
     return by_step[len(by_step) // 2], median(starts.values()) if starts else settings.start_s
-
-
-def _mean(values: Sequence[int]) -> float:
-    return sum(values) / max(1, len(values))

@@ -62,7 +62,7 @@ class Scheduler:
 
     def admit(self, seq: Sequence, now: float) -> bool:
         """Allocate a waiting sequence's blocks, if there is room. The caller sets its state."""
-        busy = len(self.running) + len(self.remote)
+        busy = self.num_admitted
         if busy >= self.config.max_num_seqs:
             return False
         # One block per busy sequence stays free, or the next few steps would preempt.
@@ -264,6 +264,10 @@ class Scheduler:
         seq.state = SeqState.HELD
 
     @property
+    def num_admitted(self) -> int:
+        return len(self.running) + len(self.remote)
+
+    @property
     def pending_tokens(self) -> int:
         """Known tokens without KV, of sequences that are computed here."""
         return sum(len(s.tokens) - s.num_computed for s in self.running) + sum(
@@ -294,7 +298,7 @@ class Scheduler:
         num_free = self.kv.pool.num_free + sum(len(seq.block_ids) for seq in silent)
         if not silent or num_free < self.kv.window.max_blocks(len(stream.tokens)):
             return False
-        self._preempt(victim(silent, self.config.block_size))
+        self._preempt(victim(self.running, self.config.block_size))
         return True
 
     def _preempt(self, seq: Sequence) -> None:

@@ -183,7 +183,7 @@ double memory_s(const cost_model *c, const worker *w, const work *asked) {
     double lacking = missing / (double)w->block_size + 1 - num_free(w);
     if (lacking <= 0)
         return 0.0;
-    double in_use = fmax(1, w->num_blocks - fmax(0, num_free(w))); /* and others wait */
+    double in_use = fmax(1, w->num_blocks - fmax(0, num_free(w))); /* what others wait for is not */
     return lacking / in_use * asked->output_tokens * step_s(c, w, num_seqs(w), 1.0);
 }
 
