@@ -138,6 +138,7 @@ class RankTransfers:
     def __init__(self, opened: Transfers, name: NodeId, tell: Tell) -> None:
         self.facts = opened.facts
         self.checksums = opened.checksums
+        self.begin_checksums = opened.begin_checksums
         self._loops = TransferLoops(opened.memory, opened.storage, tell, name)
 
     def receive(self, message: ConnectPeer | CopyBlocks | StoreIndex) -> None:

@@ -112,16 +112,17 @@ class ModelRunner:
         self._draw: Draw = draw
         self._decode: CpuDecode | None = None
         with torch.inference_mode():
-            ops = self._ops(threads)
-            if member is not None:
-                ops = member.ops(ops, self.config)
+            own = self._ops(threads)
+            ops = own if member is None else member.ops(own, self.config)
             weights = load_weights(model_dir, self.config, ops, progress)
             self._decoder = Decoder(self.config, weights, ops)
+            if member is not None:
+                member.group.wait_for_all()
             if not num_blocks:
                 self._fit_pool(ops, max_num_batched_tokens, max_num_seqs, memory_share)
             if isinstance(ops, CpuOps):
                 self._decode = ops.decode(weights, self._limits)
-            self._steps = self._gpu_steps(ops, max_num_seqs, cuda_graphs, progress)
+            self._steps = self._gpu_steps(own, max_num_seqs, cuda_graphs, progress)
         self._guard = Guard(self._limits)
         self.launch = self._launches()
         if self.device.type == "cpu":
@@ -306,9 +307,8 @@ class ModelRunner:
     def _gpu_steps(
         self, ops: Ops, max_num_seqs: int, graphs: bool, progress: Callable[[str], None]
     ) -> GpuSteps | None:
-        """None on a CPU, without kernels, and with tensor parallelism, whose collectives are not
-        captured in graphs."""
-        if self.device.type != "cuda" or self._member is not None or isinstance(ops, TorchOps):
+        """None on a CPU, and without kernels. ops: of this rank alone."""
+        if isinstance(ops, CpuOps | TorchOps):
             return None
         from engine.model.gpu.steps import GpuSteps
 
@@ -319,6 +319,7 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             graphs=graphs,
             progress=progress,
+            group=None if self._member is None else self._member.group,
         )
         self.notices += steps.notices
         return steps

@@ -96,6 +96,7 @@ class StepExecutor:
         def wait() -> StepDone:
             try:
                 done, checksums = wait_for_step(), wait_for_checksums()
+                checksums = self._of_all_ranks(step, checksums)
                 check_before()
             except Exception as error:
                 return fail(error)
@@ -111,11 +112,13 @@ class StepExecutor:
         try:
             done = self._run_step(step)
             checksums = self._checksum_blocks(step.checksum_blocks)
-            if self._add_ranks is not None and checksums:
-                checksums = self._add_ranks(step, checksums)
+            checksums = self._of_all_ranks(step, checksums)
         except Exception as error:
             return self._failed(step, error)
         return replace(done, checksums=checksums, elapsed_s=self._clock() - started)
+
+    def _of_all_ranks(self, step: Step, own: list[int]) -> list[int]:
+        return self._add_ranks(step, own) if self._add_ranks is not None and own else own
 
     def _failed(self, step: Step, error: Exception) -> StepDone:
         logger.error("step %d of %d tokens failed", step.step_id, step.num_tokens, exc_info=error)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from engine.model.gpu.sampling import Draws, draw, draw_values
 from engine.model.gpu.staging import StaticInputs
 from engine.request import SamplingParams
 from engine.step import ScheduledSeq
+
+if TYPE_CHECKING:
+    from engine.model.parallel.ops import Group
 
 OWN = -1  # of a row that follows none: its token is the host's
 NO_SLOT = -1  # of a row that only fills up a captured size: nothing is written for it
@@ -45,8 +49,15 @@ class DecodePasses:
     on the host."""
 
     def __init__(
-        self, decoder: Decoder, limits: Limits, device: torch.device, max_num_seqs: int
+        self,
+        decoder: Decoder,
+        limits: Limits,
+        device: torch.device,
+        max_num_seqs: int,
+        group: Group | None = None,
     ) -> None:
+        """group: of the ranks that run the same passes; all draw, and have the tokens of rank 0."""
+        self._group = group
         self._decoder, self._limits, self._device = decoder, limits, device
         self.sizes = graph_sizes(max_num_seqs)
         rows, width = (max_num_seqs,), -(-limits.max_model_len // limits.block_size)
@@ -172,6 +183,8 @@ class DecodePasses:
         if graph is None:
             self._pass(size)
         else:
+            if self._group is not None:
+                self._group.was_used = True  # by what the graph holds
             graph.replay()
         self._results[slot, :size].copy_(self._drawn[:size], non_blocking=True)
         if self._events:
@@ -193,11 +206,24 @@ class DecodePasses:
         for done, size in enumerate(reversed(self.sizes)):
             self._pass(size)  # compiles, and lets libraries allocate what they keep
             torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._pass(size)
+            graph, error = torch.cuda.CUDAGraph(), None
+            try:
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    self._pass(size)
+            except RuntimeError as caught:
+                error = caught
+            self._agree(error)
             self._graphs[size] = graph
             progress(f"capturing decode steps: {done + 1} of {len(self.sizes)}")
+
+    def _agree(self, error: RuntimeError | None) -> None:
+        """Raises `error`, or RuntimeError where another rank has one: ranks that run a pass more
+        than others would wait for them."""
+        failed = self._group is not None and not self._group.least(error is None, self._device)
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError("another rank could not capture a step")
 
     def forget_graphs(self) -> None:
         self._graphs.clear()
@@ -227,6 +253,8 @@ class DecodePasses:
             there["positions"],
         )  # fmt: skip
         draw(self.logits[:size], draws, drawn)
+        if self._group is not None:
+            self._group.share(drawn)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

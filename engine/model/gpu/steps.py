@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from engine.model.sampling.prompt_outputs import read_prompts
 from engine.model.sampling.sampler import Masks, is_plain, sample
 from engine.request import PromptOutputs, SamplingParams
 from engine.step import Sampled, ScheduledSeq, Step, StepDone, verify_drafts
+
+if TYPE_CHECKING:
+    from engine.model.parallel.ops import Group
 
 WARM_UP = ((1,), (17,), (1, 33), (512,))  # query lengths of the steps that compile kernels
 
@@ -41,12 +45,14 @@ class GpuSteps:
         max_num_seqs: int,
         graphs: bool,
         progress: Callable[[str], None],
+        group: Group | None = None,
     ) -> None:
-        """graphs: capture decode passes. Without a device to capture on, they are only run."""
+        """graphs: capture decode passes. Without a device to capture on, they are only run.
+        group: of the ranks, each with such steps; what they answer counts on rank 0."""
         self.notices: list[str] = []
         self._decoder, self._limits, self._device = decoder, limits, device
         with self._on_device():
-            self._passes = DecodePasses(decoder, limits, device, max_num_seqs)
+            self._passes = DecodePasses(decoder, limits, device, max_num_seqs, group)
             if device.type == "cuda":
                 self._warm_up(progress)
                 if graphs:

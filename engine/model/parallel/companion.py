@@ -23,6 +23,11 @@ class Companion(Protocol):
         """Of its heads of these blocks of the pool, which are complete."""
         ...
 
+    def begin_checksums(self, block_ids: Sequence[int]) -> Callable[[], list[int]]:
+        """The same once what this thread has launched is done, which the call that is returned
+        waits for; it may come from another thread."""
+        ...
+
     def close(self) -> None:
         """Within seconds."""
         ...

@@ -11,14 +11,17 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
 from engine.model.parallel.companion import Broken, Checksums, Companion, Ready
-from engine.model.parallel.ops import RankSetup
+from engine.model.parallel.ops import Group, RankSetup
 from engine.model.runner import ModelRunner
-from engine.step import Step
+from engine.step import Launch, Step
+
+MOST_LAUNCHED = 2  # steps: one runs, one waits behind it
 
 
 class _Leader:
@@ -50,6 +53,55 @@ class _Leader:
             self.companion.close()
         os._exit(0)
 
+    def lose(self, error: Exception) -> None:
+        """Say why this rank cannot go on, and end."""
+        self.tell(Broken(f"{type(error).__name__}: {error}"))
+        # Without the destructors of a group whose other ranks may be gone.
+        os._exit(1)
+
+
+class _Launched:
+    """Waits, on a thread of its own, for the ends of steps that were launched behind one another,
+    and tells the checksums of each. Invariant: two are launched at most, as for the leader."""
+
+    def __init__(self, leader: _Leader) -> None:
+        self._leader = leader
+        self._places = threading.Semaphore(MOST_LAUNCHED)
+        self._waits: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._run, name="launched", daemon=True).start()
+
+    def launch(self, step: Step, launch: Launch) -> None:
+        """Raises what `launch` does; nothing is waited for then."""
+        self._places.acquire()
+        companion, blocks = self._leader.companion, step.checksum_blocks
+        try:
+            wait_for_step = launch(step)
+            begun = companion.begin_checksums(blocks) if companion and blocks else None
+        except BaseException:
+            self._places.release()
+            raise
+
+        def wait() -> None:
+            wait_for_step()
+            if begun is not None:
+                self._leader.tell(Checksums(step.step_id, begun()))
+
+        self._waits.put(wait)
+
+    def wait_for_all(self) -> None:
+        for _ in range(MOST_LAUNCHED):
+            self._places.acquire()
+        self._places.release(MOST_LAUNCHED)
+
+    def _run(self) -> None:
+        while True:
+            wait = self._waits.get()
+            try:
+                wait()
+            except Exception as error:
+                self._leader.lose(error)
+            self._places.release()
+
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader ends us
@@ -59,29 +111,31 @@ def main() -> None:
     leader = _Leader(connection)
     threading.Thread(target=leader.receive, daemon=True).start()
     try:
-        _run(setup, leader)
+        leader.tell(Ready())
+        member = setup.join()
+        runner = ModelRunner(setup.model_dir, device=setup.device, member=member, **setup.options)
+        if setup.companion is not None:
+            leader.companion = setup.companion(runner, setup.shard, leader.tell)
+        leader.tell(Ready(leader.companion and leader.companion.facts))
+        _run(leader, runner, member.group)
     except Exception as error:
-        leader.tell(Broken(f"{type(error).__name__}: {error}"))
-    # Without the destructors of a group whose other ranks may be gone.
-    os._exit(1)
+        leader.lose(error)
 
 
-def _run(setup: RankSetup, leader: _Leader) -> None:
+def _run(leader: _Leader, runner: ModelRunner, group: Group) -> None:
     """Raises what puts this rank out of step."""
-    leader.tell(Ready())
-    member = setup.join()
-    runner = ModelRunner(setup.model_dir, device=setup.device, member=member, **setup.options)
-    if setup.companion is not None:
-        leader.companion = setup.companion(runner, setup.shard, leader.tell)
-    companion = leader.companion
-    leader.tell(Ready(companion and companion.facts))
+    launched, companion = _Launched(leader), leader.companion
     while True:
         step = leader.steps.get()
-        member.group.was_used = False
+        group.was_used = False
         try:
+            if runner.launch is not None and step.may_be_followed:
+                launched.launch(step, runner.launch)
+                continue
+            launched.wait_for_all()
             runner.execute(step)
         except Exception:
-            if member.group.was_used:
+            if group.was_used:
                 raise
             # Refused before anything was computed, as by the leader, which says so.
             continue

@@ -24,6 +24,7 @@ from engine.model.parallel.shard import Shard
 COLLECTIVE_TIMEOUT_S = 60.0
 """A rank that the others wait for this long counts as dead. The death of a process is noticed at
 once, by its connections."""
+LOAD_TIMEOUT_S = 600.0  # for a rank to read its weights, after the first has
 
 
 class Group:
@@ -33,15 +34,21 @@ class Group:
     def __init__(self, shard: Shard, meeting: str, device: torch.device) -> None:
         """Waits until all ranks are here. `meeting`: a file that the ranks find each other by."""
         self.shard = shard
-        self.was_used = False  # some collective was called; reset by the reader
+        self.was_used = False  # some collective was called, or replayed; reset by the reader
         c10d: Any = dist  # whose stubs leave these out
-        store = c10d.FileStore(meeting, shard.size)
+        self._store = store = c10d.FileStore(meeting, shard.size)
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         self._ranks: Any
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            # With the device, it connects now, not within a step.
             dist.init_process_group(
-                "nccl", timeout=timeout, store=store, rank=shard.rank, world_size=shard.size
+                "nccl",
+                timeout=timeout,
+                store=store,
+                rank=shard.rank,
+                world_size=shard.size,
+                device_id=device,
             )
             self._ranks = dist.group.WORLD
             return
@@ -52,13 +59,20 @@ class Group:
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         self._ranks = c10d.ProcessGroupGloo(store, shard.rank, shard.size, options)
 
+    def wait_for_all(self) -> None:
+        """Until every rank has called this: after what takes some longer than others, such as the
+        reading of weights, for which no collective waits. Raises RuntimeError."""
+        self._store.set(f"rank {self.shard.rank}", "here")
+        everyone = [f"rank {rank}" for rank in range(self.shard.size)]
+        self._store.wait(everyone, timedelta(seconds=LOAD_TIMEOUT_S))
+
     def sum(self, tensor: torch.Tensor) -> None:
         """Add up what all ranks have in `tensor`, in place. On CPUs in the order of the ranks, for
         each number: a ring's order depends on where in the tensor it is, so that a token's KV would
         depend on what else is in its step."""
         self.was_used = True
         if tensor.is_cuda or self.shard.size == 2 or not tensor.numel():  # a + b is b + a
-            self._ranks.allreduce([tensor]).wait()
+            self._ranks.allreduce([tensor], _on_stream(dist.AllreduceOptions())).wait()
             return
         parts = [torch.empty_like(tensor) for _ in range(self.shard.size)]
         self._ranks.allgather([parts], [tensor]).wait()
@@ -70,7 +84,7 @@ class Group:
     def least(self, number: int, device: torch.device) -> int:
         """Of what all ranks have."""
         self.was_used = True
-        options: Any = dist.AllreduceOptions()
+        options = _on_stream(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp.MIN
         tensor = torch.tensor([number], device=device)
         self._ranks.allreduce([tensor], options).wait()
@@ -79,7 +93,7 @@ class Group:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[n, width] of each rank -> [n, size * width] on rank 0; elsewhere of that shape only."""
         self.was_used = True
-        options = dist.GatherOptions()
+        options = _on_stream(dist.GatherOptions())
         options.rootRank = 0
         if self.shard.rank:
             self._ranks.gather([], [tensor], options).wait()
@@ -87,6 +101,20 @@ class Group:
         parts = [torch.empty_like(tensor) for _ in range(self.shard.size)]
         self._ranks.gather([parts], [tensor], options).wait()
         return torch.cat(parts, dim=1)
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """What rank 0 has in `tensor`, on all ranks."""
+        self.was_used = True
+        options = _on_stream(dist.BroadcastOptions())
+        options.rootRank = 0
+        self._ranks.broadcast([tensor], options).wait()
+
+
+def _on_stream(options: Any) -> Any:
+    """Of a collective on a GPU: it runs in the stream of the model's kernels, so no event is needed
+    on either side of it, and a graph can hold it."""
+    options.asyncOp = False
+    return options
 
 
 class Member:

@@ -22,9 +22,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,19 +33,27 @@ from engine.model.checkpoint.families import read_config
 from engine.model.device import find_device
 from engine.model.errors import ModelError
 from engine.model.parallel.companion import Broken, Checksums, MakeCompanion, Ready
-from engine.model.parallel.ops import COLLECTIVE_TIMEOUT_S, RankSetup
+from engine.model.parallel.ops import COLLECTIVE_TIMEOUT_S, LOAD_TIMEOUT_S, RankSetup
 from engine.model.parallel.shard import Shard, check_divides
 from engine.model.runner import GREEDY, ModelRunner
+from engine.model.sampling.sampler import is_plain
 from engine.step import ScheduledSeq, Step, StepDone
 
 log = logging.getLogger("kvrelay.parallel")
 
-START_TIMEOUT_S = 600.0  # for a follower to import, and then to load its weights
+START_TIMEOUT_S = LOAD_TIMEOUT_S  # for a follower to import, and then to load its weights
 STOP_TIMEOUT_S = 5.0
+FOLLOWER = "engine.model.parallel.follower"
 
+T = TypeVar("T")
 OnLost = Callable[[Exception], None]
 OnTold = Callable[[int, Any], None]
 """Given a rank and what its companion said; from the thread that watches it."""
+
+
+def packed(message: Any) -> memoryview:
+    """As a follower's connection unpacks it."""
+    return ForkingPickler.dumps(message)
 
 
 class RanksLost(Exception):
@@ -63,7 +72,7 @@ class Follower:
         root = str(Path(__file__).parents[3])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine.model.parallel.follower", str(theirs.fileno())],
+            [sys.executable, "-m", FOLLOWER, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         )
@@ -72,10 +81,10 @@ class Follower:
         self._sending = threading.Lock()
         self._watcher: threading.Thread | None = None
 
-    def send(self, message: Any) -> None:
-        """From any thread. Raises OSError if it has ended."""
+    def send(self, message: memoryview) -> None:
+        """What `packed` gives; from any thread. Raises OSError if it has ended."""
         with self._sending:
-            self._connection.send(message)
+            self._connection.send_bytes(message)
 
     def _receive(self) -> Any:
         """Blocks until it says something, or has ended."""
@@ -145,8 +154,6 @@ class ParallelRunner:
 
     Invariant: between steps all ranks have run the same ones, or the worker is lost."""
 
-    launch = None  # a step is told to all ranks, and ends before the next one
-
     def __init__(
         self,
         model_dir: Path,
@@ -196,6 +203,7 @@ class ParallelRunner:
             raise
         if kind != "cuda":
             self._folder.cleanup()  # NCCL meets again when it first computes, Gloo does not
+        self.launch = None if self._runner.launch is None else self._launch
         self.facts = [follower.facts for follower in self._followers]
         for follower in self._followers:
             follower.watch(self._lose, lambda rank, told: self._on_told(rank, told))
@@ -208,14 +216,34 @@ class ParallelRunner:
 
     def execute(self, step: Step) -> StepDone:
         """As ModelRunner. Raises RanksLost if a rank has failed."""
+        return self._on_all(step, self._runner.execute)
+
+    def _launch(self, step: Step) -> Callable[[], StepDone]:
+        """As `ModelRunner.launch`, and errors as `execute`."""
+        assert self._runner.launch is not None
+        wait = self._on_all(step, self._runner.launch)
+
+        def done() -> StepDone:
+            try:
+                return wait()
+            except Exception as error:  # all ranks were in it
+                self._lose(f"step {step.step_id}: {error}")
+                raise
+
+        return done
+
+    def _on_all(self, step: Step, call: Callable[[Step], T]) -> T:
         if self._lost is not None:
             raise self._lost
-        step = replace(step, repeats=1)  # what is sampled is known to rank 0 only
+        # What is sampled is known to rank 0 only, and so is what makes a token not plain.
+        step = replace(step, repeats=1)
+        if not all(map(is_plain, step.seqs)):
+            step.seqs = [replace(seq, draft_tokens=[]) for seq in step.seqs]
         lean = replace(step, seqs=[_lean(seq) for seq in step.seqs])
         self._group.was_used = False
         try:
             self._send(lean)
-            return self._runner.execute(step)
+            return call(step)
         except Exception as error:
             # Before the first collective all ranks refuse a step for the same reason.
             if isinstance(error, OSError) or self._group.was_used:
@@ -242,8 +270,9 @@ class ParallelRunner:
         self._on_told = call
 
     def _send(self, message: Any) -> None:
+        data = packed(message)  # once for all
         for follower in self._followers:
-            follower.send(message)
+            follower.send(data)
 
     def when_lost(self, call: OnLost) -> None:
         """`call` is called once, from any thread, when the worker cannot go on."""
@@ -268,7 +297,7 @@ class ParallelRunner:
             self._followers.append(Follower(setup.shard.rank))
         for follower, setup in zip(self._followers, setups, strict=True):
             try:
-                follower.send(setup)
+                follower.send(packed(setup))
             except OSError as error:
                 raise ModelError(f"rank {follower.rank} did not start: {error}") from error
         for follower in self._followers:
@@ -293,10 +322,10 @@ def _check_devices(kind: str, size: int) -> None:
 
 
 def _lean(seq: ScheduledSeq) -> ScheduledSeq:
-    """What ranks need that do not sample: they compute the logits of the same rows."""
+    """What ranks need whose tokens do not count: they compute the logits of the same rows."""
     wanted = seq.sampling
     if not wanted.reads_prompt:
-        return replace(seq, sampling=GREEDY, context=[])
+        return replace(seq, sampling=GREEDY, context=[], num_prompt_tokens=0)
     sampling = replace(GREEDY, prompt_logprobs=wanted.prompt_logprobs, pooling=wanted.pooling)
     return replace(seq, sampling=sampling)
 

@@ -21,6 +21,7 @@ from tests.engine.model.tiny import FAMILIES, VOCAB, make_checkpoint, scheduled,
 
 OPTIONS = {"num_blocks": 24, "dtype": "float32", "device": "cpu", "num_threads": 1}
 EVERY_LOGPROB = SamplingParams(temperature=0.0, logprobs=VOCAB)
+CPU = torch.device("cpu")
 LONG, SHORT = tokens_of(75, seed=1), tokens_of(9, seed=2)
 BLOCKS = {"a": [5, 3, 1, 7, 9], "b": [2]}
 CHOSEN = ("llama", "linear", "qwen2", "gemma3", "mixtral", "qwen3-moe", "deepseek2", "deepseek3")
@@ -33,7 +34,7 @@ class Ranks:
         self._threads = ThreadPoolExecutor(size)
 
         def build(rank: int) -> ModelRunner:
-            group = Group(Shard(rank, size), str(meeting), torch.device("cpu"))
+            group = Group(Shard(rank, size), str(meeting), CPU)
             return ModelRunner(path, member=Member(group), **OPTIONS)
 
         self.runners = list(self._threads.map(build, range(size)))
@@ -122,3 +123,15 @@ def test_ranks_have_every_head_once_or_evenly_often():
     for size, count in ((1, 3), (3, 3), (2, 8), (8, 2), (4, 1)):
         heads = [h for rank in range(size) for h in Shard(rank, size).kv_heads(count)]
         assert heads == sorted(list(range(count)) * max(1, size // count))
+
+
+def test_a_rank_that_has_read_its_weights_waits_for_the_slowest(tmp_path):
+    with ThreadPoolExecutor(2) as threads:
+        meeting = str(tmp_path / "meeting")
+        groups = threads.map(lambda rank: Group(Shard(rank, 2), meeting, CPU), range(2))
+        first, second = groups
+        waiting = threads.submit(first.wait_for_all)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        second.wait_for_all()
+        waiting.result(10.0)
