@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +18,8 @@ from msgspec.structs import replace
 
 from engine.config_errors import ConfigError as ConfigError
 from engine.config_errors import explain_error
+from engine.config_errors import read_toml as read_toml
+from engine.model.parallel.shard import num_machines
 from engine.stats import Role
 from router.config import MAX_PRIORITY, RouterConfig
 from router.scaling_config import ScalingConfig
@@ -234,6 +235,9 @@ class ClusterSection(Section, frozen=True):
     # of workers that are started for prefill, whatever their role is later; 0: as in [engine]
     prefill_tensor_parallel_size: Annotated[int, Meta(ge=0, le=64)] = 0
     decode_tensor_parallel_size: Annotated[int, Meta(ge=0, le=64)] = 0  # the same, for decode
+    # of one worker: one that has more is divided evenly among machines; 0: none is. The ranks of a
+    # worker meet twice in each layer, so only over a network that is made for it
+    ranks_per_machine: Annotated[int, Meta(ge=0, le=64)] = 0
     # each with an API of its own, at api.port and the ports after it
     routers: Annotated[int, Meta(ge=1, le=64)] = 1
     # of a running Ray cluster: "auto" or "HOST:PORT"; "": start one
@@ -289,6 +293,10 @@ class Config(Section, frozen=True):
         most = (scaling.max_workers, *scaling.limits_of_schedules()) if scaling.enabled else ()
         return max((first, *most))
 
+    def machines_of(self, role: Role) -> int:
+        """Among how many machines the ranks of such a worker are divided."""
+        return num_machines(self.ranks_of(role), self.cluster.ranks_per_machine)
+
     def ranks_of(self, role: Role) -> int:
         """Processes (on GPUs: as many GPUs) of a worker that is started for prefill or decode."""
         own: int = getattr(self.cluster, f"{role}_tensor_parallel_size")
@@ -316,16 +324,6 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
     files = tuple(str(folder / name) for name in tenants.public_prompt_files)
     resolved = replace(tenants, file=file, public_prompt_files=files)
     return replace(config, tenants=resolved, tls=replace(tls, **pem))
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Raises ConfigError."""
-    try:
-        return tomllib.loads(path.read_bytes().decode())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
 
 
 def build_config(tables: Mapping[str, Any], where: str) -> Config:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import tomllib
+from pathlib import Path
 from typing import Any, get_args
 
 from msgspec import Meta, Struct
@@ -17,6 +19,16 @@ _EXPECTED |= {">=": "at least", ">": "more than", "<=": "at most", "<": "less th
 
 class ConfigError(Exception):
     """One line for the user: key, value, and what would be right."""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError."""
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
 
 
 def explain_error(error: str, tables: Any, root: type[Struct]) -> str:

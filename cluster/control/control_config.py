@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from cluster.control.messages import Kept, Peer, RouterStarted
 from cluster.control.wanted import Worker
+from engine.model.parallel.shard import num_machines
 from engine.node import NodeId
 from engine.stats import Role
 from router.scaling_config import ScalingConfig
@@ -32,6 +33,7 @@ class ControllerConfig:
     restart_drain_s: float = 30.0  # the same, of one that is started again
     prefill_ranks: int = 1  # processes of a worker that is started as one, whatever it is later
     decode_ranks: int = 1
+    ranks_per_machine: int = 0  # of one worker; 0: all of them
     use_gpus: bool = True  # of machines that have some: one for each rank
     workers_per_machine: int = 0  # at most, where machines have no GPUs; 0: any number
 
@@ -41,6 +43,10 @@ class ControllerConfig:
         if self.scaling is not None and self.kept.num_named:
             return tuple((each.worker, each.role) for each in self.kept.workers)
         return self.workers
+
+    def machines_for(self, num_ranks: int) -> int:
+        """Among how many machines the ranks of such a worker are divided."""
+        return num_machines(num_ranks, self.ranks_per_machine)
 
     def wanted(self, node: NodeId, role: Role) -> Worker:
         """A worker that is to be started as `role`."""

@@ -62,6 +62,31 @@ def assign_machine(
     return min(machines, key=cost).machine_id
 
 
+def assign_machines(
+    role: Role,
+    machines: Iterable[Machine],
+    assigned: Iterable[Assigned],
+    *,
+    num_ranks: int,
+    num_machines: int,
+    avoid: str | None = None,
+    most: int = 0,
+    use_gpus: bool = True,
+) -> tuple[str, ...] | None:
+    """Machines for one more worker whose ranks are divided evenly among `num_machines`: that of the
+    first rank first. The rest as of `assign_machine`."""
+    left, chosen = list(machines), list[str]()
+    assigned = list(assigned)
+    for _ in range(num_machines):
+        each = num_ranks // num_machines
+        found = assign_machine(role, left, assigned, avoid, most, each, use_gpus)
+        if found is None:
+            return None
+        chosen.append(found)
+        left = [machine for machine in left if machine.machine_id != found]
+    return tuple(chosen)
+
+
 def _on(machine: Machine, assigned: list[Assigned]) -> list[Assigned]:
     return [each for each in assigned if each.machine_id == machine.machine_id]
 

@@ -35,6 +35,7 @@ class StartWorker:
     epoch: int
     machine_id: str
     num_ranks: int = 1  # its processes
+    further: tuple[str, ...] = ()  # other machines; the ranks are divided evenly among all
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class KeptWorker:
     restarts: int = 0
     is_draining: bool = False
     hangs: int = 0
+    further: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

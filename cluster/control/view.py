@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Life = tuple[NodeId, int]  # a router and its epoch
 
 _OF_CONTROLLER = (
-    *("epoch", "pid", "machine", "tensor_parallel_size"),
+    *("epoch", "pid", "machine", "further_machines", "tensor_parallel_size"),
     *("restarts", "hangs", "last_error"),
 )
 """What of a worker only the controller knows."""
@@ -48,6 +48,7 @@ def _worker_entry(worker: Worker) -> dict[str, Any]:
         "epoch": worker.epoch,
         "pid": worker.pid,
         "machine": worker.machine_id or "",
+        "further_machines": list(worker.further),
         "tensor_parallel_size": worker.num_ranks,
         "restarts": worker.restarts,
         "hangs": worker.hangs,

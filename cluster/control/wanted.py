@@ -33,6 +33,7 @@ class Worker:
     num_ranks: int = 1  # its processes, each with a GPU where they are used; whatever its role
     state: WorkerState = WorkerState.DOWN
     machine_id: str | None = None
+    further: tuple[str, ...] = ()  # other machines, of the rest of its ranks
     avoid: str | None = None
     info: WorkerInfo | None = None
     peer: Peer | None = None
@@ -47,6 +48,11 @@ class Worker:
     comes_back: bool = False  # it is draining, and is started again then
     last_error: str = ""
 
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """That it was placed on the last time, with as many ranks on each."""
+        return () if self.machine_id is None else (self.machine_id, *self.further)
+
     def keep(self) -> KeptWorker:
         machine_id = self.machine_id or ""
         return KeptWorker(
@@ -59,6 +65,7 @@ class Worker:
             self.restarts,
             self.is_draining and not self.comes_back,
             self.hangs,
+            self.further,
         )
 
     def adopt(self, kept: KeptWorker, timeout_s: float) -> list[Effect]:
@@ -69,6 +76,7 @@ class Worker:
             return [StopWorker(self.node, self.epoch)]
         self.state, self.is_announced = WorkerState.ADOPTING, True
         self.machine_id, self.pid, self.peer = kept.machine_id, kept.pid, kept.peer
+        self.further = kept.further
         return [
             AdoptWorker(self.node, self.epoch, kept.peer, kept.machine_id, kept.pid),
             Wake(timeout_s, f"{self.state} {self.epoch} {self.node}"),

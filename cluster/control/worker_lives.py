@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from cluster.control.control_config import ControllerConfig
 from cluster.control.drains import Drains
-from cluster.control.machines import Assigned, Machine, assign_machine
+from cluster.control.machines import Assigned, Machine, assign_machines
 from cluster.control.messages import Introduce, Peer, StartWorker, StopWorker, WorkerStarted
 from cluster.control.router_processes import RouterProcesses, RouterProcessLimits
 from cluster.control.suspects import Suspects
@@ -68,35 +68,47 @@ class WorkerLives:
 
     def start(self, worker: Worker) -> list[Effect]:
         placed = [
-            Assigned(other.machine_id, other.role, other.num_ranks)
+            Assigned(machine, other.role, other.num_ranks // len(other.machines))
             for other in self.workers.values()
-            if other is not worker and other.machine_id is not None and _has_place(other, worker)
+            if other is not worker and _has_place(other, worker)
+            for machine in other.machines
         ]
-        machine_id = assign_machine(
+        machines = assign_machines(
             worker.role,
             self.machines,
             placed,
-            worker.avoid,
-            most=self.config.workers_per_machine,
             num_ranks=worker.num_ranks,
+            num_machines=self.config.machines_for(worker.num_ranks),
+            avoid=worker.avoid,
+            most=self.config.workers_per_machine,
             use_gpus=self.config.use_gpus,
         )
-        if machine_id is None:
+        if machines is None:
             worker.state = WorkerState.DOWN  # until the machines change
             worker.last_error = self._no_room(worker)
             text = f"{worker.last_error} for {worker.node}"
             return [Note("warning", "no_machine", text)]
         worker.epoch += 1
         worker.state = WorkerState.STARTING
-        worker.machine_id = machine_id
+        worker.machine_id, *further = machines
+        worker.further = tuple(further)
+        num_ranks = worker.num_ranks
         return [
-            StartWorker(worker.node, worker.role, worker.epoch, machine_id, worker.num_ranks),
+            StartWorker(
+                worker.node, worker.role, worker.epoch, machines[0], num_ranks, worker.further
+            ),
             Wake(self.config.start_timeout_s, f"starting {worker.epoch} {worker.node}"),
         ]
 
     def _no_room(self, worker: Worker) -> str:
+        number = self.config.machines_for(worker.num_ranks)
         if self.config.use_gpus and any(machine.num_gpus for machine in self.machines):
-            return f"no machine has room: {worker.num_ranks} free GPU(s) of one are needed"
+            each = worker.num_ranks // number
+            if number > 1:
+                return f"no room: {each} free GPU(s) on each of {number} machines are needed"
+            return f"no machine has room: {each} free GPU(s) of one are needed"
+        if number > 1:
+            return f"no room: {number} machines are needed, {len(self.machines)} are there"
         return "no machine has room"
 
     def add(self, worker: Worker) -> list[Effect]:

@@ -1,4 +1,5 @@
-"""Who starts a worker's process on its machine, tells of its end, and ends it by force.
+"""Who starts a worker's process on its machine, tells of its end, and ends it by force; and, where
+a worker has ranks on other machines, the process there that has them.
 
 Runs in the actor that Ray places. The worker's process outlives its guardian, and with it Ray: a
 process of an older epoch that is still there when the next one starts is ended first.
@@ -9,19 +10,22 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
+
+import psutil
 
 from cluster.control.messages import StartFailed, WorkerStarted
-from cluster.runtime.processes import MODULE, kill_workers, name_of
+from cluster.runtime.processes import MODULE, RANKS_MODULE, kill_all, kill_workers, name_of
 from cluster.worker.process import Listening
 from engine.node import NodeId
 
 if TYPE_CHECKING:
+    from cluster.worker.rank_host import RankHostSpec
     from cluster.worker.spec import WorkerSpec
+    from engine.model.parallel.link import RankHost
 
 LAST_WORDS_S = 0.5  # for the news of why a process ended to leave its guardian
 
@@ -42,23 +46,32 @@ class WorkerGuardian:
 
     def start(self, spec: WorkerSpec, listening: Listening) -> WorkerStarted | StartFailed:
         """Blocks until the worker listens, or cannot."""
+        answer: WorkerStarted | StartFailed = self._run(MODULE, spec, (spec, listening))
+        return answer
+
+    def start_ranks(self, spec: RankHostSpec) -> RankHost | StartFailed:
+        """Blocks until the worker can connect, or cannot."""
+        answer: RankHost | StartFailed = self._run(RANKS_MODULE, spec, spec)
+        return answer
+
+    def _run(self, module: str, spec: WorkerSpec | RankHostSpec, given: Any) -> Any:
         kill_workers(spec.cluster, spec.worker, spec.epoch - 1)
         mine, its = os.pipe()
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
         name = name_of(spec.cluster, spec.worker, spec.epoch)
-        command = [sys.executable, "-m", MODULE, name, str(its)]
+        command = [sys.executable, "-m", module, name, str(its)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(its,)) as process:
             os.close(its)
             assert process.stdin is not None
-            pickle.dump((spec, listening), process.stdin)
+            pickle.dump(given, process.stdin)
             process.stdin.close()
         self._news = news = os.fdopen(mine, "rb")
         try:
             self._pid = pickle.load(news)
-            answer: WorkerStarted | StartFailed = pickle.load(news)
+            answer = pickle.load(news)
         except (EOFError, pickle.UnpicklingError):
             return StartFailed(spec.worker, spec.epoch, "its process ended while it started", False)
-        if isinstance(answer, WorkerStarted):
+        if not isinstance(answer, StartFailed):
             threading.Thread(target=self._watch, args=(news,), daemon=True).start()
         return answer
 
@@ -80,7 +93,7 @@ class WorkerGuardian:
     def end(self) -> None:
         """The worker's process, by force; then this one ends."""
         if self._pid and not self._has_ended.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
+            with contextlib.suppress(psutil.Error):
+                kill_all(psutil.Process(self._pid))
             self._has_ended.wait(LAST_WORDS_S)
         os._exit(0)

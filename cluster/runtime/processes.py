@@ -9,6 +9,7 @@ import psutil
 from engine.node import NodeId
 
 MODULE = "cluster.worker.main"  # what a worker's process runs; its name follows
+RANKS_MODULE = "cluster.worker.rank_host"  # the same, of one that has some of its further ranks
 
 
 def name_of(cluster: str, worker: NodeId, epoch: int) -> str:
@@ -16,13 +17,15 @@ def name_of(cluster: str, worker: NodeId, epoch: int) -> str:
     return f"{cluster}/{worker}/{epoch}"
 
 
-def worker_processes(cluster: str) -> list[tuple[psutil.Process, NodeId, int]]:
+def worker_processes(
+    cluster: str, module: str = MODULE
+) -> list[tuple[psutil.Process, NodeId, int]]:
     """On this machine: the processes of `cluster`'s workers, each with its node and epoch."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        if MODULE in command[:-1]:
-            parts = command[command.index(MODULE) + 1].split("/")
+        if module in command[:-1]:
+            parts = command[command.index(module) + 1].split("/")
             if len(parts) == 3 and parts[0] == cluster and parts[2].isdigit():
                 found.append((process, parts[1], int(parts[2])))
     return found
@@ -31,7 +34,15 @@ def worker_processes(cluster: str) -> list[tuple[psutil.Process, NodeId, int]]:
 def kill_workers(cluster: str, worker: NodeId = "", up_to: int | None = None) -> None:
     """End the processes on this machine of all workers of `cluster`, or of one, up to an epoch; by
     force."""
-    for process, node, epoch in worker_processes(cluster):
-        if node == (worker or node) and (up_to is None or epoch <= up_to):
+    for module in (MODULE, RANKS_MODULE):
+        for process, node, epoch in worker_processes(cluster, module):
+            if node == (worker or node) and (up_to is None or epoch <= up_to):
+                kill_all(process)
+
+
+def kill_all(process: psutil.Process) -> None:
+    """With its ranks, which may be stopped, or hear too late that their leader is gone."""
+    with contextlib.suppress(psutil.Error):
+        for each in (*process.children(recursive=True), process):
             with contextlib.suppress(psutil.Error):
-                process.kill()
+                each.kill()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -36,6 +36,7 @@ from cluster.runtime.ray_cluster import connect as connect
 from cluster.runtime.ray_cluster import control_plane as control_plane
 from cluster.runtime.ray_cluster import disconnect as disconnect
 from cluster.worker.process import Listening
+from cluster.worker.rank_host import RankHostSpec
 from cluster.worker.spec import WorkerSpec
 from engine.node import NodeId
 
@@ -43,6 +44,7 @@ log = logging.getLogger("kvrelay.ray")
 
 POLL_MACHINES_S = 1.0
 END_TIMEOUT_S = 5.0
+RANKS_WAIT_S = 120.0  # for a worker to connect to its ranks; it imports torch before that
 HELD = 0.001  # of a machine, by each guardian
 
 
@@ -51,6 +53,8 @@ class _Running:
     epoch: int
     guardian: Any  # None: not created yet
     task: asyncio.Task[None]
+    # Of its ranks on other machines. They end with the worker; by force where it never began.
+    of_ranks: list[Any] = field(default_factory=list)
 
 
 class RayWorkers:
@@ -88,9 +92,10 @@ class RayWorkers:
             return None
         del self._running[worker]
         running.task.cancel()
-        if running.guardian is None:
+        guardians = [*running.of_ranks, *filter(None, [running.guardian])]
+        if not guardians:
             return None
-        ending = asyncio.ensure_future(_end(running.guardian))
+        ending = asyncio.gather(*map(_end, guardians))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
         return ending
@@ -134,16 +139,67 @@ class RayWorkers:
             await self._watch(spec.worker, spec.epoch, guardian)
 
     async def _create(self, spec: WorkerSpec) -> tuple[Any, WorkerStarted | StartFailed]:
-        own, listening = spec.machine == own_machine(), self._listening
-        if not own and not await self._has_raylet(spec.machine):
-            failed = StartFailed(spec.worker, spec.epoch, "its machine does not answer", False)
-            return None, failed
-        if not listening.host:
-            host = ray.util.get_node_ip_address() if own else self._raylets[spec.machine][0]
-            listening = replace(listening, host=host)
-        guardian = _create_guardian(spec, self._raylets.get(spec.machine, ("", 0))[0])
-        self._running[spec.worker].guardian = guardian
-        return guardian, await _result(guardian.start.remote(spec, listening))
+        running, listening = self._running[spec.worker], self._listening
+        for machine in (spec.machine, *spec.further):
+            if machine != own_machine() and not await self._has_raylet(machine):
+                failed = StartFailed(spec.worker, spec.epoch, "its machine does not answer", False)
+                return None, failed
+        listening = replace(listening, host=self._host_of(spec.machine))
+        if spec.further:
+            places = await self._start_ranks(spec, running)
+            for place in places:
+                if isinstance(place, StartFailed):
+                    return None, place
+            spec = replace(spec, host=listening.host, rank_hosts=tuple(places))
+        running.guardian = self._guardian(spec, spec.machine, 0)
+        return running.guardian, await _result(running.guardian.start.remote(spec, listening))
+
+    async def _start_ranks(self, spec: WorkerSpec, running: _Running) -> list[Any]:
+        """On the worker's other machines: a RankHost or StartFailed of each."""
+        answers = []
+        for number, machine in enumerate(spec.further, start=1):
+            of_ranks = RankHostSpec(
+                spec.cluster,
+                spec.worker,
+                spec.epoch,
+                self._host_of(machine),
+                spec.num_ranks_here,
+                spec.threads,
+                RANKS_WAIT_S,
+            )
+            guardian = self._guardian(spec, machine, number)
+            running.of_ranks.append(guardian)
+            answers.append(_result(guardian.start_ranks.remote(of_ranks)))
+        return await asyncio.gather(*answers)
+
+    def _host_of(self, machine: str) -> str:
+        """Where a worker on it listens."""
+        if self._listening.host:
+            return self._listening.host
+        own = machine == own_machine()
+        return ray.util.get_node_ip_address() if own else self._raylets[machine][0]
+
+    def _guardian(self, spec: WorkerSpec, machine: str, number: int) -> Any:
+        """`number`: of the machine among the worker's. A little of it is held, or Ray's autoscaler
+        would think it idle."""
+        host = self._raylets.get(machine, ("", 0))[0]
+        who = f"ranks of {spec.worker}" if number else spec.worker
+        name = name_of(spec.cluster, spec.worker, spec.epoch) + (f"/{number}" if number else "")
+        env = {"OMP_NUM_THREADS": str(spec.threads), "TOKENIZERS_PARALLELISM": "false"}
+        named = type(f"kvrelay guardian of {who}", (WorkerGuardian,), {})  # for `ps`
+        actor = ray.remote(named).options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,  # placement is the controller's
+            num_gpus=spec.num_gpus,
+            resources={f"node:{host}": HELD} if host else {},
+            runtime_env={"env_vars": env},
+            max_restarts=0,
+            max_concurrency=4,  # start, wait and end may overlap
+            scheduling_strategy=NodeAffinitySchedulingStrategy(machine, soft=False),
+        )
+        return actor.remote(who)
 
     async def _watch(self, worker: NodeId, epoch: int, guardian: Any) -> None:
         try:
@@ -169,25 +225,6 @@ class RayWorkers:
             return False
         writer.close()
         return True
-
-
-def _create_guardian(spec: WorkerSpec, host: str) -> Any:
-    """`host`: of its machine. A little of it is held, or Ray's autoscaler would think it idle."""
-    env = {"OMP_NUM_THREADS": str(spec.threads), "TOKENIZERS_PARALLELISM": "false"}
-    named = type(f"kvrelay guardian of {spec.worker}", (WorkerGuardian,), {})  # for `ps`
-    actor = ray.remote(named).options(
-        name=name_of(spec.cluster, spec.worker, spec.epoch),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        num_cpus=0,  # placement is the controller's
-        num_gpus=spec.num_gpus,
-        resources={f"node:{host}": HELD} if host else {},
-        runtime_env={"env_vars": env},
-        max_restarts=0,
-        max_concurrency=4,  # start, wait and end may overlap
-        scheduling_strategy=NodeAffinitySchedulingStrategy(spec.machine, soft=False),
-    )
-    return actor.remote(spec.worker)
 
 
 async def _end(guardian: Any) -> None:

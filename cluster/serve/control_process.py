@@ -118,6 +118,7 @@ class ControlProcess:
                 start_timeout_s=cluster.start_timeout_s + model.load_s,
                 prefill_ranks=spec.config.ranks_of(Role.PREFILL),
                 decode_ranks=spec.config.ranks_of(Role.DECODE),
+                ranks_per_machine=cluster.ranks_per_machine,
                 use_gpus=spec.config.model.device != "cpu",
                 silent_grace_s=cluster.silent_grace_s,
                 scaling=spec.config.scaling if spec.config.scaling.enabled else None,

@@ -27,7 +27,7 @@ from cluster.serve.router_process import RouterProcessError, bind
 from cluster.serve.supervisor import Ready, Supervisor, Tell
 from cluster.state.opening import with_url
 from cluster.worker.build import PreparedModel, prepare_model
-from cluster.worker.devices import for_gpus, num_gpus, uses_gpus
+from cluster.worker.devices import check_machines, for_gpus, num_gpus, uses_gpus
 from cluster.worker.kv_plan import BuildError
 from cluster.worker.process import Listening
 from engine.node import NodeId
@@ -93,6 +93,7 @@ async def serve(
 def _for_gpus(config: Config, tell: Tell) -> Config:
     """As many workers as the GPUs of this machine are for. Raises ServeError."""
     try:
+        check_machines(config)
         config, told = for_gpus(config, num_gpus())
     except BuildError as error:
         raise ServeError(str(error)) from error

@@ -124,19 +124,25 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     options = options or BuildOptions()
     spec = replace(spec, engine=sized(spec.engine, gpu=spec.on_gpu))
     try:
-        path = _model_dir(spec)
+        path = spec.find_model()
         model = model_config(path, spec.engine)
         dtype = spec.dtype
         if dtype == "auto":
             dtype = ModelRunner.default_dtype("cuda" if spec.on_gpu else "cpu")
         plan = plan_kv(model, spec.engine, dtype, spec.quantization)
         available_bytes = psutil.virtual_memory().available
-        free_bytes = available_bytes - (0 if spec.on_gpu else plan.needed_bytes)
-        host_bytes = spec.host_bytes or auto_host_bytes(plan, spec.num_sharing_host, free_bytes)
+        num_machines = 1 + len(spec.further)
+        needed_bytes = 0 if spec.on_gpu else plan.needed_bytes // num_machines
+        free_bytes = available_bytes - needed_bytes
+        host_bytes = spec.host_bytes
+        if not host_bytes:  # of each of its machines as much as of this one
+            here = auto_host_bytes(plan, spec.num_sharing_host, free_bytes)
+            host_bytes = here * num_machines
         plan = plan_tiers(plan, host_bytes, spec.disk_bytes)
-        check_memory([] if spec.on_gpu else [plan], available_bytes, plan.host_bytes)
+        if num_machines == 1:  # else this one has a part
+            check_memory([] if spec.on_gpu else [plan], available_bytes, plan.host_bytes)
         max_model_len = resolve_max_model_len(model, spec.engine, plan)
-        companion = MakeRankTransfers(spec, path, plan)
+        companion = MakeRankTransfers(spec, plan)
         runner, parallel = open_runner(spec, path, plan, dtype, max_model_len, companion)
         first = Shard(0, spec.engine.tensor_parallel_size)
         own = open_transfers(spec, path, plan, runner, first, options)
@@ -176,14 +182,6 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     )
 
 
-def _model_dir(spec: WorkerSpec) -> Path:
-    path = Path(spec.model_dir)
-    if path.is_dir():
-        return path
-    cache_dir = Path(spec.cache_dir) if spec.cache_dir else None
-    return resolve_model(spec.model_name, cache_dir=cache_dir, progress=log.info)
-
-
 def open_runner(
     spec: WorkerSpec,
     path: Path,
@@ -220,5 +218,13 @@ def open_runner(
         return giving_way(lambda: ModelRunner(path, **options)), None
     from engine.model.parallel.runner import ParallelRunner
 
-    runner = ParallelRunner(path, size, companion=companion, **options)
+    runner = ParallelRunner(
+        path,
+        size,
+        companion=companion,
+        host=spec.host,
+        further=spec.rank_hosts,
+        find_model=spec.find_model,
+        **options,
+    )
     return runner, runner

@@ -73,6 +73,29 @@ def for_gpus(config: Config, found: int) -> tuple[Config, str]:
     raise BuildError(_too_few(config, needed, found))
 
 
+def check_machines(config: Config) -> None:
+    """Of workers that are to be divided among machines. Raises BuildError."""
+    here = config.cluster.ranks_per_machine
+    roles = [Role.PREFILL, Role.DECODE] if config.cluster.prefill else [Role.DECODE]
+    for role in roles:
+        size, number = config.ranks_of(role), config.machines_of(role)
+        if number == 1:
+            continue
+        told = f"cluster.ranks_per_machine = {here} divides a {role} worker of {size} ranks"
+        if size % here:
+            raise BuildError(f"{told} unevenly: set it to a divisor of {size}, or to 0")
+        if config.scaling.enabled:
+            raise BuildError(
+                f"{told} among {number} machines, and scaling.enabled asks for them one by one:"
+                " set one of the two to 0 or false"
+            )
+        if not config.cluster.address:
+            raise BuildError(
+                f"{told} among {number} machines, and there is this one: join a Ray cluster of"
+                f" several (--address), or lower {size_setting(config, role)}"
+            )
+
+
 def _too_few(config: Config, needed: int, found: int) -> str:
     cluster = config.cluster
     prefill, decode = config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE)

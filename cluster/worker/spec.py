@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cluster.config import EngineSection
 from engine.kv.tier import DEFAULT_RETENTION
+from engine.model.checkpoint.resolve import resolve_model
+from engine.model.parallel.link import RankHost
 from engine.node import NodeId
 from engine.stats import Role
+
+log = logging.getLogger("kvrelay.build")
 
 MakeAgent = Callable[[NodeId, Any, Any, Any], Any]
 """Given a name, a pool, the host arena or None, and the HeadShare of both."""
@@ -41,10 +47,28 @@ class WorkerSpec:
     quantization: str = "none"
     num_gpus: int = 0  # that it is given
     machine: str = ""  # its id
+    further: tuple[str, ...] = ()  # ids of other machines; the ranks are divided evenly among all
+    # Known once those wait for the worker: by what they reach its machine, and by what it reaches
+    # them.
+    host: str = ""
+    rank_hosts: tuple[RankHost, ...] = ()
 
     @property
     def node(self) -> NodeId:
         return self.worker
+
+    @property
+    def num_ranks_here(self) -> int:
+        """Of its ranks, those on each of its machines."""
+        return self.engine.tensor_parallel_size // (1 + len(self.further))
+
+    def find_model(self) -> Path:
+        """The checkpoint on this machine. Raises ModelError."""
+        path = Path(self.model_dir)
+        if path.is_dir():
+            return path
+        cache_dir = Path(self.cache_dir) if self.cache_dir else None
+        return resolve_model(self.model_name, cache_dir=cache_dir, progress=log.info)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ def worker_spec(
     else:
         num_sharing = num_sharing_tiers(start, workers)
     # Ray shows a worker its own GPUs only, so they are the first there.
+    num_machines = 1 + len(start.further)
     device = "cuda" if on_gpu else config.model.device.replace("auto", "cpu")
     return WorkerSpec(
         cluster=cluster,
@@ -58,15 +59,16 @@ def worker_spec(
         threads=config.engine.threads or max(1, int(machine.num_cpus)),
         on_gpu=on_gpu,
         engine=engine,
-        host_bytes=0 if host_gib == "auto" else share_of(host_gib, num_sharing),
+        host_bytes=0 if host_gib == "auto" else num_machines * share_of(host_gib, num_sharing),
         num_sharing_host=num_sharing if host_gib == "auto" else 0,
-        disk_bytes=share_of(config.tiers.disk_gib, num_sharing),
+        disk_bytes=num_machines * share_of(config.tiers.disk_gib, num_sharing),
         disk_path=config.tiers.disk_path,
         retention_s=config.tiers.retention_s,
         disk_after_s=config.tiers.disk_after_s,
         num_peers=config.most_workers - 1,
         machine=start.machine_id,
-        num_gpus=engine.tensor_parallel_size if on_gpu else 0,
+        further=start.further,
+        num_gpus=engine.tensor_parallel_size // num_machines if on_gpu else 0,
     )
 
 
@@ -82,7 +84,7 @@ def num_sharing_tiers(start: StartWorker, workers: Iterable[Worker]) -> int:
     workers share them where there is no decode worker. All that belong on the machine count,
     whether they are up or not, so that a worker that comes back finds its tiers as large as before.
     """
-    here = [w.role for w in workers if w.machine_id == start.machine_id]
+    here = [w.role for w in workers if start.machine_id in w.machines]
     if start.role is Role.PREFILL and Role.DECODE in here:
         return 0
     return here.count(start.role)

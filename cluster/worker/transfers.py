@@ -124,11 +124,11 @@ class MakeRankTransfers:
     """MakeCompanion."""
 
     spec: WorkerSpec
-    path: Path
     plan: KVPlan
 
     def __call__(self, runner: Any, shard: Shard, tell: Tell) -> RankTransfers:
-        opened = open_transfers(self.spec, self.path, self.plan, runner, shard, BuildOptions())
+        path = self.spec.find_model()  # on this machine
+        opened = open_transfers(self.spec, path, self.plan, runner, shard, BuildOptions())
         return RankTransfers(opened, f"{self.spec.worker}-{shard.rank}", tell)
 
 

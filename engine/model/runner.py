@@ -105,9 +105,8 @@ class ModelRunner:
             longest = max(longest, max_model_len or 0)
         self.max_model_len = min(max_model_len or longest, longest)
         self.kv_pool = self._pool(num_blocks or 1, kv_pool)
-        config, threads = self.config, num_threads or torch.get_num_threads()
-        limits = self.max_model_len, config.vocab_size, config.max_window, config.num_sinks, guard
-        self._limits = Limits(num_blocks, block_size, *limits)
+        threads = num_threads or torch.get_num_threads()
+        self._limits = self._limits_of(num_blocks, block_size, guard)
         self.grammars = self._grammars(model_dir, threads)
         self._draw: Draw = draw
         self._decode: CpuDecode | None = None
@@ -127,6 +126,11 @@ class ModelRunner:
         self.launch = self._launches()
         if self.device.type == "cpu":
             make_real(self.kv_pool)
+
+    def _limits_of(self, num_blocks: int, block_size: int, guard: bool) -> Limits:
+        config = self.config
+        sizes = config.vocab_size, config.max_window, config.num_sinks
+        return Limits(num_blocks, block_size, self.max_model_len, *sizes, guard)
 
     @staticmethod
     def default_dtype(device_type: str = "cpu") -> str:

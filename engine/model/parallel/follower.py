@@ -113,7 +113,8 @@ def main() -> None:
     try:
         leader.tell(Ready())
         member = setup.join()
-        runner = ModelRunner(setup.model_dir, device=setup.device, member=member, **setup.options)
+        path = setup.find_model()
+        runner = ModelRunner(path, device=setup.device, member=member, **setup.options)
         if setup.companion is not None:
             leader.companion = setup.companion(runner, setup.shard, leader.tell)
         leader.tell(Ready(leader.companion and leader.companion.facts))

@@ -8,7 +8,8 @@ MLP. The head is cut by rows of the vocabulary, and rank 0 gathers the logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from engine.model.config import ModelConfig
+from engine.model.errors import ModelError
 from engine.model.ops import Ops
 from engine.model.parallel.companion import MakeCompanion
 from engine.model.parallel.shard import Shard
@@ -27,16 +29,54 @@ once, by its connections."""
 LOAD_TIMEOUT_S = 600.0  # for a rank to read its weights, after the first has
 
 
+FindModel = Callable[[], Path]
+"""Where the checkpoint is on the machine that asks. Can be pickled. Raises ModelError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks find each other."""
+
+    place: str  # a file, or HOST:PORT
+    own_host: str = "127.0.0.1"  # by which a rank is reached by the others
+    listener: Any = None  # what listens there, in the leader's process
+
+    @staticmethod
+    def over_network(host: str) -> Meeting:
+        """At `host`, by which this machine is reached by those of all ranks. Raises ModelError."""
+        c10d: Any = dist
+        try:
+            listener = c10d.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise ModelError(f"ranks cannot meet at {host}: {why}") from error
+        return Meeting(f"{host}:{listener.port}", host, listener)
+
+    def seen_from(self, host: str) -> Meeting:
+        """For ranks of the machine that is reached by `host`."""
+        return replace(self, own_host=host, listener=None)
+
+    def store(self, size: int) -> Any:
+        """Raises RuntimeError."""
+        c10d: Any = dist  # whose stubs leave these out
+        if self.listener is not None:
+            return self.listener
+        host, _, port = self.place.rpartition(":")
+        if not host:
+            return c10d.FileStore(self.place, size)
+        return c10d.TCPStore(host, int(port), is_master=False)
+
+
 class Group:
     """The ranks of one worker, from inside one of them. Collectives are called by all ranks, in
     the same order, from the thread that computes."""
 
-    def __init__(self, shard: Shard, meeting: str, device: torch.device) -> None:
-        """Waits until all ranks are here. `meeting`: a file that the ranks find each other by."""
+    def __init__(self, shard: Shard, meeting: Meeting, device: torch.device) -> None:
+        """Waits until all ranks are here."""
         self.shard = shard
         self.was_used = False  # some collective was called, or replayed; reset by the reader
-        c10d: Any = dist  # whose stubs leave these out
-        self._store = store = c10d.FileStore(meeting, shard.size)
+        c10d: Any = dist
+        self._store = store = meeting.store(shard.size)
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         self._ranks: Any
         if device.type == "cuda":
@@ -52,11 +92,10 @@ class Group:
             )
             self._ranks = dist.group.WORLD
             return
-        # Not the process-wide group: a process may host several workers, and the address by which
-        # a machine is known elsewhere may not be one that it can reach itself by.
+        # Not the process-wide group: a process may host several workers.
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = timeout
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=meeting.own_host)]
         self._ranks = c10d.ProcessGroupGloo(store, shard.rank, shard.size, options)
 
     def wait_for_all(self) -> None:
@@ -72,7 +111,7 @@ class Group:
         depend on what else is in its step."""
         self.was_used = True
         if tensor.is_cuda or self.shard.size == 2 or not tensor.numel():  # a + b is b + a
-            self._ranks.allreduce([tensor], _on_stream(dist.AllreduceOptions())).wait()
+            _finish(self._ranks.allreduce([tensor], _on_stream(dist.AllreduceOptions())))
             return
         parts = [torch.empty_like(tensor) for _ in range(self.shard.size)]
         self._ranks.allgather([parts], [tensor]).wait()
@@ -87,7 +126,7 @@ class Group:
         options = _on_stream(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp.MIN
         tensor = torch.tensor([number], device=device)
-        self._ranks.allreduce([tensor], options).wait()
+        _finish(self._ranks.allreduce([tensor], options))
         return int(tensor.item())
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -96,10 +135,10 @@ class Group:
         options = _on_stream(dist.GatherOptions())
         options.rootRank = 0
         if self.shard.rank:
-            self._ranks.gather([], [tensor], options).wait()
+            _finish(self._ranks.gather([], [tensor], options))
             return tensor.repeat(1, self.shard.size)
         parts = [torch.empty_like(tensor) for _ in range(self.shard.size)]
-        self._ranks.gather([parts], [tensor], options).wait()
+        _finish(self._ranks.gather([parts], [tensor], options))
         return torch.cat(parts, dim=1)
 
     def share(self, tensor: torch.Tensor) -> None:
@@ -107,7 +146,7 @@ class Group:
         self.was_used = True
         options = _on_stream(dist.BroadcastOptions())
         options.rootRank = 0
-        self._ranks.broadcast([tensor], options).wait()
+        _finish(self._ranks.broadcast([tensor], options))
 
 
 def _on_stream(options: Any) -> Any:
@@ -115,6 +154,12 @@ def _on_stream(options: Any) -> Any:
     on either side of it, and a graph can hold it."""
     options.asyncOp = False
     return options
+
+
+def _finish(work: Any) -> None:
+    """NCCL gives nothing to wait for where the stream orders it; Gloo computes here."""
+    if work is not None:
+        work.wait()
 
 
 class Member:
@@ -137,9 +182,9 @@ class RankSetup:
     """What a process needs to become rank `shard.rank` of a worker."""
 
     shard: Shard
-    meeting: str
+    meeting: Meeting
     device: str
-    model_dir: Path
+    find_model: FindModel
     options: dict[str, Any]  # of its ModelRunner
     companion: MakeCompanion | None = None
 

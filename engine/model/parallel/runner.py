@@ -11,20 +11,13 @@ companion of a follower, which the leader talks to by the same connection.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
+from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -32,8 +25,10 @@ import torch
 from engine.model.checkpoint.families import read_config
 from engine.model.device import find_device
 from engine.model.errors import ModelError
-from engine.model.parallel.companion import Broken, Checksums, MakeCompanion, Ready
-from engine.model.parallel.ops import COLLECTIVE_TIMEOUT_S, LOAD_TIMEOUT_S, RankSetup
+from engine.model.parallel.companion import MakeCompanion
+from engine.model.parallel.followers import Follower, OnTold, packed, start_at, start_here
+from engine.model.parallel.link import RankHost
+from engine.model.parallel.ops import FindModel, Meeting, RankSetup
 from engine.model.parallel.shard import Shard, check_divides
 from engine.model.runner import GREEDY, ModelRunner
 from engine.model.sampling.sampler import is_plain
@@ -41,116 +36,17 @@ from engine.step import ScheduledSeq, Step, StepDone
 
 log = logging.getLogger("kvrelay.parallel")
 
-START_TIMEOUT_S = LOAD_TIMEOUT_S  # for a follower to import, and then to load its weights
-STOP_TIMEOUT_S = 5.0
-FOLLOWER = "engine.model.parallel.follower"
-
 T = TypeVar("T")
 OnLost = Callable[[Exception], None]
-OnTold = Callable[[int, Any], None]
-"""Given a rank and what its companion said; from the thread that watches it."""
-
-
-def packed(message: Any) -> memoryview:
-    """As a follower's connection unpacks it."""
-    return ForkingPickler.dumps(message)
 
 
 class RanksLost(Exception):
     """The processes of a worker are no longer in step; it cannot go on."""
 
 
-class Follower:
-    """A process of rank `rank`, seen from the leader. It says Ready after each stage of its start,
-    Broken when it cannot go on."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.facts: Any = None  # of its companion
-        self.checksums: SimpleQueue[Checksums | None] = SimpleQueue()  # None: it has ended
-        self._ours, theirs = socket.socketpair()
-        root = str(Path(__file__).parents[3])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", FOLLOWER, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        )
-        theirs.close()
-        self._connection = Connection(os.dup(self._ours.fileno()))
-        self._sending = threading.Lock()
-        self._watcher: threading.Thread | None = None
-
-    def send(self, message: memoryview) -> None:
-        """What `packed` gives; from any thread. Raises OSError if it has ended."""
-        with self._sending:
-            self._connection.send_bytes(message)
-
-    def _receive(self) -> Any:
-        """Blocks until it says something, or has ended."""
-        try:
-            return self._connection.recv()
-        except (EOFError, OSError):
-            return Broken("it has ended")
-
-    def wait_ready(self) -> None:
-        """Until it has done the next stage. Raises ModelError."""
-        told: Any = Broken(f"no answer for {START_TIMEOUT_S:g} s")
-        if self._connection.poll(START_TIMEOUT_S):
-            told = self._receive()
-        if not isinstance(told, Ready):
-            raise ModelError(f"rank {self.rank} of this worker did not start: {told.why}")
-        self.facts = told.facts
-
-    def watch(self, on_end: Callable[[str], None], on_told: OnTold) -> None:
-        """When it ends, `on_end` is called with the reason; `on_told` with what else it says."""
-
-        def run() -> None:
-            while True:
-                told = self._receive()
-                match told:
-                    case Broken(why):
-                        break
-                    case Checksums():
-                        self.checksums.put(told)
-                    case _:
-                        on_told(self.rank, told)
-            self.checksums.put(None)
-            on_end(f"rank {self.rank}: {why}")
-
-        self._watcher = threading.Thread(target=run, name=f"rank-{self.rank}", daemon=True)
-        self._watcher.start()
-
-    def checksums_of(self, step_id: int) -> list[int]:
-        """Waits for them. Raises OSError."""
-        while True:
-            try:
-                told = self.checksums.get(timeout=COLLECTIVE_TIMEOUT_S)
-            except Empty:
-                why = f"rank {self.rank}: no checksums for {COLLECTIVE_TIMEOUT_S:g} s"
-                raise TimeoutError(why) from None
-            if told is None:
-                raise ConnectionError(f"rank {self.rank} has ended")
-            if told.step_id == step_id:
-                return told.sums
-
-    def stop(self) -> None:
-        """It ends as soon as its connection does."""
-        with contextlib.suppress(OSError):  # it may have ended
-            self._ours.shutdown(socket.SHUT_RDWR)
-        if self._watcher is not None:
-            self._watcher.join()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._connection.close()
-        self._ours.close()
-
-
 class ParallelRunner:
-    """As ModelRunner, over `size` processes of this machine. Owns the followers till `close`.
+    """As ModelRunner, over `size` processes: of this machine, or, where `further` names others, an
+    even part on each. Owns the followers till `close`.
 
     Invariant: between steps all ranks have run the same ones, or the worker is lost."""
 
@@ -163,14 +59,19 @@ class ParallelRunner:
         num_threads: int | None = None,
         progress: Callable[[str], None] = lambda _: None,
         companion: MakeCompanion | None = None,
+        host: str = "",
+        further: Sequence[RankHost] = (),
+        find_model: FindModel | None = None,
         **options: Any,
     ) -> None:
-        """options: of ModelRunner; num_threads: of all ranks together; companion: of each follower,
-        not of rank 0. Raises ModelError."""
+        """options: of ModelRunner; num_threads: of all ranks of a machine together; companion: of
+        each follower, not of rank 0. With `further`: `host` is where this machine is reached by
+        those, and `find_model` finds the checkpoint there. Raises ModelError."""
         check_divides(read_config(model_dir), size)
         kind = find_device(device).type
-        _check_devices(kind, size)
-        options["num_threads"] = max(1, (num_threads or torch.get_num_threads()) // size)
+        here = size - sum(place.num_ranks for place in further)
+        _check_devices(kind, here)
+        options["num_threads"] = max(1, (num_threads or torch.get_num_threads()) // here)
         self._on_told: OnTold = _unexpected
         self._lost: Exception | None = None
         self._on_lost: OnLost | None = None
@@ -178,19 +79,25 @@ class ParallelRunner:
         self._lock = threading.Lock()  # of the three above
         self._followers: list[Follower] = []
         self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-ranks-")
-        try:
-            own, *others = (
-                RankSetup(
-                    Shard(rank, size),
-                    str(Path(self._folder.name) / "meeting"),
-                    f"cuda:{rank}" if kind == "cuda" else kind,
-                    model_dir,
-                    options,
-                    companion,
-                )
-                for rank in range(size)
+        meeting = Meeting(str(Path(self._folder.name) / "meeting"))
+        if further:
+            meeting = Meeting.over_network(host)
+        places: list[tuple[RankHost | None, int]] = [(None, number) for number in range(here)]
+        places += [(place, number) for place in further for number in range(place.num_ranks)]
+        setups = [
+            RankSetup(
+                Shard(rank, size),
+                meeting.seen_from(place.host if place else meeting.own_host) if rank else meeting,
+                f"cuda:{number}" if kind == "cuda" else kind,
+                partial(_same, model_dir) if find_model is None else find_model,
+                options,
+                companion,
             )
-            self._start_followers(others)
+            for rank, (place, number) in enumerate(places)
+        ]
+        try:
+            own = setups[0]
+            self._start_followers(setups[1:], [place for place, _ in places[1:]])
             member = own.join()
             self._group = member.group
             self._runner = ModelRunner(
@@ -291,10 +198,11 @@ class ParallelRunner:
         self._followers = []
         self._folder.cleanup()
 
-    def _start_followers(self, setups: list[RankSetup]) -> None:
-        """Returns when all are about to join their group."""
-        for setup in setups:
-            self._followers.append(Follower(setup.shard.rank))
+    def _start_followers(self, setups: list[RankSetup], places: Sequence[RankHost | None]) -> None:
+        """`places`: None: here. Returns when all are about to join their group."""
+        for setup, place in zip(setups, places, strict=True):
+            rank = setup.shard.rank
+            self._followers.append(start_at(rank, place) if place else start_here(rank))
         for follower, setup in zip(self._followers, setups, strict=True):
             try:
                 follower.send(packed(setup))
@@ -312,6 +220,10 @@ class ParallelRunner:
         log.error("the ranks of this worker are no longer in step: %s", reason)
         if call is not None:
             call(lost)
+
+
+def _same(path: Path) -> Path:
+    return path
 
 
 def _check_devices(kind: str, size: int) -> None:

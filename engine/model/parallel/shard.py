@@ -53,6 +53,11 @@ class Shard:
         return range(count)[self.part(count)]
 
 
+def num_machines(num_ranks: int, ranks_per_machine: int) -> int:
+    """Among how many the ranks of a worker are divided; `ranks_per_machine`: 0: it is on one."""
+    return -(-num_ranks // ranks_per_machine) if ranks_per_machine else 1
+
+
 def check_divides(
     model: ModelConfig, size: int, setting: str = "engine.tensor_parallel_size"
 ) -> None:

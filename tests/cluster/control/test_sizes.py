@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.control.controller import Controller, ControllerConfig
-from cluster.control.machines import Assigned, Machine, assign_machine
+from cluster.control.machines import Assigned, Machine, assign_machine, assign_machines
 from cluster.control.messages import (
     MachinesChanged,
     Record,
@@ -109,3 +109,58 @@ def test_operators_see_the_size_of_each_worker() -> None:
     found = merged_status({"workers": [], "routers": []}, view, 0.0)["workers"]
     shown = {each["worker"]: each["tensor_parallel_size"] for each in found}
     assert shown == {"prefill-0": 1, "prefill-1": 1, "decode-0": 4}
+
+
+DIVIDED = replace(
+    CONFIG, workers=(("prefill-0", P), ("decode-0", D)), ranks_per_machine=2, decode_ranks=4
+)
+PAIRS = tuple(Machine(name, f"h-{name}", 32.0, 2.0) for name in "abc")
+
+
+def starts(effects: list[Any]) -> dict[str, tuple[int, str, tuple[str, ...]]]:
+    return {e.worker: (e.num_ranks, e.machine_id, e.further) for e in of(StartWorker, effects)}
+
+
+def test_a_worker_of_more_ranks_than_a_machine_may_have_is_divided_evenly() -> None:
+    script = Script(DIVIDED, PAIRS)
+    assert starts(script.first) == {"decode-0": (4, "a", ("b",)), "prefill-0": (1, "c", ())}
+    # Each of its machines is full with its part.
+    assigned = [Assigned("a", D, 2), Assigned("b", D, 2)]
+    assert assign_machine(P, PAIRS, assigned) == "c"
+    assert assign_machines(P, PAIRS, assigned, num_ranks=4, num_machines=2) is None
+    assert assign_machines(P, PAIRS, [], num_ranks=6, num_machines=3) == ("a", "b", "c")
+
+
+def test_where_one_of_its_machines_goes_it_waits_for_another_and_says_so() -> None:
+    script = Script(DIVIDED, PAIRS)
+    script.bring_up("decode-0", 1)
+    script.say(MachinesChanged((PAIRS[0], PAIRS[2])))
+    script.say(WorkerLost("decode-0", 1, "rank 2: it has ended"))
+    again = script.say(Woken("backoff 1 decode-0"), at=1.0)
+    assert of(StartWorker, again) == []
+    error = script.controller.workers["decode-0"].last_error
+    assert error == "no room: 2 free GPU(s) on each of 2 machines are needed"
+    other = Machine("d", "h-d", 32.0, 2.0)
+    again = script.say(MachinesChanged((PAIRS[0], PAIRS[2], other)))
+    assert starts(again) == {"decode-0": (4, "a", ("d",))}
+
+
+def test_the_next_controller_knows_all_machines_of_a_worker() -> None:
+    script = Script(DIVIDED, PAIRS)
+    script.bring_up("decode-0", 1)
+    effects = script.controller.receive(0.0, SetRole("decode-0", P))
+    (kept,) = [effect.kept for effect in effects if isinstance(effect, Record)]
+    next_one = Controller(replace(DIVIDED, kept=kept))
+    next_one.start(0.0)
+    assert next_one.workers["decode-0"].machines == ("a", "b")
+    view = cluster_view(next_one, {}, "h", "http")["workers"]
+    assert {w["worker"]: w["further_machines"] for w in view}["decode-0"] == ["b"]
+
+
+def test_without_gpus_ranks_are_divided_too() -> None:
+    config = replace(DIVIDED, ranks_per_machine=1, decode_ranks=3, use_gpus=False)
+    machines = tuple(replace(machine, num_gpus=0.0) for machine in PAIRS)
+    assert starts(Script(config, machines).first)["decode-0"] == (3, "a", ("b", "c"))
+    script = Script(config, machines[:2])
+    worker = script.controller.workers["decode-0"]
+    assert worker.last_error == "no room: 3 machines are needed, 2 are there"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import Config, EngineSection, load_config
-from cluster.worker.devices import for_gpus, num_gpus, sized, uses_gpus
+from cluster.worker.devices import check_machines, for_gpus, num_gpus, sized, uses_gpus
 from cluster.worker.kv_plan import BuildError
 from engine.stats import Role
 
@@ -91,3 +91,25 @@ def test_sizes_that_are_not_set_are_those_of_the_device() -> None:
     assert [getattr(on[True], name) for name in sizes] == [0.0, 8192, 256]
     given = EngineSection(kv_cache_gib=3.0, max_num_batched_tokens=100, max_num_seqs=7)
     assert sized(given, gpu=True) == sized(given, gpu=False) == given
+
+
+def test_what_cannot_be_divided_among_machines_is_refused() -> None:
+    settings = {"engine__tensor_parallel_size": 4, "cluster__ranks_per_machine": 2}
+    told = "cluster.ranks_per_machine = 2 divides a prefill worker of 4 ranks"
+    with pytest.raises(BuildError) as caught:
+        check_machines(config(**settings))
+    assert str(caught.value) == (
+        f"{told} among 2 machines, and there is this one: join a Ray cluster of several"
+        " (--address), or lower engine.tensor_parallel_size"
+    )
+    settings["cluster__address"] = "head:6379"
+    with pytest.raises(BuildError, match=f"{told} among 2 machines, and scaling.enabled asks"):
+        check_machines(config(**settings, scaling__enabled=True))
+    with pytest.raises(BuildError, match="decode worker of 3 ranks unevenly: set it to a divisor"):
+        check_machines(config(**settings, cluster__decode_tensor_parallel_size=3))
+    check_machines(config(engine__tensor_parallel_size=2, cluster__ranks_per_machine=2))
+    check_machines(config(engine__tensor_parallel_size=4))
+    check_machines(config(**settings))
+    del settings["cluster__address"]
+    settings["cluster__decode_tensor_parallel_size"] = 2
+    check_machines(config(**settings, cluster__prefill=0))

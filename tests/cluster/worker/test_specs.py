@@ -21,9 +21,11 @@ from tests.cluster.worker.test_build import MODEL
 CPUS, GPUS = Machine("m", "h", 8.0), Machine("m", "h", 8.0, 4.0)
 
 
-def spec_of(config: Config, role: Role, num_ranks: int, machine: Machine) -> WorkerSpec:
+def spec_of(
+    config: Config, role: Role, num_ranks: int, machine: Machine, further: tuple[str, ...] = ()
+) -> WorkerSpec:
     plan = plan_kv(MODEL, config.engine, "float32")
-    start = StartWorker("decode-0", role, 1, "m", num_ranks)
+    start = StartWorker("decode-0", role, 1, "m", num_ranks, further)
     workers = [Worker("decode-0", role, 1, num_ranks, machine_id="m")]
     model = PreparedModel(Path("model"), MODEL, "m", 100, plan)
     return worker_spec(start, "c", config, model, {"m": machine}, workers)
@@ -50,3 +52,12 @@ def test_workers_of_any_size_have_kv_of_one_layout() -> None:
     assert len({each.fingerprint for each in configs}) == 1
     assert len({each.compatibility for each in configs}) == 1
     assert len({each.bytes_per_block for each in configs}) == 1
+
+
+def test_a_worker_on_two_machines_has_half_of_its_gpus_and_the_tiers_of_each() -> None:
+    config = load_config(None, {"tiers.host_gib": 2, "tiers.disk_gib": 3})
+    one = spec_of(config, Role.DECODE, 4, GPUS)
+    two = spec_of(config, Role.DECODE, 4, GPUS, further=("n",))
+    assert (one.num_gpus, one.num_ranks_here, one.further) == (4, 4, ())
+    assert (two.num_gpus, two.num_ranks_here, two.further) == (2, 2, ("n",))
+    assert (two.host_bytes, two.disk_bytes) == (2 * one.host_bytes, 2 * one.disk_bytes)

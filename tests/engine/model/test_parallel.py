@@ -12,7 +12,7 @@ from engine.model.checkpoint.families import read_config
 from engine.model.config import Experts
 from engine.model.cpu import kernels
 from engine.model.errors import ModelError
-from engine.model.parallel.ops import Group, Member
+from engine.model.parallel.ops import Group, Meeting, Member
 from engine.model.parallel.shard import Shard, check_divides
 from engine.model.runner import ModelRunner
 from engine.request import SamplingParams
@@ -34,7 +34,7 @@ class Ranks:
         self._threads = ThreadPoolExecutor(size)
 
         def build(rank: int) -> ModelRunner:
-            group = Group(Shard(rank, size), str(meeting), CPU)
+            group = Group(Shard(rank, size), Meeting(str(meeting)), CPU)
             return ModelRunner(path, member=Member(group), **OPTIONS)
 
         self.runners = list(self._threads.map(build, range(size)))
@@ -127,7 +127,7 @@ def test_ranks_have_every_head_once_or_evenly_often():
 
 def test_a_rank_that_has_read_its_weights_waits_for_the_slowest(tmp_path):
     with ThreadPoolExecutor(2) as threads:
-        meeting = str(tmp_path / "meeting")
+        meeting = Meeting(str(tmp_path / "meeting"))
         groups = threads.map(lambda rank: Group(Shard(rank, 2), meeting, CPU), range(2))
         first, second = groups
         waiting = threads.submit(first.wait_for_all)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.model.ops import TORCH_DTYPES
-from engine.model.parallel import follower, runner
+from engine.model.parallel import follower, link, runner
 from engine.model.parallel.shard import Shard
 from engine.model.runner import ModelRunner
 from kvtransfer.agents.pool import block_bytes
@@ -47,7 +47,7 @@ class Checksums:
 def interpret(patch: pytest.MonkeyPatch) -> None:
     """Workers of several ranks are made of such runners from now on."""
     patch.setattr(runner, "ModelRunner", InterpretedRunner)
-    patch.setattr(runner, "FOLLOWER", __name__)
+    patch.setattr(link, "FOLLOWER", __name__)
 
 
 if __name__ == "__main__":

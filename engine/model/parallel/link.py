@@ -1,0 +1,96 @@
+"""The processes of followers, and their connections to leaders on other machines.
+
+There each end proves to the other that it knows a secret, made for this worker alone, before
+anything is unpickled. Like KV, what follows is not encrypted. A machine that is gone without a word
+is noticed after `SILENT_S`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+
+FOLLOWER = "engine.model.parallel.follower"
+PROVE_S = 10.0  # for the other end to prove itself
+PROBE_S, NUM_PROBES = 3, 3
+SILENT_S = PROBE_S * (NUM_PROBES + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RankHost:
+    """A process on another machine that starts ranks of a worker, one for each connection."""
+
+    host: str
+    port: int
+    num_ranks: int
+    secret: bytes
+
+
+def start_process(connected: socket.socket) -> subprocess.Popen[bytes]:
+    """A follower whose leader is at the other end of `connected`, which it gets a copy of."""
+    root = str(Path(__file__).parents[3])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        [sys.executable, "-m", FOLLOWER, str(connected.fileno())],
+        pass_fds=[connected.fileno()],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+def reach(place: RankHost) -> socket.socket:
+    """Connect to one of its ranks. Raises OSError."""
+    where = (place.host, place.port)
+    connected = socket.create_connection(where, timeout=PROVE_S)
+    _prove(connected, place.secret, begins=False)
+    return connected
+
+
+def admit(connected: socket.socket, secret: bytes) -> None:
+    """The other end of `reach`. Raises OSError."""
+    _prove(connected, secret, begins=True)
+
+
+def connection_of(connected: socket.socket) -> Connection:
+    """Over a copy of the socket, which is the caller's still."""
+    return Connection(os.dup(connected.fileno()))
+
+
+def _prove(connected: socket.socket, secret: bytes, *, begins: bool) -> None:
+    _set_options(connected)
+    _limit(connected, PROVE_S)
+    connection = connection_of(connected)
+    try:
+        for asks in (begins, not begins):
+            (deliver_challenge if asks else answer_challenge)(connection, secret)
+    except (AuthenticationError, AssertionError, EOFError, OSError) as error:
+        connected.close()
+        why = str(error) or "it said nothing"
+        raise ConnectionError(f"the other end did not prove itself: {why}") from error
+    finally:
+        connection.close()
+    _limit(connected, 0.0)
+
+
+def _set_options(connected: socket.socket) -> None:
+    connected.settimeout(None)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
+    # Of what was sent and not acknowledged, where no probes are sent.
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
+
+
+def _limit(connected: socket.socket, seconds: float) -> None:
+    """Each read and write of its file descriptor fails after so long; 0: never."""
+    timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connected.setsockopt(socket.SOL_SOCKET, option, timeval)

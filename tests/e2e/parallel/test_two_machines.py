@@ -1,0 +1,128 @@
+"""Workers whose ranks are on two hosts (network namespaces): the same tokens, and a host that goes
+takes its workers with it until it is back."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from cluster.api.text.tokenizer import Tokenizer
+from cluster.runtime.processes import RANKS_MODULE
+from lab.agents.model import make_model
+from tests.chaos.network import Hosts, what_is_missing
+from tests.e2e.parallel.test_role_sizes import NUM_BLOCKS, complete, of_one_rank_each
+from tests.e2e.prompts import prompts
+from tests.e2e.test_two_hosts import ENTRY, FILE, kvrelay
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.e2e,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(what_is_missing() != "", reason=f"needs {what_is_missing()}"),
+]
+
+SETTINGS = """
+[model]
+name = "{model}"
+dtype = "float32"
+[engine]
+num_blocks = {blocks}
+tensor_parallel_size = 2
+[cluster]
+ranks_per_machine = 1
+[router]
+policy = "round_robin"
+[tiers]
+host_gib = 0
+[sessions]
+state_dir = "{folder}/state"
+[api]
+operations_key = "{key}"
+"""
+KEY = "of-the-two-hosts"
+
+
+def rank_hosts() -> list[psutil.Process]:
+    found = psutil.process_iter(["cmdline"])
+    return [process for process in found if RANKS_MODULE in (process.info["cmdline"] or ())]
+
+
+def status(url: str) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    found: dict[str, Any] = httpx.get(f"{url}/status", timeout=10, headers=headers).json()
+    return found
+
+
+def workers(url: str) -> dict[str, dict[str, Any]]:
+    return {worker["worker"]: worker for worker in status(url)["workers"]}
+
+
+def wait_for_epochs(url: str, *epochs: int) -> None:
+    deadline = time.monotonic() + 90
+    while True:
+        found = workers(url).values()
+        if {w["state"] for w in found} == {"up"} and [w["epoch"] for w in found] == [*epochs]:
+            return
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+
+
+def test_ranks_on_two_hosts_say_what_one_process_says(tmp_path: Path) -> None:
+    model = make_model(tmp_path, initializer_range=0.3)
+    asked = [prompt for prompt in prompts(Tokenizer(model)) if len(prompt) < 400][::3]
+    expected = of_one_rank_each(model, asked)
+    folder = Path("/tmp/kvrelay-ranks")  # Ray's sockets have short names
+    shutil.rmtree(folder, ignore_errors=True)
+    with Hosts(2) as hosts:
+        for name in hosts.names:
+            (folder / name).mkdir(parents=True)
+        text = FILE.format(folder=folder, python=sys.executable)
+        for number, name in enumerate(hosts.names):
+            text += ENTRY.format(name=name, address=hosts.address(number))
+        (folder / "HOSTS.toml").write_text(text)
+        settings = SETTINGS.format(folder=folder, model=model, blocks=NUM_BLOCKS, key=KEY)
+        (folder / "kvrelay.toml").write_text(settings)
+        kvrelay("up", folder / "HOSTS.toml")
+        url = f"http://{hosts.address(0)}:8000"
+        name = status(url)["model"]
+        for worker in workers(url).values():
+            assert worker["tensor_parallel_size"] == 2
+            assert len({worker["machine"], *worker["further_machines"]}) == 2
+        assert len(rank_hosts()) == 2
+        assert [complete(url, name, prompt) for prompt in asked] == expected
+        totals = status(url)["totals"]
+        assert (totals["handoffs"], sum(totals["retries"].values())) == (len(asked), 0)
+
+        # A rank dies: its worker does, on both hosts, and comes back on both.
+        rank_hosts()[0].children()[0].kill()
+        deadline = time.monotonic() + 90
+        while sum(w["epoch"] for w in workers(url).values()) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        wait_for_epochs(url, *(w["epoch"] for w in workers(url).values()))
+        assert complete(url, name, asked[0]) == expected[0]
+        assert len(rank_hosts()) == 2
+
+        # The hosts do not reach each other for a while: nobody waits for a rank for ever.
+        hosts.cut(1, is_cut=True)
+        time.sleep(15)
+        hosts.cut(1, is_cut=False)
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                answer = complete(url, name, asked[1])
+                break
+            except (httpx.HTTPError, AssertionError):
+                assert time.monotonic() < deadline
+                time.sleep(1)
+        assert answer == expected[1]
+        kvrelay("down", folder / "HOSTS.toml")
+        assert rank_hosts() == []
+    shutil.rmtree(folder, ignore_errors=True)
