@@ -84,7 +84,8 @@ def _compile(kernel: JITFunction, args: tuple, kwargs: dict[str, Any], target: G
     values = dict(zip([p.name for p in kernel.params], args, strict=False)) | kwargs
     for index, param in enumerate(kernel.params):
         value = values[param.name]
-        if param.is_constexpr or value is None:
+        is_one = type(value) is int and value == 1 and not param.do_not_specialize
+        if param.is_constexpr or value is None or is_one:  # as the JIT does
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[param.name] = TYPES[value.dtype]
@@ -155,9 +156,9 @@ def write_latent(dtype: torch.dtype) -> Callable[[], None]:
     return lambda: latent_write(q, c, pool, 1, longs, longs, (angles, angles))
 
 
-def int8_linear() -> Callable[[], object]:
+def int8_linear(rows: int) -> Callable[[], object]:
     weight = torch.zeros(4096, 4096, dtype=torch.bfloat16)
-    return lambda: int8.linear(weight[:4], int8.int8_matrix(weight, None))
+    return lambda: int8.linear(weight[:rows], int8.int8_matrix(weight, None))
 
 
 def experts() -> Callable[[], None]:
@@ -194,10 +195,14 @@ CASES = {
     "write latent fp8": write_latent(FP8),
     "norm": lambda: rms_norm(ROWS, ROWS[0], 1e-5),
     "gate": lambda: gated(ROWS, "silu"),
-    "int8": int8_linear(),
+    "int8": int8_linear(4),
+    "int8, many rows": int8_linear(256),
     "fp8 inputs": lambda: fp8.quantize_rows(torch.zeros(4, 4096).bfloat16()),
     "experts": experts(),
     "draw": drawing(),
+    "checksums, one chunk": lambda: Checksums(
+        torch.zeros(4, 1 << 18, dtype=torch.uint8), head_weights(HeadShare(0, 1, 8, 16, 2048))
+    ).of([0, 1]),
     "checksums": lambda: Checksums(
         torch.zeros(4, 2 << 20, dtype=torch.uint8), head_weights(HeadShare(0, 1, 8, 64, 4096))
     ).of([0, 1]),

@@ -50,7 +50,7 @@ def move(agent: Any, src: list[int], dst: list[int]) -> float:
     """Seconds of one read."""
     torch.cuda.synchronize()
     began = perf_counter()
-    handle = agent.read("peer", src, dst)
+    handle = agent.post_copy("peer", src, dst)
     while not agent.poll(handle):
         if perf_counter() - began > DEADLINE_S:
             raise SystemExit(f"a read of {len(src)} blocks has not ended in {DEADLINE_S:g} s")

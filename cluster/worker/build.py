@@ -117,6 +117,7 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     """Load the model and make the worker; takes seconds. Raises BuildError."""
     # It takes a core for seconds, which the worker that has taken over the streams needs.
     giving_way(lambda: import_module("engine.model.runner"))
+    from engine.model.device import gpu_bytes
     from engine.model.runner import ModelRunner
     from engine.model.step_executor import StepExecutor
     from kvtransfer.agent import AgentError
@@ -136,7 +137,8 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
         free_bytes = available_bytes - needed_bytes
         host_bytes = spec.host_bytes
         if not host_bytes:  # of each of its machines as much as of this one
-            here = auto_host_bytes(plan, spec.num_sharing_host, free_bytes)
+            gpus = spec.num_ranks_here * gpu_bytes() if spec.on_gpu else 0
+            here = auto_host_bytes(plan, spec.num_sharing_host, free_bytes, gpus)
             host_bytes = here * num_machines
         plan = plan_tiers(plan, host_bytes, spec.disk_bytes)
         if num_machines == 1:  # else this one has a part

@@ -113,13 +113,15 @@ def plan_tiers(plan: KVPlan, host_bytes: int, disk_bytes: int) -> KVPlan:
     return replace(plan, num_host_blocks=counts["host"], num_disk_blocks=counts["disk"])
 
 
-def auto_host_bytes(plan: KVPlan, num_sharing: int, free_bytes: int) -> int:
+def auto_host_bytes(plan: KVPlan, num_sharing: int, free_bytes: int, gpu_bytes: int = 0) -> int:
     """Of a worker's part of a host tier whose size is not set, which `num_sharing` workers of a
-    machine share (0: this one has no part). `free_bytes`: beside what the workers need. Whole
-    blocks, perhaps none."""
+    machine share (0: this one has no part). `free_bytes`: beside what the workers need;
+    `gpu_bytes`: of its GPUs, which is about their pools, where these are not planned. Whole blocks,
+    perhaps none."""
     if not num_sharing:
         return 0
-    most = min(int(AUTO_HOST_SHARE * free_bytes) // num_sharing, AUTO_HOST_POOLS * plan.kv_bytes)
+    pools = plan.kv_bytes or gpu_bytes
+    most = min(int(AUTO_HOST_SHARE * free_bytes) // num_sharing, AUTO_HOST_POOLS * pools)
     return max(0, most) // plan.bytes_per_block * plan.bytes_per_block
 
 

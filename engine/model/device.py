@@ -26,6 +26,13 @@ def find_device(name: str) -> torch.device:
     return device
 
 
+def gpu_bytes() -> int:
+    """Memory of a GPU of this machine; 0: torch sees none."""
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
 def is_bf16_faster() -> bool:
     """Whether this CPU multiplies 16-bit matrices faster than float32."""
     try:

@@ -7,7 +7,8 @@ from one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -117,11 +118,12 @@ class ModelRunner:
             self._decoder = Decoder(self.config, weights, ops)
             if member is not None:
                 member.group.wait_for_all()
-            if not num_blocks:
-                self._fit_pool(ops, max_num_batched_tokens, max_num_seqs, memory_share)
-            if isinstance(ops, CpuOps):
-                self._decode = ops.decode(weights, self._limits)
-            self._steps = self._gpu_steps(own, max_num_seqs, cuda_graphs, progress)
+            with self._first_launches():
+                if not num_blocks:
+                    self._fit_pool(ops, max_num_batched_tokens, max_num_seqs, memory_share)
+                if isinstance(ops, CpuOps):
+                    self._decode = ops.decode(weights, self._limits)
+                self._steps = self._gpu_steps(own, max_num_seqs, cuda_graphs, progress)
         self._guard = Guard(self._limits)
         self.launch = self._launches()
         if self.device.type == "cpu":
@@ -307,6 +309,22 @@ class ModelRunner:
                     raise ModelError(str(error)) from error
                 self.notices.append(f"GPU kernels are not used, torch is (slower): {error}")
         return TorchOps(own, pool, kind, longest, weights)
+
+    @contextmanager
+    def _first_launches(self) -> Iterator[None]:
+        """Where kernels are compiled. Raises ModelError where they cannot be: no C compiler, no
+        Python.h, or a GPU that one does not fit."""
+        if self.device.type == "cpu":
+            yield
+            return
+        try:
+            with torch.cuda.device(self.device):
+                yield
+        except (ModelError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            what = [type(error).__name__, *str(error).splitlines()[:1]]
+            raise ModelError(f"a kernel does not run on this GPU: {': '.join(what)}") from error
 
     def _gpu_steps(
         self, ops: Ops, max_num_seqs: int, graphs: bool, progress: Callable[[str], None]

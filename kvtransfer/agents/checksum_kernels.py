@@ -43,7 +43,7 @@ _KEYS = 192  # bytes of the secret that are used
 
 def fits(bytes_per_head: int) -> bool:
     """Whether heads of this size can be computed here."""
-    return bytes_per_head >= LEAST and bytes_per_head % STRIPE == 0
+    return bytes_per_head >= LEAST and bytes_per_head % 8 == 0
 
 
 class Checksums:
@@ -62,6 +62,8 @@ class Checksums:
         keys += [_numbers(_KEYS - STRIPE - 7, 8), _numbers(11, 8), np.array(_START, np.uint64)]
         # Waited for: the streams that read them are others than the one that copies.
         self._keys = torch.from_numpy(np.stack(keys).view(np.int64)).to(blocks.device)
+        if blocks.is_cuda:
+            self.of([0])  # compiles the kernels, which no step should wait for
 
     def of(self, block_ids: Sequence[int]) -> list[int]:
         """One unsigned number of 64 bits for each, in order. What is written to the blocks has to
@@ -176,7 +178,7 @@ def _sum_chunks(
     tl.store(to, added.to(tl.int64, bitcast=True), mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])  # which has no methods where it is a constant, 1
 def _mix(words, ids, keys, sums, out, width, num_chunks, size, STRIPES: tl.constexpr):
     """From the sums of the chunks to the hash of a head."""
     row = tl.program_id(0).to(tl.int64)

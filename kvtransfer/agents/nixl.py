@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from typing import Any
 
 from msgspec.structs import replace
@@ -93,6 +94,7 @@ class NixlAgent:
             spaces={tier: space for tier, (space, _) in located.items()},
             share=share,
         )
+        self._bound = threading.local()  # done: the thread has a CUDA context
         self._scratch = make_scratch(pool, size)
         self._local: dict[tuple[Tier | None, Spans], int] = {}  # descriptor lists of own memory
         self._peers: dict[NodeId, Peer] = {}
@@ -105,6 +107,7 @@ class NixlAgent:
 
     def _start(self, backend: str, options: dict[str, str]) -> None:
         """Make NIXL's agent; register and describe what is ours."""
+        self._bind_cuda()
         facts = self._facts
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True
@@ -121,6 +124,18 @@ class NixlAgent:
         blocks = (CopySpan(0, 0, facts.bytes_per_block),)
         self._own = self._describe_peer(facts, blocks, b"")
         self._own.endpoints = frozenset(nixl_lanes.endpoints(facts.agent))
+
+    def _bind_cuda(self) -> None:
+        """UCX asks the calling thread's CUDA context what it can reach: without one it leaves out
+        NVLink. A thread has none before it has launched something."""
+        if not self._on_gpu or hasattr(self._bound, "done"):
+            return
+        import torch
+
+        device = self._pools[Tier.DEVICE].device
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+        self._bound.done = True
 
     def _register(self, tier: Tier | None, space: Space) -> None:
         self._own_spaces[tier] = space
@@ -140,6 +155,7 @@ class NixlAgent:
         if known is not None and known.metadata == metadata and not known.failed:
             return known.lane
         self.disconnect(peer)
+        self._bind_cuda()
         facts = unpack(peer, metadata, self._facts, num_blocks=num_blocks)
         spans = copy_spans(peer, facts, self._facts)
         if any(old.agent == facts.agent for old in self._retired):
@@ -211,6 +227,7 @@ class NixlAgent:
     ) -> Transfer:
         """Blocks of a tier of `peer` into own ones; None: the scratch memory."""
         (src_tier, src), (dst_tier, dst) = source, destination
+        self._bind_cuda()
         try:
             handle = self._agent.makeXferReq(
                 self._nixl.NIXL_READ,

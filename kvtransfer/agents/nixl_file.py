@@ -81,10 +81,10 @@ class FileTransport:
         self.agent: Any = self.nixl.nixlAgent(self._agent_name, config)
         self._registered: list[tuple[Any, int]] = []
         self.memory: dict[Tier, tuple[int, int]] = {}  # backend, descriptor list
-        posix = self._open_posix()
+        self._posix = self._open_posix()
         for tier, space in spaces.items():
             if space.memory == "DRAM":
-                self._describe_memory(tier, space, posix)
+                self._describe_memory(tier, space, self._posix)
             else:
                 self._describe_on_gpu(tier, space)
 
@@ -174,10 +174,19 @@ class FileTransport:
         try:
             self._describe_memory(tier, space, self.agent.createBackend("GDS", {}))
         except Exception as error:
-            text = error_text(error)
-            logger.warning(
-                "%s has no GPUDirect Storage, KV goes by host memory: %s", self._name, text
-            )
+            self._without_gds(None, error)
+
+    def _without_gds(self, backend: int | None, error: Exception) -> None:
+        """`backend`: that has described memory already."""
+        text = error_text(error)
+        logger.warning("%s has no GPUDirect Storage, KV goes by host memory: %s", self._name, text)
+        for tier, (of_tier, dlist) in list(self.memory.items()):
+            if of_tier == backend:
+                quietly(self.agent.releasedDlistH, dlist)
+                del self.memory[tier]
+        for each in [each for each in self._registered if each[1] == backend]:
+            quietly(self.agent.deregisterMem, each[0], [backend])
+            self._registered.remove(each)
 
     def _describe_file(self, file: OpenFile) -> None:
         store = self._store
@@ -187,8 +196,14 @@ class FileTransport:
         rows[:, 2] = file.fd
         end = int(rows[:, 0].max()) + store.bytes_per_block
         for backend in {backend for backend, _ in self.memory.values()}:
-            registered = self.nixl.nixlRegDList(self.nixl.FILE_SEG, [(0, end, file.fd, "")])
-            self.agent.registerMem(registered, [backend])
+            try:
+                registered = self.nixl.nixlRegDList(self.nixl.FILE_SEG, [(0, end, file.fd, "")])
+                self.agent.registerMem(registered, [backend])
+            except Exception as error:
+                if backend == self._posix or self.files:
+                    raise
+                self._without_gds(backend, error)  # a file system that it does not know
+                continue
             file.registered.append((registered, backend))
             descs = self.nixl.nixlXferDList(self.nixl.FILE_SEG, rows)
             file.dlists[backend] = self.agent.prepXferDlist(self._agent_name, descs, [backend])

@@ -1,5 +1,7 @@
 """KV blocks in a GPU's memory, as those who check and move them see them."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -63,10 +65,12 @@ def test_blocks_go_from_one_agent_to_another_between_device_and_host(pool):
     target = torch.zeros_like(pool)
     here, there = NixlAgent("here", target, host=arena), NixlAgent("there", pool)
     try:
-        here.connect("there", 1, len(pool), there.metadata())
+        lane = ThreadPoolExecutor(1).submit(here.connect, "there", 1, len(pool), there.metadata())
+        # A thread that has done nothing with CUDA; without a context it would be "tcp".
+        assert lane.result().startswith("cuda_"), lane.result()
 
         def move(peer, src, dst, **tiers):
-            handle = here.read(peer, src, dst, **tiers)
+            handle = here.post_copy(peer, src, dst, **tiers)
             while not here.poll(handle):
                 pass
             here.release(handle)

@@ -165,6 +165,11 @@ def test_a_host_tier_of_auto_is_a_quarter_of_what_is_free_and_a_few_pools_at_mos
     assert auto_host_bytes(plan, 2, 4 * 10 * size) == 5 * size
     assert auto_host_bytes(plan, 1, 4 * 1000 * size) == 4 * plan.kv_bytes
     assert auto_host_bytes(plan, 1, size) == auto_host_bytes(plan, 1, -size) == 0
+    unplanned = dataclasses.replace(
+        plan, num_blocks=0
+    )  # as on a GPU, whose pool is made of what is left
+    assert auto_host_bytes(unplanned, 1, 4 * 10 * size, gpu_bytes=100 * size) == 10 * size
+    assert auto_host_bytes(unplanned, 1, 4 * 1000 * size, gpu_bytes=100 * size) == 400 * size
     assert auto_host_bytes(plan, 0, 4 * 1000 * size) == 0  # a prefill worker beside a decode one
 
 

@@ -197,10 +197,13 @@ def test_blocks_on_their_way_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
         world.write([2, 3], [2, 3])
 
 
+@pytest.mark.parametrize("refused", ["backend", "file system"])
 def test_without_gpu_direct_storage_device_memory_is_reached_by_host_memory_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     """The device pool is said to be a GPU's, on a machine that has none."""
+    if refused == "file system":
+        be_strange(monkeypatch, forbidden=("GDS",))
     located = disk.space_of
 
     def space_of(pool: np.ndarray) -> tuple[Space, int]:
@@ -218,6 +221,9 @@ def test_without_gpu_direct_storage_device_memory_is_reached_by_host_memory_alon
         assert np.array_equal(world.host[4], world.host[3])
 
 
+GDS = 1 << 40  # a backend that no agent has, and its list
+
+
 class StrangeAgent:
     """NIXL's agent, but for what the test says."""
 
@@ -232,7 +238,27 @@ class StrangeAgent:
     def createBackend(self, kind: str, options: dict[str, str]) -> Any:
         if set(options) & set(self._forbidden):
             raise RuntimeError("not permitted")
+        if kind == "GDS" and kind in self._forbidden:
+            return GDS
         return self._agent.createBackend(kind, options)
+
+    def registerMem(self, descs: Any, backends: list[int]) -> Any:
+        if backends != [GDS]:
+            return self._agent.registerMem(descs, backends)
+        if descs.getType() == nixl_file.open_nixl(on_cpu=False).FILE_SEG:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        return None
+
+    def prepXferDlist(self, agent: str, descs: Any, backends: list[int]) -> int:
+        return GDS if backends == [GDS] else self._agent.prepXferDlist(agent, descs, backends)
+
+    def releasedDlistH(self, dlist: int) -> None:
+        if dlist != GDS:
+            self._agent.releasedDlistH(dlist)
+
+    def deregisterMem(self, descs: Any, backends: list[int]) -> None:
+        if backends != [GDS]:
+            self._agent.deregisterMem(descs, backends)
 
     def getXferStatus(self, handle: int) -> Any:
         status = self._agent.getXferStatus(handle)

@@ -1,7 +1,8 @@
 """Linear layers with int8 weights (engine.model.quantize): half of bfloat16 to read in a decode.
 
 Few tokens: a kernel dequantizes in registers, so that only int8 is read from memory, and scales the
-part of each group in float32. Many: the weight is dequantized, and cuBLAS multiplies.
+part of each group in float32; programs of other rows find the weight in the L2 cache. Many: the
+weight is dequantized, and cuBLAS multiplies.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import triton.language as tl
 
 from engine.model.quantize import GROUP, dequantize, quantize
 
-FEW = 64  # tokens up to which reading the weights takes longer than multiplying
-BLOCK_N = 32
+FEW = 256  # tokens up to which reading the weights takes longer than multiplying
+BLOCK_M, BLOCK_N = 64, 32  # at most; of a program
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,10 @@ def linear(x: torch.Tensor, matrix: Int8Matrix) -> torch.Tensor:
         return F.linear(x, dequantized(matrix, x.dtype), matrix.bias)
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
-        _linear[(triton.cdiv(width, BLOCK_N),)](
+        block_m = min(BLOCK_M, max(16, triton.next_power_of_2(rows)))
+        _linear[(triton.cdiv(rows, block_m), triton.cdiv(width, BLOCK_N))](
             x, matrix.numbers, matrix.scales, matrix.bias, out, rows, width, depth, groups,
-            x.stride(0), BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=BLOCK_N,
+            x.stride(0), BLOCK_M=block_m, BLOCK_N=BLOCK_N,
             GROUP=GROUP, HAS_BIAS=matrix.bias is not None, num_warps=4,
             num_stages=5 if x.element_size() == 2 else 3,
         )  # fmt: skip
@@ -62,9 +64,10 @@ def _linear(
     x, numbers, scales, bias, out, rows, width, depth, groups, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of all rows, a group of inputs at a time."""
-    m = tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """One program: BLOCK_N outputs of BLOCK_M rows, a group of inputs at a time. Those of the same
+    outputs run together."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, GROUP)
     is_row, is_out = m < rows, n < width
     x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]

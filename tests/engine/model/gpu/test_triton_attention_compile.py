@@ -21,6 +21,14 @@ def compile_cases(folder: Path, *args: str) -> list[str]:
     return run.stdout.splitlines()
 
 
+def test_an_argument_of_one_is_a_constant_as_for_the_jit(tmp_path):
+    """Which the interpreter does not make of it: heads of 64 numbers have one chunk."""
+    (mix,) = [
+        line for line in compile_cases(tmp_path, "checksums, one", "--sm", "90") if "_mix" in line
+    ]
+    assert "spilled 0" in mix
+
+
 @pytest.mark.long
 def test_decode_over_fp8_compiles_without_a_gpu(tmp_path):
     decode, merge = compile_cases(tmp_path, "decode fp8", "--sm", "90")

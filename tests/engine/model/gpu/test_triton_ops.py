@@ -46,7 +46,7 @@ def test_a_gate_is_activated_and_multiplied(activation):
 
 
 @pytest.mark.parametrize("depth", [192, 200])
-@pytest.mark.parametrize("rows", [1, 17, 65])
+@pytest.mark.parametrize("rows", [1, 17, 65, 257])
 def test_int8_products_are_those_of_the_dequantized_weights(rows, depth):
     weight, bias, x = randn(70, depth), randn(70), randn(rows, depth)
     expected = F.linear(x, dequantize(*quantize(weight)), bias)
