@@ -22,7 +22,7 @@ from engine.model.backends import Backends
 from engine.model.batch import Batch, Guard, Limits
 from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.load import load_weights
-from engine.model.config import with_window
+from engine.model.config import ModelConfig, with_window
 from engine.model.cpu import kernels
 from engine.model.cpu.decode import CpuDecode
 from engine.model.cpu.huge_pages import HugePages, make_real
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16")
 KV_DTYPES = ("auto", "float8_e4m3")
-
-
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -101,10 +99,7 @@ class ModelRunner:
         self._member, self._quantization, self._backends = member, quantization, backends
         self._own = self.config if member is None else member.config(self.config)  # its part
         self.kv_spec = self._own.kv_spec(block_size, self.dtype if kv_dtype == "auto" else kv_dtype)
-        longest = self.config.max_position_embeddings
-        if self.config.max_window:  # relative positions never exceed it
-            longest = max(longest, max_model_len or 0)
-        self.max_model_len = min(max_model_len or longest, longest)
+        self.max_model_len = _most_positions(self.config, max_model_len)
         self.kv_pool = self._pool(num_blocks or 1, kv_pool)
         threads = num_threads or torch.get_num_threads()
         self._limits = self._limits_of(num_blocks, block_size, guard)
@@ -345,3 +340,10 @@ class ModelRunner:
         )
         self.notices += steps.notices
         return steps
+
+
+def _most_positions(config: ModelConfig, asked: int | None) -> int:
+    longest = config.max_position_embeddings
+    if config.max_window:  # relative positions never exceed it
+        longest = max(longest, asked or 0)
+    return min(asked or longest, longest)
