@@ -73,6 +73,8 @@ class EngineSection(Section, frozen=True):
     # longest step of a decode worker that takes prompt tokens beside its decodes; 0: 50 where
     # there are prefill workers, no limit in one pool
     itl_target_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
+    # what it grows to while prompts wait for 4 s; 0: 200 where itl_target_ms is 0, else no more
+    itl_most_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
     max_num_seqs: Annotated[int, Meta(ge=0, le=4096)] = 0  # per step; 0: 64, on a GPU 256
     # n-gram draft tokens per sequence and step, at most; 0: none
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 7

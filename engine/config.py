@@ -39,6 +39,7 @@ class WorkerConfig:
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs
     num_speculative_tokens: int = 0  # draft tokens of a sequence in a step, at most; 0: none
     itl_target_s: float = 0.0  # prompt chunks beside decodes are cut to keep steps below it; 0: not
+    itl_most_s: float = 0.0  # the same, where prompts have waited for long; 0: as itl_target_s
     max_waiting: int = 256  # beside those that may run: more are refused
     step_timeout_s: float = 30.0  # of a step, at least, before the worker ends itself; 0: never
     max_failed_steps: int = 3  # in a row, after which it ends itself

@@ -141,7 +141,7 @@ class EngineCore:
         timing = self.timing
         step = self.scheduler.schedule(
             self.now,
-            timing.prompt_budget(),
+            timing.prompt_budget,
             timing.prompt_cost,
             timing.decode_step_s.value,
             timing.row_cost.published(),

@@ -46,6 +46,7 @@ class Rate:
 
 FORGET = 0.998  # factor on the weight of older samples, with each new one
 LEAST_BLOCKS, LEAST_TOKENS = 4, 64  # of prompts in a step: the fewer, but a whole block
+LONG_WAIT_S = 4.0  # of a prompt; then steps may be as long as `WorkerConfig.itl_most_s`
 MAX_SLOWDOWN = 8.0
 MIN_SAMPLES = 8  # before a fit is published
 TOKENS_UNIT = 4096.0  # prompt tokens count in these, so that features are of one size
@@ -151,6 +152,7 @@ class StepTiming:
         self._prompt_slowdown = Rate()  # seconds that prompts take now, for each that the fit says
         self.decode_cost = FittedCost(4)  # of a token for each
         self.row_cost = FittedCost(4)  # of a pass, by its rows
+        self._waited_s = 0.0  # by a prompt, as of the last step in which one was computed
 
     def on_step(self, step: Step, elapsed_s: float, repeats: int, num_accepted: int = 0) -> None:
         """`step` was run `repeats` times and took `elapsed_s`; `num_accepted` of its draft tokens
@@ -158,6 +160,7 @@ class StepTiming:
         have taken."""
         prompts = [share for share in step.seqs if len(share.tokens) > 1]
         if not prompts:
+            self._waited_s = 0.0
             self.decode_step_s.add(elapsed_s, repeats)
             count, pool_tokens = len(step.seqs), self._config.num_blocks * self._config.block_size
             kv_tokens = sum([share.start for share in step.seqs]) + count * repeats / 2
@@ -199,14 +202,19 @@ class StepTiming:
             seconds += fitted_s(known, _one_pass(prompts))
         return seconds
 
-    def prompt_budget(self) -> int:
+    def prompt_budget(self, waited_s: float) -> int:
         """Prompt tokens that fit beside decodes into a step of `itl_target_s`, at measured rates;
-        at least so many that the pass, whose fixed part decodes pay too, is worth it."""
-        target_s = self._config.itl_target_s
+        at least so many that the pass, whose fixed part decodes pay too, is worth it. The longer a
+        prompt has waited, the nearer to `itl_most_s`: each pass reads the weights and computes the
+        decodes, so short ones cost all prompts more than they spare the streams."""
+        config = self._config
+        target_s = config.itl_target_s
         if target_s == 0:
-            return self._config.max_num_batched_tokens
-        spare_s = target_s - self.decode_step_s.value
-        block_size = self._config.block_size
+            return config.max_num_batched_tokens
+        self._waited_s = waited_s
+        more_s = max(0.0, config.itl_most_s - target_s)
+        spare_s = target_s + more_s * min(1.0, waited_s / LONG_WAIT_S) - self.decode_step_s.value
+        block_size = config.block_size
         least = max(block_size, min(LEAST_TOKENS, LEAST_BLOCKS * block_size))
         return max(least, int(spare_s * self.prefill_tokens_per_s.value))
 
@@ -215,7 +223,7 @@ class StepTiming:
         rate = self.prefill_tokens_per_s.value
         if self._config.itl_target_s == 0 or rate == 0 or not is_busy:
             return rate
-        budget = self.prompt_budget()
+        budget = self.prompt_budget(self._waited_s)
         return budget / (self.decode_step_s.value + budget / rate)
 
     def present_slowdown(self, *, is_busy: bool) -> float:

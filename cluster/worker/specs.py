@@ -18,6 +18,7 @@ from cluster.worker.spec import WorkerSpec
 from engine.stats import Role
 
 ITL_TARGET_MS = 50.0  # of decode workers, where prefill workers are there for long prompts
+ITL_MOST_MS = 200.0  # while prompts have waited for long
 
 
 def worker_spec(
@@ -34,7 +35,8 @@ def worker_spec(
     if engine.itl_target_ms == 0 and config.scaling.enabled:
         engine = replace(engine, itl_target_ms=1e3 * chunk_target_s(config.scaling))
     elif engine.itl_target_ms == 0 and config.cluster.prefill > 0:
-        engine = replace(engine, itl_target_ms=ITL_TARGET_MS)
+        most_ms = engine.itl_most_ms or ITL_MOST_MS
+        engine = replace(engine, itl_target_ms=ITL_TARGET_MS, itl_most_ms=most_ms)
     on_gpu = machine.num_gpus > 0 and config.model.device != "cpu"
     engine = sized(engine, gpu=on_gpu)
     host_gib = config.tiers.host_gib

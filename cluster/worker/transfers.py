@@ -190,6 +190,7 @@ def worker_config(
         max_num_seqs=engine.max_num_seqs,
         num_speculative_tokens=engine.num_speculative_tokens,
         itl_target_s=engine.itl_target_ms / 1e3,
+        itl_most_s=engine.itl_most_ms / 1e3,
         max_waiting=engine.max_waiting,
         step_timeout_s=engine.step_timeout_s,
         max_failed_steps=engine.max_failed_steps,

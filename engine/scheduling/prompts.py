@@ -55,6 +55,13 @@ def may_be_admitted(
             ahead.append((key, seq.num_missing))
 
 
+def waited_s(waiting: Iterable[Sequence], running: Iterable[Sequence], now: float) -> float:
+    """The longest that a prompt has waited to be computed here."""
+    prompts = [seq for seq in waiting if not seq.is_remote]
+    prompts += [seq for seq in running if seq.num_missing > 1]
+    return max((now - seq.arrived_at for seq in prompts if not seq.is_stream), default=0.0)
+
+
 def choose_prompts(
     running: Iterable[Sequence],
     now: float,

@@ -15,14 +15,9 @@ from engine.config import WorkerConfig
 from engine.cost import FittedCost
 from engine.kv.cache_manager import KVCacheManager
 from engine.request import Refusal
+from engine.scheduling import prompts
 from engine.scheduling.decodes import draft_rooms, followers, may_be_followed, repeats, victim
 from engine.scheduling.drafts import Drafter
-from engine.scheduling.prompts import (
-    choose_prompts,
-    first_missing,
-    hashes_under_way,
-    may_be_admitted,
-)
 from engine.sequence import SeqState, Sequence
 from engine.step import UNKNOWN, ScheduledSeq, Step, StepDone
 
@@ -88,10 +83,10 @@ class Scheduler:
         self.lacks_room = False
         if not self.waiting:  # as after most messages
             return admitted
-        computing = hashes_under_way(self.running, self.remote, self.kv)
+        computing = prompts.hashes_under_way(self.running, self.remote, self.kv)
         waiting, budget = tuple(self.waiting), self.config.max_num_batched_tokens
-        for seq in may_be_admitted(waiting, self.running, now, token_s, budget):
-            if computing and first_missing(seq, self.kv) in computing:
+        for seq in prompts.may_be_admitted(waiting, self.running, now, token_s, budget):
+            if computing and prompts.first_missing(seq, self.kv) in computing:
                 continue
             while not self.admit(seq, now):
                 if not self._give_way(seq):
@@ -127,17 +122,18 @@ class Scheduler:
     def schedule(
         self,
         now: float,
-        prompt_budget: int,
+        prompt_budget: Callable[[float], int],
         cost: FittedCost,
         decode_s: float = 0.0,
         row_weights: tuple[float, ...] = (),
         token_s: float = 0.0,
     ) -> Step | None:
         """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
-        these, at most `prompt_budget` tokens if there are decodes that they would delay. `cost` is
-        the measured cost of prompts; beside decodes, what they add to `decode_s`, the time of a
-        step of decodes alone. row_weights: as of `Drafter.plan`. token_s: of a prompt, all in all;
-        0: not measured yet. While a step is in flight, only one that follows it."""
+        these, at most `prompt_budget` tokens if there are decodes that they would delay, which is
+        given how long a prompt has waited. `cost` is the measured cost of prompts; beside decodes,
+        what they add to `decode_s`, the time of a step of decodes alone. row_weights: as of
+        `Drafter.plan`. token_s: of a prompt, all in all; 0: not measured yet. While a step is in
+        flight, only one that follows it."""
         if len(self.in_flight) > self.config.steps_ahead or not self.running:
             return None  # as after most messages
         if self.in_flight:
@@ -147,9 +143,13 @@ class Scheduler:
         decodes = [seq for seq in self.running if seq.is_decoding][:budget]
         chosen = [(seq, 1) for seq in decodes]
         if len(decodes) < len(self.running):
-            budget = min(budget - len(decodes), prompt_budget if decodes else budget)
+            # Who waits for memory is helped by streams that end soon.
+            others = () if self.lacks_room else self.waiting
+            most = prompt_budget(prompts.waited_s(others, self.running, now)) if decodes else budget
+            budget = min(budget - len(decodes), most)
             beside_s = decode_s if decodes else 0.0
-            chosen += choose_prompts(self.running, now, budget, token_s, cost, beside_s, self.kv)
+            common = now, budget, token_s, cost, beside_s, self.kv
+            chosen += prompts.choose_prompts(self.running, *common)
         chosen = [each for each in chosen if self._is_sound(*each)]
         if not chosen:
             return None

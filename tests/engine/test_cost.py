@@ -233,11 +233,27 @@ def test_where_a_target_holds_prompts_back_they_are_told_to_take_longer() -> Non
     for _ in range(20):
         timing.on_step(Step(0, [share(100, 1)]), 0.05, 1)
         timing.on_step(Step(0, [share(0, 100)]), 0.1, 1)
-    assert timing.prompt_budget() == 64, "10 tokens fit, but four blocks are the least"
+    assert timing.prompt_budget(0.0) == 64, "10 tokens fit, but four blocks are the least"
     idle, busy = (timing.present_slowdown(is_busy=b) for b in (False, True))
     slowdown = 1000 / timing.present_prefill_rate(is_busy=True)
     assert slowdown > 1.5
     assert busy == pytest.approx(slowdown * idle)
+
+
+def test_the_longer_a_prompt_has_waited_the_longer_steps_may_be() -> None:
+    timing = timing_of(itl_target_s=0.05, itl_most_s=0.2)
+    for _ in range(20):
+        timing.on_step(Step(0, [share(100, 1)]), 0.02, 1)
+        timing.on_step(Step(0, [share(0, 100)]), 0.02, 1)  # 5,000 tokens a second
+    budgets = [timing.prompt_budget(waited_s) for waited_s in (0.0, 2.0, 4.0, 60.0)]
+    assert budgets == pytest.approx([150, 525, 900, 900], abs=1)
+    # Which routers are told of, until prompts are done.
+    slow = timing.present_prefill_rate(is_busy=True)
+    timing.on_step(Step(0, [share(100, 1)]), 0.02, 1)
+    assert timing.present_prefill_rate(is_busy=True) < 0.8 * slow
+    strict = timing_of(itl_target_s=0.05)
+    strict.on_step(Step(0, [share(0, 100)]), 0.02, 1)
+    assert strict.prompt_budget(60.0) == strict.prompt_budget(0.0)
 
 
 # -- load or compute ------------------------------------------------------------------------------

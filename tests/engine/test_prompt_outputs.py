@@ -51,7 +51,7 @@ class Computed:
         """The first position that is computed. budget: as beside decodes and other prompts."""
         config = self.scheduler.config
         self.scheduler.config = replace(config, max_num_batched_tokens=budget)
-        step = self.scheduler.schedule(0.0, budget, FittedCost(4), 0.0)
+        step = self.scheduler.schedule(0.0, lambda _: budget, FittedCost(4), 0.0)
         assert step is not None
         (share,) = step.seqs
         sampled = [Sampled(7) if share.sample else None]

@@ -66,7 +66,9 @@ class Prompts:
         """Tokens fed, by request."""
         token_s = cost.weights[1] / TOKENS_UNIT
         self.scheduler.admit_waiting(self.now, lambda seq: False, token_s)
-        planned = self.scheduler.schedule(self.now, prompt_budget, cost, decode_s, (), token_s)
+        planned = self.scheduler.schedule(
+            self.now, lambda _: prompt_budget, cost, decode_s, (), token_s
+        )
         assert planned is not None
         sampled = [Sampled(7) if share.sample else None for share in planned.seqs]
         for seq, _ in self.scheduler.finish_step(StepDone(planned.step_id, sampled)):
@@ -127,7 +129,7 @@ def test_short_prompts_go_first_whatever_a_fit_says_of_a_token() -> None:
     """Where all passes have equally many tokens, it cannot tell a token from a pass."""
     prompts = Prompts(400, 20)
     prompts.scheduler.admit_waiting(0.0, lambda seq: False, 0.01)
-    planned = prompts.scheduler.schedule(0.0, BUDGET, priced(pass_s=0.6), 0.0, (), 0.01)
+    planned = prompts.scheduler.schedule(0.0, lambda _: BUDGET, priced(pass_s=0.6), 0.0, (), 0.01)
     assert planned is not None
     assert planned.seqs[0].request_id == "r1#1"
 

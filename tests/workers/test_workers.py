@@ -304,3 +304,24 @@ def test_prompts_beside_decodes_are_fed_as_far_as_the_itl_target_allows() -> Non
     assert 1 < max(sizes) <= 1 + len(PROMPT)
     assert world.output("b", [*range(40, 70)]) == reference([*range(40, 70)], 3)
     world.assert_idle()
+
+
+def test_where_a_prompt_has_waited_for_long_it_gets_more_of_a_step() -> None:
+    largest = []
+    for waited_s in (0.0, 60.0):
+        world = World(itl_target_s=0.011, itl_most_s=0.2, max_num_batched_tokens=64)
+        world.submit("a", PROMPT, 20, remote=False)
+        for _ in range(6):
+            world.step()
+        world.submit("b", [*range(40, 90)], 3, remote=False)
+        while len(world.decode.core.seqs) < 2:
+            world.step()
+        for seq in world.decode.core.seqs.values():
+            seq.arrived_at -= waited_s
+        fed, sizes = world.decode.core.counters["tokens_scheduled"], []
+        while world.step():
+            sizes.append(world.decode.core.counters["tokens_scheduled"] - fed)
+            fed = world.decode.core.counters["tokens_scheduled"]
+        largest.append(max(sizes))
+        assert world.output("b", [*range(40, 90)]) == reference([*range(40, 90)], 3)
+    assert largest[0] < largest[1]

@@ -61,3 +61,20 @@ def test_a_worker_on_two_machines_has_half_of_its_gpus_and_the_tiers_of_each() -
     assert (one.num_gpus, one.num_ranks_here, one.further) == (4, 4, ())
     assert (two.num_gpus, two.num_ranks_here, two.further) == (2, 2, ("n",))
     assert (two.host_bytes, two.disk_bytes) == (2 * one.host_bytes, 2 * one.disk_bytes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "target_ms", "most_ms"),
+    [
+        ({}, 50.0, 200.0),
+        ({"cluster.prefill": 0}, 0.0, 0.0),
+        ({"engine.itl_target_ms": 30}, 30.0, 0.0),  # who sets it means it
+        ({"engine.itl_target_ms": 30, "engine.itl_most_ms": 90}, 30.0, 90.0),
+        ({"engine.itl_most_ms": 90}, 50.0, 90.0),
+    ],
+)
+def test_how_long_steps_may_be(
+    settings: dict[str, float], target_ms: float, most_ms: float
+) -> None:
+    engine = spec_of(load_config(None, settings), Role.DECODE, 1, CPUS).engine
+    assert (engine.itl_target_ms, engine.itl_most_ms) == (target_ms, most_ms)
