@@ -4,7 +4,6 @@ takes its workers with it until it is back."""
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from cluster.api.text.tokenizer import Tokenizer
 from cluster.runtime.processes import RANKS_MODULE
 from lab.agents.model import make_model
 from tests.chaos.network import Hosts, what_is_missing
+from tests.e2e.hosts_file import kvrelay, write_hosts_file
 from tests.e2e.parallel.test_role_sizes import NUM_BLOCKS, complete, of_one_rank_each
 from tests.e2e.prompts import prompts
-from tests.e2e.test_two_hosts import ENTRY, FILE, kvrelay
 
 pytestmark = [
     pytest.mark.long,
@@ -78,18 +77,11 @@ def test_ranks_on_two_hosts_say_what_one_process_says(tmp_path: Path) -> None:
     model = make_model(tmp_path, initializer_range=0.3)
     asked = [prompt for prompt in prompts(Tokenizer(model)) if len(prompt) < 400][::3]
     expected = of_one_rank_each(model, asked)
-    folder = Path("/tmp/kvrelay-ranks")  # Ray's sockets have short names
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = Path("/tmp/kvrelay-ranks")
+    settings = SETTINGS.format(folder=folder, model=model, blocks=NUM_BLOCKS, key=KEY)
     with Hosts(2) as hosts:
-        for name in hosts.names:
-            (folder / name).mkdir(parents=True)
-        text = FILE.format(folder=folder, python=sys.executable)
-        for number, name in enumerate(hosts.names):
-            text += ENTRY.format(name=name, address=hosts.address(number))
-        (folder / "HOSTS.toml").write_text(text)
-        settings = SETTINGS.format(folder=folder, model=model, blocks=NUM_BLOCKS, key=KEY)
-        (folder / "kvrelay.toml").write_text(settings)
-        kvrelay("up", folder / "HOSTS.toml")
+        path = write_hosts_file(folder, hosts, settings)
+        kvrelay("up", path)
         url = f"http://{hosts.address(0)}:8000"
         name = status(url)["model"]
         for worker in workers(url).values():
@@ -123,6 +115,6 @@ def test_ranks_on_two_hosts_say_what_one_process_says(tmp_path: Path) -> None:
                 assert time.monotonic() < deadline
                 time.sleep(1)
         assert answer == expected[1]
-        kvrelay("down", folder / "HOSTS.toml")
+        kvrelay("down", path)
         assert rank_hosts() == []
     shutil.rmtree(folder, ignore_errors=True)
