@@ -12,7 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -30,7 +30,7 @@ class RankHost:
     host: str
     port: int
     num_ranks: int
-    secret: bytes
+    secret: bytes = field(repr=False)
 
 
 def start_process(connected: socket.socket) -> subprocess.Popen[bytes]:
