@@ -92,6 +92,7 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
     waiting = rng.choice((4, 16, 64))
     num_drafts = rng.choice((0, 2, 7))
     read_floor_s, step_timeout_s = rng.uniform(0.05, 1.0), rng.uniform(0.3, 1.5)
+    itl_s = 0.01 if read_floor_s > 0.5 else 0.0  # half of all; nothing is drawn for it
     max_failed_steps, max_snapshot = rng.randint(2, 4), rng.choice((4, 16, 1 << 15))
 
     def config(role: Role, number: int) -> WorkerConfig:
@@ -107,6 +108,8 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
             max_num_batched_tokens=budget,
             max_num_seqs=seqs,
             num_speculative_tokens=num_drafts,
+            itl_target_s=itl_s,
+            itl_most_s=10 * itl_s,
             max_waiting=waiting,
             lease_s=lease_s,
             handoff_timeout_s=handoff_s,
