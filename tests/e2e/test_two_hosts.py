@@ -9,8 +9,8 @@ import httpx
 import psutil
 import pytest
 
+from tests.chaos.hosts_file import kvrelay, write_hosts_file
 from tests.chaos.network import Hosts, what_is_missing
-from tests.e2e.hosts_file import kvrelay, write_hosts_file
 from tests.e2e.test_two_nodes import ask
 
 pytestmark = [

@@ -15,8 +15,8 @@ import pytest
 from cluster.api.text.tokenizer import Tokenizer
 from cluster.runtime.processes import RANKS_MODULE
 from lab.agents.model import make_model
+from tests.chaos.hosts_file import kvrelay, write_hosts_file
 from tests.chaos.network import Hosts, what_is_missing
-from tests.e2e.hosts_file import kvrelay, write_hosts_file
 from tests.e2e.parallel.test_role_sizes import NUM_BLOCKS, complete, of_one_rank_each
 from tests.e2e.prompts import prompts
 
