@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from engine.config_errors import ConfigError as ConfigError
 from engine.config_errors import explain_error
 from engine.config_errors import read_toml as read_toml
-from engine.model.parallel.shard import num_machines
 from engine.stats import Role
 from router.config import MAX_PRIORITY, RouterConfig
 from router.scaling_config import ScalingConfig
@@ -294,10 +293,6 @@ class Config(Section, frozen=True):
         scaling, first = self.scaling, self.cluster.prefill + self.cluster.decode
         most = (scaling.max_workers, *scaling.limits_of_schedules()) if scaling.enabled else ()
         return max((first, *most))
-
-    def machines_of(self, role: Role) -> int:
-        """Among how many machines the ranks of such a worker are divided."""
-        return num_machines(self.ranks_of(role), self.cluster.ranks_per_machine)
 
     def ranks_of(self, role: Role) -> int:
         """Processes (on GPUs: as many GPUs) of a worker that is started for prefill or decode."""

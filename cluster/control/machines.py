@@ -31,7 +31,7 @@ class Assigned:
     num_ranks: int = 1  # its processes, each with a GPU where they are used
 
 
-def assign_machine(
+def assign_machines(
     role: Role,
     machines: Iterable[Machine],
     assigned: Iterable[Assigned],
@@ -39,8 +39,10 @@ def assign_machine(
     most: int = 0,
     num_ranks: int = 1,
     use_gpus: bool = True,
-) -> str | None:
-    """The machine for one more worker of `role` and `num_ranks` processes; None if none has room.
+    num_machines: int = 1,
+) -> tuple[str, ...] | None:
+    """The machines for one more worker of `role` and `num_ranks` processes, divided evenly among
+    `num_machines`: that of the first rank first; None if too few have room.
 
     Where any machine has GPUs, only those count, one for each rank; where none has, or they are not
     used, each has room for `most` workers, if that is not 0. `avoid` is where the last attempt
@@ -48,10 +50,11 @@ def assign_machine(
     """
     machines, assigned = list(machines), list(assigned)
     if use_gpus and any(machine.num_gpus for machine in machines):
-        machines = [m for m in machines if _ranks_on(m, assigned) + num_ranks <= int(m.num_gpus)]
+        each = num_ranks // num_machines
+        machines = [m for m in machines if _ranks_on(m, assigned) + each <= int(m.num_gpus)]
     elif most:
         machines = [m for m in machines if len(_on(m, assigned)) < most]
-    if not machines:
+    if len(machines) < num_machines:
         return None
 
     def cost(machine: Machine) -> tuple[bool, int, float, str]:
@@ -59,32 +62,7 @@ def assign_machine(
         load = _ranks_on(machine, assigned) / max(machine.num_gpus or machine.num_cpus, 1.0)
         return machine.machine_id == avoid, others, load, machine.machine_id
 
-    return min(machines, key=cost).machine_id
-
-
-def assign_machines(
-    role: Role,
-    machines: Iterable[Machine],
-    assigned: Iterable[Assigned],
-    *,
-    num_ranks: int,
-    num_machines: int,
-    avoid: str | None = None,
-    most: int = 0,
-    use_gpus: bool = True,
-) -> tuple[str, ...] | None:
-    """Machines for one more worker whose ranks are divided evenly among `num_machines`: that of the
-    first rank first. The rest as of `assign_machine`."""
-    left, chosen = list(machines), list[str]()
-    assigned = list(assigned)
-    for _ in range(num_machines):
-        each = num_ranks // num_machines
-        found = assign_machine(role, left, assigned, avoid, most, each, use_gpus)
-        if found is None:
-            return None
-        chosen.append(found)
-        left = [machine for machine in left if machine.machine_id != found]
-    return tuple(chosen)
+    return tuple(machine.machine_id for machine in sorted(machines, key=cost)[:num_machines])
 
 
 def _on(machine: Machine, assigned: list[Assigned]) -> list[Assigned]:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from cluster.config import ClusterSection, Config, EngineSection
 from cluster.worker.kv_plan import BuildError
+from engine.model.parallel.shard import num_machines
 from engine.stats import Role
 
 ROOT = Path("/")
@@ -78,7 +79,8 @@ def check_machines(config: Config) -> None:
     here = config.cluster.ranks_per_machine
     roles = [Role.PREFILL, Role.DECODE] if config.cluster.prefill else [Role.DECODE]
     for role in roles:
-        size, number = config.ranks_of(role), config.machines_of(role)
+        size = config.ranks_of(role)
+        number = num_machines(size, here)
         if number == 1:
             continue
         told = f"cluster.ranks_per_machine = {here} divides a {role} worker of {size} ranks"

@@ -89,7 +89,7 @@ class ParallelRunner:
                 Shard(rank, size),
                 meeting.seen_from(place.host if place else meeting.own_host) if rank else meeting,
                 f"cuda:{number}" if kind == "cuda" else kind,
-                partial(_same, model_dir) if find_model is None else find_model,
+                find_model or partial(Path, model_dir),
                 options,
                 companion,
             )
@@ -220,10 +220,6 @@ class ParallelRunner:
         log.error("the ranks of this worker are no longer in step: %s", reason)
         if call is not None:
             call(lost)
-
-
-def _same(path: Path) -> Path:
-    return path
 
 
 def _check_devices(kind: str, size: int) -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from cluster.control.machines import Assigned, Machine, assign_machine
+from typing import Any
+
+from cluster.control.machines import Assigned, Machine, assign_machines
 from engine.stats import Role
 
 P, D = Role.PREFILL, Role.DECODE
+
+
+def assign_machine(*args: Any, **options: Any) -> str | None:
+    """For a worker on one machine."""
+    found = assign_machines(*args, **options)
+    return None if found is None else found[0]
 
 
 def machines(*names: str, gpus: float = 0.0) -> list[Machine]:

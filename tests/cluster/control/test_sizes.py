@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.control.controller import Controller, ControllerConfig
-from cluster.control.machines import Assigned, Machine, assign_machine, assign_machines
+from cluster.control.machines import Assigned, Machine, assign_machines
 from cluster.control.messages import (
     MachinesChanged,
     Record,
@@ -19,6 +19,7 @@ from cluster.control.wanted import WorkerState
 from engine.node import Woken
 from engine.stats import Role
 from tests.cluster.control.test_controller import ROUTER, Script, of
+from tests.cluster.control.test_machines import assign_machine
 
 P, D = Role.PREFILL, Role.DECODE
 BIG = Machine("big", "h1", 32.0, 4.0)
@@ -129,6 +130,8 @@ def test_a_worker_of_more_ranks_than_a_machine_may_have_is_divided_evenly() -> N
     assert assign_machine(P, PAIRS, assigned) == "c"
     assert assign_machines(P, PAIRS, assigned, num_ranks=4, num_machines=2) is None
     assert assign_machines(P, PAIRS, [], num_ranks=6, num_machines=3) == ("a", "b", "c")
+    one = [PAIRS[0], Machine("cpu-only", "h", 64.0)]  # which counts nowhere beside GPUs
+    assert assign_machines(P, one, [], num_ranks=4, num_machines=2) is None
 
 
 def test_where_one_of_its_machines_goes_it_waits_for_another_and_says_so() -> None:

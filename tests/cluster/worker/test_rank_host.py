@@ -57,7 +57,7 @@ def test_the_life_of_a_worker_with_a_rank_elsewhere(tmp_path: Path) -> None:
     with rank_host(SPEC) as (pid, place, news):
         assert isinstance(place, RankHost)
         assert (place.host, place.num_ranks) == (THERE, 1)
-        # Who does not know the secret is refused, and takes nobody's place.
+        # A connection without the secret is refused, and counts for no rank.
         with pytest.raises(ConnectionError, match="did not prove itself"):
             reach(replace(place, secret=b"guessed"))
         with socket.create_connection((place.host, place.port)) as silent:
@@ -88,7 +88,7 @@ def test_the_life_of_a_worker_with_a_rank_elsewhere(tmp_path: Path) -> None:
         ParallelRunner(tmp_path, 2, host=HERE, further=(place,), **OPTIONS)
 
 
-def test_a_rank_host_that_nobody_connects_to_ends() -> None:
+def test_a_rank_host_without_connections_ends() -> None:
     with rank_host(replace(SPEC, start_timeout_s=0.2)) as (_, place, news):
         assert isinstance(place, RankHost)
         assert pickle.load(news) == "the worker did not connect within 0.2 s"

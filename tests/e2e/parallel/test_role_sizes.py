@@ -66,8 +66,8 @@ def sizes(url: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.1)

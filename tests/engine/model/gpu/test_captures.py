@@ -108,7 +108,7 @@ def test_where_another_rank_cannot_capture_none_does(captured):
     ]
 
 
-def test_alone_nobody_is_asked(captured):
+def test_without_other_ranks_the_error_alone_decides(captured):
     passes, notices = captured(None, failing=1)
     assert passes._graphs == {}
     assert len(notices) == 1

@@ -52,5 +52,5 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
-    follower.ModelRunner = InterpretedRunner  # type: ignore[misc]
+    pytest.MonkeyPatch().setattr(follower, "ModelRunner", InterpretedRunner)
     follower.main()
