@@ -24,7 +24,9 @@ from engine.stats import WorkerStats
 from engine.step import Step, StepDone
 
 LEFT_OUT = {
-    Refusal.EXECUTION: "block_table_fault",
+    Refusal.EXECUTION: "execution_fault",
+    Refusal.BLOCK_TABLE: "block_table_fault",
+    Refusal.SAMPLING: "sampling_fault",
     Refusal.GRAMMAR: "grammar_fault",
     Refusal.INVALID_TOKENS: "request_fault",
 }
@@ -149,7 +151,7 @@ class EngineCore:
         )
         if step is not None:
             self.watch.begin(self.now, timing.expected_s(step))
-        if step is None or step.repeats > 1:  # a step that is repeated fills no block
+        if step is None or step.repeats > 1 or step.is_health_check:  # these fill no block
             return step
         size = self.config.block_size
         for seq, share in zip(self.scheduler.in_flight[-1].seqs, step.seqs, strict=True):
@@ -160,34 +162,38 @@ class EngineCore:
 
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
         """As `Scheduler.finish_step`; also updates counters and the measured costs."""
-        self.watch.end(self.now, done.error, device_lost=done.device_lost)
         step = self.scheduler.in_flight[0].step
+        is_check, is_lost = step.is_health_check, done.device_lost
+        self.watch.end(self.now, done.error, is_health_check=is_check, device_lost=is_lost)
+        if done.error is None and not is_check:
+            self._count_step(step, done)
+        return self.scheduler.finish_step(done)
+
+    def _count_step(self, step: Step, done: StepDone) -> None:
         repeats = 1
-        if step.repeats > 1 and done.error is None and done.sampled[0] is not None:
+        if step.repeats > 1 and done.sampled[0] is not None:
             repeats += len(done.sampled[0].more)
         self.count("steps", repeats)
         self.count("tokens_scheduled", step.num_tokens * repeats)
-        if done.error is None:
-            num_drafted = sum(len(share.draft_tokens) for share in step.seqs)
-            num_accepted = 0
-            if num_drafted:
-                num_accepted = sum(len(each.more) for each in done.sampled if each is not None)
-                self.count("draft_tokens", num_drafted)
-                self.count("draft_tokens_accepted", num_accepted)
-            if done.elapsed_s > 0:
-                self.timing.on_step(step, done.elapsed_s, repeats, num_accepted)
-        return self.scheduler.finish_step(done)
+        num_drafted = sum(len(share.draft_tokens) for share in step.seqs)
+        num_accepted = 0
+        if num_drafted:
+            num_accepted = sum(len(each.more) for each in done.sampled if each is not None)
+            self.count("draft_tokens", num_drafted)
+            self.count("draft_tokens_accepted", num_accepted)
+        if done.elapsed_s > 0:
+            self.timing.on_step(step, done.elapsed_s, repeats, num_accepted)
 
-    def fail_step(self, survivors: list[tuple[Sequence, int]], error: str) -> list[Effect]:
-        """After a step that failed: its sequences are refused, the router tries them elsewhere."""
-        effects: list[Effect] = [Note("error", "step_failed", error)]
-        for seq, _ in survivors:
-            effects.append(self._refuse(seq, Refusal.EXECUTION, error))
-        return effects
+    def give_up(self, why: str) -> list[Effect]:
+        """This worker cannot go on: the routers try its requests elsewhere, and need not wait until
+        they hear of its end."""
+        return [
+            Send(seq.router, self.refusal(*seq.key, Refusal.WORKER_FAILED, why))
+            for seq in self.seqs.values()
+        ]
 
     def fail_left_out(self) -> list[Effect]:
-        """End the sequences that were left out of a step: the router tries them elsewhere, but for
-        those that failed by themselves."""
+        """End the sequences that were left out of a step, or made one fail."""
         effects: list[Effect] = []
         for seq, reason, why in self.scheduler.take_faults():
             self.count("sequences_left_out")

@@ -26,6 +26,15 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsendable:
+    """A `Send` that will never go out, whoever it is for: some value does not fit into a frame."""
+
+    to: NodeId
+    message: Any
+    why: str  # one line
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Deliver `Woken(tag)` to the sender after `after_s` seconds. Cannot be cancelled: a node
     ignores a wake-up that it no longer needs."""

@@ -1,4 +1,4 @@
-"""Whether a worker's steps make progress: each has a deadline, and failures in a row are counted.
+"""Whether a worker's steps make progress: each has a deadline, and failed checks are counted.
 
 A step hangs where the device does, and every step fails after an error that the device does not
 recover from. A process like that answers whatever it is asked, and serves nothing: it has to end,
@@ -44,15 +44,26 @@ class StepWatch:
         else:
             self._deadlines_s.append(max(floor_s, SLACK * expected_s))
 
-    def end(self, now: float, error: str | None, *, device_lost: bool = False) -> None:
-        """The first of them has come back. `error`: why all of it failed; a request's own fault is
-        none. `device_lost`: so will all others."""
+    def end(
+        self,
+        now: float,
+        error: str | None,
+        *,
+        is_health_check: bool = False,
+        device_lost: bool = False,
+    ) -> None:
+        """The first of them has come back. `error`: why all of it failed. That counts against the
+        worker only for a health check: any other may have failed by what a request brought.
+        `device_lost`: all others will fail."""
         self.num_done += 1
         self._device_lost |= device_lost
         self._deadlines_s.popleft()
         self._waited_s, self._ticked_at = 0.0, now
-        self._num_failed = 0 if error is None else self._num_failed + 1
         self._error = error or ""
+        if error is None:
+            self._num_failed = 0
+        elif is_health_check:
+            self._num_failed += 1
 
     def tick(self, now: float) -> None:
         """About every `stats_interval_s`."""
@@ -87,4 +98,4 @@ class StepWatch:
             return f"a step has not ended after {self._waited_s:.0f} s"
         if self._device_lost:
             return f"its device is lost: {self._error}"
-        return f"the last {self._num_failed} steps failed: {self._error}"
+        return f"the last {self._num_failed} health checks failed: {self._error}"

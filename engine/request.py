@@ -27,7 +27,11 @@ class Refusal(StrEnum):
     ATTEMPTS = "attempts_exhausted"
     UNKNOWN = "unknown_request"
     CANCELLED = "cancelled"
-    EXECUTION = "execution_failed"
+    EXECUTION = "execution_failed"  # a step for it alone, on a worker that is well
+    SAMPLING = "sampling_failed"  # its logits are not numbers, or its parameters cannot be applied
+    BLOCK_TABLE = "block_table_fault"  # of the worker: it goes on elsewhere
+    WORKER_FAILED = "worker_failed"  # likewise
+    UNENCODABLE = "unencodable"  # some value of it does not fit into a message
     GRAMMAR = "grammar_failed"  # of the request; it would fail anywhere
     INVALID_TOKENS = "invalid_tokens"  # the same: the model has no such token ids
 

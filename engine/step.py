@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from engine.request import PromptOutputs, Refusal, SamplingParams, TokenLogprobs
 
+HEALTH_CHECK = "health check"  # in place of a request id
+NO_TOKEN = -1  # that could be drawn: some logits are NaN, or none is finite
 UNKNOWN = 0  # in place of a token that is drawn by the step before
 BURST_S = 0.025  # of passes in a row, at most: messages that arrive meanwhile wait for them
 
@@ -72,7 +74,7 @@ class ScheduledSeq:
         one after each draft token."""
         count, stops = 1, self.sampling.stop_token_ids
         for draft_token, token in zip(self.draft_tokens, sampled, strict=False):
-            if draft_token != token or token in stops:
+            if draft_token != token or token in stops or sampled[count] == NO_TOKEN:
                 break
             count += 1
         return Sampled(sampled[0], more=tuple(sampled[1:count]))
@@ -95,6 +97,7 @@ class Step:
     # All are decodes whose tokens the device draws by itself: the step after this one may be handed
     # out before they are known. Where that is done, no step is repeated.
     may_be_followed: bool = False
+    is_health_check: bool = False  # of no request: where it fails, the worker is not well
     gives_way: bool = False  # all are prompts for other workers: on shared cores decodes go first
 
     @property
@@ -119,12 +122,13 @@ class PrepareGrammar:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    token: int
+    token: int  # NO_TOKEN: `error` says why
     logprobs: TokenLogprobs | None = None
     # Tokens after it: of the repeats, equally many for every sequence of the step; or, where draft
     # tokens were accepted, one for each of them.
     more: tuple[int, ...] = ()
     forced: tuple[int, ...] = ()  # the only tokens that the sequence's grammar lets follow
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,7 @@ class StepDone:
     device_lost: bool = False  # and every other pass in this process will
     # Index of a sequence -> why it was left out of the pass; nothing was computed for it.
     failed: dict[int, str] = field(default_factory=dict)
+    unsampled: dict[int, str] = field(default_factory=dict)  # no token could be drawn for it
     ungrammatical: dict[int, str] = field(default_factory=dict)  # the same, by its own grammar
     invalid: dict[int, str] = field(default_factory=dict)  # the same, for token ids of its own
     # Index of a sequence -> outputs of its `output_positions`; the embedding is a sum as long as
@@ -148,7 +153,9 @@ class StepDone:
     def fault(self, index: int) -> tuple[Refusal, str] | None:
         """Why the sequence at `index` was left out."""
         if index in self.failed:
-            return Refusal.EXECUTION, self.failed[index]
+            return Refusal.BLOCK_TABLE, self.failed[index]
+        if index in self.unsampled:
+            return Refusal.SAMPLING, self.unsampled[index]
         if index in self.invalid:
             return Refusal.INVALID_TOKENS, self.invalid[index]
         why = self.ungrammatical.get(index)

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from engine.config import WorkerConfig
 from engine.core import EngineCore
-from engine.messages import Abort, Preempted, Probe, Refused
-from engine.node import Effect, Exit, Note, Send, Wake, Woken
+from engine.messages import Abort, Preempted, Probe, Refused, TokenDeltas
+from engine.node import Effect, Exit, Note, Send, Unsendable, Wake, Woken
 from engine.request import Refusal
 from engine.sequence import SeqState, Sequence
 from engine.stats import Audit, AuditRequest, ProgressReport, ProgressRequest, RouterDown
@@ -98,6 +98,7 @@ class Worker:
         why = "" if self._has_ended else self._why_not_go_on()
         if why:
             self._has_ended = True
+            effects += self.core.give_up(why)
             effects += [Note("error", "worker_gives_up", why), Exit(why, self.core.watch.hangs)]
         return effects
 
@@ -129,6 +130,8 @@ class Worker:
                 return [Send(reply_to, self.audit())]
             case ProgressRequest(reply_to):
                 return [Send(reply_to, self.progress())]
+            case Unsendable():
+                return self._on_unsendable(message)
         part = self._parts.get(type(message))
         if part is None:
             return [Note("warning", "unexpected_message", f"{type(message).__name__}")]
@@ -149,7 +152,7 @@ class Worker:
         return effects
 
     def _schedule(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
+        effects = self._end_faults()
         exchange = self.exchange
         token_s = self.core.timing.token_s
         for seq in self.core.scheduler.admit_waiting(now, exchange.has_external_kv, token_s):
@@ -161,11 +164,15 @@ class Worker:
         steps: list[Effect] = []
         while (step := self.core.next_step()) is not None:
             steps.append(Execute(step))
-        for seq, *_ in self.core.scheduler.faults:
-            exchange.producer.forget_handoff(seq)
-        effects += self.core.fail_left_out()
+        effects += self._end_faults()
         effects += self._tell_preempted(self.core.scheduler.take_preempted())
         return [*effects, *steps]
+
+    def _end_faults(self) -> list[Effect]:
+        """End the sequences that were left out of a step, or made one fail."""
+        for seq, *_ in self.core.scheduler.faults:
+            self.exchange.producer.forget_handoff(seq)
+        return self.core.fail_left_out()
 
     def _tell_preempted(self, preempted: Iterable[Sequence]) -> list[Effect]:
         """Tell the routers of those that wait for memory."""
@@ -177,15 +184,24 @@ class Worker:
         ]
 
     def _on_step_done(self, done: StepDone) -> list[Effect]:
-        survivors = self.core.finish_step(done)
-        if done.error is not None:
-            for seq, _ in survivors:
-                self.exchange.producer.forget_handoff(seq)
-            return self.core.fail_step(survivors, done.error)
         effects: list[Effect] = []
-        for seq, _ in survivors:
+        if done.error is not None:
+            effects.append(Note("error", "step_failed", done.error))
+        for seq, _ in self.core.finish_step(done):
             effects += self._part_of(seq).on_computed(seq)
         return effects
+
+    def _on_unsendable(self, lost: Unsendable) -> list[Effect]:
+        """Tokens of several requests go again apart; of one, they end it."""
+        if not isinstance(lost.message, TokenDeltas):
+            return [Note("error", "unsendable", f"{type(lost.message).__name__}: {lost.why}")]
+        deltas = lost.message.deltas
+        if len(deltas) > 1:
+            return [Send(lost.to, replace(lost.message, deltas=(each,))) for each in deltas]
+        key = deltas[0].request_id, deltas[0].attempt
+        ended = self._end([seq for seq in self.core.seqs.values() if seq.key == key])
+        refused = self.core.refusal(*key, Refusal.UNENCODABLE, lost.why)
+        return [*ended, Send(lost.to, refused)]
 
     def _on_tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = [Wake(self.config.stats_interval_s, "tick")]

@@ -32,6 +32,7 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_inflight_per_worker: int = 128  # requests of this router; the rest waits in its queue
     max_memory_wait_s: float = 3.0  # no worker is chosen where KV blocks are free only later
     max_attempts: int = 6  # in a row that bring no new token; then the request fails
+    max_lost_workers: int = 16  # that end while they serve a request; then it fails, tokens or not
     max_timeout_s: float = 3600.0  # a client's timeout is cut to this
     no_workers_wait_s: float = 60.0  # for a first decode worker; then the request fails
     probe_after_s: float = 5.0  # without a delta of a request for this long, its worker is asked
@@ -49,7 +50,12 @@ class RouterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"router policy {self.policy!r} is unknown; one of {POLICIES}")
-        for name in ("max_inflight_per_worker", "max_attempts", "max_silent_probes"):
+        for name in (
+            "max_inflight_per_worker",
+            "max_attempts",
+            "max_lost_workers",
+            "max_silent_probes",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"router {name} is {getattr(self, name)}; at least 1 is needed")
         for name in (

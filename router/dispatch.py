@@ -8,7 +8,7 @@ worker that cannot take the request itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
 
@@ -183,19 +183,27 @@ class Dispatcher:
         record: RequestRecord,
         leaves: tuple[Endpoint, ...] = (),
         accepts: Accepts | None = None,
+        apart_from: Sequence[Endpoint] = (),
     ) -> Attempt | Rejection | None:
         """Begin the next attempt of `record`. None: no worker can take it now, or what it would
-        cost is not accepted. One that leaves workers goes where memory is free, or nowhere."""
+        cost is not accepted. One that leaves workers goes where memory is free, or nowhere.
+        `apart_from`: not to these, whatever others have failed at."""
         rejection = self.check(record)
         if rejection is not None or not self.has_workers:
             return rejection
         work = self._work(record)
         if leaves:
             work = work._replace(avoid=(*record.avoid, *leaves), num_left=len(leaves))
+        if apart_from:
+            work = work._replace(avoid=(*record.avoid, *apart_from))
         choose = partial(self._policy.choose, now, work, lambda: self._sticky(record))
         choice = choose()
         if choice is None and record.avoid and not leaves:
-            choice = choose(trusting=True)
+            if apart_from:
+                work = work._replace(avoid=apart_from)
+                choice = self._policy.choose(now, work, lambda: self._sticky(record))
+            else:
+                choice = choose(trusting=True)
         if choice is None or (leaves and choice.best.seconds.memory > 0):
             return None
         best, first = choice.best, choice.prefill_option

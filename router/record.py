@@ -43,6 +43,9 @@ class Rejection:
     retry_after_s: float | None = None
 
 
+CLEARED_TOKENS = 16  # that a request brings on one worker: by then it would have ended it
+
+
 class Cause(StrEnum):
     """Why an attempt was given up: also the metric label."""
 
@@ -52,7 +55,8 @@ class Cause(StrEnum):
     LATE = "late"  # its worker's step does not end
     DIVERGED = "diverged"
     QUEUE_FULL = "queue_full"
-    EXECUTION = "execution"
+    EXECUTION = "execution"  # its worker cannot go on
+    OWN_FAILURE = "own_failure"  # a step failed that ran for it alone, on a worker that is well
     REFUSED = "refused"
     MIGRATED = "migrated"  # not a failure: the next attempt has taken over
 
@@ -84,6 +88,8 @@ class Attempt:
     sent_at: float
     fetch_from: NodeId | None = None  # peer that the worker which computes fetches KV from
     num_held: int = 0  # tokens that need not be computed where the prompt is
+    num_tokens: int = 0  # prompt and output, when it was sent
+    is_apart: bool = False  # no other suspect was where it is
     retain_on: RetainOn = RetainOn.BOTH  # the policy "prefix" chooses; baselines retain on both
     decision: Decision | None = None  # what was known when it was sent
     route_s: float = 0.0  # that deciding took
@@ -152,6 +158,10 @@ class RequestRecord:
     current: Attempt | None = None  # None: queued
     leaving: Attempt | None = None  # that runs on until `current` has brought a token
     failures: int = 0  # attempts that count against the limit: since one brought a new token
+    own_failures: int = 0  # by itself, on workers that are well
+    lost_workers: int = 0  # that ended while they served it
+    lost_in_a_row: int = 0  # likewise, since it last went on for a while
+    lost_apart: int = 0  # of those, where no other suspect was
     avoid: list[Endpoint] = field(
         default_factory=list
     )  # workers that failed it; used if no other is usable
@@ -258,6 +268,23 @@ class RequestRecord:
         """Of those under way."""
         return next((each for each in self.under_way if each.number == number), None)
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the workers that ended while they served it may have ended by it."""
+        return self.lost_in_a_row >= 2
+
+    def on_lost_worker(self, attempt: Attempt) -> None:
+        """A worker of `attempt` has ended, which may have been its doing."""
+        if len(self.tokens) - attempt.num_tokens >= CLEARED_TOKENS:
+            self.clear()
+        self.lost_workers += 1
+        self.lost_in_a_row += 1
+        self.lost_apart += attempt.is_apart
+
+    def clear(self) -> None:
+        """It has gone on for a while: what was lost before was not its doing."""
+        self.lost_in_a_row = self.lost_apart = 0
+
     def leave(self) -> None:
         """Room for the next attempt beside the current one."""
         assert self.leaving is None, f"{self.request_id} is leaving already"
@@ -281,6 +308,7 @@ class RequestRecord:
         """Begin the next attempt."""
         assert self.current is None, f"{self.request_id} is dispatched already"
         self.current = Attempt(len(self.attempts) + 1, decode, prefill, now, fetch_from)
+        self.current.num_tokens = len(self.tokens)
         self.attempts.append(self.current)
         return self.current
 

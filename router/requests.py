@@ -15,11 +15,12 @@ from router.admission.estimates import OUTPUT_UNITS, computed_tokens, units_done
 from router.admission.fair_queue import MAX_PASSED, FairQueue
 from router.admission.flows import Entry
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
+from router.dispatch import Accepts, Dispatcher
 from router.explain import Explanations
 from router.messages import Failed, Output, Submit
 from router.placement.endpoint import Endpoint
 from router.record import (
+    CLEARED_TOKENS,
     Attempt,
     Cause,
     Rejection,
@@ -30,6 +31,8 @@ from router.record import (
 from router.state import ReplicaSync
 from router.status import Totals
 
+MAX_OWN_FAILURES = 2  # of a request, on as many workers; then it is refused
+MAX_LOST_APART = 2  # workers that ended while no other suspect was there
 MAX_TRIED = 4  # requests that find no worker, in one message: each costs a choice
 
 
@@ -132,7 +135,7 @@ class Requests:
             record, began, accepts = entry.record, self._clock(), self.admission.accepts
             may_send = self.admission.may_send(record)
             self._is_held_back |= not may_send
-            attempt = self.dispatcher.place(now, record, (), accepts) if may_send else None
+            attempt = self._place(now, record, accepts) if may_send else None
             if isinstance(attempt, Rejection):
                 self.fail(record, attempt)
             elif attempt is not None:
@@ -144,6 +147,24 @@ class Requests:
                 return
             else:
                 tried[record.request_id] = entry
+
+    def _place(
+        self, now: float, record: RequestRecord, accepts: Accepts
+    ) -> Attempt | Rejection | None:
+        """As `Dispatcher.place`; a suspect goes only where no other one is."""
+        if not record.is_suspect:
+            return self.dispatcher.place(now, record, (), accepts)
+        others = [
+            worker
+            for other in self.live.values()
+            if other.is_suspect and other is not record
+            for attempt in other.under_way
+            for worker in attempt.workers
+        ]
+        attempt = self.dispatcher.place(now, record, (), accepts, apart_from=others)
+        if isinstance(attempt, Attempt):
+            attempt.is_apart = True
+        return attempt
 
     def advance(
         self,
@@ -170,6 +191,9 @@ class Requests:
                 record.first_token_at = now
                 self.admission.on_work(record, computed_tokens(record))
             self.start(now, record, attempt)
+            if record.is_suspect and len(record.tokens) - attempt.num_tokens >= CLEARED_TOKENS:
+                record.clear()
+                self.room_changed = True
         reason = delta.finish or record.complete()
         if reason is not None:
             if attempt is record.leaving:
@@ -201,6 +225,8 @@ class Requests:
         attempt.end(now, cause)
         self._drop(record, attempt, gone)
         self.totals.retries[cause] += 1
+        if cause in (Cause.WORKER_DOWN, Cause.EXECUTION):
+            record.on_lost_worker(attempt)
         if blamed is not None:
             self.dispatcher.on_failure(now, blamed, attempt.sent_at)
             if cause is not Cause.QUEUE_FULL:
@@ -214,12 +240,33 @@ class Requests:
         if cause is not Cause.QUEUE_FULL:
             # One that goes on from attempt to attempt is not what workers fail at.
             record.failures = 1 if attempt.first_at is not None else record.failures + 1
-        if record.failures >= self._config.max_attempts:
+        if (
+            record.lost_apart >= MAX_LOST_APART
+            or record.lost_workers >= self._config.max_lost_workers
+        ):
+            why = (
+                f"{record.lost_workers} workers ended while they served it; the last one: {detail}"
+            )
+            self.fail(record, Rejection(Refusal.ATTEMPTS, why))
+        elif record.failures >= self._config.max_attempts:
             why = f"{record.failures} attempts failed; the last one ({cause}): {detail}"
             self.fail(record, Rejection(Refusal.ATTEMPTS, why))
         else:
             self.queue.restore(record)
             record.enqueue(now)
+
+    def on_own_failure(
+        self, now: float, record: RequestRecord, endpoint: Endpoint, rejection: Rejection
+    ) -> None:
+        """A step that ran for `record` alone has failed, on a worker that is well. It is tried once
+        more, on another one if there is one."""
+        record.own_failures += 1
+        if record.own_failures >= MAX_OWN_FAILURES:
+            where = f"it failed by itself {record.own_failures} times; at last on"
+            self.fail(record, Rejection(rejection.reason, f"{where} {rejection.detail}"))
+            return
+        record.avoid.append(endpoint)
+        self.retry(now, record, Cause.OWN_FAILURE, rejection.detail, gone=endpoint)
 
     def leave(self, now: float, record: RequestRecord, cause: Cause) -> None:
         """The attempt that it was about to leave, if there is one, is over."""

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
+from decode_worker.messages import Decode
 from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
 from engine.messages import Abort, Preempted, Refused, TokenDeltas
-from engine.node import Effect, NodeId, Note, Wake, Woken
+from engine.node import Effect, NodeId, Note, Unsendable, Wake, Woken
 from engine.request import Refusal, TokenDelta
 from engine.stats import RouterDown, RouterUp, WorkerInfo, WorkerStats
 from kvtransfer.messages import CacheOrderDone
+from prefill_worker.messages import Prefill
 from router.admission.admission import Call
 from router.config import RouterConfig
 from router.explain import Explanations
@@ -123,6 +125,7 @@ class Router:
             RouterUp: self._requests.replica_sync.on_router_up,
             RouterDown: self._requests.replica_sync.on_router_down,
             PromptRouted: self._requests.replica_sync.on_prompt_routed,
+            Unsendable: self._on_unsendable,
             Woken: self._on_woken,
         }
 
@@ -309,15 +312,24 @@ class Router:
                 requests.retry(now, record, cause, detail, gone=endpoint, blamed=endpoint)
             case Refusal.DUPLICATE:  # a repeated message: it has this attempt already, or a later
                 self._health.probe(now, record, attempt)
-            case Refusal.DEADLINE | Refusal.GRAMMAR | Refusal.INVALID_TOKENS:
+            case Refusal.DEADLINE | Refusal.GRAMMAR | Refusal.INVALID_TOKENS | Refusal.UNENCODABLE:
                 requests.fail(record, Rejection(refused.reason, detail))
             case Refusal.NEVER_FITS | Refusal.CONTEXT_LENGTH if from_decode:
                 requests.fail(record, Rejection(refused.reason, detail))
-            case Refusal.EXECUTION:
+            case Refusal.EXECUTION | Refusal.SAMPLING:
+                requests.on_own_failure(now, record, endpoint, Rejection(refused.reason, detail))
+            case Refusal.WORKER_FAILED | Refusal.BLOCK_TABLE:
                 requests.retry(now, record, Cause.EXECUTION, detail, gone=endpoint, blamed=endpoint)
             case _:
                 record.avoid.append(endpoint)
                 requests.retry(now, record, Cause.REFUSED, detail, gone=endpoint)
+
+    def _on_unsendable(self, now: float, lost: Unsendable) -> None:
+        """A request that fits into no message to a worker is refused at once."""
+        if isinstance(lost.message, Decode | Prefill):
+            record = self._requests.live.get(lost.message.request_id)
+            if record is not None:
+                self._requests.fail(record, Rejection(Refusal.UNENCODABLE, lost.why))
 
     def _on_woken(self, now: float, woken: Woken) -> None:
         if woken.tag == SESSIONS_TICK:

@@ -263,7 +263,7 @@ class RouterClient:
             assert isinstance(message, Output), message
             wrong = stream._accept(now, message)
             if wrong is not None:
-                self.give_up(Failed(message.request_id, Refusal.EXECUTION, wrong))
+                self.give_up(Failed(message.request_id, Refusal.WORKER_FAILED, wrong))
         if stream.ended:
             self._streams.pop(message.request_id, None)
         return []

@@ -26,7 +26,11 @@ _STATUS: dict[Refusal, tuple[int, str]] = {
     Refusal.ATTEMPTS: (503, "service_unavailable_error"),
     Refusal.UNKNOWN: (503, "service_unavailable_error"),
     Refusal.CANCELLED: (503, "service_unavailable_error"),
-    Refusal.EXECUTION: (503, "service_unavailable_error"),
+    Refusal.EXECUTION: (500, "server_error"),
+    Refusal.SAMPLING: (500, "server_error"),
+    Refusal.BLOCK_TABLE: (503, "service_unavailable_error"),
+    Refusal.WORKER_FAILED: (503, "service_unavailable_error"),
+    Refusal.UNENCODABLE: (400, "invalid_request_error"),
     Refusal.GRAMMAR: (400, "invalid_request_error"),
     Refusal.INVALID_TOKENS: (400, "invalid_request_error"),
 }
@@ -43,7 +47,9 @@ _INTERNAL = {
     Refusal.ATTEMPTS: "All attempts at this request have failed; the server's log says why",
     Refusal.UNKNOWN: "The worker that served this request has lost it: send it again",
     Refusal.CANCELLED: "The request was cancelled within the server: send it again",
-    Refusal.EXECUTION: "A worker failed at this request; the server's log says why",
+    Refusal.EXECUTION: "Steps fail by this request; the server's log says why",
+    Refusal.BLOCK_TABLE: "A worker failed at this request; the server's log says why",
+    Refusal.WORKER_FAILED: "A worker failed at this request; the server's log says why",
 }
 """Refusal -> what clients are told, where its detail is about the inside of the server."""
 

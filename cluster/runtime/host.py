@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from engine.node import Effect, Exit, Node, NodeId, Note, Send, Wake, Woken
+from engine.node import Effect, Exit, Node, NodeId, Note, Send, Unsendable, Wake, Woken
 
 log = logging.getLogger("kvrelay")
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -24,7 +24,7 @@ LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERR
 RESTART_S, MAX_RESTART_S = 0.5, 10.0  # before a task that ended begins again
 
 T = TypeVar("T")
-SendRemote = Callable[[NodeId, Any], None]
+SendRemote = Callable[[NodeId, Any], str | None]  # as `Wire.send`
 OnFailure = Callable[[NodeId, BaseException], None]
 Deliver = Callable[[Any], None]
 
@@ -122,7 +122,11 @@ class NodeHost:
             if effect.to in self.nodes:
                 self.loop.call_soon(self.deliver, effect.to, effect.message)
             elif self.send_remote is not None:
-                self.send_remote(effect.to, effect.message)
+                why = self.send_remote(effect.to, effect.message)
+                if why is not None:
+                    log.error("%s to %s: %s", node_id, effect.to, why)
+                    lost = Unsendable(effect.to, effect.message, why)
+                    self.loop.call_soon(self.deliver, node_id, lost)
             else:
                 self.counters["unknown_node"] += 1
         elif isinstance(effect, Wake):

@@ -324,8 +324,8 @@ class ControlProcess:
         model = await self._model
         self._tell(AllUp(tuple(kv_lines(model.config, infos))))
 
-    def _send(self, to: NodeId, message: Any) -> None:
-        self.wire.send(to, message)
+    def _send(self, to: NodeId, message: Any) -> str | None:
+        return self.wire.send(to, message)
 
     def _on_peer_lost(self, node: NodeId, epoch: int) -> None:
         """It did not come back in time, or messages were lost: what each knows of the other no

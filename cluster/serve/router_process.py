@@ -305,8 +305,8 @@ class RouterProcess:
         )
         self.wire.send(CONTROLLER, LinkLost(self._spec.router, node, epoch))
 
-    def _send(self, to: NodeId, message: Any) -> None:
-        self.wire.send(to, message)
+    def _send(self, to: NodeId, message: Any) -> str | None:
+        return self.wire.send(to, message)
 
     def _on_served(self, serving: asyncio.Task[None]) -> None:
         if not self._stop.is_set():

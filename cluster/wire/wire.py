@@ -39,7 +39,7 @@ from cluster.wire.link import Link
 from cluster.wire.tls import TlsIdentity
 from engine.node import NodeId
 
-OnMessage = Callable[[NodeId, Any], None]  # (destination, message)
+OnMessage = Callable[[NodeId, Any], object]  # (destination, message)
 
 MAX_ACKS_BYTES = 1 << 16  # unread by the peer: no more are written
 
@@ -125,21 +125,24 @@ class Wire:
             link.close()
             del self._links[node]
 
-    def send(self, to: NodeId, message: Any) -> None:
-        """Queue `message` for `to`; never blocks. Dropped and counted if it cannot be kept."""
+    def send(self, to: NodeId, message: Any) -> str | None:
+        """Queue `message` for `to`; never blocks. Dropped and counted if it cannot be kept. Returns
+        why it fits into no frame, if it does not."""
         link = self._links.get(to)
         if link is None:
             self.counters["unknown_peer"] += 1
-            return
+            return None
         try:
             body = codec.encode(message)
-        except codec.FrameError:
+        except codec.FrameError as error:
             self.counters["unencodable"] += 1
-            return
-        if len(body) > self.limits.max_frame_bytes:
+            return str(error)
+        most = self.limits.max_frame_bytes
+        if len(body) > most:
             self.counters["oversized_out"] += 1
-            return
+            return f"{type(message).__name__} has {len(body)} bytes, a frame may have {most}"
         link.send(body)
+        return None
 
     def join(self, hello: Hello, connection: _Inbound) -> _Stream:
         """The stream that `connection`, which has proved itself, brings from now on. Raises

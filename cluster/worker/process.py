@@ -148,9 +148,9 @@ class WorkerProcess:
             self._on_failure(self._built.node.node_id, NodeExit(why))
         self._thread.loop.call_later(WATCH_S, self._watch_controller)
 
-    def _send(self, to: NodeId, message: Any) -> None:
+    def _send(self, to: NodeId, message: Any) -> str | None:
         assert self._wire is not None
-        self._wire.send(to, message)
+        return self._wire.send(to, message)
 
     def _on_failure(self, _node: NodeId, error: BaseException) -> None:
         self._failure = error

@@ -35,10 +35,10 @@ from engine.model.ops import TORCH_DTYPES, Ops
 from engine.model.quantize import QUANTIZATIONS
 from engine.model.sampling.grammar import Grammars
 from engine.model.sampling.prompt_outputs import read_prompts
-from engine.model.sampling.sampler import Draw, Masks, draw, sample
+from engine.model.sampling.sampler import Draw, Masks, draw, not_sampled, sample
 from engine.model.torch_ops import TorchOps
 from engine.request import PromptOutputs, SamplingParams
-from engine.step import Launch, Sampled, ScheduledSeq, Step, StepDone
+from engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
 
 if TYPE_CHECKING:
     from engine.model.gpu.steps import GpuSteps
@@ -151,7 +151,7 @@ class ModelRunner:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
         left to the caller. A sequence outside the pool or the model's length is left out, and its
         error is in `failed`; one outside the vocabulary is in `invalid`, one that its grammar stops
-        in `ungrammatical`."""
+        in `ungrammatical`, and one for which no token can be drawn in `unsampled`."""
         began = perf_counter()
         failed, invalid, tables = self._guard.check(step)
         num_seqs = len(step.seqs)
@@ -185,11 +185,19 @@ class ModelRunner:
             sampled, more = self.grammars.advance(step.seqs, sampled)
             ungrammatical |= {kept[index]: why for index, why in more.items()}
         results = dict(zip(kept, sampled, strict=True))
+        unsampled = {
+            index: each.error or not_sampled().error
+            for index, each in results.items()
+            if each is not None and each.token == NO_TOKEN
+        }
+        for index in unsampled:
+            results[index] = None
         return StepDone(
             step.step_id,
-            [None if i in ungrammatical else results.get(i) for i in range(num_seqs)],
+            [results.get(index) for index in range(num_seqs)],
             elapsed_s=perf_counter() - began,
             failed=failed,
+            unsampled=unsampled,
             ungrammatical=ungrammatical,
             prompts={kept[index]: each for index, each in outputs.items()},
             invalid=invalid,

@@ -14,17 +14,18 @@ from typing import NamedTuple
 from engine.config import WorkerConfig
 from engine.cost import FittedCost
 from engine.kv.cache_manager import KVCacheManager
-from engine.request import Refusal
+from engine.request import Refusal, SamplingParams
 from engine.scheduling import prompts
 from engine.scheduling.decodes import draft_rooms, followers, may_be_followed, repeats, victim
 from engine.scheduling.drafts import Drafter
+from engine.scheduling.isolation import Isolation
 from engine.sequence import SeqState, Sequence
-from engine.step import UNKNOWN, ScheduledSeq, Step, StepDone
+from engine.step import HEALTH_CHECK, UNKNOWN, ScheduledSeq, Step, StepDone
 
 
 class InFlight(NamedTuple):
     step: Step
-    seqs: list[Sequence]  # of its shares
+    seqs: list[Sequence]  # of its shares; none has that of a health check
 
 
 class Scheduler:
@@ -44,6 +45,7 @@ class Scheduler:
         self.in_flight: deque[InFlight] = deque()
         self._next_step_id = 0
         self._awaited = -1  # the step whose tokens draft tokens will follow
+        self._isolation = Isolation()
         self.faults: list[tuple[Sequence, Refusal, str]] = []  # for the worker to end, and why
         self.num_preemptions = 0
         self.lacks_room = False  # one that may go on waits for blocks
@@ -137,8 +139,12 @@ class Scheduler:
         if len(self.in_flight) > self.config.steps_ahead or not self.running:
             return None  # as after most messages
         if self.in_flight:
+            if self._isolation.is_under_way:
+                return None
             return self._follow(*self.in_flight[0], row_weights)
         self._make_room_for_growth()
+        if self._isolation.is_under_way and (apart := self._step_apart()) is not None:
+            return apart
         budget = self.config.max_num_batched_tokens
         decodes = [seq for seq in self.running if seq.is_decoding][:budget]
         chosen = [(seq, 1) for seq in decodes]
@@ -165,6 +171,57 @@ class Scheduler:
                 step.repeats = repeats(decodes, self.config)
         step.gives_way = not any(seq.reserve_growth for seq, _ in chosen)
         return self._begin(step, [seq for seq, _ in chosen])
+
+    def _step_apart(self) -> Step | None:
+        """The next step after one that failed, of some of its sequences; None: all were tried."""
+        isolation = self._isolation
+        if isolation.culprit is not None:
+            check = self._health_check(isolation.culprit[0])
+            if check is not None:
+                return self._begin(check, [])
+            self._judge(None)
+        while group := isolation.next_group():
+            budget, chosen = self.config.max_num_batched_tokens, []
+            for seq in group[:budget]:
+                room = self.kv.num_covered(seq) - seq.num_computed
+                count = min(seq.num_missing, budget, room)
+                if count > 0 and self._is_sound(seq, count):
+                    chosen.append((seq, count))
+                budget -= max(count, 0)
+            if chosen:
+                step = Step(self._next_step_id, [self._share(*each) for each in chosen])
+                last = group.index(chosen[-1][0])
+                isolation.begin(step.step_id, group[last + 1 :] if not budget else [])
+                return self._begin(step, [seq for seq, _ in chosen])
+        return None
+
+    def _health_check(self, culprit: Sequence) -> Step | None:
+        """A step that fails only where any would: one token, in a block that nothing else uses.
+        None: there is no such block, or nobody to judge any more."""
+        if culprit.state is SeqState.DEAD:
+            return None
+        if self.kv.pool.num_free == 0 and culprit.state is SeqState.RUNNING:
+            self._preempt(culprit)
+        blocks = self.kv.allocate(1)
+        if blocks is None:
+            return None
+        share = ScheduledSeq(
+            request_id=HEALTH_CHECK,
+            tokens=[0],
+            start=0,
+            block_ids=blocks,
+            sample=True,
+            sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            context=[0],
+            num_prompt_tokens=1,
+        )
+        return Step(self._next_step_id, [share], is_health_check=True)
+
+    def _judge(self, error: str | None) -> None:
+        """After a health check, which failed with `error`."""
+        culprit = self._isolation.on_health_check(error)
+        if culprit is not None:
+            self.faults.append((culprit[0], Refusal.EXECUTION, culprit[1]))
 
     def _follow(
         self, step: Step, in_step: list[Sequence], row_weights: tuple[float, ...]
@@ -202,9 +259,14 @@ class Scheduler:
         """Apply a step that is done: KV computed, blocks sealed, sampled tokens appended.
 
         Returns (sequence, tokens computed) of those that live and are not in `faults`. Blocks of
-        those that were ended meanwhile are freed. After a failed step nothing is computed."""
+        those that were ended meanwhile are freed. After a failed step nothing is computed: its
+        sequences run again apart."""
         step, seqs = self.in_flight.popleft()
         assert step.step_id == done.step_id
+        if step.is_health_check:
+            self.kv.pool.release(step.seqs[0].block_ids, evict_first=True)
+            self._judge(done.error)
+            return []
         survivors: list[tuple[Sequence, int]] = []
         if done.error is None:
             self.kv.checksums.update(zip(step.checksum_blocks, done.checksums, strict=True))
@@ -237,6 +299,9 @@ class Scheduler:
                     self.kv.seal_computed(seq)
                 self.kv.slide(seq)
             survivors.append((seq, len(share.tokens)))
+        if done.error is not None:
+            self._isolation.on_failed(done.step_id, [seq for seq, _ in survivors], done.error)
+            return []
         return survivors
 
     def remove(self, seq: Sequence) -> None:
@@ -328,7 +393,7 @@ class Scheduler:
         start = seq.num_computed + (follows is not None)
         why = self.kv.fault(seq, start, count, thorough=self.config.guard)
         if why is not None:
-            self.faults.append((seq, Refusal.EXECUTION, why))
+            self.faults.append((seq, Refusal.BLOCK_TABLE, why))
         return why is None
 
     def _share(self, seq: Sequence, count: int, follows: int | None = None) -> ScheduledSeq:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from engine.config import WorkerConfig
 from engine.node import NodeId
 from engine.progress import FIRST_SLACK
 from engine.stats import Progress
@@ -115,6 +116,11 @@ class NoProgress:
             return STOPPED_S
         if kind is Kind.HANGS and executor.is_busy:
             return self._hang_s[life.node_id]
-        if kind is Kind.FAILS and executor.failed_in_a_row > life.node.config.max_failed_steps:
+        if kind is Kind.FAILS and executor.failed_in_a_row > _most_failed(life.node.config):
             return 0.0
         return None
+
+
+def _most_failed(config: WorkerConfig) -> int:
+    """Steps in a row: down to who failed alone, and the health checks after that."""
+    return config.max_num_seqs.bit_length() + 1 + config.max_failed_steps

@@ -56,7 +56,7 @@ def test_a_late_refusal_of_the_first_prefill_worker_does_not_end_the_first_attem
     s, decode, prefill = begun("prefill-0", *PAIR)
     change(s, decode, Role.PREFILL)
     s.take(Decode)
-    s.refuse(prefill, Refusal.EXECUTION, attempt=1)
+    s.refuse(prefill, Refusal.WORKER_FAILED, attempt=1)
     assert s.take(Abort, decode) == []
 
 

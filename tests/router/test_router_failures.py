@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from decode_worker.messages import Decode
+from engine.kv.events import KVSnapshot
 from engine.messages import Abort, Probe
+from engine.node import Unsendable
 from engine.request import FinishReason, Refusal
 from prefill_worker.messages import Prefill
-from router.messages import Output
+from router.messages import Failed, Output
 from tests.router.script import CLIENT, Script, worker_stats
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -166,7 +168,7 @@ def test_a_prefill_workers_token_that_comes_too_late_harms_nobody() -> None:
 
 def test_a_failed_step_is_tried_on_another_worker() -> None:
     s, decode, _ = started()
-    s.refuse(decode, Refusal.EXECUTION)
+    s.refuse(decode, Refusal.WORKER_FAILED)
     assert s.dispatched()[0] == other(decode)
     s.submit("next", tokens=range(100, 140))
     assert s.dispatched()[0] == other(decode), "it is left alone for a while"
@@ -180,7 +182,7 @@ def test_a_failed_step_counts_once_however_many_requests_it_had() -> None:
     s.sent.clear()
     s.now += 0.1
     for number in range(8):
-        s.refuse("decode-0", Refusal.EXECUTION, request_id=f"r{number}")
+        s.refuse("decode-0", Refusal.WORKER_FAILED, request_id=f"r{number}")
         s.now += 0.001
     s.pass_time(0.75)
     assert len(s.take(Decode)) == 8
@@ -216,13 +218,13 @@ def test_a_full_pool_is_tried_again_when_the_back_off_is_over() -> None:
 
 def test_back_off_doubles_until_tokens_come() -> None:
     s = Script("decode-0", backoff_s=1.0, max_attempts=9)
-    s.submit()
+    s.submit(max_tokens=100)
     waits = []
     for attempt in range(1, 5):
         if attempt == 4:
-            s.delta("decode-0", 10, 5, attempt=attempt)
+            s.delta("decode-0", 10, *range(5, 21), attempt=attempt)
         s.sent.clear()
-        s.refuse("decode-0", Refusal.EXECUTION, attempt=attempt)
+        s.refuse("decode-0", Refusal.WORKER_FAILED, attempt=attempt)
         began = s.now
         while not s.take(Decode):
             s.pass_time(0.25)
@@ -233,7 +235,7 @@ def test_back_off_doubles_until_tokens_come() -> None:
 def test_a_prefill_worker_that_refuses_does_not_stop_a_handed_over_request() -> None:
     s, decode, prefill = started()
     s.delta(decode, 40, 5)
-    s.refuse(prefill, Refusal.EXECUTION)
+    s.refuse(prefill, Refusal.WORKER_FAILED)
     s.refuse(prefill, Refusal.DEADLINE)
     assert s.take(Decode) == []
     s.delta(decode, 41, 6)
@@ -271,7 +273,7 @@ def test_attempts_are_bounded() -> None:
     for attempt in (1, 2, 3):
         decode, _, order = s.dispatched()
         assert order.attempt == attempt
-        s.refuse(decode, Refusal.EXECUTION, attempt=attempt)
+        s.refuse(decode, Refusal.WORKER_FAILED, attempt=attempt)
         s.pass_time(1.0)
     failed = s.failure()
     assert failed.reason is Refusal.ATTEMPTS
@@ -283,7 +285,7 @@ def test_a_worker_that_failed_the_request_is_used_again_if_it_is_the_only_one() 
     s = Script("decode-0")
     s.submit()
     s.sent.clear()
-    s.refuse("decode-0", Refusal.EXECUTION)
+    s.refuse("decode-0", Refusal.WORKER_FAILED)
     s.pass_time(1.0)
     assert s.dispatched()[0] == "decode-0"
 
@@ -346,3 +348,96 @@ def test_many_requests_lose_their_worker_at_once_and_all_go_on_in_order() -> Non
     assert [m.request_id for m in s.take(Decode, "decode-1")] == first
     assert s.sent == []
     assert CLIENT not in [to for to, _ in s.sent]
+
+
+def test_who_fails_by_itself_is_tried_once_more_and_charged_to_no_worker() -> None:
+    s, decode, _ = started()
+    s.refuse(decode, Refusal.EXECUTION)
+    second, _, order = s.dispatched()
+    assert second == other(decode)
+    states = {status.worker: status.state for status in s.router.status(s.now).workers}
+    assert states[decode] == "up", "it is used as before"
+    s.refuse(second, Refusal.EXECUTION, attempt=order.attempt)
+    failed = s.failure()
+    assert failed.reason is Refusal.EXECUTION
+    assert "by itself 2 times" in failed.detail
+
+
+class Killed(Script):
+    """Workers that are there again at once when they have ended."""
+
+    def __init__(self) -> None:
+        super().__init__("decode-0", "decode-1", backoff_s=0.01, max_lost_workers=6)
+        self.epochs = {"decode-0": 1, "decode-1": 1}
+        self.num_lost = 0
+
+    def kill(self, worker: str) -> None:
+        self.num_lost += 1
+        self.down(worker, self.epochs[worker])
+        self.epochs[worker] += 1
+        self.up(worker, epoch=self.epochs[worker])
+        self.tell(KVSnapshot(worker, self.epochs[worker], 0, ()))
+
+    def bring(self, worker: str, position: int, count: int, name: str, attempt: int) -> None:
+        epoch = self.epochs[worker]
+        tokens = range(5, 5 + count)
+        self.delta(worker, position, *tokens, request_id=name, attempt=attempt, epoch=epoch)
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 4), (1, 4), (16, 6)])
+def test_who_ends_worker_after_worker_is_refused_whatever_it_brings(
+    num_tokens: int, expected: int
+) -> None:
+    """It was tried for an hour, if it brought one token each time."""
+    s = Killed()
+    s.submit("killer", tokens=range(40), max_tokens=200)
+    position = 40
+    while s.num_lost < 40:
+        decode, _, order = s.dispatched()
+        if num_tokens:
+            s.bring(decode, position, num_tokens, "killer", order.attempt)
+            position += num_tokens
+        s.kill(decode)
+        failed = s.take(Failed)
+        if failed:
+            assert failed[0].reason is Refusal.ATTEMPTS
+            assert f"{s.num_lost} workers ended while they served it" in failed[0].detail
+            break
+    assert s.num_lost == expected
+
+
+def test_suspects_are_kept_apart_and_only_the_one_that_ends_workers_is_refused() -> None:
+    s = Killed()
+    names = ["killer", *(f"good{number}" for number in range(6))]
+    for number, name in enumerate(names):
+        s.submit(name, tokens=range(30 * number, 30 * number + 20), max_tokens=100)
+    where: dict[str, tuple[str, int]] = {}
+    tokens = dict.fromkeys(names, 20)
+    failed: list[str] = []
+    for _ in range(600):
+        for to, order in [(to, m) for to, m in s.sent if isinstance(m, Decode)]:
+            where[order.request_id] = to, order.attempt
+        s.take(Decode)
+        if "killer" in where:
+            ended, _ = where["killer"]
+            where = {name: at for name, at in where.items() if at[0] != ended}
+            s.kill(ended)
+        for name, (to, attempt) in [*where.items()]:
+            if tokens[name] < 120:
+                s.bring(to, tokens[name], 1, name, attempt)
+                tokens[name] += 1
+        failed += [each.request_id for each in s.take(Failed)]
+        s.pass_time(0.25)
+    assert failed == ["killer"]
+    assert all(tokens[name] == 120 for name in names[1:])
+    assert s.num_lost <= 6
+
+
+def test_what_fits_into_no_message_is_refused_at_once() -> None:
+    s = Script(*ALL)
+    s.submit("huge", tokens=range(100, 140))
+    decode, _, order = s.dispatched()
+    s.tell(Unsendable(decode, order, "Decode cannot be encoded: int too big"))
+    failed = s.failure()
+    assert (failed.request_id, failed.reason) == ("huge", Refusal.UNENCODABLE)
+    assert "int too big" in failed.detail

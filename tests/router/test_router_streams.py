@@ -158,9 +158,9 @@ def test_messages_of_another_epoch_or_an_unknown_worker_are_ignored() -> None:
     s.sent.clear()
     s.delta("decode-0", 10, 5, epoch=2)
     s.delta("decode-9", 10, 5)
-    s.refuse("decode-0", Refusal.EXECUTION, epoch=0)
-    s.refuse("decode-9", Refusal.EXECUTION)
-    s.refuse("decode-0", Refusal.EXECUTION, attempt=2)
+    s.refuse("decode-0", Refusal.WORKER_FAILED, epoch=0)
+    s.refuse("decode-9", Refusal.WORKER_FAILED)
+    s.refuse("decode-0", Refusal.WORKER_FAILED, attempt=2)
     s.tell(worker_stats("decode-9"))
     assert s.sent == []
 
@@ -319,14 +319,14 @@ def test_a_wrong_setting_is_named(wrong: dict[str, object]) -> None:
 def test_attempts_that_bring_tokens_do_not_count() -> None:
     """A long stream may outlive many workers; what workers fail at goes nowhere."""
     s = Script("prefill-0", "prefill-1", "decode-0", "decode-1", max_attempts=2, backoff_s=0.01)
-    s.submit(tokens=range(40))
+    s.submit(tokens=range(40), max_tokens=200)
     for attempt in range(1, 6):
         decode, _, _ = s.dispatched()
-        s.delta(decode, 39 + attempt, 5, attempt=attempt)
-        s.refuse(decode, Refusal.EXECUTION, attempt=attempt)
+        s.delta(decode, 24 + 16 * attempt, *range(5, 21), attempt=attempt)
+        s.refuse(decode, Refusal.WORKER_FAILED, attempt=attempt)
         s.pass_time(1.0)
         assert s.take(Failed) == []
     decode, _, order = s.dispatched()
-    s.refuse(decode, Refusal.EXECUTION, attempt=order.attempt)
+    s.refuse(decode, Refusal.WORKER_FAILED, attempt=order.attempt)
     s.pass_time(1.0)
     assert s.failure().reason is Refusal.ATTEMPTS

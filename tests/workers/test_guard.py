@@ -71,7 +71,7 @@ def begin(world: World) -> tuple[Sequence, Sequence]:
 def assert_only_the_liar_failed(world: World) -> str:
     world.drain()
     (refused,) = world.refused()
-    assert (refused.request_id, refused.reason) == ("liar", Refusal.EXECUTION)
+    assert (refused.request_id, refused.reason) == ("liar", Refusal.BLOCK_TABLE)
     for name in ("a", "b"):
         assert world.output(name, PROMPTS[name]) == reference(PROMPTS[name], 30)
     assert world.decode.core.counters["sequences_left_out"] == 1

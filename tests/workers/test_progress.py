@@ -131,13 +131,13 @@ def sticky(good: StepDone) -> StepDone:
 def test_steps_that_all_fail_end_the_worker() -> None:
     """It stayed up for ever, refused what it got, and was left alone for 30 s at a time."""
     world = Watched()
-    for name in "ab":
-        failing(world, sticky, name)
-    assert world.exits == []
-    failing(world, sticky, "c")
-    assert world.exits == ["the last 3 steps failed: CUDA error: an illegal memory access"]
+    world.fault = lambda _: "CUDA error: an illegal memory access"
+    for name in "abc":
+        world.submit(name, [ord(name)] * 9, 4, remote=False)
+    world.drain()
+    assert world.exits == ["the last 3 health checks failed: CUDA error: an illegal memory access"]
     assert world.hangs == [False]
-    assert [r.reason for r in world.refused()] == [Refusal.EXECUTION] * 3, "others serve them"
+    assert [r.reason for r in world.refused()] == [Refusal.WORKER_FAILED] * 3, "others serve them"
     world.submit("d", PROMPT, 4, remote=False)
     world.step()
     assert not world.decode.core.scheduler.in_flight
@@ -147,7 +147,7 @@ def test_a_device_that_is_lost_ends_the_worker_at_once() -> None:
     world = Watched()
     failing(world, lambda good: replace(sticky(good), device_lost=True), "a")
     assert world.exits == ["its device is lost: CUDA error: an illegal memory access"]
-    assert [r.reason for r in world.refused()] == [Refusal.EXECUTION], "others serve it"
+    assert [r.reason for r in world.refused()] == [Refusal.WORKER_FAILED], "others serve it"
 
 
 def test_a_step_that_succeeds_ends_the_count() -> None:
@@ -171,7 +171,7 @@ def test_what_a_request_brought_itself_does_not_count(kind: str) -> None:
         failing(world, left_out, f"a{number}")
     assert world.exits == []
     reasons = {"invalid": Refusal.INVALID_TOKENS, "ungrammatical": Refusal.GRAMMAR}
-    expected = reasons.get(kind, Refusal.EXECUTION)
+    expected = reasons.get(kind, Refusal.BLOCK_TABLE)
     assert {refused.reason for refused in world.refused()} == {expected}
 
 

@@ -12,7 +12,6 @@ from engine.node import Woken
 from engine.request import FinishReason, Refusal
 from engine.sequence import SeqState
 from engine.stats import RouterDown, RouterUp
-from engine.step import StepDone
 from kvtransfer.messages import KVConfirmed, KVConfirmRequest, KVReady
 from tests.workers.world import BLOCK_SIZE, World, reference
 
@@ -230,15 +229,6 @@ def test_probe_repeats_tokens_or_says_unknown(world: World) -> None:
     assert world.output("a", PROMPT) == known
     world.deliver("decode", Probe("b", 0, "router", 3))
     assert world.refused()[0].reason is Refusal.UNKNOWN
-
-
-def test_failed_step_refuses_its_requests_and_leaves_nothing(world: World) -> None:
-    world.submit("a", PROMPT, 8, remote=False)
-    world.step()
-    node, done = world.queue.popleft()
-    world.queue.append((node, StepDone(done.step_id, [None], [], 0.0, "kernel failed")))
-    world.drain()
-    assert world.refused()[0].reason is Refusal.EXECUTION
 
 
 def test_routers_hear_of_sealed_blocks(world: World) -> None:

@@ -6,6 +6,7 @@ The harness delivers effects by hand, so that a test can stop the world between 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from cluster.worker.node import make_worker
@@ -69,6 +70,7 @@ class World:
         self.hold_reads = False
         self.log: list[tuple[str, CopyBlocks]] = []  # every read that was asked for
         self.lost: tuple[type, ...] = ()
+        self.fault: Callable[[Step], str | None] = lambda _: None  # why a step fails
         kinds = [("prefill", Role.PREFILL, prefill_blocks)]
         for number in range(num_decode):
             name = "decode" if number == 0 else f"decode-{number}"
@@ -140,6 +142,9 @@ class World:
             first = end - len(seq.draft_tokens)
             drawn = [self.next_token(seen[:at]) for at in range(first, end + 1)]
             sampled.append(seq.verify(drawn) if seq.sample else None)
+        error = self.fault(step)
+        if error is not None:
+            return StepDone(step.step_id, [None] * len(sampled), [], 0.01, error)
         checksums = [checksum(slots[block]) for block in step.checksum_blocks]
         return StepDone(step.step_id, sampled, checksums, 0.01)
 

@@ -30,7 +30,7 @@ from engine.model.cpu.step import (
 from engine.model.sampling.sampler import Masks, is_plain
 from engine.model.weights import Weights
 from engine.request import SamplingParams
-from engine.step import BURST_S, Sampled, ScheduledSeq, Step, verify_drafts
+from engine.step import BURST_S, NO_TOKEN, Sampled, ScheduledSeq, Step, verify_drafts
 
 _Decode = structure("Decode")
 
@@ -101,7 +101,10 @@ class CpuDecode:
         if count > len(seqs):
             return verify_drafts(seqs, drawn)
         columns = [drawn[row::count] for row in range(count)]
-        return [Sampled(first, more=tuple(more)) for first, *more in columns]
+        return [
+            Sampled(first, more=tuple(more) if NO_TOKEN not in more else tuple(more[:-1]))
+            for first, *more in columns
+        ]
 
     def _most(self, step: Step) -> int:
         """Passes, whatever the step says, of which none leaves a block that was looked at."""

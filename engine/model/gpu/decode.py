@@ -142,7 +142,6 @@ class DecodePasses:
                     host["block_tables"][row, : len(blocks)] = blocks
                     held[row] = blocks
                 if last_params[row] is not seq.sampling:
-                    last_params[row] = seq.sampling
                     changed.append(row)
                     params.append(seq.sampling)
             count += len(seq.input_tokens)
@@ -166,8 +165,11 @@ class DecodePasses:
         if follows is not None:
             host["follows"][rows] = follows
         if changed:
-            for name, values in draw_values(params).items():
-                host[name][changed] = values
+            values = draw_values(params)
+            for row, sampling in zip(changed, params, strict=True):
+                last_params[row] = sampling
+            for name, each in values.items():
+                host[name][changed] = each
         for name in PARAMETERS:
             host[name][rest] = 0
         host["block_tables"][rest, 0] = 0
@@ -263,4 +265,5 @@ def _take(drawn, follows, tokens, num_rows, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     source = tl.load(follows + row, mask=row < num_rows, other=-1)
     there = source >= 0
-    tl.store(tokens + row, tl.load(drawn + source, mask=there, other=0), mask=there)
+    token = tl.load(drawn + source, mask=there, other=0)
+    tl.store(tokens + row, tl.maximum(token, 0), mask=there)  # NO_TOKEN is thrown away later

@@ -19,13 +19,15 @@ import triton.language as tl
 
 from engine.model.sampling.sampler import GREEDY_BELOW
 from engine.request import SamplingParams
+from engine.step import NO_TOKEN
 
 BLOCK = 4096
 MAX_FEW = 4096  # tokens of a row that are collected
 _FLOOR, _LOWER, _LOWEST = tl.constexpr(8), tl.constexpr(6), tl.constexpr(26)
 """Floors that are tried: weights of 2 to the power of minus these (first, steps, last)."""
-_WORD = (1 << 64) - 1
+_WORD, _MOST = (1 << 64) - 1, (1 << 31) - 1
 _ONE = tl.constexpr(0x3F800000)  # bits of 1.0f, the largest weight
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
@@ -52,13 +54,14 @@ def draw_values(params: list[SamplingParams]) -> dict[str, np.ndarray]:
         "temperature": np.array(heat, np.float32),
         "top_p": np.array([p.top_p for p in params], np.float64),
         "min_p": np.array([p.min_p for p in params], np.float32),
-        "top_k": np.array([p.top_k for p in params], np.int32),
+        "top_k": np.array([min(p.top_k, _MOST) for p in params], np.int32),
         "seed": np.array([p.seed & _WORD for p in params], np.uint64).view(np.int64),
     }
 
 
 def draw(logits: torch.Tensor, draws: Draws, out: torch.Tensor) -> None:
-    """logits float32 [R, vocab_size], contiguous, are kept; out int64 [R]."""
+    """logits float32 [R, vocab_size], contiguous, are kept; out int64 [R]: NO_TOKEN where some of
+    the row is NaN, or its largest is not finite."""
     if not len(logits):
         return
     few = torch.empty(2, len(logits), MAX_FEW, dtype=torch.int32, device=logits.device)
@@ -216,16 +219,19 @@ def _draw(
     row = logits + index.to(tl.int64) * vocab
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
     best_at = tl.zeros((BLOCK,), dtype=tl.int32)
+    nan = tl.zeros((BLOCK,), dtype=tl.int32)
     for first in range(0, vocab, BLOCK):
         at = first + tl.arange(0, BLOCK)
         logit = tl.load(row + at, mask=at < vocab, other=-float("inf"))
+        nan += (logit != logit).to(tl.int32)
         best_at = tl.where(logit > best, at, best_at)
         best = tl.maximum(logit, best)
     largest = tl.max(best, axis=0)
     token = tl.min(tl.where(best == largest, best_at, vocab), axis=0)
-    token = tl.minimum(token, vocab - 1)  # of a row of NaN
+    is_number = (tl.sum(nan, axis=0) == 0) & (largest > -float("inf")) & (largest < float("inf"))
+    token = tl.where(is_number, token, _NO_TOKEN)
     temperature = tl.load(temperatures + index)
-    if temperature > 0.0:
+    if is_number & (temperature > 0.0):
         top_k = tl.load(top_ks + index)
         top_p = tl.load(top_ps + index)
         bits = tl.minimum(tl.load(min_ps + index), 1.0).to(tl.int32, bitcast=True)

@@ -22,9 +22,9 @@ from engine.model.gpu.decode import NO_SLOT, DecodePasses
 from engine.model.gpu.sampling import Draws, draw, draw_values
 from engine.model.gpu.staging import stage, stage_arrays
 from engine.model.sampling.prompt_outputs import read_prompts
-from engine.model.sampling.sampler import Masks, is_plain, sample
+from engine.model.sampling.sampler import Masks, is_plain, not_sampled, sample
 from engine.request import PromptOutputs, SamplingParams
-from engine.step import Sampled, ScheduledSeq, Step, StepDone, verify_drafts
+from engine.step import NO_TOKEN, Sampled, ScheduledSeq, Step, StepDone, verify_drafts
 
 if TYPE_CHECKING:
     from engine.model.parallel.ops import Group
@@ -229,9 +229,15 @@ class Launches:
 
         def done() -> StepDone:
             sampled: list[Sampled | None] = [None] * len(step.seqs)
+            unsampled: dict[int, str] = {}
             for index, token in zip(kept, tokens(), strict=True):
-                sampled[index] = Sampled(token)
-            return StepDone(step.step_id, sampled, failed=failed, invalid=invalid)
+                if token == NO_TOKEN:
+                    unsampled[index] = not_sampled().error
+                else:
+                    sampled[index] = Sampled(token)
+            return StepDone(
+                step.step_id, sampled, failed=failed, invalid=invalid, unsampled=unsampled
+            )
 
         return done
 

@@ -9,23 +9,28 @@ token.
 from __future__ import annotations
 
 import json
+import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import llguidance
 import numpy as np
 
-from engine.step import Sampled, ScheduledSeq
+from engine.step import NO_TOKEN, Sampled, ScheduledSeq
 
 MAX_COMPILED = 128  # grammars that are kept, the last ones used
 MAX_OUTPUTS = 4096  # outputs whose state is kept; the others are replayed
 COMPILE_TIMEOUT_S = 10.0  # a grammar that a request brings was compiled once before, in the API
 WORD_BITS = 32
 ALL = np.uint32(0xFFFF_FFFF)
+
+logger = logging.getLogger(__name__)
 
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,  # 20 ms of building a lexer
@@ -40,12 +45,18 @@ class GrammarError(Exception):
     """A grammar cannot be compiled, or an output cannot go on by it; one line."""
 
 
-def read_vocabulary(model_dir: Path, eos_token_ids: Sequence[int]) -> llguidance.LLTokenizer:
-    """The model's tokens as grammars see them; takes a second. Raises GrammarError."""
+def read_vocabulary(
+    model_dir: Path, eos_token_ids: Sequence[int], vocab_size: int = 0
+) -> llguidance.LLTokenizer:
+    """The model's tokens as grammars see them; takes a second. vocab_size: of its logits, which may
+    exceed the tokenizer's (no grammar allows the rest), or be less. Raises GrammarError."""
     try:
         text = (model_dir / "tokenizer.json").read_text(encoding="utf-8")
-        ends = {*eos_token_ids, *_named_end(model_dir, text)}
-        return llguidance.LLTokenizer(text, eos_token=sorted(ends) or None)
+        ends = sorted({*eos_token_ids, *_named_end(model_dir, text)}) or None
+        try:
+            return llguidance.LLTokenizer(text, n_vocab=vocab_size or None, eos_token=ends)
+        except ValueError:  # it is less
+            return llguidance.LLTokenizer(text, eos_token=ends)
     except (OSError, ValueError) as error:
         raise GrammarError(f"no tokenizer for grammars: {error}") from error
 
@@ -75,6 +86,20 @@ def check(matcher: llguidance.LLMatcher) -> None:
         raise GrammarError(matcher.get_error().partition("\n")[0][:300])
 
 
+@contextmanager
+def _own_fault() -> Iterator[None]:
+    """Whatever fails within is a GrammarError: one output's fault, not its step's. A panic of the
+    library is no `Exception`."""
+    try:
+        yield
+    except (GrammarError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        logger.exception("a grammar failed")
+        text = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        raise GrammarError(text) from error
+
+
 class _Output:
     """The state of one sequence's grammar."""
 
@@ -96,15 +121,16 @@ class Grammars:
     def __init__(
         self, model_dir: Path, eos_token_ids: Sequence[int], vocab_size: int, num_threads: int
     ) -> None:
-        """vocab_size: the width of logits, which may exceed the tokenizer's."""
-        self._num_words = -(-vocab_size // WORD_BITS)
-        self._source = (model_dir, tuple(eos_token_ids))
+        """vocab_size: the width of logits, which may exceed the tokenizer's, or be less."""
+        self._vocab_size = vocab_size
+        self._source = (model_dir, tuple(eos_token_ids), vocab_size)
         self._executor = llguidance.LLExecutor(num_threads=num_threads)
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._vocabulary: Future[llguidance.LLTokenizer] | None = None
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
         self._lock = Lock()  # of the two above
         self._outputs: OrderedDict[str, _Output] = OrderedDict()
+        self._faults: dict[str, str] = {}  # of outputs whose mask could not be computed
 
     def warm_up(self) -> None:
         """Begin to read the vocabulary: it holds Python's lock for up to a second, which streams
@@ -137,32 +163,65 @@ class Grammars:
         for index, seq in enumerate(seqs):
             if seq.sample and seq.sampling.grammar:
                 try:
-                    self._follow(seq)
+                    with _own_fault():
+                        self._follow(seq)
                 except GrammarError as error:
                     failed[index] = str(error)
         return failed
 
     def masks(self, seqs: Sequence[ScheduledSeq]) -> np.ndarray:
         """Bits of the tokens that may follow each input token of `seqs`, which sample and have been
-        followed, as uint32 [rows, words]. Those without a grammar or a budget may have any."""
-        single, drafted = [], []
+        followed, as uint32 [rows, words]: at least as wide as logits. Those without a grammar or a
+        budget may have any; those whose mask cannot be computed too, and `advance` says so."""
+        self._faults.clear()
+        single: list[tuple[Any, ...]] = []
+        drafted: list[tuple[Any, ...]] = []
+        names: dict[int, str] = {}  # of rows
         row = 0
         for seq in seqs:
             if seq.sampling.grammar:
                 matcher = self._outputs[seq.request_id].matcher
+                names[row] = seq.request_id
                 if seq.draft_tokens:
                     drafted.append((matcher, row, seq.draft_tokens))
                 else:
                     single.append((matcher, row))
             row += 1 + len(seq.draft_tokens)
-        masks = np.full((row, self._num_words), ALL)
+        masks = np.full((row, -(-self._width() // WORD_BITS)), ALL)
         place = masks.ctypes.data, masks.strides[0], row
-        if single:
-            self._executor.unsafe_compute_mask_ptr(single, *place)
-        if drafted:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+        executor = self._executor
+        for asked, compute in (
+            (single, executor.unsafe_compute_mask_ptr),
+            (drafted, executor.unsafe_compute_mask_ptr_with_draft_token),
+        ):
+            if asked:
+                self._compute(compute, asked, place, names)
         self._end_reasoning(seqs, masks)
         return masks
+
+    def _width(self) -> int:
+        """Tokens of a mask."""
+        vocabulary = self._vocabulary
+        known = vocabulary.result().vocab_size if vocabulary and vocabulary.done() else 0
+        return max(self._vocab_size, known)
+
+    def _compute(
+        self,
+        compute: Callable[..., object],
+        asked: list[tuple[Any, ...]],
+        place: tuple[int, ...],
+        names: dict[int, str],
+    ) -> None:
+        """Masks of the rows that are asked for, all at once; one by one if that fails."""
+        try:
+            with _own_fault():
+                compute(asked, *place)
+        except GrammarError as error:
+            if len(asked) == 1:
+                self._faults[names[asked[0][1]]] = str(error)
+                return
+            for each in asked:
+                self._compute(compute, [each], place, names)
 
     def _end_reasoning(self, seqs: Sequence[ScheduledSeq], masks: np.ndarray) -> None:
         """Where a budget is used up, leave the token that ends it, unless the grammar forbids
@@ -191,7 +250,8 @@ class Grammars:
         for index, (seq, each) in enumerate(zip(seqs, sampled, strict=True)):
             if each is not None and seq.sampling.grammar:
                 try:
-                    advanced[index] = self._advanced(seq, each)
+                    with _own_fault():
+                        advanced[index] = self._advanced(seq, each)
                 except GrammarError as error:
                     advanced[index], failed[index] = None, str(error)
         return advanced, failed
@@ -199,7 +259,11 @@ class Grammars:
     def _advanced(self, seq: ScheduledSeq, sampled: Sampled) -> Sampled:
         """Raises GrammarError."""
         output = self._outputs[seq.request_id]
+        if seq.request_id in self._faults:
+            raise GrammarError(self._faults[seq.request_id])
         check(output.matcher)
+        if sampled.token == NO_TOKEN:
+            return sampled
         tokens = (sampled.token, *sampled.more)
         if tokens[-1] in seq.sampling.stop_token_ids:
             return sampled

@@ -9,6 +9,7 @@ then moves the boundaries a little instead of swapping two tokens' places.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.request import SamplingParams, TokenLogprobs
-from engine.step import Sampled, ScheduledSeq
+from engine.step import NO_TOKEN, Sampled, ScheduledSeq
 
 Draw = Callable[[torch.Tensor, list[ScheduledSeq]], list[int]]
 Masks = Callable[[list[ScheduledSeq]], np.ndarray]  # as of `Grammars.masks`
@@ -25,6 +26,8 @@ GREEDY_BELOW = 1e-5  # a temperature this low is greedy
 CANDIDATES = 256  # sorted at first, more of the vocabulary only if top-p reaches further
 SPAN = 256  # tokens summed at a time
 _WORD = (1 << 64) - 1
+
+logger = logging.getLogger(__name__)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -41,9 +44,15 @@ def _mix(word: int) -> int:
 
 
 def draw(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
-    """One token per row of float32 [len(seqs), vocab_size], which is overwritten."""
-    tokens = logits.argmax(dim=-1).tolist()
-    random = [row for row, seq in enumerate(seqs) if not is_greedy(seq.sampling)]
+    """One token per row of float32 [len(seqs), vocab_size], which is overwritten. NO_TOKEN where
+    some of the row is NaN, or its largest is not finite."""
+    best = logits.max(dim=-1)  # NaN if any is
+    is_number = best.values.isfinite().tolist()
+    tokens = [
+        token if is_so else NO_TOKEN
+        for token, is_so in zip(best.indices.tolist(), is_number, strict=True)
+    ]
+    random = [row for row, seq in enumerate(seqs) if is_number[row] and not is_greedy(seq.sampling)]
     if random:
         chosen = logits if len(random) == len(seqs) else logits[random]
         for row, token in zip(random, _draw(chosen, [seqs[r] for r in random]), strict=True):
@@ -58,19 +67,38 @@ def sample(
     draw: Draw = draw,
     masks: np.ndarray | None = None,
 ) -> list[Sampled]:
-    """One token per row. logits: float32 [len(seqs), vocab_size], overwritten. window: penalties
-    count the last `window` tokens, all that such a model attends to; 0: all. Otherwise an endless
-    text would in the end have every token penalized. masks: as of `Grammars.masks`, a row each."""
+    """One token per row, or why there is none. logits: float32 [len(seqs), vocab_size],
+    overwritten. window: penalties count the last `window` tokens, all that such a model attends to;
+    0: all. Otherwise an endless text would in the end have every token penalized. masks: as of
+    `Grammars.masks`, a row each. An edit that fails is its own row's."""
     raw = {row: logits[row].clone() for row, seq in enumerate(seqs) if _is_reported(seq)}
     if masks is not None:
         logits.masked_fill_(~allowed(masks, logits), -torch.inf)
+    found: list[Sampled | None] = [None] * len(seqs)
     for row, seq in enumerate(seqs):
-        _edit(logits[row], seq, window)
+        try:
+            _edit(logits[row], seq, window)
+        except Exception as error:
+            logger.exception("%s: its logits cannot be edited", seq.request_id)
+            found[row] = not_sampled(error)
     tokens = draw(logits, seqs) if seqs else []
     return [
-        Sampled(token, _logprobs(raw[row], token, seqs[row].sampling) if row in raw else None)
-        for row, token in enumerate(tokens)
+        known or _sampled(token, raw.get(row), seqs[row])
+        for row, (known, token) in enumerate(zip(found, tokens, strict=True))
     ]
+
+
+def not_sampled(error: Exception | None = None) -> Sampled:
+    """In place of a token, and why."""
+    if error is None:
+        return Sampled(NO_TOKEN, error="some of its logits are NaN, or none is finite")
+    return Sampled(NO_TOKEN, error=": ".join([type(error).__name__, *str(error).splitlines()[:1]]))
+
+
+def _sampled(token: int, raw: torch.Tensor | None, seq: ScheduledSeq) -> Sampled:
+    if token == NO_TOKEN:
+        return not_sampled()
+    return Sampled(token, None if raw is None else _logprobs(raw, token, seq.sampling))
 
 
 def _is_reported(seq: ScheduledSeq) -> bool:

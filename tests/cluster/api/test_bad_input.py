@@ -258,7 +258,7 @@ def test_what_the_router_refuses_keeps_its_reason(
     assert response.headers["retry-after"] == "3"
 
 
-@pytest.mark.parametrize("reason", [Refusal.ATTEMPTS, Refusal.EXECUTION, Refusal.UNKNOWN])
+@pytest.mark.parametrize("reason", [Refusal.ATTEMPTS, Refusal.WORKER_FAILED, Refusal.UNKNOWN])
 def test_what_failed_inside_is_logged_and_not_shown(
     served: Served, reason: Refusal, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -303,5 +303,5 @@ def test_every_reason_of_the_router_has_a_status(served: Served) -> None:
     for reason in Refusal:
         served.router.refuse = Failed("", reason, "")
         response = served.post({"model": MODEL, "messages": ASK})
-        assert response.status_code in (400, 409, 429, 503, 504)
+        assert response.status_code in (400, 409, 429, 500, 503, 504)
         assert error_of(response, response.status_code)["code"] == reason.value

@@ -75,7 +75,7 @@ def test_a_gap_fails_the_request_and_cancels_it(sent: Sent) -> None:
     sent.receive(Output("a", 0, (5,)), Output("a", 2, (7,)), Output("a", 3, (8,)))
     assert stream.take().tokens == (5,)
     failed = stream.take()
-    assert failed.reason is Refusal.EXECUTION
+    assert failed.reason is Refusal.WORKER_FAILED
     assert "tokens 1 to 1 were lost" in failed.detail
     assert sent.messages[1:] == [Cancel("a")]
     assert sent.client.num_live == 0
@@ -85,7 +85,7 @@ def test_more_tokens_than_asked_for_fail_the_request(sent: Sent) -> None:
     stream = sent.submit(max_tokens=2)
     sent.receive(Output("a", 0, (5, 6)), Output("a", 2, (7,)))
     assert stream.take().tokens == (5, 6)
-    assert stream.take().reason is Refusal.EXECUTION
+    assert stream.take().reason is Refusal.WORKER_FAILED
     assert sent.messages[1:] == [Cancel("a")]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import llguidance
 import pytest
@@ -16,6 +17,7 @@ from engine.model.sampling import grammar as module
 from engine.model.sampling.grammar import Grammars
 from engine.request import ReasoningBudget, SamplingParams
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
+from tests.engine.model.tiny import make_padded
 
 SCHEMA = {
     "type": "object",
@@ -34,9 +36,21 @@ DRAWN = replace(GREEDY, temperature=1.0, seed=7)
 BLOCK = 16
 
 
+@pytest.fixture(scope="module", params=["default", 1, 31, 64, 267])
+def model_dir(
+    request: pytest.FixtureRequest, smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The default model, and models whose embedding has so many rows more than the tokenizer."""
+    if request.param == "default":
+        return smollm2_dir
+    path = tmp_path_factory.mktemp(f"padded-{request.param}")
+    make_padded(smollm2_dir, path, request.param)
+    return path
+
+
 @pytest.fixture(scope="module")
-def runner(smollm2_dir: Path) -> ModelRunner:
-    return ModelRunner(smollm2_dir, num_blocks=64, num_threads=2)
+def runner(model_dir: Path) -> ModelRunner:
+    return ModelRunner(model_dir, num_blocks=160, num_threads=2)
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +146,10 @@ def test_an_output_matches_its_schema_however_it_is_computed(
 
 
 def test_another_worker_goes_on_in_mid_output(
-    runner: ModelRunner, prompt: list[int], smollm2_dir: Path
+    runner: ModelRunner, prompt: list[int], model_dir: Path
 ) -> None:
     whole = generate(runner, Output("whole", prompt, DRAWN))
-    other = ModelRunner(smollm2_dir, num_blocks=64, num_threads=2)
+    other = ModelRunner(model_dir, num_blocks=64, num_threads=2)
     for cut in (1, 5, len(whole) - 1):
         begun = Output(f"begun-{cut}", prompt, DRAWN)
         generate(runner, begun, most=cut)
@@ -173,13 +187,13 @@ def test_a_bias_counts_among_the_tokens_that_are_allowed(
 ) -> None:
     word = llguidance.LLMatcher.grammar_from_regex("(yes|no)")
     plain = replace(GREEDY, grammar=word)
-    first = generate(runner, Output("word", prompt, plain))[0]
+    words = generate(runner, Output("word", prompt, plain))
+    first = words[0]
     biased = replace(plain, logit_bias={first: -100.0})
-    texts = {
-        text_of(smollm2_dir, generate(runner, Output(name, prompt, each))[:-1])
-        for name, each in (("word-1", plain), ("word-2", biased))
-    }
-    assert texts == {"yes", "no"}
+    others = generate(runner, Output("word-2", prompt, biased))
+    assert others[0] != first, "another of the tokens that the grammar allows"
+    texts = {text_of(smollm2_dir, tokens[:-1]) for tokens in (words, others)}
+    assert texts <= {"yes", "no"}
 
 
 def test_a_grammar_that_cannot_be_kept_ends_its_own_request_alone(
@@ -198,12 +212,12 @@ def test_a_grammar_that_cannot_be_kept_ends_its_own_request_alone(
 
 
 def test_masks_are_the_same_on_the_device_and_in_the_kernels(
-    runner: ModelRunner, prompt: list[int], smollm2_dir: Path
+    runner: ModelRunner, prompt: list[int], model_dir: Path
 ) -> None:
     from engine.model.sampling.sampler import allowed
 
     config = runner.config
-    grammars = Grammars(smollm2_dir, config.eos_token_ids, config.vocab_size, 1)
+    grammars = Grammars(model_dir, config.eos_token_ids, config.vocab_size, 1)
     share = Output("masks", prompt, GREEDY).share(drafts=False)
     assert grammars.follow([share]) == {}
     masks = grammars.masks([share])
@@ -213,11 +227,98 @@ def test_masks_are_the_same_on_the_device_and_in_the_kernels(
     assert 0 < int(bits.sum()) < 20, "an object begins with a bracket"
 
 
+def mixed(prompt: list[int]) -> list[Output]:
+    """One request of each kind, in one step."""
+    word = llguidance.LLMatcher.grammar_from_regex("(yes|no)")
+    plain = replace(GREEDY, grammar="", max_tokens=12)
+    kinds = [
+        plain,
+        replace(plain, temperature=1.0, seed=3, top_k=2**31, top_p=0.9),
+        replace(plain, logprobs=2),
+        replace(plain, logit_bias={99: 5.0}, repetition_penalty=1.2),
+        replace(plain, reasoning=ReasoningBudget(2, 17)),
+        GREEDY,
+        replace(DRAWN, logprobs=0),
+        replace(GREEDY, grammar=word, presence_penalty=0.5, min_tokens=3),
+    ]
+    return [
+        Output(f"mixed-{number}", prompt, each, 16 * number) for number, each in enumerate(kinds)
+    ]
+
+
+def test_eight_requests_of_all_kinds_are_sampled_in_one_step(
+    runner: ModelRunner, prompt: list[int]
+) -> None:
+    outputs = mixed(prompt)
+    for _ in range(5):
+        outputs = [output for output in outputs if not output.is_done]
+        shares = [output.share(drafts=False) for output in outputs]
+        done = run(runner, *shares)
+        assert done.error is None
+        assert [index for index, each in enumerate(done.sampled) if each is None] == []
+        for output, share, sampled in zip(outputs, shares, done.sampled, strict=True):
+            output.take(share, sampled)
+
+
+@pytest.mark.parametrize("fails", ["follow", "mask", "advance"])
+def test_whatever_fails_in_a_grammar_is_its_own_outputs(
+    runner: ModelRunner, prompt: list[int], monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """No batch is lost with it."""
+    outputs = mixed(prompt)
+    names = [output.name for output in outputs if output.sampling.grammar]
+    bad = names[1]
+    grammars = runner.grammars
+    if fails == "mask":
+        executor = grammars._executor
+
+        class Failing:
+            def __getattr__(self, name: str) -> Any:
+                compute = getattr(executor, name)
+
+                def failing(asked: list[Any], *place: Any) -> None:
+                    if any(each[0] is grammars._outputs[bad].matcher for each in asked):
+                        raise ValueError("Invalid buffer size")
+                    compute(asked, *place)
+
+                return failing
+
+        monkeypatch.setattr(grammars, "_executor", Failing())
+    else:
+        name = {"follow": "_follow", "advance": "_advanced"}[fails]
+        method = getattr(grammars, name)
+
+        def failing(seq: ScheduledSeq, *rest: Any) -> Any:
+            if seq.request_id == bad:
+                raise ZeroDivisionError
+            return method(seq, *rest)
+
+        monkeypatch.setattr(grammars, name, failing)
+    done = run(runner, *(output.share(drafts=False) for output in outputs))
+    (index,) = (number for number, output in enumerate(outputs) if output.name == bad)
+    assert done.error is None
+    assert list(done.ungrammatical) == [index]
+    assert [number for number, each in enumerate(done.sampled) if each is None] == [index]
+
+
+def test_logits_that_are_no_numbers_end_their_own_request(
+    runner: ModelRunner, prompt: list[int]
+) -> None:
+    outputs = mixed(prompt)
+    for number in (1, 6):
+        broken = replace(outputs[number].sampling, logit_bias={5: float("nan"), 28: float("nan")})
+        outputs[number].sampling = broken
+    done = run(runner, *(output.share(drafts=False) for output in outputs))
+    assert done.error is None
+    assert set(done.unsampled) == {1, 6}
+    assert [number for number, each in enumerate(done.sampled) if each is None] == [1, 6]
+
+
 def test_a_vocabulary_is_read_once_ahead_of_the_first_grammar(
     smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    monkeypatch.setattr(module, "read_vocabulary", lambda path, _: read.append(path))
+    monkeypatch.setattr(module, "read_vocabulary", lambda path, *_: read.append(path))
     monkeypatch.setattr(module, "compile_grammar", lambda vocabulary, grammar: grammar)
     grammars = Grammars(smollm2_dir, (), 100, 1)
     assert read == []

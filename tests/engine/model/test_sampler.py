@@ -10,6 +10,7 @@ from engine.model.cpu import kernels
 from engine.model.cpu.sampling import CpuDraw
 from engine.model.sampling.sampler import draw, sample, uniform
 from engine.request import SamplingParams
+from engine.step import NO_TOKEN
 from tests.engine.model.tiny import scheduled
 
 GREEDY = {"temperature": 0.0}
@@ -220,8 +221,26 @@ def test_the_kernel_draws_as_torch_does(params):
         assert sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 1
 
 
-def test_the_kernel_survives_rows_of_nothing():
-    rows = torch.tensor([[-torch.inf] * 40, [torch.nan] * 40, [torch.inf] + [0.0] * 39])
-    seqs = [scheduled([0], 0, [0], sampling=SamplingParams()) for _ in rows]
-    kernel = CpuDraw(kernels.load(default_cache_dir()), 2)
-    assert all(0 <= token < 40 for token in kernel(rows, seqs))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_without_numbers_have_no_token_and_the_others_theirs(temperature):
+    lost = torch.full((40,), 0.5)
+    lost[17] = torch.nan
+    sound = torch.arange(40.0) * 3
+    rows = [[-torch.inf] * 40, [torch.nan] * 40, [torch.inf] + [0.0] * 39, lost, sound]
+    logits = torch.stack([torch.as_tensor(row) for row in rows])
+    seqs = [
+        scheduled([0], 0, [0], sampling=SamplingParams(temperature=temperature, top_p=0.9))
+        for _ in rows
+    ]
+    sampled = sample(logits, seqs, **by)
+    assert [each.token for each in sampled] == [NO_TOKEN] * 4 + [39]
+    assert all("NaN" in each.error for each in sampled[:4])
+
+
+def test_an_edit_that_fails_is_its_own_rows():
+    good = scheduled([0], 0, [0], sampling=SamplingParams(temperature=0))
+    bias = {1: "much"}
+    bad = scheduled([0], 0, [0], sampling=SamplingParams(logit_bias=bias))
+    sampled = sample(torch.eye(3, 40), [good, bad, good], **by)
+    assert [each.token for each in sampled] == [0, NO_TOKEN, 2]
+    assert sampled[1].error

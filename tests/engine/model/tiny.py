@@ -1,5 +1,7 @@
 """Tiny random checkpoints of every family, and a decoder over them driven block by block."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -127,9 +129,24 @@ FAMILIES = {
 }
 
 
-def make_checkpoint(family: str, path: Path, **saving) -> torch.nn.Module:
+def make_padded(tokenizer_dir: Path, path: Path, num_rows: int) -> None:
+    """A random checkpoint whose embedding has so many rows more than the tokenizer, as most have.
+    The model likes them best of all."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer_dir / name, path)
+    size = len(json.loads((path / "tokenizer.json").read_text())["model"]["vocab"])
+    model = make_checkpoint("llama", path, changes={"vocab_size": size + num_rows})
+    with torch.no_grad():
+        model.lm_head.weight[size:] *= 3
+    model.save_pretrained(path)
+
+
+def make_checkpoint(
+    family: str, path: Path, changes: dict | None = None, **saving
+) -> torch.nn.Module:
     """Write a random checkpoint of `family` to `path`; returns transformers' model of it."""
-    kind, changes = FAMILIES[family]
+    kind, own = FAMILIES[family]
+    changes = own | (changes or {})
     torch.manual_seed(7)
     if kind is transformers.Gemma3Config:
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

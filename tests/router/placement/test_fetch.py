@@ -284,6 +284,6 @@ def test_a_worker_that_failed_it_is_not_asked_for_its_kv() -> None:
     old, _, _ = placed(s)
     s.delta(old, 202, 7)
     s.holds(old, device=PREFIX)
-    s.refuse(old, Refusal.EXECUTION)
+    s.refuse(old, Refusal.WORKER_FAILED)
     (new,) = {"decode-0", "decode-1"} - {old}
     assert placed(s) == (new, None, None)

@@ -13,6 +13,9 @@ typedef struct {
     const uint32_t *mask;
 } Draw;
 
+/* In place of a token, where some logits of its row are NaN or none that may be drawn is finite. */
+enum { NO_TOKEN = -1 };
+
 /* logits: [rows, vocab], overwritten; tokens: [rows]. */
 void kvr_draw(float *logits, int64_t rows, int64_t vocab, const Draw *draws, int64_t *tokens,
               int threads);

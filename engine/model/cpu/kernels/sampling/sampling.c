@@ -31,14 +31,15 @@ INLINE vf part(const float *row, int64_t i, int64_t size, float fill) {
     return v;
 }
 
-/* The first of the largest. */
+/* The first of the largest; NO_TOKEN if it is not finite, or some are NaN. */
 static int64_t find_best(const float *row, int64_t size, float *largest) {
     vf best = splat(-INFINITY);
-    vi best_at = {0}, at;
+    vi best_at = {0}, at, nan = {0};
     for (int i = 0; i < VL; i++) at[i] = i;
     for (int64_t i = 0; i < size; i += VL, at += VL) {
         vf v = part(row, i, size, -INFINITY);
         vi more = v > best;
+        nan |= v != v;
         best = vmax(best, v);
         best_at = (at & more) | (best_at & ~more);
     }
@@ -47,7 +48,9 @@ static int64_t find_best(const float *row, int64_t size, float *largest) {
     for (int i = 1; i < VL; i++)
         if (best[i] > *largest || (best[i] == *largest && best_at[i] < found))
             *largest = best[i], found = best_at[i];
-    return found;
+    for (int i = 0; i < VL; i++)
+        if (nan[i]) return NO_TOKEN;
+    return *largest > -INFINITY && *largest < INFINITY ? found : NO_TOKEN;
 }
 
 /* Not normalized: the largest weight is 1, and only ratios matter from here on. */
@@ -161,7 +164,7 @@ static void draw_row(void *arg, int64_t r) {
     float *row = t->logits + r * t->vocab, largest;
     if (d->mask) apply_mask(row, t->vocab, d->mask);
     t->tokens[r] = find_best(row, t->vocab, &largest);
-    if (d->temperature == 0 || !(largest > -INFINITY && largest < INFINITY)) return;
+    if (d->temperature == 0 || t->tokens[r] == NO_TOKEN) return;
     weigh(row, t->vocab, largest, d->temperature);
     t->tokens[r] = invert(row, t->vocab, cut(row, t->vocab, d), uniform(d->seed, d->position));
 }

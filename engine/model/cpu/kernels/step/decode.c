@@ -46,12 +46,14 @@ static void pass(const Decode *d, int64_t *drawn) {
 }
 
 static int is_stop(const Decode *d, int64_t seq, int64_t token) {
+    if (token == NO_TOKEN) return 1;
     for (int64_t i = seq ? d->stop_ends[seq - 1] : 0; i < d->stop_ends[seq]; i++)
         if (d->stops[i] == token) return 1;
     return 0;
 }
 
-/* Returns how many passes there were: up to `most`, and none after one that drew a stop token. */
+/* Returns how many passes there were: up to `most`, and none after one that drew a stop
+ * token, or none at all. */
 int64_t kvr_decode(const Decode *d) {
     double began = now();
     for (int64_t passes = 1;; passes++) {
