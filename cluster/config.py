@@ -82,7 +82,7 @@ class EngineSection(Section, frozen=True):
     # a worker ends itself, to be started again, when a step takes longer than this, or 20 times
     # longer than it should if that is more; ten times this before steps were measured; 0: never
     step_timeout_s: Seconds = 30.0
-    max_failed_steps: Positive = 3  # in a row; then a worker ends itself as well
+    max_failed_steps: Positive = 3  # health checks in a row; then a worker ends
     # folder for the stacks, and the GPU's state, of workers that end because a step hangs; "": none
     core_dumps: Annotated[str, _text("|[/~].*", "an absolute path")] = ""
     # CPU threads per worker; 0: all cores, which the workers of a machine share

@@ -42,7 +42,7 @@ class WorkerConfig:
     itl_most_s: float = 0.0  # the same, where prompts have waited for long; 0: as itl_target_s
     max_waiting: int = 256  # beside those that may run: more are refused
     step_timeout_s: float = 30.0  # of a step, at least, before the worker ends itself; 0: never
-    max_failed_steps: int = 3  # in a row, after which it ends itself
+    max_failed_steps: int = 3  # health checks in a row, after which it ends itself
     lease_s: float = 30.0  # a producer holds blocks so long after it announced the last ones
     handoff_timeout_s: float = 30.0  # a consumer that gets no KV for so long computes it itself
     read_timeout_s: float = 20.0  # one transfer, at most

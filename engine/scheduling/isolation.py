@@ -1,6 +1,6 @@
 """Which sequence makes steps fail: after a failed step its sequences run again apart.
 
-Life: a step fails -> its sequences are run again in halves, those of a half that fails in halves of
+Life: a step fails -> its sequences are run again in halves, those of a half that fails in parts of
 it, until one fails alone -> a step over one made-up token (`Step.is_health_check`) tells whether
 the worker fails or the sequence does -> the sequence is at fault, and everybody else goes on. n
 sequences, of which k are at fault, take about 2 k log2(n) steps.
@@ -51,8 +51,8 @@ class Isolation:
         if self._groups and step_id != self._step_id:
             return  # it followed the step that failed, which was enough for it to fail
         middle = (len(seqs) + 1) // 2
-        halves = [list(seqs[:middle]), list(seqs[middle:])]
-        self._groups.extendleft(half for half in reversed(halves) if half)
+        parts = [list(seqs[:middle]), list(seqs[middle:])]
+        self._groups.extendleft(half for half in reversed(parts) if half)
 
     def on_health_check(self, error: str | None) -> tuple[Sequence, str] | None:
         """The culprit, if the worker is well. If it is not, it is checked again."""

@@ -18,7 +18,7 @@ from cluster.runtime.host import NodeExit, NodeHost, keep_running
 from cluster.worker.process import BuiltWorker, Listening, WorkerProcess
 from cluster.worker.threads import StepThread
 from engine.messages import Abort
-from engine.node import Effect, Exit, Note, Send, Wake, Woken
+from engine.node import Effect, Exit, Note, Send, Unsendable, Wake, Woken
 from engine.stats import Role, WorkerInfo
 from engine.step import Step, StepDone
 
@@ -69,6 +69,19 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def until_true(condition: Callable[[], bool]) -> None:
     asyncio.run(until(condition))
+
+
+def test_what_fits_into_no_message_comes_back_to_its_sender() -> None:
+    """It was dropped, and its request waited for its deadline."""
+
+    async def scenario() -> None:
+        node = Toy("a", lambda m: [Send("b", Abort("r", 1))] if m == "start" else [])
+        host = NodeHost(asyncio.get_running_loop(), lambda _to, _message: "too large")
+        host.add(node)
+        await until(lambda: bool(node.received))
+        assert node.received == [Unsendable("b", Abort("r", 1), "too large")]
+
+    asyncio.run(scenario())
 
 
 def test_effects_are_performed_in_order_here_there_and_by_the_executor() -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from engine.messages import Abort
+from engine.messages import Abort, TokenDeltas
+from engine.node import Unsendable
 from engine.request import Refusal
 from engine.step import Step
 from tests.workers.test_progress import Watched
@@ -127,3 +128,27 @@ def test_a_prompt_that_is_computed_for_another_worker_is_found_too() -> None:
     assert {r.request_id for r in world.refused()} == {"bad"}
     for name in GOOD:
         assert world.output(name, asked[name]) == reference(asked[name], 10)
+
+
+def test_tokens_that_fit_into_no_message_end_their_own_request() -> None:
+    world = World(num_blocks=200)
+    asked = prompts("ab")
+    for name, prompt in asked.items():
+        world.submit(name, prompt, 8, remote=False)
+    for _ in range(4):
+        world.step()
+    deltas = tuple(
+        delta for m in world.to_router if isinstance(m, TokenDeltas) for delta in m.deltas
+    )
+    both = TokenDeltas("decode", 1, tuple({d.request_id: d for d in deltas}.values()))
+    world.to_router.clear()
+    world.deliver("decode", Unsendable("router", both, "TokenDeltas has 10 bytes"))
+    again = [m for m in world.to_router if isinstance(m, TokenDeltas)]
+    assert [len(m.deltas) for m in again] == [1, 1], "apart"
+    world.deliver("decode", Unsendable("router", again[0], "TokenDeltas has 10 bytes"))
+    name = again[0].deltas[0].request_id
+    assert [(r.request_id, r.reason) for r in world.refused()] == [(name, Refusal.UNENCODABLE)]
+    world.drain()
+    other = "ba"["ab".index(name)]
+    assert not any(seq.request_id == name for seq in world.decode.core.seqs.values())
+    assert world.output(other, asked[other])[-1] == reference(asked[other], 8)[-1]

@@ -37,10 +37,14 @@ def test_messages_arrive_in_order_before_and_after_the_connection_is_up(
 def test_an_unknown_peer_and_an_oversized_message_are_dropped_and_counted() -> None:
     async def scenario(a: Peer, b: Peer) -> None:
         a.knows(b)
-        a.wire.send("nobody", Abort("r", 1))
-        a.wire.send("b", Abort("r" * (1 << 17), 1))
-        a.wire.send("b", Abort("\ud800", 1))
-        a.wire.send("b", Abort("last", 1))
+        assert a.wire.send("nobody", Abort("r", 1)) is None, "it may be known later"
+        why = a.wire.send("b", Abort("r" * (1 << 17), 1))
+        assert why is not None
+        assert why.startswith("Abort has 131")
+        why = a.wire.send("b", Abort("\ud800", 1))
+        assert why is not None
+        assert why.startswith("Abort cannot be encoded")
+        assert a.wire.send("b", Abort("last", 1)) is None
         await until(lambda: bool(b.messages), "the last one")
         assert b.messages == [Abort("last", 1)]
         assert a.wire.counters["unknown_peer"] == 1
