@@ -9,6 +9,7 @@ import pytest
 from engine.kv.tier import Tier
 from engine.messages import Abort, TokenDeltas
 from kvtransfer.messages import KVConfirmed, KVReady
+from router.record import EVICT_FIRST
 from tests.kvtransfer.tiers.object_tier import add_object_tier
 from tests.workers.world import World, reference
 
@@ -58,6 +59,28 @@ def test_a_prefix_that_left_the_device_comes_back_from_host_memory() -> None:
     push_out(world)
     finish(world, "b", PROMPT)
     assert sources(world, "b")["host"] >= 20
+    world.assert_idle()
+
+
+def test_a_retained_turn_keeps_the_beginning_that_a_request_without_retention_computed() -> None:
+    """One of the two copies of a handoff is not retained; the next turn may be where it is."""
+    world = world_of(num_blocks=20)
+    finish(world, "first turn", PROMPT, retention=EVICT_FIRST)
+    longer = PROMPT + [45 + i for i in range(12)]
+    finish(world, "second turn", longer)
+    for turn in range(3):
+        push_out(world, f"other{turn}")
+        finish(world, f"more{turn}", [90 - i for i in range(40)])
+    finish(world, "third turn", longer)
+    assert sources(world, "third turn").get("host", 0) >= 48
+    world.assert_idle()
+
+
+def test_what_no_request_retains_is_not_copied_down() -> None:
+    world = world_of()
+    for turn in range(3):
+        finish(world, f"turn{turn}", PROMPT, retention=EVICT_FIRST)
+    assert world.decode.exchange.tiers.num_blocks(Tier.HOST) == 0
     world.assert_idle()
 
 
