@@ -84,6 +84,34 @@ def test_what_no_request_retains_is_not_copied_down() -> None:
     world.assert_idle()
 
 
+def preempted(cached: list[int]) -> World:
+    """A prompt that a stream has taken the blocks from, while it was computed; it is done now.
+    `cached`: its beginning, which another request had."""
+    world = world_of(max_num_batched_tokens=4)
+    if cached:
+        finish(world, "before", cached)
+    world.submit("stream", OTHER[:8], 44, remote=False)
+    for _ in range(4):
+        world.step()
+    world.submit("new", PROMPT[:36], 4, remote=False)
+    while world.step():
+        while world.reads:
+            world.settle_read()
+    assert world.decode.core.scheduler.num_preemptions > 0
+    assert world.decode.core.counters["blocks_from_host"] > 0
+    assert world.output("new", PROMPT[:36]) == reference(PROMPT[:36], 4)
+    world.assert_idle()
+    return world
+
+
+def test_what_a_preempted_prompt_has_computed_itself_is_no_cache_hit() -> None:
+    assert sources(preempted([]), "new") == {}
+
+
+def test_what_was_cached_before_a_prompt_was_preempted_is_counted_once() -> None:
+    assert sources(preempted(PROMPT[:16]), "new") == {"device": 16}
+
+
 def test_a_prefix_that_left_host_memory_comes_back_from_disk() -> None:
     world = world_of(num_host_blocks=10)
     finish(world, "a", PROMPT)
