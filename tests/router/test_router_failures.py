@@ -73,7 +73,7 @@ def test_a_dead_prefill_worker_is_replaced_before_the_handoff() -> None:
 
 
 def test_what_a_lost_attempt_has_computed_is_no_cache_hit_of_the_next_one() -> None:
-    s, decode, prefill = started()
+    s, decode, _ = started()
     s.down(decode)
     new_decode, new_prefill, _ = s.dispatched()
     found = {"num_cached_tokens": 36, "cached_by_source": {"device": 36}}
