@@ -47,6 +47,7 @@ class WorkerConfig:
     handoff_timeout_s: float = 30.0  # a consumer that gets no KV for so long computes it itself
     read_timeout_s: float = 20.0  # one transfer, at most
     read_floor_s: float = 2.0  # one transfer, however few bytes it has
+    left_reads_s: float = 13.0  # half of the blocks may be left to reads for so long
     stats_interval_s: float = STATS_INTERVAL_S
     max_snapshot_blocks: int = 1 << 15  # in one message to a router; 18 bytes each
 

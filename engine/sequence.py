@@ -49,6 +49,7 @@ class Sequence:
     num_computed: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)  # cached tokens, by source
     num_arriving: int = 0  # blocks [num_sealed, num_arriving) are being loaded from lower tiers
+    has_own_kv: bool = False  # some was computed for it: what it finds from then on may be that
     num_held: int = 0  # tokens whose KV is in some cache, as far as its router knew
     is_remote: bool = False  # its KV comes from a producer
     is_offered: bool = False  # of which the producer has announced some

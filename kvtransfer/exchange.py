@@ -142,11 +142,11 @@ class KVExchange:
             core.kv.checksums[seq.block_ids[index]] = arrival.checksum(index)
             source = arrival.source_tier(index)
             core.count(f"blocks_from_{source}")
-            if not settled.complete:
+            if not settled.complete and not seq.has_own_kv:
                 seq.cached_by_source[source] = seq.cached_by_source.get(source, 0) + num_tokens
             num_tokens = 0
         if settled.complete:
-            seq.num_computed = len(seq.tokens)
+            seq.num_computed, seq.has_own_kv = len(seq.tokens), True
         elif settled.end > arrival.first:
             seq.num_computed = settled.end * size
         self._end_phases(now, settled)

@@ -51,6 +51,7 @@ class _Copy:
     started: float
     checksums: tuple[int, ...] | None  # taken before it was posted: of what goes to storage
     error: str | None = None  # given up for this reason, and not settled yet
+    released: bool = False  # nothing writes to its destination any more
 
 
 class TransferExecutor:
@@ -86,7 +87,7 @@ class TransferExecutor:
         self._own_epoch = epoch
         self._epochs: dict[NodeId, int] = {}
         self._copies: dict[TransferId, _Copy] = {}
-        self._answered: list[CopyDone] = []  # by `post` itself, for the next `poll_copies`
+        self._answered: list[CopyDone] = []  # for the next `poll_copies` to return
 
     def connect(self, request: ConnectPeer) -> PeerConnected | None:
         """The answer; None if `poll_copies` returns it, once a read from the peer was timed."""
@@ -120,16 +121,19 @@ class TransferExecutor:
 
     def poll_copies(self) -> list[CopyDone | PeerConnected]:
         """The copies that have settled since the last call, and the peers that were timed. Does not
-        wait."""
-        done: list[CopyDone | PeerConnected] = [*self._answered]
-        self._answered = []
-        if self._probes is not None:
-            done += self._probes.poll()
+        wait. Where the agent cannot say that a copy has settled it is asked again: its destination
+        belongs to nothing else before."""
         for transfer_id, copy in list(self._copies.items()):
-            answer = self._advance(copy)
+            try:
+                answer = self._advance(copy)
+            except Exception as error:
+                self._note_trouble(copy, error)
+                continue
             if answer is not None:
                 del self._copies[transfer_id]
-                done.append(answer)
+                self._answered.append(answer)
+        told = self._probes.poll() if self._probes is not None else []
+        done, self._answered = [*told, *self._answered], []
         return done
 
     def audit(self) -> int:
@@ -154,7 +158,10 @@ class TransferExecutor:
             done += self.poll_copies()
         if self._probes is not None:
             done += self._probes.close(SHUTS_DOWN)
-        self._agent.close()
+        try:
+            self._agent.close()
+        except Exception as error:
+            logger.warning("the transfer agent was not closed: %s", _one_line(error))
         done += [self._given_up(copy) for copy in self._copies.values()]
         self._copies.clear()
         return done
@@ -207,13 +214,23 @@ class TransferExecutor:
                 f"read of {len(request.src)} blocks from {request.peer} not done"
                 f" after {request.timeout_s:g} s"
             )
-        if copy.error is None or not self._agent.release(copy.handle):
+        if copy.error is None or not self._release(copy):
             return None
         return self._given_up(copy)
 
+    def _release(self, copy: _Copy) -> bool:
+        copy.released = copy.released or self._agent.release(copy.handle)
+        return copy.released
+
+    def _note_trouble(self, copy: _Copy, error: Exception) -> None:
+        text = _one_line(error)
+        if copy.error != text:
+            logger.warning("a copy of %d blocks: %s", len(copy.request.dst), text)
+        copy.error = text
+
     def _finish(self, copy: _Copy) -> CopyDone | None:
         """The answer to a good copy; None if its handle cannot be released yet."""
-        if not self._agent.release(copy.handle):
+        if not self._release(copy):
             return None
         request, checksums = copy.request, copy.checksums
         memory = request.src_tier if is_storage(request.dst_tier) else request.dst_tier

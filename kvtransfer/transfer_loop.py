@@ -7,6 +7,7 @@ sleeps while there is nothing to do.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from kvtransfer.agent import (
     StoreIndex,
 )
 from kvtransfer.executor import SHUTS_DOWN, StoreExecutor, TransferExecutor, failed_copy
+
+log = logging.getLogger("kvrelay.transfers")
 
 Request = ConnectPeer | CopyBlocks | StoreIndex
 Answer = PeerConnected | CopyDone | StoreFailed
@@ -103,17 +106,27 @@ class TransferLoop:
             if isinstance(request, float | int):
                 break  # the time that `stop` allows; every request came before it
             quiet += 1
-            if request is not None:
-                self._begin(request)
-                quiet = 0
-            for answer in self._executor.poll_copies():
+            try:
+                if self._work(request):
+                    quiet = 0
+            except Exception:  # a fault of ours; whoever waits for other copies is answered
+                log.exception("%s goes on after an error", threading.current_thread().name)
+        try:
+            for answer in self._executor.close(request):
                 self._answer(answer)
-                quiet = 0
-            self._check_store()
-        for answer in self._executor.close(request):
+        finally:
+            if self._store is not None:
+                self._store.close()
+
+    def _work(self, request: Request | None) -> bool:
+        """Whether anything has happened."""
+        if request is not None:
+            self._begin(request)
+        answers = self._executor.poll_copies()
+        for answer in answers:
             self._answer(answer)
-        if self._store is not None:
-            self._store.close()
+        self._check_store()
+        return request is not None or bool(answers)
 
     def _next(self, wait_s: float) -> Request | float | None:
         try:

@@ -26,7 +26,9 @@ from kvtransfer.peer.arrival import Settled
 from kvtransfer.tiers.blocks import StoreRecords
 
 MAX_TOLD = 8  # sequences that wait for memory, of which routers are told at a time
-MAX_LEFT_SHARE = 0.5  # of its KV blocks, to reads that do not settle; beyond it a worker ends
+MAX_LEFT_SHARE = 0.5
+"""Of its KV blocks, to reads that do not settle. Beyond it a worker ends, if they have not settled
+within `WorkerConfig.left_reads_s`: their peer may be the one that is stopped, and is ended then."""
 MEMORY_WAIT_S = 0.5  # so long it may wait for its first blocks before they are told
 
 
@@ -79,6 +81,8 @@ class Worker:
         self._by_growth = {part.needs_growth: part for part in self._parts.values()}
         self._records = records or {}
         self._has_ended = False
+        self._lacks_blocks_s = 0.0  # reads that do not settle have had too many, tick by tick
+        self._ticked_at = 0.0
 
     def start(self, now: float) -> list[Effect]:
         self.exchange.tiers.start(now, self._records)
@@ -105,7 +109,7 @@ class Worker:
     def _why_not_go_on(self) -> str:
         """Why another process would serve better than this one; "": it would not."""
         num_left, num_blocks = self.exchange.orphans.num_blocks, self.config.num_blocks
-        if num_left > MAX_LEFT_SHARE * num_blocks:
+        if self._lacks_blocks_s > self.config.left_reads_s:
             return f"{num_left} of {num_blocks} KV blocks are left to reads that do not settle"
         return self.core.watch.why
 
@@ -206,6 +210,7 @@ class Worker:
     def _on_tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = [Wake(self.config.stats_interval_s, "tick")]
         self.core.watch.tick(now)
+        self._count_left(now)
         for seq in self.core.expired(now):
             detail = f"not {self._part_of(seq).goal} by {self.node_id} before the deadline"
             refused = self.core.refusal(seq.request_id, seq.attempt, Refusal.DEADLINE, detail)
@@ -221,6 +226,13 @@ class Worker:
         publisher = self.core.publisher
         publisher.tick()
         return effects + [Send(router, stats) for router in publisher.routers]
+
+    def _count_left(self, now: float) -> None:
+        """Time counts as it passes here: that of a process that was stopped itself does not."""
+        passed_s = min(now - self._ticked_at, 2 * self.config.stats_interval_s)
+        self._ticked_at = now
+        is_much = self.exchange.orphans.num_blocks > MAX_LEFT_SHARE * self.config.num_blocks
+        self._lacks_blocks_s = self._lacks_blocks_s + passed_s if is_much else 0.0
 
     def _is_stuck(self, seq: Sequence) -> bool:
         """Whether it would rather be elsewhere: it has lost its blocks, or waits for the first.

@@ -214,8 +214,11 @@ class RequestRecord:
         return outputs
 
     def note_cached(self, num_cached: int, by_source: Mapping[str, int]) -> None:
-        """So many tokens of the prompt (at most all) were cached, and not computed."""
-        left = self.num_cached_tokens = min(num_cached, self.num_prompt_tokens)
+        """So many tokens of the prompt (at most all) were cached, and not computed. What a later
+        attempt finds beyond what the first one was to find may be that one's own work."""
+        worked = [each for each in self.attempts[:-1] if each.cause != Cause.QUEUE_FULL]
+        most = worked[0].num_held if worked else self.num_prompt_tokens
+        left = self.num_cached_tokens = min(num_cached, most, self.num_prompt_tokens)
         self.cached_by_source = {}
         for source in CACHE_SOURCES:
             count = min(left, by_source.get(source, 0))

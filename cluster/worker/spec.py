@@ -44,6 +44,7 @@ class WorkerSpec:
     retention_s: float = DEFAULT_RETENTION.keep_s
     disk_after_s: float = 2.0
     num_peers: int = 0  # other workers of the cluster
+    left_reads_s: float = 13.0  # as in WorkerConfig
     quantization: str = "none"
     num_gpus: int = 0  # that it is given
     machine: str = ""  # its id

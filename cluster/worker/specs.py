@@ -19,6 +19,7 @@ from engine.stats import Role
 
 ITL_TARGET_MS = 50.0  # of decode workers, where prefill workers are there for long prompts
 ITL_MOST_MS = 200.0  # while prompts have waited for long
+PEER_GONE_S = 5.0  # until a stopped process that the controller has ended is gone, with its links
 
 
 def worker_spec(
@@ -68,6 +69,7 @@ def worker_spec(
         retention_s=config.tiers.retention_s,
         disk_after_s=config.tiers.disk_after_s,
         num_peers=config.most_workers - 1,
+        left_reads_s=config.router.silent_after_s + config.cluster.silent_grace_s + PEER_GONE_S,
         machine=start.machine_id,
         further=start.further,
         num_gpus=engine.tensor_parallel_size // num_machines if on_gpu else 0,

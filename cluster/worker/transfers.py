@@ -198,4 +198,5 @@ def worker_config(
         handoff_timeout_s=engine.handoff_timeout_s,
         read_timeout_s=engine.read_timeout_s,
         read_floor_s=engine.read_floor_s,
+        left_reads_s=spec.left_reads_s,
     )

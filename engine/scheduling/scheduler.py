@@ -67,8 +67,8 @@ class Scheduler:
             return False
         if seq.admitted_at is None:
             seq.admitted_at = now
-            if seq.num_computed:
-                seq.cached_by_source["device"] = seq.num_computed
+        if not seq.has_own_kv:
+            seq.cached_by_source = {"device": seq.num_computed} if seq.num_computed else {}
         seq.end_phase("worker_queue", now)
         return True
 
@@ -282,6 +282,7 @@ class Scheduler:
             if done.error is None:
                 sampled = done.sampled[index]
                 seq.num_computed = share.start + len(share.tokens)
+                seq.has_own_kv = True
                 if share.outputs_from is not None:
                     seq.take_outputs(done.prompts[index], seq.num_computed)
                 if share.sample:

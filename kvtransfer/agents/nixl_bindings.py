@@ -89,7 +89,7 @@ def error_text(error: Exception) -> str:
 
 
 def quietly(free: Any, *args: Any) -> None:
-    """Free something of NIXL's; a failure to is only worth a line in the log."""
+    """Free something of NIXL's, or that it has used; a failure to is worth a line in the log."""
     try:
         free(*args)
     except Exception as error:

@@ -213,4 +213,4 @@ class FileTransport:
             quietly(self.agent.releasedDlistH, dlist)
         for registered, backend in file.registered:
             quietly(self.agent.deregisterMem, registered, [backend])
-        os.close(file.fd)
+        quietly(os.close, file.fd)  # it is closed even where that reports EIO

@@ -33,7 +33,7 @@ from kvtransfer.tiers.blocks import Source
 from kvtransfer.tiers.manager import Tiers
 from kvtransfer.tiers.registry import TIERS, memory_tiers
 
-MAX_EARLY = 256  # handoffs announced before their request has come
+MAX_MISSED = 4096  # handoffs whose announcements were dropped, that are remembered
 CONFIRM_TIMEOUT_S = 5.0
 SETTLE_S = 0.5  # for a read that is given up; then it is left behind
 FETCH_TIMEOUT_S = 2.0  # for the first answer to a KVFetch; nothing is computed for it
@@ -54,7 +54,9 @@ class Connector:
         self.arrivals: dict[Key, Arrival] = {}
         self.settled: list[Settled] = []
         self.failures = Counter[str]()  # why arrivals failed -> how often
-        self._early: OrderedDict[Key, list[KVReady]] = OrderedDict()
+        self._early: OrderedDict[Key, list[KVReady]] = OrderedDict()  # their requests will come
+        self._max_early = config.max_waiting + config.max_num_seqs  # as many as may be here
+        self._missed: OrderedDict[Key, None] = OrderedDict()  # announced when that was exceeded
         self._planned: dict[Key, list[Source | None]] = {}
         self._by_transfer: dict[TransferId, Arrival] = {}
         self._read_ids = map(ReadId, count())
@@ -72,6 +74,9 @@ class Connector:
         patience_s = self.config.handoff_timeout_s if mode is Mode.HANDOFF else float("inf")
         arrival = Arrival(seq, mode, producer, now + patience_s)
         self.arrivals[seq.key] = arrival
+        if seq.key in self._missed:  # it would wait for what was announced already
+            del self._missed[seq.key]
+            return self.fail(arrival, "announced_too_early")
         effects: list[Effect] = []
         for ready in self._early.pop(seq.key, ()):
             effects += self.on_ready(now, ready)
@@ -105,9 +110,7 @@ class Connector:
         key = (ready.request_id, ready.attempt)
         arrival = self.arrivals.get(key)
         if arrival is None:
-            self._early.setdefault(key, []).append(ready)
-            if len(self._early) > MAX_EARLY:
-                self._early.popitem(last=False)
+            self._keep_early(key, ready)
             return []
         late = arrival.state in (ConsumerState.DRAINING, ConsumerState.CONFIRMING)
         if late or ready.producer != arrival.producer:
@@ -118,6 +121,17 @@ class Connector:
         arrival.deadline = now + self.config.handoff_timeout_s
         arrival.take(now, ready)
         return self._advance(now, arrival)
+
+    def _keep_early(self, key: Key, ready: KVReady) -> None:
+        """Of more than may be here the oldest are dropped, whose requests may never come."""
+        if key in self._missed:
+            return
+        self._early.setdefault(key, []).append(ready)
+        if len(self._early) > self._max_early:
+            oldest, _ = self._early.popitem(last=False)
+            self._missed[oldest] = None
+            if len(self._missed) > MAX_MISSED:
+                self._missed.popitem(last=False)
 
     def on_connected(self, message: KVConnected) -> list[Effect]:
         fits, effects = self.peers.on_connected(message)

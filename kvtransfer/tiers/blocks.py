@@ -142,10 +142,8 @@ class TierBlocks:
         return block_hash in self.to_copy or self.first.is_coming(block_hash)
 
     def use(self, now: float, block_hash: bytes, retention: Retention) -> None:
-        """A request that covers this block begins or ends."""
-        usage = self.usages.get(block_hash)
-        if usage is None:
-            return
+        """A request that covers this block, which is in `usages`, begins or ends."""
+        usage = self.usages[block_hash]
         usage.parked = False
         self._touch(now, usage, retention)
         usage.num_uses += 1

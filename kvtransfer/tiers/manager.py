@@ -87,12 +87,19 @@ class Tiers:
             self._pools[source.tier].unpin(source.slot)
 
     def use(self, now: float, block_hashes: Sequence[bytes], retention: Retention) -> None:
-        """A request that covers these blocks, in order, begins or ends."""
+        """A request that covers these blocks, in order, begins or ends. Blocks that were sealed for
+        a request without retention, or missed their copy, are on the device only: they are copied
+        down now, or the tiers would have what follows them without the beginning. With a window,
+        the end of a request says which blocks those are."""
         if not self._pools:
             return
         self._take_sealed(now)
+        blocks, offers = self._blocks, not self._kv.window.size
         for block_hash in reversed(block_hashes):  # the beginning is forgotten last
-            self._blocks.use(now, block_hash, retention)
+            if block_hash in blocks.usages:
+                blocks.use(now, block_hash, retention)
+            elif offers and self._kv.pool.is_cached(block_hash):
+                blocks.want_copy(now, block_hash, retention)
 
     def discard(self, source: Source) -> None:
         """Its bytes are damaged or unreadable: forget this copy."""

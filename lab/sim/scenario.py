@@ -115,6 +115,7 @@ def _draw_workers(rng: random.Random) -> list[WorkerConfig]:
             handoff_timeout_s=handoff_s,
             read_timeout_s=read_s,
             read_floor_s=read_floor_s,
+            left_reads_s=5.0,  # more than the controller takes to end the peer
             step_timeout_s=step_timeout_s,
             max_failed_steps=max_failed_steps,
             max_snapshot_blocks=max_snapshot,

@@ -113,16 +113,18 @@ class SessionBlocks:
 
     def _hashes(self, action: CacheAction, session: Session, info: WorkerInfo) -> list[bytes]:
         """The blocks that an order is about. Blocks that another session has too (the beginning of
-        a fork) are not dropped, and not unpinned while that one is pinned. The public part of a
-        prompt is not dropped either."""
+        a fork) are not dropped, and not unpinned while that one is pinned, whoever's it is: tenants
+        share the public part of their prompts. That is not dropped either."""
         block_hashes = session.block_hashes(kind_of(info))
-        num_kept = 0
+        num_kept, others = 0, [*self._table.of_tenant(session.tenant)]
         if action is CacheAction.DROP:
             num_kept = session.scope.num_public_tokens // info.block_size
-        elif action is not CacheAction.UNPIN:
+        elif action is CacheAction.UNPIN:
+            others = [other for other in self._table if other.pinned]
+        else:
             return block_hashes
-        for other in self._table.of_tenant(session.tenant):
-            if other is not session and (action is CacheAction.DROP or other.pinned):
+        for other in others:
+            if other is not session:
                 num_kept = max(num_kept, session.num_shared(other, info.block_size))
         return block_hashes[num_kept:]
 

@@ -110,9 +110,14 @@ class Session:
         return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
 
     def num_shared(self, other: Session, block_size: int) -> int:
-        """Whole blocks at the beginning whose tokens `other` has too. O(log blocks) comparisons."""
+        """Whole blocks at the beginning that `other` has too: the same tokens, and the same salt or
+        none. O(log blocks) comparisons."""
         size = block_size * TOKEN_BYTES
         low, high = 0, min(len(self.tokens), len(other.tokens)) // size
+        mine, theirs = self.scope, other.scope
+        if mine.salt != theirs.salt:
+            high = min(high, mine.num_public_tokens // block_size)
+            high = min(high, theirs.num_public_tokens // block_size)
         if high and self.tokens[:size] != other.tokens[:size]:
             return 0
         while low < high:  # [0, low) is shared; nothing from `high` on is

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 import time
@@ -118,6 +119,50 @@ class TestTransferLoop:
         assert loop.answers.empty()
         assert agent.closed
         assert loop.loop.close(DEADLINE_S)
+
+    def test_an_agent_that_cannot_release_a_read_stops_no_other(
+        self, start: Callable[..., Loop]
+    ) -> None:
+        """The thread ended, without a word: nothing that was asked of it was answered again."""
+
+        class Failing(FakeAgent):
+            num_failures = 0
+
+            def release(self, handle: int) -> bool:
+                if handle == 0 and self.num_failures < 3:
+                    self.num_failures += 1
+                    raise OSError(errno.EIO, "Input/output error")
+                return super().release(handle)
+
+        agent = Failing(states=["done", "done"])
+        executor = executor_of(agent)
+        loop = start(executor)
+        loop.submit(ConnectPeer("p", 1, 4, b""))
+        assert loop.next() == PeerConnected("p", 1)
+        loop.submit(a_read(1))
+        loop.submit(a_read(2))
+        ends = [loop.next(), loop.next()]
+        errors = {end.transfer_id: end.error for end in ends if isinstance(end, CopyDone)}
+        assert errors == {1: "OSError: [Errno 5] Input/output error", 2: None}
+        assert agent.num_failures == 3, "its blocks are nobody else's before it is released"
+        assert not agent.live
+        assert executor.audit() == 0
+
+    def test_an_agent_that_cannot_be_closed_keeps_nobody_waiting(self) -> None:
+        class Failing(FakeAgent):
+            def close(self) -> None:
+                raise OSError(errno.EIO, "Input/output error")
+
+        events: list[Any] = []
+        loop = Loop(executor_of(Failing(states=["stalled"])), store=FakeStore(events))
+        loop.submit(ConnectPeer("p", 1, 4, b""))
+        loop.submit(a_read(1, timeout_s=1000))
+        assert loop.next() == PeerConnected("p", 1)
+        assert loop.loop.close(DEADLINE_S)
+        end = loop.next()
+        assert isinstance(end, CopyDone)
+        assert end.error == "the worker shuts down"
+        assert events == ["closed"]
 
     def test_an_idle_loop_does_not_poll(self, start: Callable[..., Loop]) -> None:
         class Counting(TransferExecutor):

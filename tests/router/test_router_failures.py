@@ -74,6 +74,16 @@ def test_a_dead_prefill_worker_is_replaced_before_the_handoff() -> None:
     assert order.attempt == 2
 
 
+def test_what_a_lost_attempt_has_computed_is_no_cache_hit_of_the_next_one() -> None:
+    s, decode, _ = started()
+    s.down(decode)
+    new_decode, new_prefill, _ = s.dispatched()
+    found = {"num_cached_tokens": 36, "cached_by_source": {"device": 36}}
+    s.delta(new_prefill or new_decode, 40, 5, attempt=2, **found)
+    (output,) = s.take(Output)
+    assert (output.num_cached_tokens, output.cached_by_source) == (0, {})
+
+
 def test_the_first_token_alone_does_not_prove_the_handoff() -> None:
     s, decode, prefill = started()
     s.delta(prefill, 40, 5)

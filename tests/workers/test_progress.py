@@ -12,6 +12,7 @@ from engine.node import Exit, Woken
 from engine.request import Refusal
 from engine.stats import Progress, ProgressReport, ProgressRequest, RouterUp, WorkerStats
 from engine.step import StepDone
+from kvtransfer.agent import CopyDone
 from tests.workers.world import World, reference
 
 PROMPT = list(range(1, 10))
@@ -175,19 +176,48 @@ def test_what_a_request_brought_itself_does_not_count(kind: str) -> None:
     assert {refused.reason for refused in world.refused()} == {expected}
 
 
-def test_half_of_the_memory_left_to_reads_that_do_not_settle_is_enough() -> None:
+def with_stalled_peer() -> Watched:
+    """More than half of the blocks are left to reads from a worker that does not move."""
     world = Watched(num_blocks=16)
     world.hold_reads = True
-    for number in range(6):
-        prompt = [50 + number] * 15
-        world.submit(f"a{number}", prompt, 4, remote=True)
+    for number in range(3):
+        world.submit(f"a{number}", [50 + number] * 15, 4, remote=True)
+    drive(world, 3.0)
+    assert world.decode.exchange.orphans.num_blocks > 8
+    return world
+
+
+def drive(world: World, seconds: float) -> None:
+    for _ in range(round(seconds / 0.25)):
+        world.tick(0.25)
         world.drain()
-        for _ in range(16):
-            world.tick(0.25)
-            world.drain()
-        if world.exits:
-            break
+
+
+def test_half_of_the_memory_left_to_reads_that_never_settle_is_enough() -> None:
+    world = with_stalled_peer()
+    drive(world, world.decode.config.left_reads_s + 1.0)
     assert "of 16 KV blocks are left to reads that do not settle" in world.exits[0]
+
+
+def test_a_stalled_peer_is_ended_before_those_that_read_from_it_are() -> None:
+    """It ended its reader after 2.75 s; a controller needs 8 s to find and kill it."""
+    world = with_stalled_peer()
+    drive(world, 8.0)
+    world.submit("b", PROMPT, 4, remote=False)
+    for node, read in world.reads:
+        world.deliver(node, CopyDone(read.transfer_id, "its peer is gone"))
+    world.reads.clear()
+    drive(world, 10.0)
+    assert world.exits == []
+    assert world.output("b", PROMPT) == reference(PROMPT, 4)
+    world.assert_idle()
+
+
+def test_time_in_which_the_reader_was_stopped_itself_does_not_count() -> None:
+    world = with_stalled_peer()
+    world.tick(100.0)
+    world.drain()
+    assert world.exits == []
 
 
 def test_whoever_asks_is_told_of_progress() -> None:

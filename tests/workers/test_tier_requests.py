@@ -9,6 +9,7 @@ import pytest
 from engine.kv.tier import Tier
 from engine.messages import Abort, TokenDeltas
 from kvtransfer.messages import KVConfirmed, KVReady
+from router.record import EVICT_FIRST
 from tests.kvtransfer.tiers.object_tier import add_object_tier
 from tests.workers.world import World, reference
 
@@ -59,6 +60,56 @@ def test_a_prefix_that_left_the_device_comes_back_from_host_memory() -> None:
     finish(world, "b", PROMPT)
     assert sources(world, "b")["host"] >= 20
     world.assert_idle()
+
+
+def test_a_retained_turn_keeps_the_beginning_that_a_request_without_retention_computed() -> None:
+    """One of the two copies of a handoff is not retained; the next turn may be where it is."""
+    world = world_of(num_blocks=20)
+    finish(world, "first turn", PROMPT, retention=EVICT_FIRST)
+    longer = PROMPT + [45 + i for i in range(12)]
+    finish(world, "second turn", longer)
+    for turn in range(3):
+        push_out(world, f"other{turn}")
+        finish(world, f"more{turn}", [90 - i for i in range(40)])
+    finish(world, "third turn", longer)
+    assert sources(world, "third turn").get("host", 0) >= 48
+    world.assert_idle()
+
+
+def test_what_no_request_retains_is_not_copied_down() -> None:
+    world = world_of()
+    for turn in range(3):
+        finish(world, f"turn{turn}", PROMPT, retention=EVICT_FIRST)
+    assert world.decode.exchange.tiers.num_blocks(Tier.HOST) == 0
+    world.assert_idle()
+
+
+def preempted(cached: list[int]) -> World:
+    """A prompt that a stream has taken the blocks from, while it was computed; it is done now.
+    `cached`: its beginning, which another request had."""
+    world = world_of(max_num_batched_tokens=4)
+    if cached:
+        finish(world, "before", cached)
+    world.submit("stream", OTHER[:8], 44, remote=False)
+    for _ in range(4):
+        world.step()
+    world.submit("new", PROMPT[:36], 4, remote=False)
+    while world.step():
+        while world.reads:
+            world.settle_read()
+    assert world.decode.core.scheduler.num_preemptions > 0
+    assert world.decode.core.counters["blocks_from_host"] > 0
+    assert world.output("new", PROMPT[:36]) == reference(PROMPT[:36], 4)
+    world.assert_idle()
+    return world
+
+
+def test_what_a_preempted_prompt_has_computed_itself_is_no_cache_hit() -> None:
+    assert sources(preempted([]), "new") == {}
+
+
+def test_what_was_cached_before_a_prompt_was_preempted_is_counted_once() -> None:
+    assert sources(preempted(PROMPT[:16]), "new") == {"device": 16}
 
 
 def test_a_prefix_that_left_host_memory_comes_back_from_disk() -> None:

@@ -49,6 +49,25 @@ def test_chunked_prefill_announces_blocks_as_they_fill(budget: int) -> None:
     world.assert_idle()
 
 
+def test_a_request_whose_announcements_were_dropped_is_computed_at_once() -> None:
+    """It waited for `handoff_timeout_s`: what had been announced before it came is not again."""
+    world = World(prefill_blocks=64, max_waiting=2, max_num_seqs=2)
+    prompts = {f"r{i}": [i + 1] * 9 for i in range(6)}
+    requests = []
+    for name, prompt in prompts.items():
+        world.submit(name, prompt, 4, remote=True)
+        requests.append(world.queue.pop())
+        world.drain()
+    for request in requests:
+        world.queue.append(request)
+        world.drain()
+    for name, prompt in prompts.items():
+        assert world.output(name, prompt) == reference(prompt, 4)
+    assert world.decode.core.counters["handoffs_done"] == 4
+    assert world.decode.exchange.connector.failures == {"announced_too_early": 2}
+    world.assert_idle()
+
+
 def test_many_requests_in_a_small_pool_are_preempted_and_finish_right() -> None:
     world = World(num_blocks=14)
     prompts = {f"r{i}": [i + 1] * (5 + i) for i in range(6)}

@@ -323,6 +323,24 @@ def test_what_another_pinned_session_shares_stays_pinned() -> None:
     assert actions == [(CacheAction.UNPIN, own), (CacheAction.DROP, own)]
 
 
+def test_what_another_tenants_pinned_session_shares_stays_pinned() -> None:
+    """Only the public part of their prompts can be the same block; the rest has other salts."""
+    script = SessionScript("decode-0")
+    scopes = {name: CacheScope(name.encode(), num_public_tokens=2 * BLOCK) for name in "ab"}
+    for tenant, scope in scopes.items():
+        tokens = script.turn("s", range(20), tenant=tenant, scope=scope)
+        script.ask("pin", "s", tenant=tenant)
+    script.command("unpin", "s", tenant="a")
+    ((_, order),) = script.obey()
+    assert (order.action, order.block_hashes) == (
+        CacheAction.UNPIN,
+        names_of(tokens, scopes["a"])[2:],
+    )
+    script.command("unpin", "s", tenant="b")
+    ((_, order),) = script.obey()
+    assert order.block_hashes == names_of(tokens, scopes["b"])
+
+
 def test_what_only_an_unpinned_session_shares_is_unpinned() -> None:
     script = SessionScript("decode-0")
     tokens = script.turn("s", range(20))
