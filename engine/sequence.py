@@ -9,6 +9,7 @@ from engine.kv.block_hash import BlockChain
 from engine.kv.tier import Retention
 from engine.node import NodeId
 from engine.request import FinishReason, PromptOutputs, SamplingParams, TokenLogprobs
+from engine.waiting import Passes
 
 NO_BLOCK = -1  # in a block table: freed, or never needed
 
@@ -65,6 +66,7 @@ class Sequence:
     admitted_at: float | None = None
     cached_reported: bool = False
     num_preemptions: int = 0
+    passes: Passes = field(default_factory=Passes)  # while it waits for memory
     forced: tuple[int, ...] = ()  # tokens that have to follow the last one
     num_outputs: int = 0  # prompt tokens, from the first, whose outputs are in the following
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

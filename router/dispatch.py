@@ -65,6 +65,7 @@ class Dispatcher:
         self.output_tokens = Average(FIRST_OUTPUT)  # of a request
         self._shapes: list[WorkerInfo] = []  # of the workers, one of each; always a new list
         self._now = 0.0  # of the last message about a worker
+        self._waits: Attempt | None = None  # sent out to wait for memory, which is held for it
 
     @property
     def endpoints(self) -> Iterator[Endpoint]:
@@ -183,15 +184,24 @@ class Dispatcher:
         record: RequestRecord,
         leaves: tuple[Endpoint, ...] = (),
         accepts: Accepts | None = None,
+        *,
+        patient: bool = False,
         apart_from: Sequence[Endpoint] = (),
     ) -> Attempt | Rejection | None:
         """Begin the next attempt of `record`. None: no worker can take it now, or what it would
         cost is not accepted. One that leaves workers goes where memory is free, or nowhere.
-        `apart_from`: not to these, whatever others have failed at."""
+        `apart_from`: not to these, whatever others have failed at.
+
+        One that is `patient` goes where there will be memory first, and others that do not fit
+        beside it go elsewhere until it has begun: one at a time."""
         rejection = self.check(record)
         if rejection is not None or not self.has_workers:
             return rejection
         work = self._work(record)
+        if patient:  # told a first token by a prefill worker, it would be silent while it waits
+            if self._waits is not None:
+                return None
+            work = work._replace(alone=True, patient=True)
         if leaves:
             work = work._replace(avoid=(*record.avoid, *leaves), num_left=len(leaves))
         if apart_from:
@@ -216,6 +226,10 @@ class Dispatcher:
             block_hashes = record.block_hashes(choice.decode.info)
             attempt.retain_on = self._retention.choose(now, record, block_hashes, choice.prefill)
         attempt.num_held = len(record.tokens) - intake.computed
+        if patient and seconds.memory > 0:
+            missing = work.num_tokens - best.held.device
+            choice.decode.held_blocks = blocks_needed(missing, choice.decode.info.block_size)
+            self._waits = attempt
         others_decode = choice.decode.num_decoding > 0
         self._book(now, record, best, work, decodes=True, computes=first is None)
         if first is not None:
@@ -243,6 +257,7 @@ class Dispatcher:
         if decision is not None and decision.was_measured:
             real_s, others_decode = now - attempt.sent_at, decision.others_decode
             self._predictor.on_first_token(decision.seconds, real_s, others_decode=others_decode)
+        self._stop_holding(attempt)
         attempt.decode.start_decoding(now, request_id)
         self._update(now, attempt.decode)
         self.on_prefill_over(now, attempt, request_id)
@@ -258,14 +273,19 @@ class Dispatcher:
     def release(self, attempt: Attempt, request_id: str) -> None:
         """The attempt is over. A prefill worker was released when its part was over; what is booked
         there now is another attempt."""
+        self._stop_holding(attempt)
         workers = attempt.workers if attempt.awaits_prefill else (attempt.decode,)
         for endpoint in workers:
             if endpoint.release(request_id):
                 self._update(self._now, endpoint)
 
+    def _stop_holding(self, attempt: Attempt) -> None:
+        if attempt is self._waits:
+            attempt.decode.held_blocks, self._waits = 0, None
+
     def check_idle(self) -> list[str]:
         """A line for each thing that should not be there when no request is."""
-        left: list[str] = []
+        left = [f"{e.worker} holds blocks" for e in self._endpoints.values() if e.held_blocks]
         for endpoint in self._endpoints.values():
             left += [f"{endpoint.worker} has {name} booked" for name in endpoint.bookings]
             left += endpoint.check_integrity()
@@ -285,9 +305,11 @@ class Dispatcher:
             num_tokens=len(record.tokens),
             total_tokens=record.num_prompt_tokens + record.sampling.max_tokens,
             output_tokens=min(float(left), self.output_tokens.value),
+            others_output=self.output_tokens.value,
             prompts=prompts,
             avoid=record.avoid,
             alone=whole,
+            resumes=record.num_output_tokens > 0,
         )
 
     def held(self, now: float, record: RequestRecord) -> int | None:

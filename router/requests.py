@@ -6,13 +6,14 @@ to be sent at the end of each message."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from engine.node import Effect, NodeId, Note, Send
 from engine.request import FinishReason, Refusal, TokenDelta, TokenLogprobs
 from router.admission.admission import Admission, Call
 from router.admission.estimates import OUTPUT_UNITS, computed_tokens, units_done
-from router.admission.fair_queue import MAX_PASSED, FairQueue
+from router.admission.fair_queue import FairQueue
 from router.admission.flows import Entry
 from router.config import RouterConfig
 from router.dispatch import Accepts, Dispatcher
@@ -33,7 +34,8 @@ from router.status import Totals
 
 MAX_OWN_FAILURES = 2  # of a request, on as many workers; then it is refused
 MAX_LOST_APART = 2  # workers that ended while no other suspect was there
-MAX_TRIED = 4  # requests that find no worker, in one message: each costs a choice
+MAX_TRIED = 4  # requests of a tenant that find no worker, before others of it are tried
+MAX_TRIED_AT_ONCE = 8  # of all tenants, in one message: each costs a choice
 
 
 class Requests:
@@ -58,6 +60,7 @@ class Requests:
         self.ended_turns: list[tuple[RequestRecord, Attempt | None]] = []  # for `Sessions`
         self._is_held_back = False  # a request would wait too long at the workers
         self.room_changed = False  # True: a worker may have room for a queued request
+        self._tried: dict[str, Entry] = {}  # that no worker has room for, while others are tried
 
     def send(self, to: NodeId, message: object) -> None:
         self._effects.append(Send(to, message))
@@ -122,38 +125,50 @@ class Requests:
             self.fail(*turned_away)
 
     def dispatch(self, now: float) -> None:
-        """Send out, in order, queued requests that a worker has room for."""
+        """Send out, in order, queued requests that a worker has room for. The others wait, and may
+        be passed a number of times; then memory is held for one of them at a worker. Where many
+        tenants have such requests, the next message goes on with those that were not tried."""
         self.admission.on_queue_changed(now, has_workers=self.dispatcher.has_workers)
         if not self.room_changed:
             return
         self.room_changed = self._is_held_back = False
-        tried: dict[str, Entry] = {}
-        while len(tried) < MAX_TRIED and self.dispatcher.has_room(now):
-            entry = self.queue.next(tried)
+        tried, num_tried = self._tried, 0
+        by_tenant = Counter(entry.flow.tenant for entry in tried.values())
+        while self.dispatcher.has_room(now):
+            without = {tenant for tenant, count in by_tenant.items() if count >= MAX_TRIED}
+            entry = self.queue.next(tried, without)
             if entry is None:
-                return
+                break
             record, began, accepts = entry.record, self._clock(), self.admission.accepts
-            may_send = self.admission.may_send(record)
+            is_due = entry.passes.are_over(now, record.deadline - record.submitted_at)
+            may_send = is_due or self.admission.may_send(record)
             self._is_held_back |= not may_send
-            attempt = self._place(now, record, accepts) if may_send else None
+            attempt = self._place(now, record, accepts, patient=is_due) if may_send else None
             if isinstance(attempt, Rejection):
                 self.fail(record, attempt)
             elif attempt is not None:
                 attempt.route_s = self._clock() - began
                 self._dispatch_now(now, record, attempt)
                 for passed in tried.values():
-                    passed.num_passed += not passed.is_late
-            elif entry.num_passed >= MAX_PASSED:
-                return
+                    if not passed.is_late:
+                        passed.passes.add(now)
             else:
                 tried[record.request_id] = entry
+                by_tenant[entry.flow.tenant] += 1
+                num_tried += 1
+                if num_tried == MAX_TRIED_AT_ONCE:
+                    self.room_changed = True
+                    return
+        tried.clear()
 
     def _place(
-        self, now: float, record: RequestRecord, accepts: Accepts
+        self, now: float, record: RequestRecord, accepts: Accepts, *, patient: bool
     ) -> Attempt | Rejection | None:
         """As `Dispatcher.place`; a suspect goes only where no other one is."""
+        place = self.dispatcher.place
         if not record.is_suspect:
-            return self.dispatcher.place(now, record, (), accepts)
+            attempt = place(now, record, (), accepts)
+            return place(now, record, patient=True) if attempt is None and patient else attempt
         others = [
             worker
             for other in self.live.values()
@@ -161,7 +176,7 @@ class Requests:
             for attempt in other.under_way
             for worker in attempt.workers
         ]
-        attempt = self.dispatcher.place(now, record, (), accepts, apart_from=others)
+        attempt = place(now, record, (), accepts, apart_from=others)
         if isinstance(attempt, Attempt):
             attempt.is_apart = True
         return attempt

@@ -53,6 +53,8 @@ class KVCacheManager:
         for its first chunks. False, and nothing changed, if fewer than `headroom` free blocks would
         remain."""
         assert not seq.block_ids
+        if self.pool.num_free <= headroom:
+            return False  # the block of its last token is never a cache hit
         table = self._cached(seq)
         hits = [block for block in table if block != NO_BLOCK]
         self.pool.acquire(hits)

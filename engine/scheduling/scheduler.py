@@ -22,6 +22,8 @@ from engine.scheduling.isolation import Isolation
 from engine.sequence import SeqState, Sequence
 from engine.step import HEALTH_CHECK, UNKNOWN, ScheduledSeq, Step, StepDone
 
+MAX_TRIED = 8  # prompts that do not fit, after one message: each costs a lookup
+
 
 class InFlight(NamedTuple):
     step: Step
@@ -80,20 +82,28 @@ class Scheduler:
         of `schedule`.
 
         A sequence whose next missing block is being computed or loaded for another one is skipped
-        until that block is a cache hit; one that does not fit blocks those behind it."""
+        until that block is a cache hit. Those behind one that does not fit may pass it, a number of
+        times; but nothing passes a stream except other streams."""
         admitted: list[Sequence] = []
+        too_large: list[Sequence] = []
         self.lacks_room = False
         if not self.waiting:  # as after most messages
             return admitted
         computing = prompts.hashes_under_way(self.running, self.remote, self.kv)
         waiting, budget = tuple(self.waiting), self.config.max_num_batched_tokens
         for seq in prompts.may_be_admitted(waiting, self.running, now, token_s, budget):
+            if too_large and not self._may_pass(seq, too_large, now):
+                break
             if computing and prompts.first_missing(seq, self.kv) in computing:
                 continue
-            while not self.admit(seq, now):
-                if not self._give_way(seq):
-                    self.lacks_room = True
-                    return admitted
+            while not (is_admitted := self.admit(seq, now)) and self._give_way(seq):
+                pass
+            if not is_admitted:
+                self.lacks_room = True
+                too_large.append(seq)
+                continue
+            for passed in too_large:
+                passed.passes.add(now)
             self.waiting.remove(seq)
             admitted.append(seq)
             if comes_from_elsewhere(seq):
@@ -104,6 +114,16 @@ class Scheduler:
                 self.running.append(seq)
                 computing.update(self.kv.usable_hashes(seq)[seq.num_sealed :])
         return admitted
+
+    def _may_pass(self, seq: Sequence, too_large: list[Sequence], now: float) -> bool:
+        """Whether `seq` may have memory that `too_large`, which are more urgent, cannot use yet."""
+        if self.num_admitted >= self.config.max_num_seqs:
+            return False
+        if not seq.is_stream and (too_large[0].is_stream or len(too_large) >= MAX_TRIED):
+            return False
+        return not any(
+            each.passes.are_over(now, each.deadline - each.arrived_at) for each in too_large
+        )
 
     def compute_here(self, seq: Sequence) -> None:
         """Compute the rest of `seq` here: its remote KV has arrived, or will not arrive."""

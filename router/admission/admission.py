@@ -111,6 +111,8 @@ class Admission:
         and so would those that follow them.
         """
         rate = self._drain.can_serve_per_s
+        if record.num_output_tokens:  # its client waits for the next one
+            return True
         if rate is None or self._queue.num_running.total() < MIN_RUNNING:
             return True
         stay_s = (2 * self._queue.units_left + self._queue.entry(record).units) / rate

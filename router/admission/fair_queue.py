@@ -6,7 +6,8 @@ ended; `restore` brings one back whose attempt failed. The order, by the first r
 1. The lowest priority number goes first. While others wait behind it, a small share of the service
    is theirs (`low_share`, split evenly between the priorities): each gets credit for its part of
    what is served, and goes first once its credit covers its next request. So none starves.
-2. Within a priority, requests whose attempt failed, in order of arrival.
+2. Within a priority, requests whose attempt failed, in order of arrival. Those whose clients have
+   tokens already go before all others, whatever their priority.
 3. Tenants share by weight: start-time fair queueing (Goyal, Vin, Cheng 1996). A tenant's next
    request starts, in virtual time, where its last one finished; the earliest start goes first.
 4. Within a tenant, the order of arrival; those whose first token cannot be on time (`put_late`)
@@ -20,13 +21,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from router.admission.flows import Entry, Flow, Level
 from router.record import RequestRecord
 from router.state import TenantLoad
 
-MAX_PASSED = 32  # so many later requests may be served before one that no worker has room for
 LEAST_LEFT = 0.25  # of a request, until it ends: estimates are means, and some take far more
 
 
@@ -120,13 +120,18 @@ class FairQueue:
         entry.level.units += entry.units
         self._num_waiting += 1
 
-    def next(self, skip: Mapping[str, Entry]) -> Entry | None:
-        """The next request to be served; None: none, or only those in `skip` and of tenants that
-        have as many running as they may. It waits until it is charged."""
+    def next(self, skip: Mapping[str, Entry], without: Collection[str] = ()) -> Entry | None:
+        """The next request to be served; None: none, or only those in `skip`, of tenants `without`
+        which others go on, and of tenants that have as many running as they may. It waits until it
+        is charged."""
+        for level in self._levels:
+            for _, stream in level.returned:
+                if stream.record.num_output_tokens and stream.record.request_id not in skip:
+                    return stream
         first: Entry | None = None
         credited: tuple[float, Entry] | None = None
         for level in self._levels:
-            entry = self._head(level, skip)
+            entry = self._head(level, skip, without)
             if entry is None:
                 continue
             if first is None:
@@ -232,12 +237,18 @@ class FairQueue:
         insort(self._levels, level, key=lambda each: each.priority)
         return level
 
-    def _head(self, level: Level, skip: Mapping[str, Entry]) -> Entry | None:
+    def _head(
+        self, level: Level, skip: Mapping[str, Entry], without: Collection[str]
+    ) -> Entry | None:
         """What is next of `level`."""
         for _, entry in level.returned:
-            if entry.record.request_id not in skip:
+            if entry.record.request_id not in skip and entry.flow.tenant not in without:
                 return entry
-        flows = [flow for flow in level.flows.values() if flow and not self.is_limited(flow)]
+        flows = [
+            flow
+            for flow in level.flows.values()
+            if flow and flow.tenant not in without and not self.is_limited(flow)
+        ]
         heads = [(flow.start, head) for flow in flows if (head := flow.head(skip, self._low_share))]
         found = min(heads, key=lambda each: (each[0], each[1].record.arrival), default=None)
         return None if found is None else found[1]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
+from engine.waiting import Passes
 from router.messages import TenantShare
 
 
@@ -23,7 +24,7 @@ class Entry:
     is_charged: bool = False
     is_served: bool = False  # it has an attempt
     units_left: float = 0.0  # while it is served
-    num_passed: int = 0  # later requests served before it, since no worker had room for it
+    passes: Passes = field(default_factory=Passes)  # while no worker has room for it
     is_late: bool = False
 
 

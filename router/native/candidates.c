@@ -41,7 +41,10 @@ bool kvr_is_usable(const cost_model *c, const question *q, const worker *w, bool
         return fits(w, q->asked.num_tokens + 1);
     if (!fits(w, q->total_tokens))
         return false;
-    return w->num_booked == 0 || memory_s(c, w, &q->asked) <= q->max_memory_wait_s;
+    if (w->num_booked == 0 || q->patient)
+        return true;
+    double most_s = w->held_blocks && !q->asked.resumes ? 0.0 : q->max_memory_wait_s;
+    return memory_s(c, w, &q->asked) <= most_s;
 }
 
 static int64_t held_in_any_tier(const question *q, const worker *w) {

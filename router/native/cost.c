@@ -180,11 +180,12 @@ placement first_at(const cost_model *c, const worker *w, const work *asked) {
 
 double memory_s(const cost_model *c, const worker *w, const work *asked) {
     int64_t missing = asked->num_tokens - held_by(asked, w).device;
-    double lacking = missing / (double)w->block_size + 1 - num_free(w);
+    double free_blocks = num_free(w) + (asked->resumes ? w->held_blocks : 0);
+    double lacking = missing / (double)w->block_size + 1 - free_blocks;
     if (lacking <= 0)
         return 0.0;
-    double in_use = fmax(1, w->num_blocks - fmax(0, num_free(w))); /* what others wait for is not */
-    return lacking / in_use * asked->output_tokens * step_s(c, w, num_seqs(w), 1.0);
+    double in_use = fmax(1, w->num_blocks - fmax(0, free_blocks)); /* others' waiting is not */
+    return lacking / in_use * asked->others_output * step_s(c, w, num_seqs(w), 1.0);
 }
 
 /* Everything that is to be done on a decode worker, the same wherever the prompt is computed. */

@@ -36,8 +36,8 @@ double fetch_gain_s(const cost_model *c, const fetch_source *source);
  * too, if that saves as much as computing one block takes. */
 placement first_at(const cost_model *c, const worker *w, const work *asked);
 
-/* Waiting for free blocks: requests have to end first. All blocks that are in use are freed, about
- * evenly, in the time of a whole request. */
+/* Waiting for free blocks: others have to end first. All blocks that are in use are freed, about
+ * evenly, in the time of one of them. */
 double memory_s(const cost_model *c, const worker *w, const work *asked);
 
 /* Sequences that decode there while a prompt is computed. */

@@ -129,6 +129,7 @@ typedef struct worker {
     int64_t chosen_at; /* number of the decision that last took it */
     int64_t num_booked, reported_free_blocks;
     int64_t own_tokens, own_decoding, uncounted_blocks, other_tokens, other_seqs;
+    int64_t held_blocks; /* that a request which was sent there waits for; 0: none does */
     int64_t decoding_tokens; /* KV that its decode steps read */
     rates rates;
     prompt_queue *prompts;
@@ -189,7 +190,9 @@ typedef struct {
 /* What is asked for, and where its KV is. */
 typedef struct {
     double now, output_tokens;
+    double others_output; /* tokens of a request, on average */
     int64_t num_tokens;
+    bool resumes; /* its client has tokens: no memory is held for others before it */
     hashed_prompt *prompts; /* one for each kind of workers */
     int64_t num_prompts;
     fetch_source *fetch_sources;
@@ -232,6 +235,7 @@ typedef struct {
     int64_t num_avoid, num_left;
     bool trusting, given; /* trusting: silent workers and those to be avoided are usable */
     bool alone;           /* who decodes computes the prompt too */
+    bool patient;         /* it is sent out, however long it waits for memory there */
     worker **decodes, **prefills, **fetch_sources;
     int64_t num_decodes, num_prefills, num_fetch_sources;
     int64_t num_idle, num_holders, max_tried, fetch_sources_per_role;

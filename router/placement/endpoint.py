@@ -140,6 +140,7 @@ class Endpoint:
     prompt_slowdown: float = struct_field("prompt_slowdown")
     typical_prefilling: float = struct_field("typical_prefilling")
     chosen_at: int = struct_field("chosen_at")  # number of the decision that last took it
+    held_blocks: int = struct_field("held_blocks")  # that one which was sent there waits for
     alive: bool = struct_field("alive")
 
     def __init__(self, info: WorkerInfo, last_seen_at: float) -> None:

@@ -64,10 +64,13 @@ class Work(NamedTuple):
     num_tokens: int  # prompt and output so far: KV that must be there before the next token
     total_tokens: int  # at most, at its end
     output_tokens: float  # expected from now on
+    others_output: float  # of a request, on average
     prompts: Sequence[HashedPrompt]  # one for each kind of workers
     avoid: Sequence[Endpoint] = ()  # workers that have failed it, then those that it leaves
     num_left: int = 0  # of these
     alone: bool = False  # one worker has to do all of it
+    patient: bool = False  # it is sent out now, and waits for memory at a worker
+    resumes: bool = False  # its client has tokens
 
 
 @dataclass(frozen=True, slots=True)

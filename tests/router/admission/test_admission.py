@@ -10,7 +10,7 @@ import pytest
 from decode_worker.messages import Decode
 from engine.kv.events import KVSnapshotRequest
 from engine.request import FinishReason, Refusal
-from router.admission.fair_queue import MAX_PASSED
+from engine.waiting import MAX_PASSED
 from router.dispatch import Dispatcher
 from router.messages import Cancel, Failed
 from router.record import Attempt, Rejection, RequestRecord
@@ -210,17 +210,17 @@ def test_one_that_fits_only_the_larger_worker_waits_for_it_and_blocks_nobody() -
     assert sent == [("decode-1", "large"), ("decode-0", "small")]
 
 
-def test_one_that_finds_no_place_is_passed_by_some_but_not_for_ever() -> None:
+def test_one_that_finds_no_place_is_passed_by_those_that_do_and_is_next_where_it_fits() -> None:
     s = Script(max_inflight_per_worker=1)
     s.up("decode-0", num_blocks=10)
     s.up("decode-1")
     s.submit("large", tokens=range(100))
     s.submit("large too", tokens=range(100))
     s.sent.clear()
-    for number in range(MAX_PASSED + 1):
+    for number in range(2 * MAX_PASSED):
         s.submit(f"small {number}", tokens=range(5))
         s.tell(Cancel(f"small {number}"))
-    assert len([d for d in s.take(Decode) if d.request_id.startswith("small")]) == MAX_PASSED
+    assert len([d for d in s.take(Decode) if d.request_id.startswith("small")]) == 2 * MAX_PASSED
     s.tell(Cancel("large"))
     assert s.one(Decode).request_id == "large too"
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from engine.cost import TOKENS_UNIT, blocks_worth_loading, prompt_features
 from router.index.table import Held
+from router.messages import Cancel
 from router.placement.cost import SMOOTHING, CostModel
 from router.placement.endpoint import Endpoint
 from router.placement.work import Intake, Seconds
@@ -21,7 +23,7 @@ from tests.router.fleet import (
     remote_cost,
     work,
 )
-from tests.router.script import worker_info
+from tests.router.script import Script, worker_info, worker_stats
 
 KB = 1024.0  # bytes of a token's KV here: N * KB bytes/s are N tokens/s
 
@@ -104,6 +106,19 @@ def test_too_few_blocks_cost_the_wait_for_some() -> None:
     assert 0 < waits[1] < waits[2]
     # A quarter of what is in use has to end: a quarter of the time that a request decodes.
     assert waits[2] == pytest.approx(241 / 990 * 100 * 0.01, rel=0.1)
+
+
+def test_memory_is_free_when_others_end_however_short_the_own_output_is() -> None:
+    s = Script("decode-0", max_memory_wait_s=inf)
+    s.tell(worker_stats("decode-0", num_free_blocks=0, num_running=1, decode_step_s=0.03))
+    waits = []
+    for max_tokens in (100, 1):
+        tokens = range(1000 * max_tokens, 1000 * max_tokens + 120)
+        s.submit(f"{max_tokens}", tokens=tokens, max_tokens=max_tokens)
+        s.tell(Cancel(f"{max_tokens}"))
+        waits.append(s.router.explain(f"{max_tokens}")[0].seconds.memory)
+    assert waits[1] == pytest.approx(waits[0])
+    assert waits[1] > 1.0
 
 
 def test_blocks_that_others_wait_for_are_not_free() -> None:

