@@ -1,4 +1,5 @@
-"""What a request says of its output: `response_format`, `structured_outputs` and `guided_*`."""
+"""What a request says of its output: `response_format`, `structured_outputs`, `guided_*`, and
+SGLang's `json_schema`, `regex` and `ebnf`."""
 
 from __future__ import annotations
 
@@ -19,6 +20,18 @@ class AsksOutput(Protocol):
     guided_choice: list[str] | None
     guided_grammar: str | None
     guided_whitespace_pattern: str | None
+    json_schema: str | None
+    regex: str | None
+    ebnf: str | None
+
+
+# Field -> kind.
+_OWN_FIELDS = {
+    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +77,7 @@ def constraint_of(request: AsksOutput) -> Constraint | None:
         if options.get(kind) not in (None, False)
     ]
     spaced = {"whitespace_pattern": request.guided_whitespace_pattern}
-    for kind in ("json", "regex", "choice", "grammar"):
-        name = f"guided_{kind}"
+    for name, kind in _OWN_FIELDS.items():
         if getattr(request, name) is not None:
             found.append(Constraint(name, kind, getattr(request, name), spaced))
     found += _format_of(request.response_format)
