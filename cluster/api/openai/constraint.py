@@ -71,6 +71,9 @@ def _format_of(form: Any) -> list[Constraint]:
 def constraint_of(request: AsksOutput) -> Constraint | None:
     """Raises ValueError."""
     options = request.structured_outputs or {}
+    if options.get("disable_additional_properties"):
+        name = "disable_additional_properties"
+        raise ValueError(f"'structured_outputs': '{name}' is not supported; say it in the schema")
     found = [
         Constraint("structured_outputs", kind, options[kind], options)
         for kind in KINDS

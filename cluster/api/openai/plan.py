@@ -376,6 +376,8 @@ def _plan(
         scope = CacheScope(salt, ctx.public_prompts.num_public_tokens(prompt.tokens))
         for i in range(request.n):
             sampling = replace(prompt.sampling, seed=choice_seed(seed, i))
+            if reading is not None and i:  # a chat tells those of its prompt once
+                sampling = replace(sampling, prompt_logprobs=None)
             session = None if choices else request.prompt_cache_key
             choices.append(
                 replace(prompt, index=len(choices), sampling=sampling, scope=scope, session=session)

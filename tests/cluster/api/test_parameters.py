@@ -34,6 +34,22 @@ PATHS = {
 ASK_FOR = PATHS["/v1/chat/completions"]
 
 
+TAGS: dict[str, Any] = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<n>"],
+        "tags": [
+            {
+                "begin": "<n>",
+                "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+                "end": "</n>",
+            }
+        ],
+    },
+}
+
+
 def post(served: Served, path: str = "/v1/chat/completions", **fields: Any) -> Any:
     response = served.post(PATHS[path] | fields, path)
     assert response.status_code == 200, response.text
@@ -199,13 +215,20 @@ def test_options_of_a_template_do_not_replace_the_conversation(served: Served, n
     assert repr(name) in error["message"]
 
 
-def test_completions_may_leave_special_tokens_out(served: Served, tokenizer: Tokenizer) -> None:
-    for flag in (True, False):
-        post(served, "/v1/completions", add_special_tokens=flag)
-        expected = tokenizer.encode(
-            str(PATHS["/v1/completions"]["prompt"]), add_special_tokens=flag
-        )
-        assert list(served.router.submits[-1].tokens) == expected
+def test_special_tokens_may_be_left_out(
+    served: Served, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [5, 6, 7] if add_special_tokens else [6, 7]
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    for path, body in (
+        ("/v1/completions", PATHS["/v1/completions"]),
+        ("/v1/embeddings", {"model": MODEL, "input": "Hello"}),
+    ):
+        for flag, expected in ((None, (5, 6, 7)), (True, (5, 6, 7)), (False, (6, 7))):
+            assert served.post(body | {"add_special_tokens": flag}, path).status_code == 200
+            assert served.router.submits[-1].tokens == expected
 
 
 @pytest.mark.parametrize(
@@ -227,6 +250,7 @@ def test_completions_may_leave_special_tokens_out(served: Served, tokenizer: Tok
             "Well: <n>7</n>.",
             "Well: <n>x</n>.",
         ),
+        ({"response_format": TAGS}, "Well: <n>7</n>.", "Well: <n>x</n>."),
     ],
     ids=str,
 )
@@ -239,6 +263,30 @@ def test_sglang_says_what_an_output_matches(
         assert not allows(served, bad)
     both = fields | {"guided_choice": ["x"]}
     assert "one thing" in error_of(served.post(ASK_FOR | both), 400)["message"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"at_least_one": True}, "at_least_one"),
+        ({"stop_after_first": True}, "stop_after_first"),
+        ({"type": "sequence"}, "sequence"),
+        ({"tags": [{"begin": "<n>", "content": {"type": "any_text"}, "end": ""}]}, "json_schema"),
+    ],
+)
+def test_what_a_structural_tag_cannot_say_is_refused(
+    served: Served, changes: dict[str, Any], word: str
+) -> None:
+    form = TAGS | {"format": TAGS["format"] | changes}
+    error = error_of(served.post(ASK_FOR | {"response_format": form}), 400)
+    assert error["param"] == "response_format"
+    assert word in error["message"]
+
+
+def test_closed_objects_are_said_in_the_schema(served: Served) -> None:
+    options = {"json": {"type": "object"}, "disable_additional_properties": True}
+    error = error_of(served.post(ASK_FOR | {"structured_outputs": options}), 400)
+    assert error["param"] == "structured_outputs"
 
 
 def test_log_probabilities_of_a_prompt_are_told_as_in_vllm(
@@ -258,6 +306,9 @@ def test_log_probabilities_of_a_prompt_are_told_as_in_vllm(
                 mine = {"logprob": -0.25 * at, "rank": None, "decoded_token": name}
                 assert each[str(token)] == mine
             assert [each[str(other)]["rank"] for other in ranks] == [1, 2]
+    post(served, prompt_logprobs=1, n=2)
+    asked = [submit.sampling.prompt_logprobs for submit in served.router.submits[-2:]]
+    assert sorted(asked, key=str) == [1, None]
     body = post(served, "/v1/completions", prompt_logprobs=0, echo=True, logprobs=1, max_tokens=2)
     (choice,) = body["choices"]
     assert served.router.submits[-1].sampling.prompt_logprobs == 1
