@@ -11,7 +11,6 @@ a little instead of swapping two tokens' places.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -80,12 +79,8 @@ def _is_reported(seq: ScheduledSeq) -> bool:
 
 
 def _logprobs(raw: torch.Tensor, token: int, sampling: SamplingParams) -> TokenLogprobs:
-    told = token_logprobs(raw.unsqueeze(0), [token], sampling.logprobs or 0)[0]
-    if not sampling.logprob_token_ids:
-        return told
-    ids = [token for token in sampling.logprob_token_ids if 0 <= token < len(raw)]
-    each = (raw[ids] - raw.logsumexp(dim=-1)).tolist()
-    return replace(told, top=tuple(sorted(zip(ids, each, strict=True), key=lambda t: -t[1])))
+    count, ids = sampling.logprobs or 0, sampling.logprob_token_ids
+    return token_logprobs(raw.unsqueeze(0), [token], count, ids)[0]
 
 
 def allowed(masks: np.ndarray, like: torch.Tensor) -> torch.Tensor:
@@ -103,17 +98,25 @@ def is_plain(seq: ScheduledSeq) -> bool:
     return seq.sampling.is_plain(len(seq.context) - seq.num_prompt_tokens)
 
 
-def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """Of a token for each row of float32 [len(tokens), vocab_size], and of the `count` best."""
+def token_logprobs(
+    logits: torch.Tensor, tokens: Sequence[int], count: int, chosen_ids: Sequence[int] = ()
+) -> list[TokenLogprobs]:
+    """Of a token for each row of float32 [len(tokens), vocab_size], and of the `count` best, or
+    instead of these of `chosen_ids`, as far as the vocabulary has them."""
     if not len(tokens):
         return []
     raw = torch.log_softmax(logits, dim=-1)
     ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(1)
     chosen = raw.gather(1, ids).squeeze(1).tolist()
-    if not count:
+    known = [token for token in chosen_ids if 0 <= token < raw.shape[1]]
+    if known:
+        best, order = raw[:, known].sort(dim=-1, descending=True)
+        best_ids = torch.tensor(known, device=logits.device)[order]
+    elif count:
+        best, best_ids = raw.topk(min(count, raw.shape[1]), dim=-1)
+    else:
         return [TokenLogprobs(each) for each in chosen]
-    best = raw.topk(min(count, raw.shape[1]), dim=-1)
-    rows = zip(chosen, best.indices.tolist(), best.values.tolist(), strict=True)
+    rows = zip(chosen, best_ids.tolist(), best.tolist(), strict=True)
     return [TokenLogprobs(each, tuple(zip(*top, strict=True))) for each, *top in rows]
 
 
