@@ -1,5 +1,5 @@
-"""Field names of requests: those of the openai and anthropic packages, read from them, and those
-of vLLM's and SGLang's request models, kept here; and what becomes of each, by endpoint."""
+"""Field names of requests, and what becomes of each, by endpoint. Those of the openai and anthropic
+packages are read from them; those of vLLM's, SGLang's and Dynamo's request models are kept here."""
 
 from __future__ import annotations
 
@@ -50,17 +50,20 @@ _SGLANG_SAMPLING = """
     return_hidden_states return_routed_experts routed_experts_start_len
     return_cached_tokens_details
 """
+_DYNAMO = "nvext"
 _VLLM_CHAT = f"""
     {_VLLM_SAMPLING} include_reasoning echo add_generation_prompt continue_final_message documents
     chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text
+    {_DYNAMO}
 """
 _SGLANG_CHAT = f"""
     {_SGLANG_SAMPLING} continue_final_message separate_reasoning stream_reasoning
     chat_template_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video task
     reasoning_effort
 """
-_COMPLETION = f"{_VLLM_SAMPLING} {_SGLANG_SAMPLING} prompt_embeds json_schema"
-_EMBEDDING = """
+_COMPLETION = f"{_VLLM_SAMPLING} {_SGLANG_SAMPLING} {_DYNAMO} prompt_embeds json_schema"
+_EMBEDDING = f"""
+    {_DYNAMO}
     truncate_prompt_tokens truncation_side request_id priority mm_processor_kwargs cache_salt
     add_special_tokens messages chat_template encoding_format dimensions embed_dtype endianness
     use_activation normalize additional_data rid lora_path
