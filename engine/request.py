@@ -81,6 +81,9 @@ class SamplingParams:
     min_tokens: int = 0
     seed: int = 0
     logprobs: int | None = None  # None: none; k: of the chosen token and the k best
+    logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: of these instead of the k best
+    allowed_token_ids: tuple[int, ...] = ()  # no other may come; empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens that may not follow each other in outputs
     grammar: str = ""  # that the output has to match, as of `llguidance`; empty: none
     reasoning: ReasoningBudget | None = None  # None: without bound
     prediction: tuple[int, ...] = ()  # tokens that the output may well have: drafts come of them
@@ -97,6 +100,18 @@ class SamplingParams:
         """Whether each token of the prompt gives outputs: none of it may come from a cache."""
         return self.prompt_logprobs is not None or self.pooling is not None
 
+    def must_go_on(self, num_output_tokens: int) -> bool:
+        """Whether no stop token may follow so many tokens of output, unless nothing else can."""
+        return num_output_tokens < self.min_tokens
+
+    def finish_reason(self, last: int | None, num_output_tokens: int) -> FinishReason | None:
+        """Why nothing follows `last`, the last of so many tokens of output; None: more does.
+        A stop token before `min_tokens` was the only one that the grammar left: it has ended."""
+        is_stop = last in self.stop_token_ids
+        if is_stop and (bool(self.grammar) or num_output_tokens >= self.min_tokens):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output_tokens >= self.max_tokens else None
+
     def is_plain(self, num_output_tokens: int) -> bool:
         """Whether sampling the next token, after `num_output_tokens`, needs neither edited logits
         nor logprobs. A grammar's mask is no edit."""
@@ -104,10 +119,12 @@ class SamplingParams:
             self.logprobs is None
             and not self.reads_prompt
             and not self.logit_bias
+            and not self.allowed_token_ids
+            and not self.bad_words
             and self.repetition_penalty == 1.0
             and not self.presence_penalty
             and not self.frequency_penalty
-            and num_output_tokens >= self.min_tokens
+            and not self.must_go_on(num_output_tokens)
         )
 
 

@@ -146,9 +146,6 @@ class Sequence:
         count = self.num_output_tokens
         if count <= 0:
             return None
-        params = self.sampling
-        if count >= params.min_tokens and self.tokens[-1] in params.stop_token_ids:
-            return FinishReason.STOP
-        if count >= params.max_tokens or len(self.tokens) >= max_model_len:
-            return FinishReason.LENGTH
-        return None
+        is_full = len(self.tokens) >= max_model_len
+        reason = self.sampling.finish_reason(self.tokens[-1], count)
+        return FinishReason.LENGTH if reason is None and is_full else reason

@@ -228,14 +228,8 @@ class RequestRecord:
 
     def complete(self) -> FinishReason | None:
         """Why no more tokens are to be generated; None: more are."""
-        num_output = self.num_output_tokens
-        if (
-            num_output
-            and num_output >= self.sampling.min_tokens
-            and self.tokens[-1] in self.sampling.stop_token_ids
-        ):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if num_output >= self.sampling.max_tokens else None
+        count = self.num_output_tokens
+        return self.sampling.finish_reason(self.tokens[-1] if count else None, count)
 
     def block_hashes(self, info: WorkerInfo) -> list[bytes]:
         """Of the full blocks of `tokens`, on workers like `info`. Not to be changed."""

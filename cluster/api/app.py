@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -24,6 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.anthropic.routes import MESSAGES, message_routes, refuse
+from cluster.api.calls import client_request_id
 from cluster.api.console.routes import Console
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
@@ -48,7 +50,8 @@ _log = logging.getLogger("kvrelay.api")
 
 
 class _RequestIds:
-    """Outermost: names each call, and stands between a bug and the client."""
+    """Outermost: names each call, and stands between a bug and the client. The answer's header and
+    the log have the name that the client gives its request, if it gives one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -59,23 +62,24 @@ class _RequestIds:
             return
         request_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        told_id = client_request_id(Headers(scope=scope)) or request_id
         is_started = False
 
         async def named_send(message: Message) -> None:
             nonlocal is_started
             if message["type"] == "http.response.start":
                 is_started = True
-                header = (b"x-request-id", request_id.encode())
+                header = (b"x-request-id", told_id.encode())
                 message = {**message, "headers": [*message.get("headers", []), header]}
             await send(message)
 
         try:
             await self._app(scope, receive, named_send)
         except Exception:
-            _log.exception("request %s failed", request_id)
+            _log.exception("request %s (%s) failed", told_id, request_id)
             if is_started:
                 raise  # the server closes the connection: the client sees that the answer is cut
-            bug = ApiError(500, f"Internal error; request {request_id}", type="server_error")
+            bug = ApiError(500, f"Internal error; request {told_id}", type="server_error")
             await _error_response(scope["path"], bug)(scope, receive, named_send)
 
 

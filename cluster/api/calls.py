@@ -8,6 +8,7 @@ after. That goes into metrics and spans, and is kept for a while, to be asked fo
 
 from __future__ import annotations
 
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,14 @@ from cluster.api.text.prefixes import PromptHistory
 from router.explain import Explanation, Explanations, Phase
 
 MAX_CALLS = 512  # that are kept to be explained
+_SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def client_request_id(headers: Mapping[str, str]) -> str:
+    """What the client calls its request, where that can stand in logs and headers; "": nothing.
+    Any number of requests may have one name, so it is no key."""
+    given = headers.get("x-request-id", "")
+    return given if _SAFE_ID.fullmatch(given) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,7 @@ class ServedCall:
     e2e_s: float
     choices: tuple[ServedChoice, ...]
     sampling: dict[str, Any] = field(default_factory=dict)
+    client_id: str = ""  # what the client calls it; others may be called the same
 
 
 class Calls:
@@ -116,8 +126,11 @@ class Calls:
             self._kept.popitem(last=False)
 
     def find(self, name: str, tenant: str) -> tuple[ServedCall, ServedChoice] | None:
-        """`name`: the id of a call or of its answer; with "-2" behind it, of its choice 2. Other
-        tenants' are not there."""
+        """`name`: the id of a call or of its answer; with "-2" behind it, of its choice 2; or what
+        the client called it, of which the last counts. Other tenants' are not there."""
+        for recent in self.recent(tenant):
+            if recent.client_id == name and recent.choices:
+                return recent, recent.choices[0]
         for prefix in ("chatcmpl-", "cmpl-", "msg_", "resp_"):
             name = name.removeprefix(prefix)
         call_id, _, index = name.partition("-")
@@ -150,6 +163,7 @@ class Calls:
             e2e_s=call.ended_at - call.arrived_at,
             choices=tuple(choices),
             sampling=result.sampling,
+            client_id=client_request_id(call.headers),
         )
 
     def _record_phases(self, choice: ServedChoice) -> None:

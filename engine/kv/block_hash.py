@@ -29,7 +29,7 @@ TOKEN_BYTES = array("I").itemsize
 @dataclass(frozen=True, slots=True)
 class CacheScope:
     """Who may share the KV of a prompt: a salt for each tenant, none for a region that the operator
-    has declared public. Set by the server; never taken from a request's body."""
+    has declared public. Set by the server; what a request says can only divide a tenant's."""
 
     salt: bytes = b""
     num_public_tokens: int = 0  # from the start of the prompt; blocks within are unsalted

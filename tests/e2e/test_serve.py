@@ -55,6 +55,52 @@ def test_it_answers_and_shows_what_the_kv_cache_costs(served: Served) -> None:
     assert "Traceback" not in text
 
 
+def test_what_vllm_lets_a_client_say_reaches_the_sampler(served: Served, smollm2_dir: Path) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
+    question: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+    def chat(**fields: Any) -> Any:
+        own = {name: fields.pop(name) for name in ("logprobs", "stop") if name in fields}
+        return client.chat.completions.create(
+            model="smollm2-135m",
+            messages=question,
+            max_tokens=30,
+            temperature=0,
+            extra_body=fields,
+            **own,
+        )
+
+    assert "Paris" in chat().choices[0].message.content
+    assert "Paris" not in chat(bad_words=["Paris"]).choices[0].message.content
+    # A grammar that has ended ends the output, whatever min_tokens says.
+    short = chat(structured_outputs={"choice": ["yes", "no"]}, min_tokens=12).choices[0]
+    assert (short.message.content in ("yes", "no"), short.finish_reason) == (True, "stop")
+    assert chat(stop=["capital"], include_stop_str_in_output=True).choices[0].message.content == (
+        "The capital"
+    )
+    tokenizer = Tokenizer(smollm2_dir)
+    allowed = {token for text in (" yes", " no") for token in tokenizer.encode(text)}
+    told = chat(
+        allowed_token_ids=sorted(allowed),
+        logprob_token_ids=sorted(allowed),
+        logprobs=True,
+        return_token_ids=True,
+    ).choices[0]
+    assert set(told.token_ids) <= allowed
+    best = [top.logprob for top in told.logprobs.content[0].top_logprobs]
+    assert best == sorted(best, reverse=True)
+    assert told.logprobs.content[0].logprob == max(best)
+    body = {"model": "smollm2-135m", "prompt": "The capital of France is", "max_tokens": 1}
+    body |= {"echo": True, "logprobs": 1, "prompt_logprobs": 1}
+    (choice,) = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["choices"]
+    ids = tokenizer.encode("The capital of France is")
+    found = [
+        each[str(token)]["logprob"]
+        for token, each in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True)
+    ]
+    assert found == choice["logprobs"]["token_logprobs"][1 : len(ids)]
+
+
 def test_the_openai_client_gets_the_same_answer_streamed_and_not(served: Served) -> None:
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
     question: Any = [{"role": "user", "content": "What is the capital of France?"}]

@@ -64,6 +64,8 @@ def test_a_delta_is_next_a_gap_or_a_contradiction(
         ((5, 999), {}, FinishReason.STOP),
         ((5, 999), {"min_tokens": 3}, None),
         ((5, 999), {"min_tokens": 2}, FinishReason.STOP),
+        ((5, 999), {"min_tokens": 3, "grammar": "it has ended"}, FinishReason.STOP),
+        ((5, 6), {"min_tokens": 3, "grammar": "it goes on"}, None),
         ((999, 5), {}, None),
         ((5, 6), {"max_tokens": 2}, FinishReason.LENGTH),
         ((5, 999), {"max_tokens": 2}, FinishReason.STOP),

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from cluster.api.errors import ApiError, invalid
-from cluster.api.openai.schema import ChatRequest, parse
+from cluster.api.openai.schema import ChatRequest, Flag, parse
 from cluster.api.openai.tools import MAX_TOOLS
+from cluster.api.parameters import MESSAGES
 
 BILLING = "x-anthropic-billing-header:"
 TTL_S = {"5m": 300.0, "1h": 3600.0}
@@ -78,7 +79,7 @@ class MessagesRequest(BaseModel):
     stop_sequences: Annotated[list[_StopSequence], Field(max_length=MAX_STOP_SEQUENCES)] | None = (
         None
     )
-    stream: bool = False
+    stream: Flag = False
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -89,6 +90,11 @@ class MessagesRequest(BaseModel):
     output_format: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> MessagesRequest:
+        MESSAGES.check(self.model_extra)
+        return self
 
 
 class CountRequest(MessagesRequest):

@@ -124,7 +124,12 @@ def choice_grammar(choices: Any) -> str:
 
 def tag_grammar(form: Any) -> str:
     """Free text, and from each trigger on a structure: `structures` ({begin, schema, end}) and
-    `triggers`, as in vLLM and SGLang. Raises SchemaError."""
+    `triggers`, as in vLLM and SGLang, or their newer `format`. Raises SchemaError."""
+    if isinstance(form, dict) and isinstance(form.get("format"), dict):
+        form = _triggered(form["format"])
+    for name in ("at_least_one", "stop_after_first"):
+        if isinstance(form, dict) and form.get(name):
+            raise SchemaError(f"'{name}' of a structural tag is not supported")
     structures = form.get("structures") if isinstance(form, dict) else None
     triggers = form.get("triggers") if isinstance(form, dict) else None
     if not isinstance(structures, list) or not structures or not isinstance(triggers, list):
@@ -145,6 +150,22 @@ def tag_grammar(form: Any) -> str:
             raise SchemaError(f"the structure that begins {begin!r:.60}: {error}") from None
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
     return StructTag.to_grammar(tags, assume_special=False)
+
+
+def _triggered(form: dict[str, Any]) -> dict[str, Any]:
+    """A `format` of type `triggered_tags`, whose contents are JSON, in the older form."""
+    if form.get("type") != "triggered_tags" or not isinstance(form.get("tags"), list):
+        raise SchemaError(
+            f"'format' of type {form.get('type')!r:.60} is not supported, use 'triggered_tags' with"
+            " a list of 'tags'"
+        )
+    structures = []
+    for tag in form["tags"]:
+        content = tag.get("content") if isinstance(tag, dict) else None
+        if not isinstance(content, dict) or content.get("type") != "json_schema":
+            raise SchemaError("a tag has 'begin', 'end', and a 'content' of type 'json_schema'")
+        structures.append({**tag, "schema": content.get("json_schema", {})})
+    return {**form, "structures": structures}
 
 
 def _text(value: Any) -> str:

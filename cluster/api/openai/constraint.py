@@ -1,4 +1,5 @@
-"""What a request says of its output: `response_format`, `structured_outputs` and `guided_*`."""
+"""What a request says of its output: `response_format`, `structured_outputs`, `guided_*`, and
+SGLang's `json_schema`, `regex` and `ebnf`."""
 
 from __future__ import annotations
 
@@ -19,6 +20,18 @@ class AsksOutput(Protocol):
     guided_choice: list[str] | None
     guided_grammar: str | None
     guided_whitespace_pattern: str | None
+    json_schema: str | None
+    regex: str | None
+    ebnf: str | None
+
+
+# Field -> kind.
+_OWN_FIELDS = {
+    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +71,16 @@ def _format_of(form: Any) -> list[Constraint]:
 def constraint_of(request: AsksOutput) -> Constraint | None:
     """Raises ValueError."""
     options = request.structured_outputs or {}
+    if options.get("disable_additional_properties"):
+        name = "disable_additional_properties"
+        raise ValueError(f"'structured_outputs': '{name}' is not supported; say it in the schema")
     found = [
         Constraint("structured_outputs", kind, options[kind], options)
         for kind in KINDS
         if options.get(kind) not in (None, False)
     ]
     spaced = {"whitespace_pattern": request.guided_whitespace_pattern}
-    for kind in ("json", "regex", "choice", "grammar"):
-        name = f"guided_{kind}"
+    for name, kind in _OWN_FIELDS.items():
         if getattr(request, name) is not None:
             found.append(Constraint(name, kind, getattr(request, name), spaced))
     found += _format_of(request.response_format)

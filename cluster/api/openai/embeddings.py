@@ -7,14 +7,22 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid
 from cluster.api.openai.formats import Format
 from cluster.api.openai.parts import ChoicePlan, Piece, Plan
-from cluster.api.openai.plan import check_model, priority_of, prompt_tokens, room_after
+from cluster.api.openai.plan import (
+    check_model,
+    priority_of,
+    prompt_tokens,
+    room_after,
+    salt_of,
+    truncated,
+)
 from cluster.api.openai.schema import ModelRequest, or_default, prompts_of
+from cluster.api.parameters import EMBEDDING
 from cluster.api.tenants import Tenant
 from engine.kv.block_hash import CacheScope
 from engine.request import Pooling, SamplingParams
@@ -33,6 +41,12 @@ class EmbeddingRequest(ModelRequest):
     encoding_format: Annotated[Literal["float", "base64"], or_default("float")] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     pooling: Literal["mean", "last"] | None = None
+    add_special_tokens: Annotated[bool, or_default(True)] = True
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> EmbeddingRequest:
+        EMBEDDING.check(self.model_extra)
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -44,10 +58,11 @@ async def plan_embeddings(ctx: ApiContext, request: EmbeddingRequest, tenant: Te
     check_model(ctx, request)
     pooling = Pooling(request.pooling or ctx.tokenizer.pooling)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
-    scope = CacheScope(tenant.salt)
+    scope, special = CacheScope(salt_of(request, tenant)), request.add_special_tokens
     texts: list[ChoicePlan] = []
     for place, text in enumerate(request.prompts):
-        tokens = tuple(await prompt_tokens(ctx, text, "input"))
+        whole = await prompt_tokens(ctx, text, "input", add_special_tokens=special)
+        tokens = tuple(truncated(ctx, request, whole, 1))
         room_after(ctx, tokens, "input")
         texts.append(ChoicePlan(place, place, tokens, sampling, is_silent=True, scope=scope))
     priority = priority_of(request, tenant)

@@ -6,9 +6,10 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, compress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ from cluster.api.openai.logprobs import (
     COMPLETION_LISTS,
     EncodedLists,
     Runs,
+    TokenIdNames,
     TokenNames,
     chat_logprobs,
     completion_logprobs,
+    prompt_entries,
 )
 from cluster.api.openai.parts import Piece, Plan, TokenText
 from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from cluster.api.output.dialect import Reading
 
 _DONE = b"data: [DONE]\n\n"
+_ENTRIES_AT_ONCE = 256  # of log-probabilities of a prompt, encoded in one go
 
 
 class Format(ABC):
@@ -84,6 +88,29 @@ class _Answer:
     request: GenerationRequest
     answer_id: str
     created: int = field(default_factory=lambda: int(time.time()))
+    names: TokenNames = field(init=False)
+    _num_tokens: Counter[int] = field(default_factory=Counter)  # of each choice, so far
+
+    def __post_init__(self) -> None:
+        own = self.request.return_tokens_as_token_ids
+        self.names = TokenIdNames(self.ctx.tokenizer) if own else self.ctx.token_names
+
+    def count(self, piece: Piece) -> None:
+        """Before the chunks of `piece` are made."""
+        self._num_tokens[piece.index] += len(piece.token_ids)
+
+    def chunk(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+        """Of a stream, with the usage so far where that is asked for."""
+        envelope = self.envelope(kind, [choice])
+        if self.request.continuous_usage:
+            num_prompt = len(self.plan.choices[choice["index"]].tokens)
+            num_output = self._num_tokens[choice["index"]]
+            envelope["usage"] = {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": num_output,
+                "total_tokens": num_prompt + num_output,
+            }
+        return envelope
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         envelope: dict[str, Any] = {
@@ -129,21 +156,23 @@ def joined(pieces: Sequence[Piece], index: int) -> Piece:
         token_ids=ids,
         logprobs=tuple(tuple(chain.from_iterable(runs)) for runs in lists),
         embedding=mine[0].embedding,
+        prompt_logprobs=mine[0].prompt_logprobs,
     )
 
 
 class _Reader:
     """One choice's text as what it says: deltas of OpenAI's messages."""
 
-    def __init__(self, reading: Reading, choice: str) -> None:
-        """choice: what tells its calls from others'."""
+    def __init__(self, reading: Reading, choice: str, *, reasoning: bool) -> None:
+        """choice: what tells its calls from others'. reasoning: whether it is told."""
         self._parser = reading.parser()
-        self._reading, self._choice = reading, choice
+        self._reading, self._choice, self._reasoning = reading, choice, reasoning
         self._num_calls = 0
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
         events = self._parser.read(piece.text, is_last=piece.finish_reason is not None)
-        return [self._delta(event) for event in events]
+        is_told = [self._reasoning or not isinstance(event, Reasoning) for event in events]
+        return [self._delta(event) for event in compress(events, is_told)]
 
     def finish_reason(self, piece: Piece) -> str | None:
         is_call = piece.finish_reason == "stop" and self._parser.has_calls
@@ -154,7 +183,7 @@ class _Reader:
             case Text(text):
                 return {"content": text}
             case Reasoning(text):
-                return {"reasoning_content": text}
+                return {"reasoning_content": text, "reasoning": text}  # as in SGLang and vLLM
             case CallBegin(name, call_id):
                 index, self._num_calls = self._num_calls, self._num_calls + 1
                 return _call_delta(
@@ -175,7 +204,7 @@ def _message(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The message that its deltas make together."""
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     for delta in deltas:
-        for key in ("content", "reasoning_content"):
+        for key in ("content", "reasoning_content", "reasoning"):
             if key in delta:
                 message[key] = (message.get(key) or "") + delta[key]
         for call in delta.get("tool_calls", ()):
@@ -206,8 +235,21 @@ class _WithLogprobs(Format):
     def condensed(self, piece: Piece) -> Piece:
         if not piece.tokens:
             return piece
-        encoded = self._encoded(self._answer.ctx.token_names, piece.tokens)
+        encoded = self._encoded(self._answer.names, piece.tokens)
         return replace(piece, tokens=(), logprobs=encoded)
+
+    async def _prompt_logprobs(self, piece: Piece) -> dict[str, Any]:
+        """What they are called in an answer and its choices, where they are asked for."""
+        plan = self._answer.plan.choices[piece.index]
+        if plan.prompt_logprobs is None:
+            return {}
+        told, tokens = piece.prompt_logprobs, plan.tokens[1:]
+        runs = [b"null"]  # the first token follows nothing
+        for begin in range(0, len(told), _ENTRIES_AT_ONCE):
+            part = slice(begin, begin + _ENTRIES_AT_ONCE)
+            runs.append(prompt_entries(self._answer.names, tokens[part], told[part]))
+            await asyncio.sleep(0)
+        return {"prompt_logprobs": self._lists.value(tuple(runs))}
 
     def encode(self, event: dict[str, Any]) -> bytes:
         return b"".join([b"data: ", *self._lists.encode(event, ascii=True), b"\n\n"])
@@ -225,8 +267,10 @@ class ChatFormat(_WithLogprobs):
         assert plan.reading is not None
         self._answer = _Answer(ctx, plan, request, f"chatcmpl-{request_id}")
         super().__init__(plan)
+        reasoning = getattr(request, "include_reasoning", True)
         self._readers = [
-            _Reader(plan.reading, f"{request_id}-{choice.index}") for choice in plan.choices
+            _Reader(plan.reading, f"{request_id}-{choice.index}", reasoning=reasoning)
+            for choice in plan.choices
         ]
 
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
@@ -237,6 +281,7 @@ class ChatFormat(_WithLogprobs):
         ]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        self._answer.count(piece)
         reader = self._readers[piece.index]
         deltas = reader.deltas(piece)
         ids = self._answer.ids(piece)
@@ -250,28 +295,33 @@ class ChatFormat(_WithLogprobs):
             for i, delta in enumerate(deltas)
         ]
         if piece.finish_reason is not None:
-            chunks.append(self._chunk(piece.index, {}, None, reader.finish_reason(piece)))
+            why = {"stop_reason": piece.stop_reason}
+            chunks.append(self._chunk(piece.index, {}, None, reader.finish_reason(piece), why))
         return chunks
 
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return self._answer.closing("chat.completion.chunk", usage)
 
     async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        choices = []
+        choices: list[dict[str, Any]] = []
+        prompt: dict[str, Any] = {}
         for plan in self._answer.plan.choices:
             piece = joined(pieces, plan.index)
+            if not choices:
+                prompt = await self._prompt_logprobs(piece)
             reader = self._readers[plan.index]
             choice = {
                 "index": piece.index,
                 "message": _message(reader.deltas(piece)),
                 "logprobs": self._logprobs(piece),
                 "finish_reason": reader.finish_reason(piece),
+                "stop_reason": piece.stop_reason,
                 **self._answer.prompt_ids(piece.index),
                 **self._answer.ids(piece),
             }
             choices.append(choice)
             await asyncio.sleep(0)
-        return self._answer.envelope("chat.completion", choices) | {"usage": usage}
+        return self._answer.envelope("chat.completion", choices) | {"usage": usage, **prompt}
 
     def _chunk(
         self,
@@ -282,7 +332,7 @@ class ChatFormat(_WithLogprobs):
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return self._answer.envelope("chat.completion.chunk", [{**choice, **more}])
+        return self._answer.chunk("chat.completion.chunk", {**choice, **more})
 
     def _encoded(self, names: TokenNames, tokens: Sequence[TokenText]) -> tuple[Runs, ...]:
         return chat_logprobs(names, tokens)
@@ -307,7 +357,8 @@ class CompletionFormat(_WithLogprobs):
         return []
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        return [self._chunk(self.condensed(piece))]
+        self._answer.count(piece)
+        return [self._answer.chunk("text_completion", self._choice(self.condensed(piece)))]
 
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return self._answer.closing("text_completion", usage)
@@ -315,14 +366,11 @@ class CompletionFormat(_WithLogprobs):
     async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         choices = []
         for plan in self._answer.plan.choices:
-            choice = self._choice(joined(pieces, plan.index))
-            prompt = self._answer.prompt_ids(plan.index)
-            choices.append({**choice, **prompt})
+            piece = joined(pieces, plan.index)
+            ids, logprobs = self._answer.prompt_ids(plan.index), await self._prompt_logprobs(piece)
+            choices.append({**self._choice(piece), **ids, **logprobs})
             await asyncio.sleep(0)
         return self._answer.envelope("text_completion", choices) | {"usage": usage}
-
-    def _chunk(self, piece: Piece) -> dict[str, Any]:
-        return self._answer.envelope("text_completion", [self._choice(piece)])
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         return {
@@ -330,6 +378,7 @@ class CompletionFormat(_WithLogprobs):
             "text": piece.text,
             "logprobs": self._logprobs(piece) if self._wants_logprobs else None,
             "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
             **self._answer.ids(piece),
         }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from cluster.api.errors import refused, shutting_down
 from cluster.api.openai.parts import ChoicePlan, Piece, Plan, TokenText
 from cluster.api.output.format import THINK, THINK_END
 from cluster.api.text.detokenizer import Detokenizer
-from engine.request import FinishReason, Refusal
+from engine.request import FinishReason, Refusal, TokenLogprobs
 from router.messages import Failed, Output
 
 # A client that fell behind finds thousands of tokens waiting. Turning them into text in slices lets
@@ -45,6 +45,8 @@ class Choice:
         self.last_token_at: float | None = None  # loop time
         self.stream: RequestStream | None = None  # once it is submitted
         self._wants_logprobs = plan.sampling.logprobs is not None
+        self._includes_stop = whole.includes_stop
+        self._own_ends = ctx.tokenizer.eos_token_ids
         self._held: list[TokenText] = []
         self._untold: list[int] = []  # token ids that no piece has had yet
         self._begun = False
@@ -55,6 +57,7 @@ class Choice:
         self._detokenizer = Detokenizer(
             ctx.tokenizer.showing(markers),
             stop=whole.stop,
+            includes_stop=whole.includes_stop,
             context=plan.tokens if plan.continues else (),
             min_tokens=plan.sampling.min_tokens,
         )
@@ -63,11 +66,13 @@ class Choice:
         """Take tokens; return the text that is certain now."""
         detokenizer = self._detokenizer
         texts: list[str] = []
-        num_before, embedding = self.num_tokens, b""
+        num_before, stop_token = self.num_tokens, None
+        embedding = b""
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if not self._begun:
             self._begun = True
             texts.append(self.plan.text)
-            embedding = self._take_prompt()
+            embedding, prompt_logprobs = self._take_prompt()
         if self.plan.is_silent:
             output = replace(output, tokens=(), finish=output.finish and FinishReason.LENGTH)
         for i, token in enumerate(output.tokens):
@@ -75,7 +80,9 @@ class Choice:
             self._count_reasoning(token)
             is_last = i + 1 == len(output.tokens) and output.finish is FinishReason.STOP
             if is_last and token in self.plan.sampling.stop_token_ids:
-                break  # it ends the text and is no part of it
+                stop_token = None if token in self._own_ends else token
+                if not self._includes_stop:
+                    break  # it ends the text and is no part of it
             if self._wants_logprobs and i < len(output.logprobs):
                 offset = len(self.plan.text) + detokenizer.num_decoded
                 self._held.append(TokenText(token, output.logprobs[i], offset))
@@ -97,7 +104,9 @@ class Choice:
             self._certain_tokens(),
             self.finish_reason,
             detokenizer.stopped_by,
+            stop_token,
             embedding=embedding,
+            prompt_logprobs=prompt_logprobs,
         )
         if piece.is_empty:  # as of half a character: it is not told
             return piece
@@ -109,14 +118,17 @@ class Choice:
             self._reasons = token == self._marks[0]
         self.num_reasoning_tokens += self._reasons
 
-    def _take_prompt(self) -> bytes:
-        """What the prompt gave, with the first tokens: its tokens come first; its embedding."""
+    def _take_prompt(self) -> tuple[bytes, tuple[TokenLogprobs, ...]]:
+        """What the prompt gave, with the first tokens: its tokens come first; its embedding, and
+        the log-probabilities that are told beside the text."""
         assert self.stream is not None
         plan, outputs = self.plan, self.stream.prompt
         if plan.offsets:
-            logprobs = (None, *outputs.logprobs)
-            self._held += map(TokenText, plan.tokens, logprobs, plan.offsets)
-        return outputs.embedding
+            told = _cut(outputs.logprobs, plan.sampling.logprobs or 0)
+            self._held += map(TokenText, plan.tokens, (None, *told), plan.offsets)
+        if plan.prompt_logprobs is None:
+            return outputs.embedding, ()
+        return outputs.embedding, _cut(outputs.logprobs, plan.prompt_logprobs)
 
     def _certain_tokens(self) -> tuple[TokenText, ...]:
         """Tokens whose text has been let go of; at the natural end all the others too."""
@@ -128,6 +140,11 @@ class Choice:
         certain = tuple(held[:num])
         del held[:num]
         return certain
+
+
+def _cut(logprobs: Sequence[TokenLogprobs], num_best: int) -> tuple[TokenLogprobs, ...]:
+    """With so many alternatives: echo and `prompt_logprobs` may have asked for different ones."""
+    return tuple(replace(each, top=each.top[:num_best]) for each in logprobs)
 
 
 class Generation:
@@ -259,7 +276,8 @@ class Generation:
         """What has come, at most so many tokens of each choice. Choices take turns where that is
         too much at once."""
         pieces = []
-        num_logprobs = self.choices[0].plan.sampling.logprobs or 0
+        sampling = self.choices[0].plan.sampling
+        num_logprobs = max(sampling.logprobs or 0, len(sampling.logprob_token_ids))
         left = _MAX_TOKENS_A_TURN // (1 + num_logprobs // _LOGPROBS_OF_A_TOKEN)
         for index, stream in list(self._streams.items()):
             if left <= 0:

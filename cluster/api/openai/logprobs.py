@@ -16,6 +16,7 @@ from typing import Any
 
 from cluster.api.openai.parts import TokenText
 from cluster.api.text.tokenizer import Tokenizer
+from engine.request import TokenLogprobs
 
 _LOWEST = -9999.0  # JSON has no infinity; OpenAI writes this
 _MAX_NAMES = 1 << 18
@@ -53,6 +54,14 @@ class TokenNames:
         return entry
 
 
+class TokenIdNames(TokenNames):
+    """Tokens by their ids, as vLLM's `return_tokens_as_token_ids` asks for them: two that have one
+    text are told apart."""
+
+    def text(self, token: int) -> bytes:
+        return b'"token_id:%d"' % token
+
+
 def _dump(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
@@ -73,6 +82,26 @@ def chat_entry(names: TokenNames, token: TokenText) -> bytes:
     end = b"}" if top else b""
     mine = entry(token.token) + _number(token.logprobs.logprob)
     return b'%b,"top_logprobs":[%b%b]}' % (mine, top, end)
+
+
+def prompt_entries(
+    names: TokenNames, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> bytes:
+    """Entries of vLLM's `prompt_logprobs`: an object for each of `tokens`, of its own and the best
+    ids. `rank` is null where a token is not among the best."""
+    entries = []
+    for token, each in zip(tokens, logprobs, strict=True):
+        ranks = {other: (rank, p) for rank, (other, p) in enumerate(each.top, 1)}
+        told = {token: ranks.get(token, (None, each.logprob)), **ranks}
+        entries.append(
+            b"{%b}"
+            % b",".join(
+                b'"%d":{"logprob":%b,"rank":%b,"decoded_token":%b}'
+                % (other, _number(p), _dump(rank), names.text(other))
+                for other, (rank, p) in told.items()
+            )
+        )
+    return b",".join(entries)
 
 
 COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

@@ -25,6 +25,7 @@ class ChoicePlan:
     text: str = ""  # the prompt, where it is to be echoed
     offsets: tuple[int, ...] = ()  # where the text of each of its tokens begins in it
     is_silent: bool = False  # the one token of output is not wanted, only what the prompt gives
+    prompt_logprobs: int | None = None  # so many beside the text, of each of the prompt's tokens
     continues: bool = False  # the output goes on where the prompt's text ends
     scope: CacheScope = UNSALTED
     session: str | None = None
@@ -40,6 +41,7 @@ class Plan:
     tenant: Tenant
     priority: int  # lower goes first
     retention: Retention | None  # of the KV; None: the server's own
+    includes_stop: bool = False  # a text that is stopped has what stopped it
     call: bytes = b""  # names the call; the same when it is repeated
 
 
@@ -61,11 +63,19 @@ class Piece:
     tokens: tuple[TokenText, ...]
     finish_reason: str | None
     stopped_by: str | None = None  # the stop string that ended it
+    stop_token: int | None = None  # that ended it, if it is not the model's own
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[tuple[bytes, ...], ...] = ()  # of `tokens`, encoded by the answer's format
     embedding: bytes = b""  # float32
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's second token and the others
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is new."""
-        return not (self.text or self.tokens or self.finish_reason is not None)
+        is_told = self.text or self.tokens or self.prompt_logprobs
+        return not is_told and self.finish_reason is None
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """vLLM's: the stop string or token that ended it; None: the model did, or its length."""
+        return self.stop_token if self.stopped_by is None else self.stopped_by

@@ -87,15 +87,17 @@ async def plan_chat(
     """tokens: of the prompt, where they are known. Raises `ApiError`."""
     if tokens is None:
         tokens = await chat_prompt(ctx, request)
+    wanted = request.max_completion_tokens or request.max_tokens
+    tokens = truncated(ctx, request, tokens, wanted or 1)
     room = room_after(ctx, tokens, "messages")
     given = [tool.tool() for tool in request.tools or ()]
     end = b"".join(map(ctx.tokenizer.token_bytes, tokens[-_END_TOKENS:])).decode(errors="replace")
     calls = request.tool_choice != "none"
     reading = Reading.after(ctx.dialect, end, given, calls=calls)
+    reading = replace(reading, most_calls=most_calls(request))
     grammar = await constrain_chat(ctx, request, reading)
-    wanted = request.max_completion_tokens or request.max_tokens or room
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    sampling = _sampling(ctx.tokenizer, request, min(wanted, room), num_logprobs, grammar)
+    sampling = _sampling(ctx.tokenizer, request, min(wanted or room, room), num_logprobs, grammar)
     predicted: list[int] = []
     if request.prediction:
         size, encode = len(request.prediction), ctx.tokenizer.encode
@@ -103,8 +105,20 @@ async def plan_chat(
     sampling = replace(
         sampling, reasoning=_budget(ctx, request, reading), prediction=tuple(predicted[:room])
     )
-    choice = ChoicePlan(0, 0, tuple(tokens), sampling, continues=request.continue_final_message)
+    choice = ChoicePlan(
+        *(0, 0, tuple(tokens), sampling),
+        prompt_logprobs=request.prompt_logprobs,
+        continues=request.continue_final_message,
+    )
     return _plan(ctx, request, tenant, [choice], reading)
+
+
+def most_calls(request: ChatRequest) -> int | None:
+    """How many calls of tools an answer has at most."""
+    if not request.parallel_tool_calls:
+        return 1
+    most: int | None = getattr(request, "max_tool_calls", None)  # of the Responses API
+    return most
 
 
 def _budget(ctx: ApiContext, request: ChatRequest, reading: Reading) -> ReasoningBudget | None:
@@ -112,7 +126,7 @@ def _budget(ctx: ApiContext, request: ChatRequest, reading: Reading) -> Reasonin
     most = request.thinking_budget
     if most is None:
         most = request.thinking_token_budget
-    if most is None or not reading.thinks:
+    if most is None or most < 0 or not reading.thinks:
         return None
     start, end = map(ctx.tokenizer.token_id, (THINK, THINK_END))
     if end is None or (start is None and not reading.begun):
@@ -121,7 +135,7 @@ def _budget(ctx: ApiContext, request: ChatRequest, reading: Reading) -> Reasonin
             " reasoning cannot be ended",
             param="thinking_budget",
         )
-    return ReasoningBudget(most, end, None if reading.begun else start)
+    return ReasoningBudget(min(most, ctx.max_model_len), end, None if reading.begun else start)
 
 
 async def chat_prompt(ctx: ApiContext, request: ChatRequest) -> list[int]:
@@ -135,10 +149,14 @@ async def chat_prompt(ctx: ApiContext, request: ChatRequest) -> list[int]:
         if request.reasoning_effort == "none":
             options.setdefault("enable_thinking", False)
     try:
-        size = chars_of(request)
-        render = ctx.tokenizer.apply_chat_template
         return await ctx.in_thread(
-            size, render, messages, shown, options, continues=request.continue_final_message
+            chars_of(request),
+            ctx.tokenizer.apply_chat_template,
+            messages,
+            shown,
+            options,
+            continues=request.continue_final_message,
+            add_generation_prompt=request.add_generation_prompt,
         )
     except TemplateError as error:
         raise invalid(str(error), param="messages") from None
@@ -150,7 +168,12 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
     grammar = await constrain(ctx, request)
     prompts: list[ChoicePlan] = []
     for prompt in request.prompt:
-        tokens = await prompt_tokens(ctx, prompt, "prompt")
+        special, wanted = request.add_special_tokens, request.max_tokens
+        whole = await prompt_tokens(ctx, prompt, "prompt", add_special_tokens=special)
+        wanted = DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
+        tokens = truncated(ctx, request, whole, wanted)
+        if len(tokens) < len(whole):
+            prompt = [*tokens]
         if request.suffix:
             tokens = await _between(ctx, tokens, request.suffix)
         room = room_after(ctx, tokens, "prompt")
@@ -162,25 +185,42 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
             text = prompt
             if not isinstance(prompt, str):
                 text = await ctx.in_thread(len(tokens), ctx.tokenizer.decode, tokens)
-        wanted = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         most = min(max(1, wanted), room)
         sampling = _sampling(ctx.tokenizer, request, most, request.logprobs, grammar)
         if offsets:
-            sampling = replace(sampling, prompt_logprobs=request.logprobs)
+            num = max(request.logprobs or 0, request.prompt_logprobs or 0)
+            sampling = replace(sampling, prompt_logprobs=num)
         prompts.append(
             ChoicePlan(
-                0, len(prompts), tuple(tokens), sampling, text, offsets, wanted == 0, continues=True
+                *(0, len(prompts), tuple(tokens), sampling, text, offsets, wanted == 0),
+                prompt_logprobs=request.prompt_logprobs,
+                continues=True,
             )
         )
     return _plan(ctx, request, tenant, prompts)
 
 
-async def prompt_tokens(ctx: ApiContext, prompt: str | list[int], param: str) -> list[int]:
+async def prompt_tokens(
+    ctx: ApiContext, prompt: str | list[int], param: str, *, add_special_tokens: bool = True
+) -> list[int]:
     """Raises `ApiError`."""
     if isinstance(prompt, str):
-        return await ctx.in_thread(len(prompt), ctx.tokenizer.encode, prompt)
+        size, encode = len(prompt), ctx.tokenizer.encode
+        return await ctx.in_thread(size, encode, prompt, add_special_tokens=add_special_tokens)
     check_token_ids(ctx, param, prompt)
     return prompt
+
+
+def truncated(
+    ctx: ApiContext, request: ModelRequest, tokens: Sequence[int], num_after: int
+) -> Sequence[int]:
+    """What `truncate_prompt_tokens` leaves; -1: what fits, with room for `num_after` tokens."""
+    most = request.truncate_prompt_tokens
+    if most is None:
+        return tokens
+    if most < 0:
+        most = max(1, ctx.max_model_len - max(1, num_after))
+    return tokens[:most] if request.truncation_side == "right" else tokens[-most:]
 
 
 async def _between(ctx: ApiContext, tokens: Sequence[int], suffix: str) -> list[int]:
@@ -211,7 +251,8 @@ def check_model(ctx: ApiContext, request: ModelRequest) -> None:
 def _check(ctx: ApiContext, request: GenerationRequest) -> None:
     check_model(ctx, request)
     check_token_ids(ctx, "logit_bias", request.logit_bias)
-    check_token_ids(ctx, "stop_token_ids", request.stop_token_ids)
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        check_token_ids(ctx, name, getattr(request, name) or ())
 
 
 def unknown_model(ctx: ApiContext, name: str) -> ApiError:
@@ -257,13 +298,17 @@ def _sampling(
         is_given = name in request.model_fields_set
         return value if is_given else tokenizer.sampling_defaults.get(name, value)
 
+    bad_words, allowed = _bad_words(tokenizer, request.bad_words), request.allowed_token_ids or ()
+    if allowed and {(token,) for token in allowed} <= set(bad_words):
+        raise invalid("'bad_words': they leave none of 'allowed_token_ids'", param="bad_words")
+    top_k = chosen("top_k")
     # What follows a text that is complete matches no grammar.
     ends = () if request.ignore_eos and not grammar else tokenizer.eos_token_ids
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=chosen("temperature"),
         top_p=max(chosen("top_p"), 1e-6),  # at 0 only the best token is left, as at 1e-6
-        top_k=max(chosen("top_k"), 0),
+        top_k=top_k if 0 < top_k < tokenizer.vocab_size else 0,
         min_p=chosen("min_p"),
         repetition_penalty=chosen("repetition_penalty"),
         presence_penalty=request.presence_penalty,
@@ -272,8 +317,19 @@ def _sampling(
         stop_token_ids=tuple(dict.fromkeys((*ends, *request.stop_token_ids))),
         min_tokens=request.min_tokens,
         logprobs=num_logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(request.logprob_token_ids or ())),
+        allowed_token_ids=tuple(dict.fromkeys(allowed)),
+        bad_words=bad_words,
         grammar=grammar,
+        prompt_logprobs=request.prompt_logprobs,
     )
+
+
+def _bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each as it is, and within a text."""
+    texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+    found = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    return tuple(dict.fromkeys(tokens for tokens in found if tokens))
 
 
 def _retention(ctx: ApiContext, request: GenerationRequest) -> Retention | None:
@@ -297,6 +353,14 @@ def priority_of(request: ModelRequest, tenant: Tenant) -> int:
     return request.priority
 
 
+def salt_of(request: ModelRequest, tenant: Tenant) -> bytes:
+    """The tenant's, and within that the request's own: it divides a cache, and opens none."""
+    if request.cache_salt is None:
+        return tenant.salt
+    own = request.cache_salt.encode()
+    return blake2b(own, digest_size=16, key=tenant.salt[:64], person=b"kvrelay-salt").digest()
+
+
 def _plan(
     ctx: ApiContext,
     request: GenerationRequest,
@@ -307,10 +371,13 @@ def _plan(
     """`n` choices of each prompt, in OpenAI's order. The first of all is the session's turn."""
     seed = secrets.randbits(63) if request.seed is None else request.seed
     choices: list[ChoicePlan] = []
+    salt = salt_of(request, tenant)
     for prompt in prompts:
-        scope = CacheScope(tenant.salt, ctx.public_prompts.num_public_tokens(prompt.tokens))
+        scope = CacheScope(salt, ctx.public_prompts.num_public_tokens(prompt.tokens))
         for i in range(request.n):
             sampling = replace(prompt.sampling, seed=choice_seed(seed, i))
+            if reading is not None and i:  # a chat tells those of its prompt once
+                sampling = replace(sampling, prompt_logprobs=None)
             session = None if choices else request.prompt_cache_key
             choices.append(
                 replace(prompt, index=len(choices), sampling=sampling, scope=scope, session=session)
@@ -324,4 +391,5 @@ def _plan(
         tenant=tenant,
         priority=priority_of(request, tenant),
         retention=_retention(ctx, request),
+        includes_stop=request.includes_stop,
     )

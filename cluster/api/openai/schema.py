@@ -1,14 +1,14 @@
 """What `/v1/chat/completions` and `/v1/completions` accept: OpenAI's parameters and ranges.
 
-A body is read by pydantic in strict mode: a number in quotes is an error, not a number. Fields that
-are unknown are ignored; fields that are known, are not supported and would change the answer are
-refused by name. Errors become `ApiError`s that name the field, its value and what would be right.
+A body is read by pydantic in strict mode: a number in quotes is an error, not a number. Which of
+the fields that are not here are refused is said in `cluster.api.parameters`. Errors become
+`ApiError`s that name the field, its value and what would be right.
 """
 
 from __future__ import annotations
 
 import reprlib
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -23,6 +23,7 @@ from pydantic import (
 from cluster.api.errors import ApiError, invalid
 from cluster.api.openai.constraint import Constraint, constraint_of
 from cluster.api.openai.tools import ToolCall, ToolChoice, Tools
+from cluster.api.parameters import CHAT, COMPLETION, Fields
 from router.config import MAX_PRIORITY
 
 MAX_STOPS = 4
@@ -30,19 +31,17 @@ MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 MAX_CHOICES = 128
 MAX_SESSION_CHARS = 256
+MAX_SALT_CHARS = 1024
+MAX_BAD_WORDS = 128
+MAX_PROMPT_LOGPROBS = 5  # a prompt may have 100,000 tokens
+# What chat templates are given by other fields, or not at all.
+_NO_OPTIONS = (
+    *("messages", "tools", "documents", "chat_template", "tokenize"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 # Parsing holds the interpreter lock, and a body of nothing but brackets takes seconds for each MiB.
 # Brackets inside strings count too: no prompt that fits a context has that many.
 MAX_BRACKETS = 100_000
-
-# Field -> what to say where it is given and would change the answer.
-_UNSUPPORTED = {
-    "functions": "function calls are not supported",
-    "function_call": "function calls are not supported",
-    "audio": "audio is not supported",
-    "web_search_options": "web search is not supported",
-    "prompt_logprobs": "log-probabilities of the prompt are not supported",
-    "use_beam_search": "beam search is not supported",
-}
 
 
 def _text_of(content: Any) -> str:
@@ -101,6 +100,27 @@ def _biases_of(biases: Any) -> dict[int, float]:
     return found
 
 
+def _words_of(words: Any) -> list[str]:
+    if words is None:
+        return []
+    if not isinstance(words, list) or len(words) > MAX_BAD_WORDS:
+        raise ValueError(f"expected a list of at most {MAX_BAD_WORDS} strings")
+    for word in words:
+        if not isinstance(word, str) or not word.strip() or len(word) > MAX_STOP_CHARS:
+            raise ValueError(
+                f"a bad word is a string of 1 to {MAX_STOP_CHARS} characters, not only white space,"
+                f" got {word!r:.60}"
+            )
+    return words
+
+
+def _options_of(options: Any) -> Any:
+    for name in options if isinstance(options, dict) else ():
+        if name in _NO_OPTIONS:
+            raise ValueError(f"{name!r} is no option of a template; it is a field of the request")
+    return options
+
+
 def prompts_of(prompt: Any, most: int = MAX_CHOICES) -> list[str | list[int]]:
     """A string, strings, token ids, or lists of token ids: always a list of prompts."""
     what = "expected a string, a list of strings, a list of token ids or a list of such lists"
@@ -128,7 +148,9 @@ def or_default(default: Any) -> BeforeValidator:
 
 _Penalty = Annotated[float, Field(ge=-2, le=2), or_default(0.0)]
 _TokenIds = Annotated[list[int], Field(max_length=128), FailFast()]
-_Flag = Annotated[bool, or_default(False)]
+_ChosenIds = Annotated[list[int], Field(min_length=1, max_length=MAX_BIASES)]
+_LogprobIds = Annotated[list[int], Field(min_length=1, max_length=128)]
+Flag = Annotated[bool, or_default(False)]
 _Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 _SessionName = Annotated[str, Field(min_length=1, max_length=MAX_SESSION_CHARS)]
 
@@ -136,7 +158,8 @@ _SessionName = Annotated[str, Field(min_length=1, max_length=MAX_SESSION_CHARS)]
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    include_usage: _Flag = False
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False  # vLLM's: each chunk has the usage so far
 
 
 class Message(BaseModel):
@@ -150,6 +173,7 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, under vLLM's newer name
 
     @model_validator(mode="before")
     @classmethod
@@ -163,10 +187,9 @@ class Message(BaseModel):
         """As chat templates know it: they have no developer, and no keys without a value."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.content}
-        for key in ("name", "tool_call_id", "reasoning_content"):
-            value = getattr(self, key)
-            if value is not None:
-                message[key] = value
+        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        given = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": thought}
+        message |= {key: value for key, value in given.items() if value is not None}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
@@ -180,31 +203,52 @@ class ModelRequest(BaseModel):
     model: str
     user: str | None = None
     priority: _Priority | None = None  # lower goes first, as in vLLM
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: to what fits
+    truncation_side: Literal["left", "right"] | None = None
+
+    @model_validator(mode="after")
+    def _is_left_some_prompt(self) -> ModelRequest:
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("'truncate_prompt_tokens': expected 1 or more, or -1, got 0")
+        return self
 
 
 class GenerationRequest(ModelRequest):
     """What both endpoints share that generate."""
 
+    fields: ClassVar[Fields]
+
     temperature: Annotated[float, Field(ge=0, le=2), or_default(1.0)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1), or_default(1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=2**31), or_default(0)] = 0
+    top_k: Annotated[int, Field(ge=-1), or_default(0)] = 0
     min_p: Annotated[float, Field(ge=0, le=1), or_default(0.0)] = 0.0
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0), or_default(0)] = 0
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), or_default(1)] = 1
     stop: Annotated[list[str], BeforeValidator(_stops_of)] = []
     stop_token_ids: Annotated[_TokenIds, or_default([])] = []
-    ignore_eos: _Flag = False
+    ignore_eos: Flag = False
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10), or_default(1.0)] = 1.0
+    # Below 0.01 logits would become so large that they are no numbers any more.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10), or_default(1.0)] = 1.0
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases_of)] = {}
-    stream: _Flag = False
+    bad_words: Annotated[list[str], BeforeValidator(_words_of)] = []
+    allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_BIASES)] | None = (
+        None
+    )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
+    logprob_token_ids: _LogprobIds | None = None
+    return_tokens_as_token_ids: Flag = False
+    include_stop_str_in_output: Flag = False
+    no_stop_trim: Flag = False  # the same, under SGLang's name
+    stream: Flag = False
     stream_options: StreamOptions | None = None
     prompt_cache_key: _SessionName | None = None  # names the session that this is a turn of
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    return_token_ids: _Flag = False
+    return_token_ids: Flag = False
     service_tier: str | None = None
     metadata: dict[str, Any] | None = None
     response_format: Any = None
@@ -214,13 +258,19 @@ class GenerationRequest(ModelRequest):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    json_schema: str | None = None  # this and the next are SGLang's
+    regex: str | None = None
+    ebnf: str | None = None
 
     @model_validator(mode="after")
     def _is_supported(self) -> GenerationRequest:
-        for name, why in _UNSUPPORTED.items():
-            if (self.model_extra or {}).get(name) not in (None, False, [], {}, ""):
-                raise ValueError(f"'{name}': {why}")
+        self.fields.check(self.model_extra)
         self.constraint()
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("'prompt_logprobs' is only allowed where 'stream' is false")
+        logprobs = getattr(self, "logprobs", None)
+        if self.logprob_token_ids and (logprobs is None or logprobs is False):
+            raise ValueError("'logprob_token_ids' is only allowed where 'logprobs' is asked for")
         if self.stream_options is not None and not self.stream:
             raise ValueError("'stream_options' is only allowed where 'stream' is true")
         return self
@@ -229,26 +279,39 @@ class GenerationRequest(ModelRequest):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def includes_stop(self) -> bool:
+        """Whether what ends the text is part of it."""
+        return self.include_stop_str_in_output or self.no_stop_trim
+
     def constraint(self) -> Constraint | None:
         """What the output has to match. Raises ValueError."""
         return constraint_of(self)
 
 
 class ChatRequest(GenerationRequest):
+    fields = CHAT
+
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: _Flag = False
+    logprobs: Flag = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: Annotated[bool, or_default(True)] = True
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    # Tokens of reasoning; the second name is vLLM's.
+    include_reasoning: Annotated[bool, or_default(True)] = True
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_options_of)] | None = None
+    add_generation_prompt: Annotated[bool, or_default(True)] = True
+    # Tokens of reasoning; the second name is vLLM's, where -1 is no bound.
     thinking_budget: Annotated[int, Field(ge=0)] | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
     prediction: Annotated[str, BeforeValidator(_prediction_of)] = ""
-    continue_final_message: _Flag = False  # vLLM's: the answer goes on where that ends
+    continue_final_message: Flag = False  # vLLM's: the answer goes on where that ends
     modalities: list[str] | None = None
 
     @model_validator(mode="after")
@@ -273,9 +336,12 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
+    fields = COMPLETION
+
     prompt: Annotated[list[Any], BeforeValidator(prompts_of)]
-    echo: _Flag = False
+    echo: Flag = False
     suffix: str | None = None
+    add_special_tokens: Annotated[bool, or_default(True)] = True
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None

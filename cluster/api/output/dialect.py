@@ -44,6 +44,7 @@ class Reading:
     given: Sequence[Tool] = ()
     thinks: bool = False
     begun: bool = False  # the prompt ended within the reasoning
+    most_calls: int | None = None  # that an answer has; those that follow are left out
 
     @classmethod
     def after(
@@ -61,7 +62,12 @@ class Reading:
         return self.tools.new_id(seed) if self.tools else seed
 
     def parser(self) -> OutputParser:
-        return OutputParser(self.tools, self.given, thinks=self.thinks, begun=self.begun)
+        return OutputParser(
+            *(self.tools, self.given),
+            thinks=self.thinks,
+            begun=self.begun,
+            most_calls=self.most_calls,
+        )
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -47,9 +47,11 @@ class Events:
     """Collects events. White space around calls and after reasoning belongs to the format, not to
     the text, so it is held back until it is known what follows."""
 
-    def __init__(self, reader: Reader) -> None:
-        """reader: has read what is emitted, and nothing after it."""
+    def __init__(self, reader: Reader, most_calls: int | None = None) -> None:
+        """reader: has read what is emitted, and nothing after it. most_calls: that are told."""
         self.has_calls = False
+        self._calls_left = most_calls
+        self._is_told = True  # the call that began last
         self._reader = reader
         self._new: list[Event] = []
         self._space: list[Text] = []  # at the end of the text so far
@@ -86,11 +88,15 @@ class Events:
         self._strips, self._has_reasoning, self._reasoning_space = True, False, ""
 
     def call(self, name: str, call_id: str | None = None) -> None:
-        self._space, self._strips, self.has_calls = [], True, True
-        self._new.append(CallBegin(name, call_id))
+        self._is_told = self._calls_left != 0
+        self._space, self._strips, self.has_calls = [], True, self.has_calls or self._is_told
+        if self._calls_left:
+            self._calls_left -= 1
+        if self._is_told:
+            self._new.append(CallBegin(name, call_id))
 
     def arguments(self, text: str) -> None:
-        if text:
+        if text and self._is_told:
             self._new.append(Arguments(text))
 
     def finish(self) -> None:

@@ -56,11 +56,12 @@ class OutputParser:
         *,
         thinks: bool = False,
         begun: bool = False,
+        most_calls: int | None = None,
     ) -> None:
         """tools: reads calls; None: there are none. thinks: reasoning comes first, in tags. begun:
-        the prompt ended with the first of them."""
+        the prompt ended with the first of them. most_calls: that are told; None: all."""
         self._reader = Reader()
-        self._events = Events(self._reader)
+        self._events = Events(self._reader, most_calls)
         self._tools, self._given = tools, given
         self._thinks, self._begun = thinks, begun
         self._parsed = self._parse()

@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from cluster.api.errors import ApiError, invalid
 from cluster.api.openai.schema import ChatRequest
 from cluster.api.openai.tools import MAX_TOOLS
+from cluster.api.parameters import RESPONSES
 
 # Tools that OpenAI runs itself. Clients offer them to every model; here none can be called.
 RUN_ELSEWHERE = ("web_search", "image_generation", "file_search", "code_interpreter")
@@ -20,6 +21,13 @@ CUSTOM_INPUT = "input"  # the one parameter of a custom tool, as the model sees 
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 ROLES = ("user", "assistant", "system", "developer")
+# Fields that mean in a chat what they mean here. Those of the second row are vLLM's.
+_AS_IN_CHATS = (
+    *("temperature", "top_p", "priority", "seed", "user", "prompt_cache_retention"),
+    *("cache_salt", "top_k", "min_p", "logit_bias", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "stop", "ignore_eos", "include_stop_str_in_output"),
+    *("structured_outputs", "chat_template_kwargs", "max_tool_calls"),
+)
 
 
 def _items_of(given: Any) -> Any:
@@ -72,6 +80,25 @@ class ResponsesRequest(BaseModel):
     background: bool | None = None
     priority: int | None = None
     seed: int | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
+    # The following are checked as those of a chat.
+    cache_salt: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    logit_bias: Any = None
+    repetition_penalty: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    stop: Any = None
+    ignore_eos: Any = None
+    include_stop_str_in_output: Any = None
+    structured_outputs: Any = None
+    chat_template_kwargs: Any = None
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> ResponsesRequest:
+        RESPONSES.check(self.model_extra)
+        return self
 
     @property
     def is_kept(self) -> bool:
@@ -84,6 +111,7 @@ class ResponsesChat(ChatRequest):
     asked: ResponsesRequest
     custom: list[str]  # names of tools whose input is a text
     spaces: dict[str, list[str]]  # name of a tool -> its namespace, and its name there
+    max_tool_calls: int | None = None
 
 
 def as_chat(request: ResponsesRequest, history: list[dict[str, Any]], session: str | None) -> Any:
@@ -105,7 +133,7 @@ def as_chat(request: ResponsesRequest, history: list[dict[str, Any]], session: s
         "spaces": spaces,
         "parallel_tool_calls": request.parallel_tool_calls,
     }
-    for name in ("temperature", "top_p", "priority", "seed", "user", "prompt_cache_retention"):
+    for name in _AS_IN_CHATS:
         if getattr(request, name) is not None:
             chat[name] = getattr(request, name)
     if request.max_output_tokens is not None:

@@ -91,9 +91,11 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         *,
         continues: bool = False,
+        add_generation_prompt: bool = True,
     ) -> str:
         """The prompt up to where the assistant speaks, or if it `continues` the last message, where
-        that ends. `options`: what else the template may know. Raises `TemplateError`."""
+        that ends; without `add_generation_prompt`, up to the end of the last message. `options`:
+        what else the template may know. Raises `TemplateError`."""
         if continues:
             last = messages[-1] | {"content": f"{messages[-1]['content']}{_CUT}"}
             messages = [*messages[:-1], last]
@@ -104,7 +106,7 @@ class ChatTemplate:
                 {
                     **(options or {}),
                     "messages": messages,
-                    "add_generation_prompt": not continues,
+                    "add_generation_prompt": add_generation_prompt and not continues,
                     "tools": tools or None,
                     "documents": None,
                     **self._special_tokens,

@@ -2,7 +2,8 @@
 
 For each token `Detokenizer.push` gives the text that can be sent for good. Held back is what may
 still change: an incomplete UTF-8 character, and the beginning of what may become a stop string.
-`finish` gives the rest. Once a stop string is complete, the text ends exactly before it.
+`finish` gives the rest. Once a stop string is complete, the text ends exactly before it, or behind
+it where that is asked for.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ class Detokenizer:
         decoder: Decoder,
         *,
         stop: Sequence[str] = (),
+        includes_stop: bool = False,
         context: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        """`context`: tokens that the text continues, for tokenizers that join words by space.
+        """`includes_stop`: the text ends behind the stop string, not before it.
+        `context`: tokens that the text continues, for tokenizers that join words by space.
         Stop strings that begin within the first `min_tokens` tokens do not count."""
         self._decoder = decoder
         self._stop = tuple(stop)
+        self._includes_stop = includes_stop
         self._longest_stop = max(map(len, self._stop), default=0)
         self._min_tokens = min_tokens
         # Tokens [0, _read) were turned into text; the ones before give the decoder its context.
@@ -91,6 +95,7 @@ class Detokenizer:
             if starts:
                 self.stopped = True
                 num_safe, self.stopped_by = min(starts)
+                num_safe += len(self.stopped_by) if self._includes_stop else 0
             elif not final:
                 num_safe -= self._num_possible()
         text, self._held = self._held[:num_safe], self._held[num_safe:]

@@ -111,12 +111,17 @@ class Tokenizer:
         options: Mapping[str, Any] | None = None,
         *,
         continues: bool = False,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Token ids of the whole conversation, as of `ChatTemplate.render`. Raises
         `TemplateError`."""
         if self.chat_template is None:
             raise TemplateError("this model has no chat template: use /v1/completions")
-        text = self.chat_template.render(messages, tools, options, continues=continues)
+        text = self.chat_template.render(
+            *(messages, tools, options),
+            continues=continues,
+            add_generation_prompt=add_generation_prompt,
+        )
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:

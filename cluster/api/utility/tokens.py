@@ -14,6 +14,7 @@ from cluster.api.context import ApiContext
 from cluster.api.incoming import caller, check_token_ids, read_body
 from cluster.api.openai.plan import chat_prompt, unknown_model
 from cluster.api.openai.schema import ChatRequest, parse
+from cluster.api.parameters import TOKENIZE
 
 TokenIds = Annotated[list[int], Field(max_length=1_000_000)]
 
@@ -33,6 +34,7 @@ class TokenizeRequest(BaseModel):
     def _is_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("expected either 'prompt' or 'messages'")
+        TOKENIZE.check(self.model_extra)
         return self
 
 

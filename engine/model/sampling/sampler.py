@@ -1,16 +1,17 @@
 """From logits to tokens.
 
 Order: a grammar's mask, biases, penalties, bans, temperature, then top-k, top-p and min-p, then one
-draw. The draw is the inverse of the cumulative distribution at a number that is a pure function of
-(seed, position), so a continuation on another worker draws as this one would have. Tokens are
-accumulated in order of their ids, not of their probabilities: a last-bit difference in the logits
-then moves the boundaries a little instead of swapping two tokens' places.
+draw. The bans are: allowed token ids, bad words, stop tokens before min_tokens. The draw is the
+inverse of the cumulative distribution at a number that is a pure function of (seed, position), so a
+continuation on another worker draws as this one would have. Tokens are accumulated in order of
+their ids, not of their probabilities: a last-bit difference in the logits then moves the boundaries
+a little instead of swapping two tokens' places.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -106,7 +107,8 @@ def _is_reported(seq: ScheduledSeq) -> bool:
 
 
 def _logprobs(raw: torch.Tensor, token: int, sampling: SamplingParams) -> TokenLogprobs:
-    return token_logprobs(raw.unsqueeze(0), [token], sampling.logprobs or 0)[0]
+    count, ids = sampling.logprobs or 0, sampling.logprob_token_ids
+    return token_logprobs(raw.unsqueeze(0), [token], count, ids)[0]
 
 
 def allowed(masks: np.ndarray, like: torch.Tensor) -> torch.Tensor:
@@ -124,17 +126,25 @@ def is_plain(seq: ScheduledSeq) -> bool:
     return seq.sampling.is_plain(len(seq.context) - seq.num_prompt_tokens)
 
 
-def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """Of a token for each row of float32 [len(tokens), vocab_size], and of the `count` best."""
+def token_logprobs(
+    logits: torch.Tensor, tokens: Sequence[int], count: int, chosen_ids: Sequence[int] = ()
+) -> list[TokenLogprobs]:
+    """Of a token for each row of float32 [len(tokens), vocab_size], and of the `count` best, or
+    instead of these of `chosen_ids`, as far as the vocabulary has them."""
     if not len(tokens):
         return []
     raw = torch.log_softmax(logits, dim=-1)
     ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(1)
     chosen = raw.gather(1, ids).squeeze(1).tolist()
-    if not count:
+    known = [token for token in chosen_ids if 0 <= token < raw.shape[1]]
+    if known:
+        best, order = raw[:, known].sort(dim=-1, descending=True)
+        best_ids = torch.tensor(known, device=logits.device)[order]
+    elif count:
+        best, best_ids = raw.topk(min(count, raw.shape[1]), dim=-1)
+    else:
         return [TokenLogprobs(each) for each in chosen]
-    best = raw.topk(min(count, raw.shape[1]), dim=-1)
-    rows = zip(chosen, best.indices.tolist(), best.values.tolist(), strict=True)
+    rows = zip(chosen, best_ids.tolist(), best.tolist(), strict=True)
     return [TokenLogprobs(each, tuple(zip(*top, strict=True))) for each, *top in rows]
 
 
@@ -156,12 +166,38 @@ def _edit(row: torch.Tensor, seq: ScheduledSeq, window: int) -> None:
         values, counts = np.unique(output, return_counts=True)
         penalty = s.presence_penalty + s.frequency_penalty * counts
         row[torch.from_numpy(values).to(row.device)] -= torch.from_numpy(penalty).to(row)
-    if len(seq.context) - seq.num_prompt_tokens < s.min_tokens:
-        stops = [token for token in s.stop_token_ids if 0 <= token < vocab]
-        unbanned = row[stops]
+    _ban(row, seq)
+
+
+def _ban(row: torch.Tensor, seq: ScheduledSeq) -> None:
+    """Leave the tokens that may come, in place. Where none would be left, the output may end, and
+    where it cannot, bad words may come."""
+    s, vocab = seq.sampling, len(row)
+    count = len(seq.context) - seq.num_prompt_tokens
+    stops = [token for token in s.stop_token_ids if 0 <= token < vocab]
+    bad = [token for token in _bad_tokens(seq, count) if 0 <= token < vocab]
+    may_stop = row[stops]
+    if s.allowed_token_ids:
+        allowed = [token for token in s.allowed_token_ids if 0 <= token < vocab]
+        kept = row[allowed]
+        row.fill_(-torch.inf)
+        row[allowed] = kept
+    may_follow = row[bad]
+    if bad:
+        row[bad] = -torch.inf
+    if s.must_go_on(count):
         row[stops] = -torch.inf
-        if s.grammar and row.amax() == -torch.inf:  # the output is complete, nothing may follow
-            row[stops] = unbanned
+    if (s.allowed_token_ids or bad or s.must_go_on(count)) and row.amax() == -torch.inf:
+        row[stops] = may_stop
+        if row.amax() == -torch.inf:
+            row[bad] = may_follow
+
+
+def _bad_tokens(seq: ScheduledSeq, num_output: int) -> Iterator[int]:
+    """The last tokens of the bad words whose others the output ends with."""
+    for *begin, last in seq.sampling.bad_words:
+        if len(begin) <= num_output and seq.context[len(seq.context) - len(begin) :] == begin:
+            yield last
 
 
 def _draw(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:

@@ -115,9 +115,12 @@ class FakeRouter:
         return PromptOutputs(logprobs, struct.pack(f"{len(vector)}f", *vector))
 
     def _logprobs(self, submit: Submit, tokens: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
-        num = submit.sampling.logprobs
+        num, ids = submit.sampling.logprobs, submit.sampling.logprob_token_ids
         if num is None:
             return ()
+        if ids:
+            told = tuple((each, -1.5 - i) for i, each in enumerate(ids))
+            return tuple(TokenLogprobs(-0.5, told) for _ in tokens)
         return tuple(
             TokenLogprobs(-0.5, tuple((token + i, -0.5 - i) for i in range(num)))
             for token in tokens

@@ -110,7 +110,8 @@ class Output:
 
     @property
     def is_done(self) -> bool:
-        return self.output[-1:] == [2] or len(self.output) >= self.sampling.max_tokens
+        count = len(self.output)
+        return self.sampling.finish_reason(self.tokens[-1] if count else None, count) is not None
 
 
 def run(runner: ModelRunner, *seqs: ScheduledSeq) -> StepDone:
@@ -180,6 +181,24 @@ def test_an_output_that_is_complete_ends_although_more_tokens_were_asked_for(
     word = llguidance.LLMatcher.grammar_from_regex("(yes|no)")
     output = Output("short", prompt, replace(GREEDY, grammar=word, min_tokens=30))
     assert generate(runner, output)[-1] == 2
+    assert len(output.output) < 30
+
+
+def test_bans_count_among_the_tokens_that_a_grammar_allows(
+    runner: ModelRunner, prompt: list[int], smollm2_dir: Path
+) -> None:
+    word = llguidance.LLMatcher.grammar_from_regex("(yes|no)")
+    plain = replace(GREEDY, grammar=word)
+    found = generate(runner, Output("words", prompt, plain))
+    other = replace(plain, bad_words=((found[0],),))
+    texts = {
+        text_of(smollm2_dir, generate(runner, Output(name, prompt, each))[:-1])
+        for name, each in (("words-1", plain), ("words-2", other))
+    }
+    assert texts == {"yes", "no"}
+    narrow = replace(plain, allowed_token_ids=tuple(found[:-1]))
+    tokens = generate(runner, Output("words-3", prompt, narrow))
+    assert tokens == found, "the end stays possible where nothing else is"
 
 
 def test_a_bias_counts_among_the_tokens_that_are_allowed(

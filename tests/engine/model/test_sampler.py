@@ -180,6 +180,43 @@ def test_stop_tokens_are_banned_until_min_tokens():
     assert pick(logits, [7, 7, 1, 1], prompt=2, **params) == 0
 
 
+def test_no_token_but_those_allowed_is_drawn():
+    logits = [0.1, 0.2, 0.3, 0.0]
+    shares = draw_many(logits, 400, temperature=1.0, allowed_token_ids=(0, 3, 99))
+    assert {token for token in range(4) if shares[token] > 0} == {0, 3}
+    assert pick(logits, allowed_token_ids=(1,), top_k=2, **GREEDY) == 1
+
+
+def test_the_last_token_of_a_bad_word_is_banned_after_its_others():
+    logits = [0.0, 3.0, 2.0, 1.0]
+    words = {"bad_words": ((1,), (5, 6, 2), (99,)), **GREEDY}
+    assert pick(logits, [0], **words) == 2
+    assert pick(logits, [0, 5, 6], prompt=1, **words) == 3
+    assert pick(logits, [0, 6, 5], prompt=1, **words) == 2
+    assert pick(logits, [0, 5, 6], prompt=2, **words) == 2  # words are of the output
+
+
+def test_where_nothing_is_left_the_output_ends_if_it_can():
+    nothing = {"allowed_token_ids": (1,), "bad_words": ((1,),), **GREEDY}
+    assert pick([3.0, 2.0, 1.0], stop_token_ids=(2,), **nothing) == 2
+    assert pick([3.0, 2.0, 1.0], stop_token_ids=(2,), min_tokens=5, **nothing) == 2
+    assert pick([3.0, 2.0, 1.0], **nothing) == 1
+    drawn = {**nothing, "temperature": 1.0}
+    assert pick([3.0, 2.0, 1.0], **drawn) == 1
+
+
+def test_logprobs_of_token_ids_instead_of_the_best():
+    """The row is longer than the tokenizer's vocabulary, as that of a padded embedding."""
+    logits = [1.0, 4.0, 2.0, 3.0, *[0.0] * 31]
+    (done,) = pick_all([logits], [[0]], logprobs=2, logprob_token_ids=(0, 3, 400), **GREEDY)
+    expected = torch.log_softmax(torch.tensor(logits), 0)
+    assert [token for token, _ in done.logprobs.top] == [3, 0]
+    assert done.logprobs.logprob == pytest.approx(expected[1].item(), abs=1e-5)
+    assert [p for _, p in done.logprobs.top] == pytest.approx(
+        [expected[3].item(), expected[0].item()], abs=1e-5
+    )
+
+
 def test_logprobs_are_of_the_raw_logits():
     logits = [1.0, 3.0, 2.0, -1.0]
     raw = torch.log_softmax(torch.tensor(logits), 0).tolist()

@@ -66,7 +66,7 @@ def test_tokenising_is_within_the_time_of_a_request(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve(tokenizer, ApiLimits(request_timeout_s=0.3)) as served:
-        monkeypatch.setattr(tokenizer, "encode", lambda *_: time.sleep(1.5))
+        monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: time.sleep(1.5))
         response = served.post(BODY, PATH)
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "deadline_exceeded"

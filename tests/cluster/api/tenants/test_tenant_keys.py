@@ -125,12 +125,31 @@ def test_nothing_in_a_body_changes_the_scope(guarded: Served) -> None:
     for change in (
         {"user": "blue"},
         {"prompt_cache_key": "blue"},
-        {"salt": "x", "cache_salt": "x", "tenant": "blue", "scope": {"salt": ""}},
+        {"salt": "x", "tenant": "blue", "scope": {"salt": ""}},
         {"metadata": {"tenant": "blue"}, "safety_identifier": "blue"},
         {"prompt_cache_retention": "24h"},
     ):
         found = submitted(guarded, "red-key", BODY | change)
         assert (found.scope, found.tenant) == (wanted, "red")
+
+
+def test_a_cache_salt_divides_the_cache_of_its_tenant_and_opens_no_other(guarded: Served) -> None:
+    blue = guarded.ctx.tenants.find("blue-key")
+    assert blue is not None
+    salts = ["x", "y", "blue", blue.salt.hex(), blue.salt.decode("latin-1")]
+    mine = [submitted(guarded, "red-key", BODY | {"cache_salt": salt}) for salt in salts]
+    theirs = [submitted(guarded, "blue-key", BODY | {"cache_salt": salt}) for salt in salts]
+    plain = [submitted(guarded, "red-key"), submitted(guarded, "blue-key")]
+    assert len({submit.scope.salt for submit in (*mine, *theirs, *plain)}) == 2 * len(salts) + 2
+    again = submitted(guarded, "red-key", BODY | {"cache_salt": "x"})
+    assert again.scope == mine[0].scope
+    assert set(names(mine[0])).isdisjoint(names(mine[1]))
+    for path, body in (
+        ("completions", {"model": MODEL, "prompt": "Hello", "cache_salt": "x"}),
+        ("embeddings", {"model": MODEL, "input": "Hello", "cache_salt": "x"}),
+        ("responses", {"model": MODEL, "input": "Hello", "cache_salt": "x"}),
+    ):
+        assert submitted(guarded, "red-key", body, path).scope.salt == mine[0].scope.salt
 
 
 def test_without_tenants_everybody_is_the_same_and_any_key_will_do(served: Served) -> None:

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from engine.request import ReasoningBudget
-from tests.cluster.api.conftest import MODEL, Served
+from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served
 from tests.cluster.api.tools.templates import (
     ASK,
     CALL,
@@ -24,6 +24,11 @@ from tests.cluster.api.tools.templates import (
     serve_template,
 )
 
+LOOKED_UP = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": OSLO},
+}
 REASONED = f"<think>\n{THOUGHT}\n</think>\n\n{SPOKEN}"
 
 
@@ -51,8 +56,26 @@ def test_reasoning_is_told_apart_from_the_answer(thinking: Served) -> None:
     says(thinking, REASONED)
     found = message(thinking)
     assert (found["reasoning_content"], found["content"]) == (THOUGHT, SPOKEN)
+    assert found["reasoning"] == THOUGHT
     texts = streamed(thinking)
-    assert list(texts.items()) == [("reasoning_content", THOUGHT), ("content", SPOKEN)]
+    assert texts == {"reasoning_content": THOUGHT, "reasoning": THOUGHT, "content": SPOKEN}
+    assert list(texts)[-1] == "content"
+
+
+def test_reasoning_that_is_not_wanted_is_not_told(thinking: Served) -> None:
+    says(thinking, REASONED)
+    found = message(thinking, include_reasoning=False)
+    assert found == {"role": "assistant", "content": SPOKEN, "refusal": None}
+    assert streamed(thinking, extra_body={"include_reasoning": False}) == {"content": SPOKEN}
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_a_history_has_reasoning_under_either_name(thinking: Served, name: str) -> None:
+    said = {"role": "assistant", "content": "", name: THOUGHT, "tool_calls": [LOOKED_UP]}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "Rain."}
+    says(thinking, SPOKEN)
+    message(thinking, messages=[*ASK, said, result])
+    assert THOUGHT in prompt(thinking)
 
 
 def test_the_openai_client_sees_it_too(thinking: Served) -> None:
@@ -166,6 +189,11 @@ def test_a_budget_names_the_tokens_of_the_model(marked: Served) -> None:
     for name in ("thinking_budget", "thinking_token_budget"):
         message(marked, **{name: 7})
         assert marked.router.submits[-1].sampling.reasoning == ReasoningBudget(7, end, start)
+        message(marked, **{name: 2**70})
+        most = ReasoningBudget(MAX_MODEL_LEN, end, start)
+        assert marked.router.submits[-1].sampling.reasoning == most
+    message(marked, thinking_token_budget=-1)
+    assert marked.router.submits[-1].sampling.reasoning is None
     message(marked, thinking_budget=7, chat_template_kwargs={"enable_thinking": True})
     assert marked.router.submits[-1].sampling.reasoning == ReasoningBudget(7, end)
     message(marked, thinking_budget=7, chat_template_kwargs={"enable_thinking": False})
