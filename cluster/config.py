@@ -48,6 +48,7 @@ class ModelSection(Section, frozen=True):
     quantization: Literal["none", "int8", "int4", "fp8"] = "none"  # int4 on CPUs, fp8 on GPUs
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto (GPUs where there are any), cpu or cuda
     cache_dir: str = ""  # for converted and downloaded models; "": the user's cache directory
+    chat_template: str = ""  # Jinja, or a file with it; "": the model's own
 
 
 class EngineSection(Section, frozen=True):
@@ -186,6 +187,9 @@ class ApiSection(Section, frozen=True):
     tool_parser: ToolParser = "auto"
     # "think" takes <think> tags out of the text, "none" leaves them; "auto" goes by the template
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    # false: a special token that is written in a message, a tool or its result is text, as with
+    # split_special_tokens of transformers; true: whoever writes <|im_end|> ends the turn
+    parse_special_tokens_in_messages: bool = False
 
 
 class TlsSection(Section, frozen=True):
@@ -310,7 +314,26 @@ def load_config(path: Path | None, overrides: Mapping[str, Any]) -> Config:
         if value is not None:
             tables = tables | {section: tables.get(section, {}) | {name: value}}
     config = build_config(tables, "command line")  # the file alone is right
-    return config if path is None else _resolve_paths(config, path.parent)
+    config = config if path is None else _resolve_paths(config, path.parent)
+    return _read_chat_template(config, path)
+
+
+def _read_chat_template(config: Config, path: Path | None) -> Config:
+    """The file's text in place of its name: other machines do not have the file."""
+    given = config.model.chat_template
+    if not given or "{{" in given or "{%" in given:
+        return config
+    name = Path(given).expanduser()
+    file = name if path is None else path.parent / name
+    try:
+        source = file.read_text(encoding="utf-8")
+        reason = "" if source.strip() else "it is empty"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+    if reason:
+        wanted = "neither Jinja nor a file with it"
+        raise ConfigError(f"{path}: model.chat_template is {wanted}: '{file}': {reason}")
+    return replace(config, model=replace(config.model, chat_template=source))
 
 
 def _resolve_paths(config: Config, folder: Path) -> Config:

@@ -54,6 +54,7 @@ async def serve(
     config = with_operations_key(with_url(config))
     config = await asyncio.to_thread(with_certificates, config)
     config = _for_gpus(config, tell)
+    _check_chat_template(config)
     if config.tracing.endpoint:
         modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
         await asyncio.to_thread(require_extra, "tracing", *modules)
@@ -100,6 +101,17 @@ def _for_gpus(config: Config, tell: Tell) -> Config:
     if told:
         tell("GPUs", told, True)
     return config
+
+
+def _check_chat_template(config: Config) -> None:
+    """Raises ServeError."""
+    from cluster.api.text.chat_template import ChatTemplate  # jinja2, where it is set
+
+    try:
+        if config.model.chat_template:
+            ChatTemplate(config.model.chat_template, {})
+    except ValueError as error:
+        raise ServeError(f"model.chat_template: {error}") from error
 
 
 class _Stopped(Exception):

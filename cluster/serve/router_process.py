@@ -156,7 +156,9 @@ class RouterProcess:
         """The API. Its libraries take a while; the router gets to know its workers meanwhile, and
         clients wait in the socket's queue."""
         try:
-            tokenizer = await asyncio.to_thread(_load_tokenizer, self._spec.model.path)
+            tokenizer = await asyncio.to_thread(
+                _load_tokenizer, self._spec.model.path, self._spec.config
+            )
             await serve_api(
                 self,
                 tokenizer,
@@ -323,11 +325,15 @@ def _router_config(config: Config) -> RouterConfig:
     return router_config(config.router, scaling) if scaling.enabled else config.router
 
 
-def _load_tokenizer(path: Path) -> Any:
+def _load_tokenizer(path: Path, config: Config) -> Any:
     import cluster.api.app  # noqa: F401  (slow)
     from cluster.api.text.tokenizer import Tokenizer
 
-    return Tokenizer(path)
+    return Tokenizer(
+        path,
+        chat_template=config.model.chat_template,
+        parse_special_tokens_in_messages=config.api.parse_special_tokens_in_messages,
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:

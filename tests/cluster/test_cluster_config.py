@@ -99,6 +99,30 @@ def test_a_file_that_is_not_there_or_not_text_is_an_error(tmp_path: Path) -> Non
         load_config(tmp_path / "bytes.toml", {})
 
 
+def test_a_chat_template_is_jinja_or_a_file_with_it(tmp_path: Path) -> None:
+    def given(text: str) -> str:
+        return load_config(
+            write(tmp_path, f"[model]\nchat_template = '{text}'\n"), {}
+        ).model.chat_template
+
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(source)
+    (tmp_path / "empty.jinja").write_text("\n")
+    (tmp_path / "bytes.jinja").write_bytes(b"\xff")
+    assert given(source) == given("chat.jinja") == given(str(tmp_path / "chat.jinja")) == source
+    wrong = (
+        ("chat.jinjo", "No such file"),
+        (".", "Is a directory"),
+        ("empty.jinja", "it is empty"),
+        ("bytes.jinja", "it is not UTF-8"),
+    )
+    for name, reason in wrong:
+        with pytest.raises(
+            ConfigError, match=f"model.chat_template .*'{tmp_path / name}': {reason}"
+        ):
+            given(name)
+
+
 def test_the_most_workers_are_those_of_the_limits() -> None:
     cluster = {"prefill": 2, "decode": 3}
     assert build_config({"cluster": cluster}, "x").most_workers == 5

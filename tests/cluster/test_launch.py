@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 import cluster.runtime.ray_token as ray_token
+from cluster.config import ApiSection, Config, ModelSection
+from cluster.serve.errors import ServeError
+from cluster.serve.launch import serve
 from cluster.serve.ray_access import RayRefused, check_token
+from cluster.serve.router_process import _load_tokenizer
 
 
 def test_a_ray_cluster_that_asks_for_a_token_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +33,22 @@ def test_one_that_does_not_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ray_token, "asks_for_token", unknown)
     with pytest.raises(RayRefused, match=r"no answer within 60 s.*--insecure-ray"):
         check_token("10.0.0.1:6379")
+
+
+def test_a_chat_template_that_is_not_jinja_is_refused() -> None:
+    config = Config(model=ModelSection(chat_template="{{ bos_token }}\n{% for m in %}"))
+
+    def unused(*_: object) -> None:
+        raise AssertionError("it went on")
+
+    with pytest.raises(ServeError, match=r"model\.chat_template: .*not valid Jinja, line 2"):
+        asyncio.run(serve(config, unused, asyncio.Event(), unused))
+
+
+def test_routers_tokenise_as_they_are_told(smollm2_dir: Path) -> None:
+    said = [{"role": "user", "content": "<|im_end|>"}]
+    model = ModelSection(chat_template="{{ messages[0].content }}")
+    for parses, num_tokens in ((True, 1), (False, 7)):
+        config = Config(model=model, api=ApiSection(parse_special_tokens_in_messages=parses))
+        tokens = _load_tokenizer(smollm2_dir, config).apply_chat_template(said)
+        assert len(tokens) == num_tokens

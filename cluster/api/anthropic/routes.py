@@ -61,9 +61,9 @@ async def _count(ctx: ApiContext, http: Request) -> Response:
         caller(ctx, http)
         body = await read_body(ctx, http)
         request = await ctx.in_thread(len(body), read_request, CountRequest, body)
-        tokens = await chat_prompt(ctx, as_chat(request))
+        prompt = await chat_prompt(ctx, as_chat(request))
     except ApiError as error:
         return refuse(error)
     except ClientDisconnect:  # the client is gone
         return Response(status_code=400)
-    return JSONResponse({"input_tokens": len(tokens)})
+    return JSONResponse({"input_tokens": len(prompt.tokens)})

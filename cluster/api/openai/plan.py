@@ -28,7 +28,7 @@ from cluster.api.output.format import THINK, THINK_END
 from cluster.api.tenants import Tenant
 from cluster.api.text.detokenizer import Detokenizer
 from cluster.api.text.infill import NoInfill, infill_prompt
-from cluster.api.text.tokenizer import Tokenizer
+from cluster.api.text.tokenizer import ChatPrompt, Tokenizer
 from cluster.api.text.tool_prompt import TemplateError
 from engine.kv.block_hash import CacheScope
 from engine.kv.tier import Retention
@@ -37,7 +37,6 @@ from router.admission.admission import Call
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
 CHARS_PER_TOKEN = 4  # about
-_END_TOKENS = 16  # of a prompt, in which reasoning may have begun
 IN_MEMORY_S = 600.0  # OpenAI's: KV that may not be on disk is kept for minutes
 DAY_S = 86_400.0
 
@@ -82,18 +81,17 @@ def choice_seed(seed: int, i: int) -> int:
 
 
 async def plan_chat(
-    ctx: ApiContext, request: ChatRequest, tenant: Tenant, tokens: Sequence[int] | None = None
+    ctx: ApiContext, request: ChatRequest, tenant: Tenant, prompt: ChatPrompt | None = None
 ) -> Plan:
-    """tokens: of the prompt, where they are known. Raises `ApiError`."""
-    if tokens is None:
-        tokens = await chat_prompt(ctx, request)
+    """prompt: where it is known. Raises `ApiError`."""
+    if prompt is None:
+        prompt = await chat_prompt(ctx, request)
     wanted = request.max_completion_tokens or request.max_tokens
-    tokens = truncated(ctx, request, tokens, wanted or 1)
+    tokens = truncated(ctx, request, prompt.tokens, wanted or 1)
     room = room_after(ctx, tokens, "messages")
     given = [tool.tool() for tool in request.tools or ()]
-    end = b"".join(map(ctx.tokenizer.token_bytes, tokens[-_END_TOKENS:])).decode(errors="replace")
     calls = request.tool_choice != "none"
-    reading = Reading.after(ctx.dialect, end, given, calls=calls)
+    reading = Reading.after(ctx.dialect, prompt.end, given, calls=calls)
     reading = replace(reading, most_calls=most_calls(request))
     grammar = await constrain_chat(ctx, request, reading)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -138,8 +136,8 @@ def _budget(ctx: ApiContext, request: ChatRequest, reading: Reading) -> Reasonin
     return ReasoningBudget(min(most, ctx.max_model_len), end, None if reading.begun else start)
 
 
-async def chat_prompt(ctx: ApiContext, request: ChatRequest) -> list[int]:
-    """Its tokens. Raises `ApiError`."""
+async def chat_prompt(ctx: ApiContext, request: ChatRequest) -> ChatPrompt:
+    """Raises `ApiError`."""
     _check(ctx, request)
     messages = [message.for_template() for message in request.messages]
     shown = [tool.for_template() for tool in request.tools or ()]
@@ -151,7 +149,7 @@ async def chat_prompt(ctx: ApiContext, request: ChatRequest) -> list[int]:
     try:
         return await ctx.in_thread(
             chars_of(request),
-            ctx.tokenizer.apply_chat_template,
+            ctx.tokenizer.chat_prompt,
             messages,
             shown,
             options,

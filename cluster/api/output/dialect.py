@@ -50,7 +50,8 @@ class Reading:
     def after(
         cls, dialect: Dialect, prompt_end: str, given: Sequence[Tool], *, calls: bool
     ) -> Reading:
-        """`prompt_end`: the last characters of the prompt. `calls`: whether any are allowed."""
+        """`prompt_end`: what the template adds after the last message (see
+        `cluster.api.text.tokenizer.ChatPrompt`). `calls`: whether any are allowed."""
         opened, closed = prompt_end.rfind(THINK), prompt_end.rfind(THINK_END)
         thinks = dialect.thinks and closed <= opened
         wanted = dialect.has_channels or (calls and bool(given))

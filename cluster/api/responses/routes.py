@@ -287,10 +287,10 @@ def _read(body: bytes) -> ResponsesChat:
 
 async def _plan(ctx: ApiContext, chat: ResponsesChat, tenant: Tenant) -> Plan:
     with _in_own_words():
-        tokens = None
+        prompt = None
         if chat.asked.truncation == "auto":
-            chat, tokens = await truncated(ctx, chat)
-        return await plan_chat(ctx, chat, tenant, tokens)
+            chat, prompt = await truncated(ctx, chat)
+        return await plan_chat(ctx, chat, tenant, prompt)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from cluster.api.errors import ApiError
 from cluster.api.openai.plan import CHARS_PER_TOKEN, chars_of, chat_prompt
 from cluster.api.openai.schema import Message
 from cluster.api.responses.schema import ResponsesChat
+from cluster.api.text.tokenizer import ChatPrompt
 
 # Of the context: what an answer has where it is not said how long it may be, and the most that is
 # kept for one. A client that always asks for very long answers still has a conversation.
@@ -31,8 +32,8 @@ _LEAST_RATE = 1 / 64  # tokens of a character
 _ALWAYS = ("system", "developer")
 
 
-async def truncated(ctx: ApiContext, chat: ResponsesChat) -> tuple[ResponsesChat, list[int]]:
-    """What is left, and the tokens of its prompt: the most, in steps, that leaves room for the
+async def truncated(ctx: ApiContext, chat: ResponsesChat) -> tuple[ResponsesChat, ChatPrompt]:
+    """What is left, and its prompt: the most, in steps, that leaves room for the
     answer, or if nothing does, the least. Raises `ApiError`."""
     units = units_of(chat.messages)
     try:
@@ -73,7 +74,7 @@ def _is_output(item: dict[str, Any]) -> bool:
 
 async def _longest(
     ctx: ApiContext, chat: ResponsesChat, units: Sequence[Sequence[int]], cuts: Sequence[int]
-) -> tuple[ResponsesChat, list[int]]:
+) -> tuple[ResponsesChat, ChatPrompt]:
     """cuts: how many units may be left out, ascending."""
     wanted = chat.max_completion_tokens or ctx.max_model_len // ROOM_SHARE
     limit = ctx.max_model_len - min(wanted, ctx.max_model_len // MOST_SHARE)
@@ -81,14 +82,14 @@ async def _longest(
     left_out = [0, *accumulate(sum(chars[i] for i in unit) for unit in units)]
     total = chars_of(chat.model_copy(update={"messages": []})) + sum(chars)
     cuts = in_steps(cuts, left_out, ctx.max_model_len * CHARS_PER_TOKEN // STEP_SHARE)
-    made: dict[int, tuple[ResponsesChat, list[int]]] = {}
+    made: dict[int, tuple[ResponsesChat, ChatPrompt]] = {}
 
     async def measure(place: int) -> int:
         gone = {i for unit in units[: cuts[place]] for i in unit}
         kept = [message for i, message in enumerate(chat.messages) if i not in gone]
         shorter = chat.model_copy(update={"messages": kept})
         made[place] = shorter, await chat_prompt(ctx, shorter)
-        return len(made[place][1])
+        return len(made[place][1].tokens)
 
     sizes = [total - left_out[cut] for cut in cuts]
     return made[await first_that_fits(sizes, limit, measure)]

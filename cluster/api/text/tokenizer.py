@@ -9,7 +9,9 @@ release the interpreter's lock: call them in a thread.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +19,14 @@ from typing import Any
 
 import tokenizers
 
-from cluster.api.text.chat_template import ChatTemplate, read_chat_template
+from cluster.api.output.format import THINK, THINK_END
+from cluster.api.text.chat_template import (
+    ChatTemplate,
+    ControlStrings,
+    pattern_of,
+    private_text,
+    read_chat_template,
+)
 from cluster.api.text.detokenizer import Decoder
 from cluster.api.text.tool_prompt import TemplateError
 from engine.request import Pooling
@@ -25,6 +34,8 @@ from engine.request import Pooling
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 _FOLLOWERS = ("a", " b", "\n", ".")
+_MARKER = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+_WORD = re.compile(r"\w*")
 
 
 class TokenizerError(Exception):
@@ -50,11 +61,23 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    tokens: list[int]
+    end: str  # what the template adds after the last message, where a model may reason
+
+
 class Tokenizer:
     """The tokenizer of one model. Immutable; may be used from any thread."""
 
-    def __init__(self, model_dir: str | Path) -> None:
-        """Raises `TokenizerError`."""
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        chat_template: str = "",
+        parse_special_tokens_in_messages: bool = False,
+    ) -> None:
+        """`chat_template`: instead of the model's own. Raises `TokenizerError`."""
         self.directory = directory = Path(model_dir)
         path = directory / "tokenizer.json"
         if not path.is_file():
@@ -66,8 +89,6 @@ class Tokenizer:
         config = _read_json(directory / "tokenizer_config.json")
         special = {name: _content(config.get(name)) for name in _SPECIAL_NAMES}
         self._special = {name: text for name, text in special.items() if text is not None}
-        source = read_chat_template(directory, config)
-        self.chat_template = ChatTemplate(source, self._special) if source else None
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = self._eos_token_ids(directory)
         generation = _read_json(directory / "generation_config.json")
@@ -80,6 +101,21 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._added: dict[int, str] = {token: entry.content for token, entry in added.items()}
         self._special_ids = frozenset(token for token, entry in added.items() if entry.special)
+        source = chat_template or read_chat_template(directory, config) or ""
+        controls = [entry for entry in added.values() if _is_control(entry, source)]
+        self._control_strings = frozenset(entry.content for entry in controls)
+        self._forbidden: ControlStrings | None = None
+        if not parse_special_tokens_in_messages:
+            normalizer = self._tokenizer.normalizer
+            is_normalized = normalizer and any(entry.normalized for entry in controls)
+            normalize = normalizer.normalize_str if is_normalized else None
+            self._forbidden = ControlStrings(self._control_strings, source, normalize)
+        try:
+            self.chat_template = (
+                ChatTemplate(source, self._special, self._forbidden) if source else None
+            )
+        except ValueError as error:
+            raise TokenizerError(str(error)) from error
         state = (
             json.loads(self._tokenizer.decoder.__getstate__()) if self._tokenizer.decoder else {}
         )
@@ -99,34 +135,55 @@ class Tokenizer:
         return tuple(sorted(found))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        # The batch call without offsets is the one that lets go of the interpreter lock.
-        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = batch[0].ids
-        return ids
+        """Special tokens in `text` are parsed. One that every prompt begins with (BOS) comes once,
+        also where `text` begins with it."""
+        tokens = _encode(self._tokenizer, text, add_special_tokens)
+        num_start = self.num_start_tokens if add_special_tokens else 0
+        is_doubled = num_start and tokens[:num_start] == tokens[num_start : 2 * num_start]
+        return tokens[num_start:] if is_doubled else tokens
 
-    def apply_chat_template(
+    def chat_prompt(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         *,
         continues: bool = False,
         add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Token ids of the whole conversation, as of `ChatTemplate.render`. Raises
-        `TemplateError`."""
+    ) -> ChatPrompt:
+        """The whole conversation, as of `ChatTemplate.render`; only what the template writes makes
+        control tokens. Raises `TemplateError`."""
         if self.chat_template is None:
-            raise TemplateError("this model has no chat template: use /v1/completions")
-        text = self.chat_template.render(
-            *(messages, tools, options),
+            raise TemplateError(
+                "this model has no chat template: set model.chat_template, or use /v1/completions"
+            )
+        found = self.chat_template.prompt(
+            messages,
+            tools,
+            chat_template_kwargs,
             continues=continues,
             add_generation_prompt=add_generation_prompt,
         )
-        return self.encode(text, add_special_tokens=False)
+        if not found.mark:
+            return ChatPrompt(_encode(self._tokenizer, found.text, False), found.end)
+        renamed = self._renamed
+        text = renamed.pattern.sub(lambda control: renamed.prefix + control[0], found.text)
+        text = text.replace(found.mark, "")
+        return ChatPrompt(_encode(renamed.tokenizer, text, False), found.end)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens` without special tokens; bytes that are not UTF-8 become U+FFFD."""
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *args: Any, **options: Any
+    ) -> list[int]:
+        """Tokens of `chat_prompt`, which takes the same."""
+        return self.chat_prompt(messages, *args, **options).tokens
+
+    @cached_property
+    def _renamed(self) -> _Renamed:
+        return _Renamed(self.directory / "tokenizer.json", self._control_strings)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `tokens`; bytes that are not UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
     def is_special(self, token: int) -> bool:
@@ -141,7 +198,7 @@ class Tokenizer:
     @cached_property
     def num_start_tokens(self) -> int:
         """Special tokens that every prompt begins with."""
-        return len([*takewhile(self.is_special, self.encode("a"))])
+        return len([*takewhile(self.is_special, _encode(self._tokenizer, "a", True))])
 
     def special_id(self, text: str) -> int | None:
         """Of a special token; None: `text` is none."""
@@ -175,11 +232,54 @@ class _Showing:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """None of `tokens` is special to `is_special`."""
-        text: str = self._tokenizer._tokenizer.decode(list(tokens), skip_special_tokens=False)
-        return text
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def is_special(self, token: int) -> bool:
         return self._tokenizer.is_special(token) and token not in self._shown
+
+
+class _Renamed:
+    """The tokenizer with another name for each control token: `prefix`, then its own. So a text
+    can have both the token and the characters of its name, and everything else (normalizer,
+    white space around tokens) is as it is without. Made when the first text needs it."""
+
+    def __init__(self, path: Path, control_strings: Iterable[str]) -> None:
+        controls = frozenset(control_strings)
+        self.prefix = private_text(8)  # no client can write it
+        self.pattern = re.compile(pattern_of(controls) or "(?!)")
+
+        def name(text: Any) -> Any:
+            return self.prefix + text if text in controls else text
+
+        state = json.loads(path.read_text(encoding="utf-8"))
+        for entry in state["added_tokens"]:
+            entry["content"] = name(entry["content"])
+        model = state["model"]
+        if isinstance(vocabulary := model["vocab"], dict):
+            model["vocab"] = {name(text): token for text, token in vocabulary.items()}
+        else:  # Unigram: pairs of a text and its score
+            model["vocab"] = [[name(text), score] for text, score in vocabulary]
+        if "unk_token" in model:
+            model["unk_token"] = name(model["unk_token"])
+        self.tokenizer: Any = tokenizers.Tokenizer.from_str(json.dumps(state))
+
+
+def _encode(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    # The batch call without offsets is the one that lets go of the interpreter lock.
+    batch = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = batch[0].ids
+    return ids
+
+
+def _is_control(entry: Any, source: str) -> bool:
+    """Whether an added token is more than a frequent text. Many models have white space and HTML
+    tags among them, and marks of reasoning and calls that are not called special."""
+    text: str = entry.content
+    if entry.special:
+        return True
+    if _WORD.fullmatch(text.replace("▁", "").strip()):
+        return False
+    return text in source or text in (THINK, THINK_END) or bool(_MARKER.fullmatch(text))
 
 
 def _content(token: Any) -> str | None:

@@ -72,7 +72,7 @@ class _Tokens:
             )
         else:
             chat = parse(ChatRequest, body if request.model else _named(body, ctx.model_name))
-            tokens = await chat_prompt(ctx, chat)
+            tokens = (await chat_prompt(ctx, chat)).tokens
         answer: dict[str, Any] = {
             "count": len(tokens),
             "max_model_len": ctx.max_model_len,
@@ -91,7 +91,9 @@ class _Tokens:
         self._check(request.model)
         check_token_ids(ctx, "tokens", request.tokens)
         decode = ctx.tokenizer.decode
-        text = await ctx.in_thread(len(request.tokens), decode, request.tokens)
+        text = await ctx.in_thread(
+            len(request.tokens), decode, request.tokens, skip_special_tokens=False
+        )
         return JSONResponse({"prompt": text})
 
     def _check(self, model: str | None) -> None:

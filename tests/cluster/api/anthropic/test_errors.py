@@ -255,7 +255,7 @@ def test_errors_of_the_server_have_anthropics_form_too(
     def fail(*_: Any) -> None:
         raise RuntimeError("what is inside")
 
-    monkeypatch.setattr(served.ctx.tokenizer, "apply_chat_template", fail)
+    monkeypatch.setattr(served.ctx.tokenizer, "chat_prompt", fail)
     body = {"model": MODEL, "max_tokens": 9, "messages": ASK}
     response = served.http.post(path, json=body)
     assert error_of(response, 500)[0] == "api_error"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cluster.api.openai.schema import Message
 from cluster.api.responses import truncation
 from cluster.api.responses.truncation import first_that_fits, units_of, with_their_calls
-from cluster.api.text.tokenizer import Tokenizer
+from cluster.api.text.tokenizer import ChatPrompt, Tokenizer
 from router.admission.admission import Call
 from tests.cluster.api.conftest import MAX_MODEL_LEN, Served, wait_until
 from tests.cluster.api.responses.asking import (
@@ -282,16 +282,16 @@ def test_few_prompts_are_tokenised_and_none_that_is_much_too_long(
     served: Served, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     lengths: list[int] = []
-    tokenise = Tokenizer.apply_chat_template
+    tokenise = Tokenizer.chat_prompt
 
-    def watched(self: Tokenizer, messages: Any, *args: Any, **options: Any) -> list[int]:
-        tokens = tokenise(self, messages, *args, **options)
-        lengths.append(len(tokens))
-        return tokens
+    def watched(self: Tokenizer, messages: Any, *args: Any, **options: Any) -> ChatPrompt:
+        found = tokenise(self, messages, *args, **options)
+        lengths.append(len(found.tokens))
+        return found
 
     items = [each for i in range(300) for each in (user(text * (1 + i % 9)), said(f"So {i}."))]
     ask(served, items[:3], **AUTO)
-    monkeypatch.setattr(Tokenizer, "apply_chat_template", watched)
+    monkeypatch.setattr(Tokenizer, "chat_prompt", watched)
     ask(served, items[:3], **AUTO)
     assert len(lengths) == 1  # it fits
     lengths.clear()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import AddedToken, normalizers, processors
 
 from cluster.api.openai.tools import arguments_of
 from cluster.api.text.chat_template import ChatTemplate
@@ -54,6 +57,83 @@ def test_a_model_without_a_template_says_so(smollm2_dir: Path, tmp_path: Path) -
     shutil.copy(smollm2_dir / "tokenizer.json", tmp_path)
     with pytest.raises(TemplateError, match="no chat template"):
         Tokenizer(tmp_path).apply_chat_template(MESSAGES)
+
+
+def test_a_template_may_be_given_instead(smollm2_dir: Path, tmp_path: Path) -> None:
+    shutil.copy(smollm2_dir / "tokenizer.json", tmp_path)
+    given = Tokenizer(tmp_path, chat_template="{{ messages[0].content }}!")
+    assert given.apply_chat_template(MESSAGES) == given.encode("Be brief.!")
+    with pytest.raises(TokenizerError, match="not valid Jinja, line 2"):
+        Tokenizer(tmp_path, chat_template="a\n{% if %}")
+
+
+def test_prompts_begin_with_one_bos(smollm2_dir: Path, tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    start = made.token_to_id("<|im_start|>")
+    made.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    template = "<|im_start|>{{ messages[0].content }}"
+    tokenizer = Tokenizer(tmp_path, chat_template=template)
+    expected = [start, *tokenizer.encode("Hello", add_special_tokens=False)]
+    assert tokenizer.encode("Hello") == tokenizer.encode("<|im_start|>Hello") == expected
+    assert tokenizer.encode("<|im_start|>Hello", add_special_tokens=False) == expected
+    assert tokenizer.encode("") == tokenizer.encode("<|im_start|>") == [start]
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}]) == expected
+    said = [{"role": "user", "content": "<|im_start|>Hello"}]
+    assert tokenizer.apply_chat_template(said).count(start) == 1
+
+
+def test_a_text_that_is_normalized_to_a_control_token_is_text(
+    smollm2_dir: Path, tmp_path: Path
+) -> None:
+    made = tokenizers.Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    made.normalizer = normalizers.NFKC()
+    made.add_special_tokens([AddedToken("<|turn|>", normalized=True)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path, chat_template="<|turn|>{{ messages[0].content }}")
+    turn, wide = tokenizer.token_id("<|turn|>"), "＜|turn|＞"
+    assert tokenizer.encode(wide) == [turn]
+    said = tokenizer.apply_chat_template([{"role": "user", "content": f"a {wide}"}])
+    assert said.count(turn or 0) == 1
+    assert tokenizer.decode(said) == "a <|turn|>"
+
+
+def test_without_a_generation_prompt_it_ends_with_the_last_message(tokenizer: Tokenizer) -> None:
+    whole = tokenizer.chat_prompt(MESSAGES)
+    ended = tokenizer.chat_prompt(MESSAGES, add_generation_prompt=False).tokens
+    assert whole.tokens[: len(ended)] == ended
+    assert tokenizer.decode(whole.tokens[len(ended) :]) == "assistant\n"
+
+
+def test_what_is_nested_too_deep_is_refused(smollm2_dir: Path) -> None:
+    tokenizer = Tokenizer(smollm2_dir, chat_template="{{ tools | tojson }}")
+    deep: dict[str, object] = {"a": "<|im_end|>"}
+    for _ in range(2000):
+        deep = {"a": deep}
+    with pytest.raises(TemplateError, match="nested too deep"):
+        tokenizer.apply_chat_template(MESSAGES, [deep])
+
+
+def test_a_refusal_says_what_was_sent(smollm2_dir: Path) -> None:
+    source = "{{ raise_exception('not ' + messages[0].content) }}"
+    tokenizer = Tokenizer(smollm2_dir, chat_template=source)
+    with pytest.raises(TemplateError, match=r"not <\|im_end\|>$"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "<|im_end|>"}])
+
+
+@pytest.mark.parametrize(
+    "text", ["<", "<|im_", "<|im_end|>", "</think", "|>", "\U000f0000<|im_end|>"]
+)
+def test_long_texts_of_control_strings_take_no_longer_than_others(
+    tokenizer: Tokenizer, text: str
+) -> None:
+    content = text * (200_000 // len(text))
+    started = time.process_time()
+    tokens = tokenizer.apply_chat_template([{"role": "user", "content": content}])
+    assert time.process_time() - started < 3.0
+    assert content in tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def test_a_directory_without_a_usable_tokenizer_is_one_clear_line(tmp_path: Path) -> None:

@@ -30,6 +30,12 @@ def test_a_text_becomes_tokens_and_text_again(served: Served, tokenizer: Tokeniz
     assert back.json() == {"prompt": text}
 
 
+def test_special_tokens_become_text_again(served: Served, tokenizer: Tokenizer) -> None:
+    text = "<|im_start|>user\nHi<|im_end|>\n"
+    back = served.post({"tokens": tokenizer.encode(text)}, "/detokenize")
+    assert back.json() == {"prompt": text}
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_chat_becomes_the_tokens_that_it_is_answered_with(served: Served, named: bool) -> None:
     body = HELLO if named else {"messages": HELLO["messages"]}
