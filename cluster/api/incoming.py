@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid, overloaded, unauthorized
+from cluster.api.limiter import TENANT
 from cluster.api.tenants import Tenant
 
 _OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
@@ -32,6 +33,7 @@ def caller(ctx: ApiContext, http: Request) -> Tenant:
         why = "The API key is not one of this server's"
     if tenant is None:
         raise unauthorized(why)
+    TENANT.set(tenant.name)
     return tenant
 
 
