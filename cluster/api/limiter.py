@@ -29,25 +29,28 @@ class LimitReached(Exception):
 
 
 class ByteBudget:
-    """Memory for bodies that are still arriving. Owned by the API's context; used in its loop.
-    Invariant: `num_taken <= limit`."""
+    """Memory for bodies, from their arrival until it is known what they ask for. Owned by the API's
+    context; used in its loop. Invariant: `num_taken <= limit`, of one tenant half of that."""
 
     def __init__(self, limit: int) -> None:
         """limit: bytes."""
         self.limit = limit
         self.num_taken = 0
+        self._taken: Counter[str] = Counter()  # by tenant
 
     @contextmanager
     def share(self) -> Iterator[Callable[[int], bool]]:
         """A function that takes so many bytes more; False: there are not that many. All are given
         back at the end."""
-        mine = 0
+        mine, tenant = 0, TENANT.get()
 
         def take(size: int) -> bool:
             nonlocal mine
-            if self.num_taken + size > self.limit:
+            is_more_than_half = 2 * (self._taken[tenant] + size) > self.limit
+            if is_more_than_half or self.num_taken + size > self.limit:
                 return False
             self.num_taken += size
+            self._taken[tenant] += size
             mine += size
             return True
 
@@ -55,6 +58,7 @@ class ByteBudget:
             yield take
         finally:
             self.num_taken -= mine
+            self._taken -= Counter({tenant: mine})
 
 
 class ConcurrencyLimiter:

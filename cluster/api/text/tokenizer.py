@@ -27,6 +27,19 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token
 _FOLLOWERS = ("a", " b", "\n", ".")
 
 
+USUAL_CHARS = 8  # of a token, at the most, in texts that are not looked at before
+PIECE_CHARS = 16 * 1024
+CUT_TOKENS = 64  # more, at the most, where a piece is cut off
+
+
+class TooLong(Exception):
+    """A text has more tokens than it may; `num_tokens`: at least so many."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"at least {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
 class TokenizerError(Exception):
     """The model directory has no tokenizer that can be used; one clear line."""
 
@@ -111,12 +124,14 @@ class Tokenizer:
         options: Mapping[str, Any] | None = None,
         *,
         continues: bool = False,
+        most: int | None = None,
     ) -> list[int]:
         """Token ids of the whole conversation, as of `ChatTemplate.render`. Raises
-        `TemplateError`."""
+        `TemplateError`, and TooLong where it is plain that they are more than `most`."""
         if self.chat_template is None:
             raise TemplateError("this model has no chat template: use /v1/completions")
         text = self.chat_template.render(messages, tools, options, continues=continues)
+        self.check_length(text, most)
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -162,6 +177,18 @@ class Tokenizer:
             return bytes([int(text[3:5], 16)])
         plain: str = text.replace("▁", " ")
         return plain.encode()
+
+    def check_length(self, text: str, most: int | None) -> None:
+        """Raises TooLong where `text` has plainly more than `most` tokens, after work that depends
+        on `most` and not on the text."""
+        if most is None or len(text) <= USUAL_CHARS * most:
+            return
+        count = 0
+        for at in range(0, len(text), PIECE_CHARS):
+            piece = self.encode(text[at : at + PIECE_CHARS], add_special_tokens=False)
+            count += max(0, len(piece) - CUT_TOKENS)
+            if count > most:
+                raise TooLong(count)
 
 
 class _Showing:
