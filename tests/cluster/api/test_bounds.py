@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import threading
 import time
+from array import array
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from cluster.api.context import ApiLimits
+from cluster.api.openai.generation import Generation
 from cluster.api.tenants import Tenants
+from cluster.api.text.prefixes import num_common
 from cluster.api.text.tokenizer import Tokenizer
 from cluster.config import TenantEntry
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve, wait_until
@@ -184,6 +188,68 @@ def test_calls_that_generate_nothing_have_limits_too(
     monkeypatch.undo()
     shared.ctx.rates._buckets.clear()
     assert [post("slow").status_code for _ in range(3)] == [200, 200, 429]
+
+
+def test_responses_in_the_background_have_places_by_tenant(
+    shared: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.api.responses.routes.MAX_BACKGROUND", 2)
+    monkeypatch.setattr(shared.router, "delay_s", 60)
+    body = {"model": MODEL, "input": "Hi", "background": True}
+
+    def begin(key: str) -> httpx.Response:
+        return shared.http.post("/v1/responses", json=body, headers=of(key))
+
+    responses = [begin("batch") for _ in range(3)]
+    assert [each.status_code for each in responses] == [200, 200, 429]
+    other = begin("gold")
+    assert other.status_code == 200
+    for key, each in (("batch", responses[0]), ("batch", responses[1]), ("gold", other)):
+        path = f"/v1/responses/{each.json()['id']}/cancel"
+        assert shared.http.post(path, headers=of(key)).json()["status"] == "cancelled"
+
+
+def test_responses_that_are_asked_for_again_count_as_requests(shared: Served) -> None:
+    shared.ctx.rates._buckets.clear()
+    body = {"model": MODEL, "input": "Hi"}
+    made = shared.http.post("/v1/responses", json=body, headers=of("slow")).json()["id"]
+    paths = [f"/v1/responses/{made}", f"/v1/responses/{made}/input_items"]
+    told = [shared.http.get(path, headers=of("slow")).status_code for path in paths]
+    assert told == [200, 429]
+
+
+def test_the_usage_of_many_prompts_is_counted_once_over() -> None:
+    class Prompt:
+        tokens = (1, 2, 3)
+
+        def __init__(self, prompt: int) -> None:
+            self.prompt = prompt
+
+    def choice(prompt: int, num_cached: int) -> Any:
+        return SimpleNamespace(
+            plan=Prompt(prompt),
+            num_cached_tokens=num_cached,
+            cached_by_source={"device": num_cached},
+            num_tokens=2,
+            num_reasoning_tokens=1,
+        )
+
+    choices = [choice(i // 2, 2 - i % 2) for i in range(16_384)]
+    began = time.process_time()
+    usage = Generation.usage(SimpleNamespace(choices=choices))  # type: ignore[arg-type]
+    assert time.process_time() - began < 1.0  # a 20th of that; it was more than ten seconds
+    assert usage["prompt_tokens"] == 3 * 8192
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 8192  # the least of each prompt's
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 16_384
+
+
+def test_prompts_are_compared_in_little_time() -> None:
+    one, other = array("I", range(32_768)), array("I", [*range(32_767), 5])
+    began = time.process_time()
+    assert {num_common(one, other) for _ in range(128)} == {32_767}
+    assert num_common(one, array("I", range(10))) == 10
+    assert num_common(one, array("I")) == 0
+    assert time.process_time() - began < 0.15  # on the loop; it was 0.4 s
 
 
 def test_large_calls_do_not_hold_up_the_loop(tokenizer: Tokenizer) -> None:
