@@ -181,7 +181,7 @@ class EngineCore:
             num_accepted = sum(len(each.more) for each in done.sampled if each is not None)
             self.count("draft_tokens", num_drafted)
             self.count("draft_tokens_accepted", num_accepted)
-        if done.elapsed_s > 0:
+        if done.elapsed_s > 0 and not done.waiting:
             self.timing.on_step(step, done.elapsed_s, repeats, num_accepted)
 
     def give_up(self, why: str) -> list[Effect]:

@@ -146,6 +146,8 @@ class StepDone:
     unsampled: dict[int, str] = field(default_factory=dict)  # no token could be drawn for it
     ungrammatical: dict[int, str] = field(default_factory=dict)  # the same, by its own grammar
     invalid: dict[int, str] = field(default_factory=dict)  # the same, for token ids of its own
+    # Index of sequences that are to come again, for their grammars still compile.
+    waiting: frozenset[int] = frozenset()
     # Index of a sequence -> outputs of its `output_positions`; the embedding is a sum as long as
     # the prompt has not ended.
     prompts: dict[int, PromptOutputs] = field(default_factory=dict)

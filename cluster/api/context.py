@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from cluster.api.calls import Calls
 from cluster.api.client import RouterClient
-from cluster.api.limiter import ByteBudget, ConcurrencyLimiter
+from cluster.api.errors import overloaded
+from cluster.api.limiter import ByteBudget, ConcurrencyLimiter, LimitReached, Turns
 from cluster.api.metrics import ApiMetrics
 from cluster.api.rates import RateLimits
 from cluster.api.responses.store import ResponseStore
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_NUM_BODIES = 64  # as large as they may be, that may arrive at once
+_NUM_BODIES = 16  # as large as they may be, that may be there at once
 _LARGE = 128 * 1024  # characters; about 0.1 s to tokenise
+_LARGE_AT_ONCE = 2  # threads; of one tenant one
+_MAX_LARGE = 32  # of one tenant, that wait
 
 
 class ControllerAway(Exception):
@@ -101,9 +104,10 @@ class ApiContext:
     calls: Calls = field(init=False)
     live: ConcurrencyLimiter = field(init=False)  # HTTP requests that generate
     commands: ConcurrencyLimiter = field(init=False)  # about sessions
-    bodies: ByteBudget = field(init=False)  # of those that are large and still arrive
+    bodies: ByteBudget = field(init=False)  # of those that are large
     _pool: ThreadPoolExecutor = field(init=False, repr=False)
     _pool_of_large: ThreadPoolExecutor = field(init=False, repr=False)
+    _turns: Turns = field(init=False, repr=False)  # of what is large
 
     def __post_init__(self) -> None:
         trace = None if self.tracing is None else self.tracing.record
@@ -121,7 +125,8 @@ class ApiContext:
         self.dialect = Dialect.of(source, self.tool_parser, self.reasoning_parser)
         self.constraints = Constraints(self.tokenizer.directory, self.tokenizer.eos_token_ids)
         self._pool = ThreadPoolExecutor(self.limits.tokenizer_threads, "tokenizer")
-        self._pool_of_large = ThreadPoolExecutor(1, "tokenizer-large")
+        self._pool_of_large = ThreadPoolExecutor(_LARGE_AT_ONCE, "tokenizer-large")
+        self._turns = Turns(_LARGE_AT_ONCE, _MAX_LARGE)
 
     @property
     def system_fingerprint(self) -> str:
@@ -129,10 +134,17 @@ class ApiContext:
 
     async def in_thread(self, size: int, call: Callable[P, T], *args: P.args, **kw: P.kwargs) -> T:
         """Run what would block the event loop. `size`, in characters or bytes, says how much work
-        it is: what is large has a thread of its own, so that it holds up only its like."""
-        pool = self._pool if size <= _LARGE else self._pool_of_large
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(pool, lambda: call(*args, **kw))
+        it is: what is large has threads of its own, where tenants take turns, so that it holds up
+        only its like. Raises ApiError (429)."""
+        run = asyncio.get_running_loop().run_in_executor
+        if size <= _LARGE:
+            return await run(self._pool, lambda: call(*args, **kw))
+        try:
+            async with self._turns.turn():
+                return await run(self._pool_of_large, lambda: call(*args, **kw))
+        except LimitReached as reached:
+            message = f"{_MAX_LARGE} large requests of this API key wait, which is the limit"
+            raise overloaded(message, reached.retry_after_s) from None
 
     def close(self) -> None:
         self.constraints.close()

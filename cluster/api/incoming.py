@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import reprlib
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from starlette.requests import Request
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid, overloaded, unauthorized
+from cluster.api.limiter import TENANT, LimitReached
 from cluster.api.tenants import Tenant
 
 _OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
@@ -32,6 +34,7 @@ def caller(ctx: ApiContext, http: Request) -> Tenant:
         why = "The API key is not one of this server's"
     if tenant is None:
         raise unauthorized(why)
+    TENANT.set(tenant.name)
     return tenant
 
 
@@ -124,8 +127,35 @@ def check_token_ids(ctx: ApiContext, param: str, tokens: Collection[int]) -> Non
         )
 
 
+@contextmanager
+def utility_call(ctx: ApiContext, http: Request) -> Iterator[Tenant]:
+    """The tenant of a call that generates nothing and costs work all the same: it keeps a place,
+    and counts as a request. Raises `ApiError` (401, 429)."""
+    tenant = caller(ctx, http)
+    try:
+        with ctx.live.take():
+            ctx.rates.admit(asyncio.get_running_loop().time(), tenant, 0)
+            yield tenant
+    except LimitReached as taken:
+        message = f"{ctx.live.limit} requests are being served, which is the limit"
+        raise overloaded(message, taken.retry_after_s) from None
+
+
 async def read_body(ctx: ApiContext, request: Request) -> bytes:
-    """The whole body. Raises `ApiError` (400, 408, 413, 429) and starlette's `ClientDisconnect`."""
+    """A small body, as of `held_body`."""
+    async with held_body(ctx, request) as body:
+        return body
+
+
+@asynccontextmanager
+async def held_body(ctx: ApiContext, request: Request) -> AsyncIterator[bytes]:
+    """The whole body, whose bytes count until it is no longer needed. Raises `ApiError` (400, 408,
+    413, 429) and starlette's `ClientDisconnect`."""
+    with ctx.bodies.share() as take:
+        yield await _received(ctx, request, take)
+
+
+async def _received(ctx: ApiContext, request: Request, take: Callable[[int], bool]) -> bytes:
     limits = ctx.limits
     limit = limits.max_body_bytes
     declared = request.headers.get("content-length", "0")
@@ -138,18 +168,17 @@ async def read_body(ctx: ApiContext, request: Request) -> bytes:
     size = 0
     chunks: list[bytes] = []
     try:
-        with ctx.bodies.share() as take:
-            async with asyncio.timeout(limits.body_timeout_s):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > 2 * limit:
-                        break
-                    if size > limit:
-                        chunks.clear()
-                        continue
-                    if size > _SMALL and not take(len(chunk)):
-                        raise overloaded("The bodies of other requests take all memory", 1.0)
-                    chunks.append(chunk)
+        async with asyncio.timeout(limits.body_timeout_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > 2 * limit:
+                    break
+                if size > limit:
+                    chunks.clear()
+                    continue
+                if size > _SMALL and not take(len(chunk)):
+                    raise overloaded("The bodies of other requests take all memory", 1.0)
+                chunks.append(chunk)
     except TimeoutError:
         raise ApiError(
             408,

@@ -6,12 +6,18 @@ times in that time, and each caller that is refused is told the next time that i
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 
 UNKNOWN_RETRY_AFTER_S = 1.0  # before any call has taken any time
 SMOOTHING = 0.05
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="")
+"""Whose call it is that runs; set when its key is read."""
 
 
 class LimitReached(Exception):
@@ -23,25 +29,28 @@ class LimitReached(Exception):
 
 
 class ByteBudget:
-    """Memory for bodies that are still arriving. Owned by the API's context; used in its loop.
-    Invariant: `num_taken <= limit`."""
+    """Memory for bodies, from their arrival until it is known what they ask for. Owned by the API's
+    context; used in its loop. Invariant: `num_taken <= limit`, of one tenant half of that."""
 
     def __init__(self, limit: int) -> None:
         """limit: bytes."""
         self.limit = limit
         self.num_taken = 0
+        self._taken: Counter[str] = Counter()  # by tenant
 
     @contextmanager
     def share(self) -> Iterator[Callable[[int], bool]]:
         """A function that takes so many bytes more; False: there are not that many. All are given
         back at the end."""
-        mine = 0
+        mine, tenant = 0, TENANT.get()
 
         def take(size: int) -> bool:
             nonlocal mine
-            if self.num_taken + size > self.limit:
+            is_more_than_half = 2 * (self._taken[tenant] + size) > self.limit
+            if is_more_than_half or self.num_taken + size > self.limit:
                 return False
             self.num_taken += size
+            self._taken[tenant] += size
             mine += size
             return True
 
@@ -49,6 +58,7 @@ class ByteBudget:
             yield take
         finally:
             self.num_taken -= mine
+            self._taken -= Counter({tenant: mine})
 
 
 class ConcurrencyLimiter:
@@ -96,3 +106,62 @@ class ConcurrencyLimiter:
             return UNKNOWN_RETRY_AFTER_S
         self._told = min(max(now, self._told) + stay_s / self.limit, now + stay_s)
         return self._told - now
+
+
+class Turns:
+    """Work that takes long: so much at once, of one tenant one, and tenants take turns, so that
+    what one asks for waits behind its own. Used in one loop. Invariants: at most `limit` run; who
+    could run does not wait."""
+
+    def __init__(self, limit: int, max_waiting: int) -> None:
+        """max_waiting: calls of one tenant."""
+        self._limit, self._max_waiting = limit, max_waiting
+        self._running: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @asynccontextmanager
+    async def turn(self, timeout_s: float | None = None) -> AsyncIterator[None]:
+        """Wait for the turn of the tenant whose call it is. Raises LimitReached."""
+        tenant = TENANT.get()
+        if self._running.total() < self._limit and not self._running[tenant]:
+            self._running[tenant] += 1
+        else:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._wait(tenant)
+            except TimeoutError:
+                raise LimitReached(UNKNOWN_RETRY_AFTER_S) from None
+        try:
+            yield
+        finally:
+            self._end(tenant)
+
+    async def _wait(self, tenant: str) -> None:
+        waiting = self._waiting.setdefault(tenant, deque())
+        if len(waiting) >= self._max_waiting:
+            raise LimitReached(UNKNOWN_RETRY_AFTER_S)
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting.append(mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():
+                self._end(tenant)  # its turn had just come
+            elif mine in waiting:
+                waiting.remove(mine)
+            raise
+
+    def _end(self, tenant: str) -> None:
+        self._running -= Counter([tenant])
+        for other, waiting in list(self._waiting.items()):
+            if self._running.total() >= self._limit:
+                return
+            if self._running[other]:
+                continue
+            while waiting and waiting[0].done():
+                waiting.popleft()
+            del self._waiting[other]
+            if waiting:
+                self._running[other] += 1
+                waiting.popleft().set_result(None)
+                self._waiting[other] = waiting  # the last in line

@@ -156,16 +156,18 @@ class ModelRunner:
         failed, invalid, tables = self._guard.check(step)
         num_seqs = len(step.seqs)
         ungrammatical: dict[int, str] = {}
+        waiting: set[int] = set()
         masks_of: Masks | None = None
         if any(seq.sample and seq.sampling.is_masked for seq in step.seqs):
-            ungrammatical, masks_of = self.grammars.follow(step.seqs), self.grammars.masks
+            waiting, masks_of = self.grammars.not_ready(step.seqs), self.grammars.masks
+            ungrammatical = self.grammars.follow(step.seqs, waiting)
         unchecked = failed | invalid
-        left_out = unchecked | ungrammatical
-        if ungrammatical and self._member is not None:  # the other ranks know no grammar
+        left_out = {*unchecked, *ungrammatical, *waiting}
+        if len(left_out) > len(unchecked) and self._member is not None:  # other ranks know none
             seqs = [*step.seqs]
-            for index in ungrammatical:
+            for index in (*ungrammatical, *waiting):
                 seqs[index] = replace(seqs[index], sampling=GREEDY)
-            step, left_out = replace(step, seqs=seqs), unchecked
+            step, left_out = replace(step, seqs=seqs), {*unchecked}
         kept = [index for index in range(num_seqs) if index not in left_out]
         if len(kept) < num_seqs:
             checked = (index for index in range(num_seqs) if index not in unchecked)
@@ -194,13 +196,14 @@ class ModelRunner:
             results[index] = None
         return StepDone(
             step.step_id,
-            [results.get(index) for index in range(num_seqs)],
+            [None if index in waiting else results.get(index) for index in range(num_seqs)],
             elapsed_s=perf_counter() - began,
             failed=failed,
             unsampled=unsampled,
             ungrammatical=ungrammatical,
             prompts={kept[index]: each for index, each in outputs.items()},
             invalid=invalid,
+            waiting=frozenset(waiting),
         )
 
     def _run(

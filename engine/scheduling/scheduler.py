@@ -278,9 +278,9 @@ class Scheduler:
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:
         """Apply a step that is done: KV computed, blocks sealed, sampled tokens appended.
 
-        Returns (sequence, tokens computed) of those that live and are not in `faults`. Blocks of
-        those that were ended meanwhile are freed. After a failed step nothing is computed: its
-        sequences run again apart."""
+        Returns (sequence, tokens computed) of those that live, are not in `faults`, and do not wait
+        for their grammars. Blocks of those that were ended meanwhile are freed. After a failed step
+        nothing is computed: its sequences run again apart."""
         step, seqs = self.in_flight.popleft()
         assert step.step_id == done.step_id
         if step.is_health_check:
@@ -298,6 +298,8 @@ class Scheduler:
                 continue
             if (fault := done.fault(index)) is not None:
                 self.faults.append((seq, *fault))
+                continue
+            if index in done.waiting:
                 continue
             if done.error is None:
                 sampled = done.sampled[index]

@@ -147,3 +147,33 @@ def test_who_is_left_out_by_the_executor_fails_and_the_others_go_on(remote: bool
     for name in ("a", "b"):
         assert world.output(name, PROMPTS[name]) == reference(PROMPTS[name], 30)
     world.assert_idle()
+
+
+class Compiling(World):
+    """Its executor leaves out whose grammar still compiles, for so many steps."""
+
+    num_steps = 0
+
+    def run(self, node: str, step: Step) -> StepDone:
+        waiting: frozenset[int] = frozenset()
+        if self.num_steps:
+            each = enumerate(step.seqs)
+            waiting = frozenset(i for i, s in each if s.sample and s.request_id.startswith("liar"))
+            self.num_steps -= bool(waiting)
+        done = super().run(node, step)
+        sampled = [None if index in waiting else s for index, s in enumerate(done.sampled)]
+        return replace(done, sampled=sampled, waiting=waiting)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_whose_grammar_compiles_comes_again_and_the_others_go_on(remote: bool) -> None:
+    world = Compiling(num_blocks=60, num_decode=1)
+    for name, prompt in PROMPTS.items():
+        world.submit(name, prompt, 30, remote=remote)
+    world.num_steps = 7
+    world.drain()
+    assert world.num_steps == 0
+    assert not world.refused()
+    for name, prompt in PROMPTS.items():
+        assert world.output(name, prompt) == reference(prompt, 30)
+    world.assert_idle()

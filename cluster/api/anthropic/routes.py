@@ -19,7 +19,7 @@ from cluster.api.anthropic.schema import (
 )
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
-from cluster.api.incoming import caller, read_body
+from cluster.api.incoming import held_body, utility_call
 from cluster.api.openai.parts import Plan
 from cluster.api.openai.plan import chat_prompt, plan_chat
 from cluster.api.openai.respond import GenerateEndpoint, error_response
@@ -58,10 +58,11 @@ async def _plan(ctx: ApiContext, request: MessagesChat, tenant: Tenant) -> Plan:
 
 async def _count(ctx: ApiContext, http: Request) -> Response:
     try:
-        caller(ctx, http)
-        body = await read_body(ctx, http)
-        request = await ctx.in_thread(len(body), read_request, CountRequest, body)
-        prompt = await chat_prompt(ctx, as_chat(request))
+        with utility_call(ctx, http):
+            async with held_body(ctx, http) as body:
+                request = await ctx.in_thread(len(body), read_request, CountRequest, body)
+                chat = await ctx.in_thread(len(body), as_chat, request)
+                prompt = await chat_prompt(ctx, chat)
     except ApiError as error:
         return refuse(error)
     except ClientDisconnect:  # the client is gone

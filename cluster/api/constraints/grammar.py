@@ -1,16 +1,22 @@
 """From what a request asks of its output to a grammar, and whether that can be kept.
 
-Compiling takes milliseconds for what people write and seconds for what they should not, so it is
-done in a thread of its own, with a deadline; what has compiled is remembered.
+Compiling takes milliseconds for what people write and minutes for what they should not, so it is
+done in a process that can be ended (`cluster.api.constraints.compiler`); its answers are
+remembered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import pickle
+import socket
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -19,75 +25,160 @@ from llguidance import StructTag, grammar_from
 
 from cluster.api.constraints.schema import (
     MAX_SCHEMA_CHARS,
+    TOO_DEEP,
     SchemaError,
     in_one_line,
     part_grammar,
     schema_grammar,
 )
-from engine.model.sampling.grammar import GrammarError, compile_grammar, read_vocabulary
+from cluster.api.limiter import LimitReached, Turns
+from engine.model.sampling.grammar import GrammarError
 
-COMPILE_TIMEOUT_S = 5.0  # with those that wait before it
+# What people write takes milliseconds; the largest schema that is let in takes 0.1 s.
+CPU_S = 1.0
+REAL_S = 2.0  # on a machine that has other things to do
+MEMORY_BYTES = 128 * 2**20
+BEGUN = b"+"  # of an answer
+WAIT_S = 2.5  # for a turn
+START_S = 20.0  # of the process, where it has just been started
+MAX_AT_ONCE = 2  # grammars that compile, of one tenant one
+MAX_WAITING = 64  # calls of one tenant
+MAX_CALL_BYTES = 2**20  # schemas of one call
 MAX_KNOWN = 512
+MAX_KNOWN_BYTES = 32 * 2**20
 MAX_CHOICES = 10_000
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+_TOO_MUCH = (
+    f"it takes more than {CPU_S:g} s of computing or {MEMORY_BYTES >> 20} MiB of memory to compile"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """`kind`: of the compiler's answer, "grammar" or why there is none."""
+
+    kind: str
+    text: str
 
 
 class Constraints:
-    """Checks grammars before their requests are served. Owned by the API; used in its loop."""
+    """Checks grammars before their requests are served. Owned by the API; used in its loop.
+    Invariant: of one tenant, one grammar compiles at a time, so others do not wait behind it."""
 
     def __init__(self, model_dir: Path, eos_token_ids: Sequence[int]) -> None:
         self._source = model_dir, eos_token_ids
-        self._thread = ThreadPoolExecutor(1, "grammars")
-        self._vocabulary: llguidance.LLTokenizer | None = None
-        self._known: OrderedDict[str, str | None] = OrderedDict()  # grammar -> what is wrong
+        self._turns = Turns(MAX_AT_ONCE, MAX_WAITING)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None  # to the process
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()  # by what asked for it
+        self._num_known_bytes = 0
 
     def warm_up(self) -> None:
-        """Begin to read the vocabulary: it holds Python's lock for up to a second, which streams
-        would wait for later."""
-        self._thread.submit(self._read_vocabulary)
+        """Start the compiler, which reads the vocabulary first."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            model_dir, ends = self._source
+            words = [sys.executable, "-m", "cluster.api.constraints.compiler", theirs.fileno()]
+            self._process = subprocess.Popen(
+                [*map(str, (*words, model_dir, *ends))],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
 
     async def check(self, make: Callable[[], str]) -> str:
-        """The grammar that `make` makes, in a thread. Raises SchemaError if it cannot be kept."""
-        future: Future[tuple[str, str | None]] = self._thread.submit(self._checked, make)
-        try:
-            waiting = asyncio.wrap_future(future)
-            grammar, wrong = await asyncio.wait_for(waiting, COMPILE_TIMEOUT_S)
-        except TimeoutError:
-            raise SchemaError(f"it was not compiled within {COMPILE_TIMEOUT_S:g} s") from None
-        if wrong is not None:
-            raise SchemaError(wrong)
-        return grammar
+        """The grammar that `make` makes, in the compiler's process, which it is pickled for.
+        Raises SchemaError if it cannot be kept, LimitReached, and GrammarError if the tokenizer is
+        none for grammars."""
+        call = await asyncio.to_thread(_pickled, make)
+        key = blake2b(call, digest_size=16).digest()
+        if key not in self._known:
+            async with self._turns.turn(WAIT_S):
+                if key not in self._known:
+                    self._remember(key, await self._compiled(call))
+        found = self._known[key]
+        self._known.move_to_end(key)
+        if found.kind == "unusable":
+            raise GrammarError(found.text)
+        if found.kind == "wrong":
+            raise SchemaError(found.text)
+        return found.text
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._control = self._process = None
 
-    def _checked(self, make: Callable[[], str]) -> tuple[str, str | None]:
-        grammar = make()
-        if grammar not in self._known:
-            self._known[grammar] = self._compiled(grammar)
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
-        self._known.move_to_end(grammar)
-        return grammar, self._known[grammar]
+    def _remember(self, key: bytes, found: _Known) -> None:
+        self._known[key] = found
+        self._num_known_bytes += len(found.text)
+        while len(self._known) > MAX_KNOWN or (
+            self._num_known_bytes > MAX_KNOWN_BYTES and len(self._known) > 1
+        ):
+            _, oldest = self._known.popitem(last=False)
+            self._num_known_bytes -= len(oldest.text)
 
-    def _read_vocabulary(self) -> llguidance.LLTokenizer:
-        if self._vocabulary is None:
-            self._vocabulary = read_vocabulary(*self._source)
-        return self._vocabulary
+    async def _compiled(self, call: bytes) -> _Known:
+        for _ in range(2):
+            self.warm_up()
+            try:
+                async with asyncio.timeout(START_S + REAL_S):
+                    answer = await self._asked(call)
+            except TimeoutError:
+                break
+            except OSError:
+                answer = b""
+            if answer == BEGUN:
+                return _Known("wrong", _TOO_MUCH)
+            if answer:
+                return _Known(*json.loads(answer.removeprefix(BEGUN)))
+            self.close()  # the process is ending
+        raise LimitReached(1.0)
 
-    def _compiled(self, grammar: str) -> str | None:
-        """What is wrong with it."""
+    async def _asked(self, call: bytes) -> bytes:
+        """Empty: the process has ended. Raises OSError."""
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"c"], [theirs.fileno()])
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
-            matcher = compile_grammar(self._read_vocabulary(), grammar)
-            matcher.compute_bitmask()  # a grammar that nothing matches is found here
-        except GrammarError as error:
-            wrong = str(error)
-            if wrong.endswith(":"):  # more is said on other lines
-                wrong = llguidance.LLMatcher.validate_grammar(grammar) or wrong
-            return in_one_line(wrong)
-        if matcher.is_error() or matcher.stop_reason() not in ("NotStopped", "NoExtension"):
-            return "no text matches it"
-        return None
+            writer.write(call)
+            writer.write_eof()
+            return await reader.read()
+        finally:
+            writer.close()
+
+
+class _Bounded:
+    """A file that takes MAX_CALL_BYTES."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        self._size += len(data)
+        if self._size > MAX_CALL_BYTES:
+            raise SchemaError(f"what the output has to match has more than {MAX_CALL_BYTES} bytes")
+        self.parts.append(bytes(data))
+        return len(data)
+
+
+def _pickled(make: Callable[[], str]) -> bytes:
+    """Raises SchemaError."""
+    file = _Bounded()
+    try:
+        pickle.Pickler(file, protocol=5).dump(make)
+    except RecursionError:
+        raise SchemaError(TOO_DEEP) from None
+    return b"".join(file.parts)
 
 
 def grammar_of(kind: str, value: Any, options: Mapping[str, Any]) -> str:

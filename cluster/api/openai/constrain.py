@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.api.constraints.calls import Before, answer_grammar, call_grammar
+from cluster.api.constraints.calls import Before, SpecialId, answer_grammar, call_grammar
 from cluster.api.constraints.grammar import grammar_of
 from cluster.api.constraints.schema import SchemaError
 from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, invalid
+from cluster.api.errors import ApiError, invalid, overloaded
+from cluster.api.limiter import LimitReached
 from cluster.api.openai.schema import ChatRequest, GenerationRequest
+from cluster.api.output.format import THINK, THINK_END
 from cluster.api.output.marked_calls import Harmony
 from engine.model.sampling.grammar import GrammarError
 
@@ -27,9 +29,8 @@ async def constrain(ctx: ApiContext, request: GenerationRequest) -> str:
     asked = request.constraint()
     if asked is None:
         return ""
-    return await _checked(
-        ctx, asked.param, lambda: grammar_of(asked.kind, asked.value, asked.options)
-    )
+    make = partial(grammar_of, asked.kind, asked.value, asked.options)
+    return await _checked(ctx, asked.param, make)
 
 
 async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading) -> str:
@@ -43,7 +44,7 @@ async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading
             param="tool_choice",
         )
     answer = await constrain(ctx, request)
-    before, special_id = _before(reading), ctx.tokenizer.special_id
+    before = _before(reading)
     form, given = reading.tools, reading.given
     offered = form is not None and bool(given) and choice != "none"
     if form is not None and offered and (required or answer or any(t.strict for t in given)):
@@ -53,7 +54,7 @@ async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading
             call_grammar,
             form,
             given,
-            special_id,
+            _ids(ctx, form.markers),
             required=required,
             parallel=request.parallel_tool_calls and not isinstance(choice, tuple),
             before=before,
@@ -62,21 +63,28 @@ async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading
         return await _checked(ctx, "tools", make)
     if not answer or before is Before.NOTHING:
         return answer
-    return await _checked(
-        ctx, "response_format", lambda: answer_grammar(answer, special_id, before)
-    )
+    make = partial(answer_grammar, answer, _ids(ctx, Harmony.markers), before)
+    return await _checked(ctx, "response_format", make)
 
 
 async def _checked(ctx: ApiContext, param: str, make: Callable[[], str]) -> str:
-    """Raises `ApiError`, which names `param`."""
+    """Raises `ApiError`, which names `param`. `make` is pickled."""
     try:
         return await ctx.constraints.check(make)
-    except (SchemaError, NotImplementedError) as error:
+    except LimitReached as reached:
+        message = f"'{param}': too many others wait to be compiled"
+        raise overloaded(message, reached.retry_after_s) from None
+    except SchemaError as error:
         raise invalid(f"'{param}': {error}", param=param) from None
     except GrammarError as error:
         _log.error("%s", error)
         message = "This server's tokenizer is not one that outputs can be held to"
         raise ApiError(501, message, param=param, type="server_error") from None
+
+
+def _ids(ctx: ApiContext, markers: Sequence[str]) -> SpecialId:
+    """The only ones that a grammar asks for: the tokenizer does not go to the compiler."""
+    return {text: ctx.tokenizer.special_id(text) for text in (*markers, THINK, THINK_END)}.get
 
 
 def _before(reading: Reading) -> Before:

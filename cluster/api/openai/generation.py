@@ -209,11 +209,14 @@ class Generation:
         """OpenAI's usage: each prompt counts once, however many choices it has."""
         num_prompt = num_cached = 0
         by_source: Counter[str] = Counter()
-        for prompt in {choice.plan.prompt for choice in self.choices}:
-            mine = [choice for choice in self.choices if choice.plan.prompt == prompt]
-            num_prompt += len(mine[0].plan.tokens)
+        first_of: dict[int, Choice] = {}
+        for choice in self.choices:
             # A later choice finds what the first has just computed; that was not cached before.
-            first = min(mine, key=lambda choice: choice.num_cached_tokens)
+            known = first_of.setdefault(choice.plan.prompt, choice)
+            if choice.num_cached_tokens < known.num_cached_tokens:
+                first_of[choice.plan.prompt] = choice
+        for first in first_of.values():
+            num_prompt += len(first.plan.tokens)
             num_cached += first.num_cached_tokens
             by_source.update(first.cached_by_source)
         num_output = sum(choice.num_tokens for choice in self.choices)

@@ -28,7 +28,7 @@ from cluster.api.output.format import THINK, THINK_END
 from cluster.api.tenants import Tenant
 from cluster.api.text.detokenizer import Detokenizer
 from cluster.api.text.infill import NoInfill, infill_prompt
-from cluster.api.text.tokenizer import ChatPrompt, Tokenizer
+from cluster.api.text.tokenizer import USUAL_CHARS, ChatPrompt, Tokenizer, TooLong
 from cluster.api.text.tool_prompt import TemplateError
 from engine.kv.block_hash import CacheScope
 from engine.kv.tier import Retention
@@ -37,6 +37,7 @@ from router.admission.admission import Call
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
 CHARS_PER_TOKEN = 4  # about
+COUNTED_CONTEXTS = 4  # tokens are counted exactly as far as would fill so many contexts
 IN_MEMORY_S = 600.0  # OpenAI's: KV that may not be on disk is kept for minutes
 DAY_S = 86_400.0
 
@@ -98,8 +99,8 @@ async def plan_chat(
     sampling = _sampling(ctx.tokenizer, request, min(wanted or room, room), num_logprobs, grammar)
     predicted: list[int] = []
     if request.prediction:
-        size, encode = len(request.prediction), ctx.tokenizer.encode
-        predicted = await ctx.in_thread(size, encode, request.prediction, add_special_tokens=False)
+        text, encode = request.prediction[: USUAL_CHARS * room], ctx.tokenizer.encode
+        predicted = await ctx.in_thread(len(text), encode, text, add_special_tokens=False)
     sampling = replace(
         sampling, reasoning=_budget(ctx, request, reading), prediction=tuple(predicted[:room])
     )
@@ -148,16 +149,26 @@ async def chat_prompt(ctx: ApiContext, request: ChatRequest) -> ChatPrompt:
             options.setdefault("enable_thinking", False)
     try:
         return await ctx.in_thread(
-            chars_of(request),
+            chars_of(request) + _chars_of_calls(request),
             ctx.tokenizer.chat_prompt,
             messages,
             shown,
             options,
             continues=request.continue_final_message,
             add_generation_prompt=request.add_generation_prompt,
+            most=COUNTED_CONTEXTS * ctx.max_model_len,
         )
     except TemplateError as error:
         raise invalid(str(error), param="messages") from None
+    except TooLong as error:
+        raise _too_long(ctx, str(error), "messages") from None
+
+
+def _chars_of_calls(request: ChatRequest) -> int:
+    """Of what the assistant said beside texts."""
+    calls = (call.function for message in request.messages for call in message.tool_calls or ())
+    thoughts = sum(len(message.reasoning_content or "") for message in request.messages)
+    return thoughts + sum(len(call.arguments) for call in calls)
 
 
 async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: Tenant) -> Plan:
@@ -203,8 +214,7 @@ async def prompt_tokens(
 ) -> list[int]:
     """Raises `ApiError`."""
     if isinstance(prompt, str):
-        size, encode = len(prompt), ctx.tokenizer.encode
-        return await ctx.in_thread(size, encode, prompt, add_special_tokens=add_special_tokens)
+        return await text_tokens(ctx, prompt, param, add_special_tokens=add_special_tokens)
     check_token_ids(ctx, param, prompt)
     return prompt
 
@@ -221,8 +231,25 @@ def truncated(
     return tokens[:most] if request.truncation_side == "right" else tokens[-most:]
 
 
+async def text_tokens(
+    ctx: ApiContext, text: str, param: str, *, add_special_tokens: bool = True
+) -> list[int]:
+    """Raises `ApiError`."""
+
+    def encoded() -> list[int]:
+        ctx.tokenizer.check_length(text, COUNTED_CONTEXTS * ctx.max_model_len)
+        return ctx.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    try:
+        return await ctx.in_thread(len(text), encoded)
+    except TooLong as error:
+        raise _too_long(ctx, str(error), param) from None
+
+
 async def _between(ctx: ApiContext, tokens: Sequence[int], suffix: str) -> list[int]:
     try:
+        if len(suffix) > USUAL_CHARS * ctx.max_model_len:
+            await text_tokens(ctx, suffix, "suffix")
         return await ctx.in_thread(len(suffix), infill_prompt, ctx.tokenizer, tokens, suffix)
     except NoInfill as error:
         raise invalid(f"'suffix': {error}", param="suffix") from None
@@ -267,13 +294,17 @@ def room_after(ctx: ApiContext, tokens: Sequence[int], param: str) -> int:
     if not tokens:
         raise invalid("The prompt is empty: it has no tokens", param=param)
     if len(tokens) >= ctx.max_model_len:
-        raise invalid(
-            f"This model's maximum context length is {ctx.max_model_len} tokens, and the prompt "
-            f"has {len(tokens)}: shorten it to at most {ctx.max_model_len - 1}",
-            param=param,
-            code=Refusal.CONTEXT_LENGTH.value,
-        )
+        raise _too_long(ctx, str(len(tokens)), param)
     return ctx.max_model_len - len(tokens)
+
+
+def _too_long(ctx: ApiContext, length: str, param: str) -> ApiError:
+    return invalid(
+        f"This model's maximum context length is {ctx.max_model_len} tokens, and the prompt "
+        f"has {length}: shorten it to at most {ctx.max_model_len - 1}",
+        param=param,
+        code=Refusal.CONTEXT_LENGTH.value,
+    )
 
 
 def _sampling(

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.api.calls import Call
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, draining, overloaded, refused
-from cluster.api.incoming import caller, read_body
+from cluster.api.incoming import caller, held_body
 from cluster.api.limiter import LimitReached
 from cluster.api.openai.formats import Format
 from cluster.api.openai.generation import Generation
@@ -144,28 +144,31 @@ class GenerateEndpoint(Generic[Request]):
         deadline = call.arrived_at + self._ctx.limits.request_timeout_s
         with self._told_when_full():
             self._ctx.live.check()
-        async with self._until(deadline):
-            body = await read_body(self._ctx, http)
-            call.received_at = clock()
-            if len(body) <= _SMALL_BODY_BYTES:
-                request = self._read(body)
-            else:
-                request = await self._ctx.in_thread(len(body), self._read, body)
-        about = call_of(self._ctx, request, tenant, body)
-        failed = self._ctx.refuse_early(about)
-        if failed is not None:
-            raise refused(failed)
-        rates, num_taken = self._ctx.rates, about.num_prompt_tokens
-        with self._admitted():
-            rates.admit(clock(), tenant, num_taken)
-            try:
-                async with self._until(deadline):
-                    plan = await self._plan(self._ctx, request, tenant)
-                plan = replace(plan, call=about.name)
-                return await self._generate(http, call, send, request, plan, deadline)
-            finally:
-                used = 0 if call.result is None else call.result.usage["total_tokens"]
-                rates.settle(clock(), tenant, num_taken, used)
+        async with contextlib.AsyncExitStack() as arrived:
+            async with self._until(deadline):
+                body = await arrived.enter_async_context(held_body(self._ctx, http))
+                call.received_at = clock()
+                if len(body) <= _SMALL_BODY_BYTES:
+                    request = self._read(body)
+                else:
+                    request = await self._ctx.in_thread(len(body), self._read, body)
+            about = call_of(self._ctx, request, tenant, body)
+            del body
+            failed = self._ctx.refuse_early(about)
+            if failed is not None:
+                raise refused(failed)
+            rates, num_taken = self._ctx.rates, about.num_prompt_tokens
+            with self._admitted():
+                rates.admit(clock(), tenant, num_taken)
+                try:
+                    async with self._until(deadline):
+                        plan = await self._plan(self._ctx, request, tenant)
+                    await arrived.aclose()
+                    plan = replace(plan, call=about.name)
+                    return await self._generate(http, call, send, request, plan, deadline)
+                finally:
+                    used = 0 if call.result is None else call.result.usage["total_tokens"]
+                    rates.settle(clock(), tenant, num_taken, used)
 
     async def _generate(
         self,

@@ -11,7 +11,7 @@ import json
 import logging
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid, overloaded
-from cluster.api.incoming import caller, read_body
+from cluster.api.incoming import caller, held_body, utility_call
 from cluster.api.openai.logprobs import EncodedLists
 from cluster.api.openai.parts import Plan
 from cluster.api.openai.plan import plan_chat
@@ -34,7 +34,7 @@ from cluster.api.responses.truncation import truncated, with_their_calls
 from cluster.api.tenants import Tenant
 
 MAX_TURNS = 2000  # of a conversation that is read back
-MAX_BACKGROUND = 64
+MAX_BACKGROUND = 64  # of one tenant
 LOST_AFTER_S = 5.0  # beyond its timeout one in the background cannot run, wherever it does
 STOP_TIMEOUT_S = 5.0  # for one in the background that is cancelled
 _CHAT_NAMES = {"messages": "input", "response_format": "text.format"}
@@ -64,10 +64,10 @@ class Responses:
         http = Request(scope, receive)
         try:
             tenant = caller(self._ctx, http)
-            body = await read_body(self._ctx, http)
-            request = await self._ctx.in_thread(len(body), parse, ResponsesRequest, body)
-            call = _ResponseCall(self, request, tenant, f"resp_{scope['state']['request_id']}")
-            await call.prepare()
+            async with held_body(self._ctx, http) as body:
+                request = await self._ctx.in_thread(len(body), parse, ResponsesRequest, body)
+                call = _ResponseCall(self, request, tenant, f"resp_{scope['state']['request_id']}")
+                await call.prepare(len(body))
             if request.background:
                 await self._start(call, scope, send)
                 return
@@ -76,13 +76,19 @@ class Responses:
             return
         except ClientDisconnect:
             return
-        await call.endpoint()(scope, _after_body(call.body, receive), send)
+        await call.endpoint()(scope, _after_body(call.take_body(), receive), send)
 
     async def show(self, http: Request) -> Response:
-        return JSONResponse((await self.record(http))["response"])
+        with utility_call(self._ctx, http):
+            response = (await self.record(http))["response"]
+            return await asyncio.to_thread(JSONResponse, response)
 
     async def items(self, http: Request) -> Response:
-        record = await self.record(http)
+        with utility_call(self._ctx, http):
+            record = await self.record(http)
+            return await asyncio.to_thread(self._items, http, record)
+
+    def _items(self, http: Request, record: dict[str, Any]) -> Response:
         data = [_input_item(item, f"item_{i}") for i, item in enumerate(record["items"])]
         if http.query_params.get("order") != "asc":  # as OpenAI, where it is not said
             data.reverse()
@@ -117,15 +123,17 @@ class Responses:
 
     async def find(self, tenant: Tenant, response_id: str) -> dict[str, Any]:
         """Raises `ApiError` (404)."""
+        return await self.understood(response_id, await self.read(tenant, response_id))
 
-        def read() -> dict[str, Any] | None:
-            found = self._ctx.responses.get(tenant.name, response_id)
-            record: dict[str, Any] | None = None if found is None else json.loads(found)
-            return record
-
-        record = await asyncio.to_thread(read)
-        if record is None:
+    async def read(self, tenant: Tenant, response_id: str) -> bytes:
+        """A record as it is kept. Raises `ApiError` (404)."""
+        found = await asyncio.to_thread(self._ctx.responses.get, tenant.name, response_id)
+        if found is None:
             raise unknown(response_id)
+        return found
+
+    async def understood(self, response_id: str, data: bytes) -> dict[str, Any]:
+        record: dict[str, Any] = await self._ctx.in_thread(len(data), json.loads, data)
         response = record["response"]
         runs_until = response["created_at"] + self._ctx.limits.request_timeout_s + LOST_AFTER_S
         is_here = response_id in self._background
@@ -157,7 +165,8 @@ class Responses:
     async def _start(self, call: _ResponseCall, scope: Scope, send: Send) -> None:
         if not call.request.is_kept or call.request.stream:
             raise invalid("'background': a response in the background is stored and not streamed")
-        if len(self._background) >= MAX_BACKGROUND:
+        mine = [each for each in self._background.values() if each.tenant == call.tenant.name]
+        if len(mine) >= MAX_BACKGROUND:
             raise overloaded(f"{MAX_BACKGROUND} responses run in the background, the limit", 1.0)
         model, response_id = self._ctx.model_name, call.response_id
         response = begun(call.request, model, response_id, "in_progress")
@@ -178,19 +187,26 @@ class _ResponseCall:
         self, responses: Responses, request: ResponsesRequest, tenant: Tenant, response_id: str
     ) -> None:
         self.request, self.response_id = request, response_id
-        self._responses, self._tenant = responses, tenant
+        self._responses, self.tenant = responses, tenant
         self._root = response_id  # the conversation's first response
-        self.body = b""
+        self._body = b""
 
-    async def prepare(self) -> None:
-        """Read back what came before. Raises `ApiError`."""
-        history = await self._history()
-        session = self._root if self.request.is_kept else None
+    async def prepare(self, size: int) -> None:
+        """Read back what came before. size: of what is asked, in bytes. Raises `ApiError`."""
+        ctx = self._responses.ctx
+        with ctx.bodies.share() as take:
+            history, num_bytes = await self._history(take)
+            session = self._root if self.request.is_kept else None
 
-        def chat() -> bytes:
-            return json.dumps(as_chat(self.request, history, session)).encode()
+            def chat() -> bytes:
+                return json.dumps(as_chat(self.request, history, session)).encode()
 
-        self.body = await asyncio.to_thread(chat)
+            self._body = await ctx.in_thread(size + num_bytes, chat)
+
+    def take_body(self) -> bytes:
+        """It is read once, and then is no more."""
+        body, self._body = self._body, b""
+        return body
 
     def endpoint(self) -> GenerateEndpoint[ResponsesChat]:
         return GenerateEndpoint(
@@ -205,29 +221,40 @@ class _ResponseCall:
         if not self.request.is_kept:
             return False
         record = {"response": response, "items": self.request.input, "root": self._root}
-        return await self._responses.keep(self._tenant, record, lists)
+        return await self._responses.keep(self.tenant, record, lists)
 
     def _format(
         self, ctx: ApiContext, plan: Plan, chat: ResponsesChat, request_id: str
     ) -> ResponseFormat:
         return ResponseFormat(ctx, plan, chat, self.response_id, self.keep)
 
-    async def _history(self) -> list[dict[str, Any]]:
+    async def _history(self, take: Callable[[int], bool]) -> tuple[list[dict[str, Any]], int]:
+        """The items, and of how many bytes they were read."""
         turns: list[list[dict[str, Any]]] = []
         previous = self.request.previous_response_id
+        num_bytes, most = 0, self._responses.ctx.limits.max_body_bytes
         while previous is not None:
-            if len(turns) == MAX_TURNS and self.request.truncation == "auto":
-                return with_their_calls([item for turn in reversed(turns) for item in turn])
-            if len(turns) == MAX_TURNS:
-                raise invalid(f"A conversation has at most {MAX_TURNS} turns that are read back")
-            record = await self._responses.find(self._tenant, previous)
+            data = await self._responses.read(self.tenant, previous)
+            if len(turns) == MAX_TURNS or num_bytes + len(data) > most:
+                if self.request.truncation != "auto":
+                    raise invalid(
+                        f"A conversation has at most {MAX_TURNS} turns that are read back, and"
+                        f" {most} bytes: begin a new one, or ask for 'truncation': 'auto'",
+                        param="previous_response_id",
+                    )
+                items = [item for turn in reversed(turns) for item in turn]
+                return with_their_calls(items), num_bytes
+            if not take(len(data)):
+                raise overloaded("The bodies of other requests take all memory", 1.0)
+            num_bytes += len(data)
+            record = await self._responses.understood(previous, data)
             response = record["response"]
             if response["status"] not in ("completed", "incomplete"):
                 raise invalid(f"The response '{previous}' is {response['status']}")
             self._root = record["root"]
             turns.append([*record["items"], *response["output"]])
             previous = response["previous_response_id"]
-        return [item for turn in reversed(turns) for item in turn]
+        return [item for turn in reversed(turns) for item in turn], num_bytes
 
 
 class _Background:
@@ -237,11 +264,12 @@ class _Background:
         self.task: asyncio.Task[None] | None = None  # until its beginning has been kept
         self._cancelled = asyncio.Event()
         self._responses, self._call, self._scope = responses, call, scope
+        self.tenant = call.tenant.name
         self._status, self._body = 0, b""
 
     async def run(self) -> None:
         call = self._call
-        receive = _after_body(call.body, self._disconnected)
+        receive = _after_body(call.take_body(), self._disconnected)
         scope = {**self._scope, "state": dict(self._scope["state"])}
         try:
             await call.endpoint()(scope, receive, self._take)
@@ -321,14 +349,15 @@ def unknown(response_id: str) -> ApiError:
 
 def _after_body(body: bytes, receive: Receive) -> Receive:
     """Receives `body`, then what `receive` does."""
-    is_read = False
+    unread: bytes | None = body
+    del body
 
     async def received() -> Message:
-        nonlocal is_read
-        if is_read:
+        nonlocal unread
+        if unread is None:
             return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        given, unread = unread, None
+        return {"type": "http.request", "body": given, "more_body": False}
 
     return received
 

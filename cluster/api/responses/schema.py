@@ -155,6 +155,8 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
     item in the request's input; those before it are of earlier requests."""
     messages: list[dict[str, Any]] = []
     said: dict[str, Any] | None = None
+    texts: list[str] = []  # of what was said
+    thoughts: list[str] = []
 
     def assistant() -> dict[str, Any]:
         nonlocal said
@@ -163,22 +165,31 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
             messages.append(said)
         return said
 
+    def end_turn() -> None:
+        nonlocal said
+        if said is not None:
+            said["content"] = "".join(texts)
+            if thoughts:
+                said["reasoning_content"] = "\n".join(thoughts)
+        said = None
+        texts.clear()
+        thoughts.clear()
+
     for i, item in enumerate(items, first):
         kind = item.get("type", "message")
         match kind:
             case "message" if item.get("role") == "assistant":
-                assistant()["content"] += _text(item.get("content"), i)
+                assistant()
+                texts.append(_text(item.get("content"), i))
             case "message":
-                said = None
+                end_turn()
                 role, content = item.get("role"), _text(item.get("content"), i)
                 if role not in ROLES:
                     raise _bad(i, f"'role' is one of {', '.join(ROLES)}, got {role!r:.60}")
                 messages.append({"role": role, "content": content})
             case "reasoning":
-                message = assistant()
-                before = message.get("reasoning_content")
-                parts = [_reasoning(item)] if before is None else [before, _reasoning(item)]
-                message["reasoning_content"] = "\n".join(parts)
+                assistant()
+                thoughts.append(_reasoning(item))
             case "function_call" | "custom_tool_call":
                 if kind == "custom_tool_call":
                     given = {CUSTOM_INPUT: _string(item, "input", i)}
@@ -190,11 +201,12 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
                 call = {"id": _string(item, "call_id", i), "type": "function", "function": function}
                 assistant().setdefault("tool_calls", []).append(call)
             case "function_call_output" | "custom_tool_call_output":
-                said = None
+                end_turn()
                 output, call_id = _text(item.get("output"), i), _string(item, "call_id", i)
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             case _:
                 raise _bad(i, f"items of type {kind!r:.60} are not supported")
+    end_turn()
     return messages
 
 

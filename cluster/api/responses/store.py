@@ -17,9 +17,11 @@ log = logging.getLogger("kvrelay.responses")
 
 FILE = "responses.db"
 KEEP_S = 30 * 86_400.0
-MAX_RESPONSES = 100_000  # the oldest are forgotten first
-MAX_BYTES = 4 * 2**30  # of all records; likewise
-PRUNE_EVERY = 256
+# Beyond these, each tenant keeps its share of them, the youngest.
+MAX_RESPONSES = 100_000
+MAX_BYTES = 4 * 2**30  # of all records
+MAX_MEMORY_BYTES = 64 * 2**20  # likewise, where there is no file
+PRUNE_EVERY = 256  # records, or a 64th of their bytes
 BUSY_S = 5.0  # that others of the file's users may take
 
 _TABLE = """
@@ -32,15 +34,12 @@ INSERT OR REPLACE INTO responses (tenant, id, created_at, record) VALUES (?, ?, 
 """
 _PRUNE = """
 DELETE FROM responses WHERE created_at < ? OR rowid IN
-    (SELECT rowid FROM responses ORDER BY created_at DESC LIMIT -1 OFFSET ?)
+    (SELECT rowid FROM (SELECT rowid, created_at,
+        ROW_NUMBER() OVER (PARTITION BY tenant ORDER BY created_at DESC, rowid DESC) AS number,
+        SUM(LENGTH(record)) OVER (PARTITION BY tenant ORDER BY created_at DESC, rowid DESC) AS total
+        FROM responses) WHERE number > ? OR total > ?)
 """
-
-
-_SHRINK = """
-DELETE FROM responses WHERE rowid IN
-    (SELECT rowid FROM (SELECT rowid, SUM(LENGTH(record)) OVER
-        (ORDER BY created_at DESC, rowid DESC) AS total FROM responses) WHERE total > ?)
-"""
+_TOTALS = "SELECT COUNT(*), COALESCE(SUM(LENGTH(record)), 0), COUNT(DISTINCT tenant) FROM responses"
 
 
 class ResponseStore:
@@ -49,7 +48,7 @@ class ResponseStore:
     def __init__(self, path: Path | None = None) -> None:
         """path: of the file; None, or a file that cannot be used: memory."""
         self._lock = threading.Lock()
-        self._num_puts = 0
+        self._num_puts = self._num_put_bytes = 0
         self.is_durable = False
         if path is not None:
             try:
@@ -64,14 +63,27 @@ class ResponseStore:
                 )
         self._connection = self._open(":memory:")
 
+    @property
+    def max_bytes(self) -> int:
+        return MAX_BYTES if self.is_durable else MAX_MEMORY_BYTES
+
     def put(self, tenant: str, response_id: str, record: bytes) -> None:
         with self._lock, self._connection as connection:
             values = (tenant, response_id, time.time(), record)
             connection.execute(_PUT, values)
-            if self._num_puts % PRUNE_EVERY == 0:
-                connection.execute(_PRUNE, (time.time() - KEEP_S, MAX_RESPONSES))
-                connection.execute(_SHRINK, (MAX_BYTES,))
+            self._num_put_bytes += len(record)
+            if self._num_puts % PRUNE_EVERY == 0 or self._num_put_bytes > self.max_bytes // 64:
+                self._prune(connection)
+                self._num_put_bytes = 0
             self._num_puts += 1
+
+    def _prune(self, connection: sqlite3.Connection) -> None:
+        """What one tenant keeps takes nothing from the share of another."""
+        count, size, num_tenants = connection.execute(_TOTALS).fetchone()
+        is_full = count > MAX_RESPONSES or size > self.max_bytes
+        num_shares = max(1, num_tenants) if is_full else 1
+        shares = MAX_RESPONSES // num_shares, self.max_bytes // num_shares
+        connection.execute(_PRUNE, (time.time() - KEEP_S, *shares))
 
     def get(self, tenant: str, response_id: str) -> bytes | None:
         query = "SELECT record FROM responses WHERE tenant = ? AND id = ?"

@@ -21,6 +21,7 @@ from cluster.api.openai.plan import CHARS_PER_TOKEN, chars_of, chat_prompt
 from cluster.api.openai.schema import Message
 from cluster.api.responses.schema import ResponsesChat
 from cluster.api.text.tokenizer import ChatPrompt
+from engine.request import Refusal
 
 # Of the context: what an answer has where it is not said how long it may be, and the most that is
 # kept for one. A client that always asks for very long answers still has a conversation.
@@ -82,17 +83,27 @@ async def _longest(
     left_out = [0, *accumulate(sum(chars[i] for i in unit) for unit in units)]
     total = chars_of(chat.model_copy(update={"messages": []})) + sum(chars)
     cuts = in_steps(cuts, left_out, ctx.max_model_len * CHARS_PER_TOKEN // STEP_SHARE)
-    made: dict[int, tuple[ResponsesChat, ChatPrompt]] = {}
+    made: dict[int, tuple[ResponsesChat, ChatPrompt] | ApiError] = {}
 
     async def measure(place: int) -> int:
         gone = {i for unit in units[: cuts[place]] for i in unit}
         kept = [message for i, message in enumerate(chat.messages) if i not in gone]
         shorter = chat.model_copy(update={"messages": kept})
-        made[place] = shorter, await chat_prompt(ctx, shorter)
-        return len(made[place][1].tokens)
+        try:
+            prompt = await chat_prompt(ctx, shorter)
+        except ApiError as error:
+            if error.code != Refusal.CONTEXT_LENGTH.value:
+                raise
+            made[place] = error  # plainly too long: it was not counted to its end
+            return max(limit + 1, sizes[place] // CHARS_PER_TOKEN)
+        made[place] = shorter, prompt
+        return len(prompt.tokens)
 
     sizes = [total - left_out[cut] for cut in cuts]
-    return made[await first_that_fits(sizes, limit, measure)]
+    found = made[await first_that_fits(sizes, limit, measure)]
+    if isinstance(found, ApiError):
+        raise found
+    return found
 
 
 def in_steps(cuts: Sequence[int], left_out: Sequence[int], step: int) -> list[int]:

@@ -7,13 +7,13 @@ something in the middle of a conversation, all that follows is computed again.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 MAX_TOKENS = 2**22  # of all prompts that are kept
-_WIDTH = array("I").itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,7 @@ class PromptHistory:
 
 def num_common(a: array[int], b: array[int]) -> int:
     """Tokens that both begin with."""
-    left, right = memoryview(a).cast("B"), memoryview(b).cast("B")
-
-    def differ(count: int) -> bool:
-        return left[: count * _WIDTH] != right[: count * _WIDTH]
-
     longest = min(len(a), len(b))
-    return bisect_left(range(1, longest + 1), True, key=differ)
+    left, right = (np.frombuffer(each, np.uint32, longest) for each in (a, b))
+    differ = left != right
+    return int(differ.argmax()) if differ.any() else longest

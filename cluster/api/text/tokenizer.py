@@ -38,6 +38,19 @@ _MARKER = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _WORD = re.compile(r"\w*")
 
 
+USUAL_CHARS = 8  # of a token, at the most, in texts that are not looked at before
+PIECE_CHARS = 16 * 1024
+CUT_TOKENS = 64  # more, at the most, where a piece is cut off
+
+
+class TooLong(Exception):
+    """A text has more tokens than it may; `num_tokens`: at least so many."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"at least {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
 class TokenizerError(Exception):
     """The model directory has no tokenizer that can be used; one clear line."""
 
@@ -150,9 +163,11 @@ class Tokenizer:
         *,
         continues: bool = False,
         add_generation_prompt: bool = True,
+        most: int | None = None,
     ) -> ChatPrompt:
         """The whole conversation, as of `ChatTemplate.render`; only what the template writes makes
-        control tokens. Raises `TemplateError`."""
+        control tokens. Raises `TemplateError`, and TooLong where it is plain that its tokens are
+        more than `most`."""
         if self.chat_template is None:
             raise TemplateError(
                 "this model has no chat template: set model.chat_template, or use /v1/completions"
@@ -164,6 +179,7 @@ class Tokenizer:
             continues=continues,
             add_generation_prompt=add_generation_prompt,
         )
+        self.check_length(found.text, most)
         if not found.mark:
             return ChatPrompt(_encode(self._tokenizer, found.text, False), found.end)
         renamed = self._renamed
@@ -224,6 +240,18 @@ class Tokenizer:
             return bytes([int(text[3:5], 16)])
         plain: str = text.replace("▁", " ")
         return plain.encode()
+
+    def check_length(self, text: str, most: int | None) -> None:
+        """Raises TooLong where `text` has plainly more than `most` tokens, after work that depends
+        on `most` and not on the text."""
+        if most is None or len(text) <= USUAL_CHARS * most:
+            return
+        count = 0
+        for at in range(0, len(text), PIECE_CHARS):
+            piece = self.encode(text[at : at + PIECE_CHARS], add_special_tokens=False)
+            count += max(0, len(piece) - CUT_TOKENS)
+            if count > most:
+                raise TooLong(count)
 
 
 class _Showing:

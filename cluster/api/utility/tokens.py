@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cluster.api.context import ApiContext
-from cluster.api.incoming import caller, check_token_ids, read_body
-from cluster.api.openai.plan import chat_prompt, unknown_model
+from cluster.api.incoming import check_token_ids, held_body, utility_call
+from cluster.api.openai.plan import CHARS_PER_TOKEN, chat_prompt, text_tokens, unknown_model
 from cluster.api.openai.schema import ChatRequest, parse
 from cluster.api.parameters import TOKENIZE
 
@@ -59,41 +59,47 @@ class _Tokens:
 
     async def tokenize(self, http: Request) -> Response:
         ctx = self._ctx
-        caller(ctx, http)
-        body = await read_body(ctx, http)
-        request = parse(TokenizeRequest, body)
-        self._check(request.model)
-        if request.prompt is not None:
-            tokens = await ctx.in_thread(
-                len(request.prompt),
-                ctx.tokenizer.encode,
-                request.prompt,
-                add_special_tokens=request.add_special_tokens,
+        with utility_call(ctx, http):
+            async with held_body(ctx, http) as body:
+                request = await ctx.in_thread(len(body), parse, TokenizeRequest, body)
+                self._check(request.model)
+                if request.prompt is not None:
+                    special = request.add_special_tokens
+                    tokens = await text_tokens(
+                        ctx, request.prompt, "prompt", add_special_tokens=special
+                    )
+                else:
+                    named = None if request.model else ctx.model_name
+                    chat = await ctx.in_thread(len(body), _chat, body, named)
+                    tokens = (await chat_prompt(ctx, chat)).tokens
+            return await ctx.in_thread(
+                CHARS_PER_TOKEN * len(tokens), self._answer, tokens, request.return_token_strs
             )
-        else:
-            chat = parse(ChatRequest, body if request.model else _named(body, ctx.model_name))
-            tokens = (await chat_prompt(ctx, chat)).tokens
+
+    def _answer(self, tokens: list[int], return_token_strs: bool) -> Response:
         answer: dict[str, Any] = {
             "count": len(tokens),
-            "max_model_len": ctx.max_model_len,
+            "max_model_len": self._ctx.max_model_len,
             "tokens": tokens,
             "token_strs": None,
         }
-        if request.return_token_strs:
-            pieces = [ctx.tokenizer.token_bytes(token) for token in tokens]
+        if return_token_strs:
+            pieces = [self._ctx.tokenizer.token_bytes(token) for token in tokens]
             answer["token_strs"] = [piece.decode(errors="replace") for piece in pieces]
         return JSONResponse(answer)
 
     async def detokenize(self, http: Request) -> Response:
         ctx = self._ctx
-        caller(ctx, http)
-        request = parse(DetokenizeRequest, await read_body(ctx, http))
-        self._check(request.model)
-        check_token_ids(ctx, "tokens", request.tokens)
-        decode = ctx.tokenizer.decode
-        text = await ctx.in_thread(
-            len(request.tokens), decode, request.tokens, skip_special_tokens=False
-        )
+        with utility_call(ctx, http):
+            async with held_body(ctx, http) as body:
+                request = await ctx.in_thread(len(body), parse, DetokenizeRequest, body)
+            self._check(request.model)
+            return await ctx.in_thread(CHARS_PER_TOKEN * len(request.tokens), self._text, request)
+
+    def _text(self, request: DetokenizeRequest) -> Response:
+        """Raises `ApiError`."""
+        check_token_ids(self._ctx, "tokens", request.tokens)
+        text = self._ctx.tokenizer.decode(request.tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text})
 
     def _check(self, model: str | None) -> None:
@@ -101,6 +107,8 @@ class _Tokens:
             raise unknown_model(self._ctx, str(model))
 
 
-def _named(body: bytes, model: str) -> bytes:
-    """A chat without a model is one of this server's."""
-    return json.dumps({**json.loads(body), "model": model}).encode()
+def _chat(body: bytes, model: str | None) -> ChatRequest:
+    """model: of a chat that names none. Raises `ApiError`."""
+    if model is not None:
+        body = json.dumps({**json.loads(body), "model": model}).encode()
+    return parse(ChatRequest, body)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
+from time import perf_counter, thread_time
 from typing import Any
 
 import llguidance
@@ -25,8 +26,15 @@ import numpy as np
 from engine.step import NO_TOKEN, Sampled, ScheduledSeq
 
 MAX_COMPILED = 128  # grammars that are kept, the last ones used
+MAX_COMPILED_BYTES = 256 * 2**20  # of them, estimated
+# Memory that a grammar takes once it is compiled: by its text, and by how long that took, since
+# both are spent on states: 76 MiB in 1.35 s, 31 MiB in 0.48 s.
+BYTES_A_CHAR, BYTES_A_SECOND = 16, 64 * 2**20
 MAX_OUTPUTS = 4096  # outputs whose state is kept; the others are replayed
 COMPILE_TIMEOUT_S = 10.0  # a grammar that a request brings was compiled once before, in the API
+BRIEF_WAIT_S = 0.005  # of a step for grammars that still compile; most take less
+IDLE_WAIT_S = 0.05  # where it has nothing else to do
+MASK_BUDGET_S = 0.05  # for what may follow one output in a step: all others wait for it
 WORD_BITS = 32
 ALL = np.uint32(0xFFFF_FFFF)
 
@@ -36,6 +44,7 @@ LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,  # 20 ms of building a lexer
     max_grammar_size=100_000,
     max_lexer_states=50_000,  # 1 to 2 kB each
+    step_max_items=10_000,  # ways to go on that are looked at for one mask
     precompute_large_lexemes=False,  # a regular expression of a whole vocabulary would take seconds
     verbose_errors=False,
 )
@@ -103,15 +112,23 @@ def _own_fault() -> Iterator[None]:
 class _Output:
     """The state of one sequence's grammar."""
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
-        self.matcher = matcher
+    def __init__(self, matcher: llguidance.LLMatcher, grammar: str) -> None:
+        self.matcher, self.grammar = matcher, grammar
         self.num_taken = 0  # output tokens
+        self.too_slow = ""  # what is told of one whose mask took longer than it may
 
     def take(self, tokens: Sequence[int]) -> None:
         """Raises GrammarError."""
         self.matcher.consume_tokens(list(tokens))
         check(self.matcher)
         self.num_taken += len(tokens)
+
+    def check_time(self, elapsed_s: float) -> None:
+        if elapsed_s > MASK_BUDGET_S:
+            self.too_slow = (
+                f"what may come next took {elapsed_s * 1e3:.0f} ms to find, at most"
+                f" {MASK_BUDGET_S * 1e3:g}: the grammar has too many ways to read the output"
+            )
 
 
 class Grammars:
@@ -128,9 +145,12 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._vocabulary: Future[llguidance.LLTokenizer] | None = None
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
-        self._lock = Lock()  # of the two above
+        self._sizes: dict[str, int] = {}  # of those that have compiled, in bytes
+        self._has_evicted = False
+        self._lock = Lock()  # of all above
         self._outputs: OrderedDict[str, _Output] = OrderedDict()
         self._faults: dict[str, str] = {}  # of outputs whose mask could not be computed
+        self._waits: OrderedDict[str, float] = OrderedDict()  # request -> since when
 
     def warm_up(self) -> None:
         """Begin to read the vocabulary: it holds Python's lock for up to a second, which streams
@@ -149,19 +169,67 @@ class Grammars:
             vocabulary = self._vocabulary_under_way()
             found = self._compiled.get(grammar)
             if found is None:
-                found = self._thread.submit(lambda: compile_grammar(vocabulary.result(), grammar))
+                found = self._thread.submit(self._compile, vocabulary, grammar)
                 self._compiled[grammar] = found
-                while len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+                self._evict()
             self._compiled.move_to_end(grammar)
             return found
 
-    def follow(self, seqs: Sequence[ScheduledSeq]) -> dict[int, str]:
-        """Bring the grammars of those of `seqs` that sample up to their last tokens. Returns the
-        index of those that cannot go on, and why."""
-        failed: dict[int, str] = {}
+    def _compile(
+        self, vocabulary: Future[llguidance.LLTokenizer], grammar: str
+    ) -> llguidance.LLMatcher:
+        """Raises GrammarError."""
+        known, began = vocabulary.result(), thread_time()
+        matcher = compile_grammar(known, grammar)
+        elapsed_s = thread_time() - began
+        with self._lock:
+            if grammar in self._compiled:
+                cost = BYTES_A_CHAR * len(grammar) + int(BYTES_A_SECOND * elapsed_s)
+                self._sizes[grammar] = cost
+                self._evict()
+        return matcher
+
+    def _evict(self) -> None:
+        """Those that were not used for the longest, with the lock held."""
+        while len(self._compiled) > MAX_COMPILED or (
+            len(self._compiled) > 1 and sum(self._sizes.values()) > MAX_COMPILED_BYTES
+        ):
+            grammar, _ = self._compiled.popitem(last=False)
+            self._sizes.pop(grammar, None)
+            self._has_evicted = True
+
+    def not_ready(self, seqs: Sequence[ScheduledSeq]) -> set[int]:
+        """Index of those of `seqs` whose grammar still compiles: the others need not wait for it.
+        It is empty where that has taken too long."""
+        futures: dict[int, Future[llguidance.LLMatcher]] = {}
         for index, seq in enumerate(seqs):
-            if seq.sample and seq.sampling.grammar:
+            if seq.sample and seq.sampling.grammar and self._output(seq) is None:
+                future = self.prepare(seq.sampling.grammar)
+                if not future.done() and not self._has_waited(seq.request_id):
+                    futures[index] = future
+        if futures:
+            assert self._vocabulary is not None
+            self._vocabulary.exception(COMPILE_TIMEOUT_S)  # only a worker's first steps wait for it
+            if len(futures) == len(seqs):
+                wait(futures.values(), IDLE_WAIT_S, FIRST_COMPLETED)
+            else:
+                wait(futures.values(), BRIEF_WAIT_S)
+        return {index for index, future in futures.items() if not future.done()}
+
+    def _has_waited(self, request_id: str) -> bool:
+        """Whether it has waited for as long as it may."""
+        since = self._waits.setdefault(request_id, perf_counter())
+        while len(self._waits) > MAX_OUTPUTS:
+            self._waits.popitem(last=False)
+        return perf_counter() - since > COMPILE_TIMEOUT_S
+
+    def follow(self, seqs: Sequence[ScheduledSeq], waiting: Collection[int] = ()) -> dict[int, str]:
+        """Bring the grammars of those of `seqs` that sample up to their last tokens, but for those
+        at `waiting`. Returns the index of those that cannot go on, and why."""
+        failed: dict[int, str] = {}
+        self._forget_evicted({seq.request_id for seq in seqs})
+        for index, seq in enumerate(seqs):
+            if seq.sample and seq.sampling.grammar and index not in waiting:
                 try:
                     with _own_fault():
                         self._follow(seq)
@@ -189,13 +257,15 @@ class Grammars:
             row += 1 + len(seq.draft_tokens)
         masks = np.full((row, -(-self._width() // WORD_BITS)), ALL)
         place = masks.ctypes.data, masks.strides[0], row
-        executor = self._executor
+        executor, began = self._executor, perf_counter()
         for asked, compute in (
             (single, executor.unsafe_compute_mask_ptr),
             (drafted, executor.unsafe_compute_mask_ptr_with_draft_token),
         ):
             if asked:
                 self._compute(compute, asked, place, names)
+        if perf_counter() - began > MASK_BUDGET_S:
+            self._find_slow(seqs)
         self._end_reasoning(seqs, masks)
         return masks
 
@@ -222,6 +292,26 @@ class Grammars:
                 return
             for each in asked:
                 self._compute(compute, [each], place, names)
+
+    def _find_slow(self, seqs: Sequence[ScheduledSeq]) -> None:
+        """Which of `seqs` made the masks of a step take too long: each is computed again, in this
+        thread, so that what else the machine does counts for nothing."""
+        for seq in seqs:
+            if seq.sampling.grammar and seq.request_id not in self._faults:
+                output, began = self._outputs[seq.request_id], thread_time()
+                output.matcher.compute_bitmask()
+                output.check_time(thread_time() - began)
+
+    def _forget_evicted(self, in_step: Collection[str]) -> None:
+        """Outputs hold their grammar: those that are not in the step go with it."""
+        with self._lock:
+            if not self._has_evicted:
+                return
+            self._has_evicted = False
+            kept = set(self._compiled)
+        for request_id, output in [*self._outputs.items()]:
+            if output.grammar not in kept and request_id not in in_step:
+                del self._outputs[request_id]
 
     def _end_reasoning(self, seqs: Sequence[ScheduledSeq], masks: np.ndarray) -> None:
         """Where a budget is used up, leave the token that ends it, unless the grammar forbids
@@ -262,23 +352,37 @@ class Grammars:
         if seq.request_id in self._faults:
             raise GrammarError(self._faults[seq.request_id])
         check(output.matcher)
+        if output.too_slow:
+            raise GrammarError(output.too_slow)
         if sampled.token == NO_TOKEN:
             return sampled
         tokens = (sampled.token, *sampled.more)
         if tokens[-1] in seq.sampling.stop_token_ids:
             return sampled
+        began = thread_time()
         output.take(tokens)
-        return replace(sampled, forced=tuple(output.matcher.compute_ff_tokens()))
+        forced = tuple(output.matcher.compute_ff_tokens())
+        output.check_time(thread_time() - began)
+        return replace(sampled, forced=forced)
+
+    def _output(self, seq: ScheduledSeq) -> _Output | None:
+        """None: it begins, was replaced by others, or went further in an earlier attempt."""
+        output = self._outputs.get(seq.request_id)
+        num_output = len(seq.context) - seq.num_prompt_tokens
+        return None if output is None or output.num_taken > num_output else output
 
     def _follow(self, seq: ScheduledSeq) -> None:
         """Raises GrammarError."""
-        output = self._outputs.get(seq.request_id)
-        if output is None or output.num_taken > len(seq.context) - seq.num_prompt_tokens:
+        output = self._output(seq)
+        if output is None:
+            grammar = seq.sampling.grammar
+            left_s = 0.0 if seq.request_id in self._waits else COMPILE_TIMEOUT_S
             try:
-                compiled = self.prepare(seq.sampling.grammar).result(COMPILE_TIMEOUT_S)
+                compiled = self.prepare(grammar).result(left_s)
             except TimeoutError:
                 raise GrammarError(f"not compiled within {COMPILE_TIMEOUT_S:g} s") from None
-            output = self._outputs[seq.request_id] = _Output(compiled.deep_copy())
+            self._waits.pop(seq.request_id, None)
+            output = self._outputs[seq.request_id] = _Output(compiled.deep_copy(), grammar)
             while len(self._outputs) > MAX_OUTPUTS:
                 self._outputs.popitem(last=False)
         self._outputs.move_to_end(seq.request_id)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 
 import pytest
 
-from cluster.api.limiter import UNKNOWN_RETRY_AFTER_S, ConcurrencyLimiter, LimitReached
+from cluster.api.limiter import (
+    TENANT,
+    UNKNOWN_RETRY_AFTER_S,
+    ConcurrencyLimiter,
+    LimitReached,
+    Turns,
+)
 
 
 class Scene:
@@ -68,3 +75,60 @@ def test_a_place_is_free_again_however_a_call_ends() -> None:
     with pytest.raises(ValueError, match="broken"), scene.places.take():
         raise ValueError("broken")
     assert scene.places.num_taken == 0
+
+
+def in_turns(turns: Turns, jobs: list[tuple[str, str]], cancel: str = "") -> list[str]:
+    """Which of `jobs` (tenant, name) begin, in their order. All are asked for before one ends."""
+    begun: list[str] = []
+
+    async def job(tenant: str, name: str, all_asked: asyncio.Event) -> None:
+        TENANT.set(tenant)
+        try:
+            async with turns.turn():
+                begun.append(name)
+                await all_asked.wait()
+                await asyncio.sleep(0)
+        except LimitReached:
+            begun.append(f"{name} refused")
+
+    async def run() -> None:
+        all_asked = asyncio.Event()
+        tasks = {name: asyncio.create_task(job(t, name, all_asked)) for t, name in jobs}
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if cancel:
+            tasks.pop(cancel).cancel()
+        all_asked.set()
+        await asyncio.gather(*tasks.values())
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+    return begun
+
+
+def test_tenants_take_turns() -> None:
+    jobs = [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("b", "b2"), ("c", "c1")]
+    turns = Turns(2, 10)
+    assert in_turns(turns, jobs) == ["a1", "b1", "a2", "b2", "c1", "a3"]
+    assert in_turns(turns, jobs, cancel="a2") == ["a1", "b1", "a3", "b2", "c1"]
+    assert in_turns(turns, jobs, cancel="a1")[:2] == ["a1", "b1"]
+    assert not turns._running.total()
+
+
+def test_those_that_wait_are_bounded_by_tenant() -> None:
+    jobs = [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("b", "b2")]
+    begun = in_turns(Turns(1, 1), jobs)
+    assert begun == ["a1", "a3 refused", "b2 refused", "a2", "b1"]
+
+
+def test_a_turn_that_does_not_come_is_refused() -> None:
+    turns = Turns(1, 10)
+
+    async def run() -> None:
+        async with turns.turn():
+            with pytest.raises(LimitReached):
+                async with turns.turn(0.01):
+                    raise AssertionError
+        async with turns.turn(0.01):
+            assert turns._running.total() == 1
+
+    asyncio.run(run())

@@ -180,6 +180,7 @@ def test_tokenising_a_long_prompt_does_not_hold_up_others(tokenizer: Tokenizer) 
     long = json.dumps({"model": MODEL, "prompt": "Some words of a prompt. " * 80_000}).encode()
     answered_during = 0
     with serve(tokenizer, ApiLimits()) as served:
+        served.ctx.max_model_len = 200_000  # of which it fills two: it is counted to its end
         done = threading.Event()
 
         def post() -> None:

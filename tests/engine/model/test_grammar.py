@@ -4,6 +4,8 @@ worker that takes over."""
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -403,3 +405,119 @@ def test_a_budget_that_is_not_used_up_changes_nothing() -> None:
     assert budget.is_used_up([8, 1, 2, 3])
     assert not budget.is_used_up([8, 1, 9, 3, 4, 5, 6])
     assert ReasoningBudget(0, end=9).is_used_up([])
+
+
+def schema(number: int) -> str:
+    """A grammar that no other test has."""
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        {"type": "object", "properties": {f"n{number}": {"type": "integer"}}}, overrides=STYLE
+    )
+
+
+class Slow:
+    """Grammars compile when they are let."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on = threading.Event()
+        compile_grammar = module.compile_grammar
+
+        def slow(vocabulary: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+            assert self.go_on.wait(20)
+            return compile_grammar(vocabulary, grammar)
+
+        monkeypatch.setattr(module, "compile_grammar", slow)
+
+
+def test_a_grammar_that_still_compiles_holds_up_its_own_output_alone(
+    runner: ModelRunner, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    waits = Output("waits", prompt, replace(GREEDY, grammar=schema(1)))
+    other = Output("other", prompt, replace(GREEDY, grammar=""), first_block=16)
+    for _ in range(3):
+        shares = [each.share(drafts=False) for each in (waits, other)]
+        began = time.perf_counter()
+        done = run(runner, *shares)
+        assert time.perf_counter() - began < 1.0
+        assert (done.waiting, done.ungrammatical, done.sampled[0]) == ({0}, {}, None)
+        other.take(shares[1], done.sampled[1])
+    alone = run(runner, waits.share(drafts=False))
+    assert (alone.waiting, alone.sampled) == ({0}, [None])
+    slow.go_on.set()
+    runner.grammars.prepare(schema(1)).result(20)
+    share = waits.share(drafts=False)
+    done = run(runner, share)
+    assert done.waiting == frozenset()
+    waits.take(share, done.sampled[0])
+    assert other.output == generate(
+        runner, Output("again", prompt, other.sampling, 16), most=len(other.output)
+    )
+
+
+def test_a_grammar_that_does_not_compile_in_time_ends_its_output(
+    runner: ModelRunner, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    output = Output("never", prompt, replace(GREEDY, grammar=schema(2)))
+    assert run(runner, output.share(drafts=False)).waiting == {0}
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.0)
+    done = run(runner, output.share(drafts=False))
+    slow.go_on.set()
+    assert (done.waiting, done.ungrammatical) == (frozenset(), {0: "not compiled within 0 s"})
+
+
+def test_grammars_are_kept_by_their_bytes(
+    smollm2_dir: Path, runner: ModelRunner, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(smollm2_dir, (2,), runner.config.vocab_size, 1)
+    monkeypatch.setattr(module, "MAX_COMPILED_BYTES", 2_000_000)
+    monkeypatch.setattr(module, "BYTES_A_SECOND", 0)
+    large = [schema(i) + " " * 50_000 for i in range(4)]  # 0.8 MB each, it is said
+    shares = [
+        Output(f"kept-{i}", prompt, replace(GREEDY, grammar=grammar)).share(drafts=False)
+        for i, grammar in enumerate(large)
+    ]
+    for grammar, share in zip(large, shares, strict=True):
+        grammars.prepare(grammar).result(20)
+        assert grammars.follow([share]) == {}
+    assert list(grammars._compiled) == large[2:]
+    assert sum(grammars._sizes.values()) <= module.MAX_COMPILED_BYTES
+    assert grammars.follow([]) == {}
+    assert list(grammars._outputs) == ["kept-2", "kept-3"]  # they hold their grammars
+
+
+def test_memory_of_a_grammar_is_told_by_how_long_it_takes(
+    smollm2_dir: Path, runner: ModelRunner
+) -> None:
+    grammars = Grammars(smollm2_dir, (2,), runner.config.vocab_size, 1)
+    bomb = llguidance.LLMatcher.grammar_from_json_schema({"type": "integer", "multipleOf": 99_991})
+    grammars.prepare(bomb).result(30)
+    grammars.prepare(schema(3)).result(20)
+    assert grammars._sizes[bomb] > 8 * 2**20 > 64 * grammars._sizes[schema(3)]
+
+
+AMBIGUOUS = llguidance.LLMatcher.grammar_from_lark('start: s\ns: s s | s s s | "a" | ""')
+
+
+def test_a_grammar_whose_masks_take_too_long_ends_its_own_output(
+    runner: ModelRunner, prompt: list[int], smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MASK_BUDGET_S", 0.004)
+    grammars = runner.grammars
+    for each in (AMBIGUOUS, GRAMMAR):
+        grammars.prepare(each).result(20)
+    from tokenizers import Tokenizer
+
+    letter = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json")).encode("a").ids[0]
+    slow = Output("ambiguous", prompt, replace(GREEDY, grammar=AMBIGUOUS))
+    other = Output("beside", prompt, DRAWN, first_block=16)
+    failed: dict[int, str] = {}
+    while not failed and len(slow.output) < 250:
+        shares = [each.share(drafts=False) for each in (slow, other)]
+        assert grammars.follow(shares) == {}
+        grammars.masks(shares)
+        _, failed = grammars.advance(shares, [Sampled(letter), None])
+        slow.tokens.append(letter)
+        slow.num_computed = len(slow.tokens) - 1
+    assert list(failed) == [0]
+    assert "ms to find, at most 4: the grammar has too many ways" in failed[0]

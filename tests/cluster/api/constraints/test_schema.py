@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cluster.api.constraints.schema import (
     FORMATS,
     MAX_DEPTH,
+    MAX_OPTIONAL,
     MAX_PROPERTIES,
     MAX_SCHEMA_CHARS,
     SchemaError,
@@ -163,7 +164,8 @@ def test_a_schema_has_a_limited_depth_and_size() -> None:
     with pytest.raises(SchemaError, match=f"more than {MAX_SCHEMA_CHARS}"):
         rewrite({"description": "x" * MAX_SCHEMA_CHARS})
     properties = {f"p{i}": {} for i in range(MAX_PROPERTIES)}
-    assert rewrite({"properties": properties}) == {"properties": properties}
+    schema = {"properties": properties, "required": list(properties)}
+    assert rewrite(schema) == schema
     with pytest.raises(SchemaError, match=r"'properties' has 2001 entries, at most 2000"):
         rewrite({"properties": properties | {"one": {}}})
 
@@ -239,3 +241,72 @@ def test_whatever_a_client_sends_is_a_grammar_or_refused(schema: Any, lenient: b
         told = str(error)
     assert 0 < len(told) <= 300
     assert "\n" not in told
+
+
+def numbers(*multiples: float, meet: bool = False) -> dict[str, Any]:
+    each = [{"type": "number", "multipleOf": number} for number in multiples]
+    return {"allOf": each} if meet else {"properties": {f"p{i}": e for i, e in enumerate(each)}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "cost"),
+    [
+        (numbers(999_983), 999_983),
+        (numbers(0.100_003), 100_003),
+        (numbers(9_973, 9_967, 9_949), 29_889),
+        (numbers(9_973, 101, meet=True), 1_007_273),
+        ({"anyOf": [{"multipleOf": 397}], "multipleOf": 401}, 159_197),
+        ({"$ref": "#/$defs/a", "multipleOf": 401, "$defs": {"a": {"multipleOf": 397}}}, 159_197),
+    ],
+)
+def test_multiples_are_bounded_by_what_they_cost(schema: Any, cost: int) -> None:
+    for make in (rewrite, schema_grammar, part_grammar):
+        with pytest.raises(SchemaError, match=f"'multipleOf' tells {cost} remainders apart"):
+            make(schema)
+
+
+def test_multiples_that_cost_little_are_kept(matching: Matching) -> None:
+    for multiple in (0.01, 0.25, 5, 1000, 3600, 86_400, 1_000_000, 0):
+        assert rewrite(numbers(multiple)) == numbers(multiple)
+    assert rewrite(numbers(97, 101, meet=True))
+    grammar = schema_grammar({"type": "integer", "multipleOf": 86_400})
+    assert matching.accepts(grammar, "172800")
+    assert not matching.accepts(grammar, "172801")
+
+
+@pytest.mark.parametrize(
+    "key", ["const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"]
+)
+def test_integers_that_would_be_rounded_are_refused_by_keyword(key: str) -> None:
+    for number in (2**53 + 1, -(2**53) - 1, 2**64, 10**30):
+        with pytest.raises(SchemaError, match=rf"'{key}': {number} is beyond 2\*\*53"):
+            schema_grammar({"properties": {"a": {key: number}}})
+        assert rewrite({"a": 1, key: number}, lenient=True) == {"a": 1}
+    assert rewrite({key: 1e300}) == {key: 1e300} or key == "multipleOf"
+    assert rewrite({"properties": {key: {"default": 2**60}}})
+
+
+def test_integers_in_lists_of_values_are_looked_at() -> None:
+    with pytest.raises(SchemaError, match="'enum': 9007199254740993 is beyond"):
+        schema_grammar({"enum": ["a", {"b": [1, 2**53 + 1]}]})
+
+
+def test_a_pattern_that_matches_a_property_is_refused(matching: Matching) -> None:
+    schema = {"properties": {"score": {}}, "patternProperties": {"^s": {}, "^t": {}}}
+    with pytest.raises(SchemaError, match=r"'patternProperties': '\^s' matches .* 'score'"):
+        schema_grammar(schema)
+    kept = rewrite(schema, lenient=True)
+    assert kept == {"properties": {"score": {}}, "patternProperties": {"^t": {}}}
+    apart = schema_grammar({"type": "object"} | kept | {"additionalProperties": False})
+    assert matching.accepts(apart, '{"score": 1, "t": 2}')
+    assert not matching.accepts(apart, '{"score": 1, "u": 2}')
+    with pytest.raises(SchemaError, match="'patternProperties'"):  # of another library
+        schema_grammar({"properties": {"a": {}}, "patternProperties": {r"\p{L}": {}}})
+
+
+def test_properties_that_are_optional_are_bounded() -> None:
+    names = [f"p{i}" for i in range(600)]
+    schema: dict[str, Any] = {"properties": {name: {} for name in names}}
+    with pytest.raises(SchemaError, match=f"600 properties .* optional, at most {MAX_OPTIONAL}"):
+        part_grammar(schema)
+    assert rewrite(schema | {"required": names[MAX_OPTIONAL:]})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,6 +13,7 @@ import openai
 import pytest
 
 from cluster.api.context import ApiLimits
+from cluster.api.responses.schema import _messages
 from cluster.api.responses.store import ResponseStore
 from cluster.api.tenants import Tenants
 from cluster.api.text.tokenizer import Tokenizer
@@ -226,3 +229,44 @@ def test_without_a_key_every_call_is_a_401(guarded: Served) -> None:
             response = call(guarded, key, method, path)
             assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("how", ["refused", "cut"])
+def test_a_conversation_is_read_back_as_far_as_a_body_may_be_long(
+    served: Served, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    made = ask(served, "First " * 50)
+    for _ in range(3):
+        made = ask(served, "Why? " * 20, previous_response_id=made.id)
+    limits = replace(served.ctx.limits, max_body_bytes=4000)
+    monkeypatch.setattr(served.ctx, "limits", limits)
+    if how == "refused":
+        error = refused(served, "So?", previous_response_id=made.id)
+        assert error["param"] == "previous_response_id"
+        assert "turns that are read back, and 4000 bytes" in error["message"]
+    else:
+        ask(served, "So?", previous_response_id=made.id, truncation="auto")
+        assert "First" not in prompt(served)
+        assert "Why?" in prompt(served)
+    assert served.ctx.bodies.num_taken == 0
+
+
+def test_what_is_read_back_counts_among_bodies(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ask(served)
+    monkeypatch.setattr(served.ctx.bodies, "limit", 100)
+    response = post(served, "Why?", previous_response_id=made.id)
+    assert response.status_code == 429
+    assert response.json()["error"]["message"] == "The bodies of other requests take all memory"
+
+
+def test_items_become_messages_in_time_that_grows_with_them() -> None:
+    said = {"type": "message", "role": "assistant", "content": "x" * 120}
+    thought = {"type": "reasoning", "content": [{"text": "y" * 120}]}
+    items = [*[said, thought] * 40_000]
+    began = time.process_time()
+    (message,) = _messages(items, 0)
+    assert time.process_time() - began < 2.0  # a fifth of that; it was more than ten seconds
+    assert message["content"] == "x" * 120 * 40_000
+    assert message["reasoning_content"].startswith("y" * 120 + "\n" + "y" * 120 + "\n")

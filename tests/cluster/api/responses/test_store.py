@@ -219,3 +219,39 @@ def test_the_oldest_go_where_all_are_too_large(path: Path, monkeypatch: pytest.M
         store.put("", name, b"x" * 1000)
     assert [name for name in "abcde" if store.get("", name)] == ["c", "d", "e"]
     store.close()
+
+
+def test_one_tenants_do_not_push_out_anothers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PRUNE_EVERY", 1)
+    monkeypatch.setattr(module, "MAX_BYTES", 6000)
+    monkeypatch.setattr(module, "MAX_MEMORY_BYTES", 6000)
+    for store in (ResponseStore(path), ResponseStore()):
+        for name in "ab":
+            store.put("other", name, b"x" * 1000)
+        for name in "cdefghijkl":
+            store.put("", name, b"x" * 1000)
+        assert all(store.get("other", name) for name in "ab")
+        assert [name for name in "cdefghijkl" if store.get("", name)] == [*"ijkl"]
+        store.close()
+
+
+def test_the_number_is_shared_among_tenants_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PRUNE_EVERY", 1)
+    monkeypatch.setattr(module, "MAX_RESPONSES", 4)
+    store = ResponseStore()
+    store.put("other", "a", b"x")
+    for name in "bcdefg":
+        store.put("", name, b"x")
+    assert store.get("other", "a")
+    assert [name for name in "bcdefg" if store.get("", name)] == ["f", "g"]
+    store.close()
+
+
+def test_memory_holds_less_than_a_file_and_is_pruned_by_bytes() -> None:
+    store = ResponseStore()
+    assert store.max_bytes == module.MAX_MEMORY_BYTES < module.MAX_BYTES
+    record = bytes(module.MAX_MEMORY_BYTES // 8)
+    for name in "abcdefghijkl":
+        store.put("", name, record)
+    assert [name for name in "abcdefghijkl" if store.get("", name)] == [*"efghijkl"]
+    store.close()
