@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cluster.api.output.reader import Reader
 
+THINK, THINK_END = "<think>", "</think>"  # around reasoning
 Span = tuple[int, int]
 """`[begin, end)`, in characters of the output."""
 

@@ -27,7 +27,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.api.output.format import THINK, THINK_END
+from cluster.api.output.events import THINK, THINK_END
 from cluster.api.text.tool_prompt import TemplateError, describe_tools
 
 _MARK = "\ue000"  # of no script

@@ -19,7 +19,7 @@ from typing import Any
 
 import tokenizers
 
-from cluster.api.output.format import THINK, THINK_END
+from cluster.api.output.events import THINK, THINK_END
 from cluster.api.text.chat_template import (
     ChatTemplate,
     ControlStrings,

@@ -189,13 +189,13 @@ def test_thinking_reaches_the_template(thinking: Served, thinking_asked: Any, en
 def test_the_effort_reaches_the_template(thinking: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     template = thinking.ctx.tokenizer.chat_template
     assert template is not None
-    render, efforts = template.render, []
+    render, efforts = template.prompt, []
 
-    def watched(messages: Any, tools: Any, options: Any, **more: Any) -> str:
+    def watched(messages: Any, tools: Any, options: Any, **more: Any) -> Any:
         efforts.append(options["reasoning_effort"])
         return render(messages, tools, options, **more)
 
-    monkeypatch.setattr(template, "render", watched)
+    monkeypatch.setattr(template, "prompt", watched)
     for effort in ("low", "max"):
         ask(thinking, output_config={"effort": effort})
     assert efforts == ["low", "high"]

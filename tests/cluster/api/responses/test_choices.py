@@ -120,13 +120,13 @@ def test_a_text_format_that_there_is_not(served: Served, form: Any) -> None:
 def test_the_effort_reaches_the_template(thinking: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     template = thinking.ctx.tokenizer.chat_template
     assert template is not None
-    render, found = template.render, []
+    render, found = template.prompt, []
 
-    def watched(messages: Any, tools: Any, options: Any, **more: Any) -> str:
+    def watched(messages: Any, tools: Any, options: Any, **more: Any) -> Any:
         found.append(options)
         return render(messages, tools, options, **more)
 
-    monkeypatch.setattr(template, "render", watched)
+    monkeypatch.setattr(template, "prompt", watched)
     ask(thinking, reasoning={"effort": "low"})
     ask(thinking, reasoning={"effort": "none"})
     ask(thinking)

@@ -104,19 +104,17 @@ def test_reasoning_that_the_prompt_has_ended(thinking: Served) -> None:
         assert "reasoning_content" not in found
 
 
-def test_reasoning_of_an_earlier_turn_ends_no_other(thinking: Served) -> None:
-    says(thinking, REASONED)
+def test_only_what_the_template_adds_begins_or_ends_reasoning(marked: Served) -> None:
+    says(marked, REASONED)
     earlier = {"role": "assistant", "content": "No.", "reasoning_content": THOUGHT}
-    found = message(thinking, messages=[*ASK, earlier, {"role": "user", "content": "So?"}])
-    assert (found["reasoning_content"], found["content"]) == (THOUGHT, SPOKEN)
-    says(thinking, REASONED.removeprefix("<think>\n"))
-    for text in ("What does </think> do?", "<think>\n\n</think>"):
-        found = message(
-            thinking,
-            messages=[{"role": "user", "content": text}],
-            chat_template_kwargs={"enable_thinking": True},
-        )
+    asked = {"role": "user", "content": "What does </think> do?"}
+    for messages in ([*ASK, earlier, {"role": "user", "content": "So?"}], [asked]):
+        found = message(marked, messages=messages)
         assert (found["reasoning_content"], found["content"]) == (THOUGHT, SPOKEN)
+    says(marked, SPOKEN)
+    found = message(marked, messages=[{"role": "user", "content": "What does <think> do?"}])
+    assert found["content"] == SPOKEN
+    assert "reasoning_content" not in found
 
 
 def test_an_answer_without_reasoning_is_text(thinking: Served) -> None:
