@@ -148,6 +148,7 @@ class EngineCore:
             timing.decode_step_s.value,
             timing.row_cost.published(),
             timing.token_s,
+            timing.computes_apart,
         )
         if step is not None:
             self.watch.begin(self.now, timing.expected_s(step))

@@ -40,6 +40,10 @@ class Rate:
         self._units += units - RATE_WEIGHT * self._units
 
     @property
+    def is_known(self) -> bool:
+        return self._units > 0
+
+    @property
     def value(self) -> float:
         return self._amount / self._units if self._units else 0.0
 
@@ -48,6 +52,9 @@ FORGET = 0.998  # factor on the weight of older samples, with each new one
 LEAST_BLOCKS, LEAST_TOKENS = 4, 64  # of prompts in a step: the fewer, but a whole block
 LONG_WAIT_S = 4.0  # of a prompt; then steps may be as long as `WorkerConfig.itl_most_s`
 MAX_SLOWDOWN = 8.0
+TRY_AGAIN, TRY_FIRST = 64, 4
+"""Of so many steps that may be of both prompts and decodes, one is what the others are not: to
+measure both ways again, and before they were measured."""
 MIN_SAMPLES = 8  # before a fit is published
 TOKENS_UNIT = 4096.0  # prompt tokens count in these, so that features are of one size
 SEQS_UNIT = 16.0
@@ -149,6 +156,9 @@ class StepTiming:
         self.prefill_tokens_per_s = Rate()
         self.decode_step_s = Rate()
         self.prompt_cost = FittedCost(4)
+        self._alone_cost = FittedCost(4)  # of prompts in passes without decodes
+        self._saved = Rate()  # seconds by a pass of both, for each of a step of decodes alone
+        self._num_asked = 0  # whether to compute prompts apart
         self._prompt_slowdown = Rate()  # seconds that prompts take now, for each that the fit says
         self.decode_cost = FittedCost(4)  # of a token for each
         self.row_cost = FittedCost(4)  # of a pass, by its rows
@@ -172,14 +182,27 @@ class StepTiming:
             again = sum(more * start for more, start in drafts) / pool_tokens
             self.row_cost.add(row_features(rows, used, again), elapsed_s / repeats)
             return
-        if len(prompts) < len(step.seqs):
+        total, features = sum(len(share.tokens) for share in prompts), _one_pass(prompts)
+        if len(prompts) == len(step.seqs):
+            self._alone_cost.add(features, elapsed_s)
+        else:
+            self._compare(step, features, elapsed_s)
             elapsed_s = max(elapsed_s - self.decode_step_s.value, 0.1 * elapsed_s)
-        total = sum(len(share.tokens) for share in prompts)
         self.prefill_tokens_per_s.add(total, elapsed_s)
-        features = _one_pass(prompts)
         if known := self.prompt_cost.published():
             self._prompt_slowdown.add(elapsed_s, fitted_s(known, features))
         self.prompt_cost.add(features, elapsed_s)
+
+    def _compare(self, step: Step, features: Sequence[float], elapsed_s: float) -> None:
+        """What a pass of both has saved. `features`: of its prompts."""
+        alone, decoding = self._alone_cost.published(), self.decode_cost.published()
+        if not alone or not decoding:
+            return
+        starts = [share.start for share in step.seqs if len(share.tokens) == 1]
+        used = sum(starts) / (self._config.num_blocks * self._config.block_size)
+        decode_s = fitted_s(decoding, decode_features(len(starts), used))
+        saved_s = fitted_s(alone, features) + decode_s - elapsed_s
+        self._saved.add(min(max(saved_s, -decode_s), 2 * decode_s), decode_s)
 
     @property
     def token_s(self) -> float:
@@ -201,6 +224,21 @@ class StepTiming:
                 return None
             seconds += fitted_s(known, _one_pass(prompts))
         return seconds
+
+    def computes_apart(self, num_prompts: int, num_decodes: int) -> bool:
+        """Whether the next step should compute prompts without the decodes that wait beside them,
+        in seconds of all: prompts are spared what decodes add to their pass, decodes lose what a
+        pass of both saves. As was measured: one pass of both reads the weights once, but may not
+        be what a device captured, or have room to overlap the two. Now and then it is the other
+        way, to measure that too."""
+        if self.decode_cost.num_samples < MIN_SAMPLES or self.prompt_cost.num_samples < MIN_SAMPLES:
+            return False
+        self._num_asked += 1
+        if not self._saved.is_known:
+            return self._num_asked % TRY_FIRST == 0
+        saved = min(1.0, max(0.0, self._saved.value))
+        is_better = (1.0 - saved) * num_prompts > saved * num_decodes
+        return is_better != (self._num_asked % TRY_AGAIN == 0)
 
     def prompt_budget(self, waited_s: float) -> int:
         """Prompt tokens that fit beside decodes into a step of `itl_target_s`, at measured rates;

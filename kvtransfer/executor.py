@@ -133,7 +133,8 @@ class TransferExecutor:
                 del self._copies[transfer_id]
                 self._answered.append(answer)
         told = self._probes.poll() if self._probes is not None else []
-        done, self._answered = [*told, *self._answered], []
+        done: list[CopyDone | PeerConnected] = [*told, *self._answered]
+        self._answered = []
         return done
 
     def audit(self) -> int:

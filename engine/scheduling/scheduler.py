@@ -24,6 +24,10 @@ from engine.step import HEALTH_CHECK, UNKNOWN, ScheduledSeq, Step, StepDone
 
 MAX_TRIED = 8  # prompts that do not fit, after one message: each costs a lookup
 
+MAX_PAUSE_S = 0.5
+"""Decodes are left out of steps with prompts for so long, where no time between tokens is aimed at;
+else of one step in a row, which has the size of one with them."""
+
 
 class InFlight(NamedTuple):
     step: Step
@@ -48,6 +52,7 @@ class Scheduler:
         self._next_step_id = 0
         self._awaited = -1  # the step whose tokens draft tokens will follow
         self._isolation = Isolation()
+        self._paused_at: float | None = None  # when a step began without the decodes that waited
         self.faults: list[tuple[Sequence, Refusal, str]] = []  # for the worker to end, and why
         self.num_preemptions = 0
         self.lacks_room = False  # one that may go on waits for blocks
@@ -149,13 +154,14 @@ class Scheduler:
         decode_s: float = 0.0,
         row_weights: tuple[float, ...] = (),
         token_s: float = 0.0,
+        computes_apart: Callable[[int, int], bool] = lambda _prompts, _decodes: False,
     ) -> Step | None:
         """The next step, or None if there is nothing to do. Decodes go first, then prompts: of
         these, at most `prompt_budget` tokens if there are decodes that they would delay, which is
         given how long a prompt has waited. `cost` is the measured cost of prompts; beside decodes,
         what they add to `decode_s`, the time of a step of decodes alone. row_weights: as of
-        `Drafter.plan`. token_s: of a prompt, all in all; 0: not measured yet. While a step is in
-        flight, only one that follows it."""
+        `Drafter.plan`. token_s: of a prompt, all in all; 0: not measured yet. `computes_apart`: as
+        of `StepTiming`. While a step is in flight, only one that follows it."""
         if len(self.in_flight) > self.config.steps_ahead or not self.running:
             return None  # as after most messages
         if self.in_flight:
@@ -167,15 +173,19 @@ class Scheduler:
             return apart
         budget = self.config.max_num_batched_tokens
         decodes = [seq for seq in self.running if seq.is_decoding][:budget]
-        chosen = [(seq, 1) for seq in decodes]
-        if len(decodes) < len(self.running):
+        num_prompts = len(self.running) - len(decodes)
+        is_apart = self._may_pause(now, decodes) and computes_apart(num_prompts, len(decodes))
+        chosen = [(seq, 1) for seq in decodes if not (is_apart and seq.is_stream)]
+        if num_prompts:
             # Who waits for memory is helped by streams that end soon.
             others = () if self.lacks_room else self.waiting
             most = prompt_budget(prompts.waited_s(others, self.running, now)) if decodes else budget
-            budget = min(budget - len(decodes), most)
-            beside_s = decode_s if decodes else 0.0
+            budget = min(budget - len(chosen), most)
+            beside_s = decode_s if chosen else 0.0
             common = now, budget, token_s, cost, beside_s, self.kv
             chosen += prompts.choose_prompts(self.running, *common)
+        if is_apart and not chosen:  # there is no block for a token of them
+            is_apart, chosen = False, [(seq, 1) for seq in decodes]
         chosen = [each for each in chosen if self._is_sound(*each)]
         if not chosen:
             return None
@@ -189,7 +199,11 @@ class Scheduler:
                 step.may_be_followed = may_be_followed(decodes)
             else:
                 step.repeats = repeats(decodes, self.config)
-        step.gives_way = not any(seq.reserve_growth for seq, _ in chosen)
+        step.gives_way = not decodes and not any(seq.reserve_growth for seq, _ in chosen)
+        if not is_apart:
+            self._paused_at = None
+        elif self._paused_at is None:
+            self._paused_at = now
         return self._begin(step, [seq for seq, _ in chosen])
 
     def _step_apart(self) -> Step | None:
@@ -242,6 +256,14 @@ class Scheduler:
         culprit = self._isolation.on_health_check(error)
         if culprit is not None:
             self.faults.append((culprit[0], Refusal.EXECUTION, culprit[1]))
+
+    def _may_pause(self, now: float, decodes: list[Sequence]) -> bool:
+        """Whether prompts may be computed in a step without these."""
+        if not decodes or len(decodes) == len(self.running):
+            return False
+        if self._paused_at is None:
+            return True
+        return self.config.itl_target_s == 0 and now - self._paused_at < MAX_PAUSE_S
 
     def _follow(
         self, step: Step, in_step: list[Sequence], row_weights: tuple[float, ...]

@@ -228,6 +228,35 @@ def test_of_a_mixed_step_the_prompts_cost_what_the_decodes_alone_would_not() -> 
     assert timing.decode_step_s.value == pytest.approx(0.02)
 
 
+def asked(decodes_cost_s: float, count: int = 640) -> int:
+    """How often, of 640 times, prompts are computed apart from 10 decodes that add so much to a
+    pass of 0.1 s, and take 0.02 s alone."""
+    timing, num_apart = timing_of(), 0
+    decodes = [share(100, 1) for _ in range(10)]
+    for _ in range(count):
+        timing.on_step(Step(0, decodes), 0.02, 1)
+        if timing.computes_apart(1, 10):
+            num_apart += 1
+            timing.on_step(Step(0, [share(0, 100)]), 0.1, 1)
+        else:
+            timing.on_step(Step(0, [*decodes, share(0, 100)]), 0.1 + decodes_cost_s, 1)
+    return num_apart
+
+
+def test_prompts_are_computed_apart_where_a_pass_of_both_saves_nothing() -> None:
+    assert asked(0.02) > 580
+    assert asked(0.03) > 580, "it costs more than the two"
+
+
+def test_prompts_are_computed_beside_decodes_where_those_cost_little_then() -> None:
+    assert 0 < asked(0.002) < 30, "now and then, to measure it"
+    assert asked(0.01) < 30, "half of what they take alone, but for 10 of them"
+
+
+def test_before_anything_was_measured_prompts_are_computed_beside_decodes() -> None:
+    assert asked(0.02, count=MIN_SAMPLES) == 0
+
+
 def test_where_a_target_holds_prompts_back_they_are_told_to_take_longer() -> None:
     timing = timing_of(itl_target_s=0.06)
     for _ in range(20):

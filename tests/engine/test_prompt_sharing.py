@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.config import WorkerConfig
@@ -32,10 +34,9 @@ PER_TOKEN = priced(token_s=0.01)
 class Prompts:
     """A scheduler and the clock; steps are done as soon as they are planned."""
 
-    def __init__(self, *lengths: int) -> None:
-        config = WorkerConfig(
-            "w", Role.DECODE, 1, 1024, 4, 32, 4096, b"f", max_num_batched_tokens=BUDGET
-        )
+    def __init__(self, *lengths: int, **limits: Any) -> None:
+        limits = {"max_num_batched_tokens": BUDGET, **limits}
+        config = WorkerConfig("w", Role.DECODE, 1, 1024, 4, 32, 4096, b"f", **limits)
         self.now = 0.0
         self.scheduler = Scheduler(config, KVCacheManager(config.num_blocks, config.block_size))
         self.seqs: list[Sequence] = []
@@ -61,13 +62,17 @@ class Prompts:
         return seq
 
     def step(
-        self, cost: FittedCost = UNKNOWN, prompt_budget: int = BUDGET, decode_s: float = 0.0
+        self,
+        cost: FittedCost = UNKNOWN,
+        prompt_budget: int = BUDGET,
+        decode_s: float = 0.0,
+        apart: bool = False,
     ) -> dict[str, int]:
         """Tokens fed, by request."""
         token_s = cost.weights[1] / TOKENS_UNIT
         self.scheduler.admit_waiting(self.now, lambda seq: False, token_s)
         planned = self.scheduler.schedule(
-            self.now, lambda _: prompt_budget, cost, decode_s, (), token_s
+            self.now, lambda _: prompt_budget, cost, decode_s, (), token_s, lambda *_: apart
         )
         assert planned is not None
         sampled = [Sampled(7) if share.sample else None for share in planned.seqs]
@@ -192,3 +197,39 @@ def test_decodes_are_in_every_step_whatever_prompts_there_are() -> None:
         fed = prompts.step(PER_TOKEN)
         assert (fed["r0"], fed["r1"]) == (1, 1)
     assert all(seq.state is SeqState.RUNNING for seq in prompts.seqs)
+
+
+def streaming(**limits: Any) -> Prompts:
+    """The stream r0, and a prompt of three passes beside it."""
+    prompts = Prompts(3, **limits)
+    prompts.step()
+    prompts.come(150)
+    return prompts
+
+
+def test_prompts_are_computed_without_the_decodes_where_that_is_better() -> None:
+    prompts = streaming()
+    assert [prompts.step(apart=True) for _ in range(3)] == [{"r1": 64}, {"r1": 64}, {"r1": 22}]
+    assert prompts.step(apart=True) == {"r0": 1, "r1": 1}
+
+
+def test_decodes_are_left_out_for_half_a_second_at_most() -> None:
+    prompts = streaming()
+    assert prompts.step(apart=True) == {"r1": 64}
+    prompts.now += 0.6
+    assert prompts.step(apart=True) == {"r0": 1, "r1": 63}
+    assert prompts.step(apart=True) == {"r1": 23}
+
+
+def test_where_a_time_between_tokens_is_aimed_at_they_are_left_out_of_one_step_in_a_row() -> None:
+    prompts = streaming(itl_target_s=0.05)
+    fed = [prompts.step(prompt_budget=40, apart=True) for _ in range(3)]
+    assert fed == [{"r1": 40}, {"r0": 1, "r1": 40}, {"r1": 40}]
+
+
+def test_a_prompt_of_which_one_token_is_missing_is_not_left_out() -> None:
+    prompts = Prompts(3)
+    prompts.step()
+    prompts.come(1)
+    prompts.come(150)
+    assert prompts.step(apart=True) == {"r1": 1, "r2": 63}
