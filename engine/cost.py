@@ -52,6 +52,7 @@ FORGET = 0.998  # factor on the weight of older samples, with each new one
 LEAST_BLOCKS, LEAST_TOKENS = 4, 64  # of prompts in a step: the fewer, but a whole block
 LONG_WAIT_S = 4.0  # of a prompt; then steps may be as long as `WorkerConfig.itl_most_s`
 MAX_SLOWDOWN = 8.0
+MOST_SAVED = 0.25  # of a step of decodes, by a pass with prompts, that leaving decodes out is worth
 TRY_AGAIN, TRY_FIRST = 64, 4
 """Of so many steps that may be of both prompts and decodes, one is what the others are not: to
 measure both ways again, and before they were measured."""
@@ -236,8 +237,8 @@ class StepTiming:
         self._num_asked += 1
         if not self._saved.is_known:
             return self._num_asked % TRY_FIRST == 0
-        saved = min(1.0, max(0.0, self._saved.value))
-        is_better = (1.0 - saved) * num_prompts > saved * num_decodes
+        saved = max(0.0, self._saved.value)
+        is_better = saved < MOST_SAVED and (1.0 - saved) * num_prompts > saved * num_decodes
         return is_better != (self._num_asked % TRY_AGAIN == 0)
 
     def prompt_budget(self, waited_s: float) -> int:
