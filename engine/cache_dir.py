@@ -118,6 +118,9 @@ def _keep_digest(path: Path, stat: os.stat_result, kept: Path) -> bytes:
 
 def _digest_of(path: Path, size: int) -> bytes:
     """A hash over the hashes of its chunks, which threads read."""
+    if size <= CHUNK_BYTES:
+        whole = f"{size}".encode() + xxh3_128_digest(path.read_bytes())
+        return blake2b(whole, digest_size=DIGEST_BYTES).digest()
     with path.open("rb", buffering=0) as source, ThreadPoolExecutor(MAX_THREADS) as threads:
 
         def hash_chunk(start: int) -> bytes:
