@@ -76,7 +76,7 @@ def complaints(sampling: SamplingParams, *outputs: PromptOutputs) -> list[str]:
     sampling = replace(sampling, max_tokens=8, temperature=0.0)
     expected, finish = generate(PROMPT, sampling, 100)
     job = Job("r0", PROMPT, sampling, 0.0, 10.0, tuple(expected), finish)
-    client = Client("client", "router-0", [job], lambda *_: None, runtime.violate)
+    client = Client("client", ["router-0"], [job], lambda *_: None, runtime.violate)
     client.start(0.0)
     for index, prompt in enumerate(outputs):
         client.receive(1.0, Output("r0", index, (expected[index],), prompt=prompt))
@@ -107,7 +107,7 @@ def test_runs_have_requests_that_ask_for_them() -> None:
     """Also some that are cancelled before or after, and some whose prompt takes several steps."""
     ends: set[str] = set()
     sizes: set[int] = set()
-    for seed in range(4):
+    for seed in range(8):
         cluster = Cluster(seed, None)
         cluster.run()
         assert not cluster.runtime.violations
