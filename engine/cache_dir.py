@@ -1,4 +1,5 @@
-"""The folder for what is made once and kept: converted models, compiled C code, KV on disk.
+"""The folder for what is made once and kept: converted models, compiled C code, KV on disk,
+digests of checkpoints.
 
 An entry appears whole or not at all: it is made beside its place and renamed into it, so several
 processes may make the same entry at once.
@@ -10,10 +11,19 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of a large file, for its identity
+from xxhash import xxh3_128_digest
+
+DIGEST_BYTES = 32
+CHUNK_BYTES = 4 << 20  # that one thread hashes at a time
+MAX_THREADS = min(16, os.cpu_count() or 1)
+LEAST_KEPT_BYTES = 1 << 20  # smaller files are read again each time
+MAX_KEPT = 1024  # digests
+SETTLED_NS = 2_000_000_000  # since the last change: more than the timestamps of file systems jump
+LOCK_TIMEOUT_S = 600.0  # of another process that reads a file; then this one reads it too
 
 
 def default_cache_dir() -> Path:
@@ -43,12 +53,80 @@ def publish_dir(final: Path, make: Callable[[Path], None]) -> Path:
     return final
 
 
-def file_identity(path: Path) -> bytes:
-    """Hash of a large file's size and of samples spread over it, first and last bytes included."""
-    size = path.stat().st_size
-    digest = blake2b(f"{size}".encode(), digest_size=16)
-    with path.open("rb") as source:
-        for sample in range(SAMPLES):
-            source.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
-            digest.update(source.read(SAMPLE_BYTES))
+def file_digest(path: Path, cache_dir: Path | None = None) -> bytes:
+    """32 bytes, a hash of every byte of a file. It depends on nothing else, so machines agree.
+    It finds edits, not forgeries: XXH3-128 reads as fast as memory.
+
+    The digest of a large file is kept in `cache_dir`/digests by device, inode, size, mtime and
+    ctime, so a later start reads no more than that. Noticed is every write, truncation, rename or
+    copy over the file, an in-place edit with size and mtime set back included: a user cannot set
+    ctime. A file that changed within SETTLED_NS before it was read is not kept, because a further
+    write might not move its timestamps. Not noticed is what moves no ctime: writes to the block
+    device, a clock that was set back between two writes, other clients of a network file system
+    until this one asks its server for the attributes.
+    """
+    stat = path.stat()
+    if stat.st_size < LEAST_KEPT_BYTES:
+        return _digest_of(path, stat.st_size)
+    key = blake2b(repr(_version_of(stat)).encode(), digest_size=16).hexdigest()
+    kept = (cache_dir or default_cache_dir()) / "digests" / key
+    found = _kept_digest(kept)
+    if found is not None:
+        return found
+    from filelock import FileLock, Timeout  # 45 ms to import, and seldom needed
+
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        # Processes that start together let one of them read the file.
+        with FileLock(kept.parent.parent / "digests.lock", timeout=LOCK_TIMEOUT_S):
+            return _kept_digest(kept) or _keep_digest(path, stat, kept)
+    except (OSError, Timeout, NotImplementedError):  # no place to keep it, or no locks
+        return _digest_of(path, stat.st_size)
+
+
+def _version_of(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _kept_digest(kept: Path) -> bytes | None:
+    try:
+        found = kept.read_bytes()
+    except OSError:
+        return None
+    return found if len(found) == DIGEST_BYTES else None
+
+
+def _keep_digest(path: Path, stat: os.stat_result, kept: Path) -> bytes:
+    """Read the file, and keep its digest if it cannot have changed meanwhile unnoticed."""
+    handle, name = tempfile.mkstemp(dir=kept.parent)
+    fresh = Path(name)
+    try:
+        began_ns = os.fstat(handle).st_mtime_ns  # a file system's clock, not the process's
+        digest = _digest_of(path, stat.st_size)
+        settled = began_ns - max(stat.st_mtime_ns, stat.st_ctime_ns) > SETTLED_NS
+        if settled and _version_of(path.stat()) == _version_of(stat):
+            os.write(handle, digest)
+            fresh.rename(kept)
+            entries = sorted(kept.parent.iterdir(), key=lambda entry: entry.stat().st_mtime_ns)
+            for old in entries[:-MAX_KEPT]:
+                old.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+        fresh.unlink(missing_ok=True)
+    return digest
+
+
+def _digest_of(path: Path, size: int) -> bytes:
+    """A hash over the hashes of its chunks, which threads read."""
+    if size <= CHUNK_BYTES:
+        whole = f"{size}".encode() + xxh3_128_digest(path.read_bytes())
+        return blake2b(whole, digest_size=DIGEST_BYTES).digest()
+    with path.open("rb", buffering=0) as source, ThreadPoolExecutor(MAX_THREADS) as threads:
+
+        def hash_chunk(start: int) -> bytes:
+            return xxh3_128_digest(os.pread(source.fileno(), CHUNK_BYTES, start))
+
+        digest = blake2b(f"{size}".encode(), digest_size=DIGEST_BYTES)
+        for chunk in threads.map(hash_chunk, range(0, size, CHUNK_BYTES)):
+            digest.update(chunk)
     return digest.digest()

@@ -12,11 +12,14 @@ from hashlib import blake2b
 from math import ceil
 from pathlib import Path
 
-from engine.cache_dir import file_identity
+from engine.cache_dir import file_digest
 from engine.kv.spec import DTYPE_BYTES, KVSpec
 from engine.model.errors import ModelError
 
 INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
+# Beside the weights: how they are stored, and which text each token id stands for.
+QUANTIZATION_FILES = ("config.json", "hf_quant_config.json")
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,9 @@ class ModelConfig:
         That depends on how weights are quantized (named by `quantize.scheme`), and with longrope on
         the length that is served.
 
-        Of the weights, names, sizes and samples spread over each file are read, not all.
+        Every byte of the weights, of config.json and of the vocabulary counts (see `file_digest`
+        for what is kept of an earlier start). Chat templates and generation_config.json do not:
+        they decide which tokens are sent, not what KV these have.
         """
         shape = asdict(self)
         del shape["bos_token_id"], shape["eos_token_ids"]
@@ -159,8 +164,10 @@ class ModelConfig:
             shape["quantization"] = quantization
         digest = blake2b(digest_size=32, person=b"kvrelay-model")
         digest.update(json.dumps(shape).encode())
-        for file in sorted(path.glob("*.safetensors")):
-            digest.update(file.name.encode() + file_identity(file))
+        weights = sorted(path.glob("*.safetensors"))
+        for file in (*weights, *(path / name for name in QUANTIZATION_FILES + VOCABULARY_FILES)):
+            if file.is_file():
+                digest.update(file.name.encode() + b"\0" + file_digest(file))
         return digest.digest()
 
     @property

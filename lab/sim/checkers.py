@@ -7,16 +7,16 @@ nothing is left on any node, and the router's prefix index says what the workers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.kv.tier import Tier
 from engine.node import NodeId
 from engine.request import NO_OUTPUTS, Refusal
-from engine.sequence import Sequence
+from engine.sequence import Sequence as EngineSequence
 from engine.stats import Role
 from kvtransfer.worker import Worker
 from lab.sim.client import Client, JudgeFailure, Order
-from lab.sim.model import prompt_outputs
+from lab.sim.model import FULL, Attention, prompt_outputs
 from lab.sim.runtime import Life, SimRuntime
 from lab.sim.scenario import BLOCK_SIZE, Scenario
 from router.messages import Failed
@@ -31,14 +31,16 @@ ROUTER_SAMPLING = 8
 def failure_judge(scenario: Scenario) -> JudgeFailure:
     """Which refusals are honest: each has a condition that the run has to meet."""
     plan = scenario.faults
-    max_model_len = scenario.workers[0].max_model_len
+    lengths = [w.max_model_len for w in scenario.workers]
+    has_poison = any(job.poison for job in scenario.jobs)
     pools = [BLOCK_SIZE * w.num_blocks for w in scenario.workers]
 
     def judge(order: Order, failed: Failed, now: float) -> str | None:
         job, reason = order.job, failed.reason
         assert order.submitted_at is not None
         if reason is Refusal.CONTEXT_LENGTH:
-            return None if job.num_tokens > max_model_len else "it fits into the context"
+            most = max(lengths) if job.after_faults else min(lengths)
+            return None if job.num_tokens > most else "it fits into the context"
         if reason is Refusal.NEVER_FITS:
             # While there are faults, the workers with the larger pools may be down.
             pool_tokens = max(pools) if job.after_faults else min(pools)
@@ -54,7 +56,7 @@ def failure_judge(scenario: Scenario) -> JudgeFailure:
         if reason in (Refusal.QUEUE_FULL, Refusal.OVERLOADED):
             return None
         if reason in (Refusal.NO_WORKERS, Refusal.ATTEMPTS):
-            return None if plan.breaks_attempts else "no fault explains it"
+            return None if plan.breaks_attempts or has_poison else "no fault explains it"
         return f"a client must not be told {reason}"
 
     return judge
@@ -123,7 +125,7 @@ class Starvation:
                 self._since[key] = float("inf")
                 runtime.violate("starved", f"{key} waits for memory while others have some")
 
-    def _has_room(self, runtime: SimRuntime, worker: Worker, seq: Sequence) -> bool:
+    def _has_room(self, runtime: SimRuntime, worker: Worker, seq: EngineSequence) -> bool:
         """Room for all that it may become, beside what is there; and its router may choose it."""
         life = runtime.life(self._router)
         assert life is not None
@@ -157,9 +159,9 @@ def check_roles(runtime: SimRuntime, router: NodeId, told: Mapping[NodeId, Role]
             runtime.violate("role differs", f"{known}, and was made {told[status.worker]}")
 
 
-def check_idle(runtime: SimRuntime, router: NodeId, workers: list[NodeId]) -> None:
+def check_idle(runtime: SimRuntime, nodes: Sequence[NodeId]) -> None:
     """Nothing is leaked on any node."""
-    for node_id in (router, *workers):
+    for node_id in nodes:
         life = runtime.life(node_id)
         assert life is not None
         for left in life.node.check_idle():  # type: ignore[attr-defined]
@@ -205,12 +207,12 @@ def _check_disk(runtime: SimRuntime, node_id: NodeId, held: set[bytes]) -> None:
         )
 
 
-def check_prompt_outputs(runtime: SimRuntime, client: Client) -> None:
+def check_prompt_outputs(runtime: SimRuntime, client: Client, attention: Attention = FULL) -> None:
     """What a prompt gives has come once, whole, with the first token and with no other; whatever
     has become of the request since."""
     for order in client.orders.values():
         job = order.job
-        wanted = prompt_outputs(job.prompt, job.sampling)
+        wanted = prompt_outputs(job.prompt, job.sampling, attention)
         expected = [(0, wanted)] if order.tokens and wanted != NO_OUTPUTS else []
         if order.prompts != expected:
             told = [(index, len(got.logprobs), got.embedding.hex()) for index, got in order.prompts]

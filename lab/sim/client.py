@@ -6,7 +6,7 @@ nothing more may come for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from engine.node import Effect, NodeId, Send, Wake, Woken
 from engine.request import NO_OUTPUTS, PromptOutputs
 from lab.sim.executor import OnViolation
+from lab.sim.model import FULL, Attention, output_logprobs
 from lab.sim.workload import Job
 from router.messages import Cancel, Failed, Output, Submit, TenantShare
 
@@ -61,15 +62,17 @@ class Client:
     def __init__(
         self,
         node_id: NodeId,
-        router: NodeId,
+        routers: Sequence[NodeId],
         jobs: list[Job],
         judge: JudgeFailure,
         on_violation: OnViolation,
+        attention: Attention = FULL,
     ) -> None:
         self.node_id = node_id
         self.orders = {job.request_id: Order(job) for job in jobs}
         self.num_open = 0
-        self._router = router
+        self._routers = routers
+        self._attention = attention
         self._judge = judge
         self._on_violation = on_violation
 
@@ -117,8 +120,9 @@ class Client:
             priority=number // len(TENANTS) % 2,
             tenant=tenant,
             share=share,
+            scope=job.scope,
         )
-        effects: list[Effect] = [Send(self._router, submit)]
+        effects: list[Effect] = [Send(self._router_of(job), submit)]
         if job.cancel_after_s is not None:
             effects.append(Wake(job.cancel_after_s, f"cancel {job.request_id}"))
         return effects
@@ -127,7 +131,23 @@ class Client:
         if order.outcome is not Outcome.OPEN:
             return []
         self._end(now, order, Outcome.CANCELLED)
-        return [Send(self._router, Cancel(order.job.request_id))]
+        return [Send(self._router_of(order.job), Cancel(order.job.request_id))]
+
+    def _router_of(self, job: Job) -> NodeId:
+        return self._routers[int(job.request_id[1:]) % len(self._routers)]
+
+    def _check_logprobs(self, job: Job, first: int, output: Output) -> None:
+        """One for each token, of what the oracle says."""
+        wanted: list[Any] = []
+        if job.sampling.logprobs is not None:
+            told = job.expected[: first + len(output.tokens)]
+            every = output_logprobs(job.prompt, told, job.sampling.logprobs, self._attention)
+            wanted = every[first:]
+        if list(output.logprobs) != wanted:
+            self._on_violation(
+                "wrong log-probabilities",
+                f"{job.request_id} from {first}: {len(output.logprobs)}, wanted {len(wanted)}",
+            )
 
     def _on_output(self, now: float, output: Output) -> list[Effect]:
         order = self.orders[output.request_id]
@@ -147,6 +167,9 @@ class Client:
                 f"{job.request_id} from {first}: {output.tokens},"
                 f" expected {job.expected[first : len(order.tokens)]}",
             )
+        self._check_logprobs(job, first, output)
+        if job.poison is not None and output.tokens:
+            self._on_violation("poison was sampled", f"{job.request_id}: {output.tokens}")
         if output.finish is not None:
             if output.finish is not job.finish or len(order.tokens) != len(job.expected):
                 self._on_violation(

@@ -6,7 +6,7 @@ only when it goes on. The controller may die; the next one finds what that has k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ class Control:
         self,
         runtime: SimRuntime,
         configs: Mapping[NodeId, WorkerConfig],
-        router: NodeId,
+        routers: Sequence[NodeId],
         silent_grace_s: float,
         make: Callable[[ControllerConfig], Controller],
     ) -> None:
@@ -56,7 +56,7 @@ class Control:
         self._make = make
         self._config = ControllerConfig(
             workers=tuple((worker, each.role) for worker, each in configs.items()),
-            routers=(Peer(router, "sim", 1, 1),),
+            routers=tuple(Peer(router, "sim", 1, 1) for router in routers),
             backoff_s=0.01,
             max_backoff_s=0.5,
             stable_s=1.0,

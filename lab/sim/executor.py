@@ -16,10 +16,13 @@ from engine.kv.tier import Tier
 from engine.request import PromptOutputs
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
 from lab.sim.model import (
+    FULL,
     UNWRITTEN,
+    Attention,
     checksum,
     embedding,
     extend_slots,
+    forced_after,
     logprobs_of,
     next_token,
     packed_sum,
@@ -51,15 +54,17 @@ class SimPool:
         return checksum(self.blocks[block], rank, num_ranks) if self.with_checksums else 0
 
     def gather(self, block_ids: list[int], end: int) -> list[int]:
-        """Slots of positions `[0, end)` of a block table."""
+        """Slots of positions `[0, end)` of a block table; unwritten ones outside its windows."""
         slots: list[int] = []
         for block in block_ids[: -(-end // self.block_size)]:
-            slots += self.blocks[block]
+            slots += self.blocks[block] if block >= 0 else [UNWRITTEN] * self.block_size
         del slots[end:]
         return slots
 
     def write(self, block_ids: list[int], position: int, value: int) -> None:
-        self.blocks[block_ids[position // self.block_size]][position % self.block_size] = value
+        block = block_ids[position // self.block_size]
+        assert block >= 0, "KV is written outside the windows"
+        self.blocks[block][position % self.block_size] = value
 
 
 @dataclass(slots=True)
@@ -67,14 +72,26 @@ class _InFlight:
     step: Step
     tables: list[list[int]]  # as they were when it was handed out
     error: str | None = None  # that it will end with
+    failed: dict[int, str] = field(default_factory=dict)  # rows that are left out, and why
 
 
 class SimExecutor:
     """Runs the steps of one life of one worker. Invariant: at most two are in flight, of which the
     first runs."""
 
-    def __init__(self, pools: dict[Tier, SimPool], on_violation: OnViolation) -> None:
-        """`pools`: the device's, host memory's, and the disk's, which outlives this life."""
+    def __init__(
+        self,
+        pools: dict[Tier, SimPool],
+        on_violation: OnViolation,
+        attention: Attention = FULL,
+        row_fault: Callable[[str], str | None] = lambda _attempt: None,
+        step_fault: Callable[[str], str | None] = lambda _attempt: None,
+    ) -> None:
+        """`pools`: the device's, host memory's, and the disk's, which outlives this life.
+        `row_fault`, `step_fault`: why the attempt ("request#number") that is about to be sampled is
+        left out of its step, or fails all of it; asked once a row."""
+        self._attention = attention
+        self._row_fault, self._step_fault = row_fault, step_fault
         self.pools = pools
         self.pool = pools[Tier.DEVICE]
         # Blocks that a transfer in flight may write to.
@@ -83,6 +100,7 @@ class SimExecutor:
         self._chains: dict[str, _Chain] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._sampled: list[Sampled | None] = []  # by the last step that has ended
+        self._left_out = False  # some of that step were
         self.failed_in_a_row = 0  # steps
 
     @property
@@ -109,13 +127,21 @@ class SimExecutor:
         """Check the step that runs from now on; its tokens are known."""
         runs = self._in_flight[0]
         seqs = [self._with_token(seq) for seq in runs.step.seqs]
-        known = [seq for seq in seqs if seq is not None]
-        if len(known) < len(seqs):
+        if any(seq is None for seq in seqs) and not self._left_out:
             runs.error = "the step before it failed"
             return
-        runs.step = replace(runs.step, seqs=known)
-        for seq, table in zip(runs.step.seqs, runs.tables, strict=True):
-            self._check(seq, table)
+        for index, seq in enumerate(seqs):
+            why = "it was left out of the step before" if seq is None else None
+            if seq is not None and seq.sample:
+                runs.error = runs.error or self._step_fault(seq.request_id)
+                why = self._row_fault(seq.request_id)
+            if why is not None:
+                runs.failed[index] = why
+        both = zip(seqs, runs.step.seqs, strict=True)
+        runs.step = replace(runs.step, seqs=[seq or old for seq, old in both])
+        for index, (seq, table) in enumerate(zip(runs.step.seqs, runs.tables, strict=True)):
+            if index not in runs.failed:
+                self._check(seq, table)
 
     def _with_token(self, seq: ScheduledSeq) -> ScheduledSeq | None:
         """None: it follows a sequence that has none."""
@@ -131,7 +157,7 @@ class SimExecutor:
         """End the step that runs; the one behind it runs then. With `error`, what it wrote is
         rubbish."""
         done = self._finish(self._in_flight.popleft(), elapsed_s, error)
-        self._sampled = done.sampled
+        self._sampled, self._left_out = done.sampled, bool(done.failed)
         if self._in_flight:
             self._start()
         return done
@@ -139,8 +165,8 @@ class SimExecutor:
     def _finish(self, ended: _InFlight, elapsed_s: float, error: str | None) -> StepDone:
         step, tables, error = ended.step, ended.tables, error or ended.error
         sampled = [
-            self._run(seq, table, failed=error is not None)
-            for seq, table in zip(step.seqs, tables, strict=True)
+            None if index in ended.failed else self._run(seq, table, failed=error is not None)
+            for index, (seq, table) in enumerate(zip(step.seqs, tables, strict=True))
         ]
         self.failed_in_a_row = 0 if error is None else self.failed_in_a_row + 1
         if error is not None:
@@ -148,17 +174,19 @@ class SimExecutor:
         prompts = {
             index: self._prompt_outputs(seq, table)
             for index, (seq, table) in enumerate(zip(step.seqs, tables, strict=True))
-            if seq.outputs_from is not None
+            if seq.outputs_from is not None and index not in ended.failed
         }
         checksums = [self.pool.checksum(block) for block in step.checksum_blocks]
-        tokens = self._repeat(step, tables, sampled)
-        return StepDone(step.step_id, tokens, checksums, elapsed_s, prompts=prompts)
+        tokens = sampled if ended.failed else self._repeat(step, tables, sampled)
+        return StepDone(
+            step.step_id, tokens, checksums, elapsed_s, failed=ended.failed, prompts=prompts
+        )
 
     def _repeat(
         self, step: Step, tables: list[list[int]], sampled: list[Sampled | None]
     ) -> list[Sampled | None]:
         """Run the step again as often as it allows, or less often; until a stop token comes."""
-        if step.repeats == 1:
+        if step.repeats == 1 or any(seq.sampling.logprobs is not None for seq in step.seqs):
             return sampled
         tokens, pool = [[first.token] for first in sampled if first is not None], self.pool
         for repeat in range(step.step_id % step.repeats):
@@ -170,7 +198,8 @@ class SimExecutor:
                 slots = pool.gather(table, position)
                 slots.append(slot_value(slots[-1], new[-1], position))
                 pool.write(table, position, slots[-1])
-                new.append(next_token(sum(slots), seq.sampling, position + 1))
+                attended = self._attention.attended(slots, position + 1)
+                new.append(next_token(attended, seq.sampling, position + 1))
         return [Sampled(new[0], None, tuple(new[1:])) for new in tokens]
 
     def _run(self, seq: ScheduledSeq, table: list[int], *, failed: bool) -> Sampled | None:
@@ -181,13 +210,20 @@ class SimExecutor:
             pool.write(table, position, UNWRITTEN if failed else previous)
         if failed or not seq.sample:
             return None
-        drawn = [next_token(sum(pool.gather(table, end)), seq.sampling, end)]
+        attended = self._attention.attended(pool.gather(table, end), end)
+        drawn = [next_token(attended, seq.sampling, end)]
+        logprobs = seq.sampling.logprobs
+        if logprobs is not None:
+            assert not seq.draft_tokens, "draft tokens where log-probabilities are reported"
+            return Sampled(drawn[0], logprobs_of(attended, drawn[0], end, logprobs))
         for position, token in enumerate(seq.draft_tokens, start=end):
             previous = slot_value(previous, token, position)
             pool.write(table, position, previous)
-            attended = sum(pool.gather(table, position + 1))
+            attended = self._attention.attended(pool.gather(table, position + 1), position + 1)
             drawn.append(next_token(attended, seq.sampling, position + 1))
-        return seq.verify(drawn)
+        found = seq.verify(drawn)
+        last = end + len(found.more)
+        return replace(found, forced=forced_after(seq.sampling.grammar, last))
 
     def _prompt_outputs(self, seq: ScheduledSeq, table: list[int]) -> PromptOutputs:
         """Of the tokens of this step; the embedding is a sum until the prompt ends."""
@@ -197,9 +233,8 @@ class SimExecutor:
         slots = self.pool.gather(table, positions.stop)
         logprobs = []
         if sampling.prompt_logprobs is not None:
-            attended = sum(slots[: positions.start])
             for at in positions:
-                attended += slots[at]
+                attended = self._attention.attended(slots, at + 1)
                 if at + 1 < seq.num_prompt_tokens:
                     token = seq.context[at + 1]
                     logprobs.append(logprobs_of(attended, token, at + 1, sampling.prompt_logprobs))
@@ -218,7 +253,7 @@ class SimExecutor:
         assert len(table) * size >= end
         if seq.draft_tokens:
             assert start // size == (seq.end - 1) // size, "a draft leaves its block"
-        used = table[: -(-end // size)]
+        used = [block for block in table[: -(-end // size)] if block >= 0]
         assert len(set(used)) == len(used), "a block twice in one table"
         writable = self.writable[Tier.DEVICE]
         if not writable.isdisjoint(used):
@@ -228,8 +263,10 @@ class SimExecutor:
             )
         have = self.pool.gather(table, start)
         want = self._oracle(seq)
-        if have != want[:start]:
-            position = next(p for p in range(start) if have[p] != want[p])
+        # What the first query reads beside its own slot, and those after it no more than that.
+        read = [p for p in self._attention.read_positions(start + 1) if p < start]
+        if any(have[p] != want[p] for p in read):
+            position = next(p for p in read if have[p] != want[p])
             self._on_violation(
                 "block used with wrong content",
                 f"{seq.request_id} block {table[position // size]} position {position}"

@@ -99,6 +99,7 @@ class FaultPlan:
     flip: float = 0.0
     connect_error: float = 0.0
     step_error: float = 0.0
+    row_error: float = 0.0  # per row that is sampled
     step_slow: float = 0.0
     crashes: tuple[Crash, ...] = ()
     partitions: tuple[Partition, ...] = ()
@@ -123,6 +124,7 @@ class FaultPlan:
                 self.lose,
                 self.delay,
                 self.step_error,
+                self.row_error,
                 self.step_slow,
                 self.read_stall,
                 self.read_hang,
@@ -202,6 +204,10 @@ class Faults:
         if self._hits("step slow", self.plan.step_slow):
             duration += self.rng.uniform(0.1, 1.0)
         return duration, "injected" if self._hits("step error", self.plan.step_error) else None
+
+    def row(self) -> str | None:
+        """Why a row is left out of its step, or None."""
+        return "injected" if self._hits("row error", self.plan.row_error) else None
 
     def read(
         self, effect: CopyBlocks, block_size: int, *, now: float, peer_alive: bool

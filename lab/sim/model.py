@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import dataclass
 
 from engine.request import (
     NO_OUTPUTS,
@@ -30,6 +30,28 @@ UNWRITTEN = 0xDEAD_DEAD_DEAD_DEAD
 """What a slot holds before its first use."""
 
 _MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Which slots a query reads: `window` up to its own, and the sinks. Window 0: all."""
+
+    window: int = 0
+    num_sinks: int = 0
+
+    def read_positions(self, end: int) -> list[int]:
+        """By the query at `end - 1`, in order."""
+        first = max(0, end - self.window) if self.window else 0
+        return [*range(min(self.num_sinks, first)), *range(first, end)]
+
+    def attended(self, slots: Sequence[int], end: int) -> int:
+        """The sum of what the query at `end - 1` reads."""
+        if not self.window:
+            return sum(slots[:end])
+        return sum(slots[at] for at in self.read_positions(end))
+
+
+FULL = Attention()
 
 
 def slot_value(previous: int, token: int, position: int) -> int:
@@ -51,11 +73,32 @@ def next_token(attended: int, sampling: SamplingParams, position: int) -> int:
     """The token at `position`, given the sum of all slots before it.
 
     Greedy takes no seed; otherwise the draw is a function of `(seed, position)`, as in the real
-    sampler."""
+    sampler. A grammar of the form "period length" forces the first `length` tokens of each `period`
+    positions, and lets only odd tokens and the end follow elsewhere."""
+    forced = _forced_at(sampling.grammar, position)
+    if forced is not None:
+        return forced
     seed = 0 if sampling.temperature == 0 else sampling.seed + 1
     value = slot_value(attended & _MASK, seed & 0xFFFF_FFFF, position)
     token = value % VOCAB_SIZE
+    if sampling.grammar and token != EOS:
+        return token | 1
     return token if token == EOS or value >> 32 & 3 == 0 else 1 + position % PERIOD
+
+
+def _forced_at(grammar: str, position: int) -> int | None:
+    if not grammar:
+        return None
+    period, length = map(int, grammar.split())
+    return 1 + position * 7 % (VOCAB_SIZE - 1) if position % period < length else None
+
+
+def forced_after(grammar: str, position: int) -> tuple[int, ...]:
+    """The only tokens that may come at the positions after this one, as far as they are forced."""
+    found: list[int] = []
+    while (token := _forced_at(grammar, position + 1 + len(found))) is not None:
+        found.append(token)
+    return tuple(found)
 
 
 def logprobs_of(attended: int, token: int, position: int, num_best: int) -> TokenLogprobs:
@@ -78,7 +121,9 @@ def embedding(pooling: Pooling, pooled: bytes, last: int, length: int) -> bytes:
     return packed_sum([slot_value(struct.unpack("<Q", pooled)[0], 0, length)])
 
 
-def prompt_outputs(prompt: Sequence[int], sampling: SamplingParams) -> PromptOutputs:
+def prompt_outputs(
+    prompt: Sequence[int], sampling: SamplingParams, attention: Attention = FULL
+) -> PromptOutputs:
     """The oracle: what the tokens of `prompt` give."""
     if not sampling.reads_prompt:
         return NO_OUTPUTS
@@ -86,8 +131,9 @@ def prompt_outputs(prompt: Sequence[int], sampling: SamplingParams) -> PromptOut
     extend_slots(slots, prompt)
     num_best, pooling, logprobs = sampling.prompt_logprobs, sampling.pooling, []
     if num_best is not None:
-        following = enumerate(zip(accumulate(slots), prompt[1:], strict=False), start=1)
-        logprobs = [logprobs_of(total, token, at, num_best) for at, (total, token) in following]
+        for at, token in enumerate(prompt[1:], start=1):
+            total = attention.attended(slots, at)
+            logprobs.append(logprobs_of(total, token, at, num_best))
     vector = embedding(pooling, packed_sum(slots), slots[-1], len(slots)) if pooling else b""
     return PromptOutputs(tuple(logprobs), vector)
 
@@ -99,20 +145,33 @@ def checksum(slots: Sequence[int], rank: int = 0, num_ranks: int = 1) -> int:
     return sum(slot_value(slots[at], at, slots[at] >> 48) for at in own) % (1 << 64)
 
 
+def output_logprobs(
+    prompt: Sequence[int], output: Sequence[int], num_best: int, attention: Attention = FULL
+) -> list[TokenLogprobs]:
+    """The oracle: of each token of `output`."""
+    slots: list[int] = []
+    extend_slots(slots, [*prompt, *output])
+    return [
+        logprobs_of(attention.attended(slots, at), token, at, num_best)
+        for at, token in enumerate(output, start=len(prompt))
+    ]
+
+
 def generate(
-    prompt: Sequence[int], sampling: SamplingParams, max_model_len: int
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    max_model_len: int,
+    attention: Attention = FULL,
 ) -> tuple[list[int], FinishReason]:
     """The oracle: output tokens that follow `prompt`, and why they end."""
     slots: list[int] = []
     extend_slots(slots, prompt)
-    attended = sum(slots)
     output: list[int] = []
     while True:
-        token = next_token(attended, sampling, len(slots))
+        token = next_token(attention.attended(slots, len(slots)), sampling, len(slots))
         output.append(token)
         if len(output) >= sampling.min_tokens and token in sampling.stop_token_ids:
             return output, FinishReason.STOP
         if len(output) >= sampling.max_tokens or len(slots) + 1 >= max_model_len:
             return output, FinishReason.LENGTH
         extend_slots(slots, [token])
-        attended += slots[-1]

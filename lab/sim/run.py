@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +23,7 @@ from lab.sim.faults import Rot
 from lab.sim.operator import OPERATOR, GiveOrder, Operator
 from lab.sim.progress import NoProgress, Silence
 from lab.sim.runtime import Life, PoolShape, SimRuntime, Violation
-from lab.sim.scenario import ROUTER, RoleChange, Scenario, draw_scenario
+from lab.sim.scenario import RoleChange, Scenario, draw_scenario
 
 CLIENT: NodeId = "client"
 FINISH_WITHIN_S = 60.0
@@ -55,7 +57,8 @@ class Cluster:
 
     def __init__(self, seed: int, broken: Break | None) -> None:
         self.runtime = SimRuntime(seed)
-        self.scenario: Scenario = draw_scenario(self.runtime.rng)
+        more = random.Random(f"{seed}: more")
+        self.scenario: Scenario = draw_scenario(self.runtime.rng, more)
         self._configs = {
             config.node_id: replace(
                 config, steps_ahead=STEPS_AHEAD[(seed // 16 + index) % len(STEPS_AHEAD)]
@@ -64,13 +67,17 @@ class Cluster:
         }
         self.worker_ids = list(self._configs)
         runtime = self.runtime
-        runtime.trusted = {ROUTER, CLIENT, CONTROLLER}
-        checks = (
+        self.routers = self.scenario.routers
+        runtime.trusted = {*self.routers, CLIENT, CONTROLLER}
+        runtime.attention = self.scenario.attention
+        runtime.poison = {j.request_id: j.poison for j in self.scenario.jobs if j.poison}
+        checks: list[Callable[[SimRuntime, Life], None]] = [
             checkers.QueueBounds(self.scenario),
-            checkers.Starvation(ROUTER, self.worker_ids, self._may_decode),
-            Silence(ROUTER, self.worker_ids, self._may_decode),
             NoProgress(self.worker_ids, self.scenario),
-        )
+        ]
+        for router in self.routers:
+            checks.append(checkers.Starvation(router, self.worker_ids, self._may_decode))
+            checks.append(Silence(router, self.worker_ids, self._may_decode))
 
         def check(runtime: SimRuntime, life: Life) -> None:
             for each in checks:
@@ -79,9 +86,9 @@ class Cluster:
         runtime.after_receive = check
         runtime.faults.plan = self.scenario.faults
         runtime.faults.active = True
-        runtime.add(
-            ROUTER, lambda epoch, records: make_router(ROUTER, self.scenario.router, broken)
-        )
+        for router in self.routers:
+            made = make_router(router, self.scenario.router, broken)
+            runtime.add(router, lambda epoch, records, made=made: made)
         runtime.join_answers = join_answers(broken)
         for index, config in enumerate(self._configs.values()):
             shape = PoolShape(
@@ -96,16 +103,17 @@ class Cluster:
         self.control = Control(
             runtime,
             self._configs,
-            ROUTER,
+            self.routers,
             self.scenario.silent_grace_s,
             lambda config: make_controller(config, broken),
         )
         self.client = Client(
             CLIENT,
-            ROUTER,
+            self.routers,
             list(self.scenario.jobs),
             checkers.failure_judge(self.scenario),
             runtime.violate,
+            self.scenario.attention,
         )
         runtime.add(CLIENT, lambda epoch, records: self.client)
         self._plan_faults()
@@ -143,7 +151,7 @@ class Cluster:
         self._give_orders(after_faults=True)
         runtime.run_until(runtime.now)
         runtime.run_until(runtime.now + FINISH_WITHIN_S, done=lambda: self.client.num_open == 0)
-        checkers.check_prompt_outputs(runtime, self.client)
+        checkers.check_prompt_outputs(runtime, self.client, self.scenario.attention)
         if not runtime.stopped:
             checkers.check_finished(runtime, self.client)
             runtime.run_until(runtime.now + FINISH_WITHIN_S, done=self.control.all_up)
@@ -152,9 +160,10 @@ class Cluster:
             if not self.control.all_up():
                 runtime.violate("down", "not every worker is up at the end")
                 return
-            checkers.check_idle(runtime, ROUTER, self.worker_ids)
-            checkers.check_index(runtime, ROUTER, self.worker_ids)
-            checkers.check_roles(runtime, ROUTER, self.control.roles())
+            checkers.check_idle(runtime, [*self.routers, *self.worker_ids])
+            for router in self.routers:
+                checkers.check_index(runtime, router, self.worker_ids)
+                checkers.check_roles(runtime, router, self.control.roles())
             self.operator.check(self.control.up_since())
 
     def _is_well(self) -> bool:

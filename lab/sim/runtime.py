@@ -28,6 +28,7 @@ from kvtransfer.ranks import RankAnswers
 from lab.sim.disk import SimDisk
 from lab.sim.executor import SimExecutor, SimPool
 from lab.sim.faults import Faults
+from lab.sim.model import FULL, Attention
 from lab.sim.transfers import SimAgent
 from lab.virtual_time import VirtualTime
 
@@ -102,6 +103,8 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
     after_receive: Callable[[SimRuntime, Life], None] | None = None  # a check on every event
     perform_other: Callable[[Life, Effect], None] | None = None  # effects that are not known here
     join_answers: type[RankAnswers] = RankAnswers
+    attention: Attention = FULL  # of the model that all workers run
+    poison: dict[str, str] = field(default_factory=dict)  # request -> what it does to its steps
     _places: dict[NodeId, _Place] = field(default_factory=dict)
     _last_arrival: dict[tuple[NodeId, NodeId], float] = field(default_factory=dict)
     _hash: Any = field(default_factory=lambda: blake2b(digest_size=16))
@@ -157,7 +160,7 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
         def violated(kind: str, text: str) -> None:
             self.violate(kind, f"{node_id} epoch {epoch}: {text}")
 
-        executor = SimExecutor(pools, violated)
+        executor = SimExecutor(pools, violated, self.attention, self._row_fault, self._step_fault)
         agent = SimAgent(
             node_id,
             executor,
@@ -266,6 +269,18 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
         if wrong is not None:
             self.violate("disk index", f"{life.node_id} epoch {life.epoch}: {wrong}")
 
+    def _row_fault(self, attempt: str) -> str | None:
+        if self.poison.get(attempt.partition("#")[0]) == "row":
+            self.faults.injected["poisoned row"] += 1
+            return "poison"
+        return self.faults.row()
+
+    def _step_fault(self, attempt: str) -> str | None:
+        if self.poison.get(attempt.partition("#")[0]) == "step":
+            self.faults.injected["poisoned step"] += 1
+            return "poison"
+        return None
+
     def _run_step(self, life: Life) -> None:
         num_tokens = life.executor.num_tokens
         duration_s, error = self.faults.step(life.node_id, life.epoch, num_tokens)
@@ -303,9 +318,9 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
         self._guard(life, lambda: life.node.receive(life.clock_s + self.now, message))
 
     def _encoded(self, message: Any) -> bytes:
-        if isinstance(message, StepDone) and message.prompts:  # keys that msgspec does not sort
-            prompts = sorted(message.prompts.items())
-            return self._encoder.encode([replace(message, prompts={}), prompts])
+        if isinstance(message, StepDone):  # keys that msgspec does not sort
+            parts = [sorted(message.prompts.items()), sorted(message.failed.items())]
+            return self._encoder.encode([replace(message, prompts={}, failed={}), *parts])
         return self._encoder.encode(message)
 
     def _guard(self, life: Life, act: Callable[[], list[Effect]]) -> None:

@@ -7,20 +7,26 @@ each other, so that leases run out during reads and reads outlive their handoff.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from msgspec import structs
 
 from engine.config import WorkerConfig
 from engine.kv.tier import LOWER_TIERS, Retention
 from engine.node import NodeId
 from engine.stats import Role
 from lab.sim.faults import Crash, FaultPlan, Handover, Kind, Partition, Pause, Rot, Sickness
+from lab.sim.model import Attention
 from lab.sim.operator import PlannedOrder, draw_orders
-from lab.sim.workload import Job, Limits, draw_jobs
+from lab.sim.workload import Job, Limits, Poison, draw_jobs
 from router.config import POLICIES, RouterConfig
 
-ROUTER: NodeId = "router-0"
+ROUTERS: tuple[NodeId, ...] = ("router-0", "router-1")
 BLOCK_SIZE = 4
 FINGERPRINT = b"simulated model, one layout"
+OTHER_FINGERPRINT = b"simulated model, another layout"
+POISON_STEPS = 0.0
+"""How many of the runs have requests that fail all of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,8 @@ class Scenario:
     orders: tuple[PlannedOrder, ...]
     role_changes: tuple[RoleChange, ...]
     silent_grace_s: float  # of the controller
+    routers: tuple[NodeId, ...]
+    attention: Attention
 
     @property
     def quiet_s(self) -> float:
@@ -54,18 +62,30 @@ class Scenario:
         return behind_s + worst_s + hanging_s
 
 
-def draw_scenario(rng: random.Random) -> Scenario:
+def draw_scenario(rng: random.Random, more: random.Random) -> Scenario:
+    """`more`: draws what older seeds did not have, so that these keep the rest."""
     workers = _draw_workers(rng)
+    attention = _draw_attention(more)
+    workers = _make_unlike(more, workers, attention)
+    routers = ROUTERS[: more.choice((1, 1, 2))]
     checksums = rng.random() < 0.5
     until_s = rng.uniform(1.0, 6.0)
     names: list[NodeId] = [w.node_id for w in workers]
-    faults = draw_faults(rng, ROUTER, names, until_s, checksums=checksums)
+    faults = draw_faults(rng, ROUTERS[0], names, until_s, checksums=checksums)
+    faults = replace(faults, row_error=more.uniform(0.002, 0.02) if more.random() < 0.3 else 0.0)
     limits = Limits(
-        max_model_len=workers[0].max_model_len,
+        max_model_len=min(w.max_model_len for w in workers),
+        longest_model_len=max(w.max_model_len for w in workers),
         pool_tokens=BLOCK_SIZE * min(w.num_blocks for w in workers if w.role is Role.DECODE),
+        attention=attention,
+        poison=(
+            (Poison.ROW, more.uniform(0.02, 0.2) if more.random() < 0.3 else 0.0),
+            (Poison.STEP, 0.05 if more.random() < POISON_STEPS else 0.0),
+        ),
     )
-    jobs = draw_jobs(rng, limits, until_s)
-    router = _draw_router(rng)
+    jobs = draw_jobs(rng, more, limits, until_s)
+    ttft_s = more.choice((0.0, 0.0, more.uniform(0.02, 1.0)))
+    router = structs.replace(_draw_router(rng), ttft_target_s=ttft_s)
     orders = draw_orders(rng, names, jobs, until_s, FINGERPRINT, BLOCK_SIZE)
     changes = _draw_role_changes(rng, names, until_s)
     return Scenario(
@@ -77,7 +97,37 @@ def draw_scenario(rng: random.Random) -> Scenario:
         tuple(orders),
         changes,
         silent_grace_s=rng.choice((1.0, 2.0)),
+        routers=routers,
+        attention=attention,
     )
+
+
+def _draw_attention(more: random.Random) -> Attention:
+    if more.random() < 0.65:
+        return Attention()
+    return Attention(more.randint(6, 33), more.choice((0, 0, more.randint(1, 5))))
+
+
+def _make_unlike(
+    more: random.Random, workers: list[WorkerConfig], attention: Attention
+) -> list[WorkerConfig]:
+    """Of one model, and else of unequal machines: some of a host that others share, some with more
+    memory, a longer context, or another layout."""
+    chances = [0.3 if more.random() < 0.4 else 0.0 for _ in range(4)]
+
+    def unlike(config: WorkerConfig) -> WorkerConfig:
+        larger, longer, other, shared = (more.random() < chance for chance in chances)
+        return replace(
+            config,
+            window=attention.window,
+            num_sinks=attention.num_sinks,
+            num_blocks=config.num_blocks * (3 if larger else 1),
+            max_model_len=config.max_model_len + (56 if longer else 0),
+            fingerprint=OTHER_FINGERPRINT if other else config.fingerprint,
+            cores="0-3" if shared else "",
+        )
+
+    return [unlike(config) for config in workers]
 
 
 def _draw_workers(rng: random.Random) -> list[WorkerConfig]:

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
+from engine.kv.block_hash import UNSALTED, CacheScope
 from engine.request import FinishReason, Pooling, SamplingParams
-from lab.sim.model import EOS, VOCAB_SIZE, generate
+from lab.sim.model import EOS, FULL, VOCAB_SIZE, Attention, generate
 
 GENEROUS_S = 600.0
 """A deadline that no run reaches."""
+
+
+class Poison(StrEnum):
+    """What a request does to the steps in which it is sampled. It gets no token, ever."""
+
+    ROW = "row"  # it is left out of them
+    STEP = "step"  # they fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,8 @@ class Job:
     after_faults: bool = False
     cancel_after_s: float | None = None  # this long after it was submitted
     cancel_at_output: int | None = None  # as soon as so many tokens have come
+    scope: CacheScope = UNSALTED
+    poison: Poison | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -46,13 +57,18 @@ class Job:
 class Limits:
     """What fits: taken from the workers of the run."""
 
-    max_model_len: int
+    max_model_len: int  # of the worker with the shortest
+    longest_model_len: int
     pool_tokens: int  # of the smallest pool that decodes
+    attention: Attention = FULL
+    # Of the requests of the first wave that are poison, by kind.
+    poison: tuple[tuple[Poison, float], ...] = ()
 
 
-def draw_jobs(rng: random.Random, limits: Limits, until_s: float) -> list[Job]:
-    """20 to 60 jobs that arrive while there are faults, until `until_s`, and 4 to 8 for later."""
-    writer = _JobWriter(rng, limits)
+def draw_jobs(rng: random.Random, more: random.Random, limits: Limits, until_s: float) -> list[Job]:
+    """20 to 60 jobs that arrive while there are faults, until `until_s`, and 4 to 8 for later.
+    `more`: draws what older seeds did not have."""
+    writer = _JobWriter(rng, more, limits)
     jobs: list[Job] = []
     at_s, last_s = 0.0, until_s * 0.6
     for number in range(rng.randint(20, 60)):
@@ -68,8 +84,12 @@ def draw_jobs(rng: random.Random, limits: Limits, until_s: float) -> list[Job]:
 class _JobWriter:
     """Draws one job after the other. Owns the shared prefixes and the conversations so far."""
 
-    def __init__(self, rng: random.Random, limits: Limits) -> None:
+    def __init__(self, rng: random.Random, more: random.Random, limits: Limits) -> None:
         self._rng = rng
+        self._more = more
+        self._has_grammars, self._has_logprobs, self._has_least, self._has_salts = (
+            more.random() < 0.5 for _ in range(4)
+        )
         self._limits = limits
         self._prefixes = [self._tokens(rng.randint(4, 48)) for _ in range(rng.randint(1, 5))]
         self._turns: list[tuple[int, ...]] = []
@@ -84,8 +104,10 @@ class _JobWriter:
             prompt_logprobs=rng.randint(0, 3) if rng.random() < 0.15 else None,
             pooling=rng.choice((Pooling.MEAN, Pooling.LAST)) if rng.random() < 0.1 else None,
         )
+        sampling = self._with_more(sampling)
         prompt = self._prompt(sampling.max_tokens, may_be_too_large=not after_faults)
-        expected, finish = generate(prompt, sampling, self._limits.max_model_len)
+        limits = self._limits
+        expected, finish = generate(prompt, sampling, limits.longest_model_len, limits.attention)
         self._turns.append((*prompt, *expected))
         job = Job(
             request_id,
@@ -96,8 +118,34 @@ class _JobWriter:
             tuple(expected),
             finish,
             after_faults,
+            scope=self._scope(len(prompt)),
         )
-        return job if after_faults else self._with_trouble(job)
+        return job if after_faults else self._with_poison(self._with_trouble(job))
+
+    def _with_more(self, sampling: SamplingParams) -> SamplingParams:
+        more = self._more
+        if self._has_grammars and more.random() < 0.3:
+            period = more.randint(2, 12)
+            sampling = replace(sampling, grammar=f"{period} {more.randint(0, period - 1)}")
+        if self._has_logprobs and more.random() < 0.2:
+            sampling = replace(sampling, logprobs=more.randint(0, 3))
+        if self._has_least and more.random() < 0.3:
+            sampling = replace(sampling, min_tokens=more.randint(1, sampling.max_tokens))
+        return sampling
+
+    def _scope(self, num_prompt: int) -> CacheScope:
+        """A salt of one of two tenants; half of the beginnings are public."""
+        more = self._more
+        if not self._has_salts or more.random() < 0.3:
+            return UNSALTED
+        num_public = more.choice((0, more.randint(0, num_prompt)))
+        return CacheScope(more.choice((b"red", b"blue")), num_public)
+
+    def _with_poison(self, job: Job) -> Job:
+        for kind, share in self._limits.poison:
+            if share and self._more.random() < share:
+                return replace(job, poison=kind)
+        return job
 
     def _with_trouble(self, job: Job) -> Job:
         rng, kind = self._rng, self._rng.random()

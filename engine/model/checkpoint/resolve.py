@@ -11,7 +11,7 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine.cache_dir import default_cache_dir, file_identity, publish_dir
+from engine.cache_dir import default_cache_dir, file_digest, publish_dir
 from engine.model.checkpoint.families import read_config
 from engine.model.errors import ModelError
 
@@ -70,7 +70,8 @@ def _convert(
 ) -> Path:
     if path.suffix != ".gguf":
         raise ModelError(f"{path} is a file but not a .gguf file")
-    key = blake2b(file_identity(path), digest_size=8, person=b"kvr-convert%d" % CONVERTER_VERSION)
+    person = b"kvr-convert%d" % CONVERTER_VERSION
+    key = blake2b(file_digest(path, cache), digest_size=8, person=person)
     key.update(repr(sampling).encode())
     final = cache / "models" / f"{path.stem}-{key.hexdigest()}"
 

@@ -31,7 +31,7 @@ class Table:
         )
         self.client = Client(
             "client",
-            "router-0",
+            ["router-0", "router-1"],
             [self.job],
             lambda order, failed, now: None if honest else "it fits",
             lambda kind, text: self.complaints.append(kind),
