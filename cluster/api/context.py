@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_NUM_BODIES = 16  # as large as they may be, that may be there at once
+_NUM_BODIES = 8  # as large as they may be, that may be there at once
 _LARGE = 128 * 1024  # characters; about 0.1 s to tokenise
 _LARGE_AT_ONCE = 2  # threads; of one tenant one
 _MAX_LARGE = 32  # of one tenant, that wait

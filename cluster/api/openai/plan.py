@@ -28,7 +28,7 @@ from cluster.api.output.format import THINK, THINK_END
 from cluster.api.tenants import Tenant
 from cluster.api.text.detokenizer import Detokenizer
 from cluster.api.text.infill import NoInfill, infill_prompt
-from cluster.api.text.tokenizer import USUAL_CHARS, ChatPrompt, Tokenizer, TooLong
+from cluster.api.text.tokenizer import MANY_CHARS, ChatPrompt, Tokenizer, TooLong
 from cluster.api.text.tool_prompt import TemplateError
 from engine.kv.block_hash import CacheScope
 from engine.kv.tier import Retention
@@ -37,7 +37,6 @@ from router.admission.admission import Call
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
 CHARS_PER_TOKEN = 4  # about
-COUNTED_CONTEXTS = 4  # tokens are counted exactly as far as would fill so many contexts
 IN_MEMORY_S = 600.0  # OpenAI's: KV that may not be on disk is kept for minutes
 DAY_S = 86_400.0
 
@@ -99,7 +98,7 @@ async def plan_chat(
     sampling = _sampling(ctx.tokenizer, request, min(wanted or room, room), num_logprobs, grammar)
     predicted: list[int] = []
     if request.prediction:
-        text, encode = request.prediction[: USUAL_CHARS * room], ctx.tokenizer.encode
+        text, encode = request.prediction[: MANY_CHARS * room], ctx.tokenizer.encode
         predicted = await ctx.in_thread(len(text), encode, text, add_special_tokens=False)
     sampling = replace(
         sampling, reasoning=_budget(ctx, request, reading), prediction=tuple(predicted[:room])
@@ -156,7 +155,7 @@ async def chat_prompt(ctx: ApiContext, request: ChatRequest) -> ChatPrompt:
             options,
             continues=request.continue_final_message,
             add_generation_prompt=request.add_generation_prompt,
-            most=COUNTED_CONTEXTS * ctx.max_model_len,
+            most=ctx.max_model_len,
         )
     except TemplateError as error:
         raise invalid(str(error), param="messages") from None
@@ -237,7 +236,7 @@ async def text_tokens(
     """Raises `ApiError`."""
 
     def encoded() -> list[int]:
-        ctx.tokenizer.check_length(text, COUNTED_CONTEXTS * ctx.max_model_len)
+        ctx.tokenizer.check_length(text, ctx.max_model_len)
         return ctx.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     try:
@@ -248,7 +247,7 @@ async def text_tokens(
 
 async def _between(ctx: ApiContext, tokens: Sequence[int], suffix: str) -> list[int]:
     try:
-        if len(suffix) > USUAL_CHARS * ctx.max_model_len:
+        if len(suffix) > MANY_CHARS * ctx.max_model_len:
             await text_tokens(ctx, suffix, "suffix")
         return await ctx.in_thread(len(suffix), infill_prompt, ctx.tokenizer, tokens, suffix)
     except NoInfill as error:

@@ -68,6 +68,7 @@ class Responses:
                 request = await self._ctx.in_thread(len(body), parse, ResponsesRequest, body)
                 call = _ResponseCall(self, request, tenant, f"resp_{scope['state']['request_id']}")
                 await call.prepare(len(body))
+                del body
             if request.background:
                 await self._start(call, scope, send)
                 return
@@ -195,7 +196,8 @@ class _ResponseCall:
         """Read back what came before. size: of what is asked, in bytes. Raises `ApiError`."""
         ctx = self._responses.ctx
         with ctx.bodies.share() as take:
-            history, num_bytes = await self._history(take)
+            room = ctx.limits.max_body_bytes - size
+            history, num_bytes = await self._history(take, room)
             session = self._root if self.request.is_kept else None
 
             def chat() -> bytes:
@@ -228,18 +230,20 @@ class _ResponseCall:
     ) -> ResponseFormat:
         return ResponseFormat(ctx, plan, chat, self.response_id, self.keep)
 
-    async def _history(self, take: Callable[[int], bool]) -> tuple[list[dict[str, Any]], int]:
-        """The items, and of how many bytes they were read."""
+    async def _history(
+        self, take: Callable[[int], bool], most: int
+    ) -> tuple[list[dict[str, Any]], int]:
+        """The items, and of how many bytes they were read, `most` at the most."""
         turns: list[list[dict[str, Any]]] = []
         previous = self.request.previous_response_id
-        num_bytes, most = 0, self._responses.ctx.limits.max_body_bytes
+        num_bytes, limit = 0, self._responses.ctx.limits.max_body_bytes
         while previous is not None:
             data = await self._responses.read(self.tenant, previous)
             if len(turns) == MAX_TURNS or num_bytes + len(data) > most:
                 if self.request.truncation != "auto":
                     raise invalid(
                         f"A conversation has at most {MAX_TURNS} turns that are read back, and"
-                        f" {most} bytes: begin a new one, or ask for 'truncation': 'auto'",
+                        f" {limit} bytes: begin a new one, or ask for 'truncation': 'auto'",
                         param="previous_response_id",
                     )
                 items = [item for turn in reversed(turns) for item in turn]

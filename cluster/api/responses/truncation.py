@@ -16,7 +16,7 @@ from itertools import accumulate, count
 from typing import Any
 
 from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError
+from cluster.api.errors import ApiError, invalid
 from cluster.api.openai.plan import CHARS_PER_TOKEN, chars_of, chat_prompt
 from cluster.api.openai.schema import Message
 from cluster.api.responses.schema import ResponsesChat
@@ -94,7 +94,9 @@ async def _longest(
         except ApiError as error:
             if error.code != Refusal.CONTEXT_LENGTH.value:
                 raise
-            made[place] = error  # plainly too long: it was not counted to its end
+            # Plainly too long: it was not counted to its end. Without what was raised, whose
+            # frames hold all texts.
+            made[place] = invalid(error.message, error.param, error.code)
             return max(limit + 1, sizes[place] // CHARS_PER_TOKEN)
         made[place] = shorter, prompt
         return len(prompt.tokens)

@@ -38,7 +38,7 @@ _MARKER = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _WORD = re.compile(r"\w*")
 
 
-USUAL_CHARS = 8  # of a token, at the most, in texts that are not looked at before
+MANY_CHARS = 32  # of a token, on average: a text that has more is looked at before
 PIECE_CHARS = 16 * 1024
 CUT_TOKENS = 64  # more, at the most, where a piece is cut off
 
@@ -244,7 +244,7 @@ class Tokenizer:
     def check_length(self, text: str, most: int | None) -> None:
         """Raises TooLong where `text` has plainly more than `most` tokens, after work that depends
         on `most` and not on the text."""
-        if most is None or len(text) <= USUAL_CHARS * most:
+        if most is None or len(text) <= MANY_CHARS * most:
             return
         count = 0
         for at in range(0, len(text), PIECE_CHARS):
