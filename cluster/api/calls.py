@@ -19,6 +19,8 @@ from cluster.api.metrics import ApiMetrics
 from cluster.api.text.prefixes import PromptHistory
 from router.explain import Explanation, Explanations, Phase
 
+# By endpoint; those of embeddings have none.
+ANSWER_IDS = {"chat": "chatcmpl-", "completions": "cmpl-", "messages": "msg_", "responses": "resp_"}
 MAX_CALLS = 512  # that are kept to be explained
 
 
@@ -71,6 +73,11 @@ class ServedCall:
     choices: tuple[ServedChoice, ...]
     sampling: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def answer_id(self) -> str:
+        """As the client knows it."""
+        return ANSWER_IDS.get(self.endpoint, "") + self.request_id
+
 
 class Calls:
     """Owned by the API of one process. Invariant: at most MAX_CALLS are kept, the last that ended.
@@ -118,7 +125,7 @@ class Calls:
     def find(self, name: str, tenant: str) -> tuple[ServedCall, ServedChoice] | None:
         """`name`: the id of a call or of its answer; with "-2" behind it, of its choice 2. Other
         tenants' are not there."""
-        for prefix in ("chatcmpl-", "cmpl-", "msg_", "resp_"):
+        for prefix in ANSWER_IDS.values():
             name = name.removeprefix(prefix)
         call_id, _, index = name.partition("-")
         served = self._kept.get(call_id)
