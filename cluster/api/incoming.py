@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import reprlib
-from collections.abc import Collection
+import zlib
+from collections.abc import Callable, Collection
 from hashlib import sha256
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -18,6 +19,13 @@ from cluster.api.errors import ApiError, invalid, overloaded, unauthorized
 from cluster.api.tenants import Tenant
 
 _OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+# Of zlib, by content-encoding. zstd is not in this version of Python's library.
+_WINDOW_BITS = {
+    "gzip": 16 + zlib.MAX_WBITS,
+    "x-gzip": 16 + zlib.MAX_WBITS,
+    "deflate": zlib.MAX_WBITS,
+}
+_INFLATED_AT_ONCE = 256 * 1024
 _SMALL = 64 * 1024  # bytes of a body that are always taken: the number of connections bounds them
 
 
@@ -125,7 +133,16 @@ def check_token_ids(ctx: ApiContext, param: str, tokens: Collection[int]) -> Non
 
 
 async def read_body(ctx: ApiContext, request: Request) -> bytes:
-    """The whole body. Raises `ApiError` (400, 408, 413, 429) and starlette's `ClientDisconnect`."""
+    """The whole body, inflated. Raises `ApiError` (400, 408, 413, 415, 429) and starlette's
+    `ClientDisconnect`."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in (*_WINDOW_BITS, "identity", ""):
+        raise ApiError(
+            415,
+            f"content-encoding {encoding[:40]!r} is not supported: send gzip, deflate, or the body"
+            " as it is",
+            code="unsupported_content_encoding",
+        )
     limits = ctx.limits
     limit = limits.max_body_bytes
     declared = request.headers.get("content-length", "0")
@@ -150,6 +167,8 @@ async def read_body(ctx: ApiContext, request: Request) -> bytes:
                     if size > _SMALL and not take(len(chunk)):
                         raise overloaded("The bodies of other requests take all memory", 1.0)
                     chunks.append(chunk)
+            if encoding in _WINDOW_BITS and size <= limit:
+                return await _inflated(ctx, b"".join(chunks), encoding, take)
     except TimeoutError:
         raise ApiError(
             408,
@@ -160,6 +179,35 @@ async def read_body(ctx: ApiContext, request: Request) -> bytes:
     if size > limit:
         raise _too_large(limit)
     return b"".join(chunks)
+
+
+async def _inflated(
+    ctx: ApiContext, body: bytes, encoding: str, take: Callable[[int], bool]
+) -> bytes:
+    """A part at a time, so that no more is made than may be."""
+    inflate = zlib.decompressobj(_WINDOW_BITS[encoding])
+    parts: list[bytes] = []
+    size = 0
+    try:
+        if encoding == "deflate" and body[:1] and (body[0] & 0x0F != 8 or body[0] >> 4 > 7):
+            inflate = zlib.decompressobj(-zlib.MAX_WBITS)  # without zlib's header, as some send it
+        while not inflate.eof:
+            part = await ctx.in_thread(
+                _INFLATED_AT_ONCE, inflate.decompress, body, _INFLATED_AT_ONCE
+            )
+            body, size = inflate.unconsumed_tail, size + len(part)
+            if size > ctx.limits.max_body_bytes:
+                raise _too_large(ctx.limits.max_body_bytes)
+            if size > _SMALL and not take(len(part)):
+                raise overloaded("The bodies of other requests take all memory", 1.0)
+            parts.append(part)
+            if not part and not body:
+                break
+    except zlib.error as error:
+        raise invalid(f"The body is not valid {encoding}: {error}") from None
+    if not inflate.eof or inflate.unused_data:
+        raise invalid(f"The body is not one whole {encoding} stream")
+    return b"".join(parts)
 
 
 def _too_large(limit: int) -> ApiError:
