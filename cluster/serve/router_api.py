@@ -75,6 +75,7 @@ def _limits(config: Config) -> Any:
         max_body_bytes=api.max_body_bytes,
         max_live_requests=api.max_live_requests,
         request_timeout_s=api.request_timeout_s,
+        keepalive_s=api.keepalive_s,
         session_timeout_s=config.sessions.order_timeout_s + 2.0,
     )
 

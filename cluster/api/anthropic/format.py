@@ -36,6 +36,7 @@ class MessageFormat(Format):
     """`/v1/messages`. One choice."""
 
     names_events = True
+    alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, ctx: ApiContext, plan: Plan, request: MessagesChat, request_id: str) -> None:
         assert plan.reading is not None

@@ -37,6 +37,7 @@ class Format(ABC):
 
     done = b""  # ends a stream that has not failed
     names_events = False  # each by its type
+    alive = b": alive\n\n"  # where a stream that has begun is silent: a comment, which clients skip
 
     @abstractmethod
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
@@ -68,6 +69,10 @@ class Format(ABC):
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         """Events that end a stream."""
         return [error.body]
+
+    def refused(self, error: ApiError, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """Likewise, of one that has had no event."""
+        return self.failed(error)
 
     def encode(self, event: dict[str, Any]) -> bytes:
         """As a server-sent event."""

@@ -139,6 +139,9 @@ class ResponseFormat(Format):
         response = self._response | {"status": "failed", "error": told}
         return [self._event("response.failed", response=response)]
 
+    def refused(self, error: ApiError, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return [*self.opening(usage), *self.failed(error)]  # clients wait for `response.created`
+
     async def settled(self) -> None:
         self._response["store"] = await self._keep(self._response, self._lists)
 
