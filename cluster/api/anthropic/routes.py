@@ -57,13 +57,11 @@ async def _plan(ctx: ApiContext, request: MessagesChat, tenant: Tenant) -> Plan:
 
 
 async def _count(ctx: ApiContext, http: Request) -> Response:
+    caller(ctx, http)
     try:
-        caller(ctx, http)
         body = await read_body(ctx, http)
-        request = await ctx.in_thread(len(body), read_request, CountRequest, body)
-        tokens = await chat_prompt(ctx, as_chat(request))
-    except ApiError as error:
-        return refuse(error)
     except ClientDisconnect:  # the client is gone
         return Response(status_code=400)
+    request = await ctx.in_thread(len(body), read_request, CountRequest, body)
+    tokens = await chat_prompt(ctx, as_chat(request))
     return JSONResponse({"input_tokens": len(tokens)})

@@ -11,6 +11,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 log = logging.getLogger("kvrelay.responses")
@@ -27,6 +28,7 @@ CREATE TABLE IF NOT EXISTS responses (
     tenant TEXT, id TEXT, created_at REAL, record BLOB, PRIMARY KEY (tenant, id))
 """
 _INDEX = "CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created_at)"
+_GET = "SELECT record FROM responses WHERE tenant = ? AND id = ?"
 _PUT = """
 INSERT OR REPLACE INTO responses (tenant, id, created_at, record) VALUES (?, ?, ?, ?)
 """
@@ -73,10 +75,22 @@ class ResponseStore:
                 connection.execute(_SHRINK, (MAX_BYTES,))
             self._num_puts += 1
 
+    def update(
+        self, tenant: str, name: str, change: Callable[[bytes | None], bytes | None]
+    ) -> bytes | None:
+        """What `change` makes of a record becomes the record, as one step for all that share the
+        file; what it raises changes nothing. None: there is none. Returns the new one."""
+        with self._lock, self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            row = connection.execute(_GET, (tenant, name)).fetchone()
+            record = change(None if row is None else row[0])
+            if record is not None:
+                connection.execute(_PUT, (tenant, name, time.time(), record))
+        return record
+
     def get(self, tenant: str, response_id: str) -> bytes | None:
-        query = "SELECT record FROM responses WHERE tenant = ? AND id = ?"
         with self._lock:
-            row = self._connection.execute(query, (tenant, response_id)).fetchone()
+            row = self._connection.execute(_GET, (tenant, response_id)).fetchone()
         return None if row is None else row[0]
 
     def delete(self, tenant: str, response_id: str) -> bool:
