@@ -10,9 +10,10 @@ import zlib
 from collections.abc import Callable, Collection
 from hashlib import sha256
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid, overloaded, unauthorized
@@ -29,7 +30,7 @@ _INFLATED_AT_ONCE = 256 * 1024
 _SMALL = 64 * 1024  # bytes of a body that are always taken: the number of connections bounds them
 
 
-def caller(ctx: ApiContext, http: Request) -> Tenant:
+def caller(ctx: ApiContext, http: HTTPConnection) -> Tenant:
     """Raises `ApiError` (401). Nothing but the key counts, and the key is never shown."""
     key = _key_of(http)
     if not key:
@@ -43,7 +44,7 @@ def caller(ctx: ApiContext, http: Request) -> Tenant:
     return tenant
 
 
-def _key_of(http: Request) -> str:
+def _key_of(http: HTTPConnection) -> str:
     """ "": there is none."""
     scheme, _, key = http.headers.get("authorization", "").partition(" ")
     key = key.strip()
@@ -119,6 +120,25 @@ def limit_of(http: Request, default: int, most: int) -> int:
             param="limit",
         )
     return limit
+
+
+def page_of(http: Request, data: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a call wants of a list whose entries have ids, oldest first: by `order` (the youngest
+    first, as OpenAI), `after` and `limit`. Raises ApiError."""
+    order, after = http.query_params.get("order", "desc"), http.query_params.get("after")
+    if order not in ("asc", "desc"):
+        raise invalid(f"'order': expected asc or desc, got {order[:40]!r}", param="order")
+    wanted = data if order == "asc" else data[::-1]
+    if after is not None:
+        places = [i for i, entry in enumerate(wanted) if entry["id"] == after]
+        if not places:
+            raise invalid(f"'after': there is no entry {after[:100]!r}", param="after")
+        wanted = wanted[places[0] + 1 :]
+    limit = limit_of(http, 20, 100)
+    page = wanted[:limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+    none = {"first_id": None, "last_id": None}
+    return {"object": "list", "data": page, "has_more": len(wanted) > limit, **none, **ends}
 
 
 def check_token_ids(ctx: ApiContext, param: str, tokens: Collection[int]) -> None:

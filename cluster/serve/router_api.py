@@ -156,6 +156,7 @@ async def serve_api(
         on_ready=on_ready,
         connections=ConnectionLimits(config.api.max_connections, config.api.max_header_bytes),
         certificate=config.tls.of_api,
+        max_message_bytes=config.api.max_body_bytes,
         shutdown_timeout_s=lambda: served.finish_s + SHUTDOWN_S,
     )
     if tracing is not None:

@@ -10,45 +10,72 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.types import Receive, Scope, Send
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid, overloaded
-from cluster.api.incoming import caller, read_body
+from cluster.api.incoming import caller, page_of, read_body
+from cluster.api.openai.formats import Format
 from cluster.api.openai.logprobs import EncodedLists
 from cluster.api.openai.parts import Plan
-from cluster.api.openai.plan import plan_chat
-from cluster.api.openai.respond import COMMENT, GenerateEndpoint
+from cluster.api.openai.plan import chat_prompt, plan_chat
+from cluster.api.openai.respond import GenerateEndpoint
 from cluster.api.openai.schema import parse
-from cluster.api.responses.format import ResponseFormat, begun
-from cluster.api.responses.schema import ResponsesChat, ResponsesRequest, as_chat
+from cluster.api.responses.background import (
+    Background,
+    after_body,
+    event_stream,
+    first_event,
+    inner,
+)
+from cluster.api.responses.conversations import PREFIX, Conversations, check_size, input_item
+from cluster.api.responses.format import CompactFormat, ResponseFormat, begun
+from cluster.api.responses.schema import (
+    CompactRequest,
+    ResponsesChat,
+    ResponsesRequest,
+    as_chat,
+    check_outputs,
+    is_reference,
+)
 from cluster.api.responses.truncation import truncated, with_their_calls
 from cluster.api.tenants import Tenant
 
 MAX_TURNS = 2000  # of a conversation that is read back
 MAX_BACKGROUND = 64
-MAX_EVENT_BYTES = 16 * 2**20  # of a stream in the background that can be read again
 LOST_AFTER_S = 5.0  # beyond its timeout one in the background cannot run, wherever it does
-STOP_TIMEOUT_S = 5.0  # for one in the background that is cancelled
-_OF_BODIES = (b"content-encoding", b"content-length")
+COMPACT_SHARE = 8  # of the context, that a summary may have
+SUM_UP = (
+    "Write a summary of this conversation, for an assistant that is to go on with it and sees "
+    "nothing else of it: what the user wants, what was decided, found and done, with names, paths "
+    "and numbers, and what comes next. Write only the summary."
+)
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_\d+")
 _CHAT_NAMES = {"messages": "input", "response_format": "text.format"}
 _log = logging.getLogger("kvrelay.api")
 
 
-def response_routes(ctx: ApiContext) -> list[Route]:
+def response_routes(ctx: ApiContext) -> list[BaseRoute]:
+    from cluster.api.responses.websocket import ResponsesSocket
+
     calls = Responses(ctx)
     path = "/v1/responses/{id}"
     return [
         Route("/v1/responses", calls, methods=["POST"]),
+        WebSocketRoute("/v1/responses", ResponsesSocket(ctx, calls).__call__),
+        Route("/v1/responses/compact", Compaction(calls), methods=["POST"]),
+        Route("/v1/responses/input_tokens", calls.count, methods=["POST"]),
+        *calls.conversations.routes(),
         Route(path, calls.show, methods=["GET"]),
         Route(path, calls.delete, methods=["DELETE"]),
         Route(f"{path}/cancel", calls.cancel, methods=["POST"]),
@@ -61,28 +88,49 @@ class Responses:
 
     def __init__(self, ctx: ApiContext) -> None:
         self._ctx = ctx
-        self._background: dict[str, _Background] = {}
+        self._background: dict[str, Background] = {}
+        self.conversations = Conversations(ctx)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
         try:
             tenant = caller(self._ctx, http)
             body = await read_body(self._ctx, http)
-            request = await self._ctx.in_thread(len(body), parse, ResponsesRequest, body)
-            call = _ResponseCall(self, request, tenant, f"resp_{scope['state']['request_id']}")
-            await call.prepare()
+            call = await self.read(body, tenant, f"resp_{scope['state']['request_id']}")
         except ClientDisconnect:
             return
-        if request.background:
+        if call.request.background:
             answer = await self._start(call, scope)
             await answer(scope, receive, send)
             return
-        await call.endpoint()(_inner(scope), _after_body(call.body, receive), send)
+        await call.endpoint()(inner(scope), call.receive(receive), send)
+
+    async def read(
+        self, body: bytes, tenant: Tenant, response_id: str, remembered: Remembered | None = None
+    ) -> ResponseCall:
+        """Raises `ApiError`."""
+        request = await self._ctx.in_thread(len(body), parse, ResponsesRequest, body)
+        call = ResponseCall(self, request, tenant, response_id, remembered)
+        await call.prepare()
+        return call
+
+    async def count(self, http: Request) -> Response:
+        """Of what a response would be asked with, the tokens."""
+        tenant = caller(self._ctx, http)
+        try:
+            body = await read_body(self._ctx, http)
+        except ClientDisconnect:
+            return Response(status_code=400)
+        call = await self.read(body, tenant, f"resp_{http.scope['state']['request_id']}")
+        chat = await self._ctx.in_thread(len(call.body), _read, call.body)
+        with _in_own_words():
+            tokens = await chat_prompt(self._ctx, chat)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     async def show(self, http: Request) -> Response:
         record = await self.record(http)
         if http.query_params.get("stream") == "true":
-            return self._again(record, _after(http))
+            return self._again(record, first_event(http))
         return JSONResponse(record["response"])
 
     def _again(self, record: dict[str, Any], first: int) -> Response:
@@ -90,7 +138,7 @@ class Responses:
         response_id = record["response"]["id"]
         running = self._background.get(response_id)
         if running is not None and running.is_streamed:
-            return _event_stream(running.events(first))
+            return event_stream(running.events(first))
         if "events" not in record:
             raise invalid(
                 f"The response '{response_id}' has no stream to be read again: it was not asked for"
@@ -102,15 +150,11 @@ class Responses:
             for event in record["events"][first:]:
                 yield event.encode()
 
-        return _event_stream(kept())
+        return event_stream(kept())
 
     async def items(self, http: Request) -> Response:
         record = await self.record(http)
-        data = [_input_item(item, f"item_{i}") for i, item in enumerate(record["items"])]
-        if http.query_params.get("order") != "asc":  # as OpenAI, where it is not said
-            data.reverse()
-        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
-        return JSONResponse({"object": "list", "data": data, "has_more": False} | ends)
+        return JSONResponse(page_of(http, _asked_items(record)))
 
     async def delete(self, http: Request) -> Response:
         tenant, response_id = caller(self._ctx, http), http.path_params["id"]
@@ -147,7 +191,7 @@ class Responses:
             return record
 
         record = await asyncio.to_thread(read)
-        if record is None:
+        if record is None or "response" not in record:
             raise unknown(response_id)
         response = record["response"]
         runs_until = response["created_at"] + self._ctx.limits.request_timeout_s + LOST_AFTER_S
@@ -177,7 +221,7 @@ class Responses:
     def ctx(self) -> ApiContext:
         return self._ctx
 
-    async def _start(self, call: _ResponseCall, scope: Scope) -> Response:
+    async def _start(self, call: ResponseCall, scope: Scope) -> Response:
         """What the client is answered. Raises `ApiError`."""
         if not call.request.is_kept:
             raise invalid("'background': a response in the background is stored", "background")
@@ -185,7 +229,7 @@ class Responses:
             raise overloaded(f"{MAX_BACKGROUND} responses run in the background, the limit", 1.0)
         model, response_id = self._ctx.model_name, call.response_id
         response = begun(call.request, model, response_id, "in_progress")
-        running = self._background[response_id] = _Background(self, call, scope)
+        running = self._background[response_id] = Background(self, call, scope)
         running.task.add_done_callback(lambda _: self._background.pop(response_id, None))
         try:
             await running.admitted.wait()
@@ -197,30 +241,44 @@ class Responses:
             running.task.cancel()
             raise
         running.is_kept.set()
-        return _event_stream(running.events(0)) if running.is_streamed else JSONResponse(response)
+        return event_stream(running.events(0)) if running.is_streamed else JSONResponse(response)
 
 
-class _ResponseCall:
+class ResponseCall:
     def __init__(
-        self, responses: Responses, request: ResponsesRequest, tenant: Tenant, response_id: str
+        self,
+        responses: Responses,
+        request: ResponsesRequest,
+        tenant: Tenant,
+        response_id: str,
+        remembered: Remembered | None = None,
     ) -> None:
         self.request, self.response_id = request, response_id
         self.on_planned: Callable[[], None] = lambda: None  # it is about to be submitted
         self.may_settle: asyncio.Event | None = None  # once set, its end may be kept; None: at once
         self.has_settled = False
         self._responses, self._tenant = responses, tenant
-        self._root = response_id  # the conversation's first response
+        self._remembered = remembered
+        self._before: list[dict[str, Any]] = []  # items of earlier turns
+        self._root = response_id  # the conversation's first response, or its name
         self.body = b""
 
     async def prepare(self) -> None:
         """Read back what came before. Raises `ApiError`."""
-        history = await self._history()
+        self.request.input = await self._resolved(self.request.input)
+        history = self._before = await self._history()
+        if history and self.request.truncation != "auto":
+            check_outputs(history, self.request.input)
         session = self._root if self.request.is_kept else None
 
         def chat() -> bytes:
             return json.dumps(as_chat(self.request, history, session)).encode()
 
         self.body = await asyncio.to_thread(chat)
+
+    def items(self) -> list[dict[str, Any]]:
+        """All that the model is to read, once it is prepared."""
+        return [*self._before, *self.request.input]
 
     def endpoint(self) -> GenerateEndpoint[ResponsesChat]:
         return GenerateEndpoint(
@@ -240,8 +298,32 @@ class _ResponseCall:
     async def _settle(self, response: dict[str, Any], lists: EncodedLists) -> bool:
         if self.may_settle is not None:
             await self.may_settle.wait()
+        await self._hand_on(response)
         self.has_settled = await self.keep(response, lists)
         return self.has_settled
+
+    async def _hand_on(self, response: dict[str, Any]) -> None:
+        """To what may be continued beside the store."""
+        if self.request.conversation is not None:
+            said = [_without_logprobs(item) for item in response["output"]]
+            asked = _asked_items({"response": response, "items": self.request.input})
+            conversations = self._responses.conversations
+            try:
+                await conversations.append(self._tenant, self.request.conversation, asked + said)
+            except (ApiError, sqlite3.Error):  # it is deleted, or full: the answer is as good
+                _log.warning("response %s is not in its conversation", self.response_id)
+        if not self.request.is_kept:
+            await self.remember(response)
+
+    async def remember(self, response: dict[str, Any]) -> None:
+        """For the next on the same connection, if it is one that others come on."""
+        if self._remembered is not None and len(self.body) <= self._remembered.max_bytes:
+            said = [_without_logprobs(item) for item in response["output"]]
+            self._remembered.put(self.response_id, [*self.items(), *said])
+
+    def receive(self, after: Receive) -> Receive:
+        """The body of the chat that the request means, then what `after` receives."""
+        return after_body(self.body, after)
 
     async def keep_events(self, events: list[bytes]) -> None:
         """With the response that has been kept, if it is still there."""
@@ -264,15 +346,63 @@ class _ResponseCall:
         self.on_planned()
         return ResponseFormat(ctx, plan, chat, self.response_id, self._settle)
 
+    async def _resolved(self, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With the items in their places that are only named. Raises `ApiError` (400, 404)."""
+        found: dict[str, dict[str, Any]] = {}  # by id
+        tried: set[str] = set()
+        for item in items:
+            name = item.get("id")
+            if not is_reference(item) or name in found:
+                continue
+            match = _ITEM_ID.fullmatch(name) if isinstance(name, str) else None
+            if match is not None and match[1] not in tried:
+                tried.add(match[1])
+                if len(tried) > MAX_TURNS:
+                    raise invalid(f"'input' names items of more than {MAX_TURNS} responses")
+                found |= {kept["id"]: kept for kept in await self._items_of(match[1])}
+            if name not in found:
+                message = f"Item with id {str(name)[:100]!r} not found: it was not stored"
+                raise ApiError(404, message, param="input", code="item_not_found")
+        return [found[item["id"]] if is_reference(item) else item for item in items]
+
+    async def _items_of(self, name: str) -> list[dict[str, Any]]:
+        """Of a response or a conversation whose ids end in `name`."""
+        with suppress(ApiError):
+            record = await self._responses.find(self._tenant, f"resp_{name}")
+            return [*_asked_items(record), *record["response"]["output"]]
+        with suppress(ApiError):
+            record = await self._responses.conversations.find(self._tenant, f"{PREFIX}{name}")
+            items: list[dict[str, Any]] = record["items"]
+            return items
+        return []
+
     async def _history(self) -> list[dict[str, Any]]:
         turns: list[list[dict[str, Any]]] = []
-        previous = self.request.previous_response_id
+        previous, conversation = self.request.previous_response_id, self.request.conversation
+        if previous is not None and conversation is not None:
+            message = "'conversation' and 'previous_response_id': a response continues one of them"
+            raise invalid(message, param="conversation")
+        if conversation is not None:
+            self._root = conversation
+            record = await self._responses.conversations.find(self._tenant, conversation)
+            check_size([*record["items"], *self.request.input])
+            history: list[dict[str, Any]] = record["items"]
+            return history
+        if previous is not None and self._remembered is not None:
+            remembered = self._remembered.get(previous)
+            if remembered is not None:
+                return remembered
         while previous is not None:
             if len(turns) == MAX_TURNS and self.request.truncation == "auto":
                 return with_their_calls([item for turn in reversed(turns) for item in turn])
             if len(turns) == MAX_TURNS:
                 raise invalid(f"A conversation has at most {MAX_TURNS} turns that are read back")
-            record = await self._responses.find(self._tenant, previous)
+            try:
+                record = await self._responses.find(self._tenant, previous)
+            except ApiError:
+                message = f"Previous response with id '{previous[:100]}' not found."
+                code = "previous_response_not_found"
+                raise invalid(message, "previous_response_id", code) from None
             response = record["response"]
             if response["status"] not in ("completed", "incomplete"):
                 raise invalid(f"The response '{previous}' is {response['status']}")
@@ -282,150 +412,66 @@ class _ResponseCall:
         return [item for turn in reversed(turns) for item in turn]
 
 
-class _Background:
-    """A response that runs without a client. Life: planned and admitted, or refused; then its
-    beginning is kept, then its end, whatever came of it."""
+class Remembered:
+    """The last response of a connection that is not stored, with all that came before it."""
 
-    def __init__(self, responses: Responses, call: _ResponseCall, scope: Scope) -> None:
-        self.admitted = asyncio.Event()  # or refused, see `refusal`
-        self.refusal: Response | None = None  # what its client is answered instead
-        self.is_kept = call.may_settle = asyncio.Event()  # its beginning
-        self.is_streamed = bool(call.request.stream)
-        call.on_planned = self.admitted.set
-        self._cancelled = asyncio.Event()
-        self._more = asyncio.Event()  # replaced when it is set
-        self._responses, self._call, self._scope = responses, call, scope
-        self._status, self._body = 0, b""
-        self._headers: dict[str, str] = {}
-        self._events: list[bytes] = []  # as sent, by their numbers
-        self._num_event_bytes = 0
-        self._has_ended = False
-        self.task = asyncio.create_task(self._run())
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: of what a response was asked with; one with more is not remembered."""
+        self.max_bytes = max_bytes
+        self._name = ""
+        self._items: list[dict[str, Any]] = []
 
-    async def _run(self) -> None:
-        call = self._call
-        receive = _after_body(call.body, self._disconnected)
+    def put(self, name: str, items: list[dict[str, Any]]) -> None:
+        self._name, self._items = name, items
+
+    def get(self, name: str) -> list[dict[str, Any]] | None:
+        return self._items if name == self._name else None
+
+    def forget(self, name: Any) -> None:
+        if name == self._name:
+            self._name, self._items = "", []
+
+
+class Compaction:
+    """`/v1/responses/compact`: the model sums a conversation up, to be gone on with."""
+
+    def __init__(self, responses: Responses) -> None:
+        self._responses = responses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ctx, http = self._responses.ctx, Request(scope, receive)
         try:
-            await call.endpoint()(_inner(self._scope), receive, self._take)
-        except Exception:
-            _log.exception("response %s failed", call.response_id)
-            self._status = 500
-        try:
-            await self._end()
-        finally:
-            self._has_ended = True
-            self._tell()
-
-    async def _end(self) -> None:
-        call = self._call
-        if not self.admitted.is_set():
-            self.refusal = self._refused()
-            self.admitted.set()
+            tenant = caller(ctx, http)
+            body = await read_body(ctx, http)
+        except ClientDisconnect:
             return
-        await self.is_kept.wait()
-        if call.has_settled:
-            if self.is_streamed and self._num_event_bytes <= MAX_EVENT_BYTES:
-                await call.keep_events(self._events)
-            return
-        model = self._responses.ctx.model_name
-        status = "cancelled" if self._cancelled.is_set() else "failed"
-        response = begun(call.request, model, call.response_id, status)
-        if status == "failed":
-            response["error"] = self._error()
-        await call.keep(response, EncodedLists())
-
-    async def events(self, first: int) -> AsyncIterator[bytes]:
-        """From number `first` to the end of the stream, with a comment where it is silent."""
-        while True:
-            while first < len(self._events):
-                yield self._events[first]
-                first += 1
-            if self._num_event_bytes > MAX_EVENT_BYTES:
-                message = f"The stream has more than {MAX_EVENT_BYTES} bytes: ask for the response"
-                error = ApiError(500, message, type="server_error")
-                yield b"event: error\ndata: " + json.dumps(error_event(error)).encode() + b"\n\n"
-                return
-            if self._has_ended:
-                return
-            try:
-                async with asyncio.timeout(self._responses.ctx.limits.keepalive_s or None):
-                    await self._more.wait()
-            except TimeoutError:
-                yield COMMENT
-
-    async def cancel(self) -> None:
-        """Returns when it has ended, or after a while."""
-        self._cancelled.set()
-        await asyncio.wait([self.task], timeout=STOP_TIMEOUT_S)
-
-    def _refused(self) -> Response:
-        """Also where it ended before it could be planned, by a bug."""
-        if self._status in (0, 200, 500):
-            bug = ApiError(500, "Internal error", type="server_error")
-            return JSONResponse(bug.body, bug.status)
-        return Response(self._body, self._status, self._headers, "application/json")
-
-    def _error(self) -> dict[str, Any]:
-        if self._status == 200 and self._events:  # the stream's last event says it
-            last = json.loads(self._events[-1].partition(b"\ndata: ")[2])
-            found: dict[str, Any] | None = last.get("response", {}).get("error")
-            if found is not None:
-                return found
-        if self._status in (0, 200, 500):
-            return {"code": "server_error", "message": "Internal error"}
-        error = json.loads(self._body)["error"]
-        return {"code": error["code"] or error["type"], "message": error["message"]}
-
-    async def _disconnected(self) -> Message:
-        await self._cancelled.wait()
-        return {"type": "http.disconnect"}
-
-    async def _take(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-            wanted = ("retry-after", "www-authenticate")
-            named = ((name.decode(), value.decode()) for name, value in message["headers"])
-            self._headers = {name: value for name, value in named if name in wanted}
-        elif self._status != 200:
-            self._body += message.get("body", b"")
-        elif self.is_streamed:
-            self._record(message.get("body", b""))
-
-    def _record(self, body: bytes) -> None:
-        events = [event + b"\n\n" for event in body.split(b"\n\n") if event.startswith(b"event:")]
-        self._num_event_bytes += sum(map(len, events))
-        if self._num_event_bytes > MAX_EVENT_BYTES:
-            self._events.clear()
-        else:
-            self._events += events
-        self._tell()
-
-    def _tell(self) -> None:
-        self._more.set()
-        self._more = asyncio.Event()
-
-
-def _after(http: Request) -> int:
-    """The number of the first event that is wanted. Raises `ApiError`."""
-    given = http.query_params.get("starting_after")
-    if given is None:
-        return 0
-    if not (given.isascii() and given.isdigit() and len(given) < 10):
-        raise invalid(
-            f"'starting_after': expected the number of an event, got {given[:40]!r}",
-            param="starting_after",
+        asked = await ctx.in_thread(len(body), parse, CompactRequest, body)
+        # The oldest is left out of a conversation that does not fit: it is compacted for that.
+        request = ResponsesRequest(
+            model=asked.model,
+            input=[*asked.input, {"role": "user", "content": SUM_UP}],
+            instructions=asked.instructions,
+            previous_response_id=asked.previous_response_id,
+            prompt_cache_key=asked.prompt_cache_key,
+            max_output_tokens=max(1, ctx.max_model_len // COMPACT_SHARE),
+            store=False,
+            truncation="auto",
         )
-    return int(given) + 1
+        response_id = f"resp_{scope['state']['request_id']}"
+        call = ResponseCall(self._responses, request, tenant, response_id)
+        await call.prepare()
+        items = call.items()[:-1]
+        said = [
+            input_item(item, f"msg_{response_id.removeprefix('resp_')}_{i}")
+            for i, item in enumerate(items)
+            if (item.get("type") or "message") == "message" and item.get("role") == "user"
+        ]
 
+        def format(_: ApiContext, plan: Plan, chat: ResponsesChat, request_id: str) -> Format:
+            return CompactFormat(plan, response_id, said)
 
-def _event_stream(events: AsyncIterator[bytes]) -> Response:
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(events, headers=headers, media_type="text/event-stream")
-
-
-def error_event(error: ApiError) -> dict[str, Any]:
-    """An error in a stream, beside the response."""
-    return {"type": "error", "status": error.status, **error.body}
+        endpoint = GenerateEndpoint(ctx, "responses", _read, _plan, format)
+        await endpoint(inner(scope), call.receive(receive), send)
 
 
 def _read(body: bytes) -> ResponsesChat:
@@ -453,35 +499,21 @@ def _in_own_words() -> Iterator[None]:
         raise
 
 
-def _input_item(item: dict[str, Any], item_id: str) -> dict[str, Any]:
-    """As clients expect it: with an id, and content as parts."""
-    if item.get("type", "message") != "message" or not isinstance(item.get("content"), str):
-        return {"id": item_id, **item}
-    kind = "output_text" if item.get("role") == "assistant" else "input_text"
-    content = [{"type": kind, "text": item["content"]}]
-    return {"id": item_id, "type": "message", **item, "content": content}
+def _asked_items(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a response was asked with, each item by an id that says where it is kept."""
+    name = record["response"]["id"].removeprefix("resp_")
+    return [input_item(item, f"item_{name}_{i}") for i, item in enumerate(record["items"])]
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    """Of an answer, as a history needs it."""
+    parts = item.get("content")
+    if not isinstance(parts, list):
+        return item
+    plain = [part | {"logprobs": []} if "logprobs" in part else part for part in parts]
+    return item | {"content": plain}
 
 
 def unknown(response_id: str) -> ApiError:
     message = f"Response with id '{response_id[:100]}' not found."
     return ApiError(404, message, param="id", code="response_not_found")
-
-
-def _inner(scope: Scope) -> Scope:
-    """Of the chat that a request means, whose body is another."""
-    headers = [each for each in scope["headers"] if each[0] not in _OF_BODIES]
-    return {**scope, "headers": headers, "state": dict(scope["state"])}
-
-
-def _after_body(body: bytes, receive: Receive) -> Receive:
-    """Receives `body`, then what `receive` does."""
-    is_read = False
-
-    async def received() -> Message:
-        nonlocal is_read
-        if is_read:
-            return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return received

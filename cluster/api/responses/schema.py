@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from cluster.api.errors import ApiError, invalid
-from cluster.api.openai.schema import ChatRequest
+from cluster.api.openai.schema import UNREAD, UNREAD_KINDS, ChatRequest, or_default
 from cluster.api.openai.tools import MAX_TOOLS
 
 # Tools that OpenAI runs itself. Clients offer them to every model; here none can be called.
@@ -19,6 +19,8 @@ CUSTOM_INPUT = "input"  # the one parameter of a custom tool, as the model sees 
 # Of `include`.
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
+SUMMARY = "Summary of the conversation so far:\n\n"  # of a compaction, before its text
+UNREADABLE = "[Earlier turns were compacted by another server and cannot be read here.]"
 ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -30,6 +32,11 @@ def _items_of(given: Any) -> Any:
     if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
         raise ValueError("expected a string or a list of items")
     return given
+
+
+def _id_of(given: Any) -> Any:
+    """Of a conversation: it is named by its id, or by an object with it."""
+    return given.get("id") if isinstance(given, dict) else given
 
 
 class Reasoning(BaseModel):
@@ -47,7 +54,7 @@ class TextOptions(BaseModel):
 class ResponsesRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
-    model: str
+    model: Annotated[str, or_default("")] = ""  # "": the one that is served
     input: Annotated[list[dict[str, Any]], BeforeValidator(_items_of)] = []
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -57,6 +64,9 @@ class ResponsesRequest(BaseModel):
     stream: bool | None = None
     store: bool | None = None
     previous_response_id: str | None = None
+    conversation: Annotated[str | None, BeforeValidator(_id_of)] = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -78,12 +88,24 @@ class ResponsesRequest(BaseModel):
         return self.store is not False
 
 
+class CompactRequest(ResponsesRequest):
+    """Body of `/v1/responses/compact`."""
+
+    model: str
+
+
 class ResponsesChat(ChatRequest):
     """The chat that a request means, and what its answer repeats."""
 
     asked: ResponsesRequest
     custom: list[str]  # names of tools whose input is a text
     spaces: dict[str, list[str]]  # name of a tool -> its namespace, and its name there
+
+
+_AS_IN_A_CHAT = (
+    *("temperature", "top_p", "presence_penalty", "frequency_penalty", "priority", "seed", "user"),
+    "prompt_cache_retention",
+)
 
 
 def as_chat(request: ResponsesRequest, history: list[dict[str, Any]], session: str | None) -> Any:
@@ -105,7 +127,7 @@ def as_chat(request: ResponsesRequest, history: list[dict[str, Any]], session: s
         "spaces": spaces,
         "parallel_tool_calls": request.parallel_tool_calls,
     }
-    for name in ("temperature", "top_p", "priority", "seed", "user", "prompt_cache_retention"):
+    for name in _AS_IN_A_CHAT:
         if getattr(request, name) is not None:
             chat[name] = getattr(request, name)
     if request.max_output_tokens is not None:
@@ -136,7 +158,7 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
         return said
 
     for i, item in enumerate(items, first):
-        kind = item.get("type", "message")
+        kind: Any = item.get("type") or "message"
         match kind:
             case "message" if item.get("role") == "assistant":
                 assistant()["content"] += _text(item.get("content"), i)
@@ -165,9 +187,76 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
                 said = None
                 output, call_id = _text(item.get("output"), i), _string(item, "call_id", i)
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+            case "compaction" | "compaction_summary":
+                said = None
+                messages.append({"role": "user", "content": _summary(item)})
+            case str() if kind.endswith("_call_output"):  # as of a shell
+                said = None
+                call_id = _string(item, "call_id" if "call_id" in item else "id", i)
+                text = _as_text(item.get("output"))
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            case str() if kind.endswith("_call"):
+                if isinstance(item.get("call_id"), str):  # its client runs it
+                    call = _client_call(kind, item)
+                    assistant().setdefault("tool_calls", []).append(call)
+                # Others ran at their maker; what came of them is in what the assistant said.
+            case "mcp_list_tools" | "mcp_approval_request" | "mcp_approval_response":
+                pass
             case _:
                 raise _bad(i, f"items of type {kind!r:.60} are not supported")
     return messages
+
+
+def _client_call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
+    """Of a tool that a client runs and that is no function, as of a shell."""
+    about: Any = item.get("action") or item.get("operation") or item.get("arguments") or {}
+    function = {"name": kind.removesuffix("_call"), "arguments": _as_text(about)}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _summary(item: dict[str, Any]) -> str:
+    """Of a compaction."""
+    text = _decoded(item)
+    return text if text.startswith(SUMMARY) else UNREADABLE
+
+
+def encoded(text: str) -> str:
+    """As `encrypted_content`: it is for this server to read again, and is no secret."""
+    return base64.b64encode(text.encode()).decode()
+
+
+def _decoded(item: dict[str, Any]) -> str:
+    try:
+        return base64.b64decode(item.get("encrypted_content") or "", validate=True).decode()
+    except (ValueError, TypeError):  # it is not of this server
+        return ""
+
+
+def is_reference(item: dict[str, Any]) -> bool:
+    """Whether it only names an item that is kept."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "id" in item and "role" not in item)
+
+
+def check_items(items: list[dict[str, Any]]) -> None:
+    """That a request could be asked with them. Raises `ApiError`."""
+    _messages(items, 0)
+
+
+def check_outputs(history: list[dict[str, Any]], items: list[dict[str, Any]]) -> None:
+    """Each output among `items`, which continue `history`, is one of a call. Raises `ApiError`."""
+    calls = {item.get("call_id") for item in history}
+    for i, item in enumerate(items):
+        call_id = item.get("call_id")
+        if str(item.get("type")).endswith("_call_output"):
+            if call_id is not None and call_id not in calls:
+                raise _bad(i, f"there is no call with id {call_id!r:.80} before its output")
+        else:
+            calls.add(call_id)
 
 
 def _string(item: dict[str, Any], key: str, index: int) -> str:
@@ -185,6 +274,9 @@ def _text(content: Any, index: int) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind in UNREAD_KINDS:
+            texts.append(UNREAD.format(kind))
+            continue
         if kind not in ("input_text", "output_text", "text", "refusal"):
             raise _bad(index, f"this model reads text, no part of type {kind!r:.60}")
         text = part.get("refusal" if kind == "refusal" else "text")
@@ -199,10 +291,7 @@ def _reasoning(item: dict[str, Any]) -> str:
         parts = item.get(key)
         if isinstance(parts, list) and parts:
             return "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
-    try:
-        return base64.b64decode(item.get("encrypted_content") or "", validate=True).decode()
-    except (ValueError, TypeError):  # it is not of this server
-        return ""
+    return _decoded(item)
 
 
 def _bad(index: int, message: str) -> ApiError:

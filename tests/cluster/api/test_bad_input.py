@@ -92,7 +92,6 @@ WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_json": {"not": {}}}, "guided_json"),
     ({"model": 5}, "model"),
-    ({"model": None}, "model"),
 ]
 
 

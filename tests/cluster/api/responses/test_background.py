@@ -210,7 +210,7 @@ def test_what_has_no_stream_to_be_read_again_says_so(
     assert "has no stream" in response.json()["error"]["message"]
     response = served.http.get(f"{PATH}/{made.id}?stream=true&starting_after=x")
     assert response.json()["error"]["param"] == "starting_after"
-    monkeypatch.setattr("cluster.api.responses.routes.MAX_EVENT_BYTES", 1000)
+    monkeypatch.setattr("cluster.api.responses.background.MAX_EVENT_BYTES", 1000)
     response = post(served, background=True, stream=True)
     assert response.text.count("event: error") == 1
     done = ended(served, f"resp_{response.headers['x-request-id']}")
