@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cluster.api.openai.schema import GenerationRequest
     from cluster.api.output.dialect import Reading
 
+COMMENT = b": alive\n\n"  # of server-sent events, which clients skip
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -37,7 +38,7 @@ class Format(ABC):
 
     done = b""  # ends a stream that has not failed
     names_events = False  # each by its type
-    alive = b": alive\n\n"  # where a stream that has begun is silent: a comment, which clients skip
+    alive = COMMENT  # where a stream that has begun is silent
 
     @abstractmethod
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:

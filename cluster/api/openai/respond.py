@@ -26,7 +26,7 @@ from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, draining, overloaded, refused
 from cluster.api.incoming import caller, read_body
 from cluster.api.limiter import LimitReached
-from cluster.api.openai.formats import Format
+from cluster.api.openai.formats import COMMENT, Format
 from cluster.api.openai.generation import Generation
 from cluster.api.openai.parts import Piece, Plan
 from cluster.api.openai.plan import call_of
@@ -40,7 +40,6 @@ Request = TypeVar("Request", bound=ModelRequest)
 _SMALL_BODY_BYTES = 64 * 1024  # parsed in the event loop, larger ones in a thread
 _PARTS_AT_ONCE = 16  # of an answer's JSON: some 100 kB of log-probabilities each
 _CANCELLED = "cancelled"
-COMMENT = b": alive\n\n"  # of server-sent events: clients do not see it
 
 
 def error_response(error: ApiError, body: dict[str, Any] | None = None) -> JSONResponse:

@@ -10,19 +10,17 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope
 
+from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid
+from cluster.api.openai.formats import COMMENT
 from cluster.api.openai.logprobs import EncodedLists
-from cluster.api.openai.respond import COMMENT
-from cluster.api.responses.format import begun
-
-if TYPE_CHECKING:
-    from cluster.api.responses.routes import ResponseCall, Responses
+from cluster.api.responses.format import AskedCall, begun, error_event
 
 MAX_EVENT_BYTES = 16 * 2**20  # of a stream in the background that can be read again
 STOP_TIMEOUT_S = 5.0  # for one that is cancelled
@@ -34,7 +32,7 @@ class Background:
     """A response that runs without a client. Life: planned and admitted, or refused; then its
     beginning is kept, then its end, whatever came of it."""
 
-    def __init__(self, responses: Responses, call: ResponseCall, scope: Scope) -> None:
+    def __init__(self, ctx: ApiContext, call: AskedCall, scope: Scope) -> None:
         self.admitted = asyncio.Event()  # or refused, see `refusal`
         self.refusal: Response | None = None  # what its client is answered instead
         self.is_kept = call.may_settle = asyncio.Event()  # its beginning
@@ -42,7 +40,7 @@ class Background:
         call.on_planned = self.admitted.set
         self._cancelled = asyncio.Event()
         self._more = asyncio.Event()  # replaced when it is set
-        self._responses, self._call, self._scope = responses, call, scope
+        self._ctx, self._call, self._scope = ctx, call, scope
         self._status, self._body = 0, b""
         self._headers: dict[str, str] = {}
         self._events: list[bytes] = []  # as sent, by their numbers
@@ -75,7 +73,7 @@ class Background:
             if self.is_streamed and self._num_event_bytes <= MAX_EVENT_BYTES:
                 await call.keep_events(self._events)
             return
-        model = self._responses.ctx.model_name
+        model = self._ctx.model_name
         status = "cancelled" if self._cancelled.is_set() else "failed"
         response = begun(call.request, model, call.response_id, status)
         if status == "failed":
@@ -96,7 +94,7 @@ class Background:
             if self._has_ended:
                 return
             try:
-                async with asyncio.timeout(self._responses.ctx.limits.keepalive_s or None):
+                async with asyncio.timeout(self._ctx.limits.keepalive_s or None):
                     await self._more.wait()
             except TimeoutError:
                 yield COMMENT
@@ -169,11 +167,6 @@ def first_event(http: Request) -> int:
 def event_stream(events: AsyncIterator[bytes]) -> Response:
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")
-
-
-def error_event(error: ApiError) -> dict[str, Any]:
-    """An error in a stream, beside the response."""
-    return {"type": "error", "status": error.status, **error.body}
 
 
 def inner(scope: Scope) -> Scope:

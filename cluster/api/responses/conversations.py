@@ -174,6 +174,26 @@ class Conversations:
         return JSONResponse(record["conversation"])
 
 
+class Remembered:
+    """The last response of a connection that is not stored, with all that came before it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: of what a response was asked with; one with more is not remembered."""
+        self.max_bytes = max_bytes
+        self._name = ""
+        self._items: list[dict[str, Any]] = []
+
+    def put(self, name: str, items: list[dict[str, Any]]) -> None:
+        self._name, self._items = name, items
+
+    def get(self, name: str) -> list[dict[str, Any]] | None:
+        return self._items if name == self._name else None
+
+    def forget(self, name: Any) -> None:
+        if name == self._name:
+            self._name, self._items = "", []
+
+
 def identified(record: Record, item: Record) -> Record:
     """As it is kept: with an id that no other item of the conversation has."""
     name = record["conversation"]["id"].removeprefix(PREFIX)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
+
+from starlette.types import ASGIApp, Receive
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
@@ -94,6 +97,32 @@ def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }
+
+
+def error_event(error: ApiError) -> dict[str, Any]:
+    """An error in a stream, beside the response."""
+    return {"type": "error", "status": error.status, **error.body}
+
+
+class AskedCall(Protocol):
+    """A request for a response, read and prepared, for whoever serves it."""
+
+    request: ResponsesRequest
+    response_id: str
+    on_planned: Callable[[], None]  # called when it is about to be submitted
+    may_settle: asyncio.Event | None  # once set, its end may be kept; None: at once
+    has_settled: bool
+
+    def endpoint(self) -> ASGIApp: ...
+
+    def receive(self, after: Receive) -> Receive:
+        """The body of the chat that it means, then what `after` receives."""
+
+    async def keep(self, response: dict[str, Any], lists: EncodedLists) -> bool: ...
+
+    async def keep_events(self, events: list[bytes]) -> None: ...
+
+    async def remember(self, response: dict[str, Any]) -> None: ...
 
 
 class CompactFormat(Format):

@@ -38,7 +38,13 @@ from cluster.api.responses.background import (
     first_event,
     inner,
 )
-from cluster.api.responses.conversations import PREFIX, Conversations, check_size, input_item
+from cluster.api.responses.conversations import (
+    PREFIX,
+    Conversations,
+    Remembered,
+    check_size,
+    input_item,
+)
 from cluster.api.responses.format import CompactFormat, ResponseFormat, begun
 from cluster.api.responses.schema import (
     CompactRequest,
@@ -49,6 +55,7 @@ from cluster.api.responses.schema import (
     is_reference,
 )
 from cluster.api.responses.truncation import truncated, with_their_calls
+from cluster.api.responses.websocket import ResponsesSocket
 from cluster.api.tenants import Tenant
 
 MAX_TURNS = 2000  # of a conversation that is read back
@@ -66,13 +73,11 @@ _log = logging.getLogger("kvrelay.api")
 
 
 def response_routes(ctx: ApiContext) -> list[BaseRoute]:
-    from cluster.api.responses.websocket import ResponsesSocket
-
     calls = Responses(ctx)
     path = "/v1/responses/{id}"
     return [
         Route("/v1/responses", calls, methods=["POST"]),
-        WebSocketRoute("/v1/responses", ResponsesSocket(ctx, calls).__call__),
+        WebSocketRoute("/v1/responses", ResponsesSocket(ctx, calls.read).__call__),
         Route("/v1/responses/compact", Compaction(calls), methods=["POST"]),
         Route("/v1/responses/input_tokens", calls.count, methods=["POST"]),
         *calls.conversations.routes(),
@@ -229,7 +234,7 @@ class Responses:
             raise overloaded(f"{MAX_BACKGROUND} responses run in the background, the limit", 1.0)
         model, response_id = self._ctx.model_name, call.response_id
         response = begun(call.request, model, response_id, "in_progress")
-        running = self._background[response_id] = Background(self, call, scope)
+        running = self._background[response_id] = Background(self._ctx, call, scope)
         running.task.add_done_callback(lambda _: self._background.pop(response_id, None))
         try:
             await running.admitted.wait()
@@ -410,26 +415,6 @@ class ResponseCall:
             turns.append([*record["items"], *response["output"]])
             previous = response["previous_response_id"]
         return [item for turn in reversed(turns) for item in turn]
-
-
-class Remembered:
-    """The last response of a connection that is not stored, with all that came before it."""
-
-    def __init__(self, max_bytes: int) -> None:
-        """max_bytes: of what a response was asked with; one with more is not remembered."""
-        self.max_bytes = max_bytes
-        self._name = ""
-        self._items: list[dict[str, Any]] = []
-
-    def put(self, name: str, items: list[dict[str, Any]]) -> None:
-        self._name, self._items = name, items
-
-    def get(self, name: str) -> list[dict[str, Any]] | None:
-        return self._items if name == self._name else None
-
-    def forget(self, name: Any) -> None:
-        if name == self._name:
-            self._name, self._items = "", []
 
 
 class Compaction:

@@ -11,33 +11,35 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, draining, invalid, overloaded
 from cluster.api.incoming import caller
-from cluster.api.openai.respond import error_response
-from cluster.api.responses.background import error_event
-from cluster.api.responses.format import begun
-from cluster.api.responses.routes import Remembered, ResponseCall, Responses
+from cluster.api.responses.conversations import Remembered
+from cluster.api.responses.format import AskedCall, begun, error_event
 from cluster.api.tenants import Tenant
 
 IDLE_S = 600.0  # without a message of the client
 MAX_WAITING = 8  # messages of the client that wait for the one that is answered
 WRITE_TIMEOUT_S = 60.0  # for a client that does not read
+Read = Callable[[bytes, Tenant, str, Remembered], Awaitable[AskedCall]]
+"""A body, whose it is, the response's id, and what the connection remembers. Raises `ApiError`."""
 _NOT_HERE = ("stream", "stream_options", "type")  # a connection always streams
 
 
 class ResponsesSocket:
     """Owned by the application; its connections share no state but the context's."""
 
-    def __init__(self, ctx: ApiContext, responses: Responses) -> None:
-        self._ctx, self._responses = ctx, responses
+    def __init__(self, ctx: ApiContext, read: Read) -> None:
+        self._ctx, self._read = ctx, read
 
     async def __call__(self, socket: WebSocket) -> None:
         try:
@@ -47,10 +49,11 @@ class ResponsesSocket:
                 raise draining()
         except ApiError as error:
             self._count(error)
-            await socket.send_denial_response(error_response(error))
+            answer = JSONResponse(error.body, error.status, headers=error.headers)
+            await socket.send_denial_response(answer)
             return
         await socket.accept()
-        connection = _Connection(self._ctx, self._responses, socket, tenant)
+        connection = _Connection(self._ctx, self._read, socket, tenant)
         reading = asyncio.create_task(connection.read())
         try:
             while (text := await connection.next_message()) is not None:
@@ -81,10 +84,8 @@ class ResponsesSocket:
 class _Connection:
     """Invariant: one response at a time; at most MAX_WAITING messages wait for their turn."""
 
-    def __init__(
-        self, ctx: ApiContext, responses: Responses, socket: WebSocket, tenant: Tenant
-    ) -> None:
-        self._ctx, self._responses = ctx, responses
+    def __init__(self, ctx: ApiContext, read: Read, socket: WebSocket, tenant: Tenant) -> None:
+        self._ctx, self._read = ctx, read
         self._socket, self._tenant = socket, tenant
         self._waiting: asyncio.Queue[str] = asyncio.Queue(MAX_WAITING)
         self._gone = asyncio.Event()
@@ -129,7 +130,7 @@ class _Connection:
         try:
             body = json.dumps({**given, "stream": True}).encode()
             response_id = f"resp_{request_id}"
-            call = await self._responses.read(body, self._tenant, response_id, self._remembered)
+            call = await self._read(body, self._tenant, response_id, self._remembered)
             if call.request.background:
                 raise invalid("'background': a WebSocket answers in the foreground", "background")
             if not is_generated:
@@ -140,7 +141,7 @@ class _Connection:
             if self._has_failed:
                 self._remembered.forget(previous)
 
-    async def _warm_up(self, call: ResponseCall) -> None:
+    async def _warm_up(self, call: AskedCall) -> None:
         """What is said is remembered, and continued by the next."""
         response = begun(call.request, self._ctx.model_name, call.response_id, "completed")
         await call.remember(response)

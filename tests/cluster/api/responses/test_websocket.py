@@ -114,8 +114,8 @@ def test_a_failed_answer_is_an_event(served: Served) -> None:
 
 
 def test_a_message_that_is_too_large_ends_the_connection(tokenizer: Tokenizer) -> None:
-    with serve(tokenizer, ApiLimits(), max_message_bytes=10_000) as served:
-        socket = opened(served)
+    small = serve(tokenizer, ApiLimits(), max_message_bytes=10_000)
+    with small as served, opened(served) as socket:
         send(socket, input="x" * 20_000)
         with pytest.raises(ConnectionClosed) as closed:
             event(socket)
