@@ -34,10 +34,11 @@ from cluster.api.openai.embeddings import (
     EmbeddingRequest,
     plan_embeddings,
 )
-from cluster.api.openai.formats import ChatFormat, CompletionFormat
+from cluster.api.openai.formats import CompletionFormat
 from cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
 from cluster.api.openai.respond import GenerateEndpoint, error_response
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, parse
+from cluster.api.openai.stored import StoredChats, chat_format
 from cluster.api.operations import operation_routes
 from cluster.api.responses.routes import response_routes
 from cluster.api.sessions import session_routes
@@ -107,7 +108,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
     app.add_middleware(_RequestIds)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ApiError, partial(_on_api_error, ctx))
-    chat = GenerateEndpoint(ctx, "chat", partial(parse, ChatRequest), plan_chat, ChatFormat)
+    chat = GenerateEndpoint(ctx, "chat", partial(parse, ChatRequest), plan_chat, chat_format)
     read_completion = partial(parse, CompletionRequest)
     completions = GenerateEndpoint(
         ctx, "completions", read_completion, plan_completion, CompletionFormat
@@ -117,6 +118,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
     )
     app.router.routes += [
         Route("/v1/chat/completions", chat, methods=["POST"]),
+        *StoredChats(ctx).routes(),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         *message_routes(ctx),

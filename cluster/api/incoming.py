@@ -122,10 +122,10 @@ def limit_of(http: Request, default: int, most: int) -> int:
     return limit
 
 
-def page_of(http: Request, data: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a call wants of a list whose entries have ids, oldest first: by `order` (the youngest
-    first, as OpenAI), `after` and `limit`. Raises ApiError."""
-    order, after = http.query_params.get("order", "desc"), http.query_params.get("after")
+def page_of(http: Request, data: list[dict[str, Any]], default: str = "desc") -> dict[str, Any]:
+    """What a call wants of a list whose entries have ids, oldest first: by `order`, `after` and
+    `limit`, as OpenAI. default: of the order. Raises ApiError."""
+    order, after = http.query_params.get("order", default), http.query_params.get("after")
     if order not in ("asc", "desc"):
         raise invalid(f"'order': expected asc or desc, got {order[:40]!r}", param="order")
     wanted = data if order == "asc" else data[::-1]

@@ -177,7 +177,7 @@ def _call_delta(index: int, function: dict[str, Any], **fields: Any) -> dict[str
     return {"tool_calls": [{"index": index, **fields, "function": function}]}
 
 
-def _message(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def message_of(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The message that its deltas make together."""
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     for delta in deltas:
@@ -269,7 +269,7 @@ class ChatFormat(_WithLogprobs):
             reader = self._readers[plan.index]
             choice = {
                 "index": piece.index,
-                "message": _message(reader.deltas(piece)),
+                "message": message_of(reader.deltas(piece)),
                 "logprobs": self._logprobs(piece),
                 "finish_reason": reader.finish_reason(piece),
                 **self._answer.prompt_ids(piece.index),

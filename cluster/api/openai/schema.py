@@ -272,6 +272,7 @@ class ChatRequest(GenerationRequest):
     prediction: Annotated[str, BeforeValidator(_prediction_of)] = ""
     continue_final_message: _Flag = False  # vLLM's: the answer goes on where that ends
     modalities: list[str] | None = None
+    store: _Flag = False  # keep the completion, to be asked for again
 
     @model_validator(mode="after")
     def _is_text_only(self) -> ChatRequest:
@@ -316,6 +317,14 @@ class CompletionRequest(GenerationRequest):
                 f"{MAX_CHOICES} completions"
             )
         return self
+
+
+class MetadataRequest(BaseModel):
+    """Body of what changes the metadata of an object that is kept."""
+
+    model_config = ConfigDict(strict=True)
+
+    metadata: Metadata
 
 
 class ForkRequest(BaseModel):

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid
 from cluster.api.incoming import caller, page_of, read_body
-from cluster.api.openai.schema import Metadata, parse
+from cluster.api.openai.schema import Metadata, MetadataRequest, parse
 from cluster.api.responses.schema import check_items
 from cluster.api.tenants import Tenant
 
@@ -39,12 +39,6 @@ class ConversationRequest(BaseModel):
 
     items: _Items | None = None
     metadata: Metadata | None = None
-
-
-class MetadataRequest(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    metadata: Metadata
 
 
 class ItemsRequest(BaseModel):
@@ -110,7 +104,15 @@ class Conversations:
 
     async def _create(self, http: Request) -> Response:
         tenant = caller(self._ctx, http)
-        request = parse(ConversationRequest, await read_body(self._ctx, http) or b"{}")
+        body = await read_body(self._ctx, http) or b"{}"
+        record, data = await self._ctx.in_thread(len(body), self._made, body)
+        name = record["conversation"]["id"]
+        await asyncio.to_thread(self._ctx.responses.put, tenant.name, name, data)
+        return JSONResponse(record["conversation"])
+
+    def _made(self, body: bytes) -> tuple[Record, bytes]:
+        """A new one, and its JSON. Raises `ApiError`."""
+        request = parse(ConversationRequest, body)
         check_items(request.items or [])
         record: Record = {
             "conversation": {
@@ -124,9 +126,7 @@ class Conversations:
         }
         record["items"] = [identified(record, item) for item in request.items or []]
         check_size(record["items"])
-        name, data = record["conversation"]["id"], json.dumps(record).encode()
-        await asyncio.to_thread(self._ctx.responses.put, tenant.name, name, data)
-        return JSONResponse(record["conversation"])
+        return record, json.dumps(record).encode()
 
     async def _show(self, http: Request) -> Response:
         record = await self.find(caller(self._ctx, http), http.path_params["id"])
@@ -154,8 +154,9 @@ class Conversations:
 
     async def _add(self, http: Request) -> Response:
         tenant = caller(self._ctx, http)
-        request = parse(ItemsRequest, await read_body(self._ctx, http))
-        check_items(request.items)
+        body = await read_body(self._ctx, http)
+        request = await self._ctx.in_thread(len(body), parse, ItemsRequest, body)
+        await self._ctx.in_thread(len(body), check_items, request.items)
         added = await self.append(tenant, http.path_params["id"], request.items)
         ends = {"first_id": added[0]["id"], "last_id": added[-1]["id"]}
         return JSONResponse({"object": "list", "data": added, "has_more": False} | ends)

@@ -390,7 +390,7 @@ class ResponseCall:
         if conversation is not None:
             self._root = conversation
             record = await self._responses.conversations.find(self._tenant, conversation)
-            check_size([*record["items"], *self.request.input])
+            await asyncio.to_thread(check_size, [*record["items"], *self.request.input])
             history: list[dict[str, Any]] = record["items"]
             return history
         if previous is not None and self._remembered is not None:

@@ -93,6 +93,23 @@ class ResponseStore:
             row = self._connection.execute(_GET, (tenant, response_id)).fetchone()
         return None if row is None else row[0]
 
+    def latest(self, tenant: str, prefix: str, limit: int, max_bytes: int) -> list[bytes]:
+        """Records whose names begin with `prefix`, the youngest first: `limit` at most, and the
+        next only while they have fewer than `max_bytes` together."""
+        query = (
+            "SELECT record FROM responses WHERE tenant = ? AND id >= ? AND id < ?"
+            " ORDER BY created_at DESC, rowid DESC LIMIT ?"
+        )
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        with self._lock:
+            found, size = [], 0
+            for (record,) in self._connection.execute(query, (tenant, prefix, end, limit)):
+                found.append(record)
+                size += len(record)
+                if size >= max_bytes:
+                    break
+        return found
+
     def delete(self, tenant: str, response_id: str) -> bool:
         """Whether it was there."""
         query = "DELETE FROM responses WHERE tenant = ? AND id = ?"

@@ -16,11 +16,10 @@ from starlette.routing import Route
 from cluster.api.anthropic.schema import CountRequest, MessagesRequest
 from cluster.api.context import ApiContext
 from cluster.api.openai.embeddings import EmbeddingRequest
-from cluster.api.openai.schema import ChatRequest, CompletionRequest, ForkRequest
+from cluster.api.openai.schema import ChatRequest, CompletionRequest, ForkRequest, MetadataRequest
 from cluster.api.responses.conversations import (
     ConversationRequest,
     ItemsRequest,
-    MetadataRequest,
 )
 from cluster.api.responses.schema import CompactRequest, ResponsesRequest
 from cluster.api.utility.tokens import DetokenizeRequest, TokenizeRequest
@@ -32,6 +31,11 @@ _PLACE = {"in": "path", "required": True, "schema": {"type": "string"}}
 # (method, path, what it does, body)
 CALLS: Sequence[tuple[str, str, str, type[BaseModel] | None]] = (
     ("post", "/v1/chat/completions", "Answer a conversation", ChatRequest),
+    ("get", "/v1/chat/completions", "Completions that are kept", None),
+    ("get", "/v1/chat/completions/{id}", "One of them", None),
+    ("post", "/v1/chat/completions/{id}", "Change its metadata", MetadataRequest),
+    ("delete", "/v1/chat/completions/{id}", "Forget it", None),
+    ("get", "/v1/chat/completions/{id}/messages", "What it was asked with", None),
     ("post", "/v1/completions", "Continue a text", CompletionRequest),
     ("post", "/v1/embeddings", "Texts as vectors", EmbeddingRequest),
     ("post", "/v1/responses", "Answer items, and keep the response", ResponsesRequest),
