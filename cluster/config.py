@@ -176,6 +176,8 @@ class ApiSection(Section, frozen=True):
     max_connections: Positive = 8192
     max_live_requests: Positive = 4096  # requests that generate at once; beyond it 429
     request_timeout_s: Timeout = 600.0  # from the arrival of a request to its last token
+    # no stream is silent for longer: it sends comments, before its first token too; 0: it may be
+    keepalive_s: Annotated[float, Meta(ge=0, le=3600)] = 15.0
     # of /status, /metrics, /audit and /workers; "": KVRELAY_OPERATIONS_KEY, or else no key, and
     # they are for callers on the server's own machine
     operations_key: Annotated[str, _text("|[!-~]{16,}", "16 characters or more", secret=True)] = ""

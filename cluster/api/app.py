@@ -36,10 +36,11 @@ from cluster.api.openai.embeddings import (
     EmbeddingRequest,
     plan_embeddings,
 )
-from cluster.api.openai.formats import ChatFormat, CompletionFormat
+from cluster.api.openai.formats import CompletionFormat
 from cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
 from cluster.api.openai.respond import GenerateEndpoint, error_response
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, parse
+from cluster.api.openai.stored import StoredChats, chat_format
 from cluster.api.operations import operation_routes
 from cluster.api.responses.routes import response_routes
 from cluster.api.sessions import session_routes
@@ -51,7 +52,8 @@ _log = logging.getLogger("kvrelay.api")
 
 class _RequestIds:
     """Outermost: names each call, and stands between a bug and the client. The answer's header and
-    the log have the name that the client gives its request, if it gives one."""
+    the log have the name that the client gives its request, if it gives one. A slash at the end of
+    a path of the API means nothing."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -60,6 +62,8 @@ class _RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"].startswith("/v1/") and scope["path"].endswith("/"):
+            scope["path"] = scope["path"].rstrip("/")
         request_id = uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         told_id = client_request_id(Headers(scope=scope)) or request_id
@@ -107,8 +111,8 @@ def create_app(ctx: ApiContext) -> FastAPI:
         )
     app.add_middleware(_RequestIds)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(ApiError, _on_api_error)
-    chat = GenerateEndpoint(ctx, "chat", partial(parse, ChatRequest), plan_chat, ChatFormat)
+    app.add_exception_handler(ApiError, partial(_on_api_error, ctx))
+    chat = GenerateEndpoint(ctx, "chat", partial(parse, ChatRequest), plan_chat, chat_format)
     read_completion = partial(parse, CompletionRequest)
     completions = GenerateEndpoint(
         ctx, "completions", read_completion, plan_completion, CompletionFormat
@@ -118,6 +122,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
     )
     app.router.routes += [
         Route("/v1/chat/completions", chat, methods=["POST"]),
+        *StoredChats(ctx).routes(),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         *message_routes(ctx),
@@ -128,12 +133,12 @@ def create_app(ctx: ApiContext) -> FastAPI:
         *explanation_routes(ctx),
         *operation_routes(ctx),
         *console.routes(),
+        *_model_routes(ctx),
     ]
-    _add_models(app, ctx)
     return app
 
 
-def _add_models(app: FastAPI, ctx: ApiContext) -> None:
+def _model_routes(ctx: ApiContext) -> list[Route]:
     created = int(time.time())
 
     def card(name: str) -> dict[str, Any]:
@@ -147,17 +152,21 @@ def _add_models(app: FastAPI, ctx: ApiContext) -> None:
 
     names = (ctx.model_name, *ctx.aliases)
 
-    @app.get("/v1/models")
     async def models(http: Request) -> JSONResponse:
         caller(ctx, http)
         return JSONResponse({"object": "list", "data": [card(name) for name in names]})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(http: Request, name: str) -> JSONResponse:
+    async def model(http: Request) -> JSONResponse:
         caller(ctx, http)
+        name = http.path_params["name"]
         if name not in names:
             raise unknown_model(ctx, name)
         return JSONResponse(card(name))
+
+    return [
+        Route("/v1/models", models, methods=["GET"]),  # and HEAD
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
+    ]
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -174,9 +183,18 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return response
 
 
-async def _on_api_error(request: Request, error: Exception) -> Response:
+async def _on_api_error(ctx: ApiContext, request: Request, error: Exception) -> Response:
+    """Of every route but those that generate, which count how each of their calls ended."""
     assert isinstance(error, ApiError)
+    ctx.metrics.requests.labels(_endpoint_of(request.url.path), error.outcome).inc()
     return _error_response(request.url.path, error)
+
+
+def _endpoint_of(path: str) -> str:
+    """As a metric's label: a route was found for `path`, so clients do not invent new ones."""
+    if path == f"{MESSAGES}/count_tokens":
+        return "count_tokens"
+    return path.removeprefix("/v1").split("/")[1]
 
 
 def _error_response(path: str, error: ApiError) -> JSONResponse:

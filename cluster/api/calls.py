@@ -20,6 +20,8 @@ from cluster.api.metrics import ApiMetrics
 from cluster.api.text.prefixes import PromptHistory
 from router.explain import Explanation, Explanations, Phase
 
+# By endpoint; those of embeddings have none.
+ANSWER_IDS = {"chat": "chatcmpl-", "completions": "cmpl-", "messages": "msg_", "responses": "resp_"}
 MAX_CALLS = 512  # that are kept to be explained
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -81,6 +83,11 @@ class ServedCall:
     sampling: dict[str, Any] = field(default_factory=dict)
     client_id: str = ""  # what the client calls it; others may be called the same
 
+    @property
+    def answer_id(self) -> str:
+        """As the client knows it."""
+        return ANSWER_IDS.get(self.endpoint, "") + self.request_id
+
 
 class Calls:
     """Owned by the API of one process. Invariant: at most MAX_CALLS are kept, the last that ended.
@@ -131,7 +138,7 @@ class Calls:
         for recent in self.recent(tenant):
             if recent.client_id == name and recent.choices:
                 return recent, recent.choices[0]
-        for prefix in ("chatcmpl-", "cmpl-", "msg_", "resp_"):
+        for prefix in ANSWER_IDS.values():
             name = name.removeprefix(prefix)
         call_id, _, index = name.partition("-")
         served = self._kept.get(call_id)

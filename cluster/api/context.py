@@ -57,6 +57,7 @@ class ApiLimits:
     max_live_requests: int = 4096  # HTTP requests that generate, beyond it 429
     request_timeout_s: float = 600.0  # from the arrival of a request to its last token
     body_timeout_s: float = 30.0  # to receive a body
+    keepalive_s: float = 15.0  # no stream is silent for longer; 0: as long as its tokens take
     tokenizer_threads: int = 2
     max_session_commands: int = 256  # that wait for their replies, beyond it 429
     session_timeout_s: float = 12.0  # the router answers earlier, unless it is not there

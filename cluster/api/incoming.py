@@ -6,13 +6,15 @@ from __future__ import annotations
 import asyncio
 import hmac
 import reprlib
+import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, invalid, overloaded, unauthorized
@@ -20,10 +22,17 @@ from cluster.api.limiter import TENANT, LimitReached
 from cluster.api.tenants import Tenant
 
 _OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+# Of zlib, by content-encoding. zstd is not in this version of Python's library.
+_WINDOW_BITS = {
+    "gzip": 16 + zlib.MAX_WBITS,
+    "x-gzip": 16 + zlib.MAX_WBITS,
+    "deflate": zlib.MAX_WBITS,
+}
+_INFLATED_AT_ONCE = 256 * 1024
 _SMALL = 64 * 1024  # bytes of a body that are always taken: the number of connections bounds them
 
 
-def caller(ctx: ApiContext, http: Request) -> Tenant:
+def caller(ctx: ApiContext, http: HTTPConnection) -> Tenant:
     """Raises `ApiError` (401). Nothing but the key counts, and the key is never shown."""
     key = _key_of(http)
     if not key:
@@ -38,7 +47,7 @@ def caller(ctx: ApiContext, http: Request) -> Tenant:
     return tenant
 
 
-def _key_of(http: Request) -> str:
+def _key_of(http: HTTPConnection) -> str:
     """ "": there is none."""
     scheme, _, key = http.headers.get("authorization", "").partition(" ")
     key = key.strip()
@@ -116,6 +125,25 @@ def limit_of(http: Request, default: int, most: int) -> int:
     return limit
 
 
+def page_of(http: Request, data: list[dict[str, Any]], default: str = "desc") -> dict[str, Any]:
+    """What a call wants of a list whose entries have ids, oldest first: by `order`, `after` and
+    `limit`, as OpenAI. default: of the order. Raises ApiError."""
+    order, after = http.query_params.get("order", default), http.query_params.get("after")
+    if order not in ("asc", "desc"):
+        raise invalid(f"'order': expected asc or desc, got {order[:40]!r}", param="order")
+    wanted = data if order == "asc" else data[::-1]
+    if after is not None:
+        places = [i for i, entry in enumerate(wanted) if entry["id"] == after]
+        if not places:
+            raise invalid(f"'after': there is no entry {after[:100]!r}", param="after")
+        wanted = wanted[places[0] + 1 :]
+    limit = limit_of(http, 20, 100)
+    page = wanted[:limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+    none = {"first_id": None, "last_id": None}
+    return {"object": "list", "data": page, "has_more": len(wanted) > limit, **none, **ends}
+
+
 def check_token_ids(ctx: ApiContext, param: str, tokens: Collection[int]) -> None:
     """Raises `ApiError` (400), which names one that is none."""
     size = ctx.tokenizer.vocab_size
@@ -149,13 +177,21 @@ async def read_body(ctx: ApiContext, request: Request) -> bytes:
 
 @asynccontextmanager
 async def held_body(ctx: ApiContext, request: Request) -> AsyncIterator[bytes]:
-    """The whole body, whose bytes count until it is no longer needed. Raises `ApiError` (400, 408,
-    413, 429) and starlette's `ClientDisconnect`."""
+    """The whole body, inflated, whose bytes count until it is no longer needed. Raises `ApiError`
+    (400, 408, 413, 415, 429) and starlette's `ClientDisconnect`."""
     with ctx.bodies.share() as take:
         yield await _received(ctx, request, take)
 
 
 async def _received(ctx: ApiContext, request: Request, take: Callable[[int], bool]) -> bytes:
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in (*_WINDOW_BITS, "identity", ""):
+        raise ApiError(
+            415,
+            f"content-encoding {encoding[:40]!r} is not supported: send gzip, deflate, or the body"
+            " as it is",
+            code="unsupported_content_encoding",
+        )
     limits = ctx.limits
     limit = limits.max_body_bytes
     declared = request.headers.get("content-length", "0")
@@ -179,6 +215,8 @@ async def _received(ctx: ApiContext, request: Request, take: Callable[[int], boo
                 if size > _SMALL and not take(len(chunk)):
                     raise overloaded("The bodies of other requests take all memory", 1.0)
                 chunks.append(chunk)
+        if encoding in _WINDOW_BITS and size <= limit:
+            return await _inflated(ctx, b"".join(chunks), encoding, take)
     except TimeoutError:
         raise ApiError(
             408,
@@ -189,6 +227,35 @@ async def _received(ctx: ApiContext, request: Request, take: Callable[[int], boo
     if size > limit:
         raise _too_large(limit)
     return b"".join(chunks)
+
+
+async def _inflated(
+    ctx: ApiContext, body: bytes, encoding: str, take: Callable[[int], bool]
+) -> bytes:
+    """A part at a time, so that no more is made than may be."""
+    inflate = zlib.decompressobj(_WINDOW_BITS[encoding])
+    parts: list[bytes] = []
+    size = 0
+    try:
+        if encoding == "deflate" and body[:1] and (body[0] & 0x0F != 8 or body[0] >> 4 > 7):
+            inflate = zlib.decompressobj(-zlib.MAX_WBITS)  # without zlib's header, as some send it
+        while not inflate.eof:
+            part = await ctx.in_thread(
+                _INFLATED_AT_ONCE, inflate.decompress, body, _INFLATED_AT_ONCE
+            )
+            body, size = inflate.unconsumed_tail, size + len(part)
+            if size > ctx.limits.max_body_bytes:
+                raise _too_large(ctx.limits.max_body_bytes)
+            if size > _SMALL and not take(len(part)):
+                raise overloaded("The bodies of other requests take all memory", 1.0)
+            parts.append(part)
+            if not part and not body:
+                break
+    except zlib.error as error:
+        raise invalid(f"The body is not valid {encoding}: {error}") from None
+    if not inflate.eof or inflate.unused_data:
+        raise invalid(f"The body is not one whole {encoding} stream")
+    return b"".join(parts)
 
 
 def _too_large(limit: int) -> ApiError:

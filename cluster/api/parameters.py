@@ -110,7 +110,6 @@ CHAT = Fields(
         "media_io_kwargs": _TEXT_ONLY,
         "min_dynamic_patch": _TEXT_ONLY,
         "mm_processor_kwargs": _TEXT_ONLY,
-        "store": "answers of chats are not kept",
         "stream_reasoning": "reasoning is streamed as it comes; the text is the same",
         "use_audio_in_video": _TEXT_ONLY,
         "verbosity": "a hint that the models served here do not know",
@@ -147,7 +146,6 @@ EMBEDDING = Fields(
 RESPONSES = Fields(
     refused={
         "context_management": Refused("the server does not compact; use 'truncation'"),
-        "conversation": Refused("conversations are not kept; use 'previous_response_id'"),
         "ec_transfer_params": Refused(_NOT_MOVED),
         "enable_response_messages": Refused("the messages behind items are not told"),
         "kv_transfer_params": Refused(_NOT_MOVED),

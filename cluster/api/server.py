@@ -81,12 +81,14 @@ async def serve_app(
     connections: ConnectionLimits = ConnectionLimits(),
     certificate: tuple[str, str] | None = None,
     shutdown_timeout_s: Callable[[], float] = lambda: 15.0,
+    max_message_bytes: int = 8 * 2**20,
 ) -> None:
     """Serve until `stop` is set; without `stop`, until SIGINT or SIGTERM.
 
     `sock`: from `bind_socket`, instead of host and port. `certificate`: the PEM files with it and
-    with its key, for HTTPS. `on_ready` gets the port once requests
-    are taken. Raises `PortTaken`. When stopping, requests get `shutdown_timeout_s()` to finish.
+    with its key, for HTTPS. `on_ready` gets the port once requests are taken. `max_message_bytes`:
+    of a WebSocket. Raises `PortTaken`. When stopping, requests get `shutdown_timeout_s()` to
+    finish.
     """
     sock = sock or bind_socket(host, port)
     connections = _within_files(connections)
@@ -95,7 +97,9 @@ async def serve_app(
         app,
         http=bounded_protocol(connections),
         timeout_keep_alive=connections.idle_timeout_s,  # type: ignore[arg-type]  # it may be a fraction
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=max_message_bytes,
+        ws_per_message_deflate=False,
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from cluster.api.telemetry.gen_ai import operation_of
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
@@ -26,8 +28,6 @@ MAX_BATCH = 512  # spans sent together
 EXPORT_TIMEOUT_S = 10.0  # of one batch, with all its retries
 CLOSE_S = 3.0  # what is left at the end has this long
 
-_OPERATIONS = {"chat": "chat", "completions": "text_completion"}
-_ANSWER_IDS = {"chat": "chatcmpl-", "completions": "cmpl-"}
 _NO_ERRORS = ("stop", "length", "cancelled")
 _NS = 1_000_000_000
 
@@ -84,7 +84,7 @@ class Tracing:
 
         started_ns = ended_ns - int(call.e2e_s * _NS)
         root = self._tracer.start_span(
-            f"{_OPERATIONS[call.endpoint]} {call.model}",
+            f"{operation_of(call.endpoint)} {call.model}",
             context=self._propagator.extract(headers),
             kind=trace.SpanKind.SERVER,
             start_time=started_ns,
@@ -162,11 +162,11 @@ def _attributes(call: ServedCall) -> dict[str, Any]:
     usage = call.usage
     details = usage["prompt_tokens_details"]
     found: dict[str, Any] = {
-        "gen_ai.operation.name": _OPERATIONS[call.endpoint],
+        "gen_ai.operation.name": operation_of(call.endpoint),
         "gen_ai.provider.name": "kvrelay",
         "gen_ai.request.model": call.model,
         "gen_ai.response.model": call.model,
-        "gen_ai.response.id": _ANSWER_IDS[call.endpoint] + call.request_id,
+        "gen_ai.response.id": call.answer_id,
         "gen_ai.request.choice.count": len(call.choices),
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
         "gen_ai.usage.output_tokens": usage["completion_tokens"],

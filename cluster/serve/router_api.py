@@ -75,6 +75,7 @@ def _limits(config: Config) -> Any:
         max_body_bytes=api.max_body_bytes,
         max_live_requests=api.max_live_requests,
         request_timeout_s=api.request_timeout_s,
+        keepalive_s=api.keepalive_s,
         session_timeout_s=config.sessions.order_timeout_s + 2.0,
     )
 
@@ -155,6 +156,7 @@ async def serve_api(
         on_ready=on_ready,
         connections=ConnectionLimits(config.api.max_connections, config.api.max_header_bytes),
         certificate=config.tls.of_api,
+        max_message_bytes=config.api.max_body_bytes,
         shutdown_timeout_s=lambda: served.finish_s + SHUTDOWN_S,
     )
     if tracing is not None:

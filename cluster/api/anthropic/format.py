@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.api.anthropic.schema import MessagesChat
+from cluster.api.anthropic.schema import TTL_S, MessagesChat
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
 from cluster.api.openai.formats import Format, joined
@@ -36,13 +36,14 @@ class MessageFormat(Format):
     """`/v1/messages`. One choice."""
 
     names_events = True
+    alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, ctx: ApiContext, plan: Plan, request: MessagesChat, request_id: str) -> None:
         assert plan.reading is not None
         self._model, self._id = ctx.model_name, f"msg_{request_id}"
         self._new_call_id = plan.reading.new_id
         self._parser = plan.reading.parser()
-        self._marks_cache = request.keep_s is not None
+        self._marks_cache, self._keep_s = request.keep_s is not None, request.keep_s or 0.0
         self._num_blocks = self._num_calls = 0
         self._open: dict[str, Any] | None = None  # the content block that is being written
         self._reason: str | None = None
@@ -158,9 +159,15 @@ class MessageFormat(Format):
         marks something, and the rest."""
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         computed = usage["prompt_tokens"] - cached
+        created = computed if self._marks_cache else 0
+        is_long = self._keep_s > TTL_S["5m"]
         return {
-            "input_tokens": 0 if self._marks_cache else computed,
-            "cache_creation_input_tokens": computed if self._marks_cache else 0,
+            "input_tokens": computed - created,
+            "cache_creation_input_tokens": created,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": 0 if is_long else created,
+                "ephemeral_1h_input_tokens": created if is_long else 0,
+            },
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
         }

@@ -63,8 +63,6 @@ async def _count(ctx: ApiContext, http: Request) -> Response:
                 request = await ctx.in_thread(len(body), read_request, CountRequest, body)
                 chat = await ctx.in_thread(len(body), as_chat, request)
                 prompt = await chat_prompt(ctx, chat)
-    except ApiError as error:
-        return refuse(error)
     except ClientDisconnect:  # the client is gone
         return Response(status_code=400)
     return JSONResponse({"input_tokens": len(prompt.tokens)})

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from cluster.api.errors import ApiError, invalid
-from cluster.api.openai.schema import ChatRequest, Flag, parse
+from cluster.api.openai.schema import ChatRequest, Flag, or_default, parse, readable
 from cluster.api.openai.tools import MAX_TOOLS
 from cluster.api.parameters import MESSAGES
 
@@ -72,7 +72,7 @@ class ToolDefinition(BaseModel):
 class MessagesRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
-    model: str
+    model: Annotated[str, or_default("")] = ""  # "": the one that is served
     messages: Annotated[list[Turn], Field(min_length=1), FailFast()]
     max_tokens: Annotated[int, Field(ge=1)]
     system: _Content | None = None
@@ -221,6 +221,8 @@ def _asked(turn: Turn, where: str) -> list[dict[str, Any]]:
         if block.tool_use_id is None:
             raise invalid(f"'{place}': a tool_result has a 'tool_use_id'")
         content = _result(block.content, place)
+        if block.is_error and not content.lower().startswith("error"):
+            content = f"Error: {content}".rstrip()
         messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     end_text()
     return messages or [{"role": turn.role, "content": ""}]
@@ -232,7 +234,7 @@ def _result(content: Any, where: str) -> str:
     if not isinstance(content, list):
         raise invalid(f"'{where}': the content of a tool_result is a string or a list")
     texts = []
-    for part in content:
+    for part in map(readable, content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "tool_reference":  # to a tool that the client has found for the model
             texts.append(str(part.get("tool_name", "")))

@@ -13,7 +13,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from cluster.api.errors import ApiError
 
@@ -38,6 +42,22 @@ def bounded_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
     return type("LimitedProtocol", (BoundedProtocol,), {"limits": limits})
 
 
+class _UnchunkedCycle(RequestResponseCycle):
+    """An answer to HTTP/1.0, which knows no chunks: one whose length is not known ends with its
+    connection (RFC 9112, 6.1), which is not kept anyway."""
+
+    _is_open_ended = False
+
+    async def send(self, message: Any) -> None:
+        if not self.response_started:
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            if b"content-length" not in names:
+                self.chunked_encoding, self._is_open_ended = False, True
+        elif self._is_open_ended:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """Invariant: a timer runs unless a request is being answered to a client that reads: of the
     head or the body that is awaited, of writing, or uvicorn's own between requests."""
@@ -46,6 +66,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _is_refused = False
     _in_body = False  # a head is complete, its body is not
     _is_too_large = False  # the head that is being parsed
+    _num_hosts = 0  # headers of that name
+    _why = ""  # what came is not a request, where the parser does not say so
     _head_bytes = 0  # that came since the last part of a body, or the last request's end
     _read_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
@@ -78,15 +100,33 @@ class BoundedProtocol(HttpToolsProtocol):
             self._is_too_large = True
             self.send_400_response("")
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_hosts = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._num_hosts += name.lower() == b"host"
+
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_head_bytes:
             self._is_too_large = True
             raise ValueError("the head is too large")  # ends the parsing: `send_400_response`
+        is_old = self.parser.get_http_version() == "1.0"
+        if self._num_hosts > 1 or (self._num_hosts == 0 and not is_old):  # RFC 9112, 3.2
+            self._why = f"A request has one Host header, this one has {self._num_hosts}"
+            raise ValueError(self._why)
         self._head_bytes = 0
         self._in_body = True
         self._await_more(self.limits.body_timeout_s)
         super().on_headers_complete()
+        if is_old and self.cycle is not None:
+            self.cycle.__class__ = _UnchunkedCycle  # its task has not begun
+
+    def handle_websocket_upgrade(self) -> None:
+        self._stop_reading_timer()
+        super().handle_websocket_upgrade()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -97,6 +137,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._stop_reading_timer()
         super().on_message_complete()
+        if self.cycle is None:  # it becomes a WebSocket
+            return
         if self.cycle.response_complete and not self.transport.is_closing():
             # It was answered before its end came, which has stopped the timer of the answer's end.
             self._unset_keepalive_if_required()
@@ -122,7 +164,7 @@ class BoundedProtocol(HttpToolsProtocol):
             message = f"The headers are larger than the limit of {limit} bytes"
             self._refuse(ApiError(431, message, code="headers_too_large"))
         else:
-            self._refuse(ApiError(400, msg))
+            self._refuse(ApiError(400, self._why or msg))
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cluster.api.openai.schema import GenerationRequest
     from cluster.api.output.dialect import Reading
 
+COMMENT = b": alive\n\n"  # of server-sent events, which clients skip
 _DONE = b"data: [DONE]\n\n"
 _ENTRIES_AT_ONCE = 256  # of log-probabilities of a prompt, encoded in one go
 
@@ -41,6 +42,7 @@ class Format(ABC):
 
     done = b""  # ends a stream that has not failed
     names_events = False  # each by its type
+    alive = COMMENT  # where a stream that has begun is silent
 
     @abstractmethod
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
@@ -72,6 +74,10 @@ class Format(ABC):
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         """Events that end a stream."""
         return [error.body]
+
+    def refused(self, error: ApiError, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """Likewise, of one that has had no event."""
+        return self.failed(error)
 
     def encode(self, event: dict[str, Any]) -> bytes:
         """As a server-sent event."""
@@ -200,7 +206,7 @@ def _call_delta(index: int, function: dict[str, Any], **fields: Any) -> dict[str
     return {"tool_calls": [{"index": index, **fields, "function": function}]}
 
 
-def _message(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def message_of(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The message that its deltas make together."""
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     for delta in deltas:
@@ -312,7 +318,7 @@ class ChatFormat(_WithLogprobs):
             reader = self._readers[plan.index]
             choice = {
                 "index": piece.index,
-                "message": _message(reader.deltas(piece)),
+                "message": message_of(reader.deltas(piece)),
                 "logprobs": self._logprobs(piece),
                 "finish_reason": reader.finish_reason(piece),
                 "stop_reason": piece.stop_reason,

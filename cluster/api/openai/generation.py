@@ -164,15 +164,18 @@ class Generation:
         self._ctx = ctx
         self._request_id = request_id
         self._signal = asyncio.Event()
+        self._is_tick = False
         self._streams: dict[int, RequestStream] = {}  # choice index -> stream, until it finished
         self._unsent = deque(self.choices)
         self._started_at = started_at
         self._deadline = deadline
 
-    async def batches(self) -> AsyncIterator[list[Piece]]:
-        """What is new, at most one piece per choice at a time. Raises `ApiError`."""
+    async def batches(self, tick_s: float = 0.0) -> AsyncIterator[list[Piece]]:
+        """What is new, at most one piece per choice at a time; also nothing, every `tick_s` seconds
+        (0: never). Raises `ApiError`."""
         loop = asyncio.get_running_loop()
         timer = loop.call_at(self._deadline + _DEADLINE_GRACE_S, self._expire)
+        ticks = asyncio.create_task(self._tick(tick_s)) if tick_s > 0 else None
         try:
             self._submit(loop.time())
             while self._streams:
@@ -187,11 +190,20 @@ class Generation:
                 self._submit(loop.time())
                 if any(stream.has_unread for stream in self._streams.values()):
                     self._signal.set()
-                if pieces:
+                is_tick, self._is_tick = self._is_tick, False
+                if pieces or is_tick:
                     yield pieces
                 await asyncio.sleep(0)
         finally:
             timer.cancel()
+            if ticks is not None:
+                ticks.cancel()
+
+    async def _tick(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            self._is_tick = True
+            self._signal.set()
 
     def abandon(self) -> None:
         """The client is gone: cancel at once, and let `batches` end."""

@@ -268,7 +268,7 @@ def texts_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, tuple[in
 
 def check_model(ctx: ApiContext, request: ModelRequest) -> None:
     """Raises `ApiError`."""
-    if request.model != ctx.model_name and request.model not in ctx.aliases:
+    if request.model not in ("", ctx.model_name, *ctx.aliases):
         raise unknown_model(ctx, request.model)
 
 

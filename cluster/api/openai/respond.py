@@ -3,7 +3,9 @@
 `GenerateEndpoint` is an ASGI application: it reads and checks the request, starts the generation
 and sends the answer, whole or as server-sent events. While it does, it listens for the client's
 going away, which cancels the generation at once. An error before the first byte is a status and
-OpenAI's JSON; after it, an event with the same JSON that ends the stream.
+OpenAI's JSON; after it, an event with the same JSON that ends the stream. A stream whose first text
+takes long sends its headers and comments meanwhile, so that nothing between it and its client takes
+it for dead.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError, draining, overloaded, refused
 from cluster.api.incoming import caller, held_body
 from cluster.api.limiter import LimitReached
-from cluster.api.openai.formats import Format
+from cluster.api.openai.formats import COMMENT, Format
 from cluster.api.openai.generation import Generation
 from cluster.api.openai.parts import Piece, Plan
 from cluster.api.openai.plan import call_of
@@ -43,7 +45,7 @@ _CANCELLED = "cancelled"
 def error_response(error: ApiError, body: dict[str, Any] | None = None) -> JSONResponse:
     """body: in another API's form than OpenAI's."""
     # What is left of a body is not read: the connection cannot be used again.
-    close = {"connection": "close"} if error.status in (408, 413) else {}
+    close = {"connection": "close"} if error.status in (408, 413, 415) else {}
     return JSONResponse(body or error.body, error.status, headers=error.headers | close)
 
 
@@ -188,7 +190,8 @@ class GenerateEndpoint(Generic[Request]):
         try:
             async with _abandon_on_disconnect(generation, http.receive):
                 if plan.stream:
-                    return await _stream(generation, format, send, headers)
+                    tick_s = self._ctx.limits.keepalive_s / 2  # so no silence is longer than that
+                    return await _stream(generation, format, send, headers, tick_s)
                 return await _whole(generation, format, send, headers)
         finally:
             call.result = generation.result()
@@ -226,26 +229,35 @@ async def _whole(
 
 
 async def _stream(
-    generation: Generation, format: Format, send: Send, headers: Mapping[str, str]
+    generation: Generation, format: Format, send: Send, headers: Mapping[str, str], tick_s: float
 ) -> str:
-    """Nothing is sent before the first text, so that a refusal can still be a status."""
-    is_started = False
+    """Nothing is sent before the first text, so that a refusal can still be a status, but where
+    that takes longer than `tick_s` seconds; 0: however long it takes."""
+    more = [(name.encode(), value.encode()) for name, value in headers.items()]
+    start = {**_START, "headers": [*_HEADERS, *more]}
+    is_started = is_open = has_sent = False
     outcome = _CANCELLED
     try:
-        async for batch in generation.batches():
-            events = [] if is_started else format.opening(generation.usage())
+        async for batch in generation.batches(tick_s):
+            events = [] if is_open or not batch else format.opening(generation.usage())
+            is_open = is_open or bool(batch)
             for piece in batch:
                 events.extend(format.chunks(piece))
-            if not is_started:
+            data = b"".join(map(format.encode, events))
+            if not batch and not has_sent:  # nothing since the last tick
+                data = format.alive if is_open else COMMENT
+            has_sent = bool(batch) and (has_sent or bool(data))
+            if data and not is_started:
                 is_started = True
-                more = [(name.encode(), value.encode()) for name, value in headers.items()]
-                await send({**_START, "headers": [*_HEADERS, *more]})
-            await _send_body(send, b"".join(map(format.encode, events)))
+                await send(start)
+            if data:
+                await _send_body(send, data)
     except ApiError as error:
         if not is_started:
             raise
         outcome = error.outcome
-        await _send_body(send, b"".join(map(format.encode, format.failed(error))))
+        events = format.failed(error) if is_open else format.refused(error, generation.usage())
+        await _send_body(send, b"".join(map(format.encode, events)))
     else:
         if generation.gone:
             return _CANCELLED

@@ -43,6 +43,10 @@ _NO_OPTIONS = (
 # Brackets inside strings count too: no prompt that fits a context has that many.
 MAX_BRACKETS = 100_000
 
+# What stands for a part that a model of text cannot read, where it is not refused.
+UNREAD = "[{}: not shown, this model reads text only]"
+UNREAD_KINDS = ("image", "image_url", "input_image", "document", "file", "input_file")
+
 
 def _text_of(content: Any) -> str:
     """Content is a string, null (of a message that only calls tools), or a list of text parts."""
@@ -62,6 +66,13 @@ def _text_of(content: Any) -> str:
             raise ValueError(f"part {i} has no string '{kind}'")
         texts.append(text)
     return "\n".join(texts)
+
+
+def readable(part: Any) -> Any:
+    """A part of a tool's result. Tools decide what they return, and a result stays in the history:
+    refusing an image would refuse every later turn too."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return {"type": "text", "text": UNREAD.format(kind)} if kind in UNREAD_KINDS else part
 
 
 def _prediction_of(given: Any) -> str:
@@ -152,6 +163,13 @@ _ChosenIds = Annotated[list[int], Field(min_length=1, max_length=MAX_BIASES)]
 _LogprobIds = Annotated[list[int], Field(min_length=1, max_length=128)]
 Flag = Annotated[bool, or_default(False)]
 _Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=64)],
+        Annotated[str, Field(max_length=512)],
+    ],
+    Field(max_length=16),
+]
 _SessionName = Annotated[str, Field(min_length=1, max_length=MAX_SESSION_CHARS)]
 
 
@@ -181,6 +199,10 @@ class Message(BaseModel):
         is_empty = isinstance(data, dict) and data.get("content") is None
         if is_empty and data.get("role") != "assistant":
             raise ValueError("a message needs 'content': a string or a list of text parts")
+        if isinstance(data, dict) and data.get("role") == "tool":
+            content = data["content"]
+            if isinstance(content, list):
+                return data | {"content": [readable(part) for part in content]}
         return data
 
     def for_template(self) -> dict[str, Any]:
@@ -200,7 +222,7 @@ class ModelRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
-    model: str
+    model: Annotated[str, or_default("")] = ""  # "": the one that is served
     user: str | None = None
     priority: _Priority | None = None  # lower goes first, as in vLLM
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
@@ -313,6 +335,7 @@ class ChatRequest(GenerationRequest):
     prediction: Annotated[str, BeforeValidator(_prediction_of)] = ""
     continue_final_message: Flag = False  # vLLM's: the answer goes on where that ends
     modalities: list[str] | None = None
+    store: Flag = False  # keep the completion, to be asked for again
 
     @model_validator(mode="after")
     def _is_text_only(self) -> ChatRequest:
@@ -360,6 +383,14 @@ class CompletionRequest(GenerationRequest):
                 f"{MAX_CHOICES} completions"
             )
         return self
+
+
+class MetadataRequest(BaseModel):
+    """Body of what changes the metadata of an object that is kept."""
+
+    model_config = ConfigDict(strict=True)
+
+    metadata: Metadata
 
 
 class ForkRequest(BaseModel):

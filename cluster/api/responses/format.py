@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import base64
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
+
+from starlette.types import ASGIApp, Receive
 
 from cluster.api.context import ApiContext
 from cluster.api.errors import ApiError
@@ -16,7 +18,14 @@ from cluster.api.openai.logprobs import EncodedLists, chat_entry
 from cluster.api.openai.parts import Piece, Plan, TokenText
 from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
 from cluster.api.responses.logprobs import TextLogprobs
-from cluster.api.responses.schema import CUSTOM_INPUT, ENCRYPTED, ResponsesChat, ResponsesRequest
+from cluster.api.responses.schema import (
+    CUSTOM_INPUT,
+    ENCRYPTED,
+    SUMMARY,
+    ResponsesChat,
+    ResponsesRequest,
+    encoded,
+)
 
 Keep = Callable[[dict[str, Any], EncodedLists], Awaitable[bool]]
 """Keeps a response that is done, if that is asked for and possible; whether it did."""
@@ -25,11 +34,14 @@ _ENTRIES_OF_A_RUN = 16  # of log-probabilities
 _REPEATED = (
     *("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p"),
     *("tools", "tool_choice", "parallel_tool_calls", "metadata", "user", "truncation"),
-    *("prompt_cache_key", "background", "top_logprobs", "service_tier"),
+    *("prompt_cache_key", "background", "top_logprobs", "service_tier", "presence_penalty"),
+    *("frequency_penalty", "max_tool_calls", "safety_identifier"),
 )
 _DEFAULTS: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
     "tools": [],
     "tool_choice": "auto",
     "parallel_tool_calls": True,
@@ -49,10 +61,14 @@ def begun(request: ResponsesRequest, model: str, response_id: str, status: str) 
         if repeated[key] is None:
             repeated[key] = default
     text, reasoning = given.get("text") or {}, given.get("reasoning") or {}
+    repeated["tools"] = [_tool(tool) for tool in repeated["tools"] or ()]
+    if request.conversation is not None:
+        repeated["conversation"] = {"id": request.conversation}
     return {
         "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
+        "completed_at": None,
         "status": status,
         "error": None,
         "incomplete_details": None,
@@ -64,6 +80,85 @@ def begun(request: ResponsesRequest, model: str, response_id: str, status: str) 
         "reasoning": {"effort": None, "summary": None} | reasoning,
         **repeated,
     }
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """With all fields that clients expect of one."""
+    if tool.get("type") != "function":
+        return tool
+    return {"description": None, "parameters": None, "strict": None} | tool
+
+
+def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+def error_event(error: ApiError) -> dict[str, Any]:
+    """An error in a stream, beside the response."""
+    return {"type": "error", "status": error.status, **error.body}
+
+
+class AskedCall(Protocol):
+    """A request for a response, read and prepared, for whoever serves it."""
+
+    request: ResponsesRequest
+    response_id: str
+    on_planned: Callable[[], None]  # called when it is about to be submitted
+    may_settle: asyncio.Event | None  # once set, its end may be kept; None: at once
+    has_settled: bool
+
+    def endpoint(self) -> ASGIApp: ...
+
+    def receive(self, after: Receive) -> Receive:
+        """The body of the chat that it means, then what `after` receives."""
+
+    async def keep(self, response: dict[str, Any], lists: EncodedLists) -> bool: ...
+
+    async def keep_events(self, events: list[bytes]) -> None: ...
+
+    async def remember(self, response: dict[str, Any]) -> None: ...
+
+
+class CompactFormat(Format):
+    """`/v1/responses/compact`: what the user said, and the model's summary of all of it."""
+
+    def __init__(self, plan: Plan, response_id: str, said: list[dict[str, Any]]) -> None:
+        assert plan.reading is not None
+        self._id, self._said = response_id, said
+        self._parser = plan.reading.parser()
+
+    def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return []
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        return []
+
+    def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return []
+
+    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        events = self._parser.read(joined(pieces, 0).text, is_last=True)
+        text = "".join(event.text for event in events if isinstance(event, Text)).strip()
+        if not text:
+            raise ApiError(500, "The model wrote no summary", type="server_error")
+        summary = {
+            "type": "compaction",
+            "id": f"cmp_{self._id.removeprefix('resp_')}",
+            "encrypted_content": encoded(SUMMARY + text),
+        }
+        return {
+            "id": self._id,
+            "object": "response.compaction",
+            "created_at": int(time.time()),
+            "output": [*self._said, summary],
+            "usage": usage_of(usage),
+        }
 
 
 class ResponseFormat(Format):
@@ -82,6 +177,10 @@ class ResponseFormat(Format):
         self._parser = plan.reading.parser()
         self._new_call_id = plan.reading.new_id
         self._response = begun(request.asked, ctx.model_name, response_id, "in_progress")
+        sampling = plan.choices[0].sampling
+        for name in ("temperature", "top_p"):  # as the model's makers recommend it, if not given
+            if getattr(request.asked, name) is None:
+                self._response[name] = getattr(sampling, name)
         self._output: list[dict[str, Any]] = self._response["output"]
         self._open: dict[str, Any] | None = None  # the item that is being written
         self._text = ""  # of its content, or its arguments
@@ -139,24 +238,20 @@ class ResponseFormat(Format):
         response = self._response | {"status": "failed", "error": told}
         return [self._event("response.failed", response=response)]
 
+    def refused(self, error: ApiError, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        return [*self.opening(usage), *self.failed(error)]  # clients wait for `response.created`
+
     async def settled(self) -> None:
         self._response["store"] = await self._keep(self._response, self._lists)
 
     def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
         response = self._response
-        response["status"] = "completed"
+        response["status"], response["completed_at"] = "completed", int(time.time())
         if self._finish == "length":
             response["status"] = "incomplete"
+            response["completed_at"] = None
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        response["usage"] = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]
-            },
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": usage["completion_tokens_details"],
-            "total_tokens": usage["total_tokens"],
-        }
+        response["usage"] = usage_of(usage)
         return response
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -246,7 +341,7 @@ class ResponseFormat(Format):
                 made.append(self._of_item("response.output_text.done", text=text, **logprobs))
             case "reasoning":
                 if self._encrypts:
-                    item["encrypted_content"] = base64.b64encode(text.encode()).decode()
+                    item["encrypted_content"] = encoded(text)
                 made.append(self._of_item("response.reasoning_text.done", text=text))
             case "function_call":
                 item["arguments"] = text

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from cluster.api.errors import ApiError, invalid
-from cluster.api.openai.schema import ChatRequest
+from cluster.api.openai.schema import UNREAD, UNREAD_KINDS, ChatRequest, or_default
 from cluster.api.openai.tools import MAX_TOOLS
 from cluster.api.parameters import RESPONSES
 
@@ -20,6 +20,8 @@ CUSTOM_INPUT = "input"  # the one parameter of a custom tool, as the model sees 
 # Of `include`.
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
+SUMMARY = "Summary of the conversation so far:\n\n"  # of a compaction, before its text
+UNREADABLE = "[Earlier turns were compacted by another server and cannot be read here.]"
 ROLES = ("user", "assistant", "system", "developer")
 # Fields that mean in a chat what they mean here. Those of the second row are vLLM's.
 _AS_IN_CHATS = (
@@ -40,6 +42,11 @@ def _items_of(given: Any) -> Any:
     return given
 
 
+def _id_of(given: Any) -> Any:
+    """Of a conversation: it is named by its id, or by an object with it."""
+    return given.get("id") if isinstance(given, dict) else given
+
+
 class Reasoning(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -55,7 +62,7 @@ class TextOptions(BaseModel):
 class ResponsesRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
-    model: str
+    model: Annotated[str, or_default("")] = ""  # "": the one that is served
     input: Annotated[list[dict[str, Any]], BeforeValidator(_items_of)] = []
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -65,6 +72,9 @@ class ResponsesRequest(BaseModel):
     stream: bool | None = None
     store: bool | None = None
     previous_response_id: str | None = None
+    conversation: Annotated[str | None, BeforeValidator(_id_of)] = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -87,8 +97,6 @@ class ResponsesRequest(BaseModel):
     min_p: Any = None
     logit_bias: Any = None
     repetition_penalty: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
     stop: Any = None
     ignore_eos: Any = None
     include_stop_str_in_output: Any = None
@@ -103,6 +111,12 @@ class ResponsesRequest(BaseModel):
     @property
     def is_kept(self) -> bool:
         return self.store is not False
+
+
+class CompactRequest(ResponsesRequest):
+    """Body of `/v1/responses/compact`."""
+
+    model: str
 
 
 class ResponsesChat(ChatRequest):
@@ -176,7 +190,7 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
         thoughts.clear()
 
     for i, item in enumerate(items, first):
-        kind = item.get("type", "message")
+        kind: Any = item.get("type") or "message"
         match kind:
             case "message" if item.get("role") == "assistant":
                 assistant()
@@ -204,10 +218,77 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
                 end_turn()
                 output, call_id = _text(item.get("output"), i), _string(item, "call_id", i)
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+            case "compaction" | "compaction_summary":
+                end_turn()
+                messages.append({"role": "user", "content": _summary(item)})
+            case str() if kind.endswith("_call_output"):  # as of a shell
+                end_turn()
+                call_id = _string(item, "call_id" if "call_id" in item else "id", i)
+                text = _as_text(item.get("output"))
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            case str() if kind.endswith("_call"):
+                if isinstance(item.get("call_id"), str):  # its client runs it
+                    call = _client_call(kind, item)
+                    assistant().setdefault("tool_calls", []).append(call)
+                # Others ran at their maker; what came of them is in what the assistant said.
+            case "mcp_list_tools" | "mcp_approval_request" | "mcp_approval_response":
+                pass
             case _:
                 raise _bad(i, f"items of type {kind!r:.60} are not supported")
     end_turn()
     return messages
+
+
+def _client_call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
+    """Of a tool that a client runs and that is no function, as of a shell."""
+    about: Any = item.get("action") or item.get("operation") or item.get("arguments") or {}
+    function = {"name": kind.removesuffix("_call"), "arguments": _as_text(about)}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _summary(item: dict[str, Any]) -> str:
+    """Of a compaction."""
+    text = _decoded(item)
+    return text if text.startswith(SUMMARY) else UNREADABLE
+
+
+def encoded(text: str) -> str:
+    """As `encrypted_content`: it is for this server to read again, and is no secret."""
+    return base64.b64encode(text.encode()).decode()
+
+
+def _decoded(item: dict[str, Any]) -> str:
+    try:
+        return base64.b64decode(item.get("encrypted_content") or "", validate=True).decode()
+    except (ValueError, TypeError):  # it is not of this server
+        return ""
+
+
+def is_reference(item: dict[str, Any]) -> bool:
+    """Whether it only names an item that is kept."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "id" in item and "role" not in item)
+
+
+def check_items(items: list[dict[str, Any]]) -> None:
+    """That a request could be asked with them. Raises `ApiError`."""
+    _messages(items, 0)
+
+
+def check_outputs(history: list[dict[str, Any]], items: list[dict[str, Any]]) -> None:
+    """Each output among `items`, which continue `history`, is one of a call. Raises `ApiError`."""
+    calls = {item.get("call_id") for item in history}
+    for i, item in enumerate(items):
+        call_id = item.get("call_id")
+        if str(item.get("type")).endswith("_call_output"):
+            if call_id is not None and call_id not in calls:
+                raise _bad(i, f"there is no call with id {call_id!r:.80} before its output")
+        else:
+            calls.add(call_id)
 
 
 def _string(item: dict[str, Any], key: str, index: int) -> str:
@@ -225,6 +306,9 @@ def _text(content: Any, index: int) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind in UNREAD_KINDS:
+            texts.append(UNREAD.format(kind))
+            continue
         if kind not in ("input_text", "output_text", "text", "refusal"):
             raise _bad(index, f"this model reads text, no part of type {kind!r:.60}")
         text = part.get("refusal" if kind == "refusal" else "text")
@@ -239,10 +323,7 @@ def _reasoning(item: dict[str, Any]) -> str:
         parts = item.get(key)
         if isinstance(parts, list) and parts:
             return "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
-    try:
-        return base64.b64decode(item.get("encrypted_content") or "", validate=True).decode()
-    except (ValueError, TypeError):  # it is not of this server
-        return ""
+    return _decoded(item)
 
 
 def _bad(index: int, message: str) -> ApiError:

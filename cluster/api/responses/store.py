@@ -11,6 +11,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 log = logging.getLogger("kvrelay.responses")
@@ -29,6 +30,7 @@ CREATE TABLE IF NOT EXISTS responses (
     tenant TEXT, id TEXT, created_at REAL, record BLOB, PRIMARY KEY (tenant, id))
 """
 _INDEX = "CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created_at)"
+_GET = "SELECT record FROM responses WHERE tenant = ? AND id = ?"
 _PUT = """
 INSERT OR REPLACE INTO responses (tenant, id, created_at, record) VALUES (?, ?, ?, ?)
 """
@@ -69,13 +71,15 @@ class ResponseStore:
 
     def put(self, tenant: str, response_id: str, record: bytes) -> None:
         with self._lock, self._connection as connection:
-            values = (tenant, response_id, time.time(), record)
-            connection.execute(_PUT, values)
-            self._num_put_bytes += len(record)
-            if self._num_puts % PRUNE_EVERY == 0 or self._num_put_bytes > self.max_bytes // 64:
-                self._prune(connection)
-                self._num_put_bytes = 0
-            self._num_puts += 1
+            self._put(connection, tenant, response_id, record=record)
+
+    def _put(self, connection: sqlite3.Connection, *key: str, record: bytes) -> None:
+        connection.execute(_PUT, (*key, time.time(), record))
+        self._num_put_bytes += len(record)
+        if self._num_puts % PRUNE_EVERY == 0 or self._num_put_bytes > self.max_bytes // 64:
+            self._prune(connection)
+            self._num_put_bytes = 0
+        self._num_puts += 1
 
     def _prune(self, connection: sqlite3.Connection) -> None:
         """What one tenant keeps takes nothing from the share of another."""
@@ -85,11 +89,40 @@ class ResponseStore:
         shares = MAX_RESPONSES // num_shares, self.max_bytes // num_shares
         connection.execute(_PRUNE, (time.time() - KEEP_S, *shares))
 
+    def update(
+        self, tenant: str, name: str, change: Callable[[bytes | None], bytes | None]
+    ) -> bytes | None:
+        """What `change` makes of a record becomes the record, as one step for all that share the
+        file; what it raises changes nothing. None: there is none. Returns the new one."""
+        with self._lock, self._connection as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            row = connection.execute(_GET, (tenant, name)).fetchone()
+            record = change(None if row is None else row[0])
+            if record is not None:
+                self._put(connection, tenant, name, record=record)
+        return record
+
     def get(self, tenant: str, response_id: str) -> bytes | None:
-        query = "SELECT record FROM responses WHERE tenant = ? AND id = ?"
         with self._lock:
-            row = self._connection.execute(query, (tenant, response_id)).fetchone()
+            row = self._connection.execute(_GET, (tenant, response_id)).fetchone()
         return None if row is None else row[0]
+
+    def latest(self, tenant: str, prefix: str, limit: int, max_bytes: int) -> list[bytes]:
+        """Records whose names begin with `prefix`, the youngest first: `limit` at most, and the
+        next only while they have fewer than `max_bytes` together."""
+        query = (
+            "SELECT record FROM responses WHERE tenant = ? AND id >= ? AND id < ?"
+            " ORDER BY created_at DESC, rowid DESC LIMIT ?"
+        )
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        with self._lock:
+            found, size = [], 0
+            for (record,) in self._connection.execute(query, (tenant, prefix, end, limit)):
+                found.append(record)
+                size += len(record)
+                if size >= max_bytes:
+                    break
+        return found
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Whether it was there."""

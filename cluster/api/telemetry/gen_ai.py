@@ -48,7 +48,12 @@ _FIRST_S = (
 )
 _NEXT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _LABELS = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
-_OPERATIONS = {"completions": "text_completion", "embeddings": "embeddings"}  # all others: chat
+_OPERATIONS = {"completions": "text_completion", "embeddings": "embeddings"}
+
+
+def operation_of(endpoint: str) -> str:
+    """By the convention's names; every other endpoint that generates is a chat within."""
+    return _OPERATIONS.get(endpoint, "chat")
 
 
 class GenAiMetrics:
@@ -96,4 +101,4 @@ class GenAiMetrics:
 
     @staticmethod
     def _labels(endpoint: str, model: str) -> tuple[str, str, str]:
-        return _OPERATIONS.get(endpoint, "chat"), PROVIDER, model
+        return operation_of(endpoint), PROVIDER, model

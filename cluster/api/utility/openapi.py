@@ -16,17 +16,26 @@ from starlette.routing import Route
 from cluster.api.anthropic.schema import CountRequest, MessagesRequest
 from cluster.api.context import ApiContext
 from cluster.api.openai.embeddings import EmbeddingRequest
-from cluster.api.openai.schema import ChatRequest, CompletionRequest, ForkRequest
-from cluster.api.responses.schema import ResponsesRequest
+from cluster.api.openai.schema import ChatRequest, CompletionRequest, ForkRequest, MetadataRequest
+from cluster.api.responses.conversations import (
+    ConversationRequest,
+    ItemsRequest,
+)
+from cluster.api.responses.schema import CompactRequest, ResponsesRequest
 from cluster.api.utility.tokens import DetokenizeRequest, TokenizeRequest
 from cluster.api.utility.version import VERSION
 
 _REF = "#/components/schemas/{model}"
-_PLACE = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+_PLACE = {"in": "path", "required": True, "schema": {"type": "string"}}
 
 # (method, path, what it does, body)
 CALLS: Sequence[tuple[str, str, str, type[BaseModel] | None]] = (
     ("post", "/v1/chat/completions", "Answer a conversation", ChatRequest),
+    ("get", "/v1/chat/completions", "Completions that are kept", None),
+    ("get", "/v1/chat/completions/{id}", "One of them", None),
+    ("post", "/v1/chat/completions/{id}", "Change its metadata", MetadataRequest),
+    ("delete", "/v1/chat/completions/{id}", "Forget it", None),
+    ("get", "/v1/chat/completions/{id}/messages", "What it was asked with", None),
     ("post", "/v1/completions", "Continue a text", CompletionRequest),
     ("post", "/v1/embeddings", "Texts as vectors", EmbeddingRequest),
     ("post", "/v1/responses", "Answer items, and keep the response", ResponsesRequest),
@@ -34,6 +43,16 @@ CALLS: Sequence[tuple[str, str, str, type[BaseModel] | None]] = (
     ("delete", "/v1/responses/{id}", "Forget a response", None),
     ("get", "/v1/responses/{id}/input_items", "What a response was asked with", None),
     ("post", "/v1/responses/{id}/cancel", "End a response in the background", None),
+    ("post", "/v1/responses/compact", "Sum a conversation up", CompactRequest),
+    ("post", "/v1/responses/input_tokens", "Tokens of a prompt", ResponsesRequest),
+    ("post", "/v1/conversations", "Begin a conversation", ConversationRequest),
+    ("get", "/v1/conversations/{id}", "A conversation", None),
+    ("post", "/v1/conversations/{id}", "Change its metadata", MetadataRequest),
+    ("delete", "/v1/conversations/{id}", "Forget it", None),
+    ("get", "/v1/conversations/{id}/items", "Its items", None),
+    ("post", "/v1/conversations/{id}/items", "Add to its items", ItemsRequest),
+    ("get", "/v1/conversations/{id}/items/{item}", "One of its items", None),
+    ("delete", "/v1/conversations/{id}/items/{item}", "Take an item out", None),
     ("post", "/v1/messages", "Answer Anthropic's messages", MessagesRequest),
     ("post", "/v1/messages/count_tokens", "Tokens of a prompt", CountRequest),
     ("get", "/v1/models", "The models that are served", None),
@@ -64,8 +83,9 @@ def document(*names: str) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for method, path, summary, body in CALLS:
         call: dict[str, Any] = {"summary": summary, "responses": _answers(body is not None)}
-        if "{id}" in path:
-            call["parameters"] = [_PLACE]
+        places = [name for name in ("id", "item") if f"{{{name}}}" in path]
+        if places:
+            call["parameters"] = [_PLACE | {"name": name} for name in places]
         if body is not None:
             schema = made[(body, "validation")]
             content = {"application/json": {"schema": schema}}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -198,3 +199,86 @@ def test_tokenising_a_long_prompt_does_not_hold_up_others(tokenizer: Tokenizer) 
                 time.sleep(0.001)
         thread.join()
     assert answered_during >= 10
+
+
+APIS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ("/v1/completions", {"prompt": "Hi"}),
+    ("/v1/responses", {"input": "Hi"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
+]
+
+
+@pytest.fixture(scope="module")
+def lively(tokenizer: Tokenizer) -> Iterator[Served]:
+    """No stream of it is silent for 0.2 s."""
+    with serve(tokenizer, ApiLimits(keepalive_s=0.2)) as served:
+        yield served
+
+
+def timed(served: Served, path: str, body: dict[str, Any]) -> tuple[float, str, float]:
+    """When the headers came, what came, and the longest silence."""
+    began = last = time.monotonic()
+    longest, text = 0.0, ""
+    body = {"model": MODEL, "stream": True} | body
+    with served.http.stream("POST", path, json=body) as response:
+        assert response.status_code == 200
+        headers_s = time.monotonic() - began
+        for part in response.iter_text():
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+            text += part
+    return headers_s, text, longest
+
+
+@pytest.mark.parametrize(("path", "body"), APIS)
+def test_a_stream_shows_life_before_its_first_token_and_between_others(
+    lively: Served, path: str, body: dict[str, Any]
+) -> None:
+    lively.router.delay_s, lively.router.per_output = 0.7, 5
+    headers_s, text, longest = timed(lively, path, body)
+    assert headers_s < 0.5
+    assert longest < 0.5
+    before, found, after = text.partition("data: ")
+    assert before.startswith(": alive\n\n")
+    assert found
+    assert ('{"type":"ping"}' if path == "/v1/messages" else ": alive\n\n") in after
+    assert "Paris" in after
+
+
+@pytest.mark.parametrize(("path", "body"), APIS)
+def test_a_late_refusal_is_an_event(lively: Served, path: str, body: dict[str, Any]) -> None:
+    limits = lively.ctx.limits
+    lively.ctx.limits = ApiLimits(keepalive_s=0.2, request_timeout_s=0.4)
+    lively.router.delay_s = 60
+    try:
+        _, text, _ = timed(lively, path, body)
+    finally:
+        lively.ctx.limits = limits
+    *_, last = [line for line in text.splitlines() if line.startswith("data: ")]
+    error = json.loads(last.removeprefix("data: "))
+    error = error.get("response", error)["error"]
+    assert "not done in" in error["message"]
+    if path == "/v1/responses":
+        assert "event: response.created" in text
+
+
+def test_sdks_read_streams_with_signs_of_life(lively: Served) -> None:
+    lively.router.delay_s, lively.router.per_output = 0.5, 5
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    claude = anthropic.Anthropic(base_url=lively.url, api_key="x", timeout=20)
+    with claude.messages.stream(model=MODEL, max_tokens=9, messages=messages) as told:
+        assert "Paris" in told.get_final_text()
+    with lively.openai().responses.stream(model=MODEL, input="Hi") as events:
+        events.until_done()
+        assert "Paris" in events.get_final_response().output_text
+    chunks = lively.openai().chat.completions.create(model=MODEL, messages=messages, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert "Paris" in text
+
+
+def test_streams_may_be_told_to_be_silent(tokenizer: Tokenizer) -> None:
+    with serve(tokenizer, ApiLimits(keepalive_s=0)) as served:
+        served.router.delay_s, served.router.per_output = 0.3, 5
+        _, text, _ = timed(served, *APIS[0])
+    assert "alive" not in text

@@ -129,6 +129,52 @@ def test_a_call_is_a_span_with_its_phases_inside(
     assert counts == {"sent": len(collector.spans), "failed": 0, "dropped": 0}
 
 
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CHAT_TOOL = {"tools": TOOLS}
+RESPONSES_TOOL = {"tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}]}
+MESSAGES_TOOL = {"tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+APIS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
+    ("/v1/chat/completions", BODY, CHAT_TOOL, "chat", "chatcmpl-"),
+    ("/v1/completions", {"model": MODEL, "prompt": "Hi"}, {}, "text_completion", "cmpl-"),
+    ("/v1/responses", {"model": MODEL, "input": "Hi"}, RESPONSES_TOOL, "chat", "resp_"),
+    ("/v1/messages", BODY | {"max_tokens": 9}, MESSAGES_TOOL, "chat", "msg_"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "tools", "operation", "prefix"), APIS)
+def test_every_api_is_traced_whole_streamed_and_with_tools(
+    tokenizer: Tokenizer,
+    collector: Collector,
+    path: str,
+    body: dict[str, Any],
+    tools: dict[str, Any],
+    operation: str,
+    prefix: str,
+) -> None:
+    """Each on one connection: what fails after an answer closes it, and the next call with it."""
+    with traced(tokenizer, collector.url) as (served, _):
+        asked = [body, body | {"stream": True}, body | tools, body | tools | {"stream": True}]
+        answers = [served.post(each, path) for each in asked]
+        assert [answer.status_code for answer in answers] == [200] * 4
+        for answer in answers:
+            assert explanation(served, prefix + answer.headers["x-request-id"])
+    roots = [span for span in collector.spans if "gen_ai.request.model" in attributes(span)]
+    assert {attributes(root)["gen_ai.operation.name"] for root in roots} == {operation}
+    ids = {attributes(root)["gen_ai.response.id"] for root in roots}
+    assert ids == {prefix + answer.headers["x-request-id"] for answer in answers}
+    assert answers[0].json()["id"] in ids
+
+
+def test_a_response_in_the_background_is_traced_and_completes(
+    tokenizer: Tokenizer, collector: Collector
+) -> None:
+    with traced(tokenizer, collector.url) as (served, _):
+        made = served.post({"model": MODEL, "input": "Hi", "background": True}, "/v1/responses")
+        path = f"/v1/responses/{made.json()['id']}"
+        wait_until(lambda: served.http.get(path).json()["status"] != "in_progress")
+        assert served.http.get(path).json()["status"] == "completed"
+
+
 def test_who_calls_decides_for_its_own_and_the_sample_for_the_rest(
     tokenizer: Tokenizer, collector: Collector
 ) -> None:

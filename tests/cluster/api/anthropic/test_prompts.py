@@ -216,3 +216,26 @@ def test_counting_counts_the_tokens_of_the_prompt(thinking: Served, served: Serv
             used = ask(server, **changes).usage
             assert counted.input_tokens == used.input_tokens
             assert counted.input_tokens == len(server.router.submits[-1].tokens)
+
+
+def test_the_model_sees_that_a_tool_has_failed(served: Served) -> None:
+    """With no content it would see an empty success."""
+    for content, shown in (
+        ("no such file", "Error: no such file"),
+        (None, "Error:"),
+        ("error: no such file", "error: no such file"),
+        ([text("no"), text("such")], "Error: no\nsuch"),
+    ):
+        failed = result("a", content) | {"is_error": True}
+        told = read(served, [turn("user", "Hi"), turn("assistant", use("a")), turn("user", failed)])
+        assert f"<tool_response>\n{shown}\n</tool_response>" in told
+    fine = result("a", "ok") | {"is_error": False}
+    told = read(served, [turn("user", "Hi"), turn("assistant", use("a")), turn("user", fine)])
+    assert "Error" not in told
+
+
+def test_an_image_that_a_tool_returned_is_a_text_that_says_so(served: Served) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": ""}
+    shown = result("a", [{"type": "image", "source": source}, text("x.png")])
+    turns = [turn("user", "Hi"), turn("assistant", use("a")), turn("user", shown)]
+    assert "[image: not shown, this model reads text only]\nx.png" in read(served, turns)

@@ -65,6 +65,33 @@ def test_metrics_count_requests_tokens_and_latencies(served: Served, tokenizer: 
     assert after["kvrelay_live_requests", ()] == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "endpoint", "outcome"),
+    [
+        ("/v1/responses", b"{", "responses", "invalid_request_error"),
+        ("/v1/responses", {"model": MODEL, "input": [{"type": "x"}]}, "responses", ""),
+        ("/v1/responses", {"model": MODEL}, "responses", ""),
+        ("/v1/messages/count_tokens", b"{", "count_tokens", ""),
+        ("/v1/messages", b"{", "messages", ""),
+        ("/tokenize", b"{", "tokenize", ""),
+        ("/v1/sessions/x/fork", b"{", "sessions", ""),
+    ],
+)
+def test_refusals_of_every_endpoint_are_counted(
+    served: Served, path: str, body: Any, endpoint: str, outcome: str
+) -> None:
+    key = ("endpoint", endpoint), ("outcome", outcome or "invalid_request_error")
+    before = samples(served).get(("kvrelay_requests_total", key), 0)
+    assert served.post(body, path).status_code == 400
+    assert samples(served)[("kvrelay_requests_total", key)] == before + 1
+
+
+def test_clients_invent_no_labels(served: Served) -> None:
+    served.http.get("/v1/no-such-thing")
+    served.http.get("/v1/models/no-such-model")
+    assert "no-such" not in served.http.get("/metrics").text
+
+
 def test_metrics_show_the_cluster(served: Served) -> None:
     found = samples(served)
     decode = (("role", "decode"), ("worker", "decode-0"))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 from openai.types.responses import Response
 
+from cluster.api.limiter import ConcurrencyLimiter
 from engine.request import Refusal
 from router.messages import Failed
-from tests.cluster.api.conftest import Served, wait_until
-from tests.cluster.api.responses.asking import ASK, PATH, ask, post, refused
-from tests.cluster.api.tools.templates import prompt
+from tests.cluster.api.conftest import MODEL, Served, wait_until
+from tests.cluster.api.responses.asking import ASK, PATH, Event, ask, post, refused, stream
+from tests.cluster.api.tools.templates import events_of, prompt
 
 ANSWER = " The capital of France is Paris."  # of the scripted router, where a test says nothing
 
@@ -104,11 +106,28 @@ def test_one_that_fails_says_why(served: Served) -> None:
     assert failed.error.to_dict() == {"code": "no_workers", "message": "no worker is up"}
 
 
-def test_one_that_is_wrong_fails_too(served: Served) -> None:
-    failed = ended(served, begin(served, tool_choice="some").id)
-    assert failed.error is not None
-    assert failed.error.code == "invalid_request_error"
-    assert failed.error.message.startswith("'tool_choice': ")
+def test_one_that_is_wrong_is_refused_and_not_kept(served: Served) -> None:
+    error = refused(served, background=True, tool_choice="some")
+    assert error["message"].startswith("'tool_choice': ")
+    error = refused(served, "word " * 2000, background=True)
+    assert error["code"] == "context_length_exceeded"
+    response = post(served, background=True, model="no-such-model")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    assert served.router.submits == []
+
+
+def test_one_is_refused_as_in_the_foreground(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.ctx, "is_draining", lambda: True)
+    response = post(served, background=True)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
+    assert response.headers["retry-after"] == "1"
+    monkeypatch.undo()
+    full = ConcurrencyLimiter(1)
+    with full.take():
+        monkeypatch.setattr(served.ctx, "live", full)
+        assert post(served, background=True).status_code == 429
 
 
 def test_a_bug_of_the_server_is_a_failure_that_shows_nothing_of_it(
@@ -119,17 +138,83 @@ def test_a_bug_of_the_server_is_a_failure_that_shows_nothing_of_it(
 
     monkeypatch.setattr("cluster.api.responses.routes.plan_chat", broken)
     with caplog.at_level(logging.CRITICAL):
-        failed = ended(served, begin(served).id)
-    assert failed.status == "failed"
-    assert failed.error is not None
-    assert failed.error.to_dict() == {"code": "server_error", "message": "Internal error"}
+        failed = post(served, background=True)
+    assert (failed.status_code, failed.json()["error"]["message"]) == (500, "Internal error")
 
 
-@pytest.mark.parametrize("changes", [{"store": False}, {"stream": True}])
-def test_the_background_stores_and_does_not_stream(served: Served, changes: dict[str, Any]) -> None:
-    error = refused(served, background=True, **changes)
+def test_the_background_stores(served: Served) -> None:
+    error = refused(served, background=True, store=False)
     assert error["message"].startswith("'background': ")
     assert served.router.submits == []
+
+
+def events_from(served: Served, response_id: str, after: int | None = None) -> list[Event]:
+    query = "" if after is None else f"&starting_after={after}"
+    response = served.http.get(f"{PATH}/{response_id}?stream=true{query}")
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return [event for _, event in events_of(response.text)]
+
+
+def test_a_stream_in_the_background_can_be_read_again_from_any_event(served: Served) -> None:
+    events = stream(served, background=True)
+    response_id = events[0]["response"]["id"]
+    assert events[-1]["type"] == "response.completed"
+    assert ended(served, response_id).output_text == ANSWER
+    served.wait_idle()
+    assert events_from(served, response_id) == events
+    assert events_from(served, response_id, after=4) == events[5:]
+    assert events_from(served, response_id, after=len(events)) == []
+
+
+def test_a_stream_goes_on_without_its_first_client(served: Served) -> None:
+    served.router.delay_s = 0.05
+    body = {"model": MODEL, "input": ASK, "background": True, "stream": True}
+    with served.http.stream("POST", PATH, json=body) as response:
+        lines = response.iter_lines()
+        first = next(line for line in lines if line.startswith("data: "))
+    response_id = json.loads(first.removeprefix("data: "))["response"]["id"]
+    assert served.openai().responses.retrieve(response_id).status == "in_progress"
+    events = events_from(served, response_id, after=0)  # waits for those to come
+    assert [event["sequence_number"] for event in events] == list(range(1, len(events) + 1))
+    assert events[-1]["type"] == "response.completed"
+    assert served.router.cancels == []
+
+
+def test_a_stream_that_fails_is_kept_as_failed(served: Served) -> None:
+    served.router.fail_after = 2
+    events = stream(served, background=True)
+    assert events[-1]["type"] == "response.failed"
+    failed = ended(served, events[0]["response"]["id"])
+    assert (failed.status, failed.error and failed.error.code) == ("failed", "attempts_exhausted")
+
+
+def test_a_stream_that_is_cancelled_ends(served: Served) -> None:
+    served.router.delay_s = 0.2
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(stream, served, background=True)
+        wait_until(lambda: len(served.router.submits) == 1)
+        request_id = served.router.submits[0].request_id.partition("-")[0]
+        wait_until(lambda: served.http.get(f"{PATH}/resp_{request_id}").status_code == 200)
+        cancelled = served.openai().responses.cancel(f"resp_{request_id}")
+        reading.result(10)
+    assert cancelled.status == "cancelled"
+
+
+def test_what_has_no_stream_to_be_read_again_says_so(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ask(served)
+    response = served.http.get(f"{PATH}/{made.id}?stream=true")
+    assert response.status_code == 400
+    assert "has no stream" in response.json()["error"]["message"]
+    response = served.http.get(f"{PATH}/{made.id}?stream=true&starting_after=x")
+    assert response.json()["error"]["param"] == "starting_after"
+    monkeypatch.setattr("cluster.api.responses.background.MAX_EVENT_BYTES", 1000)
+    response = post(served, background=True, stream=True)
+    assert response.text.count("event: error") == 1
+    done = ended(served, f"resp_{response.headers['x-request-id']}")
+    assert done.output_text == ANSWER
 
 
 def test_more_than_the_limit_are_a_429(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cluster.api.responses.schema import CUSTOM_INPUT
-from tests.cluster.api.conftest import MAX_MODEL_LEN, Served
-from tests.cluster.api.responses.asking import ASK, PATCH, WEATHER, ask, post, refused, user
+from cluster.api.responses.schema import CUSTOM_INPUT, UNREADABLE
+from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served
+from tests.cluster.api.responses.asking import ASK, PATCH, PATH, WEATHER, ask, post, refused, user
 from tests.cluster.api.tools.templates import CALL, OSLO, THOUGHT, call_text, prompt, says
 
 
@@ -161,20 +161,19 @@ def test_ids_of_calls_are_those_that_the_models_template_takes(mistral: Served) 
     assert f'{{"content": "no", "call_id": "{call.call_id}"}}' in prompt(mistral)
 
 
-IMAGE = {"type": "input_image", "image_url": "data:,"}
 WRONG: list[tuple[Any, str]] = [
     (5, "'input': expected a string or a list of items"),
+    ([user("Hi"), {"type": None}], "'input[1]': 'role' is one of user, "),
+    ([user("Hi"), {"type": "x"}], "'input[1]': items of type 'x' are not supported"),
+    ([user("Hi"), user("So?") | {"content": [{"type": "input_audio"}]}], "'input[1]': this model"),
     (["Hi"], "'input': expected a string or a list of items"),
     ([], "'input': there is nothing to answer"),
     ([user("Hi"), {"role": "wizard", "content": "Hi"}], "'input[1]': 'role' is one of user, "),
     ([user("Hi"), {"content": "Hi"}], "'input[1]': 'role' is one of user, "),
     ([user("Hi"), {"role": ["user"], "content": "Hi"}], "'input[1]': 'role' is one of user, "),
     ([{"role": "user", "content": 5}], "'input[0]': content is a string or a list of parts"),
-    ([user("Hi"), {"role": "user", "content": [IMAGE]}], "'input[1]': this model reads text, no"),
     ([{"role": "user", "content": [{"type": "input_text"}]}], "'input[0]': a part of type"),
     ([{"role": "user", "content": ["Hi"]}], "'input[0]': this model reads text"),
-    ([user("Hi"), {"type": "computer_call"}], "'input[1]': items of type 'computer_call' are not"),
-    ([user("Hi"), {"type": None}], "'input[1]': items of type None are not supported"),
     ([user("Hi"), called() | {"name": None}], "'input[1]': 'name' is a string, got None"),
     ([user("Hi"), called() | {"call_id": 5}], "'input[1]': 'call_id' is a string, got 5"),
     ([user("Hi"), called({})], "'input[1]': 'arguments' is a string, got {}"),  # type: ignore[arg-type]
@@ -213,7 +212,6 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "namespace", "name": "x"}]}, "tools"),
     ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
     ({"reasoning": {"effort": 5}}, "reasoning.effort"),
-    ({"model": None}, "model"),
 ]
 
 
@@ -228,3 +226,103 @@ def test_an_unknown_model_is_a_404(served: Served) -> None:
     response = post(served, model="gpt-9")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found"
+
+
+def test_a_missing_model_is_the_one_that_is_served(served: Served) -> None:
+    messages = [user("Hi")]
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/embeddings", {"input": "Hi"}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 5}),
+        ("/v1/messages/count_tokens", {"messages": messages}),
+    ]
+    for path, body in calls:
+        for given in ({}, {"model": None}):
+            answer = served.post(body | given, path)
+            assert answer.status_code == 200, answer.text
+            assert answer.json().get("model", MODEL) == MODEL
+
+
+def test_histories_with_items_that_others_run_are_read(served: Served) -> None:
+    """Each of them made every turn after it a 400."""
+    shell = {"type": "local_shell_call", "call_id": "a", "action": {"command": ["ls"]}}
+    items = [
+        user("Hi") | {"type": None},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
+        {"type": "mcp_list_tools", "id": "mcpl_1", "tools": []},
+        shell,
+        {"type": "local_shell_call_output", "id": "a", "output": "one.txt"},
+        {"type": "shell_call", "call_id": "b", "action": {"commands": ["pwd"]}},
+        {"type": "shell_call_output", "call_id": "b", "output": [{"stdout": "/home"}]},
+        {"type": "compaction", "id": "cmp_1", "encrypted_content": "gAAAAABpM0Yj-of-another"},
+        user("So?"),
+    ]
+    ask(served, items)
+    text = prompt(served)
+    assert '{"name": "local_shell", "arguments": {"command": ["ls"]}}' in text
+    assert "one.txt" in text
+    assert '[{"stdout": "/home"}]' in text
+    assert UNREADABLE in text
+    assert "web_search" not in text
+
+
+def test_an_image_that_a_tool_returned_is_a_text_that_says_so(served: Served) -> None:
+    image = [
+        {"type": "input_image", "image_url": "data:,"},
+        {"type": "input_text", "text": "x.png"},
+    ]
+    ask(served, [user("Hi"), called(), output("no") | {"output": image}, user("So?")])
+    assert "[input_image: not shown, this model reads text only]\nx.png" in prompt(served)
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    shown = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    messages = [
+        user("Hi"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": shown},
+    ]
+    assert served.post({"model": MODEL, "messages": messages}).status_code == 200
+    assert "[image_url: not shown, this model reads text only]" in prompt(served)
+
+
+def test_a_stored_item_can_be_named(served: Served) -> None:
+    first = ask(served, [user("The word is slate.")])
+    said = first.output[0].id
+    asked = served.http.get(f"{PATH}/{first.id}/input_items").json()["data"][0]["id"]
+    named = [{"type": "item_reference", "id": asked}, {"id": said}, user("So?")]
+    second = ask(served, named)
+    text = prompt(served)
+    assert "The word is slate." in text
+    assert "assistant\n The capital of France is Paris.<|im_end|>" in text
+    served.openai().responses.delete(first.id)
+    ask(served, "Why?", previous_response_id=second.id)  # it has kept what was named
+    assert "The word is slate." in prompt(served)
+
+
+@pytest.mark.parametrize("item_id", ["msg_" + "0" * 32 + "_0", "item_0", "rs_x", 5])
+def test_an_item_that_is_not_stored_is_a_404(served: Served, item_id: Any) -> None:
+    response = post(served, [{"type": "item_reference", "id": item_id}])
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("item_not_found", "input")
+    assert str(item_id) in error["message"]
+
+
+def test_an_output_without_its_call_does_not_continue_anything(served: Served) -> None:
+    first = ask(served)
+    error = refused(served, [output("no", "call_x")], previous_response_id=first.id)
+    assert error["message"] == "'input[0]': there is no call with id 'call_x' before its output"
+
+
+def test_the_tokens_of_an_input_can_be_counted(served: Served) -> None:
+    first = ask(served)
+    for changes in ({}, {"previous_response_id": first.id}, {"instructions": "Be brief."}):
+        made = ask(served, **changes)
+        body = {"model": MODEL, "input": ASK} | changes
+        counted = served.post(body, f"{PATH}/input_tokens").json()
+        assert made.usage is not None
+        assert counted == {
+            "object": "response.input_tokens",
+            "input_tokens": made.usage.input_tokens,
+        }

@@ -1,0 +1,200 @@
+"""`/v1/responses` as a WebSocket: one response after the other on one connection.
+
+Each message of the client asks for a response as a body over HTTP does, with `"type":
+"response.create"`; each message of the server is an event of its stream. What is not stored
+(`store: false`) can be continued on the connection that it was made on: the last of them is
+remembered there, until another follows, one that continues it fails, or the connection ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+from starlette.types import Message
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from cluster.api.context import ApiContext
+from cluster.api.errors import ApiError, draining, invalid, overloaded
+from cluster.api.incoming import caller
+from cluster.api.responses.conversations import Remembered
+from cluster.api.responses.format import AskedCall, begun, error_event
+from cluster.api.tenants import Tenant
+
+IDLE_S = 600.0  # without a message of the client
+MAX_WAITING = 8  # messages of the client that wait for the one that is answered
+WRITE_TIMEOUT_S = 60.0  # for a client that does not read
+Read = Callable[[bytes, Tenant, str, Remembered], Awaitable[AskedCall]]
+"""A body, whose it is, the response's id, and what the connection remembers. Raises `ApiError`."""
+_NOT_HERE = ("stream", "stream_options", "type")  # a connection always streams
+
+
+class ResponsesSocket:
+    """Owned by the application; its connections share no state but the context's."""
+
+    def __init__(self, ctx: ApiContext, read: Read) -> None:
+        self._ctx, self._read = ctx, read
+
+    async def __call__(self, socket: WebSocket) -> None:
+        try:
+            tenant = caller(self._ctx, socket)
+            self._check_origin(socket)
+            if self._ctx.is_draining():
+                raise draining()
+        except ApiError as error:
+            self._count(error)
+            answer = JSONResponse(error.body, error.status, headers=error.headers)
+            await socket.send_denial_response(answer)
+            return
+        await socket.accept()
+        connection = _Connection(self._ctx, self._read, socket, tenant)
+        reading = asyncio.create_task(connection.read())
+        try:
+            while (text := await connection.next_message()) is not None:
+                try:
+                    await connection.answer(text)
+                except ApiError as error:
+                    self._count(error)
+                    await connection.send(error_event(error))
+        except (ClientDisconnect, WebSocketDisconnect):
+            pass
+        finally:
+            reading.cancel()
+
+    def _count(self, error: ApiError) -> None:
+        self._ctx.metrics.requests.labels("responses", error.outcome).inc()
+
+    def _check_origin(self, socket: WebSocket) -> None:
+        """A browser lets any page open a WebSocket, and says only which one. Raises `ApiError`."""
+        origin = socket.headers.get("origin")
+        allowed = self._ctx.cors_origins
+        if origin is None or "*" in allowed or origin in allowed:
+            return
+        if urlsplit(origin).netloc != socket.headers.get("host"):
+            message = f"Pages of {origin[:100]!r} may not call: set api.cors_origins"
+            raise ApiError(403, message, code="forbidden")
+
+
+class _Connection:
+    """Invariant: one response at a time; at most MAX_WAITING messages wait for their turn."""
+
+    def __init__(self, ctx: ApiContext, read: Read, socket: WebSocket, tenant: Tenant) -> None:
+        self._ctx, self._read = ctx, read
+        self._socket, self._tenant = socket, tenant
+        self._waiting: asyncio.Queue[str] = asyncio.Queue(MAX_WAITING)
+        self._gone = asyncio.Event()
+        self._remembered = Remembered(ctx.limits.max_body_bytes)
+        self._status, self._body = 0, b""
+        self._has_failed = False
+
+    async def read(self) -> None:
+        """Takes messages while others are answered, to see that the client goes away."""
+        while (message := await self._socket.receive())["type"] != "websocket.disconnect":
+            try:
+                self._waiting.put_nowait(message.get("text") or "")
+            except asyncio.QueueFull:
+                error = overloaded(f"{MAX_WAITING} messages wait already", 1.0)
+                await self.send(error_event(error))
+        self._gone.set()
+
+    async def next_message(self) -> str | None:
+        """None: the connection has ended, or nothing has come for long."""
+        if not self._waiting.empty():
+            return self._waiting.get_nowait()
+        waits = [asyncio.create_task(each) for each in (self._waiting.get(), self._gone.wait())]
+        try:
+            await asyncio.wait(waits, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+        got = waits[0]
+        if got.done() and not got.cancelled():
+            return str(got.result())
+        if not self._gone.is_set():
+            await self._socket.close(1001, f"no message for {IDLE_S:g} s")
+        return None
+
+    async def answer(self, text: str) -> None:
+        """One response. Raises `ApiError` before its first event, and what `send` does."""
+        given = _created(text)
+        is_generated = given.pop("generate", True) is not False
+        previous = given.get("previous_response_id")
+        request_id = uuid.uuid4().hex
+        self._status, self._body, self._has_failed = 0, b"", True
+        try:
+            body = json.dumps({**given, "stream": True}).encode()
+            response_id = f"resp_{request_id}"
+            call = await self._read(body, self._tenant, response_id, self._remembered)
+            if call.request.background:
+                raise invalid("'background': a WebSocket answers in the foreground", "background")
+            if not is_generated:
+                await self._warm_up(call)
+                return
+            await call.endpoint()(self._scope(request_id), call.receive(self._left), self._take)
+        finally:
+            if self._has_failed:
+                self._remembered.forget(previous)
+
+    async def _warm_up(self, call: AskedCall) -> None:
+        """What is said is remembered, and continued by the next."""
+        response = begun(call.request, self._ctx.model_name, call.response_id, "completed")
+        await call.remember(response)
+        self._has_failed = False
+        for i, kind in enumerate(("response.created", "response.completed")):
+            await self.send({"type": kind, "sequence_number": i, "response": response})
+
+    def _scope(self, request_id: str) -> dict[str, Any]:
+        """Of the call over HTTP that a message means."""
+        scope = {key: self._socket.scope[key] for key in ("headers", "client", "server", "path")}
+        state = {**self._socket.scope.get("state", {}), "request_id": request_id}
+        return {**scope, "type": "http", "method": "POST", "query_string": b"", "state": state}
+
+    async def _left(self) -> Message:
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _take(self, message: Message) -> None:
+        """What the call over HTTP would send."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            return
+        if self._status != 200:
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                event = {"type": "error", "status": self._status, **json.loads(self._body)}
+                await self.send(event)
+            return
+        for event in message.get("body", b"").split(b"\n\n"):
+            name, _, data = event.partition(b"\ndata: ")
+            if data:  # no comment
+                self._has_failed = name == b"event: response.failed"
+                await self._send(data.decode())
+
+    async def send(self, event: dict[str, Any]) -> None:
+        """Raises ClientDisconnect."""
+        await self._send(json.dumps(event))
+
+    async def _send(self, text: str) -> None:
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await self._socket.send_text(text)
+        except (TimeoutError, RuntimeError, WebSocketDisconnect):
+            raise ClientDisconnect from None
+
+
+def _created(text: str) -> dict[str, Any]:
+    """What a message asks for, as a body over HTTP. Raises `ApiError`."""
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise invalid(f"The message is not valid JSON: {error}") from None
+    if not isinstance(given, dict) or given.get("type") != "response.create":
+        kind = given.get("type") if isinstance(given, dict) else None
+        raise invalid(f"'type': expected 'response.create', got {kind!r:.60}", param="type")
+    return {key: value for key, value in given.items() if key not in _NOT_HERE}

@@ -1,0 +1,127 @@
+"""`/v1/conversations`: made, listed, changed, continued by responses, and seen by their tenant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.api.context import ApiLimits
+from cluster.api.tenants import Tenants
+from cluster.api.text.tokenizer import Tokenizer
+from cluster.config import TenantEntry
+from tests.cluster.api.conftest import MODEL, Served, serve
+from tests.cluster.api.responses.asking import ASK, PATH, ask, post, refused, stream, user
+from tests.cluster.api.tools.templates import prompt
+
+BASE = "/v1/conversations"
+ANSWER = " The capital of France is Paris."
+
+
+def begin(served: Served, *items: Any, **fields: Any) -> str:
+    made = served.post({"items": list(items)} | fields, BASE)
+    assert made.status_code == 200, made.text
+    name: str = made.json()["id"]
+    return name
+
+
+def texts(served: Served, name: str) -> list[str]:
+    listed = served.http.get(f"{BASE}/{name}/items?order=asc&limit=100").json()["data"]
+    return [item["content"][0]["text"] for item in listed]
+
+
+def test_a_conversation_lives_as_the_sdk_knows_it(served: Served) -> None:
+    client = served.openai().conversations
+    hi: Any = {"type": "message", "role": "user", "content": "Hi"}
+    made = client.create(items=[hi], metadata={"a": "b"})
+    assert client.retrieve(made.id) == made
+    assert client.update(made.id, metadata={"c": "d"}).metadata == {"c": "d"}
+    added = client.items.create(made.id, items=[hi | {"content": "Ho"}])
+    (new,) = added.data
+    assert client.items.retrieve(new.id or "", conversation_id=made.id) == new
+    listed = list(client.items.list(made.id, limit=1))  # page after page
+    assert [item.content[0].text for item in listed] == ["Ho", "Hi"]  # type: ignore[union-attr]
+    client.items.delete(new.id or "", conversation_id=made.id)
+    assert texts(served, made.id) == ["Hi"]
+    assert client.delete(made.id).deleted
+    assert served.http.get(f"{BASE}/{made.id}").status_code == 404
+
+
+def test_responses_continue_a_conversation_and_add_to_it(served: Served) -> None:
+    name = begin(served, user("The word is slate."))
+    made = ask(served, conversation=name)
+    assert made.conversation is not None
+    assert made.conversation.id == name
+    stream(served, "Which word?", conversation={"id": name}, store=False)
+    assert "The word is slate." in prompt(served)
+    assert f"assistant\n{ANSWER}<|im_end|>" in prompt(served)
+    assert texts(served, name) == ["The word is slate.", ASK, ANSWER, "Which word?", ANSWER]
+    assert [submit.session for submit in served.router.submits] == [name, None]
+    items = served.http.get(f"{BASE}/{name}/items?limit=100").json()["data"]
+    assert len({item["id"] for item in items}) == 5
+
+
+def test_items_of_a_conversation_can_be_named(served: Served) -> None:
+    name = begin(served, user("The word is slate."))
+    (item,) = served.http.get(f"{BASE}/{name}/items").json()["data"]
+    ask(served, [{"type": "item_reference", "id": item["id"]}])
+    assert "The word is slate." in prompt(served)
+
+
+def test_what_cannot_be_continued_is_refused(served: Served) -> None:
+    name = begin(served)
+    made = ask(served)
+    error = refused(served, conversation=name, previous_response_id=made.id)
+    assert error["param"] == "conversation"
+    for wrong in ("conv_x", made.id):
+        response = post(served, conversation=wrong)
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "conversation_not_found"
+    assert served.http.get(f"{PATH}/{name}").status_code == 404  # it is no response
+    assert served.http.get(f"{BASE}/{made.id}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("", {"items": [{"type": "x"}]}, "input"),
+        ("", {"items": 5}, "items"),
+        ("", {"metadata": {"a": "x" * 513}}, "metadata.a"),
+        ("/items", {"items": []}, "items"),
+        ("/items", {}, "items"),
+    ],
+)
+def test_what_is_wrong_is_named(served: Served, path: str, body: Any, param: str) -> None:
+    place = f"{BASE}/{begin(served)}{path}" if path else BASE
+    response = served.post(body, place)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_lists_name_what_is_wrong_with_their_query(served: Served) -> None:
+    path = f"{BASE}/{begin(served, user('Hi'))}/items"
+    for query, param in (("limit=0", "limit"), ("order=up", "order"), ("after=x", "after")):
+        response = served.http.get(f"{path}?{query}")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_conversation_has_a_bound(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = begin(served, user("Hi"))
+    monkeypatch.setattr("cluster.api.responses.conversations.MAX_BYTES", 300)
+    error = refused(served, "word " * 60, conversation=name)
+    assert error["code"] == "conversation_too_large"
+    response = served.post({"items": [user("word " * 60)]}, f"{BASE}/{name}/items")
+    assert response.json()["error"]["code"] == "conversation_too_large"
+    assert texts(served, name) == ["Hi"]
+
+
+def test_a_conversation_is_its_tenants_alone(tokenizer: Tokenizer) -> None:
+    entries = (TenantEntry("red", keys=("red-key",)), TenantEntry("blue", keys=("blue-key",)))
+    context = {"tenants": Tenants(entries, b"a secret")}
+    with serve(tokenizer, ApiLimits(), context=context) as served:
+        red, blue = ({"authorization": f"Bearer {key}-key"} for key in ("red", "blue"))
+        made = served.http.post(BASE, json={"items": [user("Hi")]}, headers=red).json()["id"]
+        body = {"model": MODEL, "input": ASK, "conversation": made}
+        for headers, status in ((blue, 404), ({}, 401), (red, 200)):
+            assert served.http.get(f"{BASE}/{made}/items", headers=headers).status_code == status
+            assert served.http.post(PATH, json=body, headers=headers).status_code == status
+        assert served.http.delete(f"{BASE}/{made}", headers=blue).status_code == 404

@@ -1,0 +1,162 @@
+"""`/v1/responses` as a WebSocket, beyond what the specification's own cases ask."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from cluster.api.context import ApiLimits
+from cluster.api.tenants import Tenants
+from cluster.api.text.tokenizer import Tokenizer
+from cluster.config import TenantEntry
+from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
+from tests.cluster.api.responses.asking import PATH
+from tests.cluster.api.tools.templates import prompt
+
+
+def opened(served: Served, path: str = PATH, **options: Any) -> ClientConnection:
+    return connect(f"ws://127.0.0.1:{served.port}{path}", close_timeout=5, **options)
+
+
+def send(socket: ClientConnection, **fields: Any) -> None:
+    socket.send(json.dumps({"type": "response.create", "model": MODEL} | fields))
+
+
+def event(socket: ClientConnection) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(socket.recv(timeout=20))
+    return found
+
+
+def last(socket: ClientConnection) -> dict[str, Any]:
+    while (found := event(socket))["type"] not in ("response.completed", "error"):
+        pass
+    return found
+
+
+def test_the_sdk_speaks_it(served: Served) -> None:
+    with served.openai().responses.connect() as connection:
+        connection.response.create(model=MODEL, input="Hi", store=False)
+        kinds = []
+        for told in connection:
+            kinds.append(told.type)
+            if told.type == "response.completed":
+                break
+    assert kinds[0] == "response.created"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "The message is not valid JSON"),
+        ("[]", "'type': expected 'response.create', got None"),
+        ('{"type": "session.update"}', "'type': expected 'response.create', got 'session.update'"),
+        ('{"type": "response.create", "input": 5}', "'input': expected a string or a list"),
+        ('{"type": "response.create", "input": "Hi", "background": true}', "'background': "),
+        ('{"type": "response.create", "input": "Hi", "model": "gpt-9"}', "The model 'gpt-9' does"),
+    ],
+)
+def test_what_is_wrong_is_an_event_and_the_connection_goes_on(
+    served: Served, text: str, message: str
+) -> None:
+    with opened(served) as socket:
+        socket.send(text)
+        error = event(socket)
+        assert error["type"] == "error"
+        assert error["status"] in (400, 404)
+        assert error["error"]["message"].startswith(message)
+        send(socket, input="Hi")
+        assert last(socket)["type"] == "response.completed"
+
+
+def test_what_is_said_beforehand_is_part_of_the_next(served: Served) -> None:
+    with opened(served) as socket:
+        send(socket, input="The word is slate.", store=False, generate=False)
+        warmed = last(socket)["response"]
+        assert (warmed["output"], served.router.submits) == ([], [])
+        send(socket, input="Which word?", store=False, previous_response_id=warmed["id"])
+        assert last(socket)["type"] == "response.completed"
+    assert "The word is slate." in prompt(served)
+
+
+def test_messages_wait_for_their_turn_and_no_more_than_a_few(served: Served) -> None:
+    served.router.delay_s = 0.03
+    with opened(served) as socket:
+        for i in range(12):
+            send(socket, input=f"Number {i}", store=False)
+        ends = [last(socket) for _ in range(12)]
+    kinds = [end["type"] for end in ends]
+    assert 8 <= kinds.count("response.completed") <= 9
+    full = next(end for end in ends if end["type"] == "error")
+    assert (full["status"], full["error"]["type"]) == (429, "rate_limit_error")
+    assert len(served.router.submits) == kinds.count("response.completed")
+
+
+def test_a_client_that_goes_away_is_served_no_more(served: Served) -> None:
+    served.router.delay_s = 0.2
+    with opened(served) as socket:
+        send(socket, input="Hi")
+        event(socket)
+    wait_until(lambda: len(served.router.cancels) == 1)
+
+
+def test_a_failed_answer_is_an_event(served: Served) -> None:
+    served.router.fail_after = 2
+    with opened(served) as socket:
+        send(socket, input="Hi")
+        while (found := event(socket))["type"] != "response.failed":
+            pass
+    assert found["response"]["error"]["code"] == "attempts_exhausted"
+
+
+def test_a_message_that_is_too_large_ends_the_connection(tokenizer: Tokenizer) -> None:
+    small = serve(tokenizer, ApiLimits(), max_message_bytes=10_000)
+    with small as served, opened(served) as socket:
+        send(socket, input="x" * 20_000)
+        with pytest.raises(ConnectionClosed) as closed:
+            event(socket)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1009
+
+
+def test_silent_connections_are_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.api.responses.websocket.IDLE_S", 0.2)
+    with opened(served) as socket:
+        began = time.monotonic()
+        with pytest.raises(ConnectionClosed, match="no message for"):
+            event(socket)
+        assert time.monotonic() - began < 5
+
+
+def test_keys_and_origins_are_asked_for(tokenizer: Tokenizer) -> None:
+    entries = (TenantEntry("red", keys=("red-key",)),)
+    context = {"tenants": Tenants(entries, b"a secret"), "cors_origins": ("https://a.example",)}
+    with serve(tokenizer, ApiLimits(), context=context) as served:
+        key = {"authorization": "Bearer red-key"}
+        own = f"http://127.0.0.1:{served.port}"
+        tried: list[tuple[dict[str, str], str | None, int]] = [
+            ({}, None, 401),
+            (key, "https://b.example", 403),
+            (key, "https://a.example", 101),
+            (key, own, 101),
+        ]
+        for headers, origin, status in tried:
+            options: Any = {"additional_headers": headers, "origin": origin}
+            if status == 101:
+                with opened(served, **options) as socket:
+                    send(socket, input="Hi")
+                    assert last(socket)["type"] == "response.completed"
+                continue
+            with pytest.raises(InvalidStatus) as refused:
+                opened(served, **options)
+            assert refused.value.response.status_code == status
+            assert json.loads(refused.value.response.body)["error"]["message"]
+
+
+def test_other_paths_are_no_websockets(served: Served) -> None:
+    with pytest.raises(InvalidStatus):
+        opened(served, "/v1/models")
