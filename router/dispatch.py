@@ -206,14 +206,12 @@ class Dispatcher:
             work = work._replace(avoid=(*record.avoid, *leaves), num_left=len(leaves))
         if apart_from:
             work = work._replace(avoid=(*record.avoid, *apart_from))
-        choose = partial(self._policy.choose, now, work, lambda: self._sticky(record))
-        choice = choose()
+        choose = partial(self._policy.choose, now, sticky=lambda: self._sticky(record))
+        choice = choose(work)
         if choice is None and record.avoid and not leaves:
             if apart_from:
                 work = work._replace(avoid=apart_from)
-                choice = self._policy.choose(now, work, lambda: self._sticky(record))
-            else:
-                choice = choose(trusting=True)
+            choice = choose(work, trusting=not apart_from)
         if choice is None or (leaves and choice.best.seconds.memory > 0):
             return None
         best, first = choice.best, choice.prefill_option

@@ -13,6 +13,7 @@ them.
 - `suspect`: the controller listens to no complaints of workers that are silent.
 - `ranks`: a transfer is done when one rank of a worker says so.
 - `ahead`: blocks of what has ended are freed while the step behind its last one writes to them.
+- `apart`: all sequences of a failed step are at fault.
 - `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
 
@@ -28,6 +29,7 @@ from cluster.control.messages import CONTROLLER
 from engine.messages import Preempted
 from engine.node import Effect, NodeId, Note, Send
 from engine.progress import StepWatch
+from engine.request import Refusal
 from engine.sequence import Sequence as Seq
 from engine.stats import Progress
 from engine.step import StepDone
@@ -61,6 +63,7 @@ class Break(StrEnum):
     RANKS = "ranks"
     OUTPUTS = "outputs"
     AHEAD = "ahead"
+    APART = "apart"
 
 
 class TrustingConnector(Connector):
@@ -165,6 +168,13 @@ def break_worker(worker: Worker, broken: Break) -> None:
             return survivors
 
         scheduler.finish_step = forget_the_next  # type: ignore[method-assign]
+    if broken is Break.APART:
+        scheduler = worker.core.scheduler
+
+        def blame_all(step_id: int, seqs: Sequence[Seq], error: str) -> None:
+            scheduler.faults += [(seq, Refusal.EXECUTION, error) for seq in seqs]
+
+        scheduler._isolation.on_failed = blame_all  # type: ignore[method-assign]
     if broken not in _CONNECTORS:
         return
     exchange.connector = _CONNECTORS[broken](worker.config, exchange.tiers, exchange.orphans)

@@ -32,7 +32,6 @@ def failure_judge(scenario: Scenario) -> JudgeFailure:
     """Which refusals are honest: each has a condition that the run has to meet."""
     plan = scenario.faults
     lengths = [w.max_model_len for w in scenario.workers]
-    has_poison = any(job.poison for job in scenario.jobs)
     pools = [BLOCK_SIZE * w.num_blocks for w in scenario.workers]
 
     def judge(order: Order, failed: Failed, now: float) -> str | None:
@@ -56,7 +55,9 @@ def failure_judge(scenario: Scenario) -> JudgeFailure:
         if reason in (Refusal.QUEUE_FULL, Refusal.OVERLOADED):
             return None
         if reason in (Refusal.NO_WORKERS, Refusal.ATTEMPTS):
-            return None if plan.breaks_attempts or has_poison else "no fault explains it"
+            return None if plan.breaks_attempts else "no fault explains it"
+        if reason in (Refusal.EXECUTION, Refusal.SAMPLING):
+            return None if job.poison or plan.step_error else "it makes no step fail"
         return f"a client must not be told {reason}"
 
     return judge

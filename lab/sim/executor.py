@@ -33,6 +33,9 @@ OnViolation = Callable[[str, str], None]
 """Called with the kind of a violation and a text that says what happened."""
 
 
+POISON = "poison"  # why a row has no token, or a step fails, that has such a request
+
+
 @dataclass(slots=True)
 class _Chain:
     """What the oracle says of one request: tokens seen so far and their slots."""
@@ -157,7 +160,7 @@ class SimExecutor:
         """End the step that runs; the one behind it runs then. With `error`, what it wrote is
         rubbish."""
         done = self._finish(self._in_flight.popleft(), elapsed_s, error)
-        self._sampled, self._left_out = done.sampled, bool(done.failed)
+        self._sampled, self._left_out = done.sampled, bool(done.failed or done.unsampled)
         if self._in_flight:
             self._start()
         return done
@@ -178,8 +181,15 @@ class SimExecutor:
         }
         checksums = [self.pool.checksum(block) for block in step.checksum_blocks]
         tokens = sampled if ended.failed else self._repeat(step, tables, sampled)
+        own = {index: why for index, why in ended.failed.items() if why == POISON}
         return StepDone(
-            step.step_id, tokens, checksums, elapsed_s, failed=ended.failed, prompts=prompts
+            step.step_id,
+            tokens,
+            checksums,
+            elapsed_s,
+            failed={index: why for index, why in ended.failed.items() if why != POISON},
+            unsampled=own,
+            prompts=prompts,
         )
 
     def _repeat(

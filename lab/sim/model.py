@@ -170,7 +170,8 @@ def generate(
     while True:
         token = next_token(attention.attended(slots, len(slots)), sampling, len(slots))
         output.append(token)
-        if len(output) >= sampling.min_tokens and token in sampling.stop_token_ids:
+        may_stop = len(output) >= sampling.min_tokens or sampling.grammar
+        if may_stop and token in sampling.stop_token_ids:
             return output, FinishReason.STOP
         if len(output) >= sampling.max_tokens or len(slots) + 1 >= max_model_len:
             return output, FinishReason.LENGTH

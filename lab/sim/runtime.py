@@ -26,7 +26,7 @@ from engine.step import Execute, PrepareGrammar, StepDone
 from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, StoreFailed, StoreIndex
 from kvtransfer.ranks import RankAnswers
 from lab.sim.disk import SimDisk
-from lab.sim.executor import SimExecutor, SimPool
+from lab.sim.executor import POISON, SimExecutor, SimPool
 from lab.sim.faults import Faults
 from lab.sim.model import FULL, Attention
 from lab.sim.transfers import SimAgent
@@ -272,13 +272,13 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
     def _row_fault(self, attempt: str) -> str | None:
         if self.poison.get(attempt.partition("#")[0]) == "row":
             self.faults.injected["poisoned row"] += 1
-            return "poison"
+            return POISON
         return self.faults.row()
 
     def _step_fault(self, attempt: str) -> str | None:
         if self.poison.get(attempt.partition("#")[0]) == "step":
             self.faults.injected["poisoned step"] += 1
-            return "poison"
+            return POISON
         return None
 
     def _run_step(self, life: Life) -> None:
@@ -320,7 +320,9 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
     def _encoded(self, message: Any) -> bytes:
         if isinstance(message, StepDone):  # keys that msgspec does not sort
             parts = [sorted(message.prompts.items()), sorted(message.failed.items())]
-            return self._encoder.encode([replace(message, prompts={}, failed={}), *parts])
+            parts.append(sorted(message.unsampled.items()))
+            rest = replace(message, prompts={}, failed={}, unsampled={})
+            return self._encoder.encode([rest, *parts])
         return self._encoder.encode(message)
 
     def _guard(self, life: Life, act: Callable[[], list[Effect]]) -> None:

@@ -25,7 +25,7 @@ ROUTERS: tuple[NodeId, ...] = ("router-0", "router-1")
 BLOCK_SIZE = 4
 FINGERPRINT = b"simulated model, one layout"
 OTHER_FINGERPRINT = b"simulated model, another layout"
-POISON_STEPS = 0.0
+POISON_STEPS = 0.3
 """How many of the runs have requests that fail all of a step."""
 
 

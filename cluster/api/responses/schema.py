@@ -205,27 +205,17 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
                 assistant()
                 thoughts.append(_reasoning(item))
             case "function_call" | "custom_tool_call":
-                if kind == "custom_tool_call":
-                    given = {CUSTOM_INPUT: _string(item, "input", i)}
-                    arguments = json.dumps(given, ensure_ascii=False)
-                else:
-                    arguments = _string(item, "arguments", i)
-                name = _spaced(item.get("namespace"), _string(item, "name", i))
-                function = {"name": name, "arguments": arguments}
-                call = {"id": _string(item, "call_id", i), "type": "function", "function": function}
-                assistant().setdefault("tool_calls", []).append(call)
+                assistant().setdefault("tool_calls", []).append(_call(item, kind, i))
             case "function_call_output" | "custom_tool_call_output":
                 end_turn()
-                output, call_id = _text(item.get("output"), i), _string(item, "call_id", i)
-                messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+                messages.append(_result(_string(item, "call_id", i), _text(item.get("output"), i)))
             case "compaction" | "compaction_summary":
                 end_turn()
                 messages.append({"role": "user", "content": _summary(item)})
             case str() if kind.endswith("_call_output"):  # as of a shell
                 end_turn()
                 call_id = _string(item, "call_id" if "call_id" in item else "id", i)
-                text = _as_text(item.get("output"))
-                messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+                messages.append(_result(call_id, _as_text(item.get("output"))))
             case str() if kind.endswith("_call"):
                 if isinstance(item.get("call_id"), str):  # its client runs it
                     call = _client_call(kind, item)
@@ -237,6 +227,21 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
                 raise _bad(i, f"items of type {kind!r:.60} are not supported")
     end_turn()
     return messages
+
+
+def _call(item: dict[str, Any], kind: str, i: int) -> dict[str, Any]:
+    if kind == "custom_tool_call":
+        given = {CUSTOM_INPUT: _string(item, "input", i)}
+        arguments = json.dumps(given, ensure_ascii=False)
+    else:
+        arguments = _string(item, "arguments", i)
+    name = _spaced(item.get("namespace"), _string(item, "name", i))
+    function = {"name": name, "arguments": arguments}
+    return {"id": _string(item, "call_id", i), "type": "function", "function": function}
+
+
+def _result(call_id: str, output: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": output}
 
 
 def _client_call(kind: str, item: dict[str, Any]) -> dict[str, Any]:

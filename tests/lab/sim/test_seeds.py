@@ -141,6 +141,7 @@ def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
         ),
         (Break.OUTPUTS, {"wrong prompt outputs"}),
         (Break.AHEAD, {"block used with wrong content"}),
+        (Break.APART, {"failed without reason"}),
     ],
 )
 def test_the_checkers_notice_a_missing_safeguard(broken: Break, kinds: set[str]) -> None:

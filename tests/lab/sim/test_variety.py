@@ -42,7 +42,7 @@ def test_the_first_seeds_draw_every_kind() -> None:
     assert any(job.sampling.logprobs is not None for job in jobs)
     assert any(job.sampling.min_tokens for job in jobs)
     assert any(job.scope.salt and job.scope.num_public_tokens for job in jobs)
-    assert {job.poison for job in jobs} == {None, Poison.ROW}
+    assert {job.poison for job in jobs} == {None, Poison.ROW, Poison.STEP}
     assert any(each.faults.row_error for each in found)
 
 
@@ -82,7 +82,7 @@ def test_a_request_that_is_left_out_leaves_the_others_of_its_step_alone() -> Non
         bench.seq("good#1", list(PROMPT), 0, [5, 6, 7, 8, 9]),
     )
     assert done.error is None
-    assert done.failed == {0: "poison"}
+    assert done.unsampled == {0: "poison"}
     assert done.sampled[0] is None
     assert done.sampled[1] is not None
     assert done.sampled[1].token == generate(PROMPT, GREEDY, 100)[0][0]
