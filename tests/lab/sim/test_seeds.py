@@ -84,6 +84,7 @@ def test_the_seeds_see_every_outcome_and_every_fault() -> None:
         "read slow",
         "read stalled",
         "poisoned row",
+        "poisoned step",
         "role change",
         "row error",
         "slot flipped",
