@@ -176,7 +176,8 @@ class ReplayRuntime(VirtualTime[Life, Any]):
             burst.step, burst.start_s, burst.first_s, burst.growth_s, count, burst.running
         )
         life.burst = shorter
-        self.schedule(burst.start_s + shorter.ends_s(count), life, BurstEnd(shorter, count))
+        ends_s = max(burst.start_s + shorter.ends_s(count), self.now)  # but for what rounding takes
+        self.schedule(ends_s, life, BurstEnd(shorter, count))
 
     def _connect(self, life: Life, effect: ConnectPeer) -> None:
         peer = self.lives.get(effect.peer)

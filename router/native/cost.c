@@ -174,7 +174,7 @@ placement first_at(const cost_model *c, const worker *w, const work *asked) {
     /* Who decodes at a prefill worker was charged for waiting for prompts when it was placed there
      * (`add_decode`). To charge prompts as well makes them queue elsewhere, behind each other.
      * Shared cores leave them no elsewhere: the sum decides whether they are handed over at all. */
-    if (w->cores)
+    if (w->cores || w->roles != PREFILLS)
         p.seconds.stall += p.computing_s * stalled(c, w);
     /* It gives way to what decodes on the same cores. */
     double slower = 1.0 + fmin(1.0, w->beside) * (c->giving_way - 1.0);

@@ -272,8 +272,9 @@ class Grammars:
     def _width(self) -> int:
         """Tokens of a mask."""
         vocabulary = self._vocabulary
-        known = vocabulary.result().vocab_size if vocabulary and vocabulary.done() else 0
-        return max(self._vocab_size, known)
+        if vocabulary is None or not vocabulary.done() or vocabulary.exception():
+            return self._vocab_size  # reasoning budgets need no more
+        return max(self._vocab_size, vocabulary.result().vocab_size)
 
     def _compute(
         self,

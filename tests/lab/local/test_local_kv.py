@@ -170,6 +170,6 @@ def test_a_block_table_that_lies_fails_its_own_attempt_only(model_dir: Path) -> 
             assert time.monotonic() < deadline
         assert [future.result(60).tokens for future in futures] == right
         assert core.counters["sequences_left_out"] == 1
-        assert core.counters["refused_execution_failed"] == 1
+        assert core.counters["refused_block_table_fault"] == 1
         cluster.run(partial(core.kv.check_integrity))
         assert_clean(cluster)
