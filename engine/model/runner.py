@@ -192,11 +192,11 @@ class ModelRunner:
             for index, each in results.items()
             if each is not None and each.token == NO_TOKEN
         }
-        for index in unsampled:
+        for index in (*unsampled, *ungrammatical, *waiting):
             results[index] = None
         return StepDone(
             step.step_id,
-            [None if index in waiting else results.get(index) for index in range(num_seqs)],
+            [results.get(index) for index in range(num_seqs)],
             elapsed_s=perf_counter() - began,
             failed=failed,
             unsampled=unsampled,
