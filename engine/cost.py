@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import mul
 
 from engine.config import WorkerConfig
+from engine.stats import Role
 from engine.step import ScheduledSeq, Step
 
 RATE_WEIGHT = 0.2  # of a new measurement in the moving averages
@@ -53,9 +54,6 @@ LEAST_BLOCKS, LEAST_TOKENS = 4, 64  # of prompts in a step: the fewer, but a who
 LONG_WAIT_S = 4.0  # of a prompt; then steps may be as long as `WorkerConfig.itl_most_s`
 MAX_SLOWDOWN = 8.0
 MOST_SAVED = 0.25  # of a step of decodes, by a pass with prompts, that leaving decodes out is worth
-TRY_AGAIN, TRY_FIRST = 64, 4
-"""Of so many steps that may be of both prompts and decodes, one is what the others are not: to
-measure both ways again, and before they were measured."""
 MIN_SAMPLES = 8  # before a fit is published
 TOKENS_UNIT = 4096.0  # prompt tokens count in these, so that features are of one size
 SEQS_UNIT = 16.0
@@ -159,7 +157,6 @@ class StepTiming:
         self.prompt_cost = FittedCost(4)
         self._alone_cost = FittedCost(4)  # of prompts in passes without decodes
         self._saved = Rate()  # seconds by a pass of both, for each of a step of decodes alone
-        self._num_asked = 0  # whether to compute prompts apart
         self._prompt_slowdown = Rate()  # seconds that prompts take now, for each that the fit says
         self.decode_cost = FittedCost(4)  # of a token for each
         self.row_cost = FittedCost(4)  # of a pass, by its rows
@@ -229,17 +226,12 @@ class StepTiming:
     def computes_apart(self, num_prompts: int, num_decodes: int) -> bool:
         """Whether the next step should compute prompts without the decodes that wait beside them,
         in seconds of all: prompts are spared what decodes add to their pass, decodes lose what a
-        pass of both saves. As was measured: one pass of both reads the weights once, but may not
-        be what a device captured, or have room to overlap the two. Now and then it is the other
-        way, to measure that too."""
-        if self.decode_cost.num_samples < MIN_SAMPLES or self.prompt_cost.num_samples < MIN_SAMPLES:
-            return False
-        self._num_asked += 1
-        if not self._saved.is_known:
-            return self._num_asked % TRY_FIRST == 0
+        pass of both saves. As was measured of passes that came by themselves: one of both reads the
+        weights once, but may not be what a device captured, or have room to overlap the two."""
+        if self._config.role is not Role.PREFILL or not self._saved.is_known:
+            return False  # elsewhere streams go before prompts
         saved = max(0.0, self._saved.value)
-        is_better = saved < MOST_SAVED and (1.0 - saved) * num_prompts > saved * num_decodes
-        return is_better != (self._num_asked % TRY_AGAIN == 0)
+        return saved < MOST_SAVED and (1.0 - saved) * num_prompts > saved * num_decodes
 
     def prompt_budget(self, waited_s: float) -> int:
         """Prompt tokens that fit beside decodes into a step of `itl_target_s`, at measured rates;
