@@ -47,11 +47,11 @@ TIMEOUT_S = 120.0
 class Outcome:
     kind: str
     num_bad: int
-    failed: int  # of the good streams
+    failed: int  # good streams
     altered: int
     silence_s: float
     workers_ended: int
-    refusals: dict[str, int]  # of the bad ones
+    refusals: dict[str, int]  # reason -> bad requests
 
 
 def _is_bad(seq: ScheduledSeq) -> bool:

@@ -199,12 +199,9 @@ class EngineCore:
         for seq, reason, why in self.scheduler.take_faults():
             self.count("sequences_left_out")
             note = Note("error", LEFT_OUT[reason], f"{seq.request_id}: {why}")
-            effects += [note, self._refuse(seq, reason, why)]
+            self.remove(seq)
+            effects += [note, Send(seq.router, self.refusal(*seq.key, reason, why))]
         return effects
-
-    def _refuse(self, seq: Sequence, reason: Refusal, why: str) -> Send:
-        self.remove(seq)
-        return Send(seq.router, self.refusal(seq.request_id, seq.attempt, reason, why))
 
     def report(self, seq: Sequence, finish: FinishReason | None) -> None:
         """Put the tokens that the router does not have yet into the next frame to it."""
