@@ -41,7 +41,12 @@ IN_MEMORY_S = 600.0  # OpenAI's: KV that may not be on disk is kept for minutes
 DAY_S = 86_400.0
 
 
-def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, body: bytes) -> Call:
+def call_name(body: bytes) -> bytes:
+    """By which the router knows a call again that it has refused early."""
+    return blake2b(body, digest_size=8).digest()
+
+
+def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, name: bytes) -> Call:
     """What can be said of a call before its prompt is tokenised. Raises `ApiError`."""
     if isinstance(request, ChatRequest):
         num_chars = min(chars_of(request), CHARS_PER_TOKEN * ctx.max_model_len)
@@ -55,7 +60,7 @@ def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, body: bytes)
         wanted = getattr(request, "max_tokens", 1)
         wanted = DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
     return Call(
-        name=blake2b(body, digest_size=8).digest(),
+        name=name,
         tenant=tenant.name,
         priority=priority_of(request, tenant),
         num_prompt_tokens=max(1, num_chars // CHARS_PER_TOKEN),

@@ -29,7 +29,7 @@ from cluster.api.limiter import LimitReached
 from cluster.api.openai.formats import COMMENT, Format
 from cluster.api.openai.generation import Generation
 from cluster.api.openai.parts import Piece, Plan
-from cluster.api.openai.plan import call_of
+from cluster.api.openai.plan import call_name, call_of
 from cluster.api.openai.schema import ModelRequest
 from cluster.api.tenants import Tenant
 from engine.request import Refusal
@@ -151,11 +151,11 @@ class GenerateEndpoint(Generic[Request]):
                 body = await arrived.enter_async_context(held_body(self._ctx, http))
                 call.received_at = clock()
                 if len(body) <= _SMALL_BODY_BYTES:
-                    request = self._read(body)
+                    request, name = self._named(body)
                 else:
-                    request = await self._ctx.in_thread(len(body), self._read, body)
-            about = call_of(self._ctx, request, tenant, body)
+                    request, name = await self._ctx.in_thread(len(body), self._named, body)
             del body
+            about = call_of(self._ctx, request, tenant, name)
             failed = self._ctx.refuse_early(about)
             if failed is not None:
                 raise refused(failed)
@@ -171,6 +171,10 @@ class GenerateEndpoint(Generic[Request]):
                 finally:
                     used = 0 if call.result is None else call.result.usage["total_tokens"]
                     rates.settle(clock(), tenant, num_taken, used)
+
+    def _named(self, body: bytes) -> tuple[Request, bytes]:
+        """The request, and the name of its call. Raises `ApiError`."""
+        return self._read(body), call_name(body)
 
     async def _generate(
         self,
