@@ -40,6 +40,12 @@ from cluster.api.openai.formats import CompletionFormat
 from cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
 from cluster.api.openai.respond import GenerateEndpoint, error_response
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, parse
+from cluster.api.openai.scoring import (
+    RerankFormat,
+    RerankRequest,
+    ScoreFormat,
+    ScoreRequest,
+)
 from cluster.api.openai.stored import StoredChats, chat_format
 from cluster.api.operations import operation_routes
 from cluster.api.responses.routes import response_routes
@@ -120,11 +126,19 @@ def create_app(ctx: ApiContext) -> FastAPI:
     embeddings = GenerateEndpoint(
         ctx, "embeddings", partial(parse, EmbeddingRequest), plan_embeddings, EmbeddingFormat
     )
+    score = GenerateEndpoint(
+        ctx, "score", partial(parse, ScoreRequest), plan_embeddings, ScoreFormat
+    )
+    rerank = GenerateEndpoint(
+        ctx, "rerank", partial(parse, RerankRequest), plan_embeddings, RerankFormat
+    )
     app.router.routes += [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         *StoredChats(ctx).routes(),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
+        *(Route(path, score, methods=["POST"]) for path in ("/v1/score", "/score")),
+        *(Route(f"{version}/rerank", rerank, methods=["POST"]) for version in ("/v1", "/v2", "")),
         *message_routes(ctx),
         *response_routes(ctx),
         *token_routes(ctx),

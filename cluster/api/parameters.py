@@ -39,10 +39,13 @@ class Fields:
 
 
 _LABEL = "a label of the caller's; nothing depends on it"
-_OWN_IDS = "answers have ids of the server's; send X-Request-Id"
+_OWN_IDS = "answers have the server's ids; send X-Request-Id"
 _TEXT_ONLY = "about images and sound; only text is read"
 _NOT_MOVED = "KV is moved by this server's own router; leave it out"
 _NO_TEMPLATE = "the server's own chat template is used"
+
+_PADDING = Refused("texts are not padded", but=("do_not_pad",))
+_OF_LABELS = "scores are cosines; a completion tells probabilities (logprob_token_ids)"
 
 _NAMES = {"user": _LABEL, "request_id": _OWN_IDS, "rid": _OWN_IDS}
 _GENERATES = {
@@ -134,6 +137,7 @@ EMBEDDING = Fields(
         "messages": Refused("chats are not embedded; use 'input'"),
         "nvext": Refused("Dynamo's extensions are not supported; vLLM's fields are"),
         "normalize": Refused("vectors have length 1", but=(True,)),
+        "padding": _PADDING,
         "use_activation": Refused("vectors have length 1", but=(True,)),
     },
     harmless={
@@ -142,6 +146,31 @@ EMBEDDING = Fields(
         "mm_processor_kwargs": _TEXT_ONLY,
     },
 )
+
+_SCORING = {
+    "chat_template_kwargs": Refused("texts are embedded as they are, without a template"),
+    "instruct": Refused("texts are embedded as they are; put it into the query"),
+    "instruction": Refused("texts are embedded as they are; put it into the query"),
+    "lora_path": Refused("adapters are not supported"),
+    "padding": _PADDING,
+}
+_SCORED = {
+    **_NAMES,
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "use_activation": "a cosine is the same for vectors of any length",
+}
+SCORE = Fields(
+    refused={
+        **_SCORING,
+        "apply_softmax": Refused(_OF_LABELS),
+        "item_first": Refused(_OF_LABELS),
+        "label_token_ids": Refused(_OF_LABELS),
+        "query": Refused("the name is 'queries', also of one"),
+        "return_pooled_hidden_states": Refused("vectors are told by /v1/embeddings"),
+    },
+    harmless=_SCORED,
+)
+RERANK = Fields(refused=_SCORING, harmless=_SCORED)
 
 RESPONSES = Fields(
     refused={

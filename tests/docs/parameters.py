@@ -16,6 +16,8 @@ COLUMNS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text",
     "/v1/embeddings": "embed",
+    "/v1/score": "score",
+    "/v1/rerank": "rank",
     "/v1/responses": "resp",
     "/v1/messages": "msg",
     "/tokenize": "token",
@@ -28,7 +30,7 @@ def tables() -> str:
     known = sorted({name for each in shown for name in each.obeyed})
     rows = [[f"`{name}`", *("x" if name in e.obeyed else "" for e in shown)] for name in known]
     parts = [
-        f"Columns: {', '.join(heads[:3])},\n{', '.join(heads[3:])}.",
+        f"Columns: {', '.join(heads[:3])},\n{', '.join(heads[3:6])},\n{', '.join(heads[6:])}.",
         "### Obeyed\n\n" + _table(["field", *COLUMNS.values()], rows),
         "### Refused by name\n\n" + _reasons(shown, _refused),
         "### Harmless\n\n" + _reasons(shown, lambda each: each.fields.harmless),

@@ -34,14 +34,32 @@ def _inputs_of(given: Any) -> list[str | list[int]]:
     return prompts_of(given, MAX_INPUTS)
 
 
-class EmbeddingRequest(ModelRequest):
-    """Body of the call. `pooling` is an extension: the mean over the text's tokens, or the last."""
+class PooledRequest(ModelRequest):
+    """What asks for vectors of texts. `pooling` is an extension: the mean over a text's tokens, or
+    the last."""
+
+    pooling: Literal["mean", "last"] | None = None
+    add_special_tokens: Annotated[bool, or_default(True)] = True
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        raise NotImplementedError
+
+    def param_of(self, place: int) -> str:
+        """The field that has the text at `place` of `prompts`."""
+        raise NotImplementedError
+
+    def most_tokens(self, place: int) -> int:
+        """How many of that text's first tokens count; 0: all."""
+        return 0
+
+
+class EmbeddingRequest(PooledRequest):
+    """Body of the call."""
 
     input: Annotated[list[Any], BeforeValidator(_inputs_of)]
     encoding_format: Annotated[Literal["float", "base64"], or_default("float")] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    pooling: Literal["mean", "last"] | None = None
-    add_special_tokens: Annotated[bool, or_default(True)] = True
 
     @model_validator(mode="after")
     def _is_supported(self) -> EmbeddingRequest:
@@ -52,28 +70,34 @@ class EmbeddingRequest(ModelRequest):
     def prompts(self) -> list[str | list[int]]:
         return self.input
 
+    def param_of(self, place: int) -> str:
+        return "input"
 
-async def plan_embeddings(ctx: ApiContext, request: EmbeddingRequest, tenant: Tenant) -> Plan:
-    """Raises `ApiError`."""
+
+async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenant) -> Plan:
+    """One silent choice for each text. Raises `ApiError`."""
     check_model(ctx, request)
     pooling = Pooling(request.pooling or ctx.tokenizer.pooling)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
     scope, special = CacheScope(salt_of(request, tenant)), request.add_special_tokens
     texts: list[ChoicePlan] = []
     for place, text in enumerate(request.prompts):
-        whole = await prompt_tokens(ctx, text, "input", add_special_tokens=special)
+        param, most = request.param_of(place), request.most_tokens(place)
+        if most and isinstance(text, str):
+            text = await ctx.in_thread(len(text), ctx.tokenizer.beginning, text, most)
+        whole = await prompt_tokens(ctx, text, param, add_special_tokens=special)
         tokens = tuple(truncated(ctx, request, whole, 1))
-        room_after(ctx, tokens, "input")
+        room_after(ctx, tokens, param)
         texts.append(ChoicePlan(place, place, tokens, sampling, is_silent=True, scope=scope))
     priority = priority_of(request, tenant)
     return Plan(tuple(texts), (), None, False, False, tenant, priority, retention=None)
 
 
-class EmbeddingFormat(Format):
-    def __init__(
-        self, ctx: ApiContext, plan: Plan, request: EmbeddingRequest, request_id: str
-    ) -> None:
-        self._ctx, self._request, self._num_texts = ctx, request, len(plan.choices)
+class PooledFormat(Format):
+    """Answers that are made of the vectors of all texts at once."""
+
+    def __init__(self, ctx: ApiContext, plan: Plan) -> None:
+        self._ctx, self._num_texts = ctx, len(plan.choices)
 
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return []
@@ -84,13 +108,31 @@ class EmbeddingFormat(Format):
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return []
 
-    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        vectors = {piece.index: piece.embedding for piece in pieces if piece.embedding}
-        if len(vectors) != self._num_texts:
+    def _vectors(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
+        """In the order of the texts, as the model gave them. Raises `ApiError`."""
+        found = {piece.index: piece.embedding for piece in pieces if piece.embedding}
+        if len(found) != self._num_texts:
             raise ApiError(500, "The model gave no embedding", type="server_error")
+        return [np.frombuffer(found[index], np.float32) for index in range(self._num_texts)]
+
+
+def unit(vector: np.ndarray) -> np.ndarray:
+    """With length 1, or all zeros."""
+    length = float(np.linalg.norm(vector))
+    return vector / length if length > 0 else vector
+
+
+class EmbeddingFormat(PooledFormat):
+    def __init__(
+        self, ctx: ApiContext, plan: Plan, request: EmbeddingRequest, request_id: str
+    ) -> None:
+        super().__init__(ctx, plan)
+        self._request = request
+
+    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         data = [
-            {"object": "embedding", "index": index, "embedding": self._encoded(vectors[index])}
-            for index in range(self._num_texts)
+            {"object": "embedding", "index": index, "embedding": self._encoded(vector)}
+            for index, vector in enumerate(self._vectors(pieces))
         ]
         counts = {key: usage[key] for key in ("prompt_tokens", "total_tokens")}
         return {
@@ -100,16 +142,14 @@ class EmbeddingFormat(Format):
             "usage": counts,
         }
 
-    def _encoded(self, packed: bytes) -> str | list[float]:
-        vector, wanted = np.frombuffer(packed, np.float32), self._request.dimensions
+    def _encoded(self, vector: np.ndarray) -> str | list[float]:
+        wanted = self._request.dimensions
         if wanted is not None and wanted > len(vector):
             raise invalid(
                 f"'dimensions': {wanted} is more than the {len(vector)} of this model",
                 param="dimensions",
             )
-        vector = vector[:wanted]
-        length = float(np.linalg.norm(vector))
-        vector = (vector / length if length > 0 else vector).astype("<f4")
+        vector = unit(vector[:wanted]).astype("<f4")
         if self._request.encoding_format == "base64":
             return b64encode(vector.tobytes()).decode()
         return [float(value) for value in vector]

@@ -48,7 +48,10 @@ _FIRST_S = (
 )
 _NEXT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _LABELS = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"]
-_OPERATIONS = {"completions": "text_completion", "embeddings": "embeddings"}
+_OPERATIONS = {
+    "completions": "text_completion",
+    **dict.fromkeys(("embeddings", "score", "rerank"), "embeddings"),
+}
 
 
 def operation_of(endpoint: str) -> str:

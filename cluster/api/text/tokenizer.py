@@ -241,6 +241,17 @@ class Tokenizer:
         plain: str = text.replace("▁", " ")
         return plain.encode()
 
+    def beginning(self, text: str, most: int) -> str:
+        """What `text` begins with and has at most `most` tokens, special ones not counted."""
+        text = text[: MANY_CHARS * most]
+        while True:
+            (found,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            if len(found) <= most:
+                return text
+            # A character of several tokens may have more of them behind the last one.
+            end = min(found.offsets[most - 1][1], found.offsets[most][0])
+            text = text[: min(end, len(text) - 1)]
+
     def check_length(self, text: str, most: int | None) -> None:
         """Raises TooLong where `text` has plainly more than `most` tokens, after work that depends
         on `most` and not on the text."""

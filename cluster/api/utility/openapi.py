@@ -17,6 +17,7 @@ from cluster.api.anthropic.schema import CountRequest, MessagesRequest
 from cluster.api.context import ApiContext
 from cluster.api.openai.embeddings import EmbeddingRequest
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, ForkRequest, MetadataRequest
+from cluster.api.openai.scoring import RerankRequest, ScoreRequest
 from cluster.api.responses.conversations import (
     ConversationRequest,
     ItemsRequest,
@@ -38,6 +39,8 @@ CALLS: Sequence[tuple[str, str, str, type[BaseModel] | None]] = (
     ("get", "/v1/chat/completions/{id}/messages", "What it was asked with", None),
     ("post", "/v1/completions", "Continue a text", CompletionRequest),
     ("post", "/v1/embeddings", "Texts as vectors", EmbeddingRequest),
+    ("post", "/v1/rerank", "Documents by how near they are to a query", RerankRequest),
+    ("post", "/v1/score", "How near texts are to each other", ScoreRequest),
     ("post", "/v1/responses", "Answer items, and keep the response", ResponsesRequest),
     ("get", "/v1/responses/{id}", "A response that was kept", None),
     ("delete", "/v1/responses/{id}", "Forget a response", None),

@@ -18,12 +18,15 @@ from pydantic import BaseModel
 from cluster.api.anthropic.schema import CountRequest, MessagesRequest
 from cluster.api.openai.embeddings import EmbeddingRequest
 from cluster.api.openai.schema import ChatRequest, CompletionRequest
+from cluster.api.openai.scoring import RerankRequest, ScoreRequest
 from cluster.api.parameters import (
     CHAT,
     COMPLETION,
     EMBEDDING,
     MESSAGES,
+    RERANK,
     RESPONSES,
+    SCORE,
     TOKENIZE,
     Fields,
 )
@@ -66,8 +69,18 @@ _EMBEDDING = f"""
     {_DYNAMO}
     truncate_prompt_tokens truncation_side request_id priority mm_processor_kwargs cache_salt
     add_special_tokens messages chat_template encoding_format dimensions embed_dtype endianness
-    use_activation normalize additional_data rid lora_path
+    use_activation normalize additional_data padding rid lora_path
 """
+_SCORING = """
+    model user truncate_prompt_tokens padding truncation_side request_id priority cache_salt
+    mm_processor_kwargs use_activation max_tokens_per_query max_tokens_per_doc instruction
+    chat_template_kwargs rid lora_path instruct
+"""
+_SCORE = f"""
+    {_SCORING} data_1 data_2 queries documents items text_1 text_2 query label_token_ids
+    apply_softmax item_first return_pooled_hidden_states
+"""
+_RERANK = f"{_SCORING} query documents top_n return_documents"  # Jina's and Cohere's among them
 _RESPONSES = """
     top_k logit_bias skip_special_tokens include_stop_str_in_output request_id media_io_kwargs
     mm_processor_kwargs priority cache_salt enable_response_messages previous_input_messages
@@ -140,6 +153,8 @@ ENDPOINTS = (
             _openai(embedding_create_params, "EmbeddingCreateParams") | {*_EMBEDDING.split()}
         ),
     ),
+    Endpoint("/v1/score", ScoreRequest, SCORE, frozenset(_SCORE.split())),
+    Endpoint("/v1/rerank", RerankRequest, RERANK, frozenset(_RERANK.split())),
     Endpoint(
         "/v1/responses",
         ResponsesRequest,
