@@ -68,7 +68,7 @@ def file_digest(path: Path, cache_dir: Path | None = None) -> bytes:
     stat = path.stat()
     if stat.st_size < LEAST_KEPT_BYTES:
         return _digest_of(path, stat.st_size)
-    key = blake2b(repr(_version_of(stat)).encode(), digest_size=16).hexdigest()
+    key = blake2b(repr(version_of(stat)).encode(), digest_size=16).hexdigest()
     kept = (cache_dir or default_cache_dir()) / "digests" / key
     found = _kept_digest(kept)
     if found is not None:
@@ -84,7 +84,8 @@ def file_digest(path: Path, cache_dir: Path | None = None) -> bytes:
         return _digest_of(path, stat.st_size)
 
 
-def _version_of(stat: os.stat_result) -> tuple[int, ...]:
+def version_of(stat: os.stat_result) -> tuple[int, ...]:
+    """What changes with a file's bytes; see `file_digest`."""
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
@@ -104,7 +105,7 @@ def _keep_digest(path: Path, stat: os.stat_result, kept: Path) -> bytes:
         began_ns = os.fstat(handle).st_mtime_ns  # a file system's clock, not the process's
         digest = _digest_of(path, stat.st_size)
         settled = began_ns - max(stat.st_mtime_ns, stat.st_ctime_ns) > SETTLED_NS
-        if settled and _version_of(path.stat()) == _version_of(stat):
+        if settled and version_of(path.stat()) == version_of(stat):
             os.write(handle, digest)
             fresh.rename(kept)
             entries = sorted(kept.parent.iterdir(), key=lambda entry: entry.stat().st_mtime_ns)

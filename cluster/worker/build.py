@@ -39,7 +39,7 @@ from cluster.worker.threads import WorkerThreads, giving_way
 from cluster.worker.transfers import MakeRankTransfers, open_transfers
 from engine.model.backends import Backends
 from engine.model.checkpoint.resolve import resolve_model
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, check_unchanged, files_of, versions_of
 from engine.model.errors import ModelError
 from engine.model.parallel.shard import Shard, check_divides
 from engine.stats import Role
@@ -126,6 +126,7 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     spec = replace(spec, engine=sized(spec.engine, gpu=spec.on_gpu))
     try:
         path = spec.find_model()
+        before = versions_of(files_of(path))
         model = model_config(path, spec.engine)
         dtype = spec.dtype
         if dtype == "auto":
@@ -148,6 +149,7 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
         runner, parallel = open_runner(spec, path, plan, dtype, max_model_len, companion)
         first = Shard(0, spec.engine.tensor_parallel_size)
         own = open_transfers(spec, path, plan, runner, first, options)
+        check_unchanged(before, files_of(path))
     except (ModelError, AgentError) as error:
         raise BuildError(str(error)) from error
     ranks = None if parallel is None else Ranks(own, parallel)

@@ -7,12 +7,13 @@ transformers is imported here.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from math import ceil
 from pathlib import Path
 
-from engine.cache_dir import file_digest
+from engine.cache_dir import file_digest, version_of
 from engine.kv.spec import DTYPE_BYTES, KVSpec
 from engine.model.errors import ModelError
 
@@ -20,6 +21,27 @@ INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
 # Beside the weights: how they are stored, and which text each token id stands for.
 QUANTIZATION_FILES = ("config.json", "hf_quant_config.json")
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+
+
+def files_of(path: Path) -> list[Path]:
+    """Those of a checkpoint that its digest covers."""
+    weights = sorted(path.glob("*.safetensors"))
+    others = (path / name for name in QUANTIZATION_FILES + VOCABULARY_FILES)
+    return [file for file in (*weights, *others) if file.is_file()]
+
+
+def versions_of(files: Iterable[Path]) -> dict[Path, tuple[int, ...]]:
+    return {file: version_of(file.stat()) for file in files}
+
+
+def check_unchanged(before: dict[Path, tuple[int, ...]], files: Iterable[Path]) -> None:
+    """Called when files and their digests have been read, with what `versions_of` gave before: a
+    digest of a file that was written, replaced, added or removed meanwhile may be of other bytes
+    than those that were read. Raises ModelError."""
+    after = versions_of(files)
+    for file in sorted(before | after):
+        if before.get(file) != after.get(file):
+            raise ModelError(f"{file} was changed while the model was loaded: start again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +186,8 @@ class ModelConfig:
             shape["quantization"] = quantization
         digest = blake2b(digest_size=32, person=b"kvrelay-model")
         digest.update(json.dumps(shape).encode())
-        weights = sorted(path.glob("*.safetensors"))
-        for file in (*weights, *(path / name for name in QUANTIZATION_FILES + VOCABULARY_FILES)):
-            if file.is_file():
-                digest.update(file.name.encode() + b"\0" + file_digest(file))
+        for file in files_of(path):
+            digest.update(file.name.encode() + b"\0" + file_digest(file))
         return digest.digest()
 
     @property

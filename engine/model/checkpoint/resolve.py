@@ -13,6 +13,7 @@ from pathlib import Path
 
 from engine.cache_dir import default_cache_dir, file_digest, publish_dir
 from engine.model.checkpoint.families import read_config
+from engine.model.config import check_unchanged, versions_of
 from engine.model.errors import ModelError
 
 CONVERTER_VERSION = 2  # raised when the same file would be converted differently
@@ -71,6 +72,7 @@ def _convert(
     if path.suffix != ".gguf":
         raise ModelError(f"{path} is a file but not a .gguf file")
     person = b"kvr-convert%d" % CONVERTER_VERSION
+    before = versions_of([path])
     key = blake2b(file_digest(path, cache), digest_size=8, person=person)
     key.update(repr(sampling).encode())
     final = cache / "models" / f"{path.stem}-{key.hexdigest()}"
@@ -79,6 +81,7 @@ def _convert(
         from engine.model.gguf.convert import convert
 
         convert(path, fresh, sampling, progress)
+        check_unchanged(before, [path])
 
     try:
         return publish_dir(final, make)

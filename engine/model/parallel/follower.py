@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+from engine.model.config import check_unchanged, files_of, versions_of
 from engine.model.parallel.companion import Broken, Checksums, Companion, Ready
 from engine.model.parallel.ops import Group, RankSetup
 from engine.model.runner import ModelRunner
@@ -114,9 +115,11 @@ def main() -> None:
         leader.tell(Ready())
         member = setup.join()
         path = setup.find_model()
+        before = versions_of(files_of(path))  # on a machine of its own perhaps
         runner = ModelRunner(path, device=setup.device, member=member, **setup.options)
         if setup.companion is not None:
             leader.companion = setup.companion(runner, setup.shard, leader.tell)
+        check_unchanged(before, files_of(path))
         leader.tell(Ready(leader.companion and leader.companion.facts))
         _run(leader, runner, member.group)
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from cluster.config import Config, EngineSection, ModelSection
+from cluster.worker import build
 from cluster.worker.build import build_worker, prepare_model
 from cluster.worker.kv_plan import (
     SPARE_BYTES,
@@ -209,4 +211,44 @@ def test_a_backend_that_a_cpu_does_not_have_is_one_line(tmp_path: Path, setting:
     engine = structs.replace(EngineSection(num_blocks=4), **{setting: "flashinfer"})
     spec = spec_of(engine=engine, model_dir=str(tmp_path), dtype="float32", threads=1)
     with pytest.raises(BuildError, match=rf"^{setting} flashinfer needs a GPU"):
+        build_worker(spec)
+
+
+def _replace(path: Path) -> None:
+    """As a new version is put into place: same size, another file."""
+    file = path / "model.safetensors"
+    fresh = path / "fresh"
+    fresh.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    fresh.rename(file)
+
+
+def _edit(path: Path) -> None:
+    with (path / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+
+
+def _add(path: Path) -> None:
+    (path / "more.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(_replace, "model"), (_edit, "model"), (_add, "more")]
+)
+def test_a_checkpoint_that_changes_while_it_is_loaded_fails_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], name: str
+) -> None:
+    """Else KV of the old weights would be named by the digest of the new ones."""
+    make_checkpoint("llama", tmp_path)
+    load = build.open_runner
+
+    def changed(*args: Any) -> Any:
+        loaded = load(*args)
+        change(tmp_path)
+        return loaded
+
+    monkeypatch.setattr(build, "open_runner", changed)
+    spec = spec_of(engine=EngineSection(num_blocks=4), model_dir=str(tmp_path))
+    wanted = rf"{name}.safetensors was changed while the model was loaded: start again"
+    with pytest.raises(BuildError, match=wanted):
         build_worker(spec)

@@ -15,6 +15,7 @@ from engine import cache_dir
 from engine.cache_dir import file_digest
 from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from engine.model.errors import ModelError
 from tests.engine.model.checkpoint.test_resolve import write_gguf
 from tests.engine.model.tiny import make_checkpoint
 
@@ -164,3 +165,16 @@ def test_a_gguf_file_with_one_other_byte_is_converted_again(tmp_path):
         change_byte(file, changed)
     found.add(resolve_model(str(file), cache_dir=tmp_path, progress=lambda _: None))
     assert len(found) == 4
+
+
+def test_a_gguf_that_changes_while_it_is_converted_is_not_kept(tmp_path):
+    file = tmp_path / "m.gguf"
+    write_gguf(file, make_checkpoint("llama", tmp_path / "original"), "llama")
+
+    def touch(_line: str) -> None:
+        os.utime(file, ns=(1, 1))
+
+    with pytest.raises(ModelError, match=r"m\.gguf was changed while the model was loaded"):
+        resolve_model(str(file), cache_dir=tmp_path / "cache", progress=touch)
+    assert not list((tmp_path / "cache" / "models").iterdir())
+    assert resolve_model(str(file), cache_dir=tmp_path / "cache", progress=lambda _: None)
