@@ -85,7 +85,7 @@ async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenan
         param, most = request.param_of(place), request.most_tokens(place)
         if most and isinstance(text, str):
             text = await ctx.in_thread(len(text), ctx.tokenizer.beginning, text, most)
-        whole = await prompt_tokens(ctx, text, param, add_special_tokens=special)
+        whole = await prompt_tokens(ctx, text, param, add_special_tokens=special, is_prompt=False)
         tokens = tuple(truncated(ctx, request, whole, 1))
         room_after(ctx, tokens, param)
         texts.append(ChoicePlan(place, place, tokens, sampling, is_silent=True, scope=scope))

@@ -104,7 +104,9 @@ async def plan_chat(
     predicted: list[int] = []
     if request.prediction:
         text, encode = request.prediction[: MANY_CHARS * room], ctx.tokenizer.encode
-        predicted = await ctx.in_thread(len(text), encode, text, add_special_tokens=False)
+        predicted = await ctx.in_thread(
+            len(text), encode, text, add_special_tokens=False, is_prompt=False
+        )
     sampling = replace(
         sampling, reasoning=_budget(ctx, request, reading), prediction=tuple(predicted[:room])
     )
@@ -214,11 +216,11 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
 
 
 async def prompt_tokens(
-    ctx: ApiContext, prompt: str | list[int], param: str, *, add_special_tokens: bool = True
+    ctx: ApiContext, prompt: str | list[int], param: str, **options: bool
 ) -> list[int]:
-    """Raises `ApiError`."""
+    """options: of `Tokenizer.encode`. Raises `ApiError`."""
     if isinstance(prompt, str):
-        return await text_tokens(ctx, prompt, param, add_special_tokens=add_special_tokens)
+        return await text_tokens(ctx, prompt, param, **options)
     check_token_ids(ctx, param, prompt)
     return prompt
 
@@ -235,14 +237,12 @@ def truncated(
     return tokens[:most] if request.truncation_side == "right" else tokens[-most:]
 
 
-async def text_tokens(
-    ctx: ApiContext, text: str, param: str, *, add_special_tokens: bool = True
-) -> list[int]:
-    """Raises `ApiError`."""
+async def text_tokens(ctx: ApiContext, text: str, param: str, **options: bool) -> list[int]:
+    """options: of `Tokenizer.encode`. Raises `ApiError`."""
 
     def encoded() -> list[int]:
         ctx.tokenizer.check_length(text, ctx.max_model_len)
-        return ctx.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ctx.tokenizer.encode(text, **options)
 
     try:
         return await ctx.in_thread(len(text), encoded)
@@ -253,7 +253,7 @@ async def text_tokens(
 async def _between(ctx: ApiContext, tokens: Sequence[int], suffix: str) -> list[int]:
     try:
         if len(suffix) > MANY_CHARS * ctx.max_model_len:
-            await text_tokens(ctx, suffix, "suffix")
+            await text_tokens(ctx, suffix, "suffix", is_prompt=False)
         return await ctx.in_thread(len(suffix), infill_prompt, ctx.tokenizer, tokens, suffix)
     except NoInfill as error:
         raise invalid(f"'suffix': {error}", param="suffix") from None

@@ -26,7 +26,7 @@ class NoInfill(ValueError):
 
 def infill_prompt(tokenizer: Tokenizer, before: Sequence[int], after: str) -> list[int]:
     """before: tokens of the beginning, with what every prompt begins with. Raises NoInfill."""
-    end = tokenizer.encode(after, add_special_tokens=False)
+    end = tokenizer.encode(after, add_special_tokens=False, is_prompt=False)
     start = tokenizer.num_start_tokens
     for names in _MARKS:
         marks = [tokenizer.token_id(name) for name in names]

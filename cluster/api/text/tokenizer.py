@@ -147,10 +147,13 @@ class Tokenizer:
             found.add(token)
         return tuple(sorted(found))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Special tokens in `text` are parsed. One that every prompt begins with (BOS) comes once,
-        also where `text` begins with it."""
-        tokens = _encode(self._tokenizer, text, add_special_tokens)
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = True
+    ) -> list[int]:
+        """Special tokens in `text` are parsed if it `is_prompt`, else as in messages. One that
+        every prompt begins with (BOS) comes once, also where `text` begins with it."""
+        tokenizer = self._tokenizer if is_prompt else self._without_controls(text)
+        tokens = _encode(tokenizer, text, add_special_tokens)
         num_start = self.num_start_tokens if add_special_tokens else 0
         is_doubled = num_start and tokens[:num_start] == tokens[num_start : 2 * num_start]
         return tokens[num_start:] if is_doubled else tokens
@@ -192,6 +195,11 @@ class Tokenizer:
     ) -> list[int]:
         """Tokens of `chat_prompt`, which takes the same."""
         return self.chat_prompt(messages, *args, **options).tokens
+
+    def _without_controls(self, text: str) -> Any:
+        """One that parses no special token in `text`, unless messages may have some."""
+        is_found = self._forbidden is not None and self._forbidden.are_in(text)
+        return self._renamed.tokenizer if is_found else self._tokenizer
 
     @cached_property
     def _renamed(self) -> _Renamed:
@@ -244,8 +252,9 @@ class Tokenizer:
     def beginning(self, text: str, most: int) -> str:
         """What `text` begins with and has at most `most` tokens, special ones not counted."""
         text = text[: MANY_CHARS * most]
+        tokenizer = self._without_controls(text)
         while True:
-            (found,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            (found,) = tokenizer.encode_batch([text], add_special_tokens=False)
             if len(found) <= most:
                 return text
             # A character of several tokens may have more of them behind the last one.

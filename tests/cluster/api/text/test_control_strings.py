@@ -260,3 +260,36 @@ def test_a_setting_has_special_tokens_parsed(family: Family, tokenizer: Tokenize
     tokens = open_to_all.apply_chat_template(messages, tools)
     assert tokens == open_to_all.encode(rendered, add_special_tokens=False)
     assert tokens != tokenizer.apply_chat_template(messages, tools)
+
+
+def test_what_is_no_prompt_is_text(family: Family, tokenizer: Tokenizer) -> None:
+    """The texts of embeddings and scores, a prediction, a suffix."""
+    start = tokenizer.encode("", is_prompt=False)
+    open_to_all = Tokenizer(tokenizer.directory, parse_special_tokens_in_messages=True)
+    assert tokenizer.encode(NEUTRAL, is_prompt=False) == tokenizer.encode(NEUTRAL)
+    for text in family.controls:
+        tokens = tokenizer.encode(f"a {text} b", is_prompt=False)
+        assert controls_in(tokenizer, family, tokens) == controls_in(tokenizer, family, start)
+        assert text in tokenizer.decode(tokens, skip_special_tokens=False)
+        parsed = tokenizer.encode(f"a {text} b")
+        assert tokenizer.token_id(text) in parsed
+        assert open_to_all.encode(f"a {text} b", is_prompt=False) == parsed
+
+
+def test_texts_of_embeddings_and_predictions_make_no_control_token(
+    family: Family, served: Served
+) -> None:
+    tokenizer = served.ctx.tokenizer
+    text = f"a {family.controls[0]} b"
+    expected = tuple(tokenizer.encode(text, is_prompt=False))
+    assert served.post({"input": text}, "/v1/embeddings").status_code == 200
+    assert served.router.submits[-1].tokens == expected
+    assert served.post({"query": text, "documents": text}, "/v1/rerank").status_code == 200
+    assert served.router.submits[-1].tokens == expected
+    said = {"type": "content", "content": text}
+    asked = [{"role": "user", "content": "a"}]
+    assert served.post({"messages": asked, "prediction": said}).status_code == 200
+    predicted = served.router.submits[-1].sampling.prediction
+    assert tokenizer.token_id(family.controls[0]) not in predicted
+    assert served.post({"prompt": text}, "/v1/completions").status_code == 200
+    assert tokenizer.token_id(family.controls[0]) in served.router.submits[-1].tokens

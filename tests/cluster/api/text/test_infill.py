@@ -54,3 +54,11 @@ def test_a_model_without_such_tokens_says_so(smollm2_dir: Path) -> None:
     tokenizer = Tokenizer(smollm2_dir)
     with pytest.raises(NoInfill, match="no tokens"):
         infill_prompt(tokenizer, tokenizer.encode("a"), "b")
+
+
+def test_a_mark_in_the_suffix_is_text(tmp_path: Path, smollm2_dir: Path) -> None:
+    names = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    tokenizer = made(tmp_path, smollm2_dir, *names)
+    found = infill_prompt(tokenizer, tokenizer.encode("a"), f"b{names[2]}c")
+    assert [found.count(tokenizer.token_id(name)) for name in names] == [1, 1, 1]
+    assert names[2] in tokenizer.decode(found[:-1], skip_special_tokens=False)
