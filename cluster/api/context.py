@@ -113,8 +113,10 @@ class ApiContext:
     def __post_init__(self) -> None:
         trace = None if self.tracing is None else self.tracing.record
         self.calls = Calls(self.model_name, self.explanations, self.metrics, trace)
-        self.live = ConcurrencyLimiter(self.limits.max_live_requests)
-        self.commands = ConcurrencyLimiter(self.limits.max_session_commands)
+        self.live = self._limiter(self.limits.max_live_requests, "requests are being served")
+        self.commands = self._limiter(
+            self.limits.max_session_commands, "session commands are waiting"
+        )
         self.bodies = ByteBudget(_NUM_BODIES * self.limits.max_body_bytes)
         from cluster.api.constraints.grammar import Constraints
         from cluster.api.openai.logprobs import TokenNames
@@ -128,6 +130,9 @@ class ApiContext:
         self._pool = ThreadPoolExecutor(self.limits.tokenizer_threads, "tokenizer")
         self._pool_of_large = ThreadPoolExecutor(_LARGE_AT_ONCE, "tokenizer-large")
         self._turns = Turns(_LARGE_AT_ONCE, _MAX_LARGE)
+
+    def _limiter(self, limit: int, what: str) -> ConcurrencyLimiter:
+        return ConcurrencyLimiter(limit, what=what, is_shared=lambda: self.tenants.are_several)
 
     @property
     def system_fingerprint(self) -> str:

@@ -165,8 +165,7 @@ def utility_call(ctx: ApiContext, http: Request) -> Iterator[Tenant]:
             ctx.rates.admit(asyncio.get_running_loop().time(), tenant, 0)
             yield tenant
     except LimitReached as taken:
-        message = f"{ctx.live.limit} requests are being served, which is the limit"
-        raise overloaded(message, taken.retry_after_s) from None
+        raise overloaded(str(taken), taken.retry_after_s) from None
 
 
 async def read_body(ctx: ApiContext, request: Request) -> bytes:

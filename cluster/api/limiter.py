@@ -23,8 +23,8 @@ TENANT: ContextVar[str] = ContextVar("tenant", default="")
 class LimitReached(Exception):
     """No place is free; `retry_after_s`: until one should be."""
 
-    def __init__(self, retry_after_s: float) -> None:
-        super().__init__(f"no place is free; one should be in {retry_after_s:g} s")
+    def __init__(self, retry_after_s: float, message: str = "no place is free") -> None:
+        super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
@@ -62,12 +62,23 @@ class ByteBudget:
 
 
 class ConcurrencyLimiter:
-    """Owned by the API's context; used in its loop. Invariant: `num_taken <= limit`."""
+    """Owned by the API's context; used in its loop. Invariant: `num_taken <= limit`.
 
-    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """limit: at least 1."""
+    Where it is shared by several tenants, one gets a place only while it has fewer than are free:
+    so one alone has half of them at most, two a third each, and who has none finds one."""
+
+    def __init__(
+        self,
+        limit: int,
+        clock: Callable[[], float] = time.monotonic,
+        what: str = "calls are under way",
+        is_shared: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """limit: at least 1. what: has a place, for messages."""
         self.limit = limit
         self.num_taken = 0
+        self._what, self._is_shared = what, is_shared
+        self._taken: Counter[str] = Counter()  # by tenant
         self._clock = clock
         self._since = 0.0  # sum of the times at which those that are taken were
         self._stay_s = 0.0  # mean of those that were left
@@ -76,20 +87,28 @@ class ConcurrencyLimiter:
 
     def check(self) -> None:
         """Raises LimitReached, and takes nothing."""
-        if self.num_taken >= self.limit:
-            raise LimitReached(self._retry_after_s())
+        num_free, own = self.limit - self.num_taken, self._taken[TENANT.get()]
+        if num_free <= 0:
+            message = f"{self.limit} {self._what}, which is the limit"
+        elif own >= num_free and self._is_shared():
+            message = f"{own} {self._what} for this API key, its share of {self.limit}"
+        else:
+            return
+        raise LimitReached(self._retry_after_s(), message)
 
     @contextmanager
     def take(self) -> Iterator[None]:
         """Keep a place. Raises LimitReached."""
         self.check()
-        began = self._clock()
+        began, tenant = self._clock(), TENANT.get()
         self.num_taken += 1
+        self._taken[tenant] += 1
         self._since += began
         try:
             yield
         finally:
             self.num_taken -= 1
+            self._taken -= Counter([tenant])
             self._since -= began
             self._num_left += 1
             weight = max(SMOOTHING, 1.0 / self._num_left)

@@ -123,8 +123,7 @@ class SessionCalls:
                     timeout_s=timeout_s,
                 )
         except LimitReached as taken:
-            message = f"{ctx.commands.limit} session commands are waiting, which is the limit"
-            raise overloaded(message, taken.retry_after_s) from None
+            raise overloaded(str(taken), taken.retry_after_s) from None
         except TimeoutError:
             raise ApiError(
                 504,

@@ -87,6 +87,10 @@ class Tenants:
     def key_required(self) -> bool:
         return bool(self._by_hash)
 
+    @property
+    def are_several(self) -> bool:
+        return len({tenant.name for tenant in self._by_hash.values()}) > 1
+
     def names(self) -> list[str]:
         return sorted({tenant.name for tenant in self._by_hash.values()})
 

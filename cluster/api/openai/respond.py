@@ -123,8 +123,7 @@ class GenerateEndpoint(Generic[Request]):
         try:
             yield
         except LimitReached as taken:
-            message = f"{self._ctx.live.limit} requests are being served, which is the limit"
-            raise overloaded(message, taken.retry_after_s) from None
+            raise overloaded(str(taken), taken.retry_after_s) from None
 
     @contextlib.asynccontextmanager
     async def _until(self, deadline: float) -> AsyncIterator[None]:

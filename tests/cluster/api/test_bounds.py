@@ -269,3 +269,34 @@ def test_large_calls_do_not_hold_up_the_loop(tokenizer: Tokenizer) -> None:
                     longest = max(longest, time.monotonic() - began)
             assert answered == [200]
             assert longest < 0.5
+
+
+@pytest.mark.parametrize("limiter", ["live", "commands"])
+def test_a_tenant_that_takes_all_places_does_not_refuse_another(
+    tokenizer: Tokenizer, limiter: str
+) -> None:
+    """The router answers none of the calls."""
+    limits = ApiLimits(
+        max_live_requests=8, max_session_commands=8, request_timeout_s=3.0, session_timeout_s=3.0
+    )
+    answered: list[int] = []
+
+    def call(served: Served, key: str) -> None:
+        with httpx.Client(base_url=served.url, headers=of(key), timeout=30) as http:
+            if limiter == "live":
+                answer = http.post("/v1/completions", json={"prompt": "Hi"})
+            else:
+                answer = http.get("/v1/sessions/s")
+            answered.append(answer.status_code)
+
+    with serve(tokenizer, limits, context={"tenants": Tenants(ENTRIES, b"a secret")}) as served:
+        served.router.delay_s = 20.0
+        places = getattr(served.ctx, limiter)
+        for _ in range(8):
+            threading.Thread(target=call, args=(served, "gold"), daemon=True).start()
+        wait_until(lambda: places.num_taken + len(answered) == 8)
+        assert (places.num_taken, answered) == (4, [429] * 4)
+        threading.Thread(target=call, args=(served, "batch"), daemon=True).start()
+        wait_until(lambda: places.num_taken == 5)
+        wait_until(lambda: len(answered) == 9)
+        assert sorted(answered) == [429] * 4 + [504] * 5

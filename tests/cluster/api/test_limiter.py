@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from contextlib import ExitStack
 
 import pytest
@@ -75,6 +76,35 @@ def test_a_place_is_free_again_however_a_call_ends() -> None:
     with pytest.raises(ValueError, match="broken"), scene.places.take():
         raise ValueError("broken")
     assert scene.places.num_taken == 0
+
+
+def test_a_tenant_leaves_places_to_the_others() -> None:
+    shared = [True]
+    places = ConcurrencyLimiter(64, what="calls run", is_shared=lambda: shared[0])
+
+    def fill(tenant: str) -> tuple[int, str]:
+        """How many it gets, and why no more."""
+        TENANT.set(tenant)
+        for number in range(65):
+            try:
+                taken.enter_context(places.take())
+            except LimitReached as reached:
+                return number, str(reached)
+        raise AssertionError
+
+    with ExitStack() as taken:
+        assert contextvars.copy_context().run(fill, "a") == (
+            32,
+            "32 calls run for this API key, its share of 64",
+        )
+        found = [contextvars.copy_context().run(fill, name)[0] for name in "bcdefg"]
+        assert found == [16, 8, 4, 2, 1, 1]
+        assert contextvars.copy_context().run(fill, "h") == (0, "64 calls run, which is the limit")
+    with ExitStack() as taken:
+        shared[0] = False
+        assert contextvars.copy_context().run(fill, "a")[0] == 64
+    assert places.num_taken == 0
+    assert not places._taken
 
 
 def in_turns(turns: Turns, jobs: list[tuple[str, str]], cancel: str = "") -> list[str]:
