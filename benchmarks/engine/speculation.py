@@ -109,7 +109,7 @@ class Pair:
             content = f"{text}\n({again[text]})" if again[text] else text
             again[text] += 1
             chat = [{"role": "user", "content": content}]
-            asked.append(self.tokenizer.apply_chat_template(chat))
+            asked.append(self.tokenizer.chat_prompt(chat).tokens)
         return asked
 
     def ask(self, prompts: list[list[int]], sampling: SamplingParams, rounds: int) -> Row:

@@ -114,7 +114,7 @@ def write(
     }
     plain = prepare_model(load_config(None, {"model.name": spec.model}), 1, lambda _: None)
     tokenizer = Tokenizer(plain.path)
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}])
+    prompt = tokenizer.chat_prompt([{"role": "user", "content": PROMPT}]).tokens
     length = len(prompt) + spec.num_tokens + 1
     if not window:
         length = min(length, plain.config.max_position_embeddings)

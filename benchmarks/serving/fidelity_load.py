@@ -163,7 +163,7 @@ def record(
     began_s = min(timing.sent_at for timing in timings)
     recorded = []
     for request, timing in zip(planned, timings, strict=True):
-        tokens = tokenizer.apply_chat_template(request.messages)
+        tokens = tokenizer.chat_prompt(request.messages).tokens
         assert len(tokens) == timing.num_prompt_tokens, (len(tokens), timing.num_prompt_tokens)
         details = timing.usage.get("prompt_tokens_details") or {}
         recorded.append(

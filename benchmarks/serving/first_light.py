@@ -81,7 +81,7 @@ def infinite_cache_tokens(prompts: list[str], tokenizer: Tokenizer) -> int:
     known: set[bytes] = set()
     total = 0
     for prompt in prompts:
-        tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+        tokens = tokenizer.chat_prompt([{"role": "user", "content": prompt}]).tokens
         names = hash_blocks(b"", CacheScope(), tokens, BLOCK_SIZE)
         usable = names[: (len(tokens) - 1) // BLOCK_SIZE]
         total += BLOCK_SIZE * next((i for i, n in enumerate(usable) if n not in known), len(usable))

@@ -98,9 +98,9 @@ def forced_tokens(model: Path, rounds: int, batch: int) -> dict[str, float]:
     """Tokens a second of objects without and with forced tokens as drafts, and the ratio."""
     tokenizer = Tokenizer(model)
     asked = [
-        tokenizer.apply_chat_template(
+        tokenizer.chat_prompt(
             [{"role": "user", "content": f"Invent person {number} as JSON."}]
-        )
+        ).tokens
         for number in range(batch)
     ]
     sampling = SamplingParams(
@@ -130,9 +130,9 @@ def predicted(model: Path, rounds: int) -> dict[str, float]:
     """Tokens a second of one answer without and with a prediction of it, in which every tenth token
     is another, and the ratio. N-grams are looked up in both."""
     tokenizer = Tokenizer(model)
-    asked = tokenizer.apply_chat_template(
+    asked = tokenizer.chat_prompt(
         [{"role": "user", "content": "Tell the story of a river from its spring to the sea."}]
-    )
+    ).tokens
     plain = SamplingParams(max_tokens=300, temperature=0.0, stop_token_ids=tokenizer.eos_token_ids)
     speeds: dict[bool, list[float]] = {False: [], True: []}
     with LocalCluster(model, prefill=0, dtype="auto") as cluster:

@@ -50,5 +50,5 @@ def test_routers_tokenise_as_they_are_told(smollm2_dir: Path) -> None:
     model = ModelSection(chat_template="{{ messages[0].content }}")
     for parses, num_tokens in ((True, 1), (False, 7)):
         config = Config(model=model, api=ApiSection(parse_special_tokens_in_messages=parses))
-        tokens = _load_tokenizer(smollm2_dir, config).apply_chat_template(said)
+        tokens = _load_tokenizer(smollm2_dir, config).chat_prompt(said).tokens
         assert len(tokens) == num_tokens

@@ -55,7 +55,7 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
         for question in SHARED_QUESTIONS
     ]
     chats += [TURNS[:1], TURNS[:3], TURNS]
-    tokens = [tokenizer.apply_chat_template(chat) for chat in chats]
+    tokens = [tokenizer.chat_prompt(chat).tokens for chat in chats]
     story = " ".join(f"On day {day} the ship sailed {day * 7 % 31} miles." for day in range(500))
     tokens.append(tokenizer.encode(story)[:LONG_PROMPT_TOKENS])
     tokens.append(tokenizer.encode("Hello")[:1])

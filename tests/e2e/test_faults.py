@@ -258,7 +258,7 @@ def test_bad_bytes_in_a_transferred_block_are_noticed(smollm2_dir: Path) -> None
             flipped.append(read.dst[0])
             pool[read.dst[0], 1000] ^= 1
 
-    tokens = Tokenizer(smollm2_dir).apply_chat_template([{"role": "user", "content": STORY}])
+    tokens = Tokenizer(smollm2_dir).chat_prompt([{"role": "user", "content": STORY}]).tokens
     sampling = SamplingParams(max_tokens=12, temperature=0)
     engine = EngineSection(num_blocks=64)
     with LocalCluster(smollm2_dir, prefill=0, engine=engine) as cluster:

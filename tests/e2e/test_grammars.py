@@ -44,7 +44,7 @@ def tokenizer(smollm2_dir: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     asked = [f"Describe {place} as a JSON object." for place in PLACES]
-    return [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in asked]
+    return [tokenizer.chat_prompt([{"role": "user", "content": text}]).tokens for text in asked]
 
 
 def test_the_same_objects_by_one_worker_two_pools_and_under_preemption(

@@ -26,6 +26,7 @@ from cluster.api.openai.schema import (
 from cluster.api.output.dialect import Reading
 from cluster.api.output.format import THINK, THINK_END
 from cluster.api.tenants import Tenant
+from cluster.api.text.chat_template import TemplateOptions
 from cluster.api.text.detokenizer import Detokenizer
 from cluster.api.text.infill import NoInfill, infill_prompt
 from cluster.api.text.tokenizer import MANY_CHARS, ChatPrompt, Tokenizer, TooLong
@@ -147,22 +148,24 @@ async def chat_prompt(ctx: ApiContext, request: ChatRequest) -> ChatPrompt:
     """Raises `ApiError`."""
     _check(ctx, request)
     messages = [message.for_template() for message in request.messages]
-    shown = [tool.for_template() for tool in request.tools or ()]
-    options = dict(request.chat_template_kwargs or {})
+    given = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", request.reasoning_effort)
+        given.setdefault("reasoning_effort", request.reasoning_effort)
         if request.reasoning_effort == "none":
-            options.setdefault("enable_thinking", False)
+            given.setdefault("enable_thinking", False)
+    options = TemplateOptions(
+        [tool.for_template() for tool in request.tools or ()],
+        given,
+        request.continue_final_message,
+        request.add_generation_prompt,
+    )
     try:
         return await ctx.in_thread(
             chars_of(request) + _chars_of_calls(request),
             ctx.tokenizer.chat_prompt,
             messages,
-            shown,
             options,
-            continues=request.continue_final_message,
-            add_generation_prompt=request.add_generation_prompt,
-            most=ctx.max_model_len,
+            ctx.max_model_len,
         )
     except TemplateError as error:
         raise invalid(str(error), param="messages") from None

@@ -16,7 +16,7 @@ import re
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -208,6 +208,18 @@ class ControlStrings:
 
 
 @dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """What else decides what a template makes of messages: the prompt up to where the assistant
+    speaks, or if it `continues` the last message, where that ends; without `add_generation_prompt`
+    it ends with the last message."""
+
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None  # what else the template may know
+    continues: bool = False
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Rendered:
     """A prompt as text. `mark`: breaks control strings in what messages say; "": there are none.
     `end`: what the template adds after the last message, or where that is continued, what it has
@@ -250,43 +262,28 @@ class ChatTemplate:
         self._controls = controls
 
     def prompt(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        continues: bool = False,
-        add_generation_prompt: bool = True,
+        self, messages: list[dict[str, Any]], options: TemplateOptions = TemplateOptions()
     ) -> Rendered:
         """What `render` makes of the same, with control strings broken in what messages, tools and
         arguments say. Raises `TemplateError`."""
         mark = ""
         if self._controls is not None:
             said = [{**message, "role": None} for message in messages]
-            texts = [*strings_in((said, tools, chat_template_kwargs))]
+            texts = [*strings_in((said, options.tools, options.chat_template_kwargs))]
             if any(map(self._controls.are_in, texts)):
                 mark = self._controls.unused_char((*texts, self.source))
         try:
             if mark:
-                messages, tools, chat_template_kwargs = self._broken(
-                    mark, messages, tools, chat_template_kwargs
-                )
-            text = self.render(
-                messages,
-                tools,
-                chat_template_kwargs,
-                continues=continues,
-                add_generation_prompt=add_generation_prompt,
-            )
+                messages, options = self._broken(mark, messages, options)
+            text = self.render(messages, options)
         except TemplateError as error:
             raise TemplateError(str(error).replace(mark, "")) from error
-        if not self._may_think:
-            return Rendered(text, mark, "")
-        return Rendered(
-            text, mark, self._end(text, messages, tools, chat_template_kwargs, continues)
-        )
+        end = self._end(text, messages, options) if self._may_think else ""
+        return Rendered(text, mark, end)
 
-    def _broken(self, mark: str, messages: list[dict[str, Any]], *more: Any) -> tuple[Any, ...]:
+    def _broken(
+        self, mark: str, messages: list[dict[str, Any]], options: TemplateOptions
+    ) -> tuple[list[dict[str, Any]], TemplateOptions]:
         assert self._controls is not None
         controls = self._controls
 
@@ -301,22 +298,18 @@ class ChatTemplate:
                 }
                 for message in messages
             ]
-            return (said, *(_with_strings(each, change) for each in more))
+            tools = _with_strings(options.tools, change)
+            given = _with_strings(options.chat_template_kwargs, change)
+            return said, replace(options, tools=tools, chat_template_kwargs=given)
         except RecursionError:
             raise TemplateError("the messages or tools are nested too deep") from None
 
-    def _end(
-        self,
-        text: str,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
-        continues: bool,
-    ) -> str:
+    def _end(self, text: str, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
         """Of `text`, what comes after the messages, or after all but the one that continues."""
-        before = messages[:-1] if continues else messages
+        before = messages[:-1] if options.continues else messages
+        plain = replace(options, continues=False, add_generation_prompt=False)
         try:
-            known = self.render(before, tools, chat_template_kwargs, add_generation_prompt=False)
+            known = self.render(before, plain)
         except TemplateError:
             known = ""  # it refuses a conversation without its last message
         num_common = len(known)
@@ -326,17 +319,10 @@ class ChatTemplate:
         return text[num_common:] or text[-_END_CHARS:]
 
     def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        continues: bool = False,
-        add_generation_prompt: bool = True,
+        self, messages: list[dict[str, Any]], options: TemplateOptions = TemplateOptions()
     ) -> str:
-        """The prompt up to where the assistant speaks, or if it `continues` the last message, where
-        that ends. `chat_template_kwargs`: what else the template may know. Without
-        `add_generation_prompt` it ends with the last message. Raises `TemplateError`."""
+        """The prompt. Raises `TemplateError`."""
+        continues, tools = options.continues, options.tools
         if continues:
             last = messages[-1] | {"content": f"{messages[-1]['content']}{_CUT}"}
             messages = [*messages[:-1], last]
@@ -345,9 +331,9 @@ class ChatTemplate:
         try:
             text = self._template.render(
                 {
-                    **(chat_template_kwargs or {}),
+                    **(options.chat_template_kwargs or {}),
                     "messages": messages,
-                    "add_generation_prompt": add_generation_prompt and not continues,
+                    "add_generation_prompt": options.add_generation_prompt and not continues,
                     "tools": tools or None,
                     "documents": None,
                     **self._special_tokens,

@@ -2,7 +2,7 @@
 
 A `Tokenizer` is built once from a Hugging Face model directory: `tokenizer.json` (library:
 `tokenizers`), the chat template (library: `jinja2`), the end-of-sequence ids, and how the model's
-authors would have it sampled. `encode` and `apply_chat_template` are slow for long texts and
+authors would have it sampled. `encode` and `chat_prompt` are slow for long texts and
 release the interpreter's lock: call them in a thread.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -23,6 +23,7 @@ from cluster.api.output.events import THINK, THINK_END
 from cluster.api.text.chat_template import (
     ChatTemplate,
     ControlStrings,
+    TemplateOptions,
     pattern_of,
     private_text,
     read_chat_template,
@@ -161,11 +162,7 @@ class Tokenizer:
     def chat_prompt(
         self,
         messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        continues: bool = False,
-        add_generation_prompt: bool = True,
+        options: TemplateOptions = TemplateOptions(),
         most: int | None = None,
     ) -> ChatPrompt:
         """The whole conversation, as of `ChatTemplate.render`; only what the template writes makes
@@ -175,13 +172,7 @@ class Tokenizer:
             raise TemplateError(
                 "this model has no chat template: set model.chat_template, or use /v1/completions"
             )
-        found = self.chat_template.prompt(
-            messages,
-            tools,
-            chat_template_kwargs,
-            continues=continues,
-            add_generation_prompt=add_generation_prompt,
-        )
+        found = self.chat_template.prompt(messages, options)
         self.check_length(found.text, most)
         if not found.mark:
             return ChatPrompt(_encode(self._tokenizer, found.text, False), found.end)
@@ -189,12 +180,6 @@ class Tokenizer:
         text = renamed.pattern.sub(lambda control: renamed.prefix + control[0], found.text)
         text = text.replace(found.mark, "")
         return ChatPrompt(_encode(renamed.tokenizer, text, False), found.end)
-
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], *args: Any, **options: Any
-    ) -> list[int]:
-        """Tokens of `chat_prompt`, which takes the same."""
-        return self.chat_prompt(messages, *args, **options).tokens
 
     def _without_controls(self, text: str) -> Any:
         """One that parses no special token in `text`, unless messages may have some."""
@@ -369,7 +354,7 @@ class PublicPrompts:
 
 def _chat(tokenizer: Tokenizer, system: str, user: str) -> list[int]:
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    return tokenizer.apply_chat_template(messages)
+    return tokenizer.chat_prompt(messages).tokens
 
 
 def _common(sequences: Sequence[Sequence[int]]) -> Sequence[int]:

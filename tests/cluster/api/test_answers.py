@@ -31,7 +31,7 @@ def test_whole_chat_answer(served: Served, tokenizer: Tokenizer) -> None:
     assert answer.usage.total_tokens == num_prompt + answer.usage.completion_tokens
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 16
-    assert list(submit.tokens) == tokenizer.apply_chat_template(ASK)
+    assert list(submit.tokens) == tokenizer.chat_prompt(ASK).tokens
     assert submit.sampling.temperature == 0
     assert submit.sampling.max_tokens == MAX_MODEL_LEN - num_prompt
     assert submit.sampling.stop_token_ids == tokenizer.eos_token_ids

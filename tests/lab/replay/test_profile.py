@@ -21,7 +21,7 @@ from benchmarks.serving.fidelity_load import (
     trace_of,
     write_recording,
 )
-from cluster.api.text.tokenizer import Tokenizer
+from cluster.api.text.tokenizer import ChatPrompt, Tokenizer
 from cluster.config import Config
 from lab.bench.load import Timing
 from lab.cli.profile import profile, profile_tables
@@ -172,14 +172,14 @@ def test_a_recording_is_a_trace_with_what_the_client_saw(tmp_path: Path) -> None
         def __init__(self) -> None:
             pass
 
-        def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:  # type: ignore[override]
+        def chat_prompt(self, messages: list[dict[str, str]]) -> ChatPrompt:  # type: ignore[override]
             text = " ".join(m["content"] for m in messages)
-            return [len(word) for word in text.split()]
+            return ChatPrompt([len(word) for word in text.split()], "")
 
     planned = plan(WorkloadSpec(num_requests=5))
     timings = []
     for i, each in enumerate(planned):
-        tokens = len(Words().apply_chat_template(each.messages))
+        tokens = len(Words().chat_prompt(each.messages).tokens)
         timing = Timing(10.0 + i, chunk_at=[10.5 + i, 10.6 + i, 10.8 + i])
         timing.num_prompt_tokens, timing.num_output_tokens = tokens, 3
         timings.append(timing)

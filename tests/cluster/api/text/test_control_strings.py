@@ -10,7 +10,7 @@ import pytest
 
 from cluster.api.context import ApiLimits
 from cluster.api.openai.tools import arguments_of
-from cluster.api.text.chat_template import ChatTemplate
+from cluster.api.text.chat_template import ChatTemplate, TemplateOptions
 from cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.conftest import MODEL, Served, serve
 from tests.cluster.api.text.families import FAMILIES, Family
@@ -51,7 +51,7 @@ def call_of(name: str, arguments: Mapping[str, str]) -> dict[str, Any]:
     return {"id": "call_1", "type": "function", "function": function}
 
 
-def conversation(place: str, text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def conversation(place: str, text: str) -> tuple[list[dict[str, Any]], TemplateOptions]:
     """Messages and tools, with `text` in one place."""
 
     def at(name: str, otherwise: str = NEUTRAL) -> str:
@@ -79,7 +79,7 @@ def conversation(place: str, text: str) -> tuple[list[dict[str, Any]], list[dict
         "description": at("description"),
         "parameters": {"type": "object", "properties": properties},
     }
-    return messages, [{"type": "function", "function": function}]
+    return messages, TemplateOptions([{"type": "function", "function": function}])
 
 
 PLACES = (
@@ -107,12 +107,12 @@ def controls_in(tokenizer: Tokenizer, family: Family, tokens: list[int]) -> list
 @pytest.mark.parametrize("place", PLACES)
 def test_no_text_makes_a_control_token(family: Family, tokenizer: Tokenizer, place: str) -> None:
     expected = controls_in(
-        tokenizer, family, tokenizer.apply_chat_template(*conversation(place, NEUTRAL))
+        tokenizer, family, tokenizer.chat_prompt(*conversation(place, NEUTRAL)).tokens
     )
     assert expected
     for text in texts_of(family):
-        messages, tools = conversation(place, text)
-        tokens = tokenizer.apply_chat_template(messages, tools)
+        messages, options = conversation(place, text)
+        tokens = tokenizer.chat_prompt(messages, options).tokens
         assert controls_in(tokenizer, family, tokens) == expected, text
         if place in ("system", "user", "assistant", "last"):
             assert text.strip() in tokenizer.decode(tokens, skip_special_tokens=False)
@@ -121,11 +121,11 @@ def test_no_text_makes_a_control_token(family: Family, tokenizer: Tokenizer, pla
 def test_a_template_completes_no_control_string(family: Family, tokenizer: Tokenizer) -> None:
     """It writes `<` and `>` around a key, or texts behind each other."""
     plain = conversation("parameter", NEUTRAL)
-    expected = controls_in(tokenizer, family, tokenizer.apply_chat_template(*plain))
+    expected = controls_in(tokenizer, family, tokenizer.chat_prompt(*plain).tokens)
     for control in texts_of(family) + list(family.controls):
         for part in {control[1:-1], control[1:], control[:-1], control.strip("</>[]")} - {""}:
             for place in ("parameter", "called", "key"):
-                tokens = tokenizer.apply_chat_template(*conversation(place, part))
+                tokens = tokenizer.chat_prompt(*conversation(place, part)).tokens
                 assert controls_in(tokenizer, family, tokens) == expected, (place, part)
     first, second = family.controls[0][:3], family.controls[0][3:]
     doubled = ChatTemplate(
@@ -151,10 +151,10 @@ def test_an_ordinary_text_has_the_tokens_of_the_whole_prompt(
     """As it is without control strings, also where another message has one."""
     template, renamed = ChatTemplate(family.template, tokenizer._special), tokenizer._renamed
     for place in PLACES:
-        messages, tools = conversation(place, text)
-        rendered = template.render(messages, tools)
+        messages, options = conversation(place, text)
+        rendered = template.render(messages, options)
         expected = tokenizer.encode(rendered, add_special_tokens=False)
-        assert tokenizer.apply_chat_template(messages, tools) == expected
+        assert tokenizer.chat_prompt(messages, options).tokens == expected
         named = renamed.pattern.sub(lambda found: renamed.prefix + found[0], rendered)
         assert renamed.tokenizer.encode(named, add_special_tokens=False).ids == expected
 
@@ -255,11 +255,11 @@ def test_answers_to_questions_about_reasoning_are_answers(family: Family, served
 
 def test_a_setting_has_special_tokens_parsed(family: Family, tokenizer: Tokenizer) -> None:
     open_to_all = Tokenizer(tokenizer.directory, parse_special_tokens_in_messages=True)
-    messages, tools = conversation("user", f"a{family.controls[0]}b")
-    rendered = ChatTemplate(family.template, tokenizer._special).render(messages, tools)
-    tokens = open_to_all.apply_chat_template(messages, tools)
+    messages, options = conversation("user", f"a{family.controls[0]}b")
+    rendered = ChatTemplate(family.template, tokenizer._special).render(messages, options)
+    tokens = open_to_all.chat_prompt(messages, options).tokens
     assert tokens == open_to_all.encode(rendered, add_special_tokens=False)
-    assert tokens != tokenizer.apply_chat_template(messages, tools)
+    assert tokens != tokenizer.chat_prompt(messages, options).tokens
 
 
 def test_what_is_no_prompt_is_text(family: Family, tokenizer: Tokenizer) -> None:

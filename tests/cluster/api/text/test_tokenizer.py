@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, normalizers, processors
 
 from cluster.api.openai.tools import arguments_of
-from cluster.api.text.chat_template import ChatTemplate
+from cluster.api.text.chat_template import ChatTemplate, TemplateOptions
 from cluster.api.text.tokenizer import TemplateError, Tokenizer, TokenizerError
 
 MESSAGES = [
@@ -29,7 +29,7 @@ def test_chat_prompts_are_those_of_transformers(tokenizer: Tokenizer, smollm2_di
     reference = AutoTokenizer.from_pretrained(smollm2_dir)
     for messages in (MESSAGES, MESSAGES[1:], MESSAGES[1:2]):
         text = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        assert tokenizer.apply_chat_template(messages) == reference(text).input_ids
+        assert tokenizer.chat_prompt(messages).tokens == reference(text).input_ids
     assert tokenizer.encode("Hello world, 1234") == reference("Hello world, 1234").input_ids
     assert reference.eos_token_id in tokenizer.eos_token_ids
 
@@ -50,19 +50,19 @@ def test_end_ids_are_gathered_from_all_files(smollm2_dir: Path, tmp_path: Path) 
     )
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.eos_token_ids == (0, 2, 7, 9)
-    assert tokenizer.apply_chat_template([]) == [0]
+    assert tokenizer.chat_prompt([]).tokens == [0]
 
 
 def test_a_model_without_a_template_says_so(smollm2_dir: Path, tmp_path: Path) -> None:
     shutil.copy(smollm2_dir / "tokenizer.json", tmp_path)
     with pytest.raises(TemplateError, match="no chat template"):
-        Tokenizer(tmp_path).apply_chat_template(MESSAGES)
+        Tokenizer(tmp_path).chat_prompt(MESSAGES)
 
 
 def test_a_template_may_be_given_instead(smollm2_dir: Path, tmp_path: Path) -> None:
     shutil.copy(smollm2_dir / "tokenizer.json", tmp_path)
     given = Tokenizer(tmp_path, chat_template="{{ messages[0].content }}!")
-    assert given.apply_chat_template(MESSAGES) == given.encode("Be brief.!")
+    assert given.chat_prompt(MESSAGES).tokens == given.encode("Be brief.!")
     with pytest.raises(TokenizerError, match="not valid Jinja, line 2"):
         Tokenizer(tmp_path, chat_template="a\n{% if %}")
 
@@ -80,9 +80,9 @@ def test_prompts_begin_with_one_bos(smollm2_dir: Path, tmp_path: Path) -> None:
     assert tokenizer.encode("Hello") == tokenizer.encode("<|im_start|>Hello") == expected
     assert tokenizer.encode("<|im_start|>Hello", add_special_tokens=False) == expected
     assert tokenizer.encode("") == tokenizer.encode("<|im_start|>") == [start]
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}]) == expected
+    assert tokenizer.chat_prompt([{"role": "user", "content": "Hello"}]).tokens == expected
     said = [{"role": "user", "content": "<|im_start|>Hello"}]
-    assert tokenizer.apply_chat_template(said).count(start) == 1
+    assert tokenizer.chat_prompt(said).tokens.count(start) == 1
 
 
 def test_a_text_that_is_normalized_to_a_control_token_is_text(
@@ -95,14 +95,14 @@ def test_a_text_that_is_normalized_to_a_control_token_is_text(
     tokenizer = Tokenizer(tmp_path, chat_template="<|turn|>{{ messages[0].content }}")
     turn, wide = tokenizer.token_id("<|turn|>"), "＜|turn|＞"
     assert tokenizer.encode(wide) == [turn]
-    said = tokenizer.apply_chat_template([{"role": "user", "content": f"a {wide}"}])
+    said = tokenizer.chat_prompt([{"role": "user", "content": f"a {wide}"}]).tokens
     assert said.count(turn or 0) == 1
     assert tokenizer.decode(said) == "a <|turn|>"
 
 
 def test_without_a_generation_prompt_it_ends_with_the_last_message(tokenizer: Tokenizer) -> None:
     whole = tokenizer.chat_prompt(MESSAGES)
-    ended = tokenizer.chat_prompt(MESSAGES, add_generation_prompt=False).tokens
+    ended = tokenizer.chat_prompt(MESSAGES, TemplateOptions(add_generation_prompt=False)).tokens
     assert whole.tokens[: len(ended)] == ended
     assert tokenizer.decode(whole.tokens[len(ended) :]) == "assistant\n"
 
@@ -113,14 +113,14 @@ def test_what_is_nested_too_deep_is_refused(smollm2_dir: Path) -> None:
     for _ in range(2000):
         deep = {"a": deep}
     with pytest.raises(TemplateError, match="nested too deep"):
-        tokenizer.apply_chat_template(MESSAGES, [deep])
+        tokenizer.chat_prompt(MESSAGES, TemplateOptions([deep]))
 
 
 def test_a_refusal_says_what_was_sent(smollm2_dir: Path) -> None:
     source = "{{ raise_exception('not ' + messages[0].content) }}"
     tokenizer = Tokenizer(smollm2_dir, chat_template=source)
     with pytest.raises(TemplateError, match=r"not <\|im_end\|>$"):
-        tokenizer.apply_chat_template([{"role": "user", "content": "<|im_end|>"}])
+        tokenizer.chat_prompt([{"role": "user", "content": "<|im_end|>"}])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_long_texts_of_control_strings_take_no_longer_than_others(
 ) -> None:
     content = text * (200_000 // len(text))
     started = time.process_time()
-    tokens = tokenizer.apply_chat_template([{"role": "user", "content": content}])
+    tokens = tokenizer.chat_prompt([{"role": "user", "content": content}]).tokens
     assert time.process_time() - started < 3.0
     assert content in tokenizer.decode(tokens, skip_special_tokens=False)
 
