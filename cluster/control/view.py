@@ -82,5 +82,5 @@ def merged_status(
     mine = {router["router"]: router for router in own["routers"]}
     own["routers"] = [told | mine.get(told["router"], {}) for told in view["routers"]]
     own["scaling"] = view.get("scaling")
-    own["restarted_tasks"] = view.get("restarted_tasks", {})
+    own["restarted_tasks"] = own.get("restarted_tasks", {}) | view.get("restarted_tasks", {})
     return own

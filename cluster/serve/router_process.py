@@ -12,8 +12,10 @@ import contextlib
 import itertools
 import os
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter, time
 from typing import Any
@@ -43,7 +45,7 @@ from cluster.control.process_messages import (
 )
 from cluster.control.router_processes import RouterState, router_entry
 from cluster.control.view import merged_status
-from cluster.runtime.host import NodeHost
+from cluster.runtime.host import NodeHost, keep_running
 from cluster.scaling.snapshots import router_seen, worker_seen
 from cluster.scaling.targets import router_config
 from cluster.serve.reload import Source, follow
@@ -122,6 +124,7 @@ class RouterProcess:
         self._audits: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._tasks: list[asyncio.Task[Any]] = []
+        self._restarted: Counter[str] = Counter()  # of them, by name
 
     async def start(self, sock: socket.socket, host: str) -> RouterStarted:
         """Begin to serve at `sock`, with a wire that listens at `host`."""
@@ -132,16 +135,20 @@ class RouterProcess:
         self._opened.start(self.host.inbox(spec.router))
         serving = self._loop.create_task(self._serve(sock))
         serving.add_done_callback(self._on_served)
-        self._tasks = [serving, self._loop.create_task(self._report())]
+        self._tasks = [serving]
+        self._keep("report", self._report)
         if spec.config.scaling.enabled:
-            self._tasks.append(self._loop.create_task(self._report_traffic()))
+            self._keep("report_traffic", self._report_traffic)
         if spec.source is not None:
             source = Source(*spec.source, self.hangup)
-            following = follow(spec.config, source, spec.access.tenants.update)
-            self._tasks.append(self._loop.create_task(following))
+            use = spec.access.tenants.update
+            self._keep("follow_tenants", partial(follow, spec.config, source, use))
         return RouterStarted(
             Peer(spec.router, host, port, spec.epoch), self._http_port, os.getpid()
         )
+
+    def _keep(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._tasks.append(self._loop.create_task(keep_running(name, run, self._restarted)))
 
     def order(self, service: Any) -> None:
         """Begin what an operator asks of the whole server; to drain, this router begins at once."""
@@ -211,6 +218,7 @@ class RouterProcess:
         status["wire"] = dict(self.wire.counters)
         status["sessions"] = self.router.sessions.counts()
         status["state"] = self._opened.status()
+        status["restarted_tasks"] = dict(self._restarted)
         spec = self._spec
         host, port, scheme = spec.config.api.host, self._http_port, spec.config.tls.scheme
         up, load = RouterState.UP, self._load()

@@ -15,6 +15,7 @@ import pytest
 from cluster.control.messages import CONTROLLER, Introduced, Peer
 from cluster.control.process_messages import Adopt, End, Meet
 from cluster.runtime.host import NodeExit, NodeHost, keep_running
+from cluster.serve.router_process import RouterProcess
 from cluster.worker.process import BuiltWorker, Listening, WorkerProcess
 from cluster.worker.threads import StepThread
 from engine.messages import Abort
@@ -302,6 +303,33 @@ def test_a_task_that_must_live_begins_again_however_it_ends(
     assert restarts == {"watch": 2}
     assert "watch failed; again in" in caplog.text
     assert "a machine without an address" in caplog.text
+
+
+def test_a_router_that_fails_to_report_once_reports_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.runtime.host.RESTART_S", 0.001)
+
+    async def scenario() -> dict[str, int]:
+        process = object.__new__(RouterProcess)  # without its node, wire and API
+        process._loop, process._tasks = asyncio.get_running_loop(), []
+        process._restarted = Counter()
+        reported, is_broken = asyncio.Event(), True
+
+        def tell(_left: tuple[str, ...]) -> None:
+            nonlocal is_broken
+            if is_broken:
+                is_broken = False
+                raise OSError("no space left on device")
+            reported.set()
+
+        monkeypatch.setattr(process, "_tell_load", tell)
+        process._keep("report", process._report)
+        await asyncio.wait_for(reported.wait(), 10)
+        process._tasks[0].cancel()
+        return process._restarted
+
+    assert asyncio.run(scenario()) == {"report": 1}
 
 
 def test_a_node_that_asks_for_the_end_of_its_process_gets_no_more_messages() -> None:

@@ -86,14 +86,14 @@ class Console:
 
     async def _run(self) -> None:
         while True:
-            self.history.sample(time.time())
-            if self.listeners.num_taken:
-                try:
+            try:
+                self.history.sample(time.time())
+                if self.listeners.num_taken:
                     self.see()
-                except Exception:  # of the status: listeners see that nothing changes
-                    if time.monotonic() - self._told_at >= _PROBLEM_S:
-                        self._told_at = time.monotonic()
-                        _log.exception("the console cannot read the status")
+            except Exception:  # of the status: listeners see that nothing changes
+                if time.monotonic() - self._told_at >= _PROBLEM_S:
+                    self._told_at = time.monotonic()
+                    _log.exception("the console cannot read the status")
             self._ticked.set()
             self._ticked = asyncio.Event()
             await asyncio.sleep(PERIOD_S)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 import math
 import struct
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster.api.openai.embeddings import EmbeddingFormat, EmbeddingRequest
+from cluster.api.openai.parts import Piece
 from cluster.api.text.tokenizer import Tokenizer
 from engine.request import Pooling
 from tests.cluster.api.conftest import MODEL, Served
@@ -114,6 +119,37 @@ def test_the_client_of_openai_takes_many_texts_at_once(served: Served) -> None:
     answer = served.openai().embeddings.create(model=MODEL, input=texts)
     assert [entry.index for entry in answer.data] == list(range(300))
     assert len(answer.data[299].embedding) == 4
+
+
+def test_many_vectors_are_written_between_other_work(served: Served) -> None:
+    """2,048 vectors of thousands of numbers take seconds, and the loop serves others."""
+    request = EmbeddingRequest(model=MODEL, input=[f"{number}" for number in range(256)])
+    pieces = [
+        Piece(index, "", (), "length", embedding=struct.pack("2f", index, 1.0))
+        for index in range(256)
+    ]
+    usage = {"prompt_tokens": 256, "total_tokens": 256}
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def run() -> Any:
+        plan: Any = SimpleNamespace(choices=pieces)
+        format = EmbeddingFormat(served.ctx, plan, request, "r")
+        task = asyncio.create_task(others())
+        content = await format.whole(pieces, usage)
+        task.cancel()
+        return json.loads(b"".join(format.encode_whole(content)))
+
+    answer = asyncio.run(run())
+    assert turns >= 256
+    assert [entry["index"] for entry in answer["data"]] == list(range(256))
+    assert answer["data"][0]["embedding"] == [0.0, 1.0]
+    assert answer["usage"] == usage
 
 
 @pytest.mark.parametrize(
