@@ -39,13 +39,13 @@ class Fields:
 
 
 _LABEL = "a label of the caller's; nothing depends on it"
-_OWN_IDS = "answers have the server's ids; send X-Request-Id"
-_TEXT_ONLY = "about images and sound; only text is read"
+_OWN_IDS = "answers have own ids; send X-Request-Id"
+_TEXT_ONLY = "images and sound are not read"
 _NOT_MOVED = "KV is moved by this server's own router; leave it out"
 _NO_TEMPLATE = "the server's own chat template is used"
 
 _PADDING = Refused("texts are not padded", but=("do_not_pad",))
-_OF_LABELS = "scores are cosines; a completion tells probabilities (logprob_token_ids)"
+_OF_LABELS = "scores are cosines; completions have logprob_token_ids"
 
 _NAMES = {"user": _LABEL, "request_id": _OWN_IDS, "rid": _OWN_IDS}
 _GENERATES = {

@@ -17,6 +17,7 @@ from cluster.api.openai.formats import Format
 from cluster.api.openai.parts import ChoicePlan, Piece, Plan
 from cluster.api.openai.plan import (
     check_model,
+    keep_of,
     priority_of,
     prompt_tokens,
     room_after,
@@ -83,12 +84,15 @@ async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenan
     sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
     scope, special = CacheScope(salt_of(request, tenant)), request.add_special_tokens
     texts: list[ChoicePlan] = []
+    keep = keep_of(ctx, request, 1)
     for place, text in enumerate(request.prompts):
         param, most = request.param_of(place), request.most_tokens(place)
         if most and isinstance(text, str):
             text = await ctx.in_thread(len(text), ctx.tokenizer.beginning, text, most)
-        whole = await prompt_tokens(ctx, text, param, add_special_tokens=special, is_prompt=False)
-        tokens = tuple(truncated(ctx, request, whole, 1))
+        whole = await prompt_tokens(
+            ctx, text, param, keep, add_special_tokens=special, is_prompt=False
+        )
+        tokens = tuple(truncated(whole, keep))
         room_after(ctx, tokens, param)
         texts.append(ChoicePlan(place, place, tokens, sampling, is_silent=True, scope=scope))
     priority = priority_of(request, tenant)

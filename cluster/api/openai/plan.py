@@ -29,7 +29,7 @@ from cluster.api.tenants import Tenant
 from cluster.api.text.chat_template import TemplateOptions
 from cluster.api.text.detokenizer import Detokenizer
 from cluster.api.text.infill import NoInfill, infill_prompt
-from cluster.api.text.tokenizer import MANY_CHARS, ChatPrompt, Tokenizer, TooLong
+from cluster.api.text.tokenizer import MANY_CHARS, ChatPrompt, Keep, Tokenizer, TooLong
 from cluster.api.text.tool_prompt import TemplateError
 from engine.kv.block_hash import CacheScope
 from engine.kv.tier import Retention
@@ -49,13 +49,14 @@ def call_name(body: bytes) -> bytes:
 
 def call_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant, name: bytes) -> Call:
     """What can be said of a call before its prompt is tokenised. Raises `ApiError`."""
+    most_chars = CHARS_PER_TOKEN * ctx.max_model_len
     if isinstance(request, ChatRequest):
-        num_chars = min(chars_of(request), CHARS_PER_TOKEN * ctx.max_model_len)
+        num_chars = min(chars_of(request), most_chars)
         wanted = request.max_completion_tokens or request.max_tokens or ctx.max_model_len
     else:
         prompts: Sequence[str | list[int]] = getattr(request, "prompts", ())
         num_chars = sum(
-            len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt)
+            min(len(prompt) * (1 if isinstance(prompt, str) else CHARS_PER_TOKEN), most_chars)
             for prompt in prompts
         )
         wanted = getattr(request, "max_tokens", 1)
@@ -90,10 +91,11 @@ async def plan_chat(
     ctx: ApiContext, request: ChatRequest, tenant: Tenant, prompt: ChatPrompt | None = None
 ) -> Plan:
     """prompt: where it is known. Raises `ApiError`."""
-    if prompt is None:
-        prompt = await chat_prompt(ctx, request)
     wanted = request.max_completion_tokens or request.max_tokens
-    tokens = truncated(ctx, request, prompt.tokens, wanted or 1)
+    keep = keep_of(ctx, request, wanted or 1)
+    if prompt is None:
+        prompt = await chat_prompt(ctx, request, keep)
+    tokens = truncated(prompt.tokens, keep)
     room = room_after(ctx, tokens, "messages")
     given = [tool.tool() for tool in request.tools or ()]
     calls = request.tool_choice != "none"
@@ -144,8 +146,10 @@ def _budget(ctx: ApiContext, request: ChatRequest, reading: Reading) -> Reasonin
     return ReasoningBudget(min(most, ctx.max_model_len), end, None if reading.begun else start)
 
 
-async def chat_prompt(ctx: ApiContext, request: ChatRequest) -> ChatPrompt:
-    """Raises `ApiError`."""
+async def chat_prompt(
+    ctx: ApiContext, request: ChatRequest, keep: Keep | None = None
+) -> ChatPrompt:
+    """keep: as of `Tokenizer.encode_bounded`. Raises `ApiError`."""
     _check(ctx, request)
     messages = [message.for_template() for message in request.messages]
     given = dict(request.chat_template_kwargs or {})
@@ -166,6 +170,7 @@ async def chat_prompt(ctx: ApiContext, request: ChatRequest) -> ChatPrompt:
             messages,
             options,
             ctx.max_model_len,
+            keep,
         )
     except TemplateError as error:
         raise invalid(str(error), param="messages") from None
@@ -187,9 +192,10 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
     prompts: list[ChoicePlan] = []
     for prompt in request.prompt:
         special, wanted = request.add_special_tokens, request.max_tokens
-        whole = await prompt_tokens(ctx, prompt, "prompt", add_special_tokens=special)
         wanted = DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
-        tokens = truncated(ctx, request, whole, wanted)
+        keep = keep_of(ctx, request, wanted)
+        whole = await prompt_tokens(ctx, prompt, "prompt", keep, add_special_tokens=special)
+        tokens = truncated(whole, keep)
         if len(tokens) < len(whole):
             prompt = [*tokens]
         if request.suffix:
@@ -219,33 +225,42 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
 
 
 async def prompt_tokens(
-    ctx: ApiContext, prompt: str | list[int], param: str, **options: bool
+    ctx: ApiContext, prompt: str | list[int], param: str, keep: Keep | None, **options: bool
 ) -> list[int]:
-    """options: of `Tokenizer.encode`. Raises `ApiError`."""
+    """keep: as of `Tokenizer.encode_bounded`; options: of `encode`. Raises `ApiError`."""
     if isinstance(prompt, str):
-        return await text_tokens(ctx, prompt, param, **options)
+        return await text_tokens(ctx, prompt, param, keep, **options)
     check_token_ids(ctx, param, prompt)
     return prompt
 
 
-def truncated(
-    ctx: ApiContext, request: ModelRequest, tokens: Sequence[int], num_after: int
-) -> Sequence[int]:
-    """What `truncate_prompt_tokens` leaves; -1: what fits, with room for `num_after` tokens."""
+def keep_of(ctx: ApiContext, request: ModelRequest, num_after: int) -> Keep | None:
+    """What `truncate_prompt_tokens` leaves; -1: what fits, with room for `num_after` tokens. None:
+    all."""
     most = request.truncate_prompt_tokens
     if most is None:
-        return tokens
+        return None
     if most < 0:
         most = max(1, ctx.max_model_len - max(1, num_after))
-    return tokens[:most] if request.truncation_side == "right" else tokens[-most:]
+    return Keep(most, request.truncation_side != "right")
 
 
-async def text_tokens(ctx: ApiContext, text: str, param: str, **options: bool) -> list[int]:
-    """options: of `Tokenizer.encode`. Raises `ApiError`."""
+def truncated(tokens: Sequence[int], keep: Keep | None) -> Sequence[int]:
+    if keep is None:
+        return tokens
+    return tokens[-keep.num_tokens :] if keep.from_end else tokens[: keep.num_tokens]
+
+
+async def text_tokens(
+    ctx: ApiContext, text: str, param: str, keep: Keep | None = None, **options: bool
+) -> list[int]:
+    """As `prompt_tokens`."""
 
     def encoded() -> list[int]:
-        ctx.tokenizer.check_length(text, ctx.max_model_len)
-        return ctx.tokenizer.encode(text, **options)
+        def encode(text: str) -> list[int]:
+            return ctx.tokenizer.encode(text, **options)
+
+        return ctx.tokenizer.encode_bounded(text, ctx.max_model_len, keep, encode)
 
     try:
         return await ctx.in_thread(len(text), encoded)

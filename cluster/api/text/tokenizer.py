@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -41,6 +41,7 @@ _WORD = re.compile(r"\w*")
 
 MANY_CHARS = 32  # of a token, on average: a text that has more is looked at before
 PIECE_CHARS = 16 * 1024
+_SHIFTS = (0, 61, 158)  # characters
 CUT_TOKENS = 64  # more, at the most, where a piece is cut off
 
 
@@ -73,6 +74,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from error
     return content if isinstance(content, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """How much of a prompt is kept: its last tokens, or its first ones."""
+
+    num_tokens: int
+    from_end: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,22 +173,25 @@ class Tokenizer:
         messages: list[dict[str, Any]],
         options: TemplateOptions = TemplateOptions(),
         most: int | None = None,
+        keep: Keep | None = None,
     ) -> ChatPrompt:
         """The whole conversation, as of `ChatTemplate.render`; only what the template writes makes
-        control tokens. Raises `TemplateError`, and TooLong where it is plain that its tokens are
-        more than `most`."""
+        control tokens. `most`, `keep`: as of `encode_bounded`. Raises `TemplateError`, and TooLong
+        where it is plain that its tokens are more than `most`."""
         if self.chat_template is None:
             raise TemplateError(
                 "this model has no chat template: set model.chat_template, or use /v1/completions"
             )
         found = self.chat_template.prompt(messages, options)
-        self.check_length(found.text, most)
-        if not found.mark:
-            return ChatPrompt(_encode(self._tokenizer, found.text, False), found.end)
-        renamed = self._renamed
-        text = renamed.pattern.sub(lambda control: renamed.prefix + control[0], found.text)
-        text = text.replace(found.mark, "")
-        return ChatPrompt(_encode(renamed.tokenizer, text, False), found.end)
+
+        def encode(text: str) -> list[int]:
+            if not found.mark:
+                return _encode(self._tokenizer, text, False)
+            renamed = self._renamed
+            text = renamed.pattern.sub(lambda control: renamed.prefix + control[0], text)
+            return _encode(renamed.tokenizer, text.replace(found.mark, ""), False)
+
+        return ChatPrompt(self.encode_bounded(found.text, most, keep, encode), found.end)
 
     def _without_controls(self, text: str) -> Any:
         """One that parses no special token in `text`, unless messages may have some."""
@@ -246,6 +258,22 @@ class Tokenizer:
             end = min(found.offsets[most - 1][1], found.offsets[most][0])
             text = text[: min(end, len(text) - 1)]
 
+    def encode_bounded(
+        self,
+        text: str,
+        most: int | None,
+        keep: Keep | None,
+        encode: Callable[[str], list[int]],
+    ) -> list[int]:
+        """What `encode` makes of `text`, or of one that is plainly longer than `most` tokens, what
+        `keep` says and one more. Raises TooLong, as `check_length`."""
+        if keep and most and keep.num_tokens < most and len(text) > MANY_CHARS * most:
+            found = _cut(text, Keep(keep.num_tokens + 1, keep.from_end), encode)
+            if found is not None:
+                return found
+        self.check_length(text, most)
+        return encode(text)
+
     def check_length(self, text: str, most: int | None) -> None:
         """Raises TooLong where `text` has plainly more than `most` tokens, after work that depends
         on `most` and not on the text."""
@@ -295,6 +323,25 @@ class _Renamed:
         if "unk_token" in model:
             model["unk_token"] = name(model["unk_token"])
         self.tokenizer: Any = tokenizers.Tokenizer.from_str(json.dumps(state))
+
+
+def _cut(text: str, keep: Keep, encode: Callable[[str], list[int]]) -> list[int] | None:
+    """The tokens of `text` that are kept, after work that depends on their number. None: they have
+    too many characters, or depend on what is left out.
+
+    A token depends on a few characters around it, but for texts such as one letter a million times.
+    So what is kept is tokenised three times with more beyond it, each time from another place;
+    their distances have no common period. It has to come out the same."""
+    num, wanted = keep.num_tokens, keep.num_tokens + CUT_TOKENS
+    size = 8 * wanted
+    while size <= min(len(text), MANY_CHARS * wanted):
+        sizes = [size - shift for shift in _SHIFTS]
+        parts = [encode(text[-n:] if keep.from_end else text[:n]) for n in sizes]
+        if all(len(part) >= wanted for part in parts):
+            first, *others = [part[-num:] if keep.from_end else part[:num] for part in parts]
+            return first if all(other == first for other in others) else None
+        size *= 2
+    return None
 
 
 def _encode(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion
 
-from cluster.api.text.tokenizer import Tokenizer
+from cluster.api.text import tokenizer as tokenizer_module
+from cluster.api.text.tokenizer import MANY_CHARS, Tokenizer
 from engine.request import SamplingParams
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served
 from tests.cluster.api.test_answers import ANSWER, ASK
@@ -193,6 +195,52 @@ def test_a_prompt_that_is_too_long_is_cut_to_what_fits(served: Served) -> None:
         assert error["param"] == "truncate_prompt_tokens"
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("path", [*PATHS, "/v1/embeddings"])
+def test_a_prompt_of_any_length_is_cut_as_if_it_were_tokenised_whole(
+    served: Served, tokenizer: Tokenizer, path: str, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than 32 characters for each token of the context, and little of it is tokenised."""
+    rng = random.Random(7)
+    words = ["a", "the", "It's", "naïve\n\n", "", "12345", "def", "f(x):", "你好", "\U0001f600"]
+    words += ["<|im_end|>", "...", "http://x.y/z?q=1", "unbelievable"]
+    text = " ".join(rng.choices(words, k=5000))
+    assert MANY_CHARS * MAX_MODEL_LEN < len(text) < 60_000
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {}
+    body |= {"prompt": text} if path == "/v1/completions" else {}
+    body |= {"input": text} if "embed" in path else {}
+    assert served.post(body, path).status_code == 400
+    encoded: list[int] = []
+    encode = tokenizer_module._encode
+
+    def counted(used: Any, text: str, special: bool) -> list[int]:
+        encoded.append(len(text))
+        return encode(used, text, special)
+
+    if "chat" in path:
+        whole = tokenizer.chat_prompt(body["messages"]).tokens
+    else:
+        whole = tokenizer.encode(text, is_prompt=path == "/v1/completions")
+    monkeypatch.setattr(tokenizer_module, "_encode", counted)
+    cut = {"truncate_prompt_tokens": 40, "truncation_side": side}
+    assert served.post(body | cut, path).status_code == 200
+    kept = whole[:40] if side == "right" else whole[-40:]
+    assert list(served.router.submits[-1].tokens) == kept
+    assert sum(encoded) < 10_000
+    if path == "/v1/completions":
+        echo = post(served, path, **body, **cut, echo=True, max_tokens=0)["choices"][0]["text"]
+        assert echo == tokenizer.decode(kept)
+
+
+def test_a_text_whose_tokens_depend_on_all_of_it_is_refused(served: Served) -> None:
+    """Where a token of "a" ends depends on how many came before it."""
+    long = "a" * (MANY_CHARS * MAX_MODEL_LEN + 999)
+    for text, most in ((long, 40), ("no words " * 5000, MAX_MODEL_LEN)):
+        found = served.post({"prompt": text, "truncate_prompt_tokens": most}, "/v1/completions")
+        assert found.status_code == 400
+        assert "maximum context length" in found.text
+
+
 def test_a_template_gets_what_the_request_says(served: Served, tokenizer: Tokenizer) -> None:
     chat(served)
     chat(served, add_generation_prompt=False)
@@ -218,7 +266,7 @@ def test_options_of_a_template_do_not_replace_the_conversation(served: Served, n
 def test_special_tokens_may_be_left_out(
     served: Served, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(text: str, *, add_special_tokens: bool = True, **more: bool) -> list[int]:
         return [5, 6, 7] if add_special_tokens else [6, 7]
 
     monkeypatch.setattr(tokenizer, "encode", encode)
