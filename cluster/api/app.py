@@ -34,18 +34,16 @@ from cluster.api.incoming import caller
 from cluster.api.openai.embeddings import (
     EmbeddingFormat,
     EmbeddingRequest,
+    RerankFormat,
+    RerankRequest,
+    ScoreFormat,
+    ScoreRequest,
     plan_embeddings,
 )
 from cluster.api.openai.formats import CompletionFormat
 from cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
 from cluster.api.openai.respond import GenerateEndpoint, error_response
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, parse
-from cluster.api.openai.scoring import (
-    RerankFormat,
-    RerankRequest,
-    ScoreFormat,
-    ScoreRequest,
-)
 from cluster.api.openai.stored import StoredChats, chat_format
 from cluster.api.operations import operation_routes
 from cluster.api.responses.routes import response_routes

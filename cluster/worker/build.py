@@ -180,10 +180,8 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
             shares_cores=spec.num_peers > 0 and not spec.on_gpu,
         )
 
-    when_lost = parallel.when_lost if parallel else None
-    return BuiltWorker(
-        make_worker(config, records), config.info(), make_executor, tuple(notices), when_lost
-    )
+    lost, worker = parallel.when_lost if parallel else None, make_worker(config, records)
+    return BuiltWorker(worker, config.info(), make_executor, tuple(notices), lost)
 
 
 def open_runner(

@@ -1,12 +1,18 @@
-"""`/v1/embeddings`: the hidden states of a text as one vector of length 1."""
+"""`/v1/embeddings`: the hidden states of a text as one vector of length 1; `/v1/score` and
+`/v1/rerank`: how near texts are to each other, by these vectors.
+
+No model served here has a classification head (a cross-encoder), so a score is the cosine of the
+angle between two vectors, as in vLLM with a model for embeddings.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from base64 import b64encode
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
@@ -24,8 +30,8 @@ from cluster.api.openai.plan import (
     salt_of,
     truncated,
 )
-from cluster.api.openai.schema import ModelRequest, or_default, prompts_of
-from cluster.api.parameters import EMBEDDING
+from cluster.api.openai.schema import Flag, ModelRequest, or_default, prompts_of
+from cluster.api.parameters import EMBEDDING, RERANK, SCORE
 from cluster.api.tenants import Tenant
 from engine.kv.block_hash import CacheScope
 from engine.request import Pooling, SamplingParams
@@ -165,3 +171,175 @@ class EmbeddingFormat(PooledFormat):
         if self._request.encoding_format == "base64":
             return b64encode(vector.tobytes()).decode()
         return [float(value) for value in vector]
+
+
+# The two lists of a body of `/v1/score`, by their names.
+_PAIRS = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
+
+
+def _text_of(given: Any) -> str:
+    """A string, or as Jina's and Cohere's clients write one, an object with `text`."""
+    text = given.get("text") if isinstance(given, dict) else given
+    if not isinstance(text, str):
+        raise ValueError("expected a string, or an object with a string 'text': only text is read")
+    return text
+
+
+def _texts_of(given: Any) -> list[str]:
+    texts = given if isinstance(given, list) else [given]
+    if not 0 < len(texts) < MAX_INPUTS:
+        raise ValueError(f"expected 1 to {MAX_INPUTS - 1} texts, got {len(texts)}")
+    return [_text_of(text) for text in texts]
+
+
+_Texts = Annotated[list[str], BeforeValidator(_texts_of)]
+_Most = Annotated[int, Field(ge=0), or_default(0)]
+
+
+class ScoringRequest(PooledRequest):
+    """What both endpoints share. Each text keeps its first tokens only, where a `max_tokens_per`
+    says so (0: all)."""
+
+    max_tokens_per_query: _Most = 0
+    max_tokens_per_doc: _Most = 0
+
+    @property
+    def num_queries(self) -> int:
+        """The texts before the documents."""
+        return 1
+
+    def most_tokens(self, place: int) -> int:
+        is_query = place < self.num_queries
+        return self.max_tokens_per_query if is_query else self.max_tokens_per_doc
+
+
+class ScoreRequest(ScoringRequest):
+    """Body of `/v1/score`: one text and many, or as many of each."""
+
+    text_1: _Texts | None = None
+    text_2: _Texts | None = None
+    queries: _Texts | None = None
+    documents: _Texts | None = None
+    items: _Texts | None = None
+    data_1: _Texts | None = None
+    data_2: _Texts | None = None
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> ScoreRequest:
+        SCORE.check(self.model_extra)
+        given = {name for pair in _PAIRS for name in pair if getattr(self, name) is not None}
+        if given not in map(set, _PAIRS):
+            pairs = ", ".join(f"'{first}' and '{second}'" for first, second in _PAIRS)
+            raise ValueError(f"expected one of these pairs of fields: {pairs}")
+        firsts, seconds = self._texts
+        if len(firsts) not in (1, len(seconds)):
+            first, second = self._names
+            raise ValueError(
+                f"'{first}': {len(firsts)} texts cannot be paired with the {len(seconds)} of "
+                f"'{second}': expected one, or as many"
+            )
+        if len(firsts) + len(seconds) > MAX_INPUTS:
+            raise ValueError(f"expected at most {MAX_INPUTS} texts together")
+        return self
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        return next(pair for pair in _PAIRS if all(getattr(self, name) for name in pair))
+
+    @property
+    def _texts(self) -> tuple[list[str], list[str]]:
+        first, second = self._names
+        return getattr(self, first), getattr(self, second)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        firsts, seconds = self._texts
+        return [*firsts, *seconds]
+
+    @property
+    def num_queries(self) -> int:
+        return len(self._texts[0])
+
+    def param_of(self, place: int) -> str:
+        return self._names[place >= self.num_queries]
+
+
+class RerankRequest(ScoringRequest):
+    """Body of `/v1/rerank`, as Jina and Cohere have it. `top_n`: 0 for all."""
+
+    query: Annotated[str, BeforeValidator(_text_of)]
+    documents: _Texts
+    top_n: Annotated[int, Field(ge=0), or_default(0)] = 0
+    return_documents: Annotated[Flag, or_default(True)] = True
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> RerankRequest:
+        RERANK.check(self.model_extra)
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        return [self.query, *self.documents]
+
+    def param_of(self, place: int) -> str:
+        return "documents" if place else "query"
+
+
+Request = TypeVar("Request", bound=ScoringRequest)
+
+
+class _ScoredFormat(PooledFormat, Generic[Request]):
+    def __init__(self, ctx: ApiContext, plan: Plan, request: Request, request_id: str) -> None:
+        super().__init__(ctx, plan)
+        self._request, self._id = request, f"score-{request_id}"
+
+    def _scores(self, pieces: Sequence[Piece]) -> list[float]:
+        """Of each document, with the only query or its own."""
+        vectors = [unit(vector) for vector in self._vectors(pieces)]
+        num = self._request.num_queries
+        queries, documents = vectors[:num], vectors[num:]
+        queries = queries * len(documents) if num == 1 else queries
+        return [float(a @ b) for a, b in zip(queries, documents, strict=True)]
+
+
+class ScoreFormat(_ScoredFormat[ScoreRequest]):
+    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": self._ctx.model_name,
+            "data": [
+                {"index": index, "object": "score", "score": score}
+                for index, score in enumerate(self._scores(pieces))
+            ],
+            "usage": {
+                "prompt_tokens": usage["prompt_tokens"],
+                "total_tokens": usage["total_tokens"],
+                "completion_tokens": 0,
+            },
+        }
+
+
+class RerankFormat(_ScoredFormat[RerankRequest]):
+    async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+        request = self._request
+        scores = self._scores(pieces)
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])
+        results: list[dict[str, Any]] = []
+        for index in best[: request.top_n or None]:
+            results.append({"index": index, "relevance_score": scores[index]})
+            if request.return_documents:
+                results[-1]["document"] = {"text": request.documents[index]}
+        counts = {key: usage[key] for key in ("prompt_tokens", "total_tokens")}
+        return {
+            "id": self._id,
+            "model": self._ctx.model_name,
+            "results": results,
+            "usage": counts,
+        }

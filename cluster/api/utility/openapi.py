@@ -15,9 +15,8 @@ from starlette.routing import Route
 
 from cluster.api.anthropic.schema import CountRequest, MessagesRequest
 from cluster.api.context import ApiContext
-from cluster.api.openai.embeddings import EmbeddingRequest
+from cluster.api.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, ForkRequest, MetadataRequest
-from cluster.api.openai.scoring import RerankRequest, ScoreRequest
 from cluster.api.responses.conversations import (
     ConversationRequest,
     ItemsRequest,

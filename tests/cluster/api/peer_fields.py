@@ -16,9 +16,8 @@ from openai.types.responses import response_create_params
 from pydantic import BaseModel
 
 from cluster.api.anthropic.schema import CountRequest, MessagesRequest
-from cluster.api.openai.embeddings import EmbeddingRequest
+from cluster.api.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from cluster.api.openai.schema import ChatRequest, CompletionRequest
-from cluster.api.openai.scoring import RerankRequest, ScoreRequest
 from cluster.api.parameters import (
     CHAT,
     COMPLETION,
