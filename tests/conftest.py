@@ -1,7 +1,9 @@
 """What several packages' tests share."""
 
+import functools
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,3 +24,19 @@ def pytest_collection_finish() -> None:
 def smollm2_dir() -> Path:
     """The default model, converted: once per machine, into the default cache."""
     return resolve_model(DEFAULT_MODEL, progress=lambda _: None)
+
+
+@pytest.fixture(scope="session")
+def make_padded_model(
+    smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Path]:
+    """A tiny random model with the default model's tokenizer and so many rows more."""
+    from tests.engine.model.tiny import make_padded
+
+    @functools.cache
+    def make(num_rows: int) -> Path:
+        path = tmp_path_factory.mktemp(f"padded-{num_rows}")
+        make_padded(smollm2_dir, path, num_rows)
+        return path
+
+    return make

@@ -24,7 +24,6 @@ from cluster.api.metrics import ApiMetrics, ClusterCollector
 from cluster.api.server import bind_socket, serve_app
 from cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.fake_router import FakeRouter
-from tests.cluster.api.routed import RealRouter
 
 MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 512
@@ -133,11 +132,11 @@ def serve(
     limits: ApiLimits,
     sock: socket.socket | None = None,
     context: dict[str, Any] | None = None,
-    real_router: RealRouter | None = None,
+    real_router: Any = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """`sock`: to listen on; `context`: more of the `ApiContext`; `real_router`: instead of a fake
-    one; `options`: of `serve_app`."""
+    """`sock`: to listen on; `context`: more of the `ApiContext`; `real_router`: as
+    `RealRouter`, instead of a fake one; `options`: of `serve_app`."""
     answer = [*tokenizer.encode(" The capital of France is Paris."), tokenizer.eos_token_ids[0]]
     router: Any = real_router or FakeRouter(answer=lambda submit: answer)
     client = router.client = RouterClient("api-0", "router-0", router.deliver)

@@ -18,6 +18,7 @@ from cluster.api.context import ApiLimits
 from cluster.api.text.tokenizer import Tokenizer
 from cluster.api.tracing import Tracing, traces_url
 from cluster.config import ConfigError, load_config
+from tests.cluster.api.calls import APIS, Api, asked, calls
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 from tests.cluster.api.routed import PREFILL_S, RealRouter
 from tests.cluster.api.test_explain import explanation, real_router
@@ -129,33 +130,21 @@ def test_a_call_is_a_span_with_its_phases_inside(
     assert counts == {"sent": len(collector.spans), "failed": 0, "dropped": 0}
 
 
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-CHAT_TOOL = {"tools": TOOLS}
-RESPONSES_TOOL = {"tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}]}
-MESSAGES_TOOL = {"tools": [{"name": "f", "input_schema": {"type": "object"}}]}
-APIS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
-    ("/v1/chat/completions", BODY, CHAT_TOOL, "chat", "chatcmpl-"),
-    ("/v1/completions", {"model": MODEL, "prompt": "Hi"}, {}, "text_completion", "cmpl-"),
-    ("/v1/responses", {"model": MODEL, "input": "Hi"}, RESPONSES_TOOL, "chat", "resp_"),
-    ("/v1/messages", BODY | {"max_tokens": 9}, MESSAGES_TOOL, "chat", "msg_"),
-]
+OPERATIONS = {"completions": "text_completion"}  # others are chats
+PREFIXES = {"chat": "chatcmpl-", "completions": "cmpl-", "responses": "resp_", "messages": "msg_"}
 
 
-@pytest.mark.parametrize(("path", "body", "tools", "operation", "prefix"), APIS)
-def test_every_api_is_traced_whole_streamed_and_with_tools(
-    tokenizer: Tokenizer,
-    collector: Collector,
-    path: str,
-    body: dict[str, Any],
-    tools: dict[str, Any],
-    operation: str,
-    prefix: str,
+@pytest.mark.parametrize("api", APIS, ids=[*PREFIXES])
+def test_every_api_is_traced_whole_streamed_with_tools_and_schemas(
+    tokenizer: Tokenizer, collector: Collector, api: Api
 ) -> None:
     """Each on one connection: what fails after an answer closes it, and the next call with it."""
+    prefix, operation = PREFIXES[api.endpoint], OPERATIONS.get(api.endpoint, "chat")
     with traced(tokenizer, collector.url) as (served, _):
-        asked = [body, body | {"stream": True}, body | tools, body | tools | {"stream": True}]
-        answers = [served.post(each, path) for each in asked]
-        assert [answer.status_code for answer in answers] == [200] * 4
+        bodies = [asked(body) for _, of, body in calls() if of is api]
+        bodies += [body | {"stream": True} for body in bodies]
+        answers = [served.post(each, api.path) for each in bodies]
+        assert [answer.status_code for answer in answers] == [200] * len(bodies)
         for answer in answers:
             assert explanation(served, prefix + answer.headers["x-request-id"])
     roots = [span for span in collector.spans if "gen_ai.request.model" in attributes(span)]

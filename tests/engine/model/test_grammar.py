@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from engine.model.sampling import grammar as module
 from engine.model.sampling.grammar import Grammars
 from engine.request import ReasoningBudget, SamplingParams
 from engine.step import Sampled, ScheduledSeq, Step, StepDone
-from tests.engine.model.tiny import make_padded
 
 SCHEMA = {
     "type": "object",
@@ -40,14 +40,10 @@ BLOCK = 16
 
 @pytest.fixture(scope="module", params=["default", 1, 31, 64, 267])
 def model_dir(
-    request: pytest.FixtureRequest, smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, smollm2_dir: Path, make_padded_model: Callable[[int], Path]
 ) -> Path:
     """The default model, and models whose embedding has so many rows more than the tokenizer."""
-    if request.param == "default":
-        return smollm2_dir
-    path = tmp_path_factory.mktemp(f"padded-{request.param}")
-    make_padded(smollm2_dir, path, request.param)
-    return path
+    return smollm2_dir if request.param == "default" else make_padded_model(request.param)
 
 
 @pytest.fixture(scope="module")

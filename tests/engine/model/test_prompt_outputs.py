@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +21,17 @@ TEXT = (
 )
 
 
+@pytest.fixture(scope="module", params=["default", 31])
+def model_dir(
+    request: pytest.FixtureRequest, smollm2_dir: Path, make_padded_model: Callable[[int], Path]
+) -> Path:
+    """The default model, and one whose embedding has more rows than the tokenizer."""
+    return smollm2_dir if request.param == "default" else make_padded_model(request.param)
+
+
 @pytest.fixture(scope="module")
-def runner(smollm2_dir: Path) -> ModelRunner:
-    return ModelRunner(smollm2_dir, dtype="float32", num_blocks=64, num_threads=2)
+def runner(model_dir: Path) -> ModelRunner:
+    return ModelRunner(model_dir, dtype="float32", num_blocks=64, num_threads=2)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +41,9 @@ def prompt(smollm2_dir: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2_dir: Path, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(model_dir: Path, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities after each token, and the hidden states after the last norm."""
-    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.inference_mode():
         states = model.model(torch.tensor([prompt])).last_hidden_state[0]
         return torch.log_softmax(model.lm_head(states), dim=-1), states
