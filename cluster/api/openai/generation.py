@@ -239,6 +239,7 @@ class Generation:
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {
                 "cached_tokens": num_cached,
+                "cache_write_tokens": num_prompt - num_cached,  # all that is computed is kept
                 "cached_tokens_by_source": {s: n for s, n in by_source.items() if n > 0},
             },
             "completion_tokens_details": {"reasoning_tokens": num_reasoning},

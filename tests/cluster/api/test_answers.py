@@ -31,6 +31,7 @@ def test_whole_chat_answer(served: Served, tokenizer: Tokenizer) -> None:
     assert answer.usage.total_tokens == num_prompt + answer.usage.completion_tokens
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 16
+    assert answer.usage.prompt_tokens_details.cache_write_tokens == num_prompt - 16
     assert list(submit.tokens) == tokenizer.apply_chat_template(ASK)
     assert submit.sampling.temperature == 0
     assert submit.sampling.max_tokens == MAX_MODEL_LEN - num_prompt
