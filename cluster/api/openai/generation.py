@@ -55,7 +55,7 @@ class Choice:
         self._reasons = bool(whole.reading and whole.reading.begun and self._marks[1] is not None)
         markers = whole.reading.markers if whole.reading else ()
         self._detokenizer = Detokenizer(
-            ctx.tokenizer.showing(markers),
+            ctx.tokenizer.showing(None if whole.shows_special else markers),
             stop=whole.stop,
             includes_stop=whole.includes_stop,
             context=plan.tokens if plan.continues else (),
