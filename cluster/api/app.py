@@ -159,6 +159,9 @@ def _model_routes(ctx: ApiContext) -> list[Route]:
             "object": "model",
             "created": created,
             "owned_by": "kvrelay",
+            # As in vLLM and SGLang: the model that the name stands for.
+            "root": ctx.model_name,
+            "parent": None,
             "max_model_len": ctx.max_model_len,
         }
 

@@ -95,7 +95,7 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
-        if self.status == 415:
+        if self.code == "unsupported_content_encoding":
             return {"accept-encoding": "gzip, deflate"}
         if self.retry_after_s is None:
             return {}

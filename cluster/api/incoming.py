@@ -183,6 +183,15 @@ async def held_body(ctx: ApiContext, request: Request) -> AsyncIterator[bytes]:
 
 
 async def _received(ctx: ApiContext, request: Request, take: Callable[[int], bool]) -> bytes:
+    # Pages in a browser may post forms and plain text to any server without asking it (CORS), but
+    # not JSON.
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if media_type and media_type != "application/json" and not media_type.endswith("+json"):
+        raise ApiError(
+            415,
+            f"content-type {media_type[:40]!r} is not supported: send application/json",
+            code="unsupported_content_type",
+        )
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in (*_WINDOW_BITS, "identity", ""):
         raise ApiError(

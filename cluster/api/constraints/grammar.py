@@ -48,6 +48,14 @@ MAX_KNOWN = 512
 MAX_KNOWN_BYTES = 32 * 2**20
 MAX_CHOICES = 10_000
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+# Types of a structural tag's `format` that are all of the output: what each is here, and the field
+# that says it.
+_WHOLE_FORMATS = {
+    "json_schema": ("json", "json_schema"),
+    "const_string": ("choice", "value"),
+    "regex": ("regex", "pattern"),
+    "grammar": ("grammar", "grammar"),
+}
 _TOO_MUCH = (
     f"it takes more than {CPU_S:g} s of computing or {MEMORY_BYTES >> 20} MiB of memory to compile"
 )
@@ -217,7 +225,11 @@ def tag_grammar(form: Any) -> str:
     """Free text, and from each trigger on a structure: `structures` ({begin, schema, end}) and
     `triggers`, as in vLLM and SGLang, or their newer `format`. Raises SchemaError."""
     if isinstance(form, dict) and isinstance(form.get("format"), dict):
-        form = _triggered(form["format"])
+        form = form["format"]
+        if whole := _WHOLE_FORMATS.get(str(form.get("type"))):
+            kind, field = whole
+            return grammar_of(kind, _field(form, field), {})
+        form = _triggered(form)
     for name in ("at_least_one", "stop_after_first"):
         if isinstance(form, dict) and form.get(name):
             raise SchemaError(f"'{name}' of a structural tag is not supported")
@@ -243,12 +255,19 @@ def tag_grammar(form: Any) -> str:
     return StructTag.to_grammar(tags, assume_special=False)
 
 
+def _field(form: dict[str, Any], name: str) -> Any:
+    """What a `format` has to say; a constant is a choice of one. Raises SchemaError."""
+    if form.get(name) is None:
+        raise SchemaError(f"a 'format' of type {form['type']!r} has a {name!r}")
+    return [_text(form[name])] if name == "value" else form[name]
+
+
 def _triggered(form: dict[str, Any]) -> dict[str, Any]:
     """A `format` of type `triggered_tags`, whose contents are JSON, in the older form."""
     if form.get("type") != "triggered_tags" or not isinstance(form.get("tags"), list):
         raise SchemaError(
             f"'format' of type {form.get('type')!r:.60} is not supported, use 'triggered_tags' with"
-            " a list of 'tags'"
+            f" a list of 'tags', or {', '.join(map(repr, _WHOLE_FORMATS))}"
         )
     structures = []
     for tag in form["tags"]:

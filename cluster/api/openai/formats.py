@@ -364,7 +364,10 @@ class CompletionFormat(_WithLogprobs):
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         self._answer.count(piece)
-        return [self._answer.chunk("text_completion", self._choice(self.condensed(piece)))]
+        choice = self._choice(self.condensed(piece))
+        if not piece.tokens:
+            choice["logprobs"] = None  # as in OpenAI's last chunk: there is no token to look at
+        return [self._answer.chunk("text_completion", choice)]
 
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return self._answer.closing("text_completion", usage)

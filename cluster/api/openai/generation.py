@@ -55,7 +55,7 @@ class Choice:
         self._reasons = bool(whole.reading and whole.reading.begun and self._marks[1] is not None)
         markers = whole.reading.markers if whole.reading else ()
         self._detokenizer = Detokenizer(
-            ctx.tokenizer.showing(markers),
+            ctx.tokenizer.showing(None if whole.shows_special else markers),
             stop=whole.stop,
             includes_stop=whole.includes_stop,
             context=plan.tokens if plan.continues else (),
@@ -239,6 +239,7 @@ class Generation:
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {
                 "cached_tokens": num_cached,
+                "cache_write_tokens": num_prompt - num_cached,  # all that is computed is kept
                 "cached_tokens_by_source": {s: n for s, n in by_source.items() if n > 0},
             },
             "completion_tokens_details": {"reasoning_tokens": num_reasoning},

@@ -122,11 +122,11 @@ def _logprob(token: TokenText) -> bytes:
 
 
 def _completion_top(names: TokenNames, token: TokenText) -> bytes:
-    """The best tokens and the chosen one; of two with the same text, the better."""
+    """The chosen token, first as in vLLM, and the best; of two with the same text, the better."""
     if token.logprobs is None:
         return b"null"
     top: dict[bytes, float] = {}
-    for other, logprob in (*token.logprobs.top, (token.token, token.logprobs.logprob)):
+    for other, logprob in ((token.token, token.logprobs.logprob), *token.logprobs.top):
         text = names.text(other)
         top[text] = max(logprob, top.get(text, _LOWEST))
     return b"{%b}" % b",".join([b"%b:%b" % (text, _number(p)) for text, p in top.items()])

@@ -42,6 +42,7 @@ class Plan:
     priority: int  # lower goes first
     retention: Retention | None  # of the KV; None: the server's own
     includes_stop: bool = False  # a text that is stopped has what stopped it
+    shows_special: bool = False  # special tokens are part of texts
     call: bytes = b""  # names the call; the same when it is repeated
 
 

@@ -443,4 +443,5 @@ def _plan(
         priority=priority_of(request, tenant),
         retention=_retention(ctx, request),
         includes_stop=request.includes_stop,
+        shows_special=not request.skip_special_tokens,
     )

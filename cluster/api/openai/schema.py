@@ -266,6 +266,7 @@ class GenerationRequest(ModelRequest):
     return_tokens_as_token_ids: Flag = False
     include_stop_str_in_output: Flag = False
     no_stop_trim: Flag = False  # the same, under SGLang's name
+    skip_special_tokens: Annotated[bool, or_default(True)] = True
     stream: Flag = False
     stream_options: StreamOptions | None = None
     prompt_cache_key: _SessionName | None = None  # names the session that this is a turn of

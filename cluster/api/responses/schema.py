@@ -28,7 +28,7 @@ _AS_IN_CHATS = (
     *("temperature", "top_p", "priority", "seed", "user", "prompt_cache_retention"),
     *("cache_salt", "top_k", "min_p", "logit_bias", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "stop", "ignore_eos", "include_stop_str_in_output"),
-    *("structured_outputs", "chat_template_kwargs", "max_tool_calls"),
+    *("skip_special_tokens", "structured_outputs", "chat_template_kwargs", "max_tool_calls"),
 )
 
 
@@ -100,6 +100,7 @@ class ResponsesRequest(BaseModel):
     stop: Any = None
     ignore_eos: Any = None
     include_stop_str_in_output: Any = None
+    skip_special_tokens: Any = None
     structured_outputs: Any = None
     chat_template_kwargs: Any = None
 

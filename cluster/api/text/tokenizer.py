@@ -226,10 +226,16 @@ class Tokenizer:
         token = self._tokenizer.token_to_id(text)
         return token if token in self._special_ids else None
 
-    def showing(self, texts: Iterable[str]) -> Decoder:
-        """This one's text, with those special tokens that are among `texts`."""
+    def showing(self, texts: Iterable[str] | None) -> Decoder:
+        """This one's text, with those special tokens that are among `texts`, or with all (None)."""
+        if texts is None:
+            return _Showing(self, frozenset(self._special_ids))
         shown = {self.special_id(text) for text in texts} - {None}
         return _Showing(self, frozenset(shown)) if shown else self
+
+    def token_str(self, token: int) -> str:
+        """How the vocabulary writes a token: of bytes too that are no characters."""
+        return self._tokenizer.id_to_token(token) or ""
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for; of a special token, its name."""

@@ -84,8 +84,7 @@ class _Tokens:
             "token_strs": None,
         }
         if return_token_strs:
-            pieces = [self._ctx.tokenizer.token_bytes(token) for token in tokens]
-            answer["token_strs"] = [piece.decode(errors="replace") for piece in pieces]
+            answer["token_strs"] = list(map(self._ctx.tokenizer.token_str, tokens))
         return JSONResponse(answer)
 
     async def detokenize(self, http: Request) -> Response:

@@ -130,7 +130,7 @@ def token_logprobs(
     logits: torch.Tensor, tokens: Sequence[int], count: int, chosen_ids: Sequence[int] = ()
 ) -> list[TokenLogprobs]:
     """Of a token for each row of float32 [len(tokens), vocab_size], and of the `count` best, or
-    instead of these of `chosen_ids`, as far as the vocabulary has them."""
+    instead of these of `chosen_ids`, as far as the vocabulary has them, and the token itself."""
     if not len(tokens):
         return []
     raw = torch.log_softmax(logits, dim=-1)
@@ -144,8 +144,13 @@ def token_logprobs(
         best, best_ids = raw.topk(min(count, raw.shape[1]), dim=-1)
     else:
         return [TokenLogprobs(each) for each in chosen]
-    rows = zip(chosen, best_ids.tolist(), best.tolist(), strict=True)
-    return [TokenLogprobs(each, tuple(zip(*top, strict=True))) for each, *top in rows]
+    found = []
+    rows = zip(tokens, chosen, best_ids.tolist(), best.tolist(), strict=True)
+    for token, logprob, *columns in rows:
+        top = tuple(zip(*columns, strict=True))
+        mine = () if not known or token in known else ((token, logprob),)
+        found.append(TokenLogprobs(logprob, mine + top))
+    return found
 
 
 def _edit(row: torch.Tensor, seq: ScheduledSeq, window: int) -> None:

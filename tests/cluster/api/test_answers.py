@@ -31,6 +31,7 @@ def test_whole_chat_answer(served: Served, tokenizer: Tokenizer) -> None:
     assert answer.usage.total_tokens == num_prompt + answer.usage.completion_tokens
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 16
+    assert answer.usage.prompt_tokens_details.cache_write_tokens == num_prompt - 16
     assert list(submit.tokens) == tokenizer.chat_prompt(ASK).tokens
     assert submit.sampling.temperature == 0
     assert submit.sampling.max_tokens == MAX_MODEL_LEN - num_prompt
@@ -150,6 +151,27 @@ def test_chat_logprobs_cover_the_text(served: Served, tokenizer: Tokenizer) -> N
     ]
     assert [entry.token for entry in tokens] == [entry.token for entry in entries]
     assert tokens[0].top_logprobs == []
+
+
+def test_a_completions_best_tokens_begin_with_the_chosen_one(served: Served) -> None:
+    served.router.answer = lambda submit: [9, 400, *submit.sampling.stop_token_ids[:1]]
+    chunks = served.openai().completions.create(
+        model=MODEL, prompt="Hi", logprobs=0, extra_body={"logprob_token_ids": [7]}, stream=True
+    )
+    found = [chunk.choices[0].logprobs for chunk in chunks]
+    assert found.pop() is None  # the chunk of the end has no token
+    for each in found:
+        assert each is not None
+        assert each.top_logprobs
+        assert [next(iter(top)) for top in each.top_logprobs] == each.tokens != []
+        assert all(len(top) == 2 for top in each.top_logprobs)
+
+
+def test_models_say_what_vllms_clients_read(served: Served) -> None:
+    (card,) = served.http.get("/v1/models").json()["data"]
+    assert card == served.http.get(f"/v1/models/{MODEL}").json()
+    assert (card["id"], card["root"], card["parent"]) == (MODEL, MODEL, None)
+    assert card["max_model_len"] == MAX_MODEL_LEN
 
 
 def test_logprobs_end_where_a_stop_string_cuts(served: Served) -> None:

@@ -52,6 +52,9 @@ TAGS: dict[str, Any] = {
 }
 
 
+SHOWN: dict[str, Any] = {"skip_special_tokens": False}
+
+
 def post(served: Served, path: str = "/v1/chat/completions", **fields: Any) -> Any:
     response = served.post(PATHS[path] | fields, path)
     assert response.status_code == 200, response.text
@@ -137,6 +140,26 @@ def test_a_stop_string_is_told_where_that_is_asked_for(served: Served, name: str
         extra_body={name: True},
     )
     assert "".join(chunk.choices[0].text for chunk in chunks) == " The capital of Fr"
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/responses"])
+def test_special_tokens_are_told_where_that_is_asked_for(
+    served: Served, tokenizer: Tokenizer, path: str
+) -> None:
+    text = "One<|im_start|>two"
+    served.router.answer = lambda submit: [*tokenizer.encode(text), *tokenizer.eos_token_ids[:1]]
+    body = PATHS.get(path, {"model": MODEL, "input": "Hello"})
+    skipped: tuple[dict[str, Any], ...] = ({}, {"skip_special_tokens": True})
+    for fields, told in (*((each, "Onetwo") for each in skipped), (SHOWN, text)):
+        answer = served.post(body | fields, path).json()
+        if "choices" in answer:
+            (choice,) = answer["choices"]
+            assert (choice.get("text") or choice["message"]["content"]) == told
+        else:
+            assert answer["output"][0]["content"][0]["text"] == told
+    if path == "/v1/completions":
+        ended = post(served, path, **SHOWN, include_stop_str_in_output=True)["choices"][0]
+        assert ended["text"] == f"{text}<|im_end|>"
 
 
 def test_stop_reason_is_the_string_or_the_token(served: Served, tokenizer: Tokenizer) -> None:

@@ -210,11 +210,14 @@ def test_logprobs_of_token_ids_instead_of_the_best():
     logits = [1.0, 4.0, 2.0, 3.0, *[0.0] * 31]
     (done,) = pick_all([logits], [[0]], logprobs=2, logprob_token_ids=(0, 3, 400), **GREEDY)
     expected = torch.log_softmax(torch.tensor(logits), 0)
-    assert [token for token, _ in done.logprobs.top] == [3, 0]
+    # The token itself comes first, as in vLLM.
+    assert [token for token, _ in done.logprobs.top] == [1, 3, 0]
     assert done.logprobs.logprob == pytest.approx(expected[1].item(), abs=1e-5)
     assert [p for _, p in done.logprobs.top] == pytest.approx(
-        [expected[3].item(), expected[0].item()], abs=1e-5
+        [expected[each].item() for each in (1, 3, 0)], abs=1e-5
     )
+    (done,) = pick_all([logits], [[0]], logprobs=2, logprob_token_ids=(0, 1), **GREEDY)
+    assert [token for token, _ in done.logprobs.top] == [1, 0]
 
 
 def test_logprobs_are_of_the_raw_logits():

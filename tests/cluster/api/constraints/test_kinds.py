@@ -19,6 +19,13 @@ TAGS = {
     ],
     "triggers": ["<f="],
 }
+
+
+def whole(kind: Any, **fields: Any) -> dict[str, Any]:
+    """A structural tag of the newer form that is all of the output."""
+    return {"type": "structural_tag", "format": {"type": kind, **fields}}
+
+
 LARK = 'start: "a" more\nmore: /[0-9]+/ | "<" more ">"'
 # Kind, value, what matches, what does not.
 ACCEPTED: list[tuple[str, Any, list[str], list[str]]] = [
@@ -37,6 +44,10 @@ ACCEPTED: list[tuple[str, Any, list[str], list[str]]] = [
         ['<f=a>{"age": "1"}</f>', "<f=b>1</f>", '<f=a>{"age": 1}', "<f=é>text</f>"],
     ),
     ("structural_tag", json.dumps(TAGS), ['<f=a>{"age": 1}</f>'], ["<f=a>1</f>"]),
+    ("structural_tag", whole("json_schema", json_schema=PERSON), ['{"age": 5}'], ["{}", "text"]),
+    ("structural_tag", whole("const_string", value='"é"'), ['"é"'], ["é", '"é" ']),
+    ("structural_tag", whole("regex", pattern="[ab]+"), ["abba"], ["", "abc"]),
+    ("structural_tag", whole("grammar", grammar='root ::= "a" [0-9]'), ["a1"], ["a"]),
 ]
 REFUSED: list[tuple[str, Any, str]] = [
     ("json", "{", "it is not JSON: Expecting property name"),
@@ -52,6 +63,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("choice", ["a"] * (MAX_CHOICES + 1), f"a list of 1 to {MAX_CHOICES} strings"),
     ("grammar", "root ::= ( ", "from GBNF to Lark"),
     ("structural_tag", [], "has 'structures' and 'triggers', each a list"),
+    ("structural_tag", whole("const_string"), "type 'const_string' has a 'value'"),
+    ("structural_tag", whole("regex", pattern=5), "expected a string that is not empty, got 5"),
+    ("structural_tag", whole(["or"]), r"type \['or'\] is not supported, use 'triggered_tags'"),
     ("structural_tag", {"structures": [], "triggers": ["a"]}, "has 'structures' and 'triggers'"),
     (
         "structural_tag",

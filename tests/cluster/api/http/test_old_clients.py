@@ -106,6 +106,23 @@ def test_what_cannot_be_inflated_is_a_415_that_says_what_can(served: Served, enc
     assert encoding in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/responses", "/v1/messages", "/tokenize"])
+def test_a_body_that_says_to_be_no_json_is_a_415(served: Served, path: str) -> None:
+    for wrong in ("application/x-www-form-urlencoded", "text/plain;charset=UTF-8"):
+        response = served.http.post(path, json=BODY, headers={"content-type": wrong})
+        assert response.status_code == 415
+        assert wrong.split(";")[0] in response.json()["error"]["message"]
+        assert "accept-encoding" not in response.headers
+    assert served.router.submits == []
+
+
+@pytest.mark.parametrize(
+    "kind", ["application/json; charset=utf-8", "Application/JSON", "application/ld+json"]
+)
+def test_json_goes_by_several_names(served: Served, kind: str) -> None:
+    assert served.http.post(PATH, json=BODY, headers={"content-type": kind}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "body", [b"no gzip", gzip.compress(b"{}")[:-4], gzip.compress(b"{}") + b"x"]
 )

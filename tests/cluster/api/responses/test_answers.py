@@ -51,7 +51,9 @@ def test_a_whole_text(served: Served) -> None:
     submit = served.router.submits[0]
     assert answer.usage is not None
     assert answer.usage.input_tokens == len(submit.tokens)
-    assert answer.usage.input_tokens_details.cached_tokens == 16
+    details = answer.usage.input_tokens_details
+    assert details.cached_tokens == 16
+    assert details.cache_write_tokens == answer.usage.input_tokens - 16
     assert answer.usage.output_tokens == len(served.router.answer(submit))
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     assert (answer.instructions, answer.metadata) == ("Be brief.", {"a": "b"})

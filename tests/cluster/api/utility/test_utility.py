@@ -25,6 +25,9 @@ def test_a_text_becomes_tokens_and_text_again(served: Served, tokenizer: Tokeniz
     answer = served.post(body, "/tokenize").json()
     assert answer["tokens"] == tokenizer.encode(text)
     assert answer["count"] == len(answer["tokens"])
+    # As the vocabulary has them: a space is Ġ, and the bytes of half a character can be told apart.
+    assert answer["token_strs"][-1] == "Ġnice"
+    assert "\ufffd" not in "".join(answer["token_strs"])
     assert len(answer["token_strs"]) == answer["count"]
     back = served.post({"tokens": answer["tokens"]}, "/detokenize")
     assert back.json() == {"prompt": text}
