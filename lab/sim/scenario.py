@@ -291,7 +291,7 @@ def _draw_broken_links(
     more: random.Random, workers: list[NodeId], until_s: float
 ) -> tuple[BrokenLink, ...]:
     links = []
-    for _ in range(more.choice((0, 0, 0, 1, 3))):
+    for _ in range(more.choice((0, 0, 0, 1, 3)) if len(workers) > 1 else 0):
         source, reader = more.sample(workers, 2)
         links.append(BrokenLink(source, reader, more.uniform(0.0, until_s / 2), until_s))
     return tuple(links)
