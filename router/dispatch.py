@@ -14,13 +14,14 @@ from math import inf
 
 from engine.kv.events import KVEvents, KVSnapshot
 from engine.node import NodeId
+from engine.request import TokenDelta
 from engine.stats import Role, WorkerInfo, WorkerStats
 from router.averages import Average
 from router.config import RouterConfig
 from router.index.prefix_index import PrefixIndex
 from router.placement.choice import GROUP, POOL, Option
 from router.placement.cost import CostModel
-from router.placement.endpoint import Endpoint, model_number
+from router.placement.endpoint import Endpoint, Ends, model_number
 from router.placement.fleet import Fleet
 from router.placement.policy import Policy, TtftPredictor
 from router.placement.retention_policy import RetentionPolicy
@@ -31,6 +32,7 @@ from router.room import blocks_needed, clamp_max_tokens
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 FIRST_OUTPUT = 128.0  # tokens, until requests have ended
 APART = 8.0  # with a target for TTFT, a stream on a prefill worker counts as so many
+LATE_S = 1.0  # KV that comes so much later than estimated, and than it takes to compute, is lost
 Accepts = Callable[[float, RequestRecord, float, float, float], bool]  # `Admission.accepts`
 STICKY_BLOCKS = 4  # prompts that begin with the same blocks, so many, belong to one session
 
@@ -61,6 +63,7 @@ class Dispatcher:
             max_memory_wait_s=config.max_memory_wait_s,
             probe_after_s=config.probe_after_s,
         )
+        self.links = self._policy.chooser.links
         self._retention = RetentionPolicy(self._fleets[Role.DECODE], self._fleets[Role.PREFILL])
         self.output_tokens = Average(FIRST_OUTPUT)  # of a request
         self._shapes: list[WorkerInfo] = []  # of the workers, one of each; always a new list
@@ -260,6 +263,44 @@ class Dispatcher:
         self._update(now, attempt.decode)
         self.on_prefill_over(now, attempt, request_id)
 
+    def on_sent(self, now: float, attempt: Attempt) -> None:
+        """KV is to be read for it, by these links."""
+        if attempt.decision is not None:
+            ends = attempt.decode, attempt.prefill
+            attempt.decision.bad_links = self.links.losses(now, ends)
+        for link in _links_of(attempt, self._endpoints.get(attempt.fetch_from or "")):
+            attempt.links[link] = self.links.begin(now, link)
+
+    def on_phases(
+        self, now: float, attempt: Attempt, endpoint: Endpoint, delta: TokenDelta
+    ) -> list[tuple[Ends, bool]]:
+        """`endpoint` has told how long it waited for KV, and whether that came. Returns the links
+        on which it was lost, and whether each is to be avoided from now on."""
+        phases, decision = delta.phases, attempt.decision
+        lost: list[tuple[Ends, bool]] = []
+        if not phases or decision is None:
+            return lost
+        for ends in [each for each in attempt.links if each.reader is endpoint]:
+            is_trial = attempt.links.pop(ends)
+            seconds = decision.seconds
+            if ends.fetches:
+                wait_s = phases.get("fetch", 0.0) + phases.get("lost", 0.0)
+                is_lost = wait_s > 0 and not delta.cached_by_source.get("peer")
+                if not wait_s:  # it held what it was to read
+                    continue
+            elif "transfer" in phases:
+                wait_s = phases["transfer"] - seconds.transfer
+                is_lost = wait_s > max(LATE_S, seconds.prefill)
+            else:
+                wait_s = sum(phases.values()) - phases.get("prefill", 0.0)
+                wait_s -= seconds.ttft + seconds.memory
+                is_lost = True
+            wait_s = max(0.0, wait_s)
+            is_new = self.links.end(now, ends, is_lost=is_lost, is_trial=is_trial, wait_s=wait_s)
+            if is_lost:
+                lost.append((ends, is_new))
+        return lost
+
     def on_prefill_over(self, now: float, attempt: Attempt, request_id: str) -> None:
         """Its prefill worker, if it has one, has no more to do for it."""
         if attempt.prefill is not None and attempt.awaits_prefill:
@@ -365,6 +406,7 @@ class Dispatcher:
         endpoint.alive = False
         self._fleets[POOL[endpoint.info.role]].remove(endpoint)
         self.index.remove(endpoint.worker)
+        self.links.forget(endpoint)
 
     def _on_fleet_changed(self) -> None:
         """Workers have come or gone."""
@@ -372,3 +414,11 @@ class Dispatcher:
         self._kinds = {(i.fingerprint, i.block_size): i for i in infos}
         shapes = {(i.max_model_len, i.num_blocks, i.block_size): i for i in infos}
         self._shapes = list(shapes.values())
+
+
+def _links_of(attempt: Attempt, peer: Endpoint | None) -> Iterator[Ends]:
+    """By which KV is to be read. `peer`: whose prefix is fetched."""
+    if attempt.prefill is not None:
+        yield Ends(attempt.prefill, attempt.decode, fetches=False)
+    if peer is not None:
+        yield Ends(peer, attempt.prefill or attempt.decode, fetches=True)

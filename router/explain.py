@@ -29,6 +29,7 @@ from statistics import median
 
 from engine.node import NodeId
 from engine.request import FinishReason, Refusal
+from router.placement.endpoint import LinkLoss
 from router.placement.work import Candidate, Decision
 from router.record import Attempt, RequestRecord
 
@@ -233,6 +234,7 @@ def reason(decision: Decision) -> str:
     said.append(f"computing the rest takes {seconds_text(best.seconds.prefill)}")
     if best.prefill_from is not None:
         said.append(f"handing over to {best.worker} {seconds_text(best.seconds.transfer)}")
+    said += map(link_text, decision.bad_links)
     if decision.policy != "prefix":
         said.append(f"chosen by {decision.policy}, whatever it costs")
     elif others:
@@ -242,6 +244,15 @@ def reason(decision: Decision) -> str:
     else:
         said.append("no other worker could take it")
     return "; ".join(said)
+
+
+def link_text(link: LinkLoss) -> str:
+    what = "peers' KV" if link.fetches else "KV that was handed over"
+    waited = seconds_text(link.wait_s)
+    return (
+        f"{link.lost_share:.0%} of the last {what} from {link.source} to {link.reader} did not come"
+        f", after waiting {waited}"
+    )
 
 
 def name_of(candidate: Candidate) -> str:

@@ -28,7 +28,7 @@ from engine.request import (
 from engine.stats import WorkerInfo
 from prefill_worker.messages import Prefill
 from router.messages import Submit
-from router.placement.endpoint import Endpoint
+from router.placement.endpoint import Endpoint, Ends
 from router.placement.work import Decision
 
 CACHE_SOURCES = (*Tier, "peer")  # in the order in which a prefix is put together from them
@@ -101,6 +101,7 @@ class Attempt:
     awaits_prefill: bool = field(init=False)  # its prefill worker still works for it
     probed_at: float | None = None  # None: no probe is out
     silent_probes: int = 0  # sent since the last delta of the decode worker
+    links: dict[Ends, bool] = field(default_factory=dict)  # not heard of yet -> whether tried out
     phases: dict[NodeId, dict[str, float]] = field(default_factory=dict)  # as its workers report
     first_at: float | None = None  # its first new token came
     first_from: NodeId = ""

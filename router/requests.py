@@ -196,6 +196,11 @@ class Requests:
             self._count_cached(record, endpoint)
         new = tuple(record.tokens[num_before:])
         attempt.on_delta(now, endpoint.worker, delta, bool(new))
+        for ends, is_new in self.dispatcher.on_phases(now, attempt, endpoint, delta):
+            self.totals.kv_lost["fetch" if ends.fetches else "handoff"] += 1
+            if is_new:
+                text = f"KV of {ends.source.worker} often does not come to {endpoint.worker}"
+                self._effects.append(Note("warning", "kv_link_bad", text))
         logprobs = delta.logprobs[-len(new) :] if new else ()
         if new:
             record.take_outputs(delta.prompt)
@@ -329,6 +334,7 @@ class Requests:
         self.totals.attempts += 1
         self.totals.handoffs += attempt.prefill is not None
         self.totals.fetches += attempt.fetch_from is not None
+        self.dispatcher.on_sent(now, attempt)
         left_s = record.deadline - now
         self._effects += dispatch_messages(self.node_id, record, attempt, left_s)
         for endpoint in attempt.workers:

@@ -194,6 +194,7 @@ class Router:
             num_live=len(self._requests.live),
             num_queued=len(self._requests.queue),
             totals=deepcopy(self._totals),
+            bad_links=self._dispatcher.links.losses(now),
             prediction_error=self.explanations.prediction_error,
             workers=tuple(worker_status(now, each) for each in self._dispatcher.endpoints),
         )

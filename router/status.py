@@ -8,7 +8,7 @@ from math import inf
 
 from engine.node import NodeId
 from engine.stats import KVLink, Role
-from router.placement.endpoint import Endpoint
+from router.placement.endpoint import Endpoint, LinkLoss
 
 LAYOUT_DIGITS = 12
 
@@ -24,6 +24,7 @@ class Totals:
     attempts: int = 0
     handoffs: int = 0  # attempts with a prefill worker
     fetches: int = 0  # attempts whose prefix is to be read from a third worker
+    kv_lost: Counter[str] = field(default_factory=Counter)  # handoffs and fetches: nothing came
     probes: int = 0
     gaps: int = 0
     stale: int = 0  # deltas of attempts that are over
@@ -91,6 +92,7 @@ class RouterStatus:
     num_queued: int
     totals: Totals
     workers: tuple[WorkerStatus, ...]
+    bad_links: tuple[LinkLoss, ...] = ()  # by which KV often does not come
     prediction_error: float | None = None  # relative, of the time to the first token: the median
 
     @property

@@ -65,6 +65,7 @@ _STATE_COUNTERS = {
 }
 _TOTAL_LABELS = {
     "cached_tokens_by_source": "source",
+    "kv_lost": "kind",
     "refused_by_tenant": "tenant",
     "sent_by_tenant": "tenant",
     "queue_seconds_by_tenant": "tenant",
@@ -172,6 +173,7 @@ class ClusterCollector(Collector):
         for key, (name, text) in _ROUTER_GAUGES.items():
             if status.get(key) is not None:
                 yield GaugeMetricFamily(f"kvrelay_router_{name}", text, value=status[key])
+        yield _lost_shares(status.get("bad_links", ()))
         yield from scaling_metrics(status.get("scaling"))
         yield from self._state(status.get("state", {}))
         yield from self._totals(status.get("totals", {}))
@@ -289,6 +291,19 @@ class ClusterCollector(Collector):
                 yield _by_label(CounterMetricFamily, f"router_{key}", label, counts, text)
             else:
                 yield CounterMetricFamily(name, text, value=value)
+
+
+def _lost_shares(links: Iterable[dict[str, Any]]) -> Metric:
+    shares = GaugeMetricFamily(
+        "kvrelay_router_kv_lost_share",
+        "Share of KV that did not come by a link that is avoided. source: who has it; reader: who"
+        " reads it; kind: what was handed over, or fetched.",
+        labels=["source", "reader", "kind"],
+    )
+    for link in links:
+        kind = "fetch" if link["fetches"] else "handoff"
+        shares.add_metric([link["source"], link["reader"], kind], link["lost_share"])
+    return shares
 
 
 def _labels(worker: dict[str, Any]) -> list[str]:

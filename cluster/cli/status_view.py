@@ -127,4 +127,9 @@ def _router_lines(status: dict[str, Any]) -> list[str]:
         f"retries: {sum(totals.get('retries', {}).values())}",
         f"tokens: {totals.get('prompt_tokens', 0)} in ({totals.get('cached_tokens', 0)} cached), "
         f"{totals.get('output_tokens', 0)} out",
+        *(
+            f"avoided: KV from {link['source']} to {link['reader']}, of which"
+            f" {link['lost_share']:.0%} did not come"
+            for link in status.get("bad_links", ())
+        ),
     ]

@@ -47,6 +47,16 @@ class Pause:
     until_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class BrokenLink:
+    """No KV of `source` comes to `reader` in this time: its reads time out."""
+
+    source: NodeId
+    reader: NodeId
+    from_s: float
+    until_s: float
+
+
 class Kind(StrEnum):
     HANGS = "step hangs"
     FAILS = "steps all fail"
@@ -113,6 +123,7 @@ class FaultPlan:
     hang_s: float = 0.0  # reads that hang settle so long after the faults are over, at most
     sicknesses: tuple[Sickness, ...] = ()
     handovers: tuple[Handover, ...] = ()
+    broken_links: tuple[BrokenLink, ...] = ()
 
     @property
     def breaks_attempts(self) -> bool:
@@ -210,9 +221,9 @@ class Faults:
         return "injected" if self._hits("row error", self.plan.row_error) else None
 
     def read(
-        self, effect: CopyBlocks, block_size: int, *, now: float, peer_alive: bool
+        self, effect: CopyBlocks, block_size: int, *, now: float, peer_alive: bool, reader: NodeId
     ) -> ReadFate:
-        """What becomes of a read that is posted now."""
+        """What becomes of a read that `reader` posts now."""
         rng, plan, count = self.rng, self.plan, len(effect.src)
         if effect.src_tier is Tier.DISK or effect.dst_tier is Tier.DISK:
             return self._disk(effect)
@@ -223,6 +234,7 @@ class Faults:
         if self._hits("read slow", plan.read_slow):
             duration += rng.uniform(0.0, plan.read_slow_s)
         stalled = self._hits("read stalled", plan.read_stall)
+        stalled |= self._is_broken(effect.peer, reader, now)
         if stalled or (not peer_alive and rng.random() < 0.5) or duration >= effect.timeout_s:
             settle = effect.timeout_s + 0.002 * rng.random()
             return ReadFate(settle, "timed out", self._moments(count, settle, copied=0.8))
@@ -233,6 +245,15 @@ class Faults:
         if self._hits("slot flipped", plan.flip):
             flip = (rng.randrange(count), rng.randrange(block_size))
         return ReadFate(duration, None, self._moments(count, duration, copied=1.0), flip)
+
+    def _is_broken(self, source: NodeId, reader: NodeId, now: float) -> bool:
+        is_broken = self.active and any(
+            (link.source, link.reader) == (source, reader) and link.from_s <= now < link.until_s
+            for link in self.plan.broken_links
+        )
+        if is_broken:
+            self.injected["link broken"] += 1
+        return is_broken
 
     def _disk(self, effect: CopyBlocks) -> ReadFate:
         """What becomes of a move from or to the disk."""

@@ -227,6 +227,7 @@ class SimRuntime(VirtualTime[Life, Callable[[], None]]):
                         life.executor.pool.block_size,
                         now=self.now,
                         peer_alive=peer is not None and peer.alive,
+                        reader=life.node_id,
                     )
                     for _ in range(life.agent.num_ranks)
                 ]

@@ -15,7 +15,17 @@ from engine.config import WorkerConfig
 from engine.kv.tier import LOWER_TIERS, Retention
 from engine.node import NodeId
 from engine.stats import Role
-from lab.sim.faults import Crash, FaultPlan, Handover, Kind, Partition, Pause, Rot, Sickness
+from lab.sim.faults import (
+    BrokenLink,
+    Crash,
+    FaultPlan,
+    Handover,
+    Kind,
+    Partition,
+    Pause,
+    Rot,
+    Sickness,
+)
 from lab.sim.model import Attention
 from lab.sim.operator import PlannedOrder, draw_orders
 from lab.sim.workload import Job, Limits, Poison, draw_jobs
@@ -85,6 +95,7 @@ def draw_scenario(rng: random.Random, more: random.Random) -> Scenario:
     )
     jobs = draw_jobs(rng, more, limits, until_s)
     ttft_s = more.choice((0.0, 0.0, more.uniform(0.02, 1.0)))
+    faults = replace(faults, broken_links=_draw_broken_links(more, names, until_s))
     router = structs.replace(_draw_router(rng), ttft_target_s=ttft_s)
     orders = draw_orders(rng, names, jobs, until_s, FINGERPRINT, BLOCK_SIZE)
     changes = _draw_role_changes(rng, names, until_s)
@@ -274,6 +285,16 @@ def _draw_partitions(
         until = min(until_s, from_s + rng.uniform(0.05, 2.0))
         partitions.append(Partition(frozenset(rng.sample(nodes, 2)), from_s, until))
     return tuple(partitions)
+
+
+def _draw_broken_links(
+    more: random.Random, workers: list[NodeId], until_s: float
+) -> tuple[BrokenLink, ...]:
+    links = []
+    for _ in range(more.choice((0, 0, 0, 1, 3)) if len(workers) > 1 else 0):
+        source, reader = more.sample(workers, 2)
+        links.append(BrokenLink(source, reader, more.uniform(0.0, until_s / 2), until_s))
+    return tuple(links)
 
 
 def _draw_pauses(rng: random.Random, workers: list[NodeId], until_s: float) -> tuple[Pause, ...]:

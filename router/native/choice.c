@@ -105,6 +105,28 @@ static option make_option(const work *asked, worker *w, int64_t prefill, placeme
     return (option){w, prefill, held_by(asked, w), placement, cost_ms};
 }
 
+/* Number of the prefill option with which `w` decodes at the least cost, of those that are ranked;
+ * -1: none is of its model. `lost`: what that loses on its way. */
+static int64_t best_first(const cost_model *c, const work *asked, const worker *w,
+                          const option *firsts, int64_t count, double *lost) {
+    int64_t best = -1, best_ms = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const worker *from = firsts[i].worker;
+        if (from->model != w->model || from == w)
+            continue;
+        double lost_here = asked->num_links ? lost_s(c, w, from, asked) : 0.0;
+        int64_t cost_ms = firsts[i].cost_ms + llround(1000.0 * lost_here);
+        if (best < 0 || cost_ms < best_ms) {
+            best = i;
+            best_ms = cost_ms;
+            *lost = lost_here;
+        }
+        if (lost_here == 0.0)
+            break;
+    }
+    return best;
+}
+
 /* For each of `decodes`: all of it there, and, unless `alone`, with the best prefill worker of its
  * model. For each of `prefills`: all of it there, if it is a choice and not given. */
 static void find_options(const cost_model *c, const question *q, const candidates *decodes,
@@ -127,16 +149,15 @@ static void find_options(const cost_model *c, const question *q, const candidate
         rank(firsts, a->num_prefills);
     for (uint32_t i = 0; i < decodes->count; i++) {
         worker *w = decodes->workers[i];
-        const placement *first = NULL;
-        int64_t best = 0;
-        while (best < a->num_prefills &&
-               (firsts[best].worker->model != w->model || firsts[best].worker == w))
-            best++;
-        if (best < a->num_prefills) {
-            first = &firsts[best].placement;
-            all[a->num_decodes++] = make_option(asked, w, best, remote_at(c, w, first, asked));
+        double lost = 0.0;
+        int64_t best = best_first(c, asked, w, firsts, a->num_prefills, &lost);
+        placement first;
+        if (best >= 0) {
+            first = firsts[best].placement;
+            first.seconds.lost = lost;
+            all[a->num_decodes++] = make_option(asked, w, best, remote_at(c, w, &first, asked));
         }
-        if (first == NULL || (!q->given && may_be_local(c, w, first, asked)))
+        if (best < 0 || (!q->given && may_be_local(c, w, &first, asked)))
             all[a->num_decodes++] = make_option(asked, w, -1, local_at(c, w, asked));
     }
     if (!q->given)

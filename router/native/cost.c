@@ -107,6 +107,16 @@ double fetch_gain_s(const cost_model *c, const fetch_source *source) {
     return source->held.said / c->fleet.prefill_tokens_per_s - promote_s(c, source, 0);
 }
 
+static const kv_link *link_of(const work *asked, const worker *source, const worker *reader,
+                              bool fetches) {
+    for (int64_t i = 0; i < asked->num_links; i++) {
+        const kv_link *l = &asked->links[i];
+        if (l->source == source && l->reader == reader && l->fetches == fetches)
+            return l;
+    }
+    return NULL;
+}
+
 /* `own`, and what the best source holds beyond it. False: none holds more. */
 static bool intake_with_fetch(const cost_model *c, const worker *w, const work *asked,
                               const intake *own, intake *fetched) {
@@ -120,6 +130,9 @@ static bool intake_with_fetch(const cost_model *c, const worker *w, const work *
             continue;
         double fetch_s = c->handoff_s + read_s(w, tokens, RATE(c, w, read_bytes_per_s));
         fetch_s += promote_s(c, source, start);
+        const kv_link *l = link_of(asked, source->worker, w, true);
+        if (l != NULL)
+            fetch_s += l->lost_share * (l->wait_s + tokens / tokens_per_s);
         double gain_s = tokens / tokens_per_s - fetch_s;
         if (gain_s > best_gain_s) {
             best_gain_s = gain_s;
@@ -234,6 +247,15 @@ bool may_be_local(const cost_model *c, const worker *w, const placement *first,
     double others = stalled(c, w) / fmax(1.0, w->prompt_slowdown);
     double least_s = 0.5 * computed / RATE(c, w, prefill_tokens_per_s) * (1.0 + others);
     return least_s <= total_of(&first->seconds) + c->handoff_s;
+}
+
+double lost_s(const cost_model *c, const worker *w, const worker *source, const work *asked) {
+    const kv_link *l = link_of(asked, source, w, false);
+    if (l == NULL)
+        return 0.0;
+    placement again = prefill_at(c, w, asked);
+    double stall_s = again.computing_s * stalled(c, w);
+    return l->lost_share * (l->wait_s + total_of(&again.seconds) + stall_s);
 }
 
 placement remote_at(const cost_model *c, const worker *w, const placement *first,

@@ -8,8 +8,8 @@
 #include "worker.h"
 
 static inline double total_of(const seconds *s) {
-    return s->queue + s->load + s->fetch + s->prefill + s->transfer + s->memory + s->decode +
-           s->delay + s->stall + s->crowd;
+    return s->queue + s->load + s->fetch + s->prefill + s->transfer + s->lost + s->memory +
+           s->decode + s->delay + s->stall + s->crowd;
 }
 
 /* Hashed as workers like this one do it; NULL: it was not. */
@@ -49,6 +49,9 @@ placement local_at(const cost_model *c, const worker *w, const work *asked);
 /* Whether `local_at` could be cheaper than `remote_at` with `first`: a quick bound. */
 bool may_be_local(const cost_model *c, const worker *w, const placement *first,
                   const work *asked);
+
+/* What handing the prompt over from `source` to `w` loses, as far as KV does not come. */
+double lost_s(const cost_model *c, const worker *w, const worker *source, const work *asked);
 
 /* Prefill elsewhere, as in `first`, and the KV that `w` lacks read from there. */
 placement remote_at(const cost_model *c, const worker *w, const placement *first,

@@ -187,6 +187,13 @@ typedef struct {
     held held;
 } fetch_source;
 
+/* A worker that reads KV of another, and often gets none: it waits, and computes it after all. */
+typedef struct {
+    worker *source, *reader;
+    bool fetches; /* a prefix that the source holds; else a prompt that it computes */
+    double lost_share, wait_s;
+} kv_link;
+
 /* What is asked for, and where its KV is. */
 typedef struct {
     double now, output_tokens;
@@ -197,13 +204,15 @@ typedef struct {
     int64_t num_prompts;
     fetch_source *fetch_sources;
     int64_t num_fetch_sources;
+    const kv_link *links; /* the bad ones */
+    int64_t num_links;
 } work;
 
 typedef union {
     struct {
-        double queue, load, fetch, prefill, transfer, memory, decode, delay, stall, crowd;
+        double queue, load, fetch, prefill, transfer, lost, memory, decode, delay, stall, crowd;
     };
-    double parts[10];
+    double parts[11];
 } seconds;
 
 /* Tokens whose KV is computed, loaded from the worker's lower tiers, fetched from a peer. */

@@ -14,6 +14,7 @@ from router.native.bindings import address_of, bindings, constants, ffi
 from router.placement.cost import CostModel
 from router.placement.endpoint import Endpoint
 from router.placement.fleet import Fleet
+from router.placement.links import Links
 from router.placement.work import Intake, Seconds, Work
 
 POOL = {Role.DECODE: Role.DECODE, Role.BOTH: Role.DECODE, Role.PREFILL: Role.PREFILL}
@@ -96,6 +97,7 @@ class Chooser:
         self._question = ffi.new("question *", limits)
         self._question_address = address_of(self._question)
         self._hashed = ffi.new("hashed_prompt[]", 0)
+        self.links = Links()
 
     def put(self, endpoint: Endpoint, slot: int | None) -> None:
         """`endpoint` has this slot of the index from now on; None: none any more, it may go."""
@@ -130,6 +132,13 @@ class Chooser:
         question.num_avoid, question.num_left = len(avoid), num_left
         if avoid:
             question.avoid = self._avoid = _structs(avoid)
+        bad = [
+            (source.struct, reader.struct, fetches, lost_share, wait_s)
+            for (source, reader, fetches), lost_share, wait_s in self.links.bad(now)
+        ]
+        asked.num_links = len(bad)
+        if bad:
+            asked.links = self._bad_links = ffi.new("kv_link[]", bad)
         self._work = work
         self._lib.kvr_look_up(self._address, self._question_address)
 

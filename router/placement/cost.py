@@ -1,12 +1,14 @@
 """What a placement costs, in seconds: one sum for the request itself and for those it delays.
 
-total = queue + load + fetch + prefill + transfer + memory + decode   the request's own time
-      + delay + stall + crowd                                         what it takes from others
+total = queue + load + fetch + prefill + transfer + lost + memory + decode   its own time
+      + delay + stall + crowd                                  what it takes from others
   queue     prompts that go before it: those that are shorter
   load      reading KV from the worker's own host memory and disk into its device
   fetch     reading KV from a peer that holds more of the prefix
   prefill   computing the tokens that are missing then
   transfer  reading KV from the prefill worker, as far as it does not overlap with the prefill
+  lost      where KV of that prefill worker often does not come: waiting for it for nothing, and
+            computing it after all. `fetch` has the same of a peer
   memory    waiting for blocks, where there are too few
   decode    its output at the worker's step time, with the KV that is there then
   delay     to the longer prompts, which now wait for this one

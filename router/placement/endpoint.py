@@ -17,8 +17,9 @@ from hashlib import blake2b
 from itertools import count
 from math import exp
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
+from engine.node import NodeId
 from engine.stats import Progress, Role, WorkerInfo, WorkerStats
 from router.native.bindings import address_of, bindings, constants, ffi
 
@@ -326,3 +327,22 @@ class Endpoint:
             for name, (kept, real) in sums.items()
             if kept != real
         ]
+
+
+class Ends(NamedTuple):
+    """Of a link, by which KV is read. `fetches`: a prefix that `source` holds; else a prompt that
+    it computes."""
+
+    source: Endpoint
+    reader: Endpoint
+    fetches: bool
+
+
+class LinkLoss(NamedTuple):
+    """A bad link, as it is shown."""
+
+    source: NodeId
+    reader: NodeId
+    fetches: bool
+    lost_share: float
+    wait_s: float

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from engine.node import NodeId
 from engine.stats import Role
 from router.index.table import Held
-from router.placement.endpoint import Endpoint
+from router.placement.endpoint import Endpoint, LinkLoss
 
 
 class Seconds(NamedTuple):
@@ -21,6 +21,7 @@ class Seconds(NamedTuple):
     fetch: float = 0.0
     prefill: float = 0.0
     transfer: float = 0.0
+    lost: float = 0.0
     memory: float = 0.0
     decode: float = 0.0
     delay: float = 0.0
@@ -102,6 +103,7 @@ class Decision:
     others_decode: bool  # on the decode worker, when this was decided
     was_measured: bool  # False: no worker had reported yet what prompts cost
     candidates: Callable[[Role], tuple[Candidate, ...]]  # read from native memory when called
+    bad_links: tuple[LinkLoss, ...] = ()  # from `prefill`, or to a worker that was chosen
 
     @property
     def decode_candidates(self) -> tuple[Candidate, ...]:

@@ -18,6 +18,7 @@ from cluster.api.incoming import check_token_ids
 from cluster.api.openai.constrain import constrain, constrain_chat
 from cluster.api.openai.parts import ChoicePlan, Plan
 from cluster.api.openai.schema import (
+    MAX_SCORED_TOKENS,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -96,7 +97,7 @@ async def plan_chat(
     if prompt is None:
         prompt = await chat_prompt(ctx, request, keep)
     tokens = truncated(prompt.tokens, keep)
-    room = room_after(ctx, tokens, "messages")
+    room = room_after(ctx, tokens, "messages", is_scored=request.prompt_logprobs is not None)
     given = [tool.tool() for tool in request.tools or ()]
     calls = request.tool_choice != "none"
     reading = Reading.after(ctx.dialect, prompt.end, given, calls=calls)
@@ -200,10 +201,12 @@ async def plan_completion(ctx: ApiContext, request: CompletionRequest, tenant: T
             prompt = [*tokens]
         if request.suffix:
             tokens = await _between(ctx, tokens, request.suffix)
-        room = room_after(ctx, tokens, "prompt")
+        echoes = request.echo and request.logprobs is not None
+        is_scored = echoes or request.prompt_logprobs is not None
+        room = room_after(ctx, tokens, "prompt", is_scored=is_scored)
         text = ""
         offsets: tuple[int, ...] = ()
-        if request.echo and request.logprobs is not None:
+        if echoes:
             text, offsets = await ctx.in_thread(len(tokens), texts_of, ctx.tokenizer, tokens)
         elif request.echo:
             text = prompt
@@ -311,12 +314,22 @@ def unknown_model(ctx: ApiContext, name: str) -> ApiError:
     )
 
 
-def room_after(ctx: ApiContext, tokens: Sequence[int], param: str) -> int:
-    """Tokens that may follow the prompt: at least one."""
+def room_after(
+    ctx: ApiContext, tokens: Sequence[int], param: str, *, is_scored: bool = False
+) -> int:
+    """Tokens that may follow the prompt: at least one. `is_scored`: each of the prompt has its
+    log-probabilities told."""
     if not tokens:
         raise invalid("The prompt is empty: it has no tokens", param=param)
     if len(tokens) >= ctx.max_model_len:
         raise _too_long(ctx, str(len(tokens)), param)
+    if is_scored and len(tokens) > MAX_SCORED_TOKENS:
+        raise invalid(
+            f"The prompt has {len(tokens)} tokens: log-probabilities are told of prompts of at most"
+            f" {MAX_SCORED_TOKENS}",
+            param=param,
+            code=Refusal.UNENCODABLE.value,
+        )
     return ctx.max_model_len - len(tokens)
 
 

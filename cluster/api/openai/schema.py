@@ -34,6 +34,7 @@ MAX_SESSION_CHARS = 256
 MAX_SALT_CHARS = 1024
 MAX_BAD_WORDS = 128
 MAX_PROMPT_LOGPROBS = 5  # a prompt may have 100,000 tokens
+MAX_SCORED_TOKENS = 600_000  # of a prompt that gives them: they come in one frame of 64 MiB
 # What chat templates are given by other fields, or not at all.
 _NO_OPTIONS = (
     *("messages", "tools", "documents", "chat_template", "tokenize"),

@@ -16,6 +16,7 @@ from router.record import Cause
 TOTALS: dict[str, tuple[str, ...]] = {
     "requests": (*FinishReason, *Refusal),
     "retries": tuple(Cause),
+    "kv_lost": ("handoff", "fetch"),
     "cached_tokens_by_source": ("device", "host", "disk", "peer"),
 }
 # Of a worker's counters: those that mean that something went wrong.

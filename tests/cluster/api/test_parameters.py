@@ -391,6 +391,22 @@ def test_log_probabilities_of_a_prompt_are_told_as_in_vllm(
     assert error_of(served.post(streamed), 400)["param"] == "prompt_logprobs"
 
 
+def test_prompts_whose_log_probabilities_fit_into_no_frame_are_refused(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.api.openai.plan.MAX_SCORED_TOKENS", 3)
+    asked = [
+        {"prompt": [5, 6, 7, 8], "prompt_logprobs": 1},
+        {"prompt": [5, 6, 7, 8], "echo": True, "logprobs": 1},
+    ]
+    for fields in asked:
+        error = error_of(served.post(fields, "/v1/completions"), 400)
+        assert (error["param"], error["code"]) == ("prompt", "unencodable")
+        assert "at most 3" in error["message"]
+    assert error_of(served.post(ASK_FOR | {"prompt_logprobs": 1}), 400)["param"] == "messages"
+    post(served, "/v1/completions", prompt=[5, 6, 7], prompt_logprobs=1)
+
+
 def test_log_probabilities_of_tokens_that_are_asked_for(
     served: Served, tokenizer: Tokenizer
 ) -> None:

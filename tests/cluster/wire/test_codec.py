@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.api.openai.schema import MAX_PROMPT_LOGPROBS, MAX_SCORED_TOKENS
 from cluster.wire.codec import MESSAGE_TYPES, FrameError, decode_message, encode
+from cluster.wire.context import WireLimits
 from decode_worker.messages import Decode
 from engine.kv.block_hash import CacheScope
-from engine.messages import Abort
-from engine.request import SamplingParams
+from engine.messages import Abort, TokenDeltas
+from engine.request import PromptOutputs, SamplingParams, TokenDelta, TokenLogprobs
 
 U64 = st.integers(0, 2**64 - 1)
 st.register_type_strategy(int, U64)
@@ -94,3 +96,17 @@ def test_what_is_no_message_is_a_frame_error(body: bytes) -> None:
 def test_random_bytes_raise_nothing_but_frame_errors(body: bytes) -> None:
     with pytest.raises(FrameError):
         decode_message(body)
+
+
+def test_the_most_that_a_prompt_may_tell_fits_into_a_frame() -> None:
+    best = tuple((2**32 - 1 - n, -1.2345678901) for n in range(MAX_PROMPT_LOGPROBS))
+    row = TokenLogprobs(-1.2345678901, best)
+
+    def num_bytes(num_tokens: int) -> int:
+        prompt = PromptOutputs((row,) * num_tokens)
+        delta = TokenDelta("r" * 64, 1, num_tokens, (5,), prompt=prompt)
+        return len(encode(TokenDeltas("decode-0", 1, (delta,))))
+
+    some, each = num_bytes(1000), num_bytes(1001) - num_bytes(1000)
+    assert some + each * MAX_SCORED_TOKENS < WireLimits().max_frame_bytes
+    assert some + each * MAX_SCORED_TOKENS * 1.2 > WireLimits().max_frame_bytes, "by a fifth"
