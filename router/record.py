@@ -227,6 +227,16 @@ class RequestRecord:
                 self.cached_by_source[str(source)] = count
                 left -= count
 
+    def num_held(self, attempt: Attempt) -> int:
+        """Tokens that need not be computed where `attempt` goes. What an earlier one was to compute
+        there is not: a full queue refused it, though its blocks are expected still."""
+        refused = [
+            each.num_held
+            for each in self.attempts
+            if each.cause == Cause.QUEUE_FULL and set(each.workers) & set(attempt.workers)
+        ]
+        return min(attempt.num_held, *refused) if refused else attempt.num_held
+
     def complete(self) -> FinishReason | None:
         """Why no more tokens are to be generated; None: more are."""
         count = self.num_output_tokens
@@ -327,7 +337,7 @@ def dispatch_messages(
         "timeout_s": timeout_s,
         "scope": record.submit.scope,
         "block_hashes": bytes(record.packed_hashes(attempt.decode.info)),
-        "num_held": attempt.num_held,
+        "num_held": record.num_held(attempt),
     }
     retention = record.submit.retention
     here = retention if attempt.retain_on in (RetainOn.DECODE, RetainOn.BOTH) else EVICT_FIRST

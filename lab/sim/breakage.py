@@ -14,12 +14,14 @@ them.
 - `ranks`: a transfer is done when one rank of a worker says so.
 - `ahead`: blocks of what has ended are freed while the step behind its last one writes to them.
 - `apart`: all sequences of a failed step are at fault.
+- `turns`: the router sends requests in order of arrival, whosever they are.
+- `passes`: one that memory is missing for is passed without end.
 - `outputs`: a prompt that has to give outputs is taken from the prefix cache like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -33,6 +35,7 @@ from engine.request import Refusal
 from engine.sequence import Sequence as Seq
 from engine.stats import Progress
 from engine.step import StepDone
+from engine.waiting import Passes
 from kvtransfer.agent import CopyDone, TransferId
 from kvtransfer.messages import KVRelease
 from kvtransfer.peer.arrival import Arrival
@@ -43,6 +46,7 @@ from kvtransfer.ranks import RankAnswers
 from kvtransfer.tiers.blocks import Source
 from kvtransfer.transfer_loop import Answer
 from kvtransfer.worker import Worker
+from router.admission.flows import Entry, Level
 from router.config import RouterConfig
 from router.messages import RoleChanged, WorkerSuspected
 from router.record import Cause, RequestRecord
@@ -61,6 +65,8 @@ class Break(StrEnum):
     WATCH = "watch"
     SUSPECT = "suspect"
     RANKS = "ranks"
+    TURNS = "turns"
+    PASSES = "passes"
     OUTPUTS = "outputs"
     AHEAD = "ahead"
     APART = "apart"
@@ -126,6 +132,11 @@ class _BlindWatch(StepWatch):
         return Progress.MADE
 
 
+class _EndlessPasses(Passes):
+    def are_over(self, now: float, timeout_s: float) -> bool:
+        return False
+
+
 class HastyOrphans(Orphans):
     """Keeps nothing for reads that may still write."""
 
@@ -175,6 +186,14 @@ def break_worker(worker: Worker, broken: Break) -> None:
             scheduler.faults += [(seq, Refusal.EXECUTION, error) for seq in seqs]
 
         scheduler._isolation.on_failed = blame_all  # type: ignore[method-assign]
+    if broken is Break.PASSES:
+        scheduler, add = worker.core.scheduler, worker.core.scheduler.add
+
+        def add_to_be_passed(seq: Seq) -> None:
+            seq.passes = _EndlessPasses()
+            add(seq)
+
+        scheduler.add = add_to_be_passed  # type: ignore[method-assign]
     if broken not in _CONNECTORS:
         return
     exchange.connector = _CONNECTORS[broken](worker.config, exchange.tiers, exchange.orphans)
@@ -213,6 +232,27 @@ def make_router(node_id: NodeId, config: RouterConfig, broken: Break | None) -> 
         return Router(node_id, config, controller=CONTROLLER)
     router = _BrokenRouter(node_id, config, controller=CONTROLLER)
     router.broken = broken
+    queue = router._requests.queue
+    if broken is Break.TURNS:
+
+        def oldest(
+            level: Level, skip: Mapping[str, Entry], without: Collection[str]
+        ) -> Entry | None:
+            returned = [each for _, each in level.returned]
+            heads = [flow.head(skip, 0.0) for flow in level.flows.values()]
+            heads = [each for each in heads if each and not queue.is_limited(each.flow)]
+            found = [each for each in returned if each.record.request_id not in skip] or heads
+            return min(found, key=lambda each: each.record.arrival, default=None)
+
+        queue._head = oldest  # type: ignore[method-assign]
+    if broken is Break.PASSES:
+        push = queue.push
+
+        def push_to_be_passed(record: RequestRecord, units: float) -> None:
+            push(record, units)
+            queue.entry(record).passes = _EndlessPasses()
+
+        queue.push = push_to_be_passed  # type: ignore[method-assign]
     if broken is Break.LEAVE:
         router._requests.leave = _forget_left  # type: ignore[method-assign]
     return router

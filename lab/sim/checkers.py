@@ -1,28 +1,38 @@
 """What must hold in every run, beyond what the executor, the agent and the client see for
 themselves.
 
-During the run: no queue above its bound. At its end, with all faults over and every lease run out:
-nothing is left on any node, and the router's prefix index says what the workers hold.
+During the run: no queue above its bound, no stream that waits for memory while others have some,
+tenants that share by weight, and no request that is passed too often. At its end, with all faults
+over and every lease run out: nothing is left on any node, and the router's prefix index says what
+the workers hold.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 
+from engine.core import EngineCore
+from engine.cost import order_of
 from engine.kv.tier import Tier
 from engine.node import NodeId
 from engine.request import NO_OUTPUTS, Refusal
 from engine.sequence import Sequence as EngineSequence
 from engine.stats import Role
+from engine.waiting import MAX_PASSED
 from kvtransfer.worker import Worker
 from lab.sim.client import Client, JudgeFailure, Order
 from lab.sim.model import FULL, Attention, prompt_outputs
 from lab.sim.runtime import Life, SimRuntime
 from lab.sim.scenario import BLOCK_SIZE, Scenario
+from router.admission.estimates import OUTPUT_UNITS
+from router.admission.flows import Entry
 from router.messages import Failed
 from router.router import Router
 
 STARVATION_S = 2.0
+FAIR_WITHIN = 2.0  # times the largest request of each: estimates of what runs may be off
 MARGIN = 4  # blocks that may be taken before a request that moves comes
 ROUTER_SAMPLING = 8
 """One event in so many: its status costs more to make than a message to decide."""
@@ -147,6 +157,168 @@ class Starvation:
         whole = seq.num_prompt_tokens + seq.sampling.max_tokens
         needed = -(-whole // config.block_size) + busy + 1
         return busy + 1 < config.max_num_seqs and core.kv.pool.num_free >= needed + MARGIN
+
+
+class Fairness:
+    """Of the crowd at a router, from when all its tenants have requests waiting until one has none:
+    what they are sent for, divided by their weights, differs by no more than start-time fair
+    queueing allows, and by what was sent past those that lacked memory. How often that may be is
+    what `Overtaken` looks at."""
+
+    def __init__(self, router: NodeId, scenario: Scenario) -> None:
+        self._crowd = _Crowd(router, scenario)
+        self._units: dict[str, float] = {}  # of each request, by its tenant's weight
+        self._largest: dict[str, float] = {}  # of each tenant
+        for job in scenario.jobs:
+            if job.request_id in self._crowd.tenants:
+                assert job.tenant is not None
+                tenant, share = job.tenant
+                units = (len(job.prompt) + OUTPUT_UNITS * len(job.expected)) / share.weight
+                self._units[job.request_id] = units
+                self._largest[tenant] = max(self._largest.get(tenant, 0.0), units)
+        self._passes: dict[str, int] = {}
+        self._sent: dict[str, float] = {}  # for each tenant, while all of them wait
+        self._excused: dict[str, float] = {}  # of that, past one of another tenant
+
+    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+        if not self._crowd.look(runtime, life):
+            return
+        waiting = self._crowd.waiting
+        passes = {name: entry.passes.count for name, entry in waiting.items()}
+        passed = {
+            self._crowd.tenants[name]
+            for name, count in passes.items()
+            if count > self._passes.get(name, 0)
+        }
+        self._passes = passes
+        if self._sent:
+            self._count(runtime, passed)
+        tenants = {self._crowd.tenants[name] for name in waiting}
+        if tenants != set(self._largest):
+            self._sent = {}
+        elif not self._sent:
+            self._sent = dict.fromkeys(sorted(tenants), 0.0)
+            self._excused = dict.fromkeys(self._sent, 0.0)
+
+    def _count(self, runtime: SimRuntime, passed: set[str]) -> None:
+        for name in self._crowd.sent:
+            tenant, units = self._crowd.tenants[name], self._units[name]
+            self._sent[tenant] += units
+            if passed - {tenant}:
+                self._excused[tenant] += units
+        for (one, its), (other, others) in combinations(self._sent.items(), 2):
+            most = FAIR_WITHIN * (self._largest[one] + self._largest[other])
+            most += self._excused[one] + self._excused[other]
+            if abs(its - others) > most:
+                text = f"{one} was sent {its:.0f} units by its weight, {other} {others:.0f}"
+                text = f"{text}, at most {most:.0f} apart"
+                runtime.violate("unfair", f"{self._crowd.router}: {text}")
+                self._largest = {}
+                return
+
+
+class Overtaken:
+    """Of the crowd: no more requests that came later go before one that waits for memory than
+    `engine.waiting` says. At a router these are its own tenant's, while memory is held for no
+    other; at a worker those that belong behind it in its order."""
+
+    def __init__(self, router: NodeId, workers: Sequence[NodeId], scenario: Scenario) -> None:
+        self._crowd = _Crowd(router, scenario)
+        self._holds = False  # the router holds memory for one
+        self._workers = frozenset(workers)
+        self._admitted: dict[NodeId, set[tuple[str, int]]] = {}
+        self._passes: Counter[tuple[NodeId, str]] = Counter()
+
+    def __call__(self, runtime: SimRuntime, life: Life) -> None:
+        if self._crowd.look(runtime, life):
+            self._look_at_router(runtime)
+        elif self._crowd.tenants and life.node_id in self._workers:
+            assert isinstance(life.node, Worker)
+            self._look_at_worker(runtime, life.node)
+
+    def _look_at_router(self, runtime: SimRuntime) -> None:
+        crowd = self._crowd
+        if not self._holds:
+            for name, entry in crowd.waiting.items():
+                for each, other in crowd.sent.items():
+                    is_later = other.record.arrival > entry.record.arrival
+                    if is_later and crowd.tenants[each] == crowd.tenants[name]:
+                        self._count(runtime, crowd.router, name)
+        self._holds = crowd.holds
+
+    def _look_at_worker(self, runtime: SimRuntime, worker: Worker) -> None:
+        scheduler, core = worker.core.scheduler, worker.core
+        admitted = {seq.key: seq for seq in (*scheduler.running, *scheduler.remote)}
+        before = self._admitted.get(worker.node_id, set())
+        self._admitted[worker.node_id] = set(admitted)
+        if runtime.faults.active or before >= admitted.keys():
+            return
+        new = [
+            seq
+            for key, seq in admitted.items()
+            if key not in before and not (seq.is_stream or seq.is_remote)
+        ]
+        for seq in scheduler.waiting:
+            if seq.is_stream or seq.is_remote or seq.num_preemptions:
+                continue
+            for other in new:
+                is_behind = _order(core, seq) < _order(core, other)
+                if is_behind and other.arrived_at > seq.arrived_at:
+                    self._count(runtime, worker.node_id, seq.request_id)
+
+    def _count(self, runtime: SimRuntime, where: NodeId, name: str) -> None:
+        self._passes[where, name] += 1
+        if self._passes[where, name] == MAX_PASSED + 1:
+            text = f"{name} waits at {where}, and more than {MAX_PASSED} that came later do not"
+            runtime.violate("overtaken", text)
+
+
+def _order(core: EngineCore, seq: EngineSequence) -> float:
+    """As of `engine.scheduling.prompts`, by what there is to compute, not what routers thought."""
+    compute_s = seq.num_missing * core.timing.token_s
+    return order_of(compute_s, core.now - seq.arrived_at)
+
+
+class _Crowd:
+    """The requests of a crowd at one router, those that wait, and those that were just sent."""
+
+    def __init__(self, router: NodeId, scenario: Scenario) -> None:
+        self.router = router
+        self.tenants = {
+            job.request_id: job.tenant[0]
+            for job in scenario.jobs
+            if job.tenant is not None and scenario.router_of(job.request_id) == router
+        }
+        self.waiting: dict[str, Entry] = {}
+        self.sent: dict[str, Entry] = {}
+        self.holds = False  # memory for one that waits at a worker
+        self._known: set[str] = set()  # that were sent
+        self._counts = (0, 0)
+
+    def look(self, runtime: SimRuntime, life: Life) -> bool:
+        """Whether it may have changed."""
+        router = life.node
+        if not self.tenants or runtime.faults.active or router.node_id != self.router:
+            return False
+        assert isinstance(router, Router)
+        requests = router._requests
+        counts = requests.totals.submitted, requests.totals.attempts
+        if counts == self._counts:
+            return False
+        self._counts, self.holds = counts, requests.dispatcher._waits is not None
+        entries = {
+            name: requests.queue.entry(record)
+            for name, record in router.live.items()
+            if name in self.tenants
+        }
+        self.waiting = {name: entry for name, entry in entries.items() if not entry.is_charged}
+        self.sent = {
+            name: entry
+            for name, entry in entries.items()
+            if entry.is_charged and name not in self._known
+        }
+        self._known |= self.sent.keys()
+        return True
 
 
 def check_roles(runtime: SimRuntime, router: NodeId, told: Mapping[NodeId, Role]) -> None:

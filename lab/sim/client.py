@@ -110,14 +110,14 @@ class Client:
         job = order.job
         order.submitted_at = now
         number = int(job.request_id[1:])
-        tenant, share = TENANTS[number % len(TENANTS)]
+        tenant, share = job.tenant or TENANTS[number % len(TENANTS)]
         submit = Submit(
             request_id=job.request_id,
             reply_to=self.node_id,
             tokens=job.prompt,
             sampling=job.sampling,
             timeout_s=job.timeout_s,
-            priority=number // len(TENANTS) % 2,
+            priority=0 if job.tenant else number // len(TENANTS) % 2,
             tenant=tenant,
             share=share,
             scope=job.scope,

@@ -78,6 +78,9 @@ class Cluster:
         for router in self.routers:
             checks.append(checkers.Starvation(router, self.worker_ids, self._may_decode))
             checks.append(Silence(router, self.worker_ids, self._may_decode))
+            checks.append(checkers.Fairness(router, self.scenario))
+            workers = self.worker_ids if router == self.routers[0] else []
+            checks.append(checkers.Overtaken(router, workers, self.scenario))
 
         def check(runtime: SimRuntime, life: Life) -> None:
             for each in checks:

@@ -28,7 +28,7 @@ from lab.sim.faults import (
 )
 from lab.sim.model import Attention
 from lab.sim.operator import PlannedOrder, draw_orders
-from lab.sim.workload import Job, Limits, Poison, draw_jobs
+from lab.sim.workload import Job, Limits, Poison, draw_crowd, draw_jobs
 from router.config import POLICIES, RouterConfig
 
 ROUTERS: tuple[NodeId, ...] = ("router-0", "router-1")
@@ -37,6 +37,8 @@ FINGERPRINT = b"simulated model, one layout"
 OTHER_FINGERPRINT = b"simulated model, another layout"
 POISON_STEPS = 0.3
 """How many of the runs have requests that fail all of a step."""
+CROWDED = (False, False, True)
+"""Whether a run ends with tenants that keep the memory of all workers in use for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,10 @@ class Scenario:
     silent_grace_s: float  # of the controller
     routers: tuple[NodeId, ...]
     attention: Attention
+
+    def router_of(self, request_id: str) -> NodeId:
+        """In turn."""
+        return self.routers[int(request_id[1:]) % len(self.routers)]
 
     @property
     def quiet_s(self) -> float:
@@ -99,6 +105,10 @@ def draw_scenario(rng: random.Random, more: random.Random) -> Scenario:
     router = structs.replace(_draw_router(rng), ttft_target_s=ttft_s)
     orders = draw_orders(rng, names, jobs, until_s, FINGERPRINT, BLOCK_SIZE)
     changes = _draw_role_changes(rng, names, until_s)
+    if more.choice(CROWDED):
+        router, workers = _make_room_for_crowd(more, router, workers)
+        least = BLOCK_SIZE * min(w.num_blocks for w in workers)
+        jobs += draw_crowd(more, replace(limits, pool_tokens=least))
     return Scenario(
         tuple(workers),
         router,
@@ -117,6 +127,18 @@ def _draw_attention(more: random.Random) -> Attention:
     if more.random() < 0.65:
         return Attention()
     return Attention(more.randint(6, 33), more.choice((0, 0, more.randint(1, 5))))
+
+
+def _make_room_for_crowd(
+    more: random.Random, router: RouterConfig, workers: list[WorkerConfig]
+) -> tuple[RouterConfig, list[WorkerConfig]]:
+    """A queue for all of it, and workers that lack memory before they lack slots."""
+    router = structs.replace(
+        router, max_queue=1024, ttft_target_s=0.0, max_memory_wait_s=more.choice((0.0, 3.0))
+    )
+    return router, [
+        replace(each, num_blocks=min(28, each.num_blocks), max_num_seqs=16) for each in workers
+    ]
 
 
 def _make_unlike(

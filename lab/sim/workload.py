@@ -2,7 +2,8 @@
 
 Groups share a prefix; a later turn is an earlier prompt, its answer and something new. Arrivals
 come in bursts. Some are cancelled, some have a deadline too short to keep, some can never fit. Some
-ask for what their prompts give. The second wave comes after the faults: all of it must succeed.
+ask for what their prompts give. The second wave comes after the faults: all of it must succeed. In
+some runs it has a crowd: tenants that all have more waiting than the workers have memory for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from enum import StrEnum
 from engine.kv.block_hash import UNSALTED, CacheScope
 from engine.request import FinishReason, Pooling, SamplingParams
 from lab.sim.model import EOS, FULL, VOCAB_SIZE, Attention, generate
+from router.messages import TenantShare
 
 GENEROUS_S = 600.0
 """A deadline that no run reaches."""
@@ -42,6 +44,7 @@ class Job:
     cancel_at_output: int | None = None  # as soon as so many tokens have come
     scope: CacheScope = UNSALTED
     poison: Poison | None = None
+    tenant: tuple[str, TenantShare] | None = None  # of a crowd
 
     @property
     def num_tokens(self) -> int:
@@ -78,6 +81,46 @@ def draw_jobs(rng: random.Random, more: random.Random, limits: Limits, until_s: 
     for number in range(rng.randint(4, 8)):
         arrive_s = rng.uniform(0.0, 0.3)
         jobs.append(writer.write(f"s{number}", arrive_s, after_faults=True))
+    return jobs
+
+
+def draw_crowd(more: random.Random, limits: Limits) -> list[Job]:
+    """Two to four tenants of unequal weights, with equally many short requests of unequal sizes,
+    all waiting after the first moment; and up to three that need most of a pool, early on."""
+    count, at_s = more.randint(2, 4), 1.0
+    tenants = [
+        (f"tenant-{number}", TenantShare(weight=weight))
+        for number, weight in enumerate(more.sample((1.0, 2.0, 3.0, 5.0), count))
+    ]
+    sizes = [more.randint(8, 32) for _ in tenants]
+    turns = [n % count for n in range(count * more.randint(50, 70))]
+    more.shuffle(turns)
+    # Of the tenant with the largest share, whose others may go first.
+    most = max(range(count), key=lambda turn: tenants[turn][1].weight)
+    early = [number for number in range(len(turns) // 4) if turns[number] == most]
+    large = set(more.sample(early, min(more.randint(1, 3), len(early))))
+    jobs = []
+    for number, turn in enumerate(turns):
+        num_output = more.randint(4, 12)
+        size = sizes[turn] + more.randint(0, 8)
+        if number in large:
+            size = min(limits.max_model_len, limits.pool_tokens) - num_output
+        prompt = tuple(more.randrange(1, VOCAB_SIZE) for _ in range(size))
+        sampling = SamplingParams(max_tokens=num_output, temperature=0.0)
+        output, finish = generate(prompt, sampling, limits.longest_model_len, limits.attention)
+        jobs.append(
+            Job(
+                f"c{number}",
+                prompt,
+                sampling,
+                at_s + 0.0001 * number,
+                GENEROUS_S,
+                tuple(output),
+                finish,
+                after_faults=True,
+                tenant=tenants[turn],
+            )
+        )
     return jobs
 
 

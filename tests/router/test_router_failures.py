@@ -226,6 +226,17 @@ def test_a_full_pool_is_tried_again_when_the_back_off_is_over() -> None:
     assert s.one(Decode).attempt == 2
 
 
+def test_what_a_full_worker_has_refused_is_not_held_there() -> None:
+    """It would be taken for a short prompt, and go before those that wait there."""
+    s = Script("decode-0", backoff_s=1.0)
+    s.submit(tokens=range(40))
+    assert s.one(Decode).num_held == 0
+    s.refuse("decode-0", Refusal.QUEUE_FULL)
+    s.pass_time(1.3)
+    again = s.one(Decode)
+    assert (again.attempt, again.num_held) == (2, 0)
+
+
 def test_back_off_doubles_until_tokens_come() -> None:
     s = Script("decode-0", backoff_s=1.0, max_attempts=9)
     s.submit(max_tokens=100)

@@ -16,7 +16,7 @@ from lab.sim.executor import SimExecutor, SimPool
 from lab.sim.model import Attention, extend_slots, forced_after, generate, output_logprobs
 from lab.sim.runtime import SimRuntime
 from lab.sim.scenario import Scenario, draw_scenario
-from lab.sim.workload import Job, Poison
+from lab.sim.workload import GENEROUS_S, Job, Poison
 from router.messages import Output
 
 PROMPT = tuple(range(1, 20))
@@ -44,6 +44,20 @@ def test_the_first_seeds_draw_every_kind() -> None:
     assert any(job.scope.salt and job.scope.num_public_tokens for job in jobs)
     assert {job.poison for job in jobs} == {None, Poison.ROW, Poison.STEP}
     assert any(each.faults.row_error for each in found)
+
+
+def test_crowds_have_unequal_tenants_and_more_than_the_memory_holds() -> None:
+    crowded = [each for each in drawn(40) if any(job.tenant for job in each.jobs)]
+    assert len(crowded) >= 8
+    for each in crowded:
+        crowd = [job for job in each.jobs if job.tenant is not None]
+        weights = dict(job.tenant for job in crowd if job.tenant is not None)
+        assert 2 <= len(weights) <= 4
+        assert len({share.weight for share in weights.values()}) == len(weights)
+        held = sum(worker.num_blocks for worker in each.workers) * scenario.BLOCK_SIZE
+        assert sum(job.num_tokens for job in crowd) > 4 * held
+        assert max(job.num_tokens for job in crowd) > held / len(each.workers) / 2
+        assert all(job.after_faults and job.timeout_s == GENEROUS_S for job in crowd)
 
 
 def test_requests_that_fail_whole_steps_are_drawn_where_that_is_on(monkeypatch) -> None:
