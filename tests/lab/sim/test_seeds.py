@@ -77,6 +77,7 @@ def test_the_seeds_see_every_outcome_and_every_fault() -> None:
         "handover",
         "host rots",
         "killed",
+        "link broken",
         "message cut off",
         "message delayed",
         "message duplicated",

@@ -191,9 +191,9 @@ def test_the_effort_reaches_the_template(thinking: Served, monkeypatch: pytest.M
     assert template is not None
     render, efforts = template.prompt, []
 
-    def watched(messages: Any, tools: Any, options: Any, **more: Any) -> Any:
-        efforts.append(options["reasoning_effort"])
-        return render(messages, tools, options, **more)
+    def watched(messages: Any, options: Any) -> Any:
+        efforts.append(options.chat_template_kwargs["reasoning_effort"])
+        return render(messages, options)
 
     monkeypatch.setattr(template, "prompt", watched)
     for effort in ("low", "max"):

@@ -122,9 +122,9 @@ def test_the_effort_reaches_the_template(thinking: Served, monkeypatch: pytest.M
     assert template is not None
     render, found = template.prompt, []
 
-    def watched(messages: Any, tools: Any, options: Any, **more: Any) -> Any:
-        found.append(options)
-        return render(messages, tools, options, **more)
+    def watched(messages: Any, options: Any) -> Any:
+        found.append(options.chat_template_kwargs)
+        return render(messages, options)
 
     monkeypatch.setattr(template, "prompt", watched)
     ask(thinking, reasoning={"effort": "low"})
