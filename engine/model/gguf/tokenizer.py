@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, processors
@@ -123,7 +124,10 @@ def _through_transformers(path: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).backend_tokenizer
+        # In a folder of its own: transformers adds the tokens of a tokenizer.json beside the file.
+        with TemporaryDirectory() as alone:
+            (Path(alone) / path.name).symlink_to(path.resolve())
+            return AutoTokenizer.from_pretrained(alone, gguf_file=path.name).backend_tokenizer
     except Exception as error:  # many kinds, all of them: this file's tokenizer is not understood
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"{path}: its tokenizer cannot be converted: {reason}") from error
