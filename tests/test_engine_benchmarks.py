@@ -142,7 +142,7 @@ def test_answers_are_timed_from_when_all_had_begun() -> None:
     slow = Answer(tokens=[1] * 3, arrived_at=[1.0, 2.0, 3.0])
     took = speculation.Took.of([quick, slow])
     assert took.num_tokens == 9
-    assert took.tokens_per_s == pytest.approx(4 / 1.0)  # of six after the first second
+    assert took.tokens_per_s == pytest.approx(4 / 1.0)  # six after the first second
     assert took.token_s == pytest.approx((1.0 / 4 + 2.0 / 2) / 2)
 
 

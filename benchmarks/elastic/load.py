@@ -101,7 +101,7 @@ def gaps_of(timing: Timing) -> list[float]:
 
 
 def longest_silence(timings: Sequence[Timing]) -> float:
-    """The longest pause within a stream."""
+    """Returns the longest pause within a stream."""
     return max((gap for timing in timings for gap in gaps_of(timing)), default=0.0)
 
 

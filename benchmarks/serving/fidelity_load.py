@@ -27,7 +27,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """Words are about tokens."""
+    """What is sent; words are about tokens."""
 
     num_requests: int = 240
     rate: float = 0.5  # requests/s, a Poisson process
@@ -76,7 +76,7 @@ class _Talk:
 
 
 def plan(spec: WorkloadSpec) -> list[Planned]:
-    """In the order of arrival. A pure function of `spec`."""
+    """Returns requests in the order of arrival. A pure function of `spec`."""
     rng = Random(spec.seed)
     systems = [_words(rng, (spec.system_words, spec.system_words)) for _ in range(spec.num_systems)]
     talks: list[_Talk] = []

@@ -55,7 +55,7 @@ def time_one(url: str, prompt: str, output_len: int = 8) -> Timing:
 
 
 def prefix(rounds: int = 5) -> tuple[list[Row], dict[str, Any]]:
-    """TTFT of a 2,000-token prefix for the first and for the second time."""
+    """Measures TTFT of a 2,000-token prefix for the first and for the second time."""
     cold, warm, cached = [], [], []
     with Served({}) as server:
         url = server.url
@@ -204,7 +204,7 @@ CASES: dict[str, Callable[[], tuple[list[Row], dict[str, Any]]]] = {
 @click.argument("case", type=click.Choice([*CASES, "all"]), default="all")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
 def main(case: str, json_path: Path | None) -> None:
-    """Measure CASE, or all."""
+    """Measure CASE, or all of them."""
     console = Console()
     results = {}
     for name in CASES if case == "all" else [case]:

@@ -38,7 +38,7 @@ PERCENTILES = (50, 90, 99)
 class LoadSpec:
     """What to send. Exactly one of `rate` and `concurrency` is set."""
 
-    url: str  # of the server, without /v1
+    url: str  # the server's, without /v1
     model: str
     num_requests: int
     rate: float | None = None  # requests/s
@@ -69,7 +69,7 @@ class Timing:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     text: str = ""
-    usage: dict[str, Any] = field(default_factory=dict)  # as the server told it
+    usage: dict[str, Any] = field(default_factory=dict)  # as the server sent it
     error: str | None = None
 
     @property
@@ -78,7 +78,7 @@ class Timing:
 
     @property
     def mean_itl_s(self) -> float:
-        """Time per output token after the first (TPOT); 0 with one token."""
+        """What a request takes per output token after the first (TPOT); 0 with one token."""
         num_later = max(self.num_output_tokens, len(self.chunk_at)) - 1
         return (self.chunk_at[-1] - self.chunk_at[0]) / num_later if num_later > 0 else 0.0
 
@@ -205,7 +205,7 @@ class Client:
 
 
 def _body(spec: LoadSpec) -> dict[str, Any]:
-    """Of every request, but for what it asks."""
+    """What every request has, but for what it asks."""
     body: dict[str, Any] = {
         "model": spec.model,
         "max_tokens": spec.output_len,
