@@ -141,19 +141,20 @@ class Client:
 
     async def request(self, prompt: str) -> Timing:
         if self._spec.endpoint != "chat":
-            return await self._timed("/v1/completions", _body(self._spec) | {"prompt": prompt})
+            return await self.send("/v1/completions", _body(self._spec) | {"prompt": prompt})
         return await self.chat([{"role": "user", "content": prompt}])
 
     async def chat(self, messages: Sequence[Mapping[str, str]], **more: Any) -> Timing:
         """One request to the chat endpoint; `more` goes into its body."""
         body = _body(self._spec) | {"messages": list(messages)} | more
-        return await self._timed("/v1/chat/completions", body)
+        return await self.send("/v1/chat/completions", body)
 
-    async def _timed(self, path: str, body: dict[str, Any]) -> Timing:
+    async def send(self, path: str, body: dict[str, Any]) -> Timing:
+        """One request with just this body, timed."""
         timing = Timing(sent_at=self.now())
         try:
             async with asyncio.timeout(self._spec.timeout_s):
-                await self._send(path, body, timing)
+                await self._exchange(path, body, timing)
         except TimeoutError:
             timing.error = "timeout"
         except httpx.HTTPError as error:
@@ -166,7 +167,7 @@ class Client:
         self._on_done(timing)
         return timing
 
-    async def _send(self, path: str, body: dict[str, Any], timing: Timing) -> None:
+    async def _exchange(self, path: str, body: dict[str, Any], timing: Timing) -> None:
         async with self._client.stream("POST", path, json=body) as response:
             if response.is_error:
                 await response.aread()
