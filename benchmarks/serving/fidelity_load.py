@@ -11,7 +11,6 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -174,7 +173,7 @@ def record(
                 hash_ids=ids.of(tokens),
                 session_id=str(request.session),
                 ttft_s=timing.ttft_s,
-                gaps_s=[b - a for a, b in pairwise(timing.chunk_at)],
+                gaps_s=timing.gaps_s,
                 cached_tokens=timing.num_cached_tokens,
                 cached_by_source=dict(details.get("cached_tokens_by_source") or {}),
             )

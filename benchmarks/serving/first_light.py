@@ -160,11 +160,7 @@ async def mixed_load(
         long_timings = await asyncio.gather(*long_tasks)
     errors = [timing.error for timing in (*timings, *long_timings) if timing.error]
     assert not errors, errors
-    gaps = [
-        later - earlier
-        for timing in timings
-        for earlier, later in zip(timing.chunk_at, timing.chunk_at[1:], strict=False)
-    ]
+    gaps = [gap for timing in timings for gap in timing.gaps_s]
     chat_ttfts, long_ttfts = ([t.ttft_s for t in done] for done in (timings, long_timings))
     return gaps, chat_ttfts, long_ttfts
 

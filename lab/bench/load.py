@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -75,6 +76,11 @@ class Timing:
     @property
     def ttft_s(self) -> float:
         return self.chunk_at[0] - self.sent_at
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """How long each chunk came after the one before."""
+        return [later - earlier for earlier, later in pairwise(self.chunk_at)]
 
     @property
     def mean_itl_s(self) -> float:
@@ -279,11 +285,7 @@ def summarize(spec: LoadSpec, timings: Sequence[Timing], elapsed_s: float) -> di
     Goodput counts requests whose TTFT and whose mean ITL are within their SLO.
     """
     good = [timing for timing in timings if timing.error is None]
-    gaps = [
-        later - earlier
-        for timing in good
-        for earlier, later in zip(timing.chunk_at, timing.chunk_at[1:], strict=False)
-    ]
+    gaps = [gap for timing in good for gap in timing.gaps_s]
     num_prompt = sum(timing.num_prompt_tokens for timing in good)
     num_output = sum(timing.num_output_tokens for timing in good)
     num_within = sum(_is_within(spec, timing) for timing in good)

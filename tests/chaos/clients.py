@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -50,7 +49,7 @@ class Stream:
 
 async def run_stream(client: Client, number: int, body: Any) -> Stream:
     timing = await client.send("/v1/completions", body)
-    silence_s = max((b - a for a, b in pairwise(timing.chunk_at)), default=0.0)
+    silence_s = max(timing.gaps_s, default=0.0)
     return Stream(number, time.monotonic(), timing.text, timing.error, silence_s)
 
 
