@@ -8,7 +8,8 @@ attributes or elements.
 * prompt, until its first token: marked by its text, token ids and request id. The decode worker,
   which prepares to read the KV meanwhile, is left out.
 * scale-up, from the decision for a third worker until that is up: marked by its name, and by
-  objects of the class Decision.
+  objects of the class Decision, in arguments alone. Its own processes, guardian and worker, all
+  of which know its name, are left out.
 * block, from the prefill worker to the decode worker: marked by the messages between both and by
   the effects that copy blocks.
 
@@ -109,6 +110,8 @@ def note(frame, event, _):
     num += bool(code.co_flags & 4) + bool(code.co_flags & 8)  # *args, **kwargs
     found = frame.f_locals
     for argument in code.co_varnames[:num]:
+        if argument == "self" and not SELF:
+            continue
         try:
             if carries(found.get(argument)):
                 passed.setdefault(name, now)
@@ -150,7 +153,8 @@ class Walk:
     kinds: Sequence[str] = ()  # names of classes
     settings: Mapping[str, object] = field(default_factory=dict)
     is_at_start: bool = False  # it goes as soon as there is a server
-    leaves_out: str = ""  # processes with this in their command line
+    leaves_out: Sequence[str] = ()  # processes with one of these in their command line
+    counts_self: bool = True  # False: only arguments count
 
     def recorder(self) -> str:
         packed = [b"".join(map(msgspec.msgpack.encode, self.ids))]
@@ -163,6 +167,7 @@ class Walk:
             "IDS": [*self.ids] or None,
             "PACKED": packed if self.ids else [],
             "KINDS": {*self.kinds},
+            "SELF": self.counts_self,
         }
         return "".join(f"{name} = {value!r}\n" for name, value in known.items()) + RECORDER
 
@@ -185,7 +190,7 @@ class Walk:
         ran: set[str] = set()
         for text in seen:
             command, _, lines = text.partition("\n")
-            if self.leaves_out and self.leaves_out in command:
+            if any(each in command for each in self.leaves_out):
                 continue
             for name, at in _entered(lines, until).items():
                 ran.add(name)
@@ -229,7 +234,7 @@ def walks() -> dict[str, Walk]:
             send_prompt,
             texts=(MARKER, ID),
             ids=tokenizer.encode(PROMPT).ids[:8],
-            leaves_out=DECODE_WORKER,
+            leaves_out=(DECODE_WORKER,),
         ),
         "scale-up": Walk(
             wait_for_worker,
@@ -237,6 +242,8 @@ def walks() -> dict[str, Walk]:
             kinds=("Decision",),
             settings=SCALING,
             is_at_start=True,
+            counts_self=False,
+            leaves_out=NEW_WORKERS,
         ),
         "block": Walk(
             partial(send_prompt, whole=True), kinds=(*messages, "CopyBlocks", "CopyDone")
