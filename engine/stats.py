@@ -51,7 +51,7 @@ class KVLink:
 
     peer: NodeId
     lane: str  # the transport, such as "cma/memory" or "rc_mlx5/mlx5_0:1"
-    bytes_per_s: float  # of a small read, timed when it was connected; 0: not known
+    bytes_per_s: float  # a small read's, timed when it was connected; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ class WorkerStats:
     prefill_tokens_per_s: float
     decode_step_s: float
     read_bytes_per_s: float
-    event_seq: int = 0  # of the last KVEvents: shows the loss of one that no other follows
+    event_seq: int = 0  # last KVEvents: shows the loss of one that no other follows
     counters: dict[str, float] = field(default_factory=dict)  # totals since start, for metrics
     host_read_bytes_per_s: float = 0.0  # from its host memory into the device
     disk_read_bytes_per_s: float = 0.0  # from its disk into the device
     num_host_blocks: int = 0  # that hold KV, of the host tier
     num_disk_blocks: int = 0
-    prompt_weights: tuple[float, ...] = ()  # of `engine.cost.prompt_features`; empty: not known yet
-    decode_weights: tuple[float, ...] = ()  # of `engine.cost.decode_features`
+    prompt_weights: tuple[float, ...] = ()  # for `cost.prompt_features`; empty: not known yet
+    decode_weights: tuple[float, ...] = ()  # for `cost.decode_features`
     prompt_slowdown: float = 1.0  # by which prompts take longer now than by `prompt_weights`
     num_wanted_blocks: int = 0  # that waiting sequences need
     num_decoding: int = 0  # sequences that have their whole prompt

@@ -58,8 +58,8 @@ class Completion:
     num_cached_tokens: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)
     prompt: PromptOutputs = NO_OUTPUTS
-    submitted_at: float = 0.0  # of time.monotonic
-    arrived_at: list[float] = field(default_factory=list)  # of each token
+    submitted_at: float = 0.0  # by time.monotonic
+    arrived_at: list[float] = field(default_factory=list)  # each token's
 
 
 class _Client:

@@ -47,7 +47,7 @@ def serve_as_peer() -> None:
 
 
 def move(agent: Any, src: list[int], dst: list[int]) -> float:
-    """Seconds of one read."""
+    """Returns how many seconds a read took."""
     torch.cuda.synchronize()
     began = perf_counter()
     handle = agent.post_copy("peer", src, dst)

@@ -63,7 +63,7 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    arrived_at: list[float] = field(default_factory=list)  # of each token
+    arrived_at: list[float] = field(default_factory=list)  # each token's
     finish: FinishReason | None = None
 
 

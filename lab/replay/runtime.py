@@ -31,7 +31,7 @@ class Life:
 
     node: Node
     epoch: int
-    scheduler: Scheduler | None  # of a worker
+    scheduler: Scheduler | None  # a worker's
     pool_tokens: int = 0
     alive: bool = True
     burst: Burst | None = None

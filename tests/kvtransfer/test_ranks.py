@@ -43,7 +43,7 @@ class World:
 
 @st.composite
 def orders(draw: st.DrawFn) -> tuple[list[tuple[int, int]], set[tuple[int, int]]]:
-    """(number, rank) in some order, and which of them fail."""
+    """Draws (number, rank) in some order, and which of them fail."""
     each = [(number, rank) for number in range(4) for rank in range(NUM_RANKS)]
     return draw(st.permutations(each)), draw(st.sets(st.sampled_from(each)))
 

@@ -162,7 +162,7 @@ class World:
         return found
 
     def workers(self) -> dict[str, int]:
-        """Process ids by name."""
+        """Maps names to process ids."""
         status = httpx.get(f"{self.url}/status", timeout=10).json()
         return {each["worker"]: each["pid"] for each in status["workers"] if each.get("pid")}
 

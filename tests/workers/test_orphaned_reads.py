@@ -40,7 +40,7 @@ def test_a_request_whose_read_never_settles_goes_on_with_other_blocks() -> None:
     world = stuck()
     num_blocks = sum(len(read.dst) for _, read in world.reads)
     pass_time(world, 1.5)
-    assert world.output("a", PROMPT) == reference(PROMPT, 1)  # of the prefill worker
+    assert world.output("a", PROMPT) == reference(PROMPT, 1)  # by the prefill worker
     pass_time(world, 2.0)
     assert world.output("a", PROMPT) == reference(PROMPT, 8)
     assert left_behind(world.decode).num_blocks == num_blocks

@@ -88,7 +88,7 @@ def test_a_peer_that_is_stopped_is_told_in_time_and_read_when_it_goes_on(
             assert isinstance(answer, PeerConnected)
             assert (answer.error, answer.bytes_per_s) == (None, 0.0)
             assert answer.not_timed == f"a read of {SIZE} bytes was not done after {TIMEOUT_S:g} s"
-            assert took_s < 20 * TIMEOUT_S  # of a machine that may be busy
+            assert took_s < 20 * TIMEOUT_S  # a machine may be busy
             done = ask(CopyBlocks(1, "p", 1, (3,), (5,), DEADLINE_S))
         assert isinstance(done, CopyDone)
         assert done.error is None
