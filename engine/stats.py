@@ -50,7 +50,6 @@ class KVLink:
     """How a worker reads KV from a peer that it is connected to."""
 
     peer: NodeId
-    lane: str  # the transport, such as "cma/memory" or "rc_mlx5/mlx5_0:1"
     bytes_per_s: float  # of a small read, timed when it was connected; 0: not known
 
 

@@ -75,7 +75,7 @@ class DiskAgent:
     def metadata(self) -> bytes:
         return b""
 
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> str:
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
         raise AgentError(f"the disk of {self._name} is its own, and not read by {peer}")
 
     def disconnect(self, peer: NodeId) -> None:

@@ -22,6 +22,8 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -29,7 +31,6 @@ from msgspec.structs import replace
 from engine.kv.tier import Tier
 from engine.node import NodeId
 from kvtransfer.agent import AgentError
-from kvtransfer.agents import nixl_lanes
 from kvtransfer.agents.metadata import AgentMetadata, Space, copy_spans, unpack
 from kvtransfer.agents.nixl_bindings import (
     check_allocator,
@@ -42,7 +43,6 @@ from kvtransfer.agents.nixl_bindings import (
     quietly,
     whole,
 )
-from kvtransfer.agents.nixl_peers import Peer, Spans, Transfer
 from kvtransfer.agents.pool import (
     check_block_ids,
     is_on_gpu,
@@ -54,6 +54,32 @@ from kvtransfer.layout import CopySpan, HeadShare
 
 PROGRESS_WAKE_US = 100_000
 """The progress thread wakes by itself this often (and at once when there is work)."""
+
+Spans = tuple[CopySpan, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A peer's incarnation as NIXL knows it. Removed once it is `gone` and `live` is 0."""
+
+    agent: str
+    spaces: Mapping[Tier, Space]
+    spans: Spans  # of each block; local lists are made for the same
+    dlists: dict[Tier, int]
+    metadata: bytes = b""
+    live: int = 0  # transfers not released
+    gone: bool = False  # replaced or disconnected: no new reads
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    node: NodeId
+    peer: Peer
+    handle: int
+    settled: bool = False  # NIXL reported its end
+    error: str | None = None  # a bad end
+    released: bool = False
 
 
 class NixlAgent:
@@ -123,7 +149,6 @@ class NixlAgent:
             self._register(None, space_of(self._scratch)[0])
         blocks = (CopySpan(0, 0, facts.bytes_per_block),)
         self._own = self._describe_peer(facts, blocks, b"")
-        self._own.endpoints = frozenset(nixl_lanes.endpoints(facts.agent))
 
     def _bind_cuda(self) -> None:
         """UCX asks the calling thread's CUDA context what it can reach: without one it leaves out
@@ -145,22 +170,16 @@ class NixlAgent:
     def metadata(self) -> bytes:
         return self._metadata
 
-    def lanes(self) -> dict[NodeId, str]:
-        """By which UCX transport each connected peer is read, such as "cma/memory"; "unknown"
-        where UCX does not say."""
-        return {peer: known.lane for peer, known in self._peers.items()}
-
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> str:
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
         known = self._peers.get(peer)
         if known is not None and known.metadata == metadata and not known.failed:
-            return known.lane
+            return
         self.disconnect(peer)
         self._bind_cuda()
         facts = unpack(peer, metadata, self._facts, num_blocks=num_blocks)
         spans = copy_spans(peer, facts, self._facts)
         if any(old.agent == facts.agent for old in self._retired):
             raise AgentError(f"{peer}, epoch {epoch}: reads of its last connection run on")
-        before = nixl_lanes.endpoints(self._facts.agent)
         try:
             self._agent.loadRemoteMD(facts.connection)
         except Exception as error:
@@ -171,9 +190,7 @@ class NixlAgent:
         except Exception as error:
             self._agent.invalidateRemoteMD(facts.agent)
             raise AgentError(f"cannot read the memory of {peer}: {error_text(error)}") from error
-        self._find_lane(connected, before, facts.spaces[Tier.DEVICE].memory == "VRAM")
         self._peers[peer] = connected
-        return connected.lane
 
     def disconnect(self, peer: NodeId) -> None:
         known = self._peers.pop(peer, None)
@@ -314,15 +331,6 @@ class NixlAgent:
         """Prepare a list of the runs of all blocks of `space`; "" is memory on our side."""
         descs = descriptors(self._nixl, space, bytes_per_block, runs)
         return self._agent.prepXferDlist(agent, descs, [self._backend])
-
-    def _find_lane(self, peer: Peer, before: set[int], on_gpu: bool) -> None:
-        """By the endpoint that came with this connection. If none did, the peer connected to us
-        before, and UCX uses that endpoint for both: it is one that no peer has yet."""
-        now = nixl_lanes.endpoints(self._facts.agent)
-        peer.endpoints = frozenset(now - before)
-        others = [self._own, *self._peers.values(), *self._retired]
-        of_others = frozenset[int]().union(*(other.endpoints for other in others))
-        peer.lane = nixl_lanes.lane(peer.endpoints or now - of_others, on_gpu and self._on_gpu)
 
     def _look(self, transfer: Transfer) -> None:
         """Let the transport make progress, and see whether `transfer` has settled."""

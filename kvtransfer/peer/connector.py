@@ -154,8 +154,7 @@ class Connector:
         arrival.seq.num_reads -= 1
         if done.error is None and now > read.posted_at:
             peer = (arrival.producer or "") if read.tier is None else ""
-            lane = self.peers.lane(peer) if peer else ""
-            self.rates.add(read.tier, lane, done.num_bytes, now - read.posted_at, peer)
+            self.rates.add(read.tier, done.num_bytes, now - read.posted_at, peer)
         if arrival.state is ConsumerState.DRAINING:
             if not arrival.reads:
                 self._settle(arrival, ConsumerEvent.DONE)

@@ -33,7 +33,6 @@ class Reach(StrEnum):
 class _Peer:
     epoch: int = -1
     connected: bool = False
-    lane: str = ""
     bytes_per_s: float = 0.0  # of a small read, when it was connected; 0: not known
     asked_at: float = float("-inf")
 
@@ -97,7 +96,7 @@ class Peers:
             return None, []
         if message.error is not None:
             return False, [Note("warning", "kv_connect_failed", f"{message.peer}: {message.error}")]
-        peer.connected, peer.lane = True, message.lane
+        peer.connected = True
         peer.bytes_per_s = message.bytes_per_s
         if message.not_timed is None:
             return True, []
@@ -107,14 +106,7 @@ class Peers:
     def links(self) -> tuple[KVLink, ...]:
         """To the peers that are connected."""
         known = ((node, peer) for node, peer in self._peers.items() if peer.connected)
-        return tuple(
-            KVLink(node, peer.lane, peer.bytes_per_s) for node, peer in islice(known, MAX_LINKS)
-        )
-
-    def lane(self, node: NodeId) -> str:
-        """By which transport `node` is read; empty if it is not connected."""
-        peer = self._peers.get(node)
-        return peer.lane if peer is not None else ""
+        return tuple(KVLink(node, peer.bytes_per_s) for node, peer in islice(known, MAX_LINKS))
 
 
 def _difference(theirs: Fields, ours: Fields) -> str:

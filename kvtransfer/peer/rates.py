@@ -24,7 +24,7 @@ class ReadRates:
         self._tiers = tiers
         self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
         self._at_connection = Rate()  # of small reads from peers when they were connected
-        self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:PEER:LANE", and seconds
+        self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:PEER", and seconds
         self._peers: set[str] = set()  # with counters of their own
 
     def load_s(self, tier: Tier) -> float:
@@ -48,7 +48,7 @@ class ReadRates:
         """Seconds that a read may take until `num_blocks` have come from this source: its own and
         those that were asked for before."""
         assumed = ASSUMED_BYTES_PER_S if tier is None else TIERS[tier].bytes_per_s
-        # A read for a request is checked and shares its lane, which a small one alone does not.
+        # A read for a request is checked and shares its way, which a small one alone does not.
         measured = self.read_bytes_per_s[tier].value if tier is None else self.bytes_per_s(tier)
         rate = measured or assumed
         expected_s = num_blocks * self._config.bytes_per_block / rate
@@ -60,16 +60,14 @@ class ReadRates:
         if bytes_per_s:
             self._at_connection.add(bytes_per_s, 1.0)
 
-    def add(
-        self, tier: Tier | None, lane: str, num_bytes: int, elapsed_s: float, peer: str = ""
-    ) -> None:
-        """A read has ended well. `lane`: the transport that a read from `peer` took."""
+    def add(self, tier: Tier | None, num_bytes: int, elapsed_s: float, peer: str = "") -> None:
+        """A read has ended well."""
         self.read_bytes_per_s[tier].add(num_bytes, elapsed_s)
         if tier is None and len(self._peers) < MAX_COUNTED_PEERS:
             self._peers.add(peer)
         elif tier is None and peer not in self._peers:
             peer = OTHER_PEERS
-        source = f"{tier or 'peer'}:{peer}:{lane}"
+        source = f"{tier or 'peer'}:{peer}"
         for name, amount in (("bytes", num_bytes), ("seconds", elapsed_s)):
             key = f"kv_read_{name}:{source}"
             self.counters[key] = self.counters.get(key, 0.0) + amount
