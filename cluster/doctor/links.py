@@ -64,7 +64,8 @@ def measure_link() -> Link:
     """Reads blocks of another process, which is started for it, and looks at what has come. Raises
     AgentError."""
     command = [sys.executable, "-m", "cluster.doctor.links"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as peer:
+    env = {**os.environ, "UCX_LOG_FILE": "stderr"}  # its stdout is for its metadata
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as peer:
         try:
             return _read_from(_metadata_of(peer))
         finally:

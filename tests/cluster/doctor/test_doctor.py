@@ -116,6 +116,11 @@ def test_kv_that_moves_slowly_within_a_machine_is_found() -> None:
     is_fault(links.check_link(fast, "tcp,self"), "UCX_TLS=tcp,self", "add sm")
 
 
+def test_a_link_is_measured_where_ucx_prints_what_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_PROTO_INFO", "y")
+    assert links.measure_link().rate > 0
+
+
 def test_locked_memory_is_needed_with_rdma_only(rdma: Path, tmp_path: Path) -> None:
     config = settings(tiers={"host_gib": 4.0})
     is_fault(system.check_locked_memory(64 << 10, config, rdma), "4160 MiB", "memlock")
