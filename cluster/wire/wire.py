@@ -57,7 +57,7 @@ class _Stream:
 class Wire:
     """One process's end of every connection. Owned by a `NodeHost`; used on its event loop only.
 
-    `serves` are the nodes of this process that peers may address; `node_id` names the process.
+    `node_id` is its node, which peers address.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class Wire:
         self.context = WireContext(node_id, epoch, token, limits, on_peer_lost, tls)
         self.limits = self.context.limits
         self.counters = self.context.counters
-        self.serves = {node_id}
         self.on_message = on_message
         self.strangers: set[_Inbound] = set()
         self.inbound: set[_Inbound] = set()
@@ -232,7 +231,7 @@ class _Inbound(asyncio.Protocol):
             hello = parse_hello(self._buffer)
             if hello is None:
                 return
-            if hello.to not in self._wire.serves:
+            if hello.to != self._wire.node_id:
                 raise ProtocolError("unknown_destination")
             self._hello = hello
             del self._buffer[: len(hello.raw)]
