@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from cluster.wire import codec
-from cluster.wire.context import Address, OnPeerLost, WireContext, WireLimits, tune_socket
+from cluster.wire.context import (
+    Address,
+    OnPeerLost,
+    TlsIdentity,
+    WireContext,
+    WireLimits,
+    tune_socket,
+)
 from cluster.wire.frames import FrameReader, FrameWriter, Kind, ProtocolError
 from cluster.wire.handshake import (
     NONCE_BYTES,
@@ -36,7 +43,6 @@ from cluster.wire.handshake import (
     session_keys,
 )
 from cluster.wire.link import Link
-from cluster.wire.tls import TlsIdentity
 from engine.node import NodeId
 
 OnMessage = Callable[[NodeId, Any], object]  # (destination, message)
