@@ -50,8 +50,7 @@ class KVLink:
     """How a worker reads KV from a peer that it is connected to."""
 
     peer: NodeId
-    lane: str  # the transport, such as "cma/memory" or "rc_mlx5/mlx5_0:1"
-    bytes_per_s: float  # a small read's, timed when it was connected; 0: not known
+    bytes_per_s: float  # measured by a small read when it was connected; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +115,20 @@ class ProgressReport:
 
 @dataclass(frozen=True, slots=True)
 class AuditRequest:
-    """To a worker: report what you hold. Answered by an `Audit` to `reply_to`."""
+    """To a worker, or to a router's process: report what you hold. Answered by an `Audit` to
+    `reply_to`."""
 
     reply_to: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What a worker holds at one moment, and what of it an idle worker must not hold.
+    """What a worker or a router holds at one moment, and what of it an idle one must not hold.
 
-    `counts` has `device.blocks` and its parts (`device.in_use`, `device.evictable`,
-    `device.blank`; of those in use, `device.left_to_reads` that do not settle), for `host` and
-    `disk` likewise `blocks`, `used` and `pinned`; then `transfers` that have not settled and
-    `leases` that have not ended."""
+    A router's `counts` has `live`: requests that it serves, or that wait. A worker's has
+    `device.blocks` and its parts (`device.in_use`, `device.evictable`, `device.blank`; of those in
+    use, `device.left_to_reads` that do not settle), for `host` and `disk` likewise `blocks`, `used`
+    and `pinned`; then `transfers` that have not settled and `leases` that have not ended."""
 
     worker: NodeId
     epoch: int

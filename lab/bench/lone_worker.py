@@ -38,7 +38,7 @@ class _NoAgent:
     def metadata(self) -> bytes:
         return b""
 
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> str:
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
         raise AgentError(f"{peer}: this worker is alone")
 
     def disconnect(self, peer: NodeId) -> None:

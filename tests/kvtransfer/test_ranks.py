@@ -73,16 +73,16 @@ def test_copies_are_answered_once_all_have(
     assert world.answers.audit() == 0
 
 
-def test_connections_say_every_lane_once_and_may_be_made_again() -> None:
+def test_connections_may_be_made_again() -> None:
     world = World()
     request = ConnectPeer("p", 1, 8, b"metadata")
     for _ in range(2):
         world.answers.begin(request)
-    good = PeerConnected("p", 1, lane="cma")
+    good = PeerConnected("p", 1)
     for rank in (0, 1, 2):
-        world.answers.add(rank, replace(good, lane="tcp") if rank == 1 else good)
-    assert world.told == [replace(good, lane="cma + tcp")]
-    world.answers.add(2, replace(good, error="refused", lane="unknown"))
+        world.answers.add(rank, good)
+    assert world.told == [good]
+    world.answers.add(2, replace(good, error="refused"))
     for rank in (0, 1):
         world.answers.add(rank, good)
     assert world.told[1:] == [PeerConnected("p", 1, "refused")]

@@ -127,6 +127,6 @@ def test_the_deadline_follows_from_the_bytes_and_the_rate() -> None:
     rates = world.decode.exchange.connector.rates
     block = world.decode.config.bytes_per_block
     assert rates.timeout_s(None, 4) == 2.0  # the floor
-    rates.add(None, "", 100 * block, 10.0)  # 10 blocks a second
+    rates.add(None, 100 * block, 10.0)  # 10 blocks a second
     assert rates.timeout_s(None, 4) == pytest.approx(4.0)
     assert rates.timeout_s(None, 400) == world.decode.config.read_timeout_s

@@ -13,7 +13,7 @@ import uvloop
 
 from cluster.config import TlsSection
 from cluster.serve.certificates import identity_of, make_certificate
-from cluster.wire.tls import TlsIdentity
+from cluster.wire.context import TlsIdentity
 from engine.messages import Abort
 from tests.cluster.wire.network import Network
 from tests.cluster.wire.wire_peers import LIMITS, Peer, until
