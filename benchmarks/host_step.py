@@ -68,7 +68,7 @@ class TimedPasses(DecodePasses):
 
 
 class Host:
-    """A worker's node and runner, driven from one thread."""
+    """Drives a worker's node and runner from one thread."""
 
     def __init__(self, num_seqs: int, context: int, ahead: int) -> None:
         longest = context + MAX_TOKENS
@@ -141,7 +141,7 @@ class Host:
 
 
 def _runner(num_seqs: int, num_blocks: int, longest: int) -> tuple[ModelRunner, TimedPasses]:
-    """Of a model that is never run."""
+    """Makes one whose model is never run."""
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=16,

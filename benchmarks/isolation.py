@@ -120,7 +120,8 @@ def measure(cluster: LocalCluster, kind: str, num_bad: int, good: list[Completio
 def run(
     model: Path, streams: int, tokens: int, kinds: Sequence[str], counts: Sequence[int]
 ) -> list[Outcome]:
-    """Of each kind of fault and number of bad requests, on one prefill and two decode workers."""
+    """Measures each kind of fault and number of bad requests, on one prefill and two decode
+    workers."""
     with LocalCluster(model, prefill=1, decode=2, threads=1) as cluster:
         plain = SamplingParams(max_tokens=tokens, temperature=0.0)
         good = cluster.generate(prompts(streams), plain)

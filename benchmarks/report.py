@@ -34,8 +34,8 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    told = dict(line.split(": ", 1) for line in lines if ": " in line)
-    facts = {name.strip(): value for name, value in told.items()}
+    fields = dict(line.split(": ", 1) for line in lines if ": " in line)
+    facts = {name.strip(): value for name, value in fields.items()}
     name = facts.get("model name", platform.processor() or platform.machine())
     return f"{name}, family {facts['cpu family']}" if "cpu family" in facts else name
 

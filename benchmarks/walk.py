@@ -1,12 +1,20 @@
-"""Which files of the product a prompt passes until its first token.
+"""Which files of the product three things pass: a prompt, a new worker, a block of KV.
 
-`python -m benchmarks.walk [--json FILE]` serves the default model through a prefill worker and a
-decode worker, sends one prompt that nothing has cached, and lists the Python files that it passes:
-those with a function that was called with the request, in an argument or `self`. That is its text,
-its token ids or its id, or an object that holds one of them within two attributes or elements.
-Counted are the process of API and router and the prefill worker, whose token it is; what the decode
-worker does meanwhile is left out. The number of files in which any function ran is told beside it;
-it has what happens at intervals (statistics, probes), too.
+`python -m benchmarks.walk [prompt|scale-up|block] [--json FILE]` serves the default model through a
+prefill worker and a decode worker, and lists the Python files with a function that was called with
+the thing, in an argument or `self`: with what marks it, or an object that holds that within two
+attributes or elements.
+
+* prompt, until its first token: marked by its text, token ids and request id. The decode worker,
+  which prepares to read the KV meanwhile, is left out.
+* scale-up, from the decision for a third worker until that is up: marked by its name, and by
+  objects of the class Decision, in arguments alone. Its own processes, guardian and worker, all
+  of which know its name, are left out.
+* block, from the prefill worker to the decode worker: marked by the messages between both and by
+  the effects that copy blocks.
+
+The number of files in which any function ran stands beside it; that has what happens at intervals
+(statistics, probes), too.
 """
 
 from __future__ import annotations
@@ -16,6 +24,9 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -23,6 +34,7 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
+import kvtransfer.messages
 from benchmarks.serving.served import Served
 from cluster.config import Config
 from cluster.worker.build import prepare_model
@@ -31,18 +43,21 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("engine", "kvtransfer", "prefill_worker", "decode_worker", "router", "cluster", "lab")
 MODEL = "smollm2-135m"
 MARKER = "zebra quince"  # how the prompt begins
+ID = "5eed0b5e55ed5eed"  # how request ids begin
 PROMPT = MARKER + " " + " ".join(f"word{i}" for i in range(200))
-DECODE_WORKER = "decode_worker/worker.py"
+DECODE_WORKER = "decode-0"  # in its command line
+NEW_WORKERS = ("prefill-1", "decode-1", "prefill-2", "decode-2")  # one of them
+SCALING = {"scaling.enabled": True, "scaling.min_workers": 3, "scaling.max_workers": 3}
+WORKER_TIMEOUT_S = 120.0
 POLL_S = 0.02
 
 # Runs at the start of every process of the cluster: notes the files whose functions are called
 # while the file `on` exists, and writes them down once it does not. Request ids are made to begin
-# with ID meanwhile, so that every process knows them.
+# with ID meanwhile, so that every process knows them. A worker's process forks as it starts.
 RECORDER = """
 import collections, itertools, os, sys, threading, time, uuid
 folder, root, recording = os.environ["WALK_FOLDER"], ROOT, False
 ran, passed = {}, {}
-ID = "5eed0b5e55ed5eed"
 PLAIN = (int, float, bool, type(None), type, type(os), type(len), type(lambda: 0))
 LISTS = (list, tuple, set, frozenset, collections.deque)
 make_uuid = uuid.uuid4
@@ -57,10 +72,12 @@ def carries(value, hops=2):
     if isinstance(value, PLAIN):
         return False
     if isinstance(value, str):
-        return MARKER in value or ID in value
+        return any(text in value for text in TEXTS)
     if isinstance(value, (bytes, bytearray, memoryview)):
         whole = bytes(value)
-        return ID.encode() in whole or MARKER.encode() in whole or any(i in whole for i in PACKED)
+        return any(text.encode() in whole for text in TEXTS) or any(i in whole for i in PACKED)
+    if type(value).__name__ in KINDS:
+        return True
     if type(value).__module__.partition(".")[0] in ("numpy", "torch", "array"):
         return getattr(value, "ndim", 1) == 1 and value[:8].tolist() == IDS
     if isinstance(value, LISTS):
@@ -93,6 +110,8 @@ def note(frame, event, _):
     num += bool(code.co_flags & 4) + bool(code.co_flags & 8)  # *args, **kwargs
     found = frame.f_locals
     for argument in code.co_varnames[:num]:
+        if argument == "self" and not SELF:
+            continue
         try:
             if carries(found.get(argument)):
                 passed.setdefault(name, now)
@@ -106,6 +125,8 @@ def watch():
         on = os.path.exists(os.path.join(folder, "on"))
         if recording and not on:
             with open(os.path.join(folder, f"{os.getpid()}.seen"), "w") as out:
+                command = open("/proc/self/cmdline").read().split("\\0")
+                out.write(" ".join(command).replace("\\n", " ") + "\\n")
                 for name, at in [*ran.items()]:
                     out.write(f"{at} {passed.get(name, 0)} {name}\\n")
         recording = on
@@ -113,56 +134,128 @@ def watch():
 
 threading.setprofile(note)
 sys.setprofile(note)
-threading.Thread(target=watch, daemon=True).start()
+
+def start():
+    threading.Thread(target=watch, daemon=True).start()
+
+os.register_at_fork(after_in_child=start)
+start()
 """
 
 
-def recorder(ids: list[int]) -> str:
-    """The text of RECORDER for a prompt that begins with these 8 token ids."""
-    packed = [b"".join(map(msgspec.msgpack.encode, ids))]
-    packed += [np.array(ids, dtype).tobytes() for dtype in ("<i4", "<i8")]
-    known = {"POLL_S": POLL_S, "MARKER": MARKER, "IDS": ids, "PACKED": packed, "ROOT": f"{ROOT}/"}
-    return "".join(f"{name} = {value!r}\n" for name, value in known.items()) + RECORDER
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What marks a thing, and what makes it go: `make(url, on)` returns when it has arrived."""
+
+    make: Callable[[str, Path], float]
+    texts: Sequence[str] = ()
+    ids: Sequence[int] = ()
+    kinds: Sequence[str] = ()  # names of classes
+    settings: Mapping[str, object] = field(default_factory=dict)
+    is_at_start: bool = False  # it goes as soon as there is a server
+    leaves_out: Sequence[str] = ()  # processes with one of these in their command line
+    counts_self: bool = True  # False: only arguments count
+
+    def recorder(self) -> str:
+        packed = [b"".join(map(msgspec.msgpack.encode, self.ids))]
+        packed += [np.array(self.ids, dtype).tobytes() for dtype in ("<i4", "<i8")]
+        known = {
+            "POLL_S": POLL_S,
+            "ID": ID,
+            "ROOT": f"{ROOT}/",
+            "TEXTS": [*self.texts],
+            "IDS": [*self.ids] or None,
+            "PACKED": packed if self.ids else [],
+            "KINDS": {*self.kinds},
+            "SELF": self.counts_self,
+        }
+        return "".join(f"{name} = {value!r}\n" for name, value in known.items()) + RECORDER
+
+    def run(self) -> tuple[list[str], int]:
+        """The files that it passes, relative to the repository and in the order in which it enters
+        them first, and how many files ran at all."""
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "sitecustomize.py").write_text(self.recorder(), encoding="utf-8")
+            os.environ["WALK_FOLDER"] = folder
+            os.environ["PYTHONPATH"] = f"{folder}:{ROOT}"
+            on = Path(folder, "on")
+            if self.is_at_start:
+                on.touch()
+            with Served({"router.policy": "round_robin", **self.settings}) as served:
+                until = self.make(served.url, on)
+                on.unlink()
+                time.sleep(20 * POLL_S)
+                seen = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*.seen")]
+        first: dict[str, float] = {}
+        ran: set[str] = set()
+        for text in seen:
+            command, _, lines = text.partition("\n")
+            if any(each in command for each in self.leaves_out):
+                continue
+            for name, at in _entered(lines, until).items():
+                ran.add(name)
+                if at:
+                    first[name] = min(at, first.get(name, at))
+        return sorted(first, key=lambda name: first[name]), len(ran)
 
 
-def walk() -> tuple[list[str], int]:
-    """The files that the prompt passes, relative to the repository and in the order in which it
-    enters them first, and how many files ran at all."""
+def send_prompt(url: str, on: Path, whole: bool = False) -> float:
+    """Sends PROMPT, when connections exist, until its first token or until its end."""
+    url = f"{url}/v1/completions"
+    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 8}
+    httpx.post(url, json=body, timeout=60).raise_for_status()
+    body |= {"prompt": PROMPT, "stream": True}
+    on.touch()
+    time.sleep(5 * POLL_S)
+    with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        for _ in lines if whole else ():
+            pass
+        return time.time()
+
+
+def wait_for_worker(url: str, _: Path) -> float:
+    deadline = time.time() + WORKER_TIMEOUT_S
+    while time.time() < deadline:
+        workers = httpx.get(f"{url}/status", timeout=60).json()["workers"]
+        if any(each["worker"] in NEW_WORKERS and each["state"] == "up" for each in workers):
+            return time.time()
+        time.sleep(0.1)
+    raise RuntimeError(f"no third worker is up after {WORKER_TIMEOUT_S:g} s: {workers}")
+
+
+def walks() -> dict[str, Walk]:
     model = prepare_model(Config(), 1, lambda _: None)
     tokenizer = Tokenizer.from_file(str(Path(model.path) / "tokenizer.json"))
-    with tempfile.TemporaryDirectory() as folder:
-        code = recorder(tokenizer.encode(PROMPT).ids[:8])
-        Path(folder, "sitecustomize.py").write_text(code, encoding="utf-8")
-        os.environ["WALK_FOLDER"] = folder
-        os.environ["PYTHONPATH"] = f"{folder}:{ROOT}"
-        with Served({"router.policy": "round_robin"}) as served:
-            url = f"{served.url}/v1/completions"
-            body = {"model": MODEL, "prompt": "Hello", "max_tokens": 8}
-            httpx.post(url, json=body, timeout=60).raise_for_status()  # connections exist now
-            body |= {"prompt": PROMPT, "stream": True}
-            Path(folder, "on").touch()
-            time.sleep(5 * POLL_S)
-            with httpx.stream("POST", url, json=body, timeout=60) as answer:
-                next(answer.iter_lines())
-                until = time.time()
-            Path(folder, "on").unlink()
-            time.sleep(10 * POLL_S)
-            processes = [_entered(seen, until) for seen in Path(folder).glob("*.seen")]
-    processes = [entered for entered in processes if DECODE_WORKER not in entered]
-    first: dict[str, float] = {}
-    for entered in processes:
-        for name, at in entered.items():
-            if at:
-                first[name] = min(at, first.get(name, at))
-    ran = {name for entered in processes for name in entered}
-    return sorted(first, key=lambda name: first[name]), len(ran)
+    messages = [name for name in vars(kvtransfer.messages) if name.startswith("KV")]
+    return {
+        "prompt": Walk(
+            send_prompt,
+            texts=(MARKER, ID),
+            ids=tokenizer.encode(PROMPT).ids[:8],
+            leaves_out=(DECODE_WORKER,),
+        ),
+        "scale-up": Walk(
+            wait_for_worker,
+            texts=NEW_WORKERS,
+            kinds=("Decision",),
+            settings=SCALING,
+            is_at_start=True,
+            counts_self=False,
+            leaves_out=NEW_WORKERS,
+        ),
+        "block": Walk(
+            partial(send_prompt, whole=True), kinds=(*messages, "CopyBlocks", "CopyDone")
+        ),
+    }
 
 
-def _entered(path: Path, until: float) -> dict[str, float]:
-    """File of the product -> when the request first entered it in this process, of those in
+def _entered(lines: str, until: float) -> dict[str, float]:
+    """File of the product -> when the thing first entered it in this process, of those in
     which anything ran by `until`; 0: it did not enter."""
     found = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in lines.splitlines():
         ran, passed, name = line.split(" ", 2)
         relative = os.path.relpath(name, ROOT)
         if relative.split("/")[0] in PACKAGES and float(ran) <= until:
@@ -172,13 +265,17 @@ def _entered(path: Path, until: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("walk", nargs="?", choices=["prompt", "scale-up", "block"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    files, num_ran = walk()
-    print(*files, sep="\n")
-    print(f"{len(files)} files that the prompt passes; {num_ran} in which anything ran")
+    found = {}
+    for name, walk in walks().items():
+        if arguments.walk in (None, name):
+            files, num_ran = walk.run()
+            print(*files, sep="\n")
+            print(f"{name}: passes {len(files)} files; {num_ran} in which anything ran")
+            found[name] = {"passed": files, "num_ran": num_ran}
     if arguments.json:
-        found = {"passed": files, "num_ran": num_ran}
         arguments.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 

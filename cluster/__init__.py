@@ -1,5 +1,4 @@
-"""The outermost package: what turns nodes into a running system.
+"""Turns nodes into a running system: configuration, processes, HTTP API, controller, commands.
 
-Configuration, the three runtimes (Ray, local, simulated), the controller, the HTTP API and the
-command line live here. `cluster` may import every other package; none of them imports it.
+It may import every package below it; only `lab`, which measures and simulates, imports it.
 """

@@ -23,11 +23,11 @@ MAX_THREADS = min(16, os.cpu_count() or 1)
 LEAST_KEPT_BYTES = 1 << 20  # smaller files are read again each time
 MAX_KEPT = 1024  # digests
 SETTLED_NS = 2_000_000_000  # since the last change: more than the timestamps of file systems jump
-LOCK_TIMEOUT_S = 600.0  # of another process that reads a file; then this one reads it too
+LOCK_TIMEOUT_S = 600.0  # another process reads the file meanwhile; then this one reads it too
 
 
 def default_cache_dir() -> Path:
-    """`$KVRELAY_CACHE`, else `$XDG_CACHE_HOME`/kvrelay, else ~/.cache/kvrelay."""
+    """Returns `$KVRELAY_CACHE`, else `$XDG_CACHE_HOME`/kvrelay, else ~/.cache/kvrelay."""
     chosen = os.environ.get("KVRELAY_CACHE")
     if chosen:
         return Path(chosen)

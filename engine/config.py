@@ -28,7 +28,7 @@ class WorkerConfig:
     compatibility: tuple[tuple[str, str], ...] = ()  # what the fingerprint is made of, by name
     num_host_blocks: int = 0  # KV blocks in host memory, below the device's
     num_disk_blocks: int = 0
-    retention: Retention = DEFAULT_RETENTION  # of requests that do not say
+    retention: Retention = DEFAULT_RETENTION  # where a request does not say
     disk_after_s: float = 2.0  # a block that was not used for this long is written to disk
     window: int = 0  # positions that a query attends to in any layer; 0: all
     num_sinks: int = 0  # attention sinks: first positions that are attended to as well
@@ -39,9 +39,9 @@ class WorkerConfig:
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs
     num_speculative_tokens: int = 0  # draft tokens of a sequence in a step, at most; 0: none
     itl_target_s: float = 0.0  # prompt chunks beside decodes are cut to keep steps below it; 0: not
-    itl_most_s: float = 0.0  # the same, where prompts have waited for long; 0: as itl_target_s
+    itl_most_s: float = 0.0  # itl_target_s where prompts have waited for long; 0: no other
     max_waiting: int = 256  # beside those that may run: more are refused
-    step_timeout_s: float = 30.0  # of a step, at least, before the worker ends itself; 0: never
+    step_timeout_s: float = 30.0  # for a step, at least, before the worker ends itself; 0: never
     max_failed_steps: int = 3  # health checks in a row, after which it ends itself
     lease_s: float = 30.0  # a producer holds blocks so long after it announced the last ones
     handoff_timeout_s: float = 30.0  # a consumer that gets no KV for so long computes it itself

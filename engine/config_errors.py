@@ -22,7 +22,7 @@ class ConfigError(Exception):
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Raises ConfigError."""
+    """Raises ConfigError if it is no TOML."""
     try:
         return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
@@ -72,7 +72,7 @@ def explain_error(error: str, tables: Any, root: type[Struct]) -> str:
 
 
 def _entry_of(kind: Any) -> type[Struct] | None:
-    """Of a list of tables, what each is."""
+    """What each table of a list of tables is."""
     structs = (each for each in get_args(kind) if isinstance(each, type))
     return next((each for each in structs if issubclass(each, Struct)), None)
 

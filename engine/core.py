@@ -49,7 +49,7 @@ class EngineCore:
         self.counters: dict[str, float] = {}
         self.timing = StepTiming(config)
         self.watch = StepWatch(config)
-        self.now = 0.0  # of the message that is being handled
+        self.now = 0.0  # when the message came that is being handled
         self._ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._pending_deltas: dict[NodeId, list[TokenDelta]] = {}
 
@@ -261,7 +261,7 @@ class EngineCore:
         return effects + self.publisher.publish()
 
     def on_router_message(self, now: float, message: object) -> list[Effect] | None:
-        """As of `KVPublisher.on_message`. Called first with every message."""
+        """Handles it like `KVPublisher.on_message`. Called first with every message."""
         self.now = now
         return self.publisher.on_message(message)
 

@@ -11,7 +11,7 @@ from engine.config import WorkerConfig
 from engine.stats import Role
 from engine.step import ScheduledSeq, Step
 
-RATE_WEIGHT = 0.2  # of a new measurement in the moving averages
+RATE_WEIGHT = 0.2  # what a new measurement counts in a moving average
 
 
 def blocks_worth_loading(load_s: Iterable[float], compute_s: float) -> int:
@@ -50,10 +50,10 @@ class Rate:
 
 
 FORGET = 0.998  # factor on the weight of older samples, with each new one
-LEAST_BLOCKS, LEAST_TOKENS = 4, 64  # of prompts in a step: the fewer, but a whole block
-LONG_WAIT_S = 4.0  # of a prompt; then steps may be as long as `WorkerConfig.itl_most_s`
+LEAST_BLOCKS, LEAST_TOKENS = 4, 64  # prompts have in a step: the fewer, but a whole block
+LONG_WAIT_S = 4.0  # after it steps may be as long as `WorkerConfig.itl_most_s`
 MAX_SLOWDOWN = 8.0
-MOST_SAVED = 0.25  # of a step of decodes, by a pass with prompts, that leaving decodes out is worth
+MOST_SAVED = 0.25  # share of a decode step that leaving decodes out of a pass saves
 MIN_SAMPLES = 8  # before a fit is published
 TOKENS_UNIT = 4096.0  # prompt tokens count in these, so that features are of one size
 SEQS_UNIT = 16.0
@@ -99,8 +99,9 @@ class FittedCost:
 
 
 def prompt_features(num_new: int, start: int, budget: int) -> tuple[float, float, float, float]:
-    """Of the passes that compute `num_new` prompt tokens from position `start` on, `budget` tokens
-    each: their number, tokens, squares of tokens, and tokens times the positions before them."""
+    """Describes the passes that compute `num_new` prompt tokens from position `start` on, `budget`
+    tokens each: their number, tokens, squares of tokens, and tokens times the positions before
+    them."""
     if num_new <= budget:
         scaled = num_new / TOKENS_UNIT
         return (1.0, scaled, scaled * scaled, scaled * start / TOKENS_UNIT)
@@ -115,14 +116,14 @@ def prompt_features(num_new: int, start: int, budget: int) -> tuple[float, float
 
 
 def decode_features(num_seqs: float, used: float) -> tuple[float, float, float, float]:
-    """Of a decode step over `num_seqs` sequences, whose KV together is a fraction `used` of the
-    pool."""
+    """Describes a decode step over `num_seqs` sequences, whose KV together is a fraction `used` of
+    the pool."""
     return (1.0, num_seqs / SEQS_UNIT, used, used * used)
 
 
 def row_features(rows: float, used: float, again: float) -> tuple[float, float, float, float]:
-    """Of a pass over so many rows of decodes, draft tokens among them. `used`: KV that sequences
-    read, as a fraction of the pool; `again`: the KV that draft tokens read, likewise."""
+    """Describes a pass over so many rows of decodes, draft tokens among them. `used`: KV that
+    sequences read, as a fraction of the pool; `again`: the KV that draft tokens read, likewise."""
     return (1.0, rows / SEQS_UNIT, used, again)
 
 
@@ -155,11 +156,11 @@ class StepTiming:
         self.prefill_tokens_per_s = Rate()
         self.decode_step_s = Rate()
         self.prompt_cost = FittedCost(4)
-        self._alone_cost = FittedCost(4)  # of prompts in passes without decodes
+        self._alone_cost = FittedCost(4)  # prompts in passes without decodes
         self._saved = Rate()  # seconds by a pass of both, for each of a step of decodes alone
         self._prompt_slowdown = Rate()  # seconds that prompts take now, for each that the fit says
-        self.decode_cost = FittedCost(4)  # of a token for each
-        self.row_cost = FittedCost(4)  # of a pass, by its rows
+        self.decode_cost = FittedCost(4)  # decodes, a token each
+        self.row_cost = FittedCost(4)  # passes, by their rows
         self._waited_s = 0.0  # by a prompt, as of the last step in which one was computed
 
     def on_step(self, step: Step, elapsed_s: float, repeats: int, num_accepted: int = 0) -> None:
@@ -204,7 +205,7 @@ class StepTiming:
 
     @property
     def token_s(self) -> float:
-        """Of a prompt's token, its share of the passes included; 0: not measured yet."""
+        """What a prompt's token takes, its share of the passes included; 0: not measured yet."""
         rate = self.prefill_tokens_per_s.value
         return 1.0 / rate if rate > 0 else 0.0
 

@@ -29,7 +29,7 @@ from cffi import FFI
 
 from engine.cache_dir import default_cache_dir
 
-BUILD_TIMEOUT_S = 120.0  # of one command, and of waiting for another process to build
+BUILD_TIMEOUT_S = 120.0  # for one command, and for another process that builds
 FLAGS = ("-O3", "-std=c11", "-fPIC")
 MAX_SHOWN = 300  # characters of what the compiler wrote
 MARK = b"kvrelay-library\0"  # before the digest at the end of a library
@@ -196,7 +196,7 @@ def _key(source: Path, command: Sequence[str]) -> str:
 
 
 def _cpu() -> bytes:
-    """What -march=native depends on."""
+    """Identifies what -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
@@ -220,8 +220,8 @@ def _is_sound(path: Path, instead_of: os.stat_result | None) -> bool:
 def _build_once(
     source: Path, command: list[str], path: Path, lock: Path, instead_of: os.stat_result | None
 ) -> None:
-    """Of processes (and threads) that get here together one compiles. Raises OSError where nothing
-    can be written."""
+    """One of the processes (and threads) that get here together compiles. Raises OSError where
+    nothing can be written."""
     from filelock import FileLock, Timeout  # 45 ms to import, and seldom needed
 
     try:

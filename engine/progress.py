@@ -14,8 +14,8 @@ from engine.config import WorkerConfig
 from engine.stats import Progress
 
 SLACK = 20.0  # a step may take so many times as long as one like it should
-FIRST_SLACK = 10.0  # the same for the floor, before steps were measured: they may compile
-LATE = 1 / 3  # of the deadline: other workers serve the requests better
+FIRST_SLACK = 10.0  # for the floor, before steps were measured: they may compile
+LATE = 1 / 3  # share of the deadline: other workers serve the requests better
 
 
 class StepWatch:
@@ -26,9 +26,9 @@ class StepWatch:
         self._config = config
         self.num_done = 0  # steps, since the start
         self._num_failed = 0  # in a row
-        self._error = ""  # of the last one
+        self._error = ""  # last one
         self._device_lost = False
-        self._deadlines_s: deque[float] = deque()  # of the steps in flight, one after the other
+        self._deadlines_s: deque[float] = deque()  # steps in flight, one after the other
         self._waited_s = 0.0  # for it
         self._ticked_at = 0.0
 
@@ -66,13 +66,13 @@ class StepWatch:
             self._num_failed += 1
 
     def tick(self, now: float) -> None:
-        """About every `stats_interval_s`."""
+        """Called about every `stats_interval_s` seconds."""
         self._waited_s += min(now - self._ticked_at, 2 * self._config.stats_interval_s)
         self._ticked_at = now
 
     @property
     def _deadline_s(self) -> float:
-        """Of the step that runs; infinite if there is none."""
+        """When the step that runs is due; infinite if there is none."""
         return self._deadlines_s[0] if self._deadlines_s else inf
 
     @property

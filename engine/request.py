@@ -29,11 +29,11 @@ class Refusal(StrEnum):
     CANCELLED = "cancelled"
     EXECUTION = "execution_failed"  # a step for it alone, on a worker that is well
     SAMPLING = "sampling_failed"  # its logits are not numbers, or its parameters cannot be applied
-    BLOCK_TABLE = "block_table_fault"  # of the worker: it goes on elsewhere
+    BLOCK_TABLE = "block_table_fault"  # the worker's: the request goes on elsewhere
     WORKER_FAILED = "worker_failed"  # likewise
     UNENCODABLE = "unencodable"  # some value of it does not fit into a message
-    GRAMMAR = "grammar_failed"  # of the request; it would fail anywhere
-    INVALID_TOKENS = "invalid_tokens"  # the same: the model has no such token ids
+    GRAMMAR = "grammar_failed"  # the request's; it would fail anywhere
+    INVALID_TOKENS = "invalid_tokens"  # the request's: the model has no such token ids
 
 
 class Pooling(StrEnum):
@@ -140,7 +140,7 @@ class TokenLogprobs:
 class PromptOutputs:
     """What the tokens of a prompt gave."""
 
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of the second token and those that follow
+    logprobs: tuple[TokenLogprobs, ...] = ()  # for the second token and those that follow
     embedding: bytes = b""  # float32, of the hidden size; not normalized
 
 

@@ -53,8 +53,8 @@ class Sequence:
     has_own_kv: bool = False  # some was computed for it: what it finds from then on may be that
     num_held: int = 0  # tokens whose KV is in some cache, as far as its router knew
     is_remote: bool = False  # its KV comes from a producer
-    is_offered: bool = False  # of which the producer has announced some
-    is_told: bool = False  # the producer has told the router its next token
+    is_offered: bool = False  # the producer has announced some of its blocks
+    first_token_sent: bool = False  # the producer has sent it to the router
     compute_all: bool = False  # remote KV was invalid: all that is not cached is computed
     num_steps: int = 0  # in flight that write to its blocks
     num_reads: int = 0  # transfers that may write to its blocks
@@ -82,7 +82,7 @@ class Sequence:
 
     @property
     def num_missing(self) -> int:
-        """Known tokens without KV."""
+        """Counts known tokens without KV."""
         return len(self.tokens) - self.num_computed
 
     @property
@@ -106,7 +106,7 @@ class Sequence:
     @property
     def is_stream(self) -> bool:
         """Its client has tokens, and sees how long the next one takes."""
-        return self.is_told or self.num_output_tokens > 0
+        return self.first_token_sent or self.num_output_tokens > 0
 
     @property
     def outputs_from(self) -> int | None:
@@ -119,7 +119,7 @@ class Sequence:
         return PromptOutputs(tuple(self.prompt_logprobs), self.pooled)
 
     def take_outputs(self, outputs: PromptOutputs, end: int) -> None:
-        """Of the prompt's tokens up to `end`, as far as they were not taken before."""
+        """Takes those of the prompt's tokens up to `end` that were not taken before."""
         # A prompt that has lost its blocks is computed again, in other chunks.
         self.num_outputs = max(self.num_outputs, min(end, self.num_prompt_tokens))
         self.prompt_logprobs += outputs.logprobs

@@ -50,8 +50,7 @@ class KVLink:
     """How a worker reads KV from a peer that it is connected to."""
 
     peer: NodeId
-    lane: str  # the transport, such as "cma/memory" or "rc_mlx5/mlx5_0:1"
-    bytes_per_s: float  # of a small read, timed when it was connected; 0: not known
+    bytes_per_s: float  # measured by a small read when it was connected; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +68,14 @@ class WorkerStats:
     prefill_tokens_per_s: float
     decode_step_s: float
     read_bytes_per_s: float
-    event_seq: int = 0  # of the last KVEvents: shows the loss of one that no other follows
+    event_seq: int = 0  # last KVEvents: shows the loss of one that no other follows
     counters: dict[str, float] = field(default_factory=dict)  # totals since start, for metrics
     host_read_bytes_per_s: float = 0.0  # from its host memory into the device
     disk_read_bytes_per_s: float = 0.0  # from its disk into the device
     num_host_blocks: int = 0  # that hold KV, of the host tier
     num_disk_blocks: int = 0
-    prompt_weights: tuple[float, ...] = ()  # of `engine.cost.prompt_features`; empty: not known yet
-    decode_weights: tuple[float, ...] = ()  # of `engine.cost.decode_features`
+    prompt_weights: tuple[float, ...] = ()  # for `cost.prompt_features`; empty: not known yet
+    decode_weights: tuple[float, ...] = ()  # for `cost.decode_features`
     prompt_slowdown: float = 1.0  # by which prompts take longer now than by `prompt_weights`
     num_wanted_blocks: int = 0  # that waiting sequences need
     num_decoding: int = 0  # sequences that have their whole prompt
@@ -116,19 +115,20 @@ class ProgressReport:
 
 @dataclass(frozen=True, slots=True)
 class AuditRequest:
-    """To a worker: report what you hold. Answered by an `Audit` to `reply_to`."""
+    """To a worker, or to a router's process: report what you hold. Answered by an `Audit` to
+    `reply_to`."""
 
     reply_to: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What a worker holds at one moment, and what of it an idle worker must not hold.
+    """What a worker or a router holds at one moment, and what of it an idle one must not hold.
 
-    `counts` has `device.blocks` and its parts (`device.in_use`, `device.evictable`,
-    `device.blank`; of those in use, `device.left_to_reads` that do not settle), for `host` and
-    `disk` likewise `blocks`, `used` and `pinned`; then `transfers` that have not settled and
-    `leases` that have not ended."""
+    A router's `counts` has `live`: requests that it serves, or that wait. A worker's has
+    `device.blocks` and its parts (`device.in_use`, `device.evictable`, `device.blank`; of those in
+    use, `device.left_to_reads` that do not settle), for `host` and `disk` likewise `blocks`, `used`
+    and `pinned`; then `transfers` that have not settled and `leases` that have not ended."""
 
     worker: NodeId
     epoch: int

@@ -15,12 +15,12 @@ from engine.request import PromptOutputs, Refusal, SamplingParams, TokenLogprobs
 HEALTH_CHECK = "health check"  # in place of a request id
 NO_TOKEN = -1  # that could be drawn: some logits are NaN, or none is finite
 UNKNOWN = 0  # in place of a token that is drawn by the step before
-BURST_S = 0.025  # of passes in a row, at most: messages that arrive meanwhile wait for them
+BURST_S = 0.025  # passes in a row, at most: messages that arrive meanwhile wait for them
 
 
 @dataclass(slots=True)
 class ScheduledSeq:
-    """One sequence's share of a step."""
+    """What one sequence has in a step."""
 
     request_id: str
     tokens: list[int]  # computed in this step
@@ -81,7 +81,8 @@ class ScheduledSeq:
 
 
 def verify_drafts(seqs: Sequence[ScheduledSeq], sampled: Sequence[int]) -> list[Sampled]:
-    """Of a pass over `seqs`, all decodes. `sampled`: a token after each input token of each."""
+    """Compares the drafts of a pass over `seqs`, all decodes. `sampled`: a token after each input
+    token of each."""
     rows = iter(sampled)
     return [seq.verify([next(rows) for _ in seq.input_tokens]) for seq in seqs]
 
@@ -97,7 +98,7 @@ class Step:
     # All are decodes whose tokens the device draws by itself: the step after this one may be handed
     # out before they are known. Where that is done, no step is repeated.
     may_be_followed: bool = False
-    is_health_check: bool = False  # of no request: where it fails, the worker is not well
+    is_health_check: bool = False  # it has no request: where it fails, the worker is not well
     gives_way: bool = False  # all are prompts for other workers: on shared cores decodes go first
 
     @property
@@ -137,15 +138,15 @@ class StepDone:
 
     step_id: int
     sampled: list[Sampled | None]
-    checksums: list[int] = field(default_factory=list)  # of Step.checksum_blocks, in order
+    checksums: list[int] = field(default_factory=list)  # for Step.checksum_blocks, in order
     elapsed_s: float = 0.0
     error: str | None = None  # why the pass failed; its other results are void
     device_lost: bool = False  # and every other pass in this process will
     # Index of a sequence -> why it was left out of the pass; nothing was computed for it.
     failed: dict[int, str] = field(default_factory=dict)
     unsampled: dict[int, str] = field(default_factory=dict)  # no token could be drawn for it
-    ungrammatical: dict[int, str] = field(default_factory=dict)  # the same, by its own grammar
-    invalid: dict[int, str] = field(default_factory=dict)  # the same, for token ids of its own
+    ungrammatical: dict[int, str] = field(default_factory=dict)  # failed by its own grammar
+    invalid: dict[int, str] = field(default_factory=dict)  # failed by token ids of its own
     # Index of sequences that are to come again, for their grammars still compile.
     waiting: frozenset[int] = frozenset()
     # Index of a sequence -> outputs of its `output_positions`; the embedding is a sum as long as

@@ -28,7 +28,6 @@ class PeerConnected:
     peer: NodeId
     epoch: int
     error: str | None = None
-    lane: str = "unknown"  # the transport that reads from it take
     bytes_per_s: float = 0.0  # of a small read that was timed at once; 0: it was not
     not_timed: str | None = None  # why not, where it was tried
 
@@ -113,9 +112,8 @@ class Agent(Protocol):
         """What a peer needs to read this agent's memory; opaque."""
         ...
 
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> str:
-        """Prepare `peer` for reads; returns the lane that they will take, such as "cma/memory", as
-        far as is known. Raises AgentError."""
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
+        """Prepare `peer` for reads. Raises AgentError."""
         ...
 
     def disconnect(self, peer: NodeId) -> None:
@@ -151,7 +149,7 @@ class Agent(Protocol):
 
 
 PROBE_BYTES = 16 << 20
-"""Of a read that is timed, at most (but a block): a few milliseconds by the lanes worth having."""
+"""A read that is timed has this at most, or one block: a few milliseconds where KV moves fast."""
 
 
 class ProbeAgent(Agent, Protocol):

@@ -93,13 +93,11 @@ class TransferExecutor:
         """The answer; None if `poll_copies` returns it, once a read from the peer was timed."""
         self._epochs.pop(request.peer, None)
         try:
-            lane = self._agent.connect(
-                request.peer, request.epoch, request.num_blocks, request.metadata
-            )
+            self._agent.connect(request.peer, request.epoch, request.num_blocks, request.metadata)
         except Exception as error:
             return PeerConnected(request.peer, request.epoch, _one_line(error))
         self._epochs[request.peer] = request.epoch
-        connected = PeerConnected(request.peer, request.epoch, lane=lane)
+        connected = PeerConnected(request.peer, request.epoch)
         if self._probes is None:
             return connected
         self._probes.begin(connected)

@@ -1,4 +1,4 @@
-"""Small reads from peers that were just connected, timed: how fast a lane is before KV goes by it.
+"""Small reads from peers that were just connected, timed: how fast KV will come.
 
 Life of a probe: one block, whose time does not count, because the transport connects by it -> reads
 that grow, each timed alone, until one takes long enough to be told from its overhead or is as large

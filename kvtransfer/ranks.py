@@ -79,11 +79,10 @@ class RankAnswers:
         if isinstance(first, PeerConnected):
             if first.error:
                 return first
-            lanes = dict.fromkeys(each.lane for each in answers)
             # All read at once, and a copy is done when the slowest is.
             rate = len(answers) * min(each.bytes_per_s for each in answers)
             untimed = next((each.not_timed for each in answers if each.not_timed), None)
-            return replace(first, lane=" + ".join(lanes), bytes_per_s=rate, not_timed=untimed)
+            return replace(first, bytes_per_s=rate, not_timed=untimed)
         elapsed_s = max(each.elapsed_s for each in answers)
         if first.error is not None:
             return replace(first, elapsed_s=elapsed_s)

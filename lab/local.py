@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import EngineSection
-from cluster.control.auditor import Auditor
-from cluster.control.audits import AuditDesk, audit_dict
+from cluster.control.audits import audit_dict
 from cluster.runtime.host import LoopThread, NodeHost
 from cluster.worker.build import build_worker
 from cluster.worker.process import BuiltWorker
@@ -42,8 +41,7 @@ from router.messages import Cancel, Failed, Output, Submit, WorkerUp
 from router.router import Router
 from router.status import RouterStatus
 
-ROUTER, CLIENT, AUDITOR = "router-0", "client-0", "auditor-0"
-AUDIT_WAIT_S = 30.0
+ROUTER, CLIENT = "router-0", "client-0"
 
 
 @dataclass(slots=True)
@@ -58,8 +56,8 @@ class Completion:
     num_cached_tokens: int = 0
     cached_by_source: dict[str, int] = field(default_factory=dict)
     prompt: PromptOutputs = NO_OUTPUTS
-    submitted_at: float = 0.0  # of time.monotonic
-    arrived_at: list[float] = field(default_factory=list)  # of each token
+    submitted_at: float = 0.0  # by time.monotonic
+    arrived_at: list[float] = field(default_factory=list)  # each token's
 
 
 class _Client:
@@ -230,12 +228,15 @@ class LocalCluster:
 
     def audit(self) -> dict[str, Any]:
         """Where the workers' blocks are, and what is leaked; see `cluster.control.audits`."""
-        asked = self._thread.submit(self._audits.ask(tuple(self.workers)))
-        report = asked.result(AUDIT_WAIT_S)
 
         def look() -> dict[str, Any]:
             status = self.router.status(self._thread.loop.time())
-            return audit_dict(report, status.num_live + status.num_queued, self.router.check_idle())
+            nodes: dict[NodeId, Any] = {worker: each.node for worker, each in self.workers.items()}
+            audits = {
+                worker: None if worker in self.host.failed else node.audit()
+                for worker, node in nodes.items()
+            }
+            return audit_dict(audits, status.num_live + status.num_queued, self.router.check_idle())
 
         return self._thread.call(look)
 
@@ -252,7 +253,6 @@ class LocalCluster:
         return self._thread.call(look)
 
     def _start(self) -> None:
-        self._audits = AuditDesk(self.host, Auditor(AUDITOR))
         self.host.add(self.router)
         self.host.add(self._client)
         for built in self.workers.values():

@@ -22,7 +22,7 @@ PACKAGES = ("engine", "kvtransfer", "prefill_worker", "decode_worker", "router",
 
 @dataclass(frozen=True)
 class Structure:
-    """Of the packages below `root`."""
+    """Holds what the packages below `root` import."""
 
     root: Path
 
@@ -43,7 +43,7 @@ class Structure:
 
     @cached_property
     def imports_first(self) -> dict[str, set[str]]:
-        """The same, of what is imported when the module is."""
+        """Module -> modules of the product that it imports when it is imported itself."""
         return {m: self._named(_at_once(self._parsed(m).body)) - {m} for m in self.files}
 
     def _parsed(self, module: str) -> ast.Module:

@@ -1,99 +1,126 @@
-"""Words: identifiers are the field's, and none of those that were renamed comes back."""
+"""Words: comments and docstrings are sentences, and identifiers are the field's words."""
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
+from functools import lru_cache
 
 from tests.structure import PACKAGES, ROOT
 
-# Word in an identifier -> what it is called now.
+SOURCES = sorted(
+    path for top in (*PACKAGES, "benchmarks", "tests") for path in ROOT.glob(f"{top}/**/*.py")
+)
+# Where sentences are still to be mended. What is wrong there may only become less.
+NOT_YET = ("kvtransfer/", "prefill_worker/", "decode_worker/", "router/", "cluster/", "lab/sim/")
+NOT_YET += ("engine/model/gguf/", "engine/model/checkpoint/", "engine/scheduling/")
+NOT_YET += ("engine/waiting.py", "tests/lab/sim/", "tests/cluster/api/")
+MOST_NOT_YET = 692
+
+# Words that stood for the field's own -> those.
 WORDS = {
-    "calendar": "reservations by the time when they are due",
-    "fed": "scheduled, computed or drafted",
+    "believed": "estimated",
     "foretold": "drafted",
-    "frontend": "router process",
-    "frontends": "router processes",
     "guess": "draft token",
     "guesses": "draft tokens",
-    "halves": "fp16",
     "heed": "on_kv_events",
-    "integers": "int16, int8",
-    "keeper": "retain_on",
-    "keepers": "retention policy",
-    "keeping": "retention",
     "lender": "producer of a prefix export; fetch source",
-    "lenders": "fetch sources",
     "lending": "prefix export; fetch",
-    "lendings": "fetches",
     "loan": "prefix export",
-    "loans": "prefix exports",
-    "narrowed": "low-precision",
-    "outbox": "messages",
-    "pace": "step timing",
-    "placements": "replica sync",
-    "promise": "reservation",
-    "promises": "reservations",
+    "news": "status, update, progress",
+    "strangers": "unauthenticated connections",
+    "told": "announced, sent, reported",
 }
-# Whole identifier -> what it is called now.
-IDENTIFIERS = {
-    "KVRead": "KVConfirmRequest",
-    "Keeper": "RetainOn",
-    "Lender": "Producer",
-    "LoggedRequest": "RequestRecord",
-    "NamedPrompt": "HashedPrompt",
-    "Pace": "StepTiming",
-    "Placed": "PromptRouted",
-    "Places": "ConcurrencyLimiter",
-    "ReadBlocks": "CopyBlocks",
-    "ReadDone": "CopyDone",
-    "TierNames": "TierHashes",
-    "block_names": "block_hashes",
-    "chain_names": "chain_hashes",
-    "packed_names": "packed_hashes",
-}
-SOURCES = [
-    path for top in PACKAGES for end in ("py", "c", "h") for path in (ROOT / top).rglob(f"*.{end}")
-]
+
+_BEGINS_AMISS = re.compile(r"(of|the same|as of)\b", re.IGNORECASE)
+# Either a form that is a verb's, or what may be one: no grammar is parsed here.
+_VERB = re.compile(
+    r"\b(is|are|was|were|be|been|has|have|had|do|does|did|can|may|must|will|would|should|cannot"
+    r"|could|might|need|\w\w+s|\w+ed|ask|became|become|begin|came|carry|compare|compute|count|draw"
+    r"|end|fill|find|give|host|let|make|measure|perform|prepare|print|put|read|run|say|send|serve"
+    r"|set|start|stop|take|talk|wait|went|write|build)\b",
+    re.IGNORECASE,
+)
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 _NAME = re.compile(r"^\w?[\"']([A-Za-z_][\w.]*)[\"']$")  # a text that is one
-_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 
 
-def identifiers(path: Path) -> Iterator[str]:
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".py":
-        yield from re.findall(r"[A-Za-z_]\w*", _COMMENT.sub(" ", text))
-        return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.NAME:
-            yield token.string
-        elif token.type == tokenize.STRING:  # metrics, attributes, keys
-            yield from _NAME.findall(token.string)
+@lru_cache(maxsize=1)
+def tokens_of(text: str) -> list[tokenize.TokenInfo]:
+    return list(tokenize.generate_tokens(io.StringIO(text).readline))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_identifier_has_a_word_that_was_renamed(path: Path) -> None:
-    found = set(identifiers(path))
-    wrong = {each: IDENTIFIERS[each] for each in found & IDENTIFIERS.keys()}
-    for each in found:
-        for word in _WORD.findall(each):
-            if word.lower() in WORDS:
-                wrong[each] = WORDS[word.lower()]
-    assert not wrong, f"call them by the field's words: {wrong}"
+def wrong_comments(text: str) -> Iterator[str]:
+    """Yields line and text of comments that begin with no subject. Further lines of one go on."""
+    previous = 0
+    for token in tokens_of(text):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            stands_alone = not token.line[:column].strip()
+            begins = not stands_alone or previous != line - 1
+            previous = line if stands_alone else 0
+            if begins and _BEGINS_AMISS.match(token.string.lstrip("#: ")):
+                yield f"{line}: {token.string}"
 
 
-def test_the_words_of_an_identifier_are_found() -> None:
-    assert _WORD.findall("num_lendings_KVReadDone2") == [
-        "num",
-        "lendings",
-        "KV",
-        "Read",
-        "Done",
-        "2",
+def wrong_docstrings(text: str) -> Iterator[str]:
+    """Yields those that begin with no subject, have less than five words, or no verb. A shape
+    (`[n, in] -> [n, out]`) needs none."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            said = ast.get_docstring(node)
+            if said is None:
+                continue
+            is_short = len(said.split()) < 5
+            has_verb = "[" in said or "->" in said or _VERB.search(said)
+            if is_short or not has_verb or _BEGINS_AMISS.match(said):
+                yield f"{node.body[0].lineno}: {said.splitlines()[0]}"
+
+
+def wrong_names(text: str) -> Iterator[str]:
+    """Yields identifiers, also such in quotes, with a word that has been replaced."""
+    seen = set()
+    for token in tokens_of(text):
+        name = token.string if token.type == tokenize.NAME else ""
+        if token.type == tokenize.STRING and (quoted := _NAME.match(token.string)):
+            name = quoted[1]  # metrics, attributes, keys
+        for word in _WORD.findall(name):
+            if word.lower() in WORDS and name not in seen:
+                seen.add(name)
+                yield f"{token.start[0]}: {name}: say {WORDS[word.lower()]}"
+
+
+def test_comments_docstrings_and_names_are_in_plain_words() -> None:
+    wrong: list[str] = []
+    not_yet: Counter[str] = Counter()
+    for path in SOURCES:
+        name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+        found = [*wrong_comments(text), *wrong_docstrings(text)]
+        if not name.startswith("tests/"):
+            found += wrong_names(text)
+        if name.startswith(NOT_YET):
+            not_yet[name] += len(found)
+        else:
+            wrong += [f"{name}:{each}" for each in found]
+    assert not wrong, "\n".join(wrong)
+    assert not_yet.total() <= MOST_NOT_YET, f"one more than before is in one of these: {not_yet}"
+
+
+def test_wrong_words_are_found() -> None:
+    assert [*wrong_comments("x = 1  # of all\n# As of y\n# of z\ny = 2  # often\n")] == [
+        "1: # of all",
+        "2: # As of y",
+    ]
+    code = 'def f():\n    """{}"""\n'
+    for said in ("By name.", "The same as is said there.", "A very long text of nothing."):
+        assert [*wrong_docstrings(code.format(said))] == [f"2: {said}"]
+    for said in ("Returns what the worker has.", "x [n, in] -> [n, out], bfloat16."):
+        assert not [*wrong_docstrings(code.format(said))]
+    assert [*wrong_names("is_told = KVRead.x('lending')")] == [
+        f"1: is_told: say {WORDS['told']}",
+        f"1: lending: say {WORDS['lending']}",
     ]

@@ -36,7 +36,7 @@ from benchmarks.serving.vllm_served import VllmServed, VllmSetup, check_python
 from engine.model.checkpoint.families import read_config
 from engine.model.checkpoint.resolve import resolve_model
 
-KV_GIB = 2.0  # of each server, however many workers it has
+KV_GIB = 2.0  # each server's, however many workers it has
 LOADS = ("agents", "chat", "mixed", "swing", "kill", "flip", "all")
 ONE, TWO, FOUR, PEER = "one pool", "1 + 1", "2 + 2", "vLLM"
 
@@ -48,7 +48,7 @@ def ours(prefill: int, decode: int) -> Callable[[], AbstractContextManager[Any]]
 
 
 def peer(python: Path) -> Callable[[], AbstractContextManager[Any]]:
-    """The same KV memory in bfloat16, both cores."""
+    """Starts it with as much KV memory, in bfloat16, on both cores."""
     path = resolve_model(MODEL, progress=lambda _: None)
     per_token = read_config(path).kv_spec(16, "bfloat16").bytes_per_token
     setup = VllmSetup(python, path, MODEL, int(KV_GIB * 2**30) // per_token, 8192, "bfloat16")

@@ -76,7 +76,7 @@ async def chat(url: str, seed: int, rate: float, seconds: float) -> Figures:
     )
     timings, _ = await run_load(spec)
     good = [timing for timing in timings if timing.error is None]
-    gaps = [gap for timing in good for gap in gaps_of(timing)]
+    gaps = [gap for timing in good for gap in timing.gaps_s]
     return {
         **ttft("chat", good, (50, 90, 99)),
         "itl_p99_s": percentile(gaps, 99) or 0.0,
@@ -96,13 +96,9 @@ def ttft(name: str, timings: Sequence[Timing], percents: Sequence[int]) -> Figur
     return {f"{name}_ttft_p{p}_s": percentile(values, p) or 0.0 for p in percents}
 
 
-def gaps_of(timing: Timing) -> list[float]:
-    return [b - a for a, b in zip(timing.chunk_at, timing.chunk_at[1:], strict=False)]
-
-
 def longest_silence(timings: Sequence[Timing]) -> float:
-    """The longest pause within a stream."""
-    return max((gap for timing in timings for gap in gaps_of(timing)), default=0.0)
+    """Returns the longest pause within a stream."""
+    return max((gap for timing in timings for gap in timing.gaps_s), default=0.0)
 
 
 async def swing(url: str, seed: int, prompts_per_s: float, decodes: int, phases: int) -> Figures:
@@ -132,4 +128,4 @@ async def swing(url: str, seed: int, prompts_per_s: float, decodes: int, phases:
 def is_in_time(timing: Timing) -> bool:
     if timing.error is not None or timing.ttft_s > TTFT_SLO_S:
         return False
-    return (percentile(gaps_of(timing), 99) or 0.0) <= ITL_SLO_S
+    return (percentile(timing.gaps_s, 99) or 0.0) <= ITL_SLO_S

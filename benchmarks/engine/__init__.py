@@ -1,1 +1,1 @@
-"""Of one engine, without a server: kernels, steps, number formats."""
+"""Measures one engine without a server: kernels, steps, number formats."""

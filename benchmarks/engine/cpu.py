@@ -53,7 +53,7 @@ class Load:
     input_len: int = 32
     output_len: int = 64
     prefills: tuple[int, ...] = (1024, 2048)
-    max_num_batched_tokens: int = 2048  # of a step, of all engines
+    max_num_batched_tokens: int = 2048  # in a step, for all engines
 
     def points(self) -> dict[str, tuple[int, int, int]]:
         """Name -> (prompts, tokens of each, tokens of output)."""
@@ -113,7 +113,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """How engines are started."""
+    """How all engines are started."""
 
     vllm_python: Path | None
     model_dir: Path
@@ -249,19 +249,19 @@ def drop_slow(found: Rounds) -> dict[str, dict[str, float]]:
 
 def ratios(found: Rounds, starts: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """How many times as quick ours is as the best peer; int8: as our own bfloat16. By medians."""
-    told = {}
+    judged = {}
     for point, engines in [*found.items(), ("start", starts)]:
         medians = {name: statistics.median(times) for name, times in engines.items() if times}
         peers = [seconds for name, seconds in medians.items() if name.startswith(PEER)]
         if peers:
-            told[point] = min(peers) / medians[OURS]
+            judged[point] = min(peers) / medians[OURS]
         if INT8 in medians:
-            told[f"int8 {point}"] = medians[OURS] / medians[INT8]
-    return {name: round(value, 3) for name, value in told.items()}
+            judged[f"int8 {point}"] = medians[OURS] / medians[INT8]
+    return {name: round(value, 3) for name, value in judged.items()}
 
 
 def results_table(
-    load: Load, found: Rounds, starts: Mapping[str, Sequence[float]], told: Mapping[str, float]
+    load: Load, found: Rounds, starts: Mapping[str, Sequence[float]], ratios: Mapping[str, float]
 ) -> Table:
     names = sorted({*starts, *(name for each in found.values() for name in each)}, key=_order)
     table = Table(
@@ -278,9 +278,9 @@ def results_table(
             else "-"
             for name in names
         ]
-        table.add_row(point, *cells, *_judged(point, told))
+        table.add_row(point, *cells, *_judged(point, ratios))
     cells = [f"{statistics.median(starts[n]):,.1f}" if starts.get(n) else "-" for n in names]
-    table.add_row("start", *cells, *_judged("start", told))
+    table.add_row("start", *cells, *_judged("start", ratios))
     return table
 
 
@@ -288,12 +288,12 @@ def _order(name: str) -> tuple[bool, str]:
     return name.startswith(PEER), name
 
 
-def _judged(point: str, told: Mapping[str, float]) -> tuple[str, str]:
-    ratio = f"{told[point]:.2f}" if point in told else "-"
-    if f"int8 {point}" in told and point != "start":
-        ratio += f" ({told[f'int8 {point}']:.2f})"
+def _judged(point: str, ratios: Mapping[str, float]) -> tuple[str, str]:
+    ratio = f"{ratios[point]:.2f}" if point in ratios else "-"
+    if f"int8 {point}" in ratios and point != "start":
+        ratio += f" ({ratios[f'int8 {point}']:.2f})"
     wanted = f"{WANTED[point]:.1f}" if point in WANTED else ""
-    if f"int8 {point}" in WANTED and f"int8 {point}" in told:
+    if f"int8 {point}" in WANTED and f"int8 {point}" in ratios:
         wanted += f" ({WANTED[f'int8 {point}']:.1f})"
     return ratio, wanted
 
@@ -333,10 +333,10 @@ def main(
         raise click.ClickException(str(error)) from error
     for name, times in fresh.items():
         starts[name] = times  # with a compiled vLLM loading beside it, ours was slower
-    told = ratios(found, starts)
-    console.print(results_table(load, found, starts, told))
+    judged = ratios(found, starts)
+    console.print(results_table(load, found, starts, judged))
     results = {"load": asdict(load), "threads": threads, "seconds": found, "starts_s": starts}
-    write_json(json_path, results | {"left_out_s": left_out, "ratios": told, "wanted": WANTED})
+    write_json(json_path, results | {"left_out_s": left_out, "ratios": judged, "wanted": WANTED})
 
 
 if __name__ == "__main__":

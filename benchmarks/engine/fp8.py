@@ -45,7 +45,7 @@ WANTED = 0.01  # perplexity may rise by so much
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Lengths in tokens."""
+    """How long things are, in tokens."""
 
     num_tokens: int = 6144
     context_len: int = 3072  # the text is read in pieces of this length
@@ -57,9 +57,9 @@ class Spec:
 
 @dataclass(slots=True)
 class Score:
-    """Of one kind of KV over the whole text."""
+    """What one kind of KV did over the whole text."""
 
-    logprobs: list[float]  # of each token but the first of a piece
+    logprobs: list[float]  # for each token but the first of a piece
     best: list[int]  # the likeliest token at each of those places
     bytes_per_token: int
 
@@ -101,9 +101,9 @@ def score(
             with torch.inference_mode():
                 logits = runner._decoder.forward(_with_rows(batch, rows))
                 following = torch.tensor(piece[start + 1 : start + 1 + len(tokens)])
-                told = logits[: len(following)].log_softmax(-1)
-                found.logprobs += told.gather(1, following.to(told.device)[:, None])[:, 0].tolist()
-                found.best += told.argmax(-1).tolist()
+                logs = logits[: len(following)].log_softmax(-1)
+                found.logprobs += logs.gather(1, following.to(logs.device)[:, None])[:, 0].tolist()
+                found.best += logs.argmax(-1).tolist()
             on_chunk()
     return found
 

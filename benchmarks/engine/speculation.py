@@ -53,10 +53,10 @@ def requests() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Of answers that were asked for at once, from when all had their first token."""
+    """What answers took that were asked for at once, from when all had their first token."""
 
     tokens_per_s: float  # until seven tenths of all tokens were there: then some may be left alone
-    token_s: float  # of an answer, in the mean of all
+    token_s: float  # for a token of an answer, in the mean of all
     num_tokens: int
 
     @staticmethod
@@ -102,7 +102,7 @@ class Pair:
         self._stack.close()
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Texts that come again are told apart."""
+        """Texts that come again are kept apart."""
         again: Counter[str] = Counter()
         asked = []
         for text in texts:
@@ -122,9 +122,9 @@ class Pair:
                 answers = self.workers[name].generate(prompts, sampling)
                 said[name] = [answer.tokens for answer in answers]
                 took[name] += [Took.of(answers)] * (turn > 0)
-        fed, held = (after - b for after, b in zip(self._drafts(), before, strict=True))
+        drafts, held = (after - b for after, b in zip(self._drafts(), before, strict=True))
         same = said[WITHOUT] == said[WITH]
-        return Row(sum(map(len, prompts)), took, fed / (rounds + 1), held / max(1, fed), same)
+        return Row(sum(map(len, prompts)), took, drafts / (rounds + 1), held / max(1, drafts), same)
 
     def _drafts(self) -> tuple[float, float]:
         counters = self.workers[WITH].node.core.counters
@@ -135,7 +135,7 @@ class Pair:
 class Row:
     num_prompt_tokens: int
     took: dict[str, list[Took]]
-    drafts: float  # tokens that were fed along, in each round
+    drafts: float  # tokens that were computed, in each round
     held: float  # the part of them that held
     same: bool
 
@@ -189,7 +189,7 @@ def main(
             rows[name] = pair.ask(pair.prompts(each), sampling, rounds).found()
     title = f"{model}, weights {quantization}, temperature {temperature:g}"
     table = Table("", "in", "out", "tokens/s", "with drafts", "ratio", title=title)
-    for column in ("ms a token", "with drafts", "ratio", "fed", "held", "same"):
+    for column in ("ms a token", "with drafts", "ratio", "computed", "held", "same"):
         table.add_column(column)
     for name, row in rows.items():
         rate, each = row["tokens_per_s"], row["ms_per_token"]

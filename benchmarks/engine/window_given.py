@@ -32,7 +32,7 @@ CHUNK = 256  # tokens that are fed at once
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Lengths in tokens."""
+    """How long things are, in tokens."""
 
     num_tokens: int = 20_000
     every: int = 1_000

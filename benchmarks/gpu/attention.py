@@ -147,8 +147,8 @@ def pairs(lengths: Lengths) -> int:
 
 
 def torch_seconds(lengths: Lengths, backend: SDPBackend) -> float | None:
-    """The same attention by torch, over contiguous keys and values, heads repeated beforehand.
-    Sequences of one length go together. None: the backend does not do it."""
+    """Times torch's attention over contiguous keys and values, heads repeated beforehand. Sequences
+    of one length go together. None: the backend does not do it."""
     total = 0.0
     for count, context in sorted(set(lengths)):
         batch = lengths.count((count, context))

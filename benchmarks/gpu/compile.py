@@ -40,7 +40,7 @@ from kvtransfer.checksum import head_weights
 from kvtransfer.layout import HeadShare
 
 KIB = 1024
-MAX_SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # of a program
+MAX_SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # a program's
 FP8_FROM = 89  # capability, for KV in FP8
 MAX_SPILLED = 256  # bytes of a thread
 # With tiles of 16 rows it spills nothing, and reads and widens latents four times as often.
@@ -162,7 +162,7 @@ def int8_linear(rows: int) -> Callable[[], object]:
 
 
 def experts() -> Callable[[], None]:
-    """Of Mixtral's kind, smaller."""
+    """Compiles Mixtral's kind, but smaller."""
     ups, downs = torch.zeros(8, 512, 256).bfloat16(), torch.zeros(8, 256, 256).bfloat16()
     hidden, chosen = torch.zeros(4, 256).bfloat16(), torch.zeros(4, 2, dtype=torch.int64)
     weights = torch.ones(4, 2)

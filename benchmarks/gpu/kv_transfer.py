@@ -47,7 +47,7 @@ def serve_as_peer() -> None:
 
 
 def move(agent: Any, src: list[int], dst: list[int]) -> float:
-    """Seconds of one read."""
+    """Returns how many seconds a read took."""
     torch.cuda.synchronize()
     began = perf_counter()
     handle = agent.post_copy("peer", src, dst)
@@ -67,7 +67,7 @@ def rows(bandwidth: float) -> Iterator[dict[str, Any]]:
     with second_process("benchmarks.gpu.kv_transfer", PEER, deadline_s=DEADLINE_S) as metadata:
         agent = NixlAgent("reader", pool)
         try:
-            lane = agent.connect("peer", 1, NUM_BLOCKS, metadata)
+            agent.connect("peer", 1, NUM_BLOCKS, metadata)
             generator = torch.Generator().manual_seed(0)
             for count in COUNTS:
                 times = []
@@ -87,7 +87,6 @@ def rows(bandwidth: float) -> Iterator[dict[str, Any]]:
                     "ms": median(times[1:]) * 1e3,
                     "GB/s": rate / 1e9,
                     "share of a copy": 2 * rate / bandwidth,  # a byte is read and written
-                    "lane": lane,
                 }
         finally:
             agent.close()

@@ -47,7 +47,7 @@ class _Parameters:
 
 
 def make_model(**changes: int) -> transformers.LlamaForCausalLM:
-    """In bfloat16 on the device."""
+    """Makes it in bfloat16 on the device."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**(SHAPE | changes), architectures=["LlamaForCausalLM"])
     with torch.device("cuda"):

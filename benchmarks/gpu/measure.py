@@ -73,7 +73,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_json(name: str, results: Mapping[str, Any]) -> None:
-    """To benchmarks/results/`name`."""
+    """Writes `results` to benchmarks/results/`name` as JSON."""
     (RESULTS / name).write_text(json.dumps(about() | dict(results), indent=2) + "\n")
 
 

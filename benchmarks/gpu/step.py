@@ -28,7 +28,7 @@ from engine.step import Step
 
 AIM = 1.25
 BATCHES, CONTEXT = (1, 16, 64), 1024
-STEPS, WARM = 320, 20  # of a measurement
+STEPS, WARM = 320, 20  # in a measurement
 VARIANTS = {  # graphs, kv_dtype, quantization, attention backend
     "bf16": (True, "auto", "none", "triton"),
     "bf16, no graphs": (False, "auto", "none", "triton"),
@@ -42,7 +42,7 @@ INT8_BYTES = 1 + 2 / GROUP  # with their scales
 
 
 def weight_bytes(runner: ModelRunner, quantization: str) -> float:
-    """Of what a decode pass reads: all but the embedding table. The head is not quantized."""
+    """Counts what a decode pass reads: all but the embedding table. The head is not quantized."""
     config = runner.config
     head = config.vocab_size * config.hidden_size
     layers = config.num_parameters - 2 * head

@@ -1,1 +1,1 @@
-"""Of KV: transfers between pools, tiers below them, sessions that resume."""
+"""Measures KV: transfers between pools, tiers below them, sessions that resume."""

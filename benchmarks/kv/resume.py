@@ -43,7 +43,7 @@ class ResumePlan:
     """What is measured, and how much room it needs."""
 
     sessions: int = 40
-    tokens: int = 4000  # of each conversation, about
+    tokens: int = 4000  # in each conversation, about
     output_len: int = 16
     device_sessions: int = 4  # conversations that the device pool holds
     prefill: int = 0  # prefill workers; there is one decode worker
@@ -64,7 +64,8 @@ class ResumePlan:
         return num_sessions * self.session_blocks * block_bytes / 2**30
 
     def settings(self, host_sessions: int, disk_sessions: int, folder: Path) -> dict[str, object]:
-        """Of a server with room for that many conversations in its tiers; 0: no such tier."""
+        """Describes a server with room for that many conversations in its tiers; 0: no such
+        tier."""
         return {
             "engine.num_blocks": self.device_sessions * self.session_blocks,
             "tiers.host_gib": self.gib(host_sessions),
@@ -116,7 +117,7 @@ class ResumeRun:
         self._advance = advance
 
     def measure(self, sources: Collection[str]) -> list[Resumed]:
-        """Raises LoadFailed."""
+        """Raises LoadFailed if one fails."""
         results = []
         if "host" in sources:
             results += self._from_host()
@@ -189,7 +190,7 @@ class ResumeRun:
     def _take_turn(
         self, url: str, talks: Sequence[Conversation], texts: Sequence[str], weight: float
     ) -> None:
-        """A turn of each, one after the other."""
+        """Takes a turn of each, one after the other."""
 
         async def take() -> None:
             spec = LoadSpec(url, MODEL, 1, concurrency=1, output_len=self._plan.output_len)

@@ -229,8 +229,8 @@ def alternate(
     pairs: int,
     advance: Callable[[float], None],
 ) -> dict[str, list[dict[str, Any]]]:
-    """The same load to each server, new prompts in each pair, who is first by turns. `settle`: what
-    a run still has to write is not the burden of the next."""
+    """Sends equal loads to each server, new prompts in each pair, who is first by turns. `settle`:
+    what a run still has to write is not the burden of the next."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in urls}
     for name, url in urls.items():  # warm up
         load(replace(spec, url=url, num_requests=spec.concurrency or 1, seed=spec.seed + 99))

@@ -36,8 +36,8 @@ GIB = 2**30
 
 def measure(
     block_bytes: int, total_bytes: int, rounds: int, folder: Path, direct: bool
-) -> tuple[dict[str, list[float]], str]:
-    """GiB/s of each way in each round, and the lane between the processes."""
+) -> dict[str, list[float]]:
+    """GiB/s of each way in each round."""
     count = max(1, total_bytes // block_bytes)
     rng = random.Random(0)
     rates: dict[str, list[float]] = {}
@@ -48,7 +48,7 @@ def measure(
                 seconds = compared.turn(name, src, dst, direct)
                 if turn:  # the first connects, and touches the memory
                     rates.setdefault(name, []).append(count * block_bytes / seconds / GIB)
-        return {name: rates[name] for name in compared.ways}, compared.lane
+        return {name: rates[name] for name in compared.ways}
 
 
 def ratio(rates: dict[str, list[float]], ours: str, theirs: str) -> float:
@@ -91,8 +91,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
     for name in RATIOS:
         table.add_row(name, *(f"{each['ratios'][name]:.2f}" for each in sizes.values()))
     console.print(table)
-    lanes = sorted({each["lane"] for each in sizes.values()})
-    console.print(f"lane between the processes: {', '.join(lanes)} (UCX_TLS={result['ucx_tls']})")
+    console.print(f"UCX_TLS between the processes: {result['ucx_tls']}")
 
 
 @click.command()
@@ -125,9 +124,9 @@ def main(
             console.status(f"blocks of {block_bytes:,} bytes"),
             tempfile.TemporaryDirectory(dir=folder) as files,
         ):
-            rates, lane = measure(block_bytes, mib << 20, rounds, Path(files), direct)
+            rates = measure(block_bytes, mib << 20, rounds, Path(files), direct)
         ratios = {name: ratio(rates, *pair) for name, pair in RATIOS.items()}
-        sizes[str(block_bytes)] = {"lane": lane, "ratios": ratios, "rates": rates}
+        sizes[str(block_bytes)] = {"ratios": ratios, "rates": rates}
     result = {**about(), "mib": mib, "rounds": rounds, "direct": direct, "block_bytes": sizes}
     show(console, result)
     if json_path is not None:

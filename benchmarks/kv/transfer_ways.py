@@ -74,7 +74,6 @@ class Ways:
         self._folder = folder
         self._stack = ExitStack()
         self.ways: dict[str, Way] = {}
-        self.lane = ""
 
     def __enter__(self) -> Ways:
         try:
@@ -101,7 +100,6 @@ class Ways:
         nixl = NixlAgent("reader", device, host=host)
         self._stack.callback(nixl.close)
         nixl.connect("peer", 1, self._num_blocks, metadata)
-        self.lane = nixl.lanes()["peer"]
 
         def memcpy(src: list[int], dst: list[int]) -> None:
             for i, j in zip(src, dst, strict=True):

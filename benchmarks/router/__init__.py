@@ -1,1 +1,1 @@
-"""Of routers: decisions, several of them, restarts."""
+"""Measures routers: decisions, several of them, restarts."""

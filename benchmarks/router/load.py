@@ -34,7 +34,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class RoutingLoad:
-    """The same arguments make the same blocks in the same order."""
+    """Equal arguments make equal blocks in the same order."""
 
     num_workers: int
     num_blocks: int  # different ones; the last session may go beyond
@@ -56,7 +56,7 @@ class RoutingLoad:
             total += length
 
     def names(self, session: Session) -> bytes:
-        """Packed."""
+        """Returns its hashes, packed into one."""
         return self._names(session.number, session.num_blocks)
 
     def prompts(

@@ -25,7 +25,7 @@ def hashes(names: bytes) -> list[int]:
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 where the system does not say so in a file."""
+    """Returns this process's; 0 where the system does not say so in a file."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -51,7 +51,7 @@ BLOCK_SIZE, PROMPT_BLOCKS = 16, 32
 MAX_FRAME_BYTES = 64 << 20
 WAIT_S = 120.0
 GOAL_S = 2.0
-NUM_EVENTS = 50  # of each worker, after its blocks were written
+NUM_EVENTS = 50  # each worker's, after its blocks were written
 
 
 class Workers:
@@ -102,7 +102,7 @@ class Workers:
             self.wire.send(ROUTER, WorkerUp(self.info(worker)))
 
     def tell_event(self) -> None:
-        """One block more, at each."""
+        """Announces one block more at each."""
         for worker in self.names:
             self.seqs[worker] += 1
             self.blocks[worker].append(os.urandom(HASH_BYTES))
@@ -154,8 +154,8 @@ class RouterProcess:
         line = await asyncio.to_thread(self._process.stdout.readline)
         if not line:
             raise click.ClickException("the router did not start")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        ready: dict[str, Any] = json.loads(line)
+        return ready
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
@@ -174,9 +174,9 @@ async def serve_as_router() -> None:
     )
     started = await process.start(bind("127.0.0.1", 0), "127.0.0.1")
     meet(process.wire, peers)
-    told = {"host": started.peer.host, "port": started.peer.port, "began_at": began_at}
-    told["http_port"] = started.http_port
-    sys.stdout.write(json.dumps(told) + "\n")
+    ready = {"host": started.peer.host, "port": started.peer.port, "began_at": began_at}
+    ready["http_port"] = started.http_port
+    sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
     raise await process.failed
 
@@ -186,10 +186,10 @@ async def bring_up(workers: Workers, spec: dict[str, Any], epoch: int) -> tuple[
     peers = [Peer(worker, host, port, 1) for worker in (*workers.names, PROBE)]
     arguments = {key: value for key, value in spec.items() if key != "listens"}
     process = RouterProcess((arguments | {"epoch": epoch}, workers.token, peers))
-    told = await process.started()
-    workers.wire.set_address(ROUTER, told["host"], told["port"], epoch)
+    ready = await process.started()
+    workers.wire.set_address(ROUTER, ready["host"], ready["port"], epoch)
     workers.announce()
-    return process, told
+    return process, ready
 
 
 async def api_status(port: int) -> dict[str, Any]:
@@ -251,19 +251,19 @@ async def measure(
         for number in range(rounds):
             killed_at = time.time()
             process.kill()
-            process, told = await bring_up(workers, spec, number + 2)
+            process, ready = await bring_up(workers, spec, number + 2)
             num_wrong = 0
             while not await workers.probe(0):
                 num_wrong += 1
                 await asyncio.sleep(0.01)
             warm_at = time.time()
             found = await count_found(workers)
-            status = await api_status(told["http_port"])
+            status = await api_status(ready["http_port"])
             results["restarts"].append(
                 {
-                    "libraries_s": told["began_at"] - killed_at,
+                    "libraries_s": ready["began_at"] - killed_at,
                     "read_s": status["state"]["read_s"],
-                    "warm_s": warm_at - told["began_at"],
+                    "warm_s": warm_at - ready["began_at"],
                     "killed_to_warm_s": warm_at - killed_at,
                     "killed_to_api_s": time.time() - killed_at,
                     "probes_wrong": num_wrong,

@@ -98,8 +98,8 @@ def measure_changes(index: PrefixIndex, load: RoutingLoad) -> dict[str, Any]:
         number = n % load.num_workers
         seqs[number] += 1
         stored = tuple(rng.randbytes(16) for _ in range(EVENT_BLOCKS))
-        news = KVEvents(name_of(number), 1, seqs[number], stored, ())
-        events.append(timed(lambda news=news: index.apply(0.0, news)))  # type: ignore[misc]
+        update = KVEvents(name_of(number), 1, seqs[number], stored, ())
+        events.append(timed(lambda update=update: index.apply(0.0, update)))  # type: ignore[misc]
     copied = min(MOVED_BLOCKS, load.num_blocks)
     copy = PrefixIndex()
     export_s = restore_s = 0.0

@@ -32,7 +32,7 @@ from benchmarks.serving.served import Served
 from lab.bench.load import Client, LoadSpec, Timing, make_prompts
 
 MODEL = "smollm2-135m"
-MAX_DIFFERENCE = 0.02  # of hit rates
+MAX_DIFFERENCE = 0.02  # between hit rates
 OUTAGE_S = 5.0
 WAIT_S = 120.0
 
@@ -65,7 +65,8 @@ class Outcome:
 
 
 def first_messages(shape: Shape, seed: int) -> list[str]:
-    """Of the agents; those of a group begin alike, and no other round begins so."""
+    """Makes the agents' first messages; those of a group begin alike, and no other round begins
+    so."""
 
     def texts(number: int, length: int, salt: int) -> list[str]:
         return make_prompts(LoadSpec("", "", number, input_len=length, seed=2 * seed + salt))
@@ -119,7 +120,7 @@ async def status(url: str) -> dict[str, Any]:
 
 
 async def until(what: str, condition: Callable[[], Awaitable[bool]]) -> float:
-    """How long it took."""
+    """Returns how long it took."""
     begun = time.monotonic()
     while time.monotonic() - begun < WAIT_S:
         try:

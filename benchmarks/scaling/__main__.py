@@ -82,7 +82,7 @@ class Watch:
         return self.actions.get("start", 0) + self.actions.get("drain", 0)
 
     async def look(self) -> int:
-        """Workers that are up."""
+        """Counts workers that are up."""
         status: dict[str, Any] = (await self._http.get("/status")).json()
         up = sum(each["state"] == "up" for each in status["workers"])
         if status.get("scaling"):

@@ -23,7 +23,7 @@ LEAST_GAP_S = 0.02
 
 
 def sine(least: float, most: float, period_s: float) -> Rate:
-    """It begins at `least`."""
+    """Swings between both, and begins at `least`."""
     middle, half = (most + least) / 2, (most - least) / 2
     return lambda t: middle - half * math.cos(2 * math.pi * t / period_s)
 

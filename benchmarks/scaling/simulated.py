@@ -22,7 +22,7 @@ from lab.replay.trace import Trace, TraceRequest
 from lab.timing.timing import Links
 from router.scaling_config import ScalingConfig
 
-MAX_BLOCKS = 1 << 16  # of a prompt
+MAX_BLOCKS = 1 << 16  # in a prompt
 LINKS = Links(message_s=0.002)  # between processes, on cores that others use
 
 

@@ -1,1 +1,1 @@
-"""Of whole servers under load, beside peers."""
+"""Measures whole servers under load, beside peers."""

@@ -45,7 +45,7 @@ KEYS = {"chat": "chat-key", "bombs": "bombs-key"}
 TENANTS = "".join(f'[[tenant]]\nname = "{n}"\nkeys = ["{key}"]\n' for n, key in KEYS.items())
 CHAT = "/v1/chat/completions"
 TEXT = "Some words of a prompt, and 12345 more. "
-TURN_MIB, NUM_TURNS = 7, 15  # of the conversation: 105 MiB
+TURN_MIB, NUM_TURNS = 7, 15  # in the conversation: 105 MiB
 ROUTER, COMPILER = "cluster.serve.child router", "cluster.api.constraints.compiler"
 
 
@@ -54,11 +54,11 @@ class Reply:
     kind: str
     status: int
     seconds: float
-    told: str
+    message: str
 
     @property
     def is_refused(self) -> bool:
-        return self.status >= 400 and bool(self.told) and self.seconds <= ANSWER_GOAL_S
+        return self.status >= 400 and bool(self.message) and self.seconds <= ANSWER_GOAL_S
 
 
 def post(url: str, path: str, body: bytes, kind: str) -> Reply:
@@ -70,8 +70,8 @@ def post(url: str, path: str, body: bytes, kind: str) -> Reply:
         response = connection.getresponse()
         answer = json.loads(response.read())
         elapsed_s = time.monotonic() - began
-        told = (answer.get("error") or {}).get("message", "") or answer.get("id", "")
-        return Reply(kind, response.status, elapsed_s, told)
+        message = (answer.get("error") or {}).get("message", "") or answer.get("id", "")
+        return Reply(kind, response.status, elapsed_s, message)
     except (OSError, http.client.HTTPException, ValueError) as error:
         return Reply(kind, 0, time.monotonic() - began, repr(error))
     finally:
@@ -108,7 +108,7 @@ def in_lark(number: int) -> bytes:
 
 
 def bombs() -> Iterator[tuple[str, str, bytes]]:
-    """Kind, path and body, each once."""
+    """Yields kind, path and body, each once."""
     for i, number in enumerate((999_983, 9_999_991)):
         yield "multipleOf", CHAT, multiple(number)
         yield "multipleOf in Lark", CHAT, in_lark(number + 2 * i)
@@ -140,8 +140,8 @@ def lengthen(url: str) -> str:
             time.sleep(1.0)
             continue
         if reply.status != 200:
-            raise click.ClickException(f"a turn was answered {reply.status}: {reply.told}")
-        last = reply.told
+            raise click.ClickException(f"a turn was answered {reply.status}: {reply.message}")
+        last = reply.message
     assert last is not None
     return last
 
@@ -224,7 +224,7 @@ class Memory:
 
 
 def harm(url: str, seconds: float, last: str) -> list[Reply]:
-    """For at least so long, each kind at least once."""
+    """Sends them for at least so long, each kind at least once."""
     replies: list[Reply] = []
     deadline = time.monotonic() + seconds
     steps: list[Callable[[], list[Reply]]] = [
@@ -298,8 +298,8 @@ def report(console: Any, talk: Chat, memory: Memory, replies: list[Reply]) -> di
     grown = {kind: (size - before[kind]) / MIB for kind, size in after.items()}
     table = Table(title="bombs", show_header=False)
     for part, times in talk.itl_s.items():
-        told = f"p50 {ms(times, 50)}, p99 {ms(times, 99)}, {len(times)} tokens"
-        table.add_row(f"the chat's ITL {part}", told)
+        shown = f"p50 {ms(times, 50)}, p99 {ms(times, 99)}, {len(times)} tokens"
+        table.add_row(f"the chat's ITL {part}", shown)
     table.add_row("p99 with / without", f"{p99['with'] / p99['without']:.2f}")
     table.add_row("the chat's failures", str(len(talk.failed)))
     for kind, size in grown.items():
@@ -313,10 +313,10 @@ def report(console: Any, talk: Chat, memory: Memory, replies: list[Reply]) -> di
         table.add_row(kind, f"{len(mine)} times {statuses}, at most {slowest:.2f} s")
     wrong = [each for each in replies if not each.is_refused]
     for each in wrong[:5]:
-        table.add_row("not refused in time", f"{each.kind}: {each.status} {each.told[:60]}")
+        table.add_row("not refused in time", f"{each.kind}: {each.status} {each.message[:60]}")
     console.print(table)
     for kind, mine in kinds.items():
-        console.print(f"{kind}: {mine[0].told[:160]}", highlight=False, soft_wrap=True)
+        console.print(f"{kind}: {mine[0].message[:160]}", highlight=False, soft_wrap=True)
     return {
         "itl_ms_p99": {part: 1e3 * value for part, value in p99.items()},
         "itl_ms_p50": {part: 1e3 * value for part, value in p50.items()},
@@ -324,7 +324,7 @@ def report(console: Any, talk: Chat, memory: Memory, replies: list[Reply]) -> di
         "memory_grown_mib": grown,
         "chat_failures": talk.failed,
         "replies": {kind: len(mine) for kind, mine in kinds.items()},
-        "wrong": [f"{each.kind}: {each.status} {each.told}" for each in wrong],
+        "wrong": [f"{each.kind}: {each.status} {each.message}" for each in wrong],
     }
 
 

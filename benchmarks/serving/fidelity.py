@@ -71,7 +71,7 @@ def measure_profile(path: Path) -> None:
 
 
 def mean_profile(*paths: Path) -> Timing:
-    """Of a machine measured several times over the same grid."""
+    """Averages a machine that was measured several times over the same grid."""
     read = []
     for path in paths:
         with np.load(path, allow_pickle=False) as file:
@@ -139,7 +139,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(real: Figures, simulated: Figures) -> Figures:
-    """Simulated to real."""
+    """Divides the simulated by the real."""
     return {
         what: {at: simulated[what][at] / found for at, found in figures.items()}
         for what, figures in real.items()
@@ -201,8 +201,8 @@ def main(
     """
     console = make_console()
     spec = replace(WorkloadSpec(), num_requests=-(-requests // num_parts), rate=rate)
-    model = prepare_model(Config(), 0, lambda news: console.print(news, markup=False))
-    told: list[dict[str, Any]] = []  # by the routers
+    model = prepare_model(Config(), 0, lambda line: console.print(line, markup=False))
+    reports: list[dict[str, Any]] = []  # by the routers
     with tempfile.TemporaryDirectory() as temporary:
         folder = folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -218,17 +218,17 @@ def main(
                 except* LoadFailed as failed:
                     raise click.ClickException(str(failed.exceptions[0])) from failed
                 write_recording(recordings[i], recorded)
-                told.append(status)
+                reports.append(status)
         parts = [read_recording(recording) for recording in recordings]
         timings = [mean_profile(*both) for both in pairwise(profiles)]
     results = [simulate(console, *both, model) for both in zip(parts, timings, strict=True)]
     real, simulated = real_figures([*chain(*parts)]), simulated_figures(results)
     facts = breakdown(parts, results)
-    if len(told) == num_parts:
-        handed_over = sum(status["totals"]["handoffs"] for status in told)
+    if len(reports) == num_parts:
+        handed_over = sum(status["totals"]["handoffs"] for status in reports)
         facts["real_handed_over"] = handed_over / facts["requests"]
-        # Of each part the median.
-        facts["real_prediction_error"] = statistics.fmean(s["prediction_error"] for s in told)
+        # Takes the median of each part.
+        facts["real_prediction_error"] = statistics.fmean(s["prediction_error"] for s in reports)
     good = show(console, real, simulated, facts)
     each_part = [
         ratios(real_figures(part), simulated_figures([result]))

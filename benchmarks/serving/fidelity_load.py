@@ -11,7 +11,6 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -27,7 +26,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """Words are about tokens."""
+    """What is sent; words are about tokens."""
 
     num_requests: int = 240
     rate: float = 0.5  # requests/s, a Poisson process
@@ -76,7 +75,7 @@ class _Talk:
 
 
 def plan(spec: WorkloadSpec) -> list[Planned]:
-    """In the order of arrival. A pure function of `spec`."""
+    """Returns requests in the order of arrival. A pure function of `spec`."""
     rng = Random(spec.seed)
     systems = [_words(rng, (spec.system_words, spec.system_words)) for _ in range(spec.num_systems)]
     talks: list[_Talk] = []
@@ -174,7 +173,7 @@ def record(
                 hash_ids=ids.of(tokens),
                 session_id=str(request.session),
                 ttft_s=timing.ttft_s,
-                gaps_s=[b - a for a, b in pairwise(timing.chunk_at)],
+                gaps_s=timing.gaps_s,
                 cached_tokens=timing.num_cached_tokens,
                 cached_by_source=dict(details.get("cached_tokens_by_source") or {}),
             )

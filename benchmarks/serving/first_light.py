@@ -55,7 +55,7 @@ def time_one(url: str, prompt: str, output_len: int = 8) -> Timing:
 
 
 def prefix(rounds: int = 5) -> tuple[list[Row], dict[str, Any]]:
-    """TTFT of a 2,000-token prefix for the first and for the second time."""
+    """Measures TTFT of a 2,000-token prefix for the first and for the second time."""
     cold, warm, cached = [], [], []
     with Served({}) as server:
         url = server.url
@@ -160,11 +160,7 @@ async def mixed_load(
         long_timings = await asyncio.gather(*long_tasks)
     errors = [timing.error for timing in (*timings, *long_timings) if timing.error]
     assert not errors, errors
-    gaps = [
-        later - earlier
-        for timing in timings
-        for earlier, later in zip(timing.chunk_at, timing.chunk_at[1:], strict=False)
-    ]
+    gaps = [gap for timing in timings for gap in timing.gaps_s]
     chat_ttfts, long_ttfts = ([t.ttft_s for t in done] for done in (timings, long_timings))
     return gaps, chat_ttfts, long_ttfts
 
@@ -204,7 +200,7 @@ CASES: dict[str, Callable[[], tuple[list[Row], dict[str, Any]]]] = {
 @click.argument("case", type=click.Choice([*CASES, "all"]), default="all")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
 def main(case: str, json_path: Path | None) -> None:
-    """Measure CASE, or all."""
+    """Measure CASE, or all of them."""
     console = Console()
     results = {}
     for name in CASES if case == "all" else [case]:

@@ -30,7 +30,7 @@ from lab.bench.load import percentile
 
 DEADLINE_S = 20.0
 MAX_QUEUE_WAIT_S = 8.0
-WARM_UP_S = 5.0  # of a load, before what is counted: the queue fills
+WARM_UP_S = 5.0  # from a load's start to what is counted: the queue fills
 FIRST_BATCH_S = 15.0
 REFUSAL_GOAL_S = 0.1
 SETTLED = 1.05  # goodput of a step that is no more than this times the best is no better
@@ -45,7 +45,7 @@ Row = tuple[str, str]
 
 
 def offers(rate: float, seconds: float) -> list[Offer]:
-    """The same load from each of the tenants."""
+    """Makes equal loads for each of the tenants."""
     return [
         Offer(Caller(name, f"{name}-key", PRIORITIES[name]), rate / len(WEIGHTS), seconds)
         for name in WEIGHTS
@@ -59,7 +59,7 @@ def goodput(answers: Sequence[Answer], from_s: float, until_s: float) -> float:
 
 
 def measure(load: Load, rate: float, step_s: float, progress: Progress) -> dict[str, float]:
-    """The goodput at one rate."""
+    """Measures the goodput at one rate."""
     task = progress.add_task(f"{rate:.1f} requests/s", total=step_s)
     seconds = step_s + WARM_UP_S
     offered = offers(rate, seconds)
@@ -74,7 +74,7 @@ def measure(load: Load, rate: float, step_s: float, progress: Progress) -> dict[
 def find_peak(
     load: Load, first_rate: float, step_s: float, progress: Progress
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """The rate with the best goodput, and what each rate brought."""
+    """Finds the rate with the best goodput, and what each rate brought."""
     steps: list[dict[str, float]] = []
     rate, num_worse = first_rate, 0
     while num_worse < 2 and len(steps) < 16:
@@ -88,8 +88,8 @@ def find_peak(
 def report(
     answers: Sequence[Answer], seconds: float, warm_up_s: float, peak: float
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Of the overload. Goodput and shares are those after `warm_up_s`: what is in the first batch
-    was admitted while there was room for all."""
+    """Describes the overload. Goodput and shares are those after `warm_up_s`: what is in the first
+    batch was admitted while there was room for all."""
     found = goodput(answers, warm_up_s, seconds)
     refused = [a for a in answers if a.status == 429]
     latencies = [a.ended_at - a.sent_at for a in refused]

@@ -46,7 +46,7 @@ Ours = Mapping[str, tuple[Mapping[str, object], str]]  # settings and --prefill,
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What both are given."""
+    """What both servers are given."""
 
     vllm_python: Path
     model_dir: Path

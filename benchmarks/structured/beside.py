@@ -86,8 +86,8 @@ async def measure(url: str) -> dict[str, Any]:
                 answer = await http.post("/v1/chat/completions", content=body)
                 slowest[name] = max(slowest.get(name, 0.0), time.perf_counter() - began)
                 if of is schemas:
-                    told = answer.json().get("error", {}).get("message", "served")
-                    answers[name] = f"{answer.status_code}: {told[:60]}"
+                    said = answer.json().get("error", {}).get("message", "served")
+                    answers[name] = f"{answer.status_code}: {said[:60]}"
                 await asyncio.sleep(PAUSE_S)
 
     schemas, others = bodies()

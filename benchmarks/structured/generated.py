@@ -93,7 +93,7 @@ def judged(schemas: Sequence[dict[str, Any]], made: Sequence[Made]) -> dict[str,
 
 
 async def disturbed(url: str, schemas: Sequence[dict[str, Any]]) -> tuple[list[Made], int]:
-    """The same while workers die; and how many did."""
+    """Generates them while workers die; and counts how many did."""
     killing = asyncio.create_task(kill_workers(url))
     made = await make_all(url, schemas)
     killing.cancel()

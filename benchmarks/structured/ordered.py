@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-MAX_DEPTH = 20  # of references and alternatives
+MAX_DEPTH = 20  # references and alternatives within each other
 TYPES = {list: "array", dict: "object", str: "string", bool: "boolean", type(None): "null"}
 
 
 def in_schema_order(root: Any, data: Any) -> Any:
-    """`data`, an instance of the schema `root`."""
+    """Orders `data`, an instance of the schema `root`."""
     return _ordered(root, [root], data)
 
 

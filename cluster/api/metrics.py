@@ -229,13 +229,12 @@ class ClusterCollector(Collector):
         links = GaugeMetricFamily(
             "kvrelay_worker_kv_link_bytes_per_second",
             "Rate of a small read from the peer, timed when the worker connected to it.",
-            labels=["worker", "role", "peer", "lane"],
+            labels=["worker", "role", "peer"],
         )
         for worker in workers:
             for link in worker.get("links", ()):
                 if link["bytes_per_s"]:
-                    place = [*_labels(worker), link["peer"], link["lane"]]
-                    links.add_metric(place, link["bytes_per_s"])
+                    links.add_metric([*_labels(worker), link["peer"]], link["bytes_per_s"])
         yield links
 
     def _worker_counters(self, workers: list[dict[str, Any]]) -> Iterator[Metric]:
@@ -248,8 +247,8 @@ class ClusterCollector(Collector):
             what: CounterMetricFamily(
                 f"kvrelay_worker_{what}",
                 f"{text} that requests have read KV instead of computing it. source: a tier or a"
-                " peer; lane: the transport that a peer was read by.",
-                labels=["worker", "role", "source", "peer", "lane"],
+                " peer.",
+                labels=["worker", "role", "source", "peer"],
             )
             for what, text in (("kv_read_bytes", "Bytes"), ("kv_read_seconds", "Seconds"))
         }
@@ -273,7 +272,7 @@ class ClusterCollector(Collector):
             for event, count in sorted(known.from_zero(known.WORKER_EVENTS, counters).items()):
                 what, _, place = event.partition(":")
                 if what in reads:
-                    reads[what].add_metric([*_labels(worker), *place.split(":", 2)], float(count))
+                    reads[what].add_metric([*_labels(worker), *place.split(":", 1)], float(count))
                 else:
                     events.add_metric([*_labels(worker), event], float(count))
         yield from (restarts, hangs, events, *reads.values())

@@ -57,18 +57,18 @@ def status_table(status: dict[str, Any]) -> Group:
 
 
 def _links_table(links: list[tuple[str, dict[str, Any]]]) -> Table:
-    """One row per worker and peer that it can read, the slowest first: by which lane, and how fast
-    a small read was when the two were connected."""
+    """One row per worker and peer that it can read, the slowest first: how fast a
+    small read was when the two were connected."""
     slowest = sorted(links, key=lambda each: each[1]["bytes_per_s"])
     left = len(links) - _MAX_LINKS
     table = Table(caption=f"and {left} that are faster" if left > 0 else None)
-    for name in ("KV read by", "from", "lane"):
+    for name in ("KV read by", "from"):
         table.add_column(name)
     table.add_column("first read", justify="right")
     for worker, link in slowest[:_MAX_LINKS]:
         rate = link["bytes_per_s"]
         told = f"{rate / 1e9:.2f} GB/s" if rate else "not timed"
-        table.add_row(worker, link["peer"], link["lane"], told)
+        table.add_row(worker, link["peer"], told)
     return table
 
 

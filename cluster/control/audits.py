@@ -1,4 +1,4 @@
-"""Audits for whoever waits for one: a coroutine asks, and gets what all workers hold as plain data.
+"""Audits for whoever waits for one: what all workers hold, as plain data.
 
 Nothing is leaked if the sums of blocks come out even, no worker was silent and, unless requests are
 live, no worker and no router holds on to anything.
@@ -7,17 +7,12 @@ live, no worker and no router holds on to anything.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from cluster.control.auditor import AuditAll, Auditor, AuditReport
-from cluster.runtime.host import NodeHost
 from engine.kv.tier import LOWER_TIERS
-from engine.node import Effect, NodeId
-
-TIMEOUT_S = 5.0
-"""A worker answers between two messages; one that does not in this time hangs."""
+from engine.node import NodeId
+from engine.stats import Audit
 
 PAUSES = 4.0  # after an audit, so many times as long as it has taken, within
 MIN_PAUSE_S = 0.2
@@ -54,48 +49,15 @@ class SharedAudit:
                 self._not_before = clock() + min(max(MIN_PAUSE_S, PAUSES * took_s), MAX_PAUSE_S)
 
 
-class AuditDesk:
-    """Hosts an auditor and performs its effects. Used on the loop of `host` only.
-
-    Invariant: a future is in `_waiting` until its report has come."""
-
-    def __init__(self, host: NodeHost, auditor: Auditor) -> None:
-        self._host = host
-        self._auditor = auditor.node_id
-        self._ids = itertools.count(1)
-        self._waiting: dict[str, asyncio.Future[AuditReport]] = {}
-        host.add(auditor, self)
-
-    async def ask(self, workers: Sequence[NodeId], timeout_s: float = TIMEOUT_S) -> AuditReport:
-        """Raises TimeoutError if the auditor itself does not answer."""
-        audit_id = f"audit-{next(self._ids)}"
-        future: asyncio.Future[AuditReport] = self._host.loop.create_future()
-        self._waiting[audit_id] = future
-        self._host.deliver(self._auditor, AuditAll(audit_id, tuple(workers), timeout_s))
-        try:
-            async with asyncio.timeout(timeout_s + TIMEOUT_S):
-                return await future
-        finally:
-            del self._waiting[audit_id]
-
-    def perform(self, effect: Effect) -> None:
-        assert isinstance(effect, AuditReport), effect
-        future = self._waiting.get(effect.audit_id)
-        if future is not None and not future.done():
-            future.set_result(effect)
-
-    def close(self) -> None:
-        """Those who still wait get nothing more."""
-        for future in list(self._waiting.values()):
-            self._host.loop.call_soon_threadsafe(future.cancel)
-
-
-def audit_dict(report: AuditReport, num_live: int, router_left: Sequence[str]) -> dict[str, Any]:
-    """What `/audit` answers. `left` is only to be empty while `num_live` is 0; `wrong` always."""
+def audit_dict(
+    audits: Mapping[NodeId, Audit | None], num_live: int, router_left: Sequence[str]
+) -> dict[str, Any]:
+    """What `/audit` answers. `audits`: of the workers; None: it did not answer. `left` is only to
+    be empty while `num_live` is 0; `wrong` always."""
     left = list(router_left)
-    wrong = [f"{worker} did not answer" for worker in report.silent]
+    wrong = [f"{worker} did not answer" for worker, audit in audits.items() if audit is None]
     workers = []
-    for audit in report.audits:
+    for audit in filter(None, audits.values()):
         left += [f"{audit.worker}: {line}" for line in audit.left]
         wrong += [f"{audit.worker}: {line}" for line in (*audit.wrong, *uneven(audit.counts))]
         counts = dict(audit.counts)

@@ -13,13 +13,11 @@ from engine.node import NodeId
 
 @dataclass(frozen=True, slots=True)
 class RouterLoad:
-    """What a router says of itself. `left`: what it holds that an idle router must not hold, said
-    only where it was asked."""
+    """What a router says of itself."""
 
     num_live: int  # requests that it serves, or that wait
     num_queued: int  # of them, those that wait
     store_up: bool | None  # whether it reaches the store of shared state; None: there is none
-    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +70,6 @@ class ClusterView:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """To a router's process: report at once, and what you hold besides."""
-
-
-@dataclass(frozen=True, slots=True)
 class AuditQuestion:
     """From a router's process; answered by an `AuditAnswer` with the same number."""
 
@@ -86,7 +79,7 @@ class AuditQuestion:
 
 @dataclass(frozen=True, slots=True)
 class AuditAnswer:
-    """`data`: MessagePack of what `/audit` answers; empty if the audit failed."""
+    """`data`: MessagePack of what `/audit` answers."""
 
     number: int
     data: bytes

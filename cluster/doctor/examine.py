@@ -63,7 +63,6 @@ def server_checks(status: Mapping[str, Any], metrics: str, now: float) -> dict[s
     return {
         "workers": lambda: server.check_workers(status),
         "KV layout": lambda: server.check_layouts(status),
-        "KV between workers": lambda: server.check_lanes(status, metrics),
         "server's clock": lambda: server.check_server_clock(metrics, now),
     }
 

@@ -56,35 +56,6 @@ def check_layouts(status: Mapping[str, Any]) -> Finding:
     return ok(check, f"one, {usual}")
 
 
-def check_lanes(status: Mapping[str, Any], metrics: str) -> Finding:
-    """`metrics`: of `GET /metrics`. TCP is as it should be between machines without RDMA."""
-    check = "KV between workers"
-    machines = {each["worker"]: each.get("machine") for each in status["workers"]}
-    pairs = [
-        (labels["worker"], labels["peer"], labels["lane"])
-        for labels, value in _samples(metrics, "kvrelay_worker_kv_read_bytes_total")
-        if value > 0 and labels.get("peer") in machines
-    ]
-    if not pairs:
-        return skipped(check, "no worker has read from another yet")
-    slow = [
-        (worker, peer, lane)
-        for worker, peer, lane in pairs
-        if lane.startswith("tcp") and machines.get(worker) == machines.get(peer)
-    ]
-    if slow:
-        text = ", ".join(f"{worker} from {peer} by {lane}" for worker, peer, lane in slow)
-        return fail(
-            check,
-            f"TCP within a machine: {text}",
-            "unset UCX_TLS where workers run: docs/runbooks/kv-over-tcp.md",
-        )
-    lanes = sorted({lane for _, _, lane in pairs})
-    timed = [rate for _, rate in _samples(metrics, "kvrelay_worker_kv_link_bytes_per_second")]
-    slowest = f", {min(timed) / 1e9:.1f} GB/s or more when connected" if timed else ""
-    return ok(check, f"{len(pairs)} pairs, by {', '.join(lanes)}{slowest}")
-
-
 def check_server_clock(metrics: str, now: float) -> Finding:
     """`now`: of this machine, seconds since 1970."""
     for _, there in _samples(metrics, "kvrelay_clock_seconds"):

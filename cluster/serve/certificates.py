@@ -19,7 +19,7 @@ import psutil
 from msgspec.structs import replace
 
 from cluster.config import Config, ConfigError, TlsSection
-from cluster.wire.tls import TlsError, TlsIdentity
+from cluster.wire.context import TlsError, TlsIdentity
 
 CA_DAYS, CERT_DAYS = 3650, 825
 CA_FILE = "ca.pem"

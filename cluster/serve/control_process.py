@@ -52,7 +52,7 @@ from cluster.control.wanted import Worker, WorkerState
 from cluster.runtime.host import NodeHost, keep_running
 from cluster.runtime.processes import kill_workers, worker_processes
 from cluster.serve.life import read_record, write_private
-from cluster.serve.operators_desk import AUDITOR, OperatorsDesk
+from cluster.serve.operators_desk import OperatorsDesk
 from cluster.serve.orders import AllUp, ControlSpec, PartNews
 from cluster.serve.scaling_log import ScalingLog
 from cluster.worker.build import PreparedModel
@@ -60,7 +60,7 @@ from cluster.worker.kv_plan import kv_lines
 from cluster.worker.process import meet
 from cluster.worker.specs import worker_spec
 from engine.node import Effect, NodeId
-from engine.stats import Role
+from engine.stats import Audit, Role
 
 log = logging.getLogger("kvrelay.control")
 
@@ -70,7 +70,7 @@ RAY_START_S, RAY_RETRY_S = 90.0, 2.0
 
 
 class ControlProcess:
-    """Owns the controller, the auditor, their wire and the workers' guardians. On one loop.
+    """Owns the controller, its wire and the workers' guardians. On one loop.
 
     Performs the controller's effects; `tell` is the supervisor, which starts routers."""
 
@@ -83,7 +83,6 @@ class ControlProcess:
         self.host = NodeHost(self._loop, self._send, self._on_node_failed)
         listening = spec.listening
         self.wire = listening.wire(CONTROLLER, spec.epoch, self._deliver, self._on_peer_lost)
-        self.wire.serves.add(AUDITOR)
         self.desk = OperatorsDesk(self)
         self.controller = Controller(ControllerConfig((), ()))
         self._model: asyncio.Future[PreparedModel] = self._loop.create_future()
@@ -105,13 +104,12 @@ class ControlProcess:
     def use_model(self, model: PreparedModel) -> None:
         """It is on this machine now. Begin."""
         spec, cluster = self.spec, self.spec.config.cluster
-        host, port = self._me.host, self._me.port
         roles = [(Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode)]
         self.controller = Controller(
             ControllerConfig(
                 workers=tuple((f"{role}-{i}", role) for role, n in roles for i in range(n)),
                 routers=(),
-                listeners=(self._me, Peer(AUDITOR, host, port, spec.epoch)),
+                listeners=(self._me,),
                 further_routers=spec.routers,
                 kept=read_record(spec.kept_file, Kept) or Kept(),
                 running_routers=spec.running_routers,
@@ -303,7 +301,7 @@ class ControlProcess:
 
     def _deliver(self, to: NodeId, message: Any) -> None:
         match message:
-            case RouterReport() | AuditQuestion():
+            case RouterReport() | AuditQuestion() | Audit():
                 self.desk.receive(message)
             case WorkerStarted():
                 self.say(message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections import Counter
 from collections.abc import Coroutine
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from cluster.control.auditor import Auditor
-from cluster.control.audits import AuditDesk, SharedAudit, audit_dict
+from cluster.control.audits import SharedAudit, audit_dict
+from cluster.control.messages import CONTROLLER
 from cluster.control.process_messages import (
     AuditAnswer,
     AuditQuestion,
     ClusterView,
-    LoadRequest,
     RouterLoad,
     RouterReport,
 )
@@ -28,15 +26,14 @@ from cluster.runtime.host import NodeHost
 from cluster.serve.orders import ControlSpec
 from cluster.wire.wire import Wire
 from engine.node import NodeId
+from engine.stats import Audit, AuditRequest
 
 if TYPE_CHECKING:
     from cluster.control.controller import Controller
 
-log = logging.getLogger("kvrelay.control")
-
-AUDITOR: NodeId = "auditor"
 PUSH_AFTER_S = 0.02  # changes that come together are told together
-LOAD_TIMEOUT_S = 2.0  # for routers to say what they serve
+ANSWER_TIMEOUT_S = 5.0
+"""Workers and routers answer an audit between two messages; one that does not by then hangs."""
 
 
 class Control(Protocol):
@@ -58,19 +55,19 @@ class OperatorsDesk:
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._audits = AuditDesk(control.host, Auditor(AUDITOR))
         self._shared_audit = SharedAudit(self.audit)
         self._loads: dict[Life, RouterLoad] = {}
-        self._asked: dict[NodeId, asyncio.Future[RouterLoad]] = {}
+        self._asked: dict[NodeId, asyncio.Future[Audit]] = {}  # by the audit that runs
         self._is_pushing = False
 
-    def receive(self, message: RouterReport | AuditQuestion) -> None:
+    def receive(self, message: RouterReport | AuditQuestion | Audit) -> None:
         match message:
+            case Audit(node):
+                asked = self._asked.get(node)
+                if asked is not None and not asked.done():
+                    asked.set_result(message)
             case RouterReport(router, epoch, load):
                 self._loads[router, epoch] = load
-                asked = self._asked.pop(router, None)
-                if asked is not None and not asked.done():
-                    asked.set_result(load)
                 view = ClusterView(msgspec.msgpack.encode(self.view()))
                 self._control.wire.send(router, view)
             case AuditQuestion(router, number):
@@ -100,31 +97,30 @@ class OperatorsDesk:
         return view | {"restarted_tasks": dict(control.restarted), "controller": me}
 
     async def _answer_audit(self, router: NodeId, number: int) -> None:
-        data = b""
-        try:
-            data = msgspec.msgpack.encode(await self._shared_audit.ask())
-        except TimeoutError:
-            log.warning("an audit had no answer")
+        data = msgspec.msgpack.encode(await self._shared_audit.ask())
         self._control.wire.send(router, AuditAnswer(number, data))
 
     async def audit(self) -> dict[str, Any]:
         """Where the workers' blocks are, and what is leaked; see `cluster.control.audits`."""
-        workers = self._control.controller.workers.values()
-        report = await self._audits.ask([w.node for w in workers if w.state is WorkerState.UP])
-        loads = await self._ask_routers()
-        num_live = sum(1 if load is None else load.num_live for load in loads)
-        left = [line for load in loads if load is not None for line in load.left]
-        return audit_dict(report, num_live, left)
+        controller = self._control.controller
+        up_workers = [w.node for w in controller.workers.values() if w.state is WorkerState.UP]
+        routers = controller.router_processes.routers.values()
+        up_routers = [router.node for router in routers if router.state is RouterState.UP]
+        found = await self._ask([*up_workers, *up_routers])
+        num_live, left = 0, list[str]()
+        for router in up_routers:
+            audit = found[router]
+            num_live += 1 if audit is None else audit.counts["live"]  # it may serve one
+            left += () if audit is None else audit.left
+        return audit_dict({worker: found[worker] for worker in up_workers}, num_live, left)
 
-    async def _ask_routers(self) -> list[RouterLoad | None]:
-        """What each that is up serves now; None: it does not say."""
-        routers = self._control.controller.router_processes.routers.values()
-        up = [router.node for router in routers if router.state is RouterState.UP]
+    async def _ask(self, nodes: list[NodeId]) -> dict[NodeId, Audit | None]:
+        """What each of `nodes` holds; None: it did not answer in time."""
         loop = asyncio.get_running_loop()
-        asked: dict[NodeId, asyncio.Future[RouterLoad]] = {r: loop.create_future() for r in up}
-        self._asked = dict(asked)
-        for router in up:
-            self._control.wire.send(router, LoadRequest())
+        asked: dict[NodeId, asyncio.Future[Audit]] = {node: loop.create_future() for node in nodes}
+        self._asked = asked
+        for node in nodes:
+            self._control.wire.send(node, AuditRequest(CONTROLLER))
         if asked:
-            await asyncio.wait(asked.values(), timeout=LOAD_TIMEOUT_S)
-        return [future.result() if future.done() else None for future in asked.values()]
+            await asyncio.wait(asked.values(), timeout=ANSWER_TIMEOUT_S)
+        return {node: each.result() if each.done() else None for node, each in asked.items()}

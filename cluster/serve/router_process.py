@@ -14,7 +14,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter, time
@@ -38,7 +38,6 @@ from cluster.control.process_messages import (
     AuditQuestion,
     ClusterView,
     LinkLost,
-    LoadRequest,
     Meet,
     RouterLoad,
     RouterReport,
@@ -54,7 +53,7 @@ from cluster.state.opening import open_state
 from cluster.wire.wire import Wire
 from cluster.worker.process import Listening, meet
 from engine.node import NodeId
-from engine.stats import Role
+from engine.stats import Audit, AuditRequest, Role
 from router.config import RouterConfig
 from router.messages import WorkerDown
 from router.router import Router
@@ -262,7 +261,7 @@ class RouterProcess:
 
     async def _report(self) -> None:
         while True:
-            self._tell_load(())
+            self._tell_load()
             await asyncio.sleep(REPORT_S)
 
     async def _report_traffic(self) -> None:
@@ -278,11 +277,15 @@ class RouterProcess:
             workers = [worker_seen(at_s - now, info, each) for info, at_s, each in stats]
             self.wire.send(CONTROLLER, ScalingReport(seen, tuple(workers)))
 
-    def _tell_load(self, left: tuple[str, ...]) -> None:
+    def _tell_load(self) -> None:
         spec = self._spec
-        load = replace(self._load(), left=left)
         if self.wire.knows(CONTROLLER):
-            self.wire.send(CONTROLLER, RouterReport(spec.router, spec.epoch, load))
+            self.wire.send(CONTROLLER, RouterReport(spec.router, spec.epoch, self._load()))
+
+    def _own_audit(self) -> Audit:
+        live = {"live": self._load().num_live}
+        left = tuple(self.router.check_idle())
+        return Audit(self._spec.router, self._spec.epoch, live, left)
 
     def _deliver(self, to: NodeId, message: Any) -> None:
         """What is for the process is not for its node."""
@@ -293,15 +296,12 @@ class RouterProcess:
             case ClusterView(data):
                 self._view = msgspec.msgpack.decode(data)
                 self._viewed_at = self._loop.time()
-            case LoadRequest():
-                self._tell_load(tuple(self.router.check_idle()))
+            case AuditRequest(reply_to):
+                self.wire.send(reply_to, self._own_audit())
             case AuditAnswer(number, data):
                 waiting = self._audits.get(number)
                 if waiting is not None and not waiting.done():
-                    if data:
-                        waiting.set_result(msgspec.msgpack.decode(data))
-                    else:
-                        waiting.set_exception(TimeoutError())
+                    waiting.set_result(msgspec.msgpack.decode(data))
             case _:
                 self.host.deliver(to, message)
 

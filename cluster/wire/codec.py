@@ -71,7 +71,6 @@ MESSAGE_TYPES: tuple[type, ...] = (
     process.RouterReport,
     process.LinkLost,
     process.ClusterView,
-    process.LoadRequest,
     process.AuditQuestion,
     process.AuditAnswer,
 )

@@ -19,7 +19,7 @@ import os
 from collections import deque
 from typing import cast
 
-from cluster.wire.context import Address, WireContext, tune_socket
+from cluster.wire.context import Address, WireContext, fingerprint, tune_socket
 from cluster.wire.frames import FrameReader, FrameWriter, Kind, ProtocolError
 from cluster.wire.handshake import (
     MAX_CONTROL_BYTES,
@@ -35,7 +35,6 @@ from cluster.wire.handshake import (
     parse_resume,
     session_keys,
 )
-from cluster.wire.tls import fingerprint
 from engine.node import NodeId
 
 STABLE_S = 1.0

@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from cluster.wire import codec
-from cluster.wire.context import Address, OnPeerLost, WireContext, WireLimits, tune_socket
+from cluster.wire.context import (
+    Address,
+    OnPeerLost,
+    TlsIdentity,
+    WireContext,
+    WireLimits,
+    tune_socket,
+)
 from cluster.wire.frames import FrameReader, FrameWriter, Kind, ProtocolError
 from cluster.wire.handshake import (
     NONCE_BYTES,
@@ -36,7 +43,6 @@ from cluster.wire.handshake import (
     session_keys,
 )
 from cluster.wire.link import Link
-from cluster.wire.tls import TlsIdentity
 from engine.node import NodeId
 
 OnMessage = Callable[[NodeId, Any], object]  # (destination, message)
@@ -57,7 +63,7 @@ class _Stream:
 class Wire:
     """One process's end of every connection. Owned by a `NodeHost`; used on its event loop only.
 
-    `serves` are the nodes of this process that peers may address; `node_id` names the process.
+    `node_id` is its node, which peers address.
     """
 
     def __init__(
@@ -78,7 +84,6 @@ class Wire:
         self.context = WireContext(node_id, epoch, token, limits, on_peer_lost, tls)
         self.limits = self.context.limits
         self.counters = self.context.counters
-        self.serves = {node_id}
         self.on_message = on_message
         self.strangers: set[_Inbound] = set()
         self.inbound: set[_Inbound] = set()
@@ -232,7 +237,7 @@ class _Inbound(asyncio.Protocol):
             hello = parse_hello(self._buffer)
             if hello is None:
                 return
-            if hello.to not in self._wire.serves:
+            if hello.to != self._wire.node_id:
                 raise ProtocolError("unknown_destination")
             self._hello = hello
             del self._buffer[: len(hello.raw)]

@@ -26,8 +26,7 @@ from cluster.control.process_messages import (
     Meet,
 )
 from cluster.runtime.host import Deliver, Executor, LoopThread, NodeExit, NodeHost
-from cluster.wire.context import OnPeerLost, WireLimits
-from cluster.wire.tls import TlsIdentity
+from cluster.wire.context import OnPeerLost, TlsIdentity, WireLimits
 from cluster.wire.wire import OnMessage, Wire
 from engine.node import Node, NodeId
 from engine.stats import WorkerInfo

@@ -47,7 +47,7 @@ class Ranks:
 
     def join(self, deliver: Deliver) -> RankAnswers:
         answers = RankAnswers(self._counted, self._runner.tell, deliver)
-        self._runner.when_told(answers.add)
+        self._runner.on_companion_message(answers.add)
         return answers
 
     def add_checksums(self, step: Step, own: list[int]) -> list[int]:

@@ -105,7 +105,7 @@ class BlockChain:
         return block_hashes
 
     def _parent(self, index: int) -> bytes:
-        """The hash before block `index`, or the root."""
+        """Returns the hash before block `index`, or the root."""
         if index == 0:
             return root_hash(self.fingerprint, b"" if self._num_public else self._salt)
         return self.block_hashes[index - 1]

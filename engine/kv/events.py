@@ -34,7 +34,7 @@ class KVSnapshot:
     epoch: int
     seq: int
     hashes: tuple[bytes, ...]
-    tiers: tuple[TierHashes, ...] = ()  # the same of host memory and disk; nothing is `removed`
+    tiers: tuple[TierHashes, ...] = ()  # blocks in host memory and on disk; nothing is `removed`
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,14 +34,14 @@ class LowerTiers(Protocol):
 
 class KVPublisher:
     """Owned by a worker's core. Invariant: `_rest` has the blocks that were held at the last
-    snapshot and that a router which asked for it, or for one before, may not have been told of."""
+    snapshot and that a router which asked for it, or for one before, may not know of."""
 
     def __init__(self, config: WorkerConfig, pool: BlockPool) -> None:
         self._config = config
         self._pool = pool
         self.lower: LowerTiers | None = None
         self.routers: list[NodeId] = []
-        self.event_seq = 0  # of the last event
+        self.event_seq = 0  # last one that was sent
         self._rest: deque[tuple[Tier, bytes]] = deque()
         self._num_due = 0  # events that bring more of it
 
@@ -104,11 +104,11 @@ class KVPublisher:
         blocks = ((part.tier, block_hash) for part in parts for block_hash in part.stored)
         first = list(islice(blocks, config.max_snapshot_blocks))
         # A router that has all events so far, but not yet the rest of the last snapshot, has no use
-        # for this one: what that rest would have told it comes again.
+        # for this one: what that rest would have announced to it comes again.
         self._rest = deque([*blocks, *(first if self._rest else ())])
-        told = _by_tier(first)
-        hashes = told.pop(Tier.DEVICE, ())
-        tiers = tuple(TierHashes(part.tier, told.get(part.tier, ())) for part in tiers)
+        announced = _by_tier(first)
+        hashes = announced.pop(Tier.DEVICE, ())
+        tiers = tuple(TierHashes(part.tier, announced.get(part.tier, ())) for part in tiers)
         return Send(router, KVSnapshot(config.node_id, config.epoch, self.event_seq, hashes, tiers))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1}
-SCALE_BYTES = {"float8_e4m3": 1}  # of each token of each head of each plane; none for the others
+SCALE_BYTES = {"float8_e4m3": 1}  # for each token of each head of each plane; others have none
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ class Window:
     block_size: int
     size: int = 0  # positions that a query reads, its own among them; 0: all
     num_sinks: int = 0
-    chunk_blocks: int = 1  # of a prompt that are allocated ahead of the computed ones, at least
+    chunk_blocks: int = 1  # allocated ahead of a prompt's computed ones, at least
 
     @property
     def num_sink_blocks(self) -> int:

@@ -78,7 +78,7 @@ class Batch:
         counts = np.array([len(seq.tokens) for seq in seqs], np.int64)
         starts = np.array([seq.start for seq in seqs], np.int64)
         firsts, ends = counts.cumsum() - counts, starts + counts
-        rows = np.arange(len(seqs)).repeat(counts)  # of each token
+        rows = np.arange(len(seqs)).repeat(counts)  # [num_tokens]
         positions = np.arange(len(rows)) + (starts - firsts)[rows]
         slots = tables[rows, positions // size].astype(np.int64) * size + positions % size
         tokens = np.fromiter(chain.from_iterable(seq.tokens for seq in seqs), np.int64, len(rows))
@@ -173,7 +173,7 @@ class OutsideVocabulary(ValueError):
 
 
 def check_tokens(seq: ScheduledSeq, limits: Limits) -> None:
-    """Raises OutsideVocabulary."""
+    """Raises OutsideVocabulary if the model has no such token ids."""
     if seq.follows is not None:  # the token will be one that was sampled
         return
     tokens = seq.input_tokens
@@ -193,7 +193,7 @@ class Table:
     in the pool, or -1."""
 
     entries: list[int]  # a copy
-    blocks: np.ndarray  # the same, int64
+    blocks: np.ndarray  # block ids, int64
     first: int  # from this block on, and among the sinks, none is missing or duplicated
 
 
@@ -229,7 +229,7 @@ class Guard:
         return faults, invalid, [table.blocks for table in good.values()]
 
     def _checked(self, seq: ScheduledSeq) -> Table:
-        """Raises ValueError."""
+        """Raises ValueError if the block table does not fit the sequence."""
         limits = self._limits
         needed = check_size(seq, limits)
         check_tokens(seq, limits)

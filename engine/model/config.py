@@ -95,10 +95,10 @@ class Experts:
 
     num_experts: int
     num_per_token: int
-    intermediate_size: int  # of one expert
+    intermediate_size: int  # one expert's
     normalize: bool  # the chosen experts' weights are made to sum to one
     scoring: str = "softmax"  # or "sigmoid"
-    scale: float = 1.0  # of the chosen weights
+    scale: float = 1.0  # multiplies the chosen weights
     num_groups: int = 1  # experts are chosen from the best `num_chosen_groups` groups
     num_chosen_groups: int = 1
     has_bias: bool = False  # a correction that counts for the choice, not for the weight
@@ -121,18 +121,18 @@ class ModelConfig:
     rms_norm_eps: float
     ropes: tuple[Rope, ...]
     tie_word_embeddings: bool
-    attention_bias: bool  # of the query, key and value projections
-    output_bias: bool  # of the attention's output projection
+    attention_bias: bool  # query, key and value projections have one
+    output_bias: bool  # the attention's output projection has one
     qk_norm: bool  # RMSNorm over head_dim of queries and keys
     max_position_embeddings: int
     bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]  # of config.json and generation_config.json together
-    layer_ropes: tuple[int, ...] = ()  # of each layer, into `ropes`; -1: none. (): all the first
-    windows: tuple[int, ...] = ()  # of each layer: positions it attends to, itself among them; 0:
+    eos_token_ids: tuple[int, ...]  # config.json's and generation_config.json's together
+    layer_ropes: tuple[int, ...] = ()  # for each layer, into `ropes`; -1: none. (): all the first
+    windows: tuple[int, ...] = ()  # for each layer: positions it attends to, itself among them; 0:
     # all. (): all layers attend to all
     num_sinks: int = 0  # first positions that windowed layers attend to as well
     activation: str = "silu"  # or "gelu_tanh": of the gate
-    attention_scale: float = 0.0  # of scores; 0: head_dim**-0.5
+    attention_scale: float = 0.0  # multiplies scores; 0: head_dim**-0.5
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
     logits_softcap: float = 0.0
     embed_scale: float = 1.0
@@ -192,7 +192,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Of all matrices, tables and norms; biases are left out."""
+        """Counts all matrices, tables and norms; biases are left out."""
         norms = (4 if self.sandwich_norms else 2) * self.hidden_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         layers = self.num_layers * (self._attention_parameters + norms)
@@ -207,8 +207,8 @@ class ModelConfig:
 
     @property
     def num_float32(self) -> int:
-        """Of `num_parameters`, those that are kept in float32 whatever the dtype: norms, choices of
-        experts, and the second projection of a latent."""
+        """Counts those of `num_parameters` that are kept in float32 whatever the dtype: norms,
+        choices of experts, and the second projection of a latent."""
         norms = (4 if self.sandwich_norms else 2) * self.hidden_size
         total = self.num_layers * norms + self.hidden_size
         if self.experts is not None:
@@ -249,7 +249,7 @@ def with_window(config: ModelConfig, window: int, sinks: int) -> ModelConfig:
 
 
 def _depths(config: ModelConfig) -> list[int]:
-    """Inputs of the matrices."""
+    """Lists how many inputs each matrix has."""
     depths = [config.hidden_size, config.intermediate_size]
     if config.experts is not None:
         depths += [config.experts.intermediate_size, config.experts.shared_size]

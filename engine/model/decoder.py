@@ -28,8 +28,8 @@ class Decoder:
         return self.logits(self.hidden_states(batch))
 
     def hidden_states(self, batch: Batch) -> torch.Tensor:
-        """Of `batch.sample_rows` after the last norm, [R, hidden_size], valid until the next
-        call."""
+        """Returns those of `batch.sample_rows` after the last norm, [R, hidden_size], valid until
+        the next call."""
         ops, weights = self._ops, self._weights
         ops.begin(batch)
         hidden = ops.embed(weights.table, batch.tokens)  # [N, hidden_size]

@@ -11,6 +11,6 @@ class ModelError(Exception):
 
 
 def check_one_of(name: str, value: str, supported: Sequence[str]) -> None:
-    """Raises ModelError."""
+    """Raises ModelError if `value` is not supported."""
     if value not in supported:
         raise ModelError(f"{name} {value} is not supported; supported: {', '.join(supported)}")

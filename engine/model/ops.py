@@ -114,9 +114,9 @@ class Ops(Protocol):
     def expanded_attention(
         self, queries: torch.Tensor, q_rope: torch.Tensor, key_up: Any, value_up: Any, layer: int
     ) -> torch.Tensor | None:
-        """The same with keys and values of heads instead of latents, if that is faster for this
-        step: queries [N, num_heads, nope_dim + rope_dim], whose last part is overwritten, and
-        q_rope as `latent_write` left it -> [N, num_heads, value_dim]. None: nothing was done."""
+        """Attends to keys and values of heads instead of latents, if that is faster for this step:
+        queries [N, num_heads, nope_dim + rope_dim], whose last part is overwritten, and q_rope as
+        `latent_write` left it -> [N, num_heads, value_dim]. None: nothing was done."""
         ...
 
     def experts(self, gate_ups: Any, downs: Any) -> Any:

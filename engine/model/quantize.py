@@ -18,16 +18,16 @@ GROUP = INT8_GROUP  # inputs; also in gemm/layout.h, as the next
 GROUPS = {8: GROUP, 4: INT4_GROUP}  # by the bits of weights
 QUANTIZATIONS = {"cpu": ("none", "int8", "int4"), "cuda": ("none", "int8", "fp8")}  # by device
 _MAX, _MAX_4 = 127.0, 15.0
-_MIN_INPUT = 1e-30  # of a group's largest; as in gemm/int16.h
+_MIN_INPUT = 1e-30  # a group's largest, at least; as in gemm/int16.h
 _MAX_INPUT = {8: 1023.0, 4: 127.0}  # by the bits of weights; as in gemm/int8_int16.c and int4.c
-_SHRINK = (1.0, 0.94, 0.88, 0.82)  # of a group's range: fewer outliers, finer steps
-_OFF_STEP = 0.1  # of a step: so far off are bfloat16 numbers that had 4 bits
+_SHRINK = (1.0, 0.94, 0.88, 0.82)  # a group's range times these: fewer outliers, finer steps
+_OFF_STEP = 0.1  # parts of a step: so far off are bfloat16 numbers that had 4 bits
 _CHUNK = 1 << 17  # weights
 
 
 def bits_of(quantization: str, role: str) -> int:
-    """Of the integers that a matrix of this role becomes; 0: it stays floating point. The head, on
-    which every token depends at once, has 8 where others have 4."""
+    """Says how wide a matrix of this role becomes; 0: it stays floating point. The head, on which
+    every token depends at once, has 8 where others have 4."""
     if quantization == "int4":
         return 8 if role == "logits" else 4
     return 8 if quantization == "int8" else 0
@@ -60,7 +60,8 @@ def _round_8(wide: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _round_4(wide: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The same; scale: [rows, groups, 2]. Of several ranges the one with the least squares."""
+    """Rounds to 4 bits, with scale [rows, groups, 2]: of several ranges the one of least
+    squares."""
     low, high = wide.aminmax(dim=-1, keepdim=True)
     best, least = torch.empty_like(wide), torch.full_like(low, float("inf"))
     span = high - low
@@ -118,7 +119,7 @@ def round_inputs(x: torch.Tensor, bits: int = 8) -> torch.Tensor:
 
 
 def dequantize(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Inverse of `quantize`, float32."""
+    """Inverts `quantize`; the result is float32."""
     depth = numbers.shape[-1]
     if numbers.dtype == torch.int8:
         return numbers * scales.float().repeat_interleave(GROUP, -1)[..., :depth]

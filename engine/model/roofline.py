@@ -24,7 +24,7 @@ from engine.model.ops import TORCH_DTYPES
 from engine.model.quantize import GROUPS, bits_of
 
 PROBE_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # far beyond any cache
-PROBE_SIZE = {"cpu": 1024, "cuda": 8192}  # of the square matrices
+PROBE_SIZE = {"cpu": 1024, "cuda": 8192}  # sides of the square matrices
 PROBES = 9  # the best counts: other load only makes one slower
 SCALE_BYTES = 2
 STORED = {"F32": "float32", "F16": "float32", "BF16": "bfloat16"}  # on a CPU, by the checkpoint
@@ -32,7 +32,7 @@ STORED = {"F32": "float32", "F16": "float32", "BF16": "bfloat16"}  # on a CPU, b
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one device, with as many threads as the engine has."""
+    """What one device does, with as many threads as the engine has."""
 
     read_bytes_per_s: float
     flops_per_s: float
@@ -44,9 +44,9 @@ class Weights:
     among them: a row of it is read, no more."""
 
     every: int  # that every token passes
-    head: int  # of them, those of the logits, which only sampled tokens pass
+    head: int  # those of the logits, which only sampled tokens pass
     experts: int  # all experts together
-    share: float  # of the experts that one token passes
+    share: float  # part of the experts that one token passes
     bytes_per_number: float
 
     def num_bytes(self, batch: int) -> float:
@@ -84,7 +84,7 @@ def _best_s(call: Callable[[], object], device: str) -> float:
 
 
 def _quantized_bytes(quantization: str, is_head: bool) -> float:
-    """Of a number, with its share of the scales; 0: it is not quantized."""
+    """What a number takes, with its share of the scales; 0: it is not quantized."""
     if quantization == "fp8":
         return 0.0 if is_head else 1.0
     bits = bits_of(quantization, "logits" if is_head else "")
@@ -143,7 +143,7 @@ def _matrices(path: Path, device: str, dtype: str) -> Iterator[tuple[str, int, s
 def decode_roofline_s(
     rates: Rates, weights: Weights, batch: int, context: float, kv_bytes_per_token: float
 ) -> float:
-    """Of one step of `batch` decodes, each after `context` tokens."""
+    """How long a step of `batch` decodes takes, each after `context` tokens."""
     read = weights.num_bytes(batch) + batch * context * kv_bytes_per_token
     return max(read / rates.read_bytes_per_s, weights.flops(batch, batch) / rates.flops_per_s)
 
@@ -151,7 +151,7 @@ def decode_roofline_s(
 def prefill_roofline_s(
     rates: Rates, weights: Weights, config: ModelConfig, num_tokens: int
 ) -> float:
-    """Of a prompt of `num_tokens` up to its first token."""
+    """How long a prompt of `num_tokens` takes up to its first token."""
     pairs = sum(
         _pairs(num_tokens, config.window(layer)) for layer in range(config.num_layers)
     )  # query and key, over all layers

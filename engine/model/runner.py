@@ -209,7 +209,7 @@ class ModelRunner:
     def _run(
         self, step: Step, tables: list[np.ndarray], masks_of: Masks | None
     ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:
-        """Not on a GPU."""
+        """Runs the step anywhere but on a GPU."""
         if self._decode is not None:
             drawn = self._decode.execute(step, tables, masks_of)
             if drawn is not None:

@@ -26,10 +26,10 @@ class _Queries:
     """Queries of sequences that have equally many, `n` each, and their positions."""
 
     at: torch.Tensor  # [S, n, num_heads, head_dim]
-    to_sinks: torch.Tensor | None  # the same, rotated for attention to sinks
+    to_sinks: torch.Tensor | None  # rotated for attention to sinks
     positions: torch.Tensor  # [S, n]
     tables: torch.Tensor  # [S, widest]
-    ends: tuple[int, ...]  # of each context, on the host
+    ends: tuple[int, ...]  # each context's, on the host
 
 
 class TorchOps(TensorOps):
@@ -156,7 +156,7 @@ class TorchOps(TensorOps):
         return queries.clone() if angles is None else _rotated(queries, angles)
 
     def _write(self, layer: int, plane: int, heads: torch.Tensor) -> None:
-        """heads: [N, num_kv_heads, head_dim]."""
+        """Takes heads: [N, num_kv_heads, head_dim]."""
         numbers, scales = self._numbers[:, layer, plane], self._scales[:, layer, plane]
         if numbers.dtype == torch.uint8:
             heads, scale = fp8.encode(heads)

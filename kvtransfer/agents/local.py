@@ -95,14 +95,13 @@ class LocalAgent:
     def metadata(self) -> bytes:
         return self._facts.pack()
 
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> str:
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
         self.disconnect(peer)
         facts = unpack(peer, metadata, self._facts, num_blocks=num_blocks)
         spans = copy_spans(peer, facts, self._facts)
         if facts.agent not in self._registry.pools:
             raise AgentError(f"{peer}, epoch {epoch}, is not in this process (any more)")
         self._peers[peer] = _Peer(facts.agent, spans)
-        return "memcpy"
 
     def disconnect(self, peer: NodeId) -> None:
         self._peers.pop(peer, None)

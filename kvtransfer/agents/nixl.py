@@ -22,6 +22,8 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -29,9 +31,10 @@ from msgspec.structs import replace
 from engine.kv.tier import Tier
 from engine.node import NodeId
 from kvtransfer.agent import AgentError
-from kvtransfer.agents import nixl_lanes
 from kvtransfer.agents.metadata import AgentMetadata, Space, copy_spans, unpack
 from kvtransfer.agents.nixl_bindings import (
+    Transfer,
+    Transfers,
     check_allocator,
     check_fits,
     cuda_of_torch,
@@ -42,7 +45,6 @@ from kvtransfer.agents.nixl_bindings import (
     quietly,
     whole,
 )
-from kvtransfer.agents.nixl_peers import Peer, Spans, Transfer
 from kvtransfer.agents.pool import (
     check_block_ids,
     is_on_gpu,
@@ -55,8 +57,29 @@ from kvtransfer.layout import CopySpan, HeadShare
 PROGRESS_WAKE_US = 100_000
 """The progress thread wakes by itself this often (and at once when there is work)."""
 
+Spans = tuple[CopySpan, ...]
 
-class NixlAgent:
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A peer's incarnation as NIXL knows it. Removed once it is `gone` and `live` is 0."""
+
+    agent: str
+    spaces: Mapping[Tier, Space]
+    spans: Spans  # of each block; local lists are made for the same
+    dlists: dict[Tier, int]
+    metadata: bytes = b""
+    live: int = 0  # transfers not released
+    gone: bool = False  # replaced or disconnected: no new reads
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Read(Transfer):
+    peer: Peer
+
+
+class NixlAgent(Transfers[Read]):
     """Implements kvtransfer.agent.Agent. Owned by the worker's transfer thread.
 
     Invariant: a NIXL transfer handle, descriptor list or remote agent is freed exactly once, and
@@ -77,6 +100,7 @@ class NixlAgent:
         blocks of the same size. Both stay registered till `close`. `share`: which heads the blocks
         hold, where tensor-parallel sizes differ. `num_threads` > 0 lets NIXL split large transfers.
         Raises AgentError."""
+        super().__init__()
         self._name = name
         self._pools = {Tier.DEVICE: pool} | ({} if host is None else {Tier.HOST: host})
         located = {tier: space_of(each) for tier, each in self._pools.items()}
@@ -99,7 +123,6 @@ class NixlAgent:
         self._local: dict[tuple[Tier | None, Spans], int] = {}  # descriptor lists of own memory
         self._peers: dict[NodeId, Peer] = {}
         self._retired: list[Peer] = []  # gone, with transfers that have not settled
-        self._transfers: set[Transfer] = set()
         try:
             self._start(backend, {"num_threads": str(num_threads)} if num_threads else {})
         except Exception as error:
@@ -112,7 +135,7 @@ class NixlAgent:
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = PROGRESS_WAKE_US
-        self._agent: Any = self._nixl.nixlAgent(facts.agent, config)
+        self._agent = self._nixl.nixlAgent(facts.agent, config)
         self._backend = self._agent.createBackend(backend, options)
         self._registered: list[Any] = []
         self._own_spaces: dict[Tier | None, Space] = {}
@@ -123,7 +146,6 @@ class NixlAgent:
             self._register(None, space_of(self._scratch)[0])
         blocks = (CopySpan(0, 0, facts.bytes_per_block),)
         self._own = self._describe_peer(facts, blocks, b"")
-        self._own.endpoints = frozenset(nixl_lanes.endpoints(facts.agent))
 
     def _bind_cuda(self) -> None:
         """UCX asks the calling thread's CUDA context what it can reach: without one it leaves out
@@ -145,22 +167,16 @@ class NixlAgent:
     def metadata(self) -> bytes:
         return self._metadata
 
-    def lanes(self) -> dict[NodeId, str]:
-        """By which UCX transport each connected peer is read, such as "cma/memory"; "unknown"
-        where UCX does not say."""
-        return {peer: known.lane for peer, known in self._peers.items()}
-
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> str:
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
         known = self._peers.get(peer)
         if known is not None and known.metadata == metadata and not known.failed:
-            return known.lane
+            return
         self.disconnect(peer)
         self._bind_cuda()
         facts = unpack(peer, metadata, self._facts, num_blocks=num_blocks)
         spans = copy_spans(peer, facts, self._facts)
         if any(old.agent == facts.agent for old in self._retired):
             raise AgentError(f"{peer}, epoch {epoch}: reads of its last connection run on")
-        before = nixl_lanes.endpoints(self._facts.agent)
         try:
             self._agent.loadRemoteMD(facts.connection)
         except Exception as error:
@@ -171,9 +187,7 @@ class NixlAgent:
         except Exception as error:
             self._agent.invalidateRemoteMD(facts.agent)
             raise AgentError(f"cannot read the memory of {peer}: {error_text(error)}") from error
-        self._find_lane(connected, before, facts.spaces[Tier.DEVICE].memory == "VRAM")
         self._peers[peer] = connected
-        return connected.lane
 
     def disconnect(self, peer: NodeId) -> None:
         known = self._peers.pop(peer, None)
@@ -192,7 +206,7 @@ class NixlAgent:
         dst: list[int],
         src_tier: Tier = Tier.DEVICE,
         dst_tier: Tier = Tier.DEVICE,
-    ) -> Transfer:
+    ) -> Read:
         known = self._own if peer == self._name else self._peers.get(peer)
         if known is None:
             raise AgentError(f"not connected to {peer}")
@@ -204,9 +218,9 @@ class NixlAgent:
                 raise AgentError(f"read from {peer}: {owner} has no {tier} memory")
         num_src, num_dst = known.spaces[src_tier].num_blocks, own[dst_tier].num_blocks
         check_block_ids(peer, src, dst, num_src, num_dst)
-        return self._post(peer, known, (src_tier, src), (dst_tier, dst))
+        return self._read(peer, known, (src_tier, src), (dst_tier, dst))
 
-    def post_probe(self, peer: NodeId, num_bytes: int) -> tuple[Transfer, int]:
+    def post_probe(self, peer: NodeId, num_bytes: int) -> tuple[Read, int]:
         known = self._peers.get(peer)
         if known is None:
             raise AgentError(f"not connected to {peer}")
@@ -215,16 +229,16 @@ class NixlAgent:
         size = sum(span.length for span in known.spans)
         limits = len(self._scratch), known.spaces[Tier.DEVICE].num_blocks
         blocks = probe_blocks(num_bytes, size, *limits)
-        transfer = self._post(peer, known, (Tier.DEVICE, blocks), (None, blocks))
+        transfer = self._read(peer, known, (Tier.DEVICE, blocks), (None, blocks))
         return transfer, len(blocks) * size
 
-    def _post(
+    def _read(
         self,
         peer: NodeId,
         known: Peer,
         source: tuple[Tier, list[int]],
         destination: tuple[Tier | None, list[int]],
-    ) -> Transfer:
+    ) -> Read:
         """Blocks of a tier of `peer` into own ones; None: the scratch memory."""
         (src_tier, src), (dst_tier, dst) = source, destination
         self._bind_cuda()
@@ -241,44 +255,16 @@ class NixlAgent:
         except Exception as error:
             known.failed = True
             raise AgentError(f"read from {peer}: {error_text(error)}") from error
-        transfer = Transfer(peer, known, handle)
-        self._transfers.add(transfer)
+        read = Read(text=f"read from {peer}", handle=handle, peer=known)
         known.live += 1
-        try:
-            # Within a host the copy is made here, with the GIL released.
-            transfer.settled = self._agent.postXferReq(handle, b"") != self._nixl.NIXL_IN_PROG
-        except Exception as error:
-            self._settle_failed(transfer, error)
-            self.release(transfer)
-            raise AgentError(str(transfer.error)) from error
-        return transfer
-
-    def poll(self, handle: Transfer) -> bool:
-        assert not handle.released
-        self._look(handle)
-        if handle.error is not None:
-            raise AgentError(handle.error)
-        return handle.settled
-
-    def release(self, handle: Transfer) -> bool:
-        if handle.released:
-            return True
-        self._look(handle)
-        if not handle.settled:
-            return False
-        self._free(handle)
-        peer = handle.peer
-        peer.live -= 1
-        if peer.gone and peer.live == 0:
-            self._retired.remove(peer)
-            self._forget(peer)
-        return True
+        self._post(read)
+        return read
 
     def close(self) -> None:
         if self._agent is None:
             return
-        for transfer in list(self._transfers):
-            self._free(transfer)
+        for read in list(self._live):
+            self._free(read)
         for peer in [*self._peers.values(), *self._retired]:
             self._forget(peer)
         self._peers.clear()
@@ -315,34 +301,15 @@ class NixlAgent:
         descs = descriptors(self._nixl, space, bytes_per_block, runs)
         return self._agent.prepXferDlist(agent, descs, [self._backend])
 
-    def _find_lane(self, peer: Peer, before: set[int], on_gpu: bool) -> None:
-        """By the endpoint that came with this connection. If none did, the peer connected to us
-        before, and UCX uses that endpoint for both: it is one that no peer has yet."""
-        now = nixl_lanes.endpoints(self._facts.agent)
-        peer.endpoints = frozenset(now - before)
-        others = [self._own, *self._peers.values(), *self._retired]
-        of_others = frozenset[int]().union(*(other.endpoints for other in others))
-        peer.lane = nixl_lanes.lane(peer.endpoints or now - of_others, on_gpu and self._on_gpu)
-
-    def _look(self, transfer: Transfer) -> None:
-        """Let the transport make progress, and see whether `transfer` has settled."""
-        if transfer.settled:
-            return
-        try:
-            status = self._agent.getXferStatus(transfer.handle)
-            transfer.settled = status != self._nixl.NIXL_IN_PROG
-        except Exception as error:
-            self._settle_failed(transfer, error)
-
-    def _settle_failed(self, transfer: Transfer, error: Exception) -> None:
-        transfer.settled = True
-        transfer.error = f"read from {transfer.node}: {error_text(error)}"
+    def _on_failed(self, transfer: Read) -> None:
         transfer.peer.failed = True
 
-    def _free(self, transfer: Transfer) -> None:
-        self._transfers.remove(transfer)
-        transfer.released = True
-        quietly(self._agent.releaseXferReq, transfer.handle)
+    def _on_released(self, transfer: Read) -> None:
+        peer = transfer.peer
+        peer.live -= 1
+        if peer.gone and peer.live == 0:
+            self._retired.remove(peer)
+            self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:
         for dlist in peer.dlists.values():

@@ -1,4 +1,5 @@
-"""NIXL's Python bindings, and the environment that NIXL and UCX are configured by.
+"""NIXL's Python bindings, the environment that NIXL and UCX are configured by, and the life of a
+transfer.
 
 Loaded once per process, by the first agent. The bindings under NIXL's Python class are used here,
 because that class does not offer the delay of the progress thread.
@@ -11,8 +12,9 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +96,90 @@ def quietly(free: Any, *args: Any) -> None:
         free(*args)
     except Exception as error:
         logger.warning("NIXL %s: %s", free.__name__, error_text(error))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Transfer:
+    text: str  # what it does, for errors
+    handle: int
+    settled: bool = False  # NIXL reported its end
+    error: str | None = None  # a bad end
+    released: bool = False
+
+
+T = TypeVar("T", bound=Transfer)
+
+
+class Transfers(Generic[T]):
+    """The transfers of an agent over NIXL. An agent adds what its transfers use, and what their end
+    means for that.
+
+    Invariant: a transfer's handle is freed exactly once, and not before it has settled (but where
+    the agent is closed)."""
+
+    def __init__(self) -> None:
+        self._nixl: Any = None  # the bindings
+        self._agent: Any = None  # NIXL's
+        self._live: set[T] = set()  # not released
+
+    def poll(self, handle: T) -> bool:
+        assert not handle.released
+        self._look(handle)
+        if handle.error is not None:
+            raise AgentError(handle.error)
+        return handle.settled
+
+    def release(self, handle: T) -> bool:
+        if handle.released:
+            return True
+        self._look(handle)
+        if not handle.settled:
+            return False
+        self._free(handle)
+        self._on_released(handle)
+        return True
+
+    def _post(self, transfer: T) -> None:
+        """Raises AgentError. What can be copied at once is copied here, with the GIL released."""
+        self._live.add(transfer)
+        try:
+            self._agent.postXferReq(transfer.handle, b"")
+        except Exception as error:
+            self._fail(transfer, error)
+            self.release(transfer)
+            raise AgentError(str(transfer.error)) from error
+
+    def _look(self, transfer: T) -> None:
+        """Let NIXL make progress, and see whether `transfer` has settled."""
+        if transfer.settled:
+            return
+        try:
+            if self._agent.getXferStatus(transfer.handle) == self._nixl.NIXL_IN_PROG:
+                return
+        except Exception as error:
+            self._fail(transfer, error)
+            return
+        transfer.settled = True
+        self._on_done(transfer)
+
+    def _fail(self, transfer: T, error: Exception) -> None:
+        transfer.settled = True
+        transfer.error = f"{transfer.text}: {error_text(error)}"
+        self._on_failed(transfer)
+
+    def _free(self, transfer: T) -> None:
+        self._live.remove(transfer)
+        transfer.released = True
+        quietly(self._agent.releaseXferReq, transfer.handle)
+
+    def _on_done(self, transfer: T) -> None:
+        """NIXL says that it ended well."""
+
+    def _on_failed(self, transfer: T) -> None:
+        """It has settled badly."""
+
+    def _on_released(self, transfer: T) -> None:
+        """It uses nothing any more."""
 
 
 def cuda_of_torch() -> str:

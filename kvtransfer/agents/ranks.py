@@ -42,7 +42,7 @@ class RanksAgent:
     def metadata(self) -> bytes:
         return pack_ranks([self._agent.metadata()])
 
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> str:
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
         self.disconnect(peer)
         each = unpack_ranks(peer, metadata)
         shares = [read(peer, one).share for one in each]
@@ -50,11 +50,11 @@ class RanksAgent:
         names = {rank: f"{peer}/{rank}" if len(each) > 1 else peer for rank in ranks}
         self._peers[peer] = [*names.values()]
         try:
-            lanes = [self._agent.connect(names[r], epoch, num_blocks, each[r]) for r in ranks]
+            for rank, name in names.items():
+                self._agent.connect(name, epoch, num_blocks, each[rank])
         except Exception:
             self.disconnect(peer)
             raise
-        return " + ".join(dict.fromkeys(lanes))
 
     def disconnect(self, peer: NodeId) -> None:
         for name in self._peers.pop(peer, ()):

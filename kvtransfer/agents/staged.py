@@ -57,8 +57,8 @@ class StagedAgent:
     def metadata(self) -> bytes:
         return self._agent.metadata()
 
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> str:
-        return self._agent.connect(peer, epoch, num_blocks, metadata)
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
+        self._agent.connect(peer, epoch, num_blocks, metadata)
 
     def disconnect(self, peer: NodeId) -> None:
         self._agent.disconnect(peer)

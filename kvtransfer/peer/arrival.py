@@ -97,7 +97,7 @@ class Arrival:
         if ready.final:
             self.final, self.final_at = True, now
             self.next_token, self.next_logprobs = ready.next_token, ready.next_logprobs
-            seq.is_told = ready.next_token is not None
+            seq.first_token_sent = ready.next_token is not None
 
     @property
     def own_end(self) -> int:

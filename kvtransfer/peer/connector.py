@@ -1,5 +1,9 @@
 """The consumer's side: which KV is read from peers and lower tiers, and when it may be used.
 
+Life of a peer: asked (`KVConnect`) -> answered (`KVConnected`) -> connected by the agent. A new
+epoch of the peer begins it again. A peer with another model, dtype or layout is told apart by its
+fingerprint before any address is given out: not a byte moves between the two.
+
 Life of an arrival: expected (the request has come) -> started (destination blocks are allocated)
 -> reading, as blocks are announced -> confirming, if a producer held them -> settled, with those
 blocks that are certain to be good; the worker computes the rest. The same for all sources. A read
@@ -9,15 +13,20 @@ has a deadline; one that does not settle when it is given up is left behind (`Or
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from itertools import count
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import count, islice
 
 from engine.config import WorkerConfig
+from engine.cost import Rate
 from engine.kv.tier import Tier
 from engine.node import Effect, NodeId, Note, Send
 from engine.sequence import Sequence
-from kvtransfer.agent import CopyBlocks, CopyDone, PeerConnected, ReadId, TransferId
+from engine.stats import KVLink
+from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, ReadId, TransferId
 from kvtransfer.messages import (
     KVConfirmRequest,
+    KVConnect,
     KVConnected,
     KVFetch,
     KVReady,
@@ -26,9 +35,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.peer.arrival import Arrival, Mode, Read, Settled, mismatch
 from kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, Key, next_consumer
-from kvtransfer.peer.handshake import Peers, Reach
 from kvtransfer.peer.orphans import Orphans
-from kvtransfer.peer.rates import ReadRates
 from kvtransfer.tiers.blocks import Source
 from kvtransfer.tiers.manager import Tiers
 from kvtransfer.tiers.registry import TIERS, memory_tiers
@@ -37,6 +44,161 @@ MAX_MISSED = 4096  # handoffs whose announcements were dropped, that are remembe
 CONFIRM_TIMEOUT_S = 5.0
 SETTLE_S = 0.5  # for a read that is given up; then it is left behind
 FETCH_TIMEOUT_S = 2.0  # for the first answer to a KVFetch; nothing is computed for it
+CONNECT_RETRY_S = 1.0
+MAX_LINKS = 32  # that are told: they are in every message of statistics
+
+SLACK = 10.0  # a read may take so many times as long as at the measured rate
+MAX_COUNTED_PEERS = 32  # each with counters of its own: they are in every message of statistics
+OTHER_PEERS = "others"
+ASSUMED_BYTES_PER_S = 50e6  # from a peer, until a read from one was measured
+
+Fields = tuple[tuple[str, str], ...]
+
+
+class Reach(StrEnum):
+    CONNECTED = "connected"
+    WAITING = "waiting"  # for the handshake, which is under way
+    CHANGED = "changed"  # the peer has a later epoch than the one that is wanted
+
+
+@dataclass(slots=True)
+class _Peer:
+    epoch: int = -1
+    connected: bool = False
+    bytes_per_s: float = 0.0  # of a small read, when it was connected; 0: not known
+    asked_at: float = float("-inf")
+
+
+class Peers:
+    """Owned by a worker's connector. Invariant: a peer is `connected` iff the agent has said so of
+    its present epoch."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._peers: dict[NodeId, _Peer] = {}
+
+    def reach(self, now: float, node: NodeId, epoch: int | None) -> tuple[Reach, list[Effect]]:
+        """Whether `node` can be read at `epoch` (None: whichever it has); asks it if not."""
+        peer = self._peers.setdefault(node, _Peer())
+        if epoch is not None and peer.epoch > epoch:
+            return Reach.CHANGED, []
+        if peer.connected and (epoch is None or peer.epoch == epoch):
+            return Reach.CONNECTED, []
+        if now - peer.asked_at < CONNECT_RETRY_S:
+            return Reach.WAITING, []
+        peer.asked_at = now
+        config = self._config
+        ask = KVConnect(config.node_id, config.fingerprint, config.compatibility)
+        return Reach.WAITING, [Send(node, ask)]
+
+    def on_connect(self, message: KVConnect) -> list[Effect]:
+        """Another worker asks how to read this one."""
+        config = self._config
+        fits = message.fingerprint == config.fingerprint
+        answer = KVConnected(
+            producer=config.node_id,
+            epoch=config.epoch,
+            fingerprint=config.fingerprint,
+            num_blocks=config.num_blocks,
+            metadata=config.agent_metadata if fits else b"",
+            compatibility=config.compatibility,
+        )
+        return [Send(message.consumer, answer)]
+
+    def on_connected(self, message: KVConnected) -> tuple[bool, list[Effect]]:
+        """(whether the two fit, effects)."""
+        config = self._config
+        if message.fingerprint != config.fingerprint:
+            text = (
+                f"{message.producer} and {config.node_id} exchange no KV: "
+                f"{_difference(message.compatibility, config.compatibility)}"
+            )
+            return False, [Note("error", "kv_incompatible_peer", text)]
+        peer = self._peers.setdefault(message.producer, _Peer())
+        if message.epoch < peer.epoch or (message.epoch == peer.epoch and peer.connected):
+            return True, []
+        peer.epoch, peer.connected = message.epoch, False
+        connect = ConnectPeer(message.producer, message.epoch, message.num_blocks, message.metadata)
+        return True, [connect]
+
+    def on_peer_connected(self, message: PeerConnected) -> tuple[bool | None, list[Effect]]:
+        """(True: it can be read now, False: it cannot, None: nothing changed; effects)."""
+        peer = self._peers.get(message.peer)
+        if peer is None or peer.epoch != message.epoch:
+            return None, []
+        if message.error is not None:
+            return False, [Note("warning", "kv_connect_failed", f"{message.peer}: {message.error}")]
+        peer.connected = True
+        peer.bytes_per_s = message.bytes_per_s
+        if message.not_timed is None:
+            return True, []
+        text = f"{message.peer} is connected, its rate is not known: {message.not_timed}"
+        return True, [Note("warning", "kv_read_not_timed", text)]
+
+    def links(self) -> tuple[KVLink, ...]:
+        """To the peers that are connected."""
+        known = ((node, peer) for node, peer in self._peers.items() if peer.connected)
+        return tuple(KVLink(node, peer.bytes_per_s) for node, peer in islice(known, MAX_LINKS))
+
+
+class ReadRates:
+    """How fast a worker reads KV into device memory, by source, and what follows from it: what a
+    load costs, and how long a read may take before it is given up.
+
+    Owned by a connector. A source is a lower tier of the worker itself, or None: a peer."""
+
+    def __init__(self, config: WorkerConfig, tiers: Tiers) -> None:
+        self._config = config
+        self._tiers = tiers
+        self.read_bytes_per_s: dict[Tier | None, Rate] = {tier: Rate() for tier in (None, *Tier)}
+        self._at_connection = Rate()  # of small reads from peers when they were connected
+        self.counters: dict[str, float] = {}  # "kv_read_bytes:SOURCE:PEER", and seconds
+        self._peers: set[str] = set()  # with counters of their own
+
+    def load_s(self, tier: Tier) -> float:
+        """Seconds that a block takes from a lower tier into device memory."""
+        rate = self.bytes_per_s(tier) or TIERS[tier].bytes_per_s
+        return self._config.bytes_per_block / rate
+
+    def bytes_per_s(self, tier: Tier | None) -> float:
+        """Measured rate of reads into device memory; until there was one, that of small reads when
+        peers were connected, or of copies down to the tier, which take the same way, if it is
+        better than what is assumed. 0: not known."""
+        own = self.read_bytes_per_s[tier].value
+        if tier is None:
+            return own or self._at_connection.value
+        if own or tier not in TIERS:
+            return own
+        written = self._tiers.written_bytes_per_s(tier)
+        return written if written > TIERS[tier].bytes_per_s else 0.0
+
+    def timeout_s(self, tier: Tier | None, num_blocks: int) -> float:
+        """Seconds that a read may take until `num_blocks` have come from this source: its own and
+        those that were asked for before."""
+        assumed = ASSUMED_BYTES_PER_S if tier is None else TIERS[tier].bytes_per_s
+        # A read for a request is checked and shares its way, which a small one alone does not.
+        measured = self.read_bytes_per_s[tier].value if tier is None else self.bytes_per_s(tier)
+        rate = measured or assumed
+        expected_s = num_blocks * self._config.bytes_per_block / rate
+        config = self._config
+        return min(config.read_timeout_s, max(config.read_floor_s, SLACK * expected_s))
+
+    def connected(self, bytes_per_s: float) -> None:
+        """A peer was, and a small read from it has shown this rate; 0: none."""
+        if bytes_per_s:
+            self._at_connection.add(bytes_per_s, 1.0)
+
+    def add(self, tier: Tier | None, num_bytes: int, elapsed_s: float, peer: str = "") -> None:
+        """A read has ended well."""
+        self.read_bytes_per_s[tier].add(num_bytes, elapsed_s)
+        if tier is None and len(self._peers) < MAX_COUNTED_PEERS:
+            self._peers.add(peer)
+        elif tier is None and peer not in self._peers:
+            peer = OTHER_PEERS
+        source = f"{tier or 'peer'}:{peer}"
+        for name, amount in (("bytes", num_bytes), ("seconds", elapsed_s)):
+            key = f"kv_read_{name}:{source}"
+            self.counters[key] = self.counters.get(key, 0.0) + amount
 
 
 class Connector:
@@ -154,8 +316,7 @@ class Connector:
         arrival.seq.num_reads -= 1
         if done.error is None and now > read.posted_at:
             peer = (arrival.producer or "") if read.tier is None else ""
-            lane = self.peers.lane(peer) if peer else ""
-            self.rates.add(read.tier, lane, done.num_bytes, now - read.posted_at, peer)
+            self.rates.add(read.tier, done.num_bytes, now - read.posted_at, peer)
         if arrival.state is ConsumerState.DRAINING:
             if not arrival.reads:
                 self._settle(arrival, ConsumerEvent.DONE)
@@ -354,3 +515,14 @@ class Connector:
         if self._planned:
             left.append(f"loads of {sorted(self._planned)} are planned and not begun")
         return left
+
+
+def _difference(theirs: Fields, ours: Fields) -> str:
+    """Which fields differ, with both values."""
+    mine = dict(ours)
+    differing = [
+        f"{name} is {value} there and {mine[name]} here"
+        for name, value in theirs
+        if name in mine and mine[name] != value
+    ]
+    return ", ".join(differing) or "their model, dtype or KV layout differs"

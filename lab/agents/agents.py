@@ -1,4 +1,4 @@
-"""How each agent is told where its model is. They are run as they come from npm."""
+"""How each agent finds its model. They are run as they come from npm."""
 
 from __future__ import annotations
 

@@ -62,6 +62,6 @@ def answer_to(request: ChatRequest, tools: Sequence[Tool], folder: Path) -> str:
 
 
 def call_of(name: str, arguments: Arguments) -> str:
-    """As a model whose template knows no tools is told to write it."""
+    """As a model whose template knows no tools has to write it."""
     text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{text}\n</tool_call>"

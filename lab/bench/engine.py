@@ -72,7 +72,7 @@ class EngineSpec:
         return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE
 
     def config(self) -> Config:
-        """Of a worker with room for the largest measurement. Raises ConfigError."""
+        """Describes a worker with room for the largest measurement. Raises ConfigError."""
         most = max(self.batches, default=1)
         overrides = {
             "model.name": self.model,

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -38,7 +39,7 @@ PERCENTILES = (50, 90, 99)
 class LoadSpec:
     """What to send. Exactly one of `rate` and `concurrency` is set."""
 
-    url: str  # of the server, without /v1
+    url: str  # the server's, without /v1
     model: str
     num_requests: int
     rate: float | None = None  # requests/s
@@ -69,7 +70,7 @@ class Timing:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     text: str = ""
-    usage: dict[str, Any] = field(default_factory=dict)  # as the server told it
+    usage: dict[str, Any] = field(default_factory=dict)  # as the server sent it
     error: str | None = None
 
     @property
@@ -77,8 +78,13 @@ class Timing:
         return self.chunk_at[0] - self.sent_at
 
     @property
+    def gaps_s(self) -> list[float]:
+        """How long each chunk came after the one before."""
+        return [later - earlier for earlier, later in pairwise(self.chunk_at)]
+
+    @property
     def mean_itl_s(self) -> float:
-        """Time per output token after the first (TPOT); 0 with one token."""
+        """What a request takes per output token after the first (TPOT); 0 with one token."""
         num_later = max(self.num_output_tokens, len(self.chunk_at)) - 1
         return (self.chunk_at[-1] - self.chunk_at[0]) / num_later if num_later > 0 else 0.0
 
@@ -141,19 +147,20 @@ class Client:
 
     async def request(self, prompt: str) -> Timing:
         if self._spec.endpoint != "chat":
-            return await self._timed("/v1/completions", _body(self._spec) | {"prompt": prompt})
+            return await self.send("/v1/completions", _body(self._spec) | {"prompt": prompt})
         return await self.chat([{"role": "user", "content": prompt}])
 
     async def chat(self, messages: Sequence[Mapping[str, str]], **more: Any) -> Timing:
         """One request to the chat endpoint; `more` goes into its body."""
         body = _body(self._spec) | {"messages": list(messages)} | more
-        return await self._timed("/v1/chat/completions", body)
+        return await self.send("/v1/chat/completions", body)
 
-    async def _timed(self, path: str, body: dict[str, Any]) -> Timing:
+    async def send(self, path: str, body: dict[str, Any]) -> Timing:
+        """One request with just this body, timed."""
         timing = Timing(sent_at=self.now())
         try:
             async with asyncio.timeout(self._spec.timeout_s):
-                await self._send(path, body, timing)
+                await self._exchange(path, body, timing)
         except TimeoutError:
             timing.error = "timeout"
         except httpx.HTTPError as error:
@@ -166,7 +173,7 @@ class Client:
         self._on_done(timing)
         return timing
 
-    async def _send(self, path: str, body: dict[str, Any], timing: Timing) -> None:
+    async def _exchange(self, path: str, body: dict[str, Any], timing: Timing) -> None:
         async with self._client.stream("POST", path, json=body) as response:
             if response.is_error:
                 await response.aread()
@@ -205,7 +212,7 @@ class Client:
 
 
 def _body(spec: LoadSpec) -> dict[str, Any]:
-    """Of every request, but for what it asks."""
+    """What every request has, but for what it asks."""
     body: dict[str, Any] = {
         "model": spec.model,
         "max_tokens": spec.output_len,
@@ -278,11 +285,7 @@ def summarize(spec: LoadSpec, timings: Sequence[Timing], elapsed_s: float) -> di
     Goodput counts requests whose TTFT and whose mean ITL are within their SLO.
     """
     good = [timing for timing in timings if timing.error is None]
-    gaps = [
-        later - earlier
-        for timing in good
-        for earlier, later in zip(timing.chunk_at, timing.chunk_at[1:], strict=False)
-    ]
+    gaps = [gap for timing in good for gap in timing.gaps_s]
     num_prompt = sum(timing.num_prompt_tokens for timing in good)
     num_output = sum(timing.num_output_tokens for timing in good)
     num_within = sum(_is_within(spec, timing) for timing in good)

@@ -38,7 +38,7 @@ class _NoAgent:
     def metadata(self) -> bytes:
         return b""
 
-    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> str:
+    def connect(self, peer: NodeId, epoch: int, num_blocks: int, metadata: bytes) -> None:
         raise AgentError(f"{peer}: this worker is alone")
 
     def disconnect(self, peer: NodeId) -> None:
@@ -63,7 +63,7 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    arrived_at: list[float] = field(default_factory=list)  # of each token
+    arrived_at: list[float] = field(default_factory=list)  # each token's
     finish: FinishReason | None = None
 
 

@@ -101,7 +101,7 @@ def _first_model(url: str, api_key: str | None) -> str:
 
 
 def result_table(result: dict[str, Any]) -> Group:
-    """A result for reading."""
+    """Shows a result to a reader."""
     table = Table(title=f"{result['parameters']['model']} at {result['parameters']['url']}")
     table.add_column("")
     for percent in PERCENTILES:

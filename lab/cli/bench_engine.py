@@ -89,7 +89,7 @@ def engine(json_path: Path | None, **options: Any) -> None:
 
 
 def engine_tables(result: dict[str, Any]) -> Group:
-    """A result for reading."""
+    """Shows a result to a reader."""
     given = result["parameters"]
     decode = Table(
         *("batch", "tokens/s", "ms a step", "floor, ms", "share of it"),

@@ -48,13 +48,13 @@ GIB = 1 << 30
 DEFAULT_REQUESTS = 2_000
 DEFAULT_RATE = 1.0  # requests/s
 MAX_REQUESTS = 10_000_000
-STATS_PER_S = 100.0  # of all workers, at most, and of each at most one: a router reads them all
+STATS_PER_S = 100.0  # from all workers, at most, and from each at most one: a router reads them all
 _SECONDS = r"(\d+(?:\.\d+)?)"
 _FAULT = re.compile(rf"kill\s+(\S+)\s+at\s+{_SECONDS}\s+for\s+{_SECONDS}")
 
 
 class BadInputError(click.ClickException):
-    """One line, and the exit code of a wrong command line."""
+    """Ends the command with one line, and the exit code of a wrong command line."""
 
     exit_code = 2
 
@@ -196,7 +196,7 @@ def _configs(options: dict[str, Any]) -> list[ReplayConfig]:
 
 
 def _tier_blocks(tier: str, options: dict[str, Any], timing: Timing) -> int:
-    """Of one worker. Raises ValueError."""
+    """Returns one worker's. Raises ValueError."""
     gib, blocks = options[f"{tier}_gib"], options[f"{tier}_blocks"]
     if gib is None:
         return int(blocks or 0)
@@ -270,21 +270,21 @@ def _replay_all(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         TaskProgressColumn(),
-        TextColumn("{task.fields[news]}"),
+        TextColumn("{task.fields[status]}"),
         TimeRemainingColumn(compact=True),
     )
     results = []
     with Progress(*columns, console=console, transient=True) as progress:
         for config in configs:
-            task = progress.add_task(config.policy, total=1.0, news="")
+            task = progress.add_task(config.policy, total=1.0, status="")
             begun_at = time.monotonic()
 
             def tell(
                 share: float, virtual_s: float, task: TaskID = task, begun_at: float = begun_at
             ) -> None:
                 speed = virtual_s / max(time.monotonic() - begun_at, 1e-3)
-                news = f"{virtual_s:,.0f} s, {speed:,.0f} x real time"
-                progress.update(task, completed=share, news=news)
+                status = f"{virtual_s:,.0f} s, {speed:,.0f} x real time"
+                progress.update(task, completed=share, status=status)
 
             results.append(replay(trace, config, tell))
     return results

@@ -154,19 +154,19 @@ def _progress(console: Console) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         TaskProgressColumn(),
-        TextColumn("{task.fields[news]}"),
+        TextColumn("{task.fields[status]}"),
         TimeRemainingColumn(compact=True),
     )
     return Progress(*columns, console=console, transient=True)
 
 
 def _teller(progress: Progress, name: str) -> Callable[[float, float], None]:
-    task = progress.add_task(name, total=1.0, news="")
+    task = progress.add_task(name, total=1.0, status="")
     begun_at = time.monotonic()
 
     def tell(share: float, virtual_s: float) -> None:
         speed = virtual_s / max(time.monotonic() - begun_at, 1e-3)
-        news = f"{virtual_s:,.0f} s, {speed:,.0f} x real time"
-        progress.update(task, completed=share, news=news)
+        status = f"{virtual_s:,.0f} s, {speed:,.0f} x real time"
+        progress.update(task, completed=share, status=status)
 
     return tell

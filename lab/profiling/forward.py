@@ -119,7 +119,8 @@ class ForwardPasses:
             pool[start:end] = pool[: end - start]
 
     def prompt_ms(self, num_tokens: int) -> float:
-        """Of a prompt from its start to its first token, alone, in as many passes as it takes."""
+        """Times a prompt from its start to its first token, alone, in as many passes as it
+        takes."""
         return sum(
             self.chunk_ms(start, min(self._budget, num_tokens - start))
             for start in range(0, num_tokens, self._budget)
@@ -129,14 +130,14 @@ class ForwardPasses:
         return self._median_ms(lambda: self.chunk(start, num_tokens))
 
     def chunk(self, start: int, num_tokens: int) -> list[ScheduledSeq]:
-        """Of a pass that feeds a prompt's tokens from `start` on."""
+        """Describes a pass that computes a prompt's tokens from `start` on."""
         return [self._share(start, num_tokens, self._blocks(0, start + num_tokens))]
 
     def decodes_ms(self, batch: int, context: int) -> float:
         return self._median_ms(lambda: self.decodes(batch, context))
 
     def mixed_ms(self, num_tokens: int, batch: int, context: int) -> float:
-        """Of a prompt and decodes in one pass."""
+        """Times a prompt and decodes in one pass."""
         first = batch * self._table_len(context)
         blocks = self._blocks(first, num_tokens)
         return self._median_ms(

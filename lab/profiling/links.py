@@ -53,7 +53,7 @@ class Mover:
             raise ProfileError(f"cannot connect to {peer}: {answer}")
 
     def seconds(self, peer: str, count: int, src: Tier, dst: Tier) -> float:
-        """Of one transfer of `count` blocks, from its effect to its answer."""
+        """Times one transfer of `count` blocks, from its effect to its answer."""
         blocks = tuple(range(count))
         request = CopyBlocks(next(self._ids), peer, EPOCH, blocks, blocks, TIMEOUT_S, src, dst)
         started = time.perf_counter()
@@ -150,7 +150,7 @@ def _disk_mover(
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Of every file under `folder`, as far as the system does so."""
+    """Drops that of every file under `folder`, as far as the system does so."""
     for path in folder.rglob("*"):
         if path.is_file():
             file = os.open(path, os.O_RDONLY)

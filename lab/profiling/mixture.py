@@ -25,24 +25,24 @@ from lab.timing.timing import Overheads, overheads_of
 from lab.timing.timing import Timing as PassTiming
 
 NUM_REQUESTS = 80
-WORDS, TOKENS = (16, 256), (16, 64)  # of a prompt and of its answer, at least and at most
+WORDS, TOKENS = (16, 256), (16, 64)  # in a prompt and in its answer, at least and at most
 LOAD = 0.4  # requests under way on average, if they did not slow each other
 SEED = 11
-LEAST, MOST = 0.5, 16.0  # of slowdowns
+LEAST, MOST = 0.5, 16.0  # slowdowns that are tried
 NORMAL_P90 = 1.2816  # 90th percentile of a normal distribution, in standard deviations
 NEVER_MET = "prompts and streams never met, or always: is something else running?"
 CLEAR = 0.02  # share of a time that may differ from the rest of it
 
-Span = tuple[float, float]  # of one clock, in seconds
+Span = tuple[float, float]  # by one clock, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """One request of the load."""
+    """What one request of the load is."""
 
     at_s: float
     num_words: int
-    num_tokens: int  # of its answer
+    num_tokens: int  # its answer's
 
 
 def plan_mixture(service_s: Callable[[int, int], float]) -> list[Mixed]:

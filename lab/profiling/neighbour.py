@@ -35,7 +35,7 @@ class Setup:
     threads: int
     on_cpu: bool
     token: bytes
-    host: str  # of the wire of whoever asks
+    host: str  # where the wire of whoever asks is
     port: int
 
 

@@ -46,7 +46,7 @@ PROMPT_WORDS = 40
 NUM_SINGLE, SINGLE_WORDS = 20, 4  # requests one after the other
 STREAMS = (1, 4, 8)  # at once
 STREAM_TOKENS, STREAM_ROUNDS = 96, 3
-TIMEOUT_S = 120.0  # of a request
+TIMEOUT_S = 120.0  # for a request
 HANDS_OVER = "round_robin"  # a policy that hands every prompt to a prefill worker
 
 
@@ -78,7 +78,7 @@ def measure_served(config: Config, timing: Profile, *, shares_cores: bool) -> Ov
 
 
 async def _measure_alone(url: str, model: str, timing: Profile) -> tuple[Overheads, float, float]:
-    """As of `_alone`, and how many tokens a word makes."""
+    """Measures what `_alone` does, and how many tokens a word makes."""
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
         asker = _Asker(url, model, http)
         overheads, gap_s = _alone(timing, await _send(asker))
@@ -149,10 +149,10 @@ class _Asker:
         self._http = http
         self._numbers = count(1)
         self._start = time.perf_counter()
-        self.num_words = self.num_tokens = 0  # of all prompts so far
+        self.num_words = self.num_tokens = 0  # in all prompts so far
 
     async def ask(self, num_words: int, num_tokens: int) -> Timing:
-        """Raises ProfileError."""
+        """Raises ProfileError if the server refuses."""
         seed = next(self._numbers)
         asked = replace(self._spec, input_len=num_words, output_len=num_tokens, seed=seed)
         shift_s = time.perf_counter() - self._start
@@ -203,17 +203,17 @@ def served(config: Config) -> Iterator[tuple[str, str]]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    told, said = process.stdin, process.stdout
-    assert told is not None
+    stdin, said = process.stdin, process.stdout
+    assert stdin is not None
     assert said is not None
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=lambda: lines.put(said.readline()), daemon=True).start()
     try:
-        told.write(msgspec.json.encode(config).decode() + "\n")
-        told.flush()
+        stdin.write(msgspec.json.encode(config).decode() + "\n")
+        stdin.flush()
         yield _ready(lines)
     finally:
-        told.close()
+        stdin.close()
         try:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

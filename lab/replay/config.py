@@ -1,4 +1,4 @@
-"""What a replay may be told: how large the cluster is, how its router decides, what goes wrong.
+"""The settings of a replay: how large the cluster is, how its router decides, what goes wrong.
 
 Made by the command line or a benchmark, checked once, never changed.
 """
@@ -30,19 +30,19 @@ class ReplayConfig:
     timing: Timing
     num_prefill: int = 1  # 0: decode workers do both
     num_decode: int = 1
-    num_blocks: int = 400  # of each worker's device pool
+    num_blocks: int = 400  # in each worker's device pool
     block_size: int = 512  # tokens
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 8192
-    num_host_blocks: int = 0  # of each worker's host tier; 0: none
+    num_host_blocks: int = 0  # in each worker's host tier; 0: none
     num_disk_blocks: int = 0
     router: RouterConfig = field(default_factory=RouterConfig)  # its policy among others
     oracle: bool = False  # a cache without end that costs nothing: the ceiling
     speedup: float = 1.0  # arrivals come this many times as fast as in the trace
     seed: int = 0
     faults: tuple[Fault, ...] = ()
-    timeout_s: float = 600.0  # of each request
-    itl_target_s: float = 0.0  # of decode workers; 0: prompts there are fed whole
+    timeout_s: float = 600.0  # for each request
+    itl_target_s: float = 0.0  # at decode workers; 0: prompts there are computed whole
     stats_interval_s: float = 1.0  # workers tell their statistics so often
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class ReplayConfig:
 
     @property
     def policy(self) -> str:
-        """For tables."""
+        """What the tables call it."""
         return ORACLE if self.oracle else self.router.policy
 
     def _check(self, fault: Fault) -> None:

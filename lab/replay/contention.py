@@ -25,7 +25,7 @@ SPREAD_S = 0.01  # a pass of this length is spread by Overheads.spread
 class _Pass:
     role: Role
     has_prompts: bool
-    left_s: float  # of it, if it were alone from now on
+    left_s: float  # if it were alone from now on
 
 
 @dataclass(slots=True)
@@ -64,15 +64,15 @@ class Contention:
             each.left_s = max(0.0, each.left_s - elapsed_s / self._slowdown(each))
 
     def _luck(self, seconds: float) -> float:
-        """1 in the median."""
+        """Draws a factor that is 1 in the median."""
         spread = self.overheads.spread
         if not spread:
             return 1.0
         return exp(spread * sqrt(min(1.0, SPREAD_S / seconds)) * self._random.gauss())
 
     def _slowdown(self, one: _Pass) -> float:
-        """Of a pass beside those that are under way. Alone, what it computes is what counts: a
-        prompt takes as long on a decode worker."""
+        """How much a pass is slowed by those that are under way. Alone, what it computes is what
+        counts: a prompt takes as long on a decode worker."""
         costs = self.overheads
         if all(each.role is one.role for each in self._passes.values()):
             return costs.prefill_alone_slowdown if one.has_prompts else costs.decode_alone_slowdown

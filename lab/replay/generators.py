@@ -54,7 +54,7 @@ class Conversations:
     `token_s` a token: arrivals are fixed beforehand, and do not wait for the cluster."""
 
     tenants: int  # the n-th has 1/n of the first one's conversations
-    system_prompts: int  # of each tenant; used 1, 1/2, 1/3, ... as often
+    system_prompts: int  # each tenant's; used 1, 1/2, 1/3, ... as often
     system: Size  # tokens of a system prompt
     turns: float  # mean; geometrically distributed
     user: Size  # tokens that a turn adds to the conversation
@@ -224,7 +224,7 @@ def _measured(kind: Conversations) -> tuple[float, float]:
 def _systems(
     kind: Conversations, rng: Generator, block_tokens: int, ids: Iterator[int]
 ) -> list[list[_System]]:
-    """[tenants][system prompts]."""
+    """Returns what each has: [tenants][system prompts]."""
     lengths = [
         [kind.system.tokens(rng) for _ in range(kind.system_prompts)] for _ in range(kind.tenants)
     ]
@@ -238,7 +238,7 @@ def _systems(
 
 
 def _turns(kind: Conversations, rng: Generator, system_tokens: int) -> list[_Turn]:
-    """At least one."""
+    """Draws at least one of them."""
     num_turns = min(kind.max_turns, int(rng.geometric(1 / kind.turns)))
     turns: list[_Turn] = []
     at_s, length = 0.0, system_tokens
@@ -262,7 +262,7 @@ def _arrivals(
         while True:
             at_s += rng.exponential(1 / rate)
             yield at_s
-    share = bursts.burst_s / (bursts.burst_s + bursts.quiet_s)  # of time
+    share = bursts.burst_s / (bursts.burst_s + bursts.quiet_s)  # in time
     quiet_rate = rate / (1 + share * (bursts.factor - 1))
     is_burst = rng.random() < share
     at_s, until_s = start_s, start_s  # how long a state still lasts does not depend on its past
@@ -277,6 +277,6 @@ def _arrivals(
 
 
 def _zipf(rng: Generator, number: int) -> int:
-    """One of range(number): n with weight 1 / (n + 1)."""
+    """Draws one of range(number): n with weight 1 / (n + 1)."""
     weights = np.cumsum(1 / np.arange(1, number + 1))
     return int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))

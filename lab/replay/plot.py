@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 MAX_ROWS = 64  # workers of a pool that are shown one by one; more become bands
 MAX_LABELS = 16
-NUM_BINS = 60  # of time, for the prefix reuse
+NUM_BINS = 60  # in time, for the prefix reuse
 MARKED = (50.0, 90.0, 99.0)  # percentiles with their value beside them
 _TICKS = (0.0, 50.0, 90.0, 99.0, 99.9)
 _BANDS = ((0, 100, "all workers", 0.15), (10, 90, "80 %", 0.3), (25, 75, "50 %", 0.45))
@@ -174,7 +174,7 @@ class _Load:
 
     title: str
     most: float  # where the scale ends
-    gamma: float  # of the colours; below 1 small values are told apart beside large ones
+    gamma: float  # exponent of the colours; below 1 small values differ beside large ones
     workers: tuple[str, ...]
     times_s: list[Floats]
     values: list[Floats]  # [workers, times]
@@ -237,7 +237,7 @@ def _draw_loads(axes: Any, load: _Load) -> None:
 
 
 def _edges(times_s: Floats) -> Floats:
-    """Of the cells around at least two moments: halfway to their neighbours."""
+    """Returns those of the cells around two or more moments: halfway to their neighbours."""
     middles = (times_s[1:] + times_s[:-1]) / 2
     return np.concatenate([times_s[:1], middles, times_s[-1:]])
 

@@ -2,7 +2,7 @@
 
 A file is known by what is in it, whatever it is called, compressed with gzip or not. What a line
 must not say ends the reading with one message: file, line, value, and what would be right. What can
-be mended is mended, and told in the notes of the trace. Arrivals count from the first one.
+be mended is mended, and stated in the notes of the trace. Arrivals count from the first one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, BinaryIO
 from lab.replay.trace import Trace, TraceRequest
 from router.config import MAX_PRIORITY
 
-BLOCK_TOKENS = 512  # of both what Mooncake publishes and what follows it
+BLOCK_TOKENS = 512  # both in what Mooncake publishes and in what follows it
 MAX_LINE_BYTES = 16 << 20
-MAX_TOKENS = 1 << 24  # of a prompt or an answer
+MAX_TOKENS = 1 << 24  # in a prompt or an answer
 MAX_ID = (1 << 63) - 1
 _GZIP_MAGIC = b"\x1f\x8b"
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -204,7 +204,7 @@ def _azure_parser(columns: list[str]) -> Any:
 
 def _seconds(cell: str) -> float:
     try:
-        moment = datetime.fromisoformat(cell)  # of seven decimals it drops the last: 100 ns
+        moment = datetime.fromisoformat(cell)  # it drops the last of seven decimals: 100 ns
     except ValueError:
         raise _BadValueError(
             f"TIMESTAMP is {_shown(cell)}; expected one like 2023-11-16 18:15:46.6805900"
@@ -259,7 +259,7 @@ def _mended(name: str, requests: list[TraceRequest], notes: list[str]) -> Trace:
 
 def _chained(prompts: Iterable[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], int]:
     """Prompts in which equal ids mean equal beginnings, by a new id for each (what precedes, id);
-    and how many ids had to be told apart."""
+    and how many ids had to be made different."""
     names: dict[tuple[int, int], int] = {}
     chained = []
     for prompt in prompts:

@@ -84,7 +84,7 @@ def _times(seconds: Iterable[float | None]) -> dict[str, float | None]:
 
 
 def _spread(values: ArrayLike) -> dict[str, float | None]:
-    """Mean and percentiles, interpolated."""
+    """Returns mean and percentiles, which are interpolated."""
     found = np.asarray(values, dtype=np.float64)
     if not found.size:
         return {"mean": None, **{f"p{percent}": None for percent in PERCENTS}}
@@ -140,7 +140,7 @@ def _goodput(samples: Sequence[Sample], slo: Slo, virtual_s: float) -> Summary:
         "ttft_slo_ms": slo.ttft_ms,
         "itl_slo_ms": slo.itl_ms,
         "requests": len(good),
-        "share": _rate(len(good), len(samples)),  # of all that came, refused ones among them
+        "share": _rate(len(good), len(samples)),  # among all that came, refused ones too
         "requests_per_s": _rate(len(good), virtual_s),
         "tokens_per_s": _rate(sum(sample.num_output for sample in good), virtual_s),
     }
@@ -163,7 +163,7 @@ def _refused(refused: Sequence[Sample]) -> Summary:
 
 
 def _prediction_error(done: Sequence[Sample]) -> dict[str, float | None]:
-    """Of the router's prediction of the time to the first token, relative to the real one."""
+    """Compares the router's predicted time to the first token with the real one, relative to it."""
     errors = [
         abs(sample.predicted_ttft_s - sample.ttft_s) / sample.ttft_s
         for sample in done

@@ -44,7 +44,8 @@ class LoadSeries:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Of one replay. `itl_s` are gaps between tokens, `itl_counts` how often each was seen."""
+    """What one replay has shown. `itl_s` are gaps between tokens, `itl_counts` how often each was
+    seen."""
 
     trace: str
     policy: str
@@ -59,4 +60,4 @@ class ReplayResult:
     num_events: int
     peak_rss_bytes: int
     retries: dict[str, int] = field(default_factory=dict)  # by cause
-    counters: dict[str, float] = field(default_factory=dict)  # of workers, summed
+    counters: dict[str, float] = field(default_factory=dict)  # summed over workers

@@ -31,7 +31,7 @@ class Life:
 
     node: Node
     epoch: int
-    scheduler: Scheduler | None  # of a worker
+    scheduler: Scheduler | None  # a worker's
     pool_tokens: int = 0
     alive: bool = True
     burst: Burst | None = None
@@ -183,7 +183,7 @@ class ReplayRuntime(VirtualTime[Life, Any]):
         peer = self.lives.get(effect.peer)
         there = peer is not None and peer.alive and peer.epoch == effect.epoch
         error = None if there else f"{effect.peer} epoch {effect.epoch} is not there"
-        done = PeerConnected(effect.peer, effect.epoch, error, "replayed")
+        done = PeerConnected(effect.peer, effect.epoch, error)
         self.schedule(self.now + 2 * self.timing.links.message_s, life, done)
 
     def _read(self, life: Life, effect: CopyBlocks) -> None:

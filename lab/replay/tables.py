@@ -23,7 +23,7 @@ _SPREAD = ("mean", "p50", "p90", "p99")
 
 
 def result_table(found: Summary) -> Group:
-    """One replay."""
+    """Shows what one replay has found."""
     table = _table("")
     for part in _SPREAD:
         table.add_column(part, justify="right", min_width=9)
@@ -116,7 +116,7 @@ def _named_facts(found: Summary) -> list[tuple[str, str]]:
 
 
 def _refusal(reason: str, group: Summary) -> str:
-    text = f"{group['requests']:,} {reason}, told after {_time(group['after_ms']['p50'])} (p50)"
+    text = f"{group['requests']:,} {reason}, after {_time(group['after_ms']['p50'])} (p50)"
     retry = group["retry_after_s"]
     if retry["p50"] is not None:
         text += f", to retry after {retry['p50']:.3g} s (p50), {retry['p99']:.3g} s (p99)"
@@ -152,7 +152,7 @@ def _table(first: str) -> Table:
 
 
 def _number(value: float | None) -> str:
-    """Three significant digits."""
+    """Writes three significant digits of it."""
     if value is None:
         return "-"
     if value >= 99.95:

@@ -24,7 +24,7 @@ KEYS = ("kind", "prefill_ms", "decode_ms", "links")
 
 
 def load_timing(text: str) -> Timing:
-    """Raises TimingError."""
+    """Raises TimingError if it is none."""
     path = Path(text).expanduser()
     if path.suffix == ".npz":
         return read_profile(path)

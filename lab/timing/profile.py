@@ -30,7 +30,7 @@ REQUIRED = (
     "decode_context_length",
     "decode_itl",
 )
-LEAST_SHARE = 0.1  # of the quickest measured pass: below the measured range none is quicker
+LEAST_SHARE = 0.1  # the quickest measured pass times it: below the measured range none is quicker
 
 Array = NDArray[np.float64]
 
@@ -86,7 +86,7 @@ class Profile:
     name: str
     prefill: Line  # ms over tokens of one prompt
     decode: DecodeSteps
-    pair_ms: float  # of a (query, key) pair of a prompt
+    pair_ms: float  # what a (query, key) pair of a prompt takes
     mixed_saved_ms: float = 0.0  # by a pass of prompts and decodes: weights are read once
     links: Links = field(default_factory=Links)
     overheads: Overheads = field(default_factory=Overheads)
@@ -117,7 +117,7 @@ class Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises TimingError."""
+    """Raises TimingError if it is no profile."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays: dict[str, Any] = {name: file[name] for name in file.files}
@@ -129,7 +129,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def profile_of(arrays: Mapping[str, Any], name: str, where: str) -> Profile:
-    """Of the arrays of a file. Raises TimingError."""
+    """Reads the arrays of a file. Raises TimingError."""
     isl, ttft, active, context, itl = (_numbers(arrays, each, where) for each in REQUIRED)
     if isl.ndim != 1 or isl.shape != ttft.shape or not isl.size:
         raise TimingError(

@@ -24,12 +24,12 @@ MEMORY_EFFICIENCY = 0.8
 LINK_EFFICIENCY = 0.8
 PASS_S = 1e-3  # scheduling, launching kernels, sampling
 ALL_REDUCE_S = 10e-6  # the latency of one within a machine; two a layer
-MEMORY_FOR_WEIGHTS = 0.9  # of a GPU's memory, or nothing is left for KV
+MEMORY_FOR_WEIGHTS = 0.9  # share of a GPU's memory, or nothing is left for KV
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Of one GPU, and of its links in one direction."""
+    """What one GPU does, and its links in one direction."""
 
     flops: float  # dense bf16
     hbm_bytes_per_s: float
@@ -51,7 +51,7 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a dense decoder with gated feed-forward layers."""
+    """Describes a dense decoder with gated feed-forward layers."""
 
     layers: int
     hidden: int
@@ -64,13 +64,13 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers together; biases and norms, a thousandth of it, are left out."""
+        """Counts all layers together; biases and norms, a thousandth of it, are left out."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def head_parameters(self) -> int:
-        """Of the output projection. The input table is looked up, neither computed nor read."""
+        """Counts the output projection. The input table is looked up, neither computed nor read."""
         return self.vocab * self.hidden
 
     @property

@@ -13,7 +13,7 @@ class TimingError(Exception):
 
 
 def read_json(path: Path) -> Any:
-    """Raises TimingError."""
+    """Raises TimingError if it is no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -49,7 +49,7 @@ class Overheads:
     prefill_alone_slowdown: float = 1.0  # while no worker of the other role computes
     decode_slowdown: float = 1.0
     decode_alone_slowdown: float = 1.0
-    spread: float = 0.0  # of the times of equal passes of 10 ms: standard deviation of logarithms
+    spread: float = 0.0  # standard deviation of the logarithms of equal passes of 10 ms
 
     @property
     def shares_cores(self) -> bool:
@@ -118,6 +118,6 @@ class Polynomial:
 
 
 def overheads_of(timing: Timing) -> Overheads:
-    """Of a profile of this machine; none of a timing that does not know any."""
+    """Returns those of a profile of this machine; a timing that knows none has none."""
     found = getattr(timing, "overheads", None)
     return found if isinstance(found, Overheads) else Overheads()

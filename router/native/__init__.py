@@ -1,1 +1,1 @@
-"""C sources of the prefix index. `router.index.table` has them compiled, and calls them."""
+"""C sources of the prefix index and of routing decisions, compiled when they are first used."""

@@ -26,7 +26,7 @@ from tests.chaos.system import System
 
 UP_WITHIN_S = 90.0
 NOTICED_S = 1.0  # before that, a system may not know of a fault
-SETTLE_S = 5.0  # of streams, after everything is up and before the next fault
+SETTLE_S = 5.0  # for streams, after everything is up and before the next fault
 MAX_SILENCE_S = 3.0
 COUNTS = ("streams", "failed", "altered")
 

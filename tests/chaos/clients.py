@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+
+from lab.bench.load import Client, LoadSpec
 
 TIMEOUT_S = 120.0
 PAUSE_S = 0.5  # after a failure, as a client would wait
@@ -36,46 +38,25 @@ def requests_of(model: str, count: int, max_tokens: int) -> list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One stream that has ended. Times are of `time.monotonic`."""
+    """What became of one stream. `ended_at` is by `time.monotonic`."""
 
     request: int
-    url: str
-    began_at: float
     ended_at: float
     text: str
-    error: str  # "": none
+    error: str | None
     silence_s: float  # the longest between two chunks
-    silent_at: float  # when that began
 
 
-async def run_stream(http: httpx.AsyncClient, url: str, number: int, body: Any) -> Stream:
-    began = last = time.monotonic()
-    silence, silent_at, text, error = 0.0, began, "", ""
-    is_done = False
-    try:
-        async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
-            if answer.status_code != 200:
-                error = f"{answer.status_code}: {(await answer.aread())[:160]!r}"
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
-                    is_done = True
-                    break
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    error = str(chunk["error"].get("message", chunk["error"]))[:160]
-                    break
-                now = time.monotonic()
-                if text and now - last > silence:
-                    silence, silent_at = now - last, last
-                last = now
-                text += chunk["choices"][0]["text"] if chunk["choices"] else ""
-    except httpx.HTTPError as failure:
-        error = f"{type(failure).__name__}: {failure}"
-    if not error and not is_done:
-        error = "the stream was cut off"
-    return Stream(number, url, began, time.monotonic(), text, error, silence, silent_at)
+async def run_stream(client: Client, number: int, body: Any) -> Stream:
+    timing = await client.send("/v1/completions", body)
+    silence_s = max(timing.gaps_s, default=0.0)
+    return Stream(number, time.monotonic(), timing.text, timing.error, silence_s)
+
+
+@asynccontextmanager
+async def client_of(url: str) -> AsyncIterator[Client]:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+        yield Client(LoadSpec(url, "", 0, timeout_s=TIMEOUT_S), http, lambda _: None)
 
 
 class Clients:
@@ -90,9 +71,9 @@ class Clients:
 
     async def learn(self) -> None:
         """What each request says at rest. Raises RuntimeError."""
-        async with self._client() as http:
+        async with client_of(self._urls[0]) as client:
             for number, body in enumerate(self._bodies):
-                stream = await run_stream(http, self._urls[0], number, body)
+                stream = await run_stream(client, number, body)
                 if stream.error:
                     raise RuntimeError(f"request {number} fails at rest: {stream.error}")
                 self.known[number] = stream.text
@@ -110,14 +91,10 @@ class Clients:
 
     async def _run(self, place: int) -> None:
         number = place
-        async with self._client() as http:
+        async with client_of(self._urls[place % len(self._urls)]) as client:
             while not self._stopping:
                 number = (number + self._num_streams) % len(self._bodies)
-                url = self._urls[place % len(self._urls)]
-                stream = await run_stream(http, url, number, self._bodies[number])
+                stream = await run_stream(client, number, self._bodies[number])
                 self.ended.append(stream)
                 if stream.error:
                     await asyncio.sleep(PAUSE_S)
-
-    def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))

@@ -27,7 +27,7 @@ class Fault:
 
     name: str
     apply: Callable[[Random], Awaitable[str | None]]
-    breaks_clients: bool = False  # of the process that is hit: they are connected to it
+    breaks_clients: bool = False  # whoever is connected to the process that is hit
 
 
 def process_faults(system: System, stop_s: float) -> Iterator[Fault]:
@@ -40,7 +40,7 @@ def process_faults(system: System, stop_s: float) -> Iterator[Fault]:
 
 
 def link_faults(hosts: Hosts) -> Iterator[Fault]:
-    """Of any host but the first, where the API is."""
+    """Cuts links to any host but the first, where the API is."""
     for seconds in (5.0, 30.0):
         yield Fault(f"a link cut for {seconds:g} s", _cutting(hosts, seconds))
     yield Fault("10 % of packets lost for 20 s", _losing(hosts, 20.0))

@@ -37,7 +37,7 @@ def write_hosts_file(folder: Path, hosts: Hosts, settings: str) -> Path:
 
 
 def kvrelay(*args: object) -> str:
-    """What it says."""
+    """Runs a command, and returns what it says."""
     command = [str(Path(sys.executable).parent / "kvrelay"), *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

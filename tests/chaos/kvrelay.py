@@ -41,7 +41,7 @@ KINDS = {
     "GCS": r"gcs/gcs_server ",
 }
 WORKERS = ("worker", "prefill worker", "decode worker")
-RANKS = {"rank": r"engine\.model\.parallel\.follower "}  # of a worker, but the first
+RANKS = {"rank": r"engine\.model\.parallel\.follower "}  # a worker's, but the first
 SETTINGS: Mapping[str, object] = {
     "engine.kv_cache_gib": 0.25,
     "engine.max_model_len": 2048,

@@ -20,14 +20,14 @@ from tests.chaos.system import System
 
 EVERY_S = 10.0
 LEAST_LIFE_S = 600.0
-MAX_GROWTH = 0.05  # of memory
+MAX_GROWTH = 0.05  # share of memory
 MAX_MORE = 6  # open files, or threads: connections to others come and go
 MIB = float(1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    at: float  # of time.monotonic
+    at: float  # by time.monotonic
     mib: float
     files: int
     threads: int
@@ -35,7 +35,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Of one process: medians of the first and of the last third of the second half of its
+    """How one process grew: medians of the first and of the last third of the second half of its
     life."""
 
     kind: str
@@ -51,7 +51,7 @@ class Growth:
 
     @property
     def leaks(self) -> str:
-        """What grew; "": nothing."""
+        """Says what grew; "" if nothing did."""
         found = [f"{self.of_memory:+.1%} of memory"] if self.of_memory > MAX_GROWTH else []
         for what, (before, after) in (("files", self.files), ("threads", self.threads)):
             if after > before + MAX_MORE:
@@ -61,7 +61,7 @@ class Growth:
 
 @dataclass(slots=True)
 class Watch:
-    """Owned by a run."""
+    """Watches memory while a run lasts."""
 
     system: System
     _samples: dict[tuple[str, int], list[Sample]] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Watch:
             self._thread.join()
 
     def growths(self) -> list[Growth]:
-        """Of those that lived for long enough."""
+        """Lists those that lived for long enough."""
         found = [growth(kind, pid, samples) for (kind, pid), samples in self._samples.items()]
         return sorted((each for each in found if each), key=lambda each: each.kind)
 

@@ -14,7 +14,7 @@ NETWORK = "10.213.7"
 
 
 def what_is_missing() -> str:
-    """For hosts; empty: nothing."""
+    """Says what hosts need and lack; empty: nothing."""
     if os.geteuid() != 0:
         return "root, for network namespaces"
     missing = [name for name in ("ip", "nft") if shutil.which(name) is None]

@@ -23,7 +23,7 @@ class System(ABC):
     @property
     @abstractmethod
     def urls(self) -> list[str]:
-        """Of its APIs."""
+        """Lists where its APIs listen."""
 
     @abstractmethod
     def roots(self) -> list[int]:
@@ -34,7 +34,7 @@ class System(ABC):
         """What an idle system should not have; empty if all is well."""
 
     def processes(self, kind: str) -> list[psutil.Process]:
-        """Those of a kind that live, the oldest first."""
+        """Lists those of a kind that live, the oldest first."""
         pattern = re.compile(self.kinds[kind])
         found = [each for each in self.descendants() if pattern.search(_command(each))]
         return sorted(found, key=lambda each: (each.create_time(), each.pid))
@@ -85,7 +85,7 @@ def _command(process: psutil.Process) -> str:
 
 
 def get_json(url: str, path: str, key: str) -> Any:
-    """`key`: of operators."""
+    """Asks with `key`, an operator's."""
     headers = {"authorization": f"Bearer {key}"}
     answer = httpx.get(f"{url}{path}", headers=headers, timeout=30.0)
     return answer.raise_for_status().json()

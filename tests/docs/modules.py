@@ -18,14 +18,14 @@ WIDTH = 100
 
 
 def first_sentence(path: Path) -> str:
-    """Of the module's docstring, on one line and without its full stop."""
+    """Reads the module's docstring, on one line and without its full stop."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(text.partition("\n\n")[0].split())
     return paragraph.partition(". ")[0].rstrip(".:")
 
 
 def wing(path: Path) -> str:
-    """The package and the first folder below it: `router/admission`, or `router` alone."""
+    """Names the package and the first folder below it: `router/admission`, or `router` alone."""
     return "/".join(path.relative_to(ROOT).parts[:-1][:2])
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-
-import pytest
 
 from lab.cli.main import main as kvrelay
 from tests.docs.modules import PAGE, with_modules
@@ -21,6 +20,7 @@ DOCUMENTS = sorted(
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 DOTTED = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.[a-z_0-9]+)+)`")
 FILE = re.compile(rf"`((?:{'|'.join([*PACKAGES, 'tests', 'benchmarks', 'docs'])})/[\w./-]+)`")
+STATUS = re.compile(r"# \d+\. [^\n]+\n\nStatus: (Accepted|Superseded( in part)? by \[ADR \d+\])")
 COMMAND = re.compile(r"kvrelay (?!-)([a-z]+)")
 
 
@@ -40,39 +40,52 @@ def anchors_of(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_lines_are_within_the_columns(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert not [
-        f"{number}: {line}"
-        for number, line in enumerate(lines, 1)
-        if len(line) > MAX_COLUMNS and "://" not in line and not line.startswith("![")
-    ]
+def offenders(find: Callable[[Path, str], Iterable[str]]) -> list[str]:
+    texts = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
+    return [f"{name_of(path)}: {each}" for path, text in texts.items() for each in find(path, text)]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_relative_links_resolve(path: Path) -> None:
-    broken = []
-    for target in LINK.findall(path.read_text(encoding="utf-8")):
-        if "://" in target or target.startswith("mailto:"):
-            continue
-        file, _, anchor = target.partition("#")
-        there = (path.parent / file).resolve() if file else path
-        if not there.exists() or (anchor and anchor not in anchors_of(there)):
-            broken.append(target)
-    assert not broken
+def test_lines_are_within_the_columns() -> None:
+    def long_lines(_: Path, text: str) -> Iterator[str]:
+        for number, line in enumerate(text.splitlines(), 1):
+            if len(line) > MAX_COLUMNS and "://" not in line and not line.startswith("!["):
+                yield f"{number}: {line}"
+
+    assert not offenders(long_lines)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_modules_and_files_that_are_named_exist(path: Path) -> None:
-    if path.name == "CHANGELOG.md":
-        return  # names what is gone
-    text = path.read_text(encoding="utf-8")
-    missing = [name for name in DOTTED.findall(text) if not is_in_code(name)]
-    for name in FILE.findall(text):
-        if not (ROOT / name).exists():
-            missing.append(name)
-    assert not missing
+def test_relative_links_resolve() -> None:
+    def broken_links(path: Path, text: str) -> Iterator[str]:
+        for target in LINK.findall(text):
+            if "://" in target or target.startswith("mailto:"):
+                continue
+            file, _, anchor = target.partition("#")
+            there = (path.parent / file).resolve() if file else path
+            if not there.exists() or (anchor and anchor not in anchors_of(there)):
+                yield target
+
+    assert not offenders(broken_links)
+
+
+def test_modules_files_and_commands_that_are_named_exist() -> None:
+    commands = {*kvrelay.list_commands(None)}  # type: ignore[arg-type]
+
+    def missing(path: Path, text: str) -> Iterator[str]:
+        if path.name == "CHANGELOG.md":
+            return  # names what is gone
+        yield from (name for name in DOTTED.findall(text) if not is_in_code(name))
+        yield from (name for name in FILE.findall(text) if not (ROOT / name).exists())
+        yield from {*COMMAND.findall(code_of(text))} - commands
+
+    assert not offenders(missing)
+
+
+def test_each_decision_has_a_status() -> None:
+    def without_status(path: Path, text: str) -> Iterator[str]:
+        if path.parent.name == "adr" and not STATUS.match(text):
+            yield text.partition("\n")[0]
+
+    assert not offenders(without_status)
 
 
 def is_in_code(dotted: str) -> bool:
@@ -91,14 +104,6 @@ def is_in_code(dotted: str) -> bool:
     example = (ROOT / "kvrelay.example.toml").read_text(encoding="utf-8")
     body = example.partition(f"\n[{section}]")[2].partition("\n[")[0]
     return re.search(rf"^{re.escape(key)} *=", body, flags=re.MULTILINE) is not None
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_commands_that_are_named_exist(path: Path) -> None:
-    if path.name == "CHANGELOG.md":
-        return
-    names = set(COMMAND.findall(code_of(path.read_text(encoding="utf-8"))))
-    assert names <= {*kvrelay.list_commands(None)}  # type: ignore[arg-type]
 
 
 def test_every_module_is_in_the_architecture() -> None:

@@ -1,4 +1,4 @@
-"""The same greedy tokens, whichever way they are served: float32, the real model.
+"""Greedy tokens are the same, whichever way they are served: float32, the real model.
 
 The reference is the implementation in `transformers`. Short outputs keep it affordable; each way
 answers half of the 24 prompts, and nothing may be left over.

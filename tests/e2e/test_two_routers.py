@@ -53,7 +53,7 @@ def ask(url: str, text: str, **more: Any) -> dict[str, Any]:
 
 
 def tokens_of(url: str, num_tokens: int, on_chunk: Any = None) -> int:
-    """Of a stream, as it comes."""
+    """Counts a stream's, as they come."""
     body = {"model": MODEL, "prompt": "Once", "max_tokens": num_tokens, "stream": True}
     body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     counted = 0

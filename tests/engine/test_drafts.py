@@ -44,7 +44,7 @@ def test_after_a_rejected_draft_the_n_gram_is_looked_up_again(tokens, token) -> 
 
 
 def test_after_an_accepted_draft_the_next_comes_from_the_same_place() -> None:
-    """And not from a later occurrence of the last n-gram."""
+    """It does not come from a later occurrence of the last n-gram."""
     tokens = [1, 2, 3, 7, 8, 4, 4, 4, 2, 3, 7, 9, 4, 4, 1, 2, 3]
     proposer = NgramProposer(0.5)
     assert proposer.propose(tokens, 1) == [7]
@@ -139,8 +139,8 @@ def looping(length: int = 40) -> Sequence:
 
 
 def weights(row: float, kv: float = 0.0) -> tuple[float, ...]:
-    """Of passes of which a row takes so much of one with a single row; and what a full pool adds
-    for each."""
+    """Describes passes whose rows each take so much of one with a single row; and what a full pool
+    adds for each."""
     return (1.0 - row, 16.0 * row, 0.0, kv)
 
 
@@ -177,7 +177,7 @@ def test_rejected_drafts_end_and_come_again_when_they_would_have_been_accepted()
 
 
 def test_expensive_rows_get_no_drafts() -> None:
-    """Of a large batch, and of long contexts."""
+    """A large batch has expensive rows, and so have long contexts."""
     many = [looping() for _ in range(30)]
     assert drafter().plan(many, [7] * 30, weights(0.9)) is None
     assert counts(drafter().plan(many, [7] * 30, weights(0.005))) != []

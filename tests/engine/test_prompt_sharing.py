@@ -68,7 +68,7 @@ class Prompts:
         decode_s: float = 0.0,
         apart: bool = False,
     ) -> dict[str, int]:
-        """Tokens fed, by request."""
+        """Counts the scheduled tokens by request."""
         token_s = cost.weights[1] / TOKENS_UNIT
         self.scheduler.admit_waiting(self.now, lambda seq: False, token_s)
         planned = self.scheduler.schedule(

@@ -50,7 +50,7 @@ class Result:
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)  # what was accepted, or raised something else
     elapsed_s: float = 0.0
-    grown_mib: float = 0.0  # of resident memory, after a tenth of the rounds
+    grown_mib: float = 0.0  # resident memory, after a tenth of the rounds
 
 
 def fuzz_in_process(count: int, seed: int) -> Result:

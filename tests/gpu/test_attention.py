@@ -50,7 +50,7 @@ def _seed():
 
 
 def check(found, answer):
-    """Row by row: the error's norm, beside that of the answer."""
+    """Compares row by row the error's norm with that of the answer."""
     found, answer = found.double().flatten(0, 1), answer.to(DEVICE).flatten(0, 1)
     error = (found - answer).norm(dim=1) / answer.norm(dim=1)
     assert error.max() < 0.015  # also when it is NaN

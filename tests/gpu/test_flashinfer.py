@@ -30,7 +30,8 @@ TOLD = SamplingParams(temperature=0.0, logprobs=131)
 
 
 def logprobs(world: World) -> list[torch.Tensor]:
-    """Of every token of the vocabulary after a prompt, one behind a prefix, and decodes of both."""
+    """Computes every token of the vocabulary after a prompt, one behind a prefix, and decodes of
+    both."""
     long, other = Talk(PROMPTS[0], BLOCKS[0], TOLD), Talk(PROMPTS[1], BLOCKS[1], TOLD)
     world.run(long.next(20))
     long.num_computed = 20
@@ -38,7 +39,7 @@ def logprobs(world: World) -> list[torch.Tensor]:
     for _ in range(3):
         sampled = world.run(long.next(), other.next())
         rows += [torch.tensor([p for _, p in sorted(each.logprobs.top)]) for each in sampled]
-        for talk, token in zip((long, other), (5, 9), strict=True):  # the same for every world
+        for talk, token in zip((long, other), (5, 9), strict=True):  # alike for every world
             talk.num_computed = len(talk.tokens)
             talk.tokens.append(token)
     return rows

@@ -22,10 +22,9 @@ class FakeAgent:
     def metadata(self) -> bytes:
         return b"fake"
 
-    def connect(self, peer: str, epoch: int, num_blocks: int, metadata: bytes) -> str:
+    def connect(self, peer: str, epoch: int, num_blocks: int, metadata: bytes) -> None:
         if metadata == b"bad":
             raise AgentError(f"{peer} differs\nin everything")
-        return "unknown"
 
     def disconnect(self, peer: str) -> None:
         pass

@@ -17,7 +17,7 @@ from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
 
 BLOCK = 1 << 16
-CONNECTED = PeerConnected("p", 1, lane="fake")
+CONNECTED = PeerConnected("p", 1)
 
 
 @dataclass

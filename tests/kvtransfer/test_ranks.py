@@ -43,7 +43,7 @@ class World:
 
 @st.composite
 def orders(draw: st.DrawFn) -> tuple[list[tuple[int, int]], set[tuple[int, int]]]:
-    """(number, rank) in some order, and which of them fail."""
+    """Draws (number, rank) in some order, and which of them fail."""
     each = [(number, rank) for number in range(4) for rank in range(NUM_RANKS)]
     return draw(st.permutations(each)), draw(st.sets(st.sampled_from(each)))
 
@@ -73,16 +73,16 @@ def test_copies_are_answered_once_all_have(
     assert world.answers.audit() == 0
 
 
-def test_connections_say_every_lane_once_and_may_be_made_again() -> None:
+def test_connections_may_be_made_again() -> None:
     world = World()
     request = ConnectPeer("p", 1, 8, b"metadata")
     for _ in range(2):
         world.answers.begin(request)
-    good = PeerConnected("p", 1, lane="cma")
+    good = PeerConnected("p", 1)
     for rank in (0, 1, 2):
-        world.answers.add(rank, replace(good, lane="tcp") if rank == 1 else good)
-    assert world.told == [replace(good, lane="cma + tcp")]
-    world.answers.add(2, replace(good, error="refused", lane="unknown"))
+        world.answers.add(rank, good)
+    assert world.told == [good]
+    world.answers.add(2, replace(good, error="refused"))
     for rank in (0, 1):
         world.answers.add(rank, good)
     assert world.told[1:] == [PeerConnected("p", 1, "refused")]

@@ -72,7 +72,7 @@ class TestTransferLoop:
         loop.submit(ConnectPeer("p", 3, NUM_BLOCKS, producer.metadata()))
         for i in range(200):
             loop.submit(CopyBlocks(i, "p", 3, (i % 8,), (i % 8,), 5.0))
-        assert loop.next() == PeerConnected("p", 3, lane="memcpy")
+        assert loop.next() == PeerConnected("p", 3)
         answers = [loop.next() for _ in range(200)]
         for answer in answers:
             assert isinstance(answer, CopyDone)

@@ -130,24 +130,23 @@ KV: list[Panel] = [
     ("Sessions", "short", {"{{state}}": "sum by (state) (kvrelay_sessions)"}),
 ]
 _BYTES, _SECONDS = "kvrelay_worker_kv_read_bytes_total", "kvrelay_worker_kv_read_seconds_total"
-_PAIR, _FROM_PEERS = "peer, worker, lane", 'source="peer"'
+_PAIR, _FROM_PEERS = "peer, worker", 'source="peer"'
 TRANSFERS: list[Panel] = [
     ("KV read, by source", "Bps", {"{{source}}": _rate(_BYTES, "source")}),
     (
         "KV read, by pair",
         "Bps",
-        {"{{peer}} to {{worker}}, {{lane}}": _rate(_BYTES, _PAIR, _FROM_PEERS)},
+        {"{{peer}} to {{worker}}": _rate(_BYTES, _PAIR, _FROM_PEERS)},
     ),
     (
         "Speed of a pair while it reads",
         "Bps",
         {
-            "{{peer}} to {{worker}}, {{lane}}": _rate(_BYTES, _PAIR, _FROM_PEERS)
+            "{{peer}} to {{worker}}": _rate(_BYTES, _PAIR, _FROM_PEERS)
             + " / "
             + _rate(_SECONDS, _PAIR, _FROM_PEERS)
         },
     ),
-    ("KV read, by transport", "Bps", {"{{lane}}": _rate(_BYTES, "lane", _FROM_PEERS)}),
     ("Transfers that are not settled", "short", _of_workers("handoffs")),
     (
         "Handoffs",

@@ -27,7 +27,8 @@ class Expression:
 
     @property
     def unfiltered(self) -> str:
-        """The same, but a comparison gives 0 or 1 for each series instead of leaving some out."""
+        """Rewrites it so that a comparison gives 0 or 1 for each series instead of leaving some
+        out."""
         return _COMPARISON.sub(r" \1 bool ", self.text)
 
 

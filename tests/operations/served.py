@@ -45,7 +45,7 @@ def full_server(folder: Path) -> Iterator[Served]:
         "sessions.state_dir": str(folder),
     }
     try:
-        with Served(settings, env={"UCX_TLS": "tcp"}) as served:  # there is an alert on that
+        with Served(settings) as served:
             yield served
     finally:
         redis.kill()

@@ -20,7 +20,7 @@ CONTAINERFILE = (ROOT / "deploy/Containerfile").read_text(encoding="utf-8")
 
 
 def settings(path: Path) -> dict[str, str]:
-    """Of [Service]; of settings that are repeated, the last."""
+    """Reads those of [Service]; the last one where one is repeated."""
     parser = configparser.ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[method-assign, assignment]
     parser.read(path)

@@ -142,18 +142,18 @@ def names_of(choice: Choice) -> tuple[str, str | None]:
 
 
 def local_cost(cost: CostModel, now: float, decode: Endpoint, todo: Todo) -> Option:
-    """Everything on one decode worker."""
+    """What everything on one decode worker costs."""
     return Chooser(decode, *todo.sources, cost=cost).weigh(now, todo, decode)[0]
 
 
 def remote_cost(cost: CostModel, decode: Endpoint, prefill: Endpoint, todo: Todo) -> Option:
-    """Its prompt computed elsewhere."""
+    """What it costs if the prompt is computed elsewhere."""
     others = [source for source in todo.sources if source is not decode]
     return Chooser(decode, prefill, *others, cost=cost).weigh(0.0, todo, decode, prefill)[0]
 
 
 def prefill_cost(cost: CostModel, now: float, worker: Endpoint, todo: Todo) -> Option:
-    """A prefill worker's part alone."""
+    """What a prefill worker's part costs."""
     decode = endpoint("decode-99")
     chooser = Chooser(decode, worker, *todo.sources, cost=cost)
     found = chooser.weigh(now, todo, decode, worker)[1]

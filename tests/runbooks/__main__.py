@@ -98,9 +98,8 @@ def watching(results: Sequence[Result], prometheus: Prometheus) -> Iterator[None
 def on_server(name: str, found: Sequence[Book], folder: Path) -> list[Result]:
     console = make_console()
     results: list[Result] = []
-    server = SERVERS[name]
     with ExitStack() as stack:
-        world = World(folder / name, server.settings, server.environment)
+        world = World(folder / name, SERVERS[name])
         stack.enter_context(world)
         prometheus = stack.enter_context(Prometheus(free_port(), [world.target]))
         stack.enter_context(watching(results, prometheus))

@@ -83,6 +83,6 @@ def read(path: Path) -> Book:
 
 
 def books() -> dict[str, Book]:
-    """Of alerts; other pages of the folder are read by people only."""
+    """Reads those of alerts; other pages of the folder are read by people only."""
     paths = sorted(FOLDER.glob("*.md"))
     return {p.stem: read(p) for p in paths if _ALERT.search(p.read_text(encoding="utf-8"))}

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -21,15 +20,6 @@ from tests.operations.served import STORY
 from tests.runbooks.world import World
 
 Inject = Callable[[World], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """How the server of some faults is set up."""
-
-    settings: Callable[[World], Mapping[str, object]]
-    environment: str = ""
-
 
 SMALL: dict[str, object] = {
     "engine.max_model_len": 1024,
@@ -72,9 +62,9 @@ def _scaling(_: World) -> Mapping[str, object]:
 RAY_IS_STUCK_S = 12.0
 
 SERVERS = {
-    "main": Server(_main),
-    "scaling": Server(_scaling),
-    "tcp": Server(_handing_over, "UCX_TLS=tcp\n"),
+    "main": _main,
+    "scaling": _scaling,
+    "routers": _handing_over,
 }
 
 
@@ -212,13 +202,6 @@ def more_is_wanted_than_may_be(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def everything_is_handed_over(world: World) -> Iterator[None]:
-    """By TCP, as the environment of this server says."""
-    with world.load(1, 4):
-        yield
-
-
-@contextlib.contextmanager
 def router_dies_again_and_again(world: World) -> Iterator[None]:
     """Once would not be noticed: it is back after 2 s. Waits between starts grow."""
     num_deaths, deadline = 0, time.monotonic() + 60
@@ -256,7 +239,6 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "ttft-high": ("main", flood(30, 48)),
     "kv-memory-full": ("main", long_conversations),
     "scaling-limited": ("scaling", more_is_wanted_than_may_be),
-    "kv-over-tcp": ("tcp", everything_is_handed_over),
-    "router-process-down": ("tcp", router_dies_again_and_again),
-    "router-unreachable": ("tcp", server_dies),
+    "router-process-down": ("routers", router_dies_again_and_again),
+    "router-unreachable": ("routers", server_dies),
 }

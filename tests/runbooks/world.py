@@ -65,10 +65,7 @@ echo $! >> "$HELPERS"
 class World:
     """Owned by the runner, from `with` to its end; all that runs in it is ended then."""
 
-    def __init__(
-        self, folder: Path, settings: Callable[[World], Mapping[str, object]], more: str = ""
-    ) -> None:
-        """`more`: lines of the environment that the server is started with."""
+    def __init__(self, folder: Path, settings: Callable[[World], Mapping[str, object]]) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
         self._numbers = count()
@@ -86,7 +83,7 @@ class World:
         }
         config = toml_text({**common, **settings(self)})
         (folder / "kvrelay.toml").write_text(config)
-        (folder / "env").write_text(more)
+        (folder / "env").touch()
         scripts = {"restart": _RESTART, "redis-start": _REDIS, "collector-start": _COLLECTOR}
         for name, text in scripts.items():
             (folder / f"{name}.sh").write_text(text)
@@ -162,7 +159,7 @@ class World:
         return found
 
     def workers(self) -> dict[str, int]:
-        """Process ids by name."""
+        """Maps names to process ids."""
         status = httpx.get(f"{self.url}/status", timeout=10).json()
         return {each["worker"]: each["pid"] for each in status["workers"] if each.get("pid")}
 

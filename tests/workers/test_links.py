@@ -1,4 +1,4 @@
-"""What a worker knows of its lanes before KV goes by them: a small read when they were made."""
+"""What a worker knows of its links before KV goes by them: a small read when they were made."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Timed(World):
 
 
 def test_routers_hear_of_a_rate_before_the_first_read_for_a_request() -> None:
-    world = Timed(lane="cma/memory", bytes_per_s=8e9)
+    world = Timed(bytes_per_s=8e9)
     assert (world.told().links, world.told().read_bytes_per_s) == ((), 0.0)
     world.submit("a", PROMPT, 4, remote=True)
     world.drain()
     assert world.reads
     stats = world.told()
-    assert stats.links == (KVLink("prefill", "cma/memory", 8e9),)
+    assert stats.links == (KVLink("prefill", 8e9),)
     assert stats.read_bytes_per_s == pytest.approx(8e9)
     world.hold_reads = False
     world.now += 1.0
@@ -64,14 +64,14 @@ def test_a_read_that_was_not_timed_is_noted_and_nothing_else() -> None:
     world.submit("a", PROMPT, 4, remote=True)
     world.drain()
     assert world.output("a", PROMPT) == reference(PROMPT, 4)
-    assert world.told().links == (KVLink("prefill", "unknown", 0.0),)
+    assert world.told().links == (KVLink("prefill", 0.0),)
     (note,) = [note for note in world.notes if note.counter == "kv_read_not_timed"]
     assert note.text == "prefill is connected, its rate is not known: p has left"
     world.assert_idle()
 
 
 def test_how_long_a_read_may_take_does_not_follow_from_a_small_one() -> None:
-    """It is not checked, and has its lane for itself."""
+    """It is not checked, and has its link for itself."""
     world = Timed(bytes_per_s=1e12)
     rates = world.decode.exchange.connector.rates
     before = rates.timeout_s(None, 10**9)

@@ -21,7 +21,7 @@ def full_world(output: int) -> tuple[World, dict[str, list[int]]]:
     while not world.output("long", prompts["long"]):
         world.step()
     world.submit("large", prompts["large"], 4, remote=True)
-    while not any(seq.is_told for seq in world.decode.core.scheduler.waiting):
+    while not any(seq.first_token_sent for seq in world.decode.core.scheduler.waiting):
         assert world.step()
     return world, prompts
 

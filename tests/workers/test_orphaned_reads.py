@@ -40,7 +40,7 @@ def test_a_request_whose_read_never_settles_goes_on_with_other_blocks() -> None:
     world = stuck()
     num_blocks = sum(len(read.dst) for _, read in world.reads)
     pass_time(world, 1.5)
-    assert world.output("a", PROMPT) == reference(PROMPT, 1)  # of the prefill worker
+    assert world.output("a", PROMPT) == reference(PROMPT, 1)  # by the prefill worker
     pass_time(world, 2.0)
     assert world.output("a", PROMPT) == reference(PROMPT, 8)
     assert left_behind(world.decode).num_blocks == num_blocks
@@ -127,6 +127,6 @@ def test_the_deadline_follows_from_the_bytes_and_the_rate() -> None:
     rates = world.decode.exchange.connector.rates
     block = world.decode.config.bytes_per_block
     assert rates.timeout_s(None, 4) == 2.0  # the floor
-    rates.add(None, "", 100 * block, 10.0)  # 10 blocks a second
+    rates.add(None, 100 * block, 10.0)  # 10 blocks a second
     assert rates.timeout_s(None, 4) == pytest.approx(4.0)
     assert rates.timeout_s(None, 400) == world.decode.config.read_timeout_s

@@ -23,7 +23,7 @@ class Watched(World):
 
     def __init__(self, **limits: Any) -> None:
         self.exits: list[str] = []
-        self.hangs: list[bool] = []  # of those, whether a step does
+        self.hangs: list[bool] = []  # for each, whether a step hangs
         super().__init__(**limits)
         self.deliver("decode", RouterUp("router"))
 

@@ -25,7 +25,7 @@ class Ahead(World):
         self.waiting: dict[str, deque[Step]] = {}
         self.sampled: dict[str, list[int | None]] = {}  # by the last step of each node
         self.num_waiting = 0
-        self.error: str | None = None  # of the next step
+        self.error: str | None = None  # the next step's
         super().__init__(steps_ahead=1, **options)
 
     def perform(self, node: str, effects: list[Any]) -> None:
@@ -195,7 +195,7 @@ def test_a_last_block_that_is_full_is_grown_ahead_and_not_if_there_is_none() -> 
 
 
 class Sliding(Ahead, windows.Windowed):
-    """Of a model with a window: what a step reads must not be given back before it."""
+    """Has a model with a window: what a step reads must not be given back before it."""
 
 
 def test_blocks_before_a_window_are_given_back_only_once_no_step_reads_them() -> None:

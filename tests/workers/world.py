@@ -61,7 +61,7 @@ class World:
     ) -> None:
         self.now = 0.0
         self.workers: dict[str, Worker] = {}
-        self.slots: dict[str, list[list[int]]] = {}  # of the device
+        self.slots: dict[str, list[list[int]]] = {}  # the device's
         self.lower: dict[str, dict[Tier, list[list[int]]]] = {}
         self.indexed: dict[str, dict[int, DiskRecord]] = {}  # what the disk's index says, by slot
         self.queue: deque[tuple[str, Any]] = deque()

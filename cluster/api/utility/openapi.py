@@ -1,26 +1,25 @@
-"""`/openapi.json` and `/docs`: what can be called, made from what requests are checked by."""
+"""`/openapi.json` and `/docs`: every route, and the fields that requests are checked by."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from html import escape
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from cluster.api.anthropic.schema import CountRequest, MessagesRequest
 from cluster.api.context import ApiContext
 from cluster.api.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from cluster.api.openai.schema import ChatRequest, CompletionRequest, ForkRequest, MetadataRequest
-from cluster.api.responses.conversations import (
-    ConversationRequest,
-    ItemsRequest,
-)
+from cluster.api.operations import RoleRequest
+from cluster.api.responses.conversations import ConversationRequest, ItemsRequest
 from cluster.api.responses.schema import CompactRequest, ResponsesRequest
 from cluster.api.utility.tokens import DetokenizeRequest, TokenizeRequest
 from cluster.api.utility.version import VERSION
@@ -28,71 +27,103 @@ from cluster.api.utility.version import VERSION
 _REF = "#/components/schemas/{model}"
 _PLACE = {"in": "path", "required": True, "schema": {"type": "string"}}
 
-# (method, path, what it does, body)
-CALLS: Sequence[tuple[str, str, str, type[BaseModel] | None]] = (
-    ("post", "/v1/chat/completions", "Answer a conversation", ChatRequest),
-    ("get", "/v1/chat/completions", "Completions that are kept", None),
-    ("get", "/v1/chat/completions/{id}", "One of them", None),
-    ("post", "/v1/chat/completions/{id}", "Change its metadata", MetadataRequest),
-    ("delete", "/v1/chat/completions/{id}", "Forget it", None),
-    ("get", "/v1/chat/completions/{id}/messages", "What it was asked with", None),
-    ("post", "/v1/completions", "Continue a text", CompletionRequest),
-    ("post", "/v1/embeddings", "Texts as vectors", EmbeddingRequest),
-    ("post", "/v1/rerank", "Documents by how near they are to a query", RerankRequest),
-    ("post", "/v1/score", "How near texts are to each other", ScoreRequest),
-    ("post", "/v1/responses", "Answer items, and keep the response", ResponsesRequest),
-    ("get", "/v1/responses/{id}", "A response that was kept", None),
-    ("delete", "/v1/responses/{id}", "Forget a response", None),
-    ("get", "/v1/responses/{id}/input_items", "What a response was asked with", None),
-    ("post", "/v1/responses/{id}/cancel", "End a response in the background", None),
-    ("post", "/v1/responses/compact", "Sum a conversation up", CompactRequest),
-    ("post", "/v1/responses/input_tokens", "Tokens of a prompt", ResponsesRequest),
-    ("post", "/v1/conversations", "Begin a conversation", ConversationRequest),
-    ("get", "/v1/conversations/{id}", "A conversation", None),
-    ("post", "/v1/conversations/{id}", "Change its metadata", MetadataRequest),
-    ("delete", "/v1/conversations/{id}", "Forget it", None),
-    ("get", "/v1/conversations/{id}/items", "Its items", None),
-    ("post", "/v1/conversations/{id}/items", "Add to its items", ItemsRequest),
-    ("get", "/v1/conversations/{id}/items/{item}", "One of its items", None),
-    ("delete", "/v1/conversations/{id}/items/{item}", "Take an item out", None),
-    ("post", "/v1/messages", "Answer Anthropic's messages", MessagesRequest),
-    ("post", "/v1/messages/count_tokens", "Tokens of a prompt", CountRequest),
-    ("get", "/v1/models", "The models that are served", None),
-    ("get", "/v1/models/{id}", "One of them", None),
-    ("get", "/v1/sessions", "Conversations whose KV is kept", None),
-    ("get", "/v1/sessions/{id}", "One of them", None),
-    ("delete", "/v1/sessions/{id}", "Forget it", None),
-    ("post", "/v1/sessions/{id}/park", "Move its KV to a lower tier", None),
-    ("post", "/v1/sessions/{id}/resume", "Bring its KV back", None),
-    ("post", "/v1/sessions/{id}/pin", "Keep its KV", None),
-    ("post", "/v1/sessions/{id}/unpin", "Keep its KV no longer", None),
-    ("post", "/v1/sessions/{id}/fork", "Another session from the same KV", ForkRequest),
-    ("post", "/tokenize", "The tokens of a text or a chat", TokenizeRequest),
-    ("post", "/detokenize", "The text of tokens", DetokenizeRequest),
-    ("get", "/health", "Whether requests can be served", None),
-    ("get", "/ping", "Whether the server answers", None),
-    ("get", "/version", "Of the server", None),
-    ("get", "/status", "Workers, caches and totals", None),
-    ("get", "/metrics", "For Prometheus", None),
-)
+# Method and path of a route -> what it does, and the model of its body.
+CALLS: Mapping[str, tuple[str, type[BaseModel] | None]] = {
+    "POST /v1/chat/completions": ("Answer a conversation", ChatRequest),
+    "GET /v1/chat/completions": ("Completions that are kept", None),
+    "GET /v1/chat/completions/{id}": ("One of them", None),
+    "POST /v1/chat/completions/{id}": ("Change its metadata", MetadataRequest),
+    "DELETE /v1/chat/completions/{id}": ("Forget it", None),
+    "GET /v1/chat/completions/{id}/messages": ("What it was asked with", None),
+    "POST /v1/completions": ("Continue a text", CompletionRequest),
+    "POST /v1/embeddings": ("Texts as vectors", EmbeddingRequest),
+    "POST /v1/rerank": ("Documents by how near they are to a query", RerankRequest),
+    "POST /v2/rerank": ("Documents by how near they are to a query", RerankRequest),
+    "POST /rerank": ("Documents by how near they are to a query", RerankRequest),
+    "POST /v1/score": ("How near texts are to each other", ScoreRequest),
+    "POST /score": ("How near texts are to each other", ScoreRequest),
+    "POST /v1/responses": ("Answer items, and keep the response", ResponsesRequest),
+    "GET /v1/responses/{id}": ("A response that was kept", None),
+    "DELETE /v1/responses/{id}": ("Forget a response", None),
+    "GET /v1/responses/{id}/input_items": ("What a response was asked with", None),
+    "POST /v1/responses/{id}/cancel": ("End a response in the background", None),
+    "POST /v1/responses/compact": ("Sum a conversation up", CompactRequest),
+    "POST /v1/responses/input_tokens": ("Tokens of a prompt", ResponsesRequest),
+    "POST /v1/conversations": ("Begin a conversation", ConversationRequest),
+    "GET /v1/conversations/{id}": ("A conversation", None),
+    "POST /v1/conversations/{id}": ("Change its metadata", MetadataRequest),
+    "DELETE /v1/conversations/{id}": ("Forget it", None),
+    "GET /v1/conversations/{id}/items": ("Its items", None),
+    "POST /v1/conversations/{id}/items": ("Add to its items", ItemsRequest),
+    "GET /v1/conversations/{id}/items/{item}": ("One of its items", None),
+    "DELETE /v1/conversations/{id}/items/{item}": ("Take an item out", None),
+    "POST /v1/messages": ("Answer Anthropic's messages", MessagesRequest),
+    "POST /v1/messages/count_tokens": ("Tokens of a prompt", CountRequest),
+    "GET /v1/models": ("The models that are served", None),
+    "GET /v1/models/{name}": ("One of them", None),
+    "GET /v1/sessions": ("Conversations whose KV is kept", None),
+    "GET /v1/sessions/{id}": ("One of them", None),
+    "DELETE /v1/sessions/{id}": ("Forget it", None),
+    "POST /v1/sessions/{id}/park": ("Move its KV to a lower tier", None),
+    "POST /v1/sessions/{id}/resume": ("Bring its KV back", None),
+    "POST /v1/sessions/{id}/pin": ("Keep its KV", None),
+    "POST /v1/sessions/{id}/unpin": ("Keep its KV no longer", None),
+    "POST /v1/sessions/{id}/fork": ("Another session from the same KV", ForkRequest),
+    "POST /tokenize": ("The tokens of a text or a chat", TokenizeRequest),
+    "POST /detokenize": ("The text of tokens", DetokenizeRequest),
+    "GET /health": ("Whether requests can be served", None),
+    "GET /health/live": ("Whether the server answers", None),
+    "GET /health/ready": ("Whether new requests should come here", None),
+    "GET /ping": ("Whether the server answers", None),
+    "POST /ping": ("Whether the server answers", None),
+    "GET /version": ("Version of the server", None),
+    "GET /status": ("Workers, caches and totals", None),
+    "GET /metrics": ("For Prometheus", None),
+    "GET /audit": ("What the workers hold, and what nobody owns", None),
+    "POST /workers/{worker}/role": ("Prefer a worker for another role", RoleRequest),
+    "POST /drain": ("Take no new request, and end when all are answered", None),
+    "POST /restart": ("Replace every process, one after the other", None),
+    "GET /requests": ("Requests that were answered lately", None),
+    "GET /requests/{id}/explanation": ("Why it went where it went, in seconds", None),
+    "GET /console": ("A page that shows the server live", None),
+    "GET /console/": ("A page that shows the server live", None),
+    "GET /console/events": ("The status as a stream of events", None),
+    "GET /console/snapshot": ("The status and its history, once", None),
+    "GET /console/{file}": ("Scripts and styles of the page", None),
+    "GET /openapi.json": ("This document", None),
+    "GET /docs": ("This document as a page", None),
+}
 
 
-@cache
-def document(*names: str) -> dict[str, Any]:
-    """OpenAPI 3.1. names: of the models that are served."""
-    models: list[Any] = [(body, "validation") for *_, body in CALLS if body is not None]
+def calls(routes: Sequence[BaseRoute]) -> Iterator[tuple[str, Route, str, type[BaseModel] | None]]:
+    """Yields the method, the route and the entry in CALLS of all that an application answers."""
+    for route in routes:
+        if isinstance(route, Route):
+            for method in sorted((route.methods or set()) - {"HEAD"}):
+                yield method, route, *CALLS[f"{method} {route.path_format}"]
+
+
+def document(routes: Sequence[BaseRoute], names: Sequence[str]) -> dict[str, Any]:
+    """Describes `routes` by OpenAPI 3.1. names: of the models that are served."""
+    known = [*calls(routes)]
+    models: list[Any] = [(body, "validation") for *_, body in known if body is not None]
     made, found = models_json_schema(models, ref_template=_REF)
     paths: dict[str, Any] = {}
-    for method, path, summary, body in CALLS:
-        call: dict[str, Any] = {"summary": summary, "responses": _answers(body is not None)}
-        places = [name for name in ("id", "item") if f"{{{name}}}" in path]
-        if places:
-            call["parameters"] = [_PLACE | {"name": name} for name in places]
+    for method, route, summary, body in known:
+        path = route.path_format
+        tag = path.removeprefix("/v1").split("/")[1]
+        call: dict[str, Any] = {
+            "summary": summary,
+            "tags": [tag],
+            "responses": _answers(body is not None),
+        }
+        if route.param_convertors:
+            call["parameters"] = [_PLACE | {"name": name} for name in route.param_convertors]
         if body is not None:
             schema = made[(body, "validation")]
             content = {"application/json": {"schema": schema}}
             call["requestBody"] = {"required": True, "content": content}
-        paths.setdefault(path, {})[method] = call
+        paths.setdefault(path, {})[method.lower()] = call
     schemas = found.get("$defs", {})
     for schema in schemas.values():
         model = schema.get("properties", {}).get("model")
@@ -119,11 +150,16 @@ def _answers(generates: bool) -> dict[str, Any]:
 def document_routes(ctx: ApiContext) -> list[Route]:
     names = ctx.model_name, *ctx.aliases
 
-    async def openapi(_: Request) -> Response:
-        return JSONResponse(document(*names))
+    @cache  # made once: the schemas take 0.1 s
+    def made(app: Starlette) -> tuple[dict[str, Any], str]:
+        described = document(app.routes, names)
+        return described, page(app.routes, described)
 
-    async def docs(_: Request) -> Response:
-        return HTMLResponse(page(*names))
+    async def openapi(http: Request) -> Response:
+        return JSONResponse(made(http.app)[0])
+
+    async def docs(http: Request) -> Response:
+        return HTMLResponse(made(http.app)[1])
 
     return [
         Route("/openapi.json", openapi, methods=["GET"]),
@@ -131,18 +167,21 @@ def document_routes(ctx: ApiContext) -> list[Route]:
     ]
 
 
-@cache
-def page(*names: str) -> str:
-    """One page without scripts and without anything from elsewhere."""
-    schemas = document(*names)["components"]["schemas"]
-    rows = [_row(*call, schemas) for call in CALLS]
+def page(routes: Sequence[BaseRoute], described: dict[str, Any]) -> str:
+    """Shows `document` as one page without scripts and without anything from elsewhere."""
+    schemas = described["components"]["schemas"]
+    rows = [_row(*call, schemas) for call in calls(routes)]
     return _PAGE.replace("ROWS", "\n".join(rows)).replace("VERSION", escape(VERSION))
 
 
 def _row(
-    method: str, path: str, summary: str, body: type[BaseModel] | None, schemas: dict[str, Any]
+    method: str,
+    route: Route,
+    summary: str,
+    body: type[BaseModel] | None,
+    schemas: dict[str, Any],
 ) -> str:
-    head = f"<b>{method.upper()}</b> <code>{escape(path)}</code> {escape(summary)}"
+    head = f"<b>{method}</b> <code>{escape(route.path_format)}</code> {escape(summary)}"
     if body is None:
         return f"<p>{head}</p>"
     schema = schemas.get(body.__name__, {})

@@ -2,6 +2,9 @@
 
 Each number is (q - zero) * scale, computed in float32 and rounded once to the type that the model
 was made in. What the layers' inputs were to be rounded to is not done: they stay as they are.
+
+Sources: the formats of compressed-tensors, AutoAWQ and GPTQ; OCP's Microscaling formats (MX) 1.0
+for FP4 (E2M1) and powers of two as scales (E8M0).
 """
 
 from __future__ import annotations
@@ -10,17 +13,14 @@ from collections.abc import Callable
 
 import torch
 
-from engine.model.checkpoint.packed import (
-    scale_values,
-    spread,
-    unpack_awq,
-    unpack_bits,
-    unpack_fp4,
-)
 from engine.model.checkpoint.quantized_config import Group, Quantized
 from engine.model.errors import ModelError
 
 Get = Callable[[str], torch.Tensor | None]  # a tensor by its name; None: there is none
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of eight columns
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_BIAS = 127
+_CHUNK_WORDS = 1 << 18  # at a time: bits take 32 bytes each while they are separated
 NARROW = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -51,7 +51,7 @@ class QuantizedWeights:
         narrow = packed if packed is not None else self._get(f"{module}.weight")
         if narrow is None or narrow.dtype not in NARROW:
             return None
-        numbers = unpack_fp4(narrow) if narrow.dtype is torch.uint8 else narrow.float()
+        numbers = _unpack_fp4(narrow) if narrow.dtype is torch.uint8 else narrow.float()
         zero = self._get(f"{module}.weight_zero_point")
         return self._widened(module, numbers, group, None if zero is None else zero.float())
 
@@ -62,11 +62,11 @@ class QuantizedWeights:
         stated = self._get(f"{module}.weight_shape")
         rows, columns = shape if stated is None else map(int, stated.tolist())
         offset = 1 << (group.bits - 1)
-        numbers = unpack_bits(packed, group.bits, columns).float() - offset
+        numbers = _unpack_bits(packed, group.bits, columns).float() - offset
         zero = self._get(f"{module}.weight_zero_point")
         if zero is not None and zero.dtype is torch.int32:
             words = zero.T.contiguous()
-            zero = unpack_bits(words, group.bits, rows).T.float() - offset
+            zero = _unpack_bits(words, group.bits, rows).T.float() - offset
         return self._widened(module, numbers, group, None if zero is None else zero.float())
 
     def _by_columns(
@@ -77,10 +77,10 @@ class QuantizedWeights:
         zeros = self._needed(f"{module}.qzeros")
         scales = self._needed(f"{module}.scales").float().T
         if self._config.method == "awq":
-            numbers, zero = unpack_awq(words).T, unpack_awq(zeros).T
+            numbers, zero = _unpack_awq(words).T, _unpack_awq(zeros).T
         else:
-            numbers = unpack_bits(words.T.contiguous(), group.bits, columns)
-            zero = unpack_bits(zeros, group.bits, rows).T + self._config.zero_offset
+            numbers = _unpack_bits(words.T.contiguous(), group.bits, columns)
+            zero = _unpack_bits(zeros, group.bits, rows).T + self._config.zero_offset
         places = self._get(f"{module}.g_idx")
         if places is None or not places.numel():
             places = torch.arange(columns) // (group.block[1] or columns)
@@ -99,14 +99,14 @@ class QuantizedWeights:
         rows, columns = numbers.shape
         block = (group.block[0] or rows, group.block[1] or columns)
         if zero is not None:
-            numbers = numbers - spread(_matrix(zero), block, (rows, columns))
-        return (numbers * spread(scale, block, (rows, columns))).to(self._dtype)
+            numbers = numbers - _spread(_matrix(zero), block, (rows, columns))
+        return (numbers * _spread(scale, block, (rows, columns))).to(self._dtype)
 
     def _scale(self, module: str) -> torch.Tensor:
         """[a, b], each of a block."""
         inverse = self._get(f"{module}.weight_scale_inv")  # which multiplies, like the others
         stored = self._needed(f"{module}.weight_scale") if inverse is None else inverse
-        scale = _matrix(scale_values(stored))
+        scale = _matrix(_scale_values(stored))
         if (divisor := self._get(f"{module}.weight_global_scale")) is not None:
             return scale / divisor.float()
         factor = self._get(f"{module}.weight_scale_2")
@@ -122,3 +122,61 @@ class QuantizedWeights:
 def _matrix(values: torch.Tensor) -> torch.Tensor:
     """One for all, or one for each row, as [a, b]."""
     return values.reshape(-1, 1) if values.dim() < 2 else values
+
+
+def _unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """words [rows, n] int32, each row a stream of unsigned numbers of `bits` bits, the lowest bits
+    first -> [rows, count] int16."""
+    rows, width = words.shape
+    numbers = torch.empty(rows, count, dtype=torch.int16)
+    if 32 % bits == 0:
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+        for part, out in _chunks(words, numbers):
+            each = (part.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+            out.copy_(each.flatten(1)[:, :count])
+        return numbers
+    places = torch.arange(32, dtype=torch.int32)
+    weights = 1 << torch.arange(bits, dtype=torch.int32)
+    whole = width * 32 // bits
+    for part, out in _chunks(words, numbers):
+        stream = ((part.unsqueeze(-1) >> places) & 1).flatten(1)[:, : whole * bits]
+        out.copy_((stream.unflatten(1, (whole, bits)) * weights).sum(-1)[:, :count])
+    return numbers
+
+
+def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
+    """words [rows, columns / 8] int32 of AWQ's "gemm" layout -> [rows, columns] int16."""
+    numbers = _unpack_bits(words, 4, 8 * words.shape[1])
+    return numbers.unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1)
+
+
+def _unpack_fp4(pairs: torch.Tensor) -> torch.Tensor:
+    """pairs [rows, n] uint8, the first number in the lower half -> [rows, 2 n] float32."""
+    table = torch.tensor([*_FP4, *(-value for value in _FP4)])
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
+    return table[codes.int()]
+
+
+def _scale_values(scale: torch.Tensor) -> torch.Tensor:
+    """Scales as they are stored, floats of any width or exponents (uint8), as float32."""
+    if scale.dtype is torch.uint8:
+        exponents = scale.int() - _E8M0_BIAS
+        return torch.ldexp(torch.ones(scale.shape), exponents)
+    return scale.float()
+
+
+def _spread(scale: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
+    """scale [a, b], each for a block of so many rows and columns -> something that multiplies
+    [rows, columns] of `shape`; the last blocks may be cut off. Raises ValueError."""
+    for dim in (0, 1):
+        if scale.shape[dim] in (1, shape[dim]):
+            continue
+        if scale.shape[dim] != -(-shape[dim] // block[dim]):
+            raise ValueError(f"scales {[*scale.shape]} of blocks {[*block]} for {[*shape]} numbers")
+        scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+def _chunks(words: torch.Tensor, numbers: torch.Tensor) -> zip[tuple[torch.Tensor, torch.Tensor]]:
+    rows = max(1, _CHUNK_WORDS // max(1, words.shape[1]))
+    return zip(words.split(rows), numbers.split(rows), strict=True)

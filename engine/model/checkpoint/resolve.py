@@ -16,7 +16,7 @@ from engine.model.checkpoint.families import read_config
 from engine.model.config import check_unchanged, versions_of
 from engine.model.errors import ModelError
 
-CONVERTER_VERSION = 2  # raised when the same file would be converted differently
+CONVERTER_VERSION = 3  # raised when the same file would be converted differently
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_SAMPLING = {"temperature": 0.0}  # in four bits, its distribution is too flat to draw from
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -1,4 +1,4 @@
-"""Attention on a CPU: what the kernels are told of the model, the pool and each batch.
+"""Attention on a CPU: what the kernels know of the model, the pool and each batch.
 
 Life: made with the pool; `begin` plans a batch's work once for each window that layers have; then
 every layer writes its keys and values and attends. Layers that differ in window or rope have their
@@ -23,7 +23,7 @@ _Attention, _Rope = structure("Attention"), structure("Rope")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # as in attention/attention.h
 _MAX_GROUP = 32  # heads that one item of work takes, if their KV head has more
 _MAX_LATENT_GROUP = 16  # their vectors are longer
-_MAX_TILES = 4  # of one item: what keys are made into is paid once for all of them
+_MAX_TILES = 4  # an item has at most: what keys are made into is paid once for all of them
 _ITEMS = 8  # for each thread at least, if there are several tiles for each
 
 
@@ -119,11 +119,11 @@ class CpuAttention:
             "table_stride": batch.block_tables.shape[1],
         }
         plans: dict[int, dict[str, int]] = {}
-        for (window, _), told in self._attentions.items():
+        for (window, _), each in self._attentions.items():
             if window not in plans:
-                plans[window] = self._plan(batch, window, told.num_sinks)
+                plans[window] = self._plan(batch, window, each.num_sinks)
             for name, value in (pointers | plans[window]).items():
-                setattr(told, name, value)
+                setattr(each, name, value)
         for rope in self._ropes.values():
             rope.positions, rope.slots = batch.positions.data_ptr(), batch.slots.data_ptr()
         self._alive = batch
@@ -167,39 +167,39 @@ class CpuAttention:
         """Another over the same pool and tables, with descriptions of its own: `begin` does not
         change them."""
         other = copy(self)
-        other._ropes = {key: _Rope.from_buffer_copy(told) for key, told in self._ropes.items()}
+        other._ropes = {key: _Rope.from_buffer_copy(each) for key, each in self._ropes.items()}
         other._attentions = {
-            key: _Attention.from_buffer_copy(told) for key, told in self._attentions.items()
+            key: _Attention.from_buffer_copy(each) for key, each in self._attentions.items()
         }
         other._plans, other._alive = {}, None
         return other
 
     def hold(self, rows: dict[str, np.ndarray], capacity: int, splits: int) -> list[int]:
-        """Of decodes, `capacity` rows at most: `rows` are arrays that stay, named as in `Batch`,
-        and what they meet has no more than `splits` altogether. The kernels plan each pass.
-        Returns addresses of the descriptions that they do so in."""
+        """Prepares decodes of at most `capacity` rows: `rows` are arrays that stay, named as in
+        `Batch`, and what they meet has no more than `splits` altogether. The kernels plan each
+        pass. Returns addresses of the descriptions that they do so in."""
         at = {name: array.ctypes.data for name, array in rows.items()}
         width, per_row = self._items_per_seq, self._group * (self._value_dim + 2)
         partial = torch.empty(splits * width * per_row)
-        for key, told in self._attentions.items():
+        for key, each in self._attentions.items():
             items = torch.empty(splits * width * 6, dtype=torch.int32)
             merges = torch.empty(capacity * width * 6, dtype=torch.int32)
             self._plans[key] = (items, merges, partial)
-            told.items, told.merges = items.data_ptr(), merges.data_ptr()
-            told.partial, told.tables = partial.data_ptr(), at["block_tables"]
-            told.table_stride = rows["block_tables"].shape[1]
+            each.items, each.merges = items.data_ptr(), merges.data_ptr()
+            each.partial, each.tables = partial.data_ptr(), at["block_tables"]
+            each.table_stride = rows["block_tables"].shape[1]
             for name in ("query_start", "query_len", "context_len"):
-                setattr(told, name, at[name])
+                setattr(each, name, at[name])
         for rope in self._ropes.values():
             rope.positions, rope.slots = at["positions"], at["slots"]
-        return [ctypes.addressof(told) for told in self._attentions.values()]
+        return [ctypes.addressof(each) for each in self._attentions.values()]
 
     def described(self, layer: int) -> tuple[int, int, int]:
         """Addresses of a layer's `Rope`, `Attention` and first element in block 0: good for as long
         as this lives, and true of a batch once it has begun."""
         rope, attention = self._layers[layer]
-        told = ctypes.addressof(self._ropes[rope]), ctypes.addressof(self._attentions[attention])
-        return (*told, self._pool_at(layer))
+        at = ctypes.addressof(self._ropes[rope]), ctypes.addressof(self._attentions[attention])
+        return (*at, self._pool_at(layer))
 
     def _pool_at(self, layer: int) -> int:
         return self._at + layer * self._layer_bytes
@@ -211,7 +211,6 @@ class CpuAttention:
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
     ) -> None:
-        """As `Ops.rope_write`."""
         assert qkv.is_contiguous()
         self._lib.kvr_rope_write(
             self.described(layer)[0],

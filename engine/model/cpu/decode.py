@@ -50,13 +50,13 @@ class CpuDecode:
         weights: Weights,
         buffer: Callable[[str, int, int], torch.Tensor],
     ) -> None:
-        """attention: of decodes alone."""
+        """`attention` is used for decodes alone."""
         self._limits, self._lib, self._attention = limits, library, attention
         layers = described(config, weights.layers, attention, library)
         self._alive, self._buffer = (weights, layers), buffer
         step = step_of(config, library, num_threads)
         self._widths = {**widths(layers, config), "hidden": step.width}
-        self._told = _Decode(
+        self._request = _Decode(
             layers=ctypes.addressof(layers),
             table=weights.table.data_ptr(),
             norm=weights.norm.data_ptr(),
@@ -73,7 +73,7 @@ class CpuDecode:
         self._capacity = self._splits = 0
         self._rows: dict[str, np.ndarray] = {}
         self._held: list[tuple[np.ndarray, SamplingParams]] = []
-        self._lengths: list[int] = []  # of the sequences' rows
+        self._lengths: list[int] = []  # context of each row, in tokens
 
     def execute(
         self, step: Step, tables: Sequence[np.ndarray], masks_of: Masks | None = None
@@ -82,7 +82,7 @@ class CpuDecode:
         sequences, as `Guard.check` gives them. `masks_of`: as `Grammars.masks`, for one pass.
         None: nothing was done, as some are no decodes, or sampled in a way that the kernels do not
         know."""
-        seqs, told = step.seqs, self._told
+        seqs, request = step.seqs, self._request
         if not all(len(seq.tokens) == 1 and seq.sample and is_plain(seq) for seq in seqs):
             return None
         count = sum(len(seq.input_tokens) for seq in seqs)
@@ -94,9 +94,9 @@ class CpuDecode:
             masks = masks_of(seqs)
             at[:] = masks.ctypes.data + np.arange(count) * masks.strides[0]
         is_single = count > len(seqs) or masks_of is not None
-        told.step.rows, told.max_passes = count, 1 if is_single else self._most(step)
-        told.logits = self._buffer("logits", count, told.head.rows).data_ptr()
-        passes = self._lib.kvr_decode(ctypes.addressof(told))
+        request.step.rows, request.max_passes = count, 1 if is_single else self._most(step)
+        request.logits = self._buffer("logits", count, request.head.rows).data_ptr()
+        passes = self._lib.kvr_decode(ctypes.addressof(request))
         drawn = self._rows["drawn"][: passes * count].tolist()
         if count > len(seqs):
             return verify_drafts(seqs, drawn)
@@ -114,9 +114,9 @@ class CpuDecode:
         return most
 
     def _fill(self, seqs: Sequence[ScheduledSeq], tables: Sequence[np.ndarray], count: int) -> None:
-        """count: of rows."""
-        rows, held, told = self._rows, self._held, self._told
-        told.num_seqs = len(seqs)
+        """Fills in `count` rows for the kernel."""
+        rows, held, request = self._rows, self._held, self._request
+        request.num_seqs = len(seqs)
         rows["tokens"][:count] = [token for seq in seqs for token in seq.input_tokens]
         rows["positions"][:count] = [at for seq in seqs for at in range(seq.start, seq.end)]
         lengths = [len(seq.input_tokens) for seq in seqs]
@@ -136,7 +136,7 @@ class CpuDecode:
             stops = [seq.sampling.stop_token_ids for seq in seqs]
             self._stops = np.array([token for each in stops for token in each], np.int64)
             rows["stop_ends"][: len(seqs)] = np.cumsum([len(each) for each in stops])
-            told.stops = self._stops.ctypes.data
+            request.stops = self._stops.ctypes.data
 
     def _make_room(self, count: int, positions: int) -> None:
         """For `count` rows that meet so many positions before their own altogether."""
@@ -148,8 +148,8 @@ class CpuDecode:
         if splits > self._splits:
             self._splits = max(2 * self._splits, splits)
         count = self._capacity
-        limits, told = self._limits, self._told
-        told.table_stride = -(-limits.max_model_len // limits.block_size)
+        limits, request = self._limits, self._request
+        request.table_stride = -(-limits.max_model_len // limits.block_size)
         self._rows = {
             "tokens": np.zeros(count, np.int64),
             "positions": np.zeros(count, np.int64),
@@ -157,19 +157,19 @@ class CpuDecode:
             "context_len": np.zeros(count, np.int32),
             "query_start": np.zeros(count, np.int32),
             "query_len": np.zeros(count, np.int32),
-            "block_tables": np.zeros((count, told.table_stride), np.int32),
+            "block_tables": np.zeros((count, request.table_stride), np.int32),
             "draws": np.zeros(count, DRAW),
             "drawn": np.zeros(limits.block_size * count, np.int64),
             "stop_ends": np.zeros(count, np.int64),
         }
         at = self._attention.hold(self._rows, count, self._splits)
-        self._attentions, told.num_attentions = (ctypes.c_void_p * len(at))(*at), len(at)
-        told.attentions = ctypes.addressof(self._attentions)
+        self._attentions, request.num_attentions = (ctypes.c_void_p * len(at))(*at), len(at)
+        request.attentions = ctypes.addressof(self._attentions)
         for name, array in self._rows.items():
             if name != "query_start":
-                setattr(told, name, array.ctypes.data)
-        rows = count + told.step.threads * ROW_BLOCK_STEP
+                setattr(request, name, array.ctypes.data)
+        rows = count + request.step.threads * ROW_BLOCK_STEP
         self._buffers = {name: torch.empty(rows * each) for name, each in self._widths.items()}
         for name, buffer in self._buffers.items():
-            setattr(told.step, name, buffer.data_ptr())
+            setattr(request.step, name, buffer.data_ptr())
         self._held, self._lengths = [], []

@@ -13,11 +13,11 @@ from threading import Thread
 import torch
 
 HUGE = 2 << 20
-CHUNK = 64 << 20  # of virtual memory: a page of it becomes real when it is first written
+CHUNK = 64 << 20  # virtual memory: a page of it becomes real when it is first written
 LINE = 64  # bytes of a cache line
 AHEAD = 512 << 20  # bytes of a pool that become real before anything is written there
-PIECE = 4 << 20  # of those, at a time
-_POPULATE_WRITE = 23  # of madvise, since Linux 5.14
+PIECE = 4 << 20  # made real at a time
+_POPULATE_WRITE = 23  # an advice of madvise, since Linux 5.14
 
 
 class HugePages:

@@ -49,7 +49,7 @@ class Experts:
     """Matrices of all experts, packed one after the other."""
 
     count: int
-    width: int  # of one expert
+    width: int  # one expert's
     gate_ups: torch.Tensor  # each [2 * width, hidden_size]
     downs: torch.Tensor  # each [hidden_size, width]
     kind: int
@@ -60,7 +60,7 @@ class Heads:
     """A matrix for each head, packed one after the other."""
 
     role: str
-    rows: int  # of each
+    rows: int  # each matrix has
     data: torch.Tensor
     kind: int
 
@@ -95,7 +95,6 @@ class CpuLinear:
         return self._packed(weight, None, role, self._kind(weight, role), gated=True)
 
     def gated(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        """As `Ops.gated`."""
         out = self._buffer(matrix.role, len(x), matrix.rows // 2)
         self._multiply(x, matrix, None, out, activation=self._activation)
         return out
@@ -214,7 +213,8 @@ class CpuLinear:
 
 
 def fastest_kind(library: Any) -> int:
-    """Of products with rounded factors, on this CPU; 0: none is quicker than float32."""
+    """Returns which products with rounded factors are fastest on this CPU; 0: none beats
+    float32."""
     return next((kind for kind in LOW_PRECISION if library.kvr_multiplies(kind)), 0)
 
 

@@ -17,7 +17,7 @@ _WORD = (1 << 64) - 1
 
 
 class CpuDraw:
-    """As `engine.model.sampling.sampler.draw`."""
+    """Draws tokens as `engine.model.sampling.sampler.draw` does."""
 
     def __init__(self, library: Any, num_threads: int) -> None:
         self._lib, self._threads = library, num_threads
@@ -39,7 +39,7 @@ class CpuDraw:
 
 
 def draw_of(seq: ScheduledSeq) -> tuple[float, float, float, int, int, int, int]:
-    """Without a mask."""
+    """Returns the kernel's parameters for a draw without a mask."""
     s = seq.sampling
     heat = 0.0 if is_greedy(s) else s.temperature
     return heat, s.min_p, s.top_p, s.top_k, s.seed & _WORD, len(seq.context), 0

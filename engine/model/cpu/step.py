@@ -38,7 +38,7 @@ class CpuStep:
         self._lib, self._attention, self._buffer = library, attention, buffer
         self._config = config
         self._step = step_of(config, library, num_threads)
-        self._widths: dict[str, int] = {}  # of the buffers
+        self._widths: dict[str, int] = {}  # width of each buffer
         self._described: Sequence[LayerWeights] | None = None
         self._layers: ctypes.Array[Any] | None = None
 
@@ -102,8 +102,8 @@ def described(
     library: Any,
 ) -> ctypes.Array[Any]:
     """As long as the weights and `attention` live."""
-    told = (_Layer * len(layers))()
-    for index, (layer, to) in enumerate(zip(layers, told, strict=True)):
+    structs = (_Layer * len(layers))()
+    for index, (layer, to) in enumerate(zip(layers, structs, strict=True)):
         weights = layer.attention
         matrices = {"out": weights.out}
         names = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
@@ -122,7 +122,7 @@ def described(
         to.rope, to.attention, to.pool = attention.described(index)
         if layer.experts is not None:
             to.experts = described_experts(layer.experts, config)
-    return told
+    return structs
 
 
 def described_matrix(matrix: Matrix) -> Any:
@@ -177,7 +177,7 @@ def described_experts(weights: ExpertsWeights, model: ModelConfig) -> Any:
 
 
 def widths(layers: ctypes.Array[Any], config: ModelConfig) -> dict[str, int]:
-    """Of the buffers that a step's rows pass through, `hidden` aside."""
+    """Returns the widths of the buffers that a step's rows pass through, `hidden` aside."""
     latent, heads = config.latent, config.num_heads
     return {
         "qkv": layers[0].qkv.rows if latent is None else heads * config.head_dim,

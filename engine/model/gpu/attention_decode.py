@@ -15,7 +15,7 @@ import triton.language as tl
 from engine.model.gpu.attention_tile import LOWEST, Tiling, attend, attended, multiprocessors
 from engine.model.gpu.cache_pool import Pool
 
-MIN_KEYS = 256  # of a split: below, starting a program costs more than it reads
+MIN_KEYS = 256  # a split has: below, starting a program costs more than it reads
 MAX_SPLITS = 64
 WAVES = 8  # programs per multiprocessor to aim at: the last ones end about together
 
@@ -123,7 +123,7 @@ def split_keys(keys, num_splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr):
 
 @triton.jit
 def first_visible(context, WINDOW: tl.constexpr):
-    """The first key in the window of a context's last token."""
+    """Returns the first key in the window of a context's last token."""
     low = context * 0
     if WINDOW > 0:
         low = tl.maximum(context - WINDOW, 0)

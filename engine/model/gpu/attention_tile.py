@@ -67,7 +67,7 @@ def upcast(tile, like, FP8: tl.constexpr):
 
 @triton.jit
 def factor(byte):
-    """E8M0: 2**(byte - 127)."""
+    """Returns what E8M0 means: 2**(byte - 127)."""
     return (byte << 23).to(tl.float32, bitcast=True)
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from engine.model.gpu.cache_pool import Pool
 
-HEADS = 8  # of one program
+HEADS = 8  # a program writes
 
 
 def rope_write(
@@ -88,7 +88,7 @@ def latent_write(
 
 @triton.jit
 def _scale_byte(largest):
-    """E8M0 of the smallest power of two with largest / 2**e <= 448 (1.75 * 2**8)."""
+    """Returns E8M0 of the smallest power of two with largest / 2**e <= 448 (1.75 * 2**8)."""
     bits = largest.to(tl.int32, bitcast=True)
     byte = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     byte = tl.minimum(tl.maximum(byte, 1), 253)

@@ -28,10 +28,10 @@ from engine.step import ScheduledSeq
 if TYPE_CHECKING:
     from engine.model.parallel.ops import Group
 
-OWN = -1  # of a row that follows none: its token is the host's
-NO_SLOT = -1  # of a row that only fills up a captured size: nothing is written for it
+OWN = -1  # the row follows none: its token is the host's
+NO_SLOT = -1  # the row only fills up a captured size: nothing is written for it
 PARAMETERS = ("seed", "top_p", "top_k", "temperature", "min_p")
-ROWS = 1024  # of a program of the kernel that takes them
+ROWS = 1024  # a program of the kernel has that takes them
 SLOTS = 2  # passes of which the host holds inputs and results: one runs, one waits behind it
 
 
@@ -92,7 +92,7 @@ class DecodePasses:
         self._rows = torch.arange(max_num_seqs, device=device)
         self._drawn = torch.zeros(rows, dtype=torch.int64, device=device)
         shape = (max_num_seqs, limits.vocab_size)
-        self.logits = torch.empty(shape, dtype=torch.float32, device=device)  # of the last pass
+        self.logits = torch.empty(shape, dtype=torch.float32, device=device)  # from the last pass
         on_gpu = device.type == "cuda"
         results = (SLOTS, max_num_seqs)
         self._results = torch.zeros(results, dtype=torch.int64, pin_memory=on_gpu)
@@ -138,7 +138,7 @@ class DecodePasses:
         params: list[SamplingParams] = []
         for seq, blocks in zip(seqs, tables, strict=True):
             for row in range(count, count + len(seq.input_tokens)):
-                if held[row] is not blocks:  # the same as long as nothing changes in it
+                if held[row] is not blocks:  # identical as long as nothing changes in it
                     host["block_tables"][row, : len(blocks)] = blocks
                     held[row] = blocks
                 if last_params[row] is not seq.sampling:

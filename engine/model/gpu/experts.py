@@ -59,7 +59,7 @@ def add_experts(
     gate_up = _grouped(x, experts.gate_ups, experts.gate_up_scales, tiles, num_chosen, None)
     active = gated(gate_up, activation)  # a row per place in `pairs`
     out = _grouped(active, experts.downs, experts.down_scales, tiles, 0, weights)
-    # Of one token the parts are added in the order of its choices, the same for any batch.
+    # A token's parts are added in the order of its choices, the same for any batch.
     hidden += out.view(num_tokens, num_chosen, -1).sum(dim=1).to(hidden.dtype)
 
 

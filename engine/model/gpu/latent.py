@@ -31,8 +31,8 @@ from engine.model.gpu.cache_pool import Pool
 
 
 def latent_tiling(pool: Pool, num_heads: int) -> Tiling:
-    """Of decode and prefill alike. A tile of 64 rows, multiplied from shared memory, reads latents
-    once for 64 heads."""
+    """Serves decode and prefill alike. A tile of 64 rows, multiplied from shared memory, reads
+    latents once for 64 heads."""
     room = shared_memory(pool.data.device)
     if pool.data.element_size() > 2:
         return Tiling(16, 16, num_warps=4, num_stages=2)
@@ -44,7 +44,7 @@ def latent_tiling(pool: Pool, num_heads: int) -> Tiling:
 def latent_tiles(
     spans: Sequence[tuple[int, int, int]], num_heads: int, pool: Pool, tiling: Tiling | None = None
 ) -> np.ndarray:
-    """As `prefill_tiles`, for `latent_prefill`."""
+    """Lists tiles like `prefill_tiles`, for `latent_prefill`."""
     return list_tiles(spans, num_heads, (tiling or latent_tiling(pool, num_heads)).block_m)
 
 

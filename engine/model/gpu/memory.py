@@ -14,12 +14,12 @@ GIB = float(1 << 30)
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """In bytes."""
+    """How many bytes a device has."""
 
     total: int
     free: int
     reserved: int  # by this process, for tensors
-    peak: int  # of what tensors of this process have taken
+    peak: int  # most that this process has taken for tensors
 
     def room(self, share: float) -> int:
         """For KV, of `share` of all: beside other processes, what CUDA itself takes, the peak, and

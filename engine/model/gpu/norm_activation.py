@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_WIDTH = 65_536  # of a row that one program holds
+MAX_WIDTH = 65_536  # one program holds a whole row
 BLOCK = 1024
 _GELU_TANH = tl.constexpr(1)
 KINDS = {"silu": 0, "gelu_tanh": 1}

@@ -33,7 +33,7 @@ from engine.model.weights import ExpertsWeights
 
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
 FP8_CAPABILITY = (8, 9)  # for KV in FP8
-FULL_ROLES = {"logits"}  # of matrices that are not quantized
+FULL_ROLES = {"logits"}  # their matrices are not quantized
 
 Dense = tuple[torch.Tensor, torch.Tensor | None]  # a weight [out, in] and a bias [out]
 Matrix = Dense | int8.Int8Matrix | fp8.Fp8Matrix
@@ -57,8 +57,8 @@ class TritonOps(TensorOps):
         super().__init__(config, dtype, max_positions, pool.device)
         self._pool = Pool(pool, config.head_dim)
         self._quantization = quantization
-        self._tiles: torch.Tensor | None = None  # of sequences with more than one token
-        self._num_splits = 0  # of sequences with one token; 0: there is none
+        self._tiles: torch.Tensor | None = None  # sequences with more than one token
+        self._num_splits = 0  # sequences with one token; 0: there is none
         self._sink_queries: torch.Tensor | None = None
 
     def use_pool(self, pool: torch.Tensor) -> None:
@@ -228,7 +228,7 @@ class TritonOps(TensorOps):
 
 
 def _check(config: ModelConfig, pool: torch.Tensor, dtype: torch.dtype, quantization: str) -> None:
-    """Raises KernelsUnavailable."""
+    """Raises KernelsUnavailable if no kernel fits."""
     device = pool.device
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)

@@ -161,7 +161,7 @@ def _cut(
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
         bits = low
-        # Of the tokens that tie at the cut, only those within top_k count for top-p.
+        # Where tokens tie at the cut, only those within top_k count for top-p.
         above, mass = _mass_from(source, size, largest, temperature, low + 1, BLOCK, IS_ROW)
         total = mass + (top_k - above).to(tl.float64) * low.to(tl.float32, bitcast=True)
     if top_p < 1.0:

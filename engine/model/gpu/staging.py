@@ -37,7 +37,7 @@ def stage(batch: Batch, device: torch.device) -> Batch:
 
 
 def stage_arrays(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """The same names, shapes and dtypes on the device, in one piece of memory."""
+    """Copies them in one piece of memory to the device, with their names, shapes and dtypes."""
     starts, size = _places(list(arrays.values()))
     host = np.empty(size, np.uint8)
     for start, array in zip(starts, arrays.values(), strict=True):

@@ -203,7 +203,7 @@ class Launches:
 
     def __init__(self, steps: GpuSteps, guard: Guard) -> None:
         self._steps, self._guard = steps, guard
-        self._step_id = -1  # of the last launched step
+        self._step_id = -1  # last launched step
         self._rows: dict[int, int] = {}  # its sequences' rows, by index
 
     def launch(self, step: Step) -> Callable[[], StepDone]:

@@ -20,16 +20,16 @@ class Companion(Protocol):
         ...
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        """Of its heads of these blocks of the pool, which are complete."""
+        """Sums its heads of these blocks of the pool, which are complete."""
         ...
 
     def begin_checksums(self, block_ids: Sequence[int]) -> Callable[[], list[int]]:
-        """The same once what this thread has launched is done, which the call that is returned
-        waits for; it may come from another thread."""
+        """Sums once what this thread has launched is done, which the call that is returned waits
+        for; it may come from another thread."""
         ...
 
     def close(self) -> None:
-        """Within seconds."""
+        """It has to end within seconds."""
         ...
 
 
@@ -44,7 +44,7 @@ MakeCompanion = Callable[[Any, "Shard", Tell], Companion]
 class Ready:
     """A follower has done the next stage of its start: it can meet the others; it serves."""
 
-    facts: Any = None  # of its companion
+    facts: Any = None  # its companion's
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
-    """Of `Step.checksum_blocks`, as far as the rank's heads go."""
+    """Sums `Step.checksum_blocks`, as far as the rank's heads go."""
 
     step_id: int
     sums: list[int] = field(default_factory=list)

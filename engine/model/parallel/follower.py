@@ -30,7 +30,7 @@ class _Leader:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._lock = threading.Lock()  # of sending
+        self._lock = threading.Lock()  # one thread sends at a time
         self.steps: SimpleQueue[Step] = SimpleQueue()
         self.companion: Companion | None = None
 

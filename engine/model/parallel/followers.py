@@ -19,7 +19,7 @@ from engine.model.parallel.ops import COLLECTIVE_TIMEOUT_S, LOAD_TIMEOUT_S
 START_TIMEOUT_S = LOAD_TIMEOUT_S  # for a follower to import, and then to load its weights
 STOP_TIMEOUT_S = 5.0
 
-OnTold = Callable[[int, Any], None]
+OnMessage = Callable[[int, Any], None]
 """Given a rank and what its companion said; from the thread that watches it."""
 
 
@@ -37,7 +37,7 @@ class Follower:
     ) -> None:
         """Takes both over. `process`: if it is a child of this one."""
         self.rank = rank
-        self.facts: Any = None  # of its companion
+        self.facts: Any = None  # its companion's
         self.checksums: SimpleQueue[Checksums | None] = SimpleQueue()  # None: it has ended
         self._ours, self._process = connected, process
         self._connection = connection_of(connected)
@@ -58,26 +58,26 @@ class Follower:
 
     def wait_ready(self) -> None:
         """Until it has done the next stage. Raises ModelError."""
-        told: Any = Broken(f"no answer for {START_TIMEOUT_S:g} s")
+        answer: Any = Broken(f"no answer for {START_TIMEOUT_S:g} s")
         if self._connection.poll(START_TIMEOUT_S):
-            told = self._receive()
-        if not isinstance(told, Ready):
-            raise ModelError(f"rank {self.rank} of this worker did not start: {told.why}")
-        self.facts = told.facts
+            answer = self._receive()
+        if not isinstance(answer, Ready):
+            raise ModelError(f"rank {self.rank} of this worker did not start: {answer.why}")
+        self.facts = answer.facts
 
-    def watch(self, on_end: Callable[[str], None], on_told: OnTold) -> None:
-        """When it ends, `on_end` is called with the reason; `on_told` with what else it says."""
+    def watch(self, on_end: Callable[[str], None], on_message: OnMessage) -> None:
+        """When it ends, `on_end` is called with the reason; `on_message` with what else it says."""
 
         def run() -> None:
             while True:
-                told = self._receive()
-                match told:
+                answer = self._receive()
+                match answer:
                     case Broken(why):
                         break
                     case Checksums():
-                        self.checksums.put(told)
+                        self.checksums.put(answer)
                     case _:
-                        on_told(self.rank, told)
+                        on_message(self.rank, answer)
             self.checksums.put(None)
             on_end(f"rank {self.rank}: {why}")
 
@@ -88,14 +88,14 @@ class Follower:
         """Waits for them. Raises OSError."""
         while True:
             try:
-                told = self.checksums.get(timeout=COLLECTIVE_TIMEOUT_S)
+                answer = self.checksums.get(timeout=COLLECTIVE_TIMEOUT_S)
             except Empty:
                 why = f"rank {self.rank}: no checksums for {COLLECTIVE_TIMEOUT_S:g} s"
                 raise TimeoutError(why) from None
-            if told is None:
+            if answer is None:
                 raise ConnectionError(f"rank {self.rank} has ended")
-            if told.step_id == step_id:
-                return told.sums
+            if answer.step_id == step_id:
+                return answer.sums
 
     def stop(self) -> None:
         """It ends as soon as its connection does."""
@@ -114,7 +114,7 @@ class Follower:
 
 
 def start_here(rank: int) -> Follower:
-    """On the leader's machine."""
+    """Starts it on the leader's machine."""
     ours, theirs = socket.socketpair()
     with theirs:
         return Follower(rank, ours, start_process(theirs))

@@ -85,7 +85,7 @@ def _set_options(connected: socket.socket) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
-    # Of what was sent and not acknowledged, where no probes are sent.
+    # Bounds what was sent and not acknowledged, where no probes are sent.
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
 
 

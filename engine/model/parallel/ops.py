@@ -57,7 +57,7 @@ class Meeting:
         return replace(self, own_host=host, listener=None)
 
     def store(self, size: int) -> Any:
-        """Raises RuntimeError."""
+        """Raises RuntimeError if ranks do not meet."""
         c10d: Any = dist  # whose stubs leave these out
         if self.listener is not None:
             return self.listener
@@ -121,7 +121,7 @@ class Group:
         tensor.copy_(total)
 
     def least(self, number: int, device: torch.device) -> int:
-        """Of what all ranks have."""
+        """Returns the least number that any rank has."""
         self.was_used = True
         options = _on_stream(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp.MIN
@@ -150,8 +150,8 @@ class Group:
 
 
 def _on_stream(options: Any) -> Any:
-    """Of a collective on a GPU: it runs in the stream of the model's kernels, so no event is needed
-    on either side of it, and a graph can hold it."""
+    """Prepares a collective on a GPU: it runs in the stream of the model's kernels, so no event is
+    needed on either side of it, and a graph can hold it."""
     options.asyncOp = False
     return options
 
@@ -169,7 +169,7 @@ class Member:
         self.group = group
 
     def config(self, model: ModelConfig) -> ModelConfig:
-        """Of what this rank computes, and of whose heads it holds KV."""
+        """Describes what this rank computes, and whose heads it holds KV of."""
         return self.group.shard.config(model)
 
     def ops(self, inner: Ops, model: ModelConfig) -> Ops:
@@ -185,7 +185,7 @@ class RankSetup:
     meeting: Meeting
     device: str
     find_model: FindModel
-    options: dict[str, Any]  # of its ModelRunner
+    options: dict[str, Any]  # its ModelRunner's
     companion: MakeCompanion | None = None
 
     def join(self) -> Member:
@@ -205,7 +205,7 @@ class ParallelOps:
     here needs no other rank. Owned by one runner."""
 
     def __init__(self, inner: Ops, group: Group, model: ModelConfig) -> None:
-        """model: the whole one."""
+        """`model` is the whole one."""
         self._inner = inner
         self._group = group
         self._shard = group.shard
@@ -235,7 +235,7 @@ class ParallelOps:
         return _Matrix(inner.matrix(weight, bias, role))
 
     def _rows(self, whole: torch.Tensor, role: str) -> torch.Tensor:
-        """Of each of the projections that are stacked in `whole` the rank's rows."""
+        """Takes the rank's rows from each of the projections that are stacked in `whole`."""
         model, part = self._model, self._shard.part
         if role == "qkv":
             dim, kv = model.head_dim, self._shard.kv_heads(model.num_kv_heads)

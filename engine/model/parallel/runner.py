@@ -26,7 +26,7 @@ from engine.model.checkpoint.families import read_config
 from engine.model.device import find_device
 from engine.model.errors import ModelError
 from engine.model.parallel.companion import MakeCompanion
-from engine.model.parallel.followers import Follower, OnTold, packed, start_at, start_here
+from engine.model.parallel.followers import Follower, OnMessage, packed, start_at, start_here
 from engine.model.parallel.link import RankHost
 from engine.model.parallel.ops import FindModel, Meeting, RankSetup
 from engine.model.parallel.shard import Shard, check_divides
@@ -72,11 +72,11 @@ class ParallelRunner:
         here = size - sum(place.num_ranks for place in further)
         _check_devices(kind, here)
         options["num_threads"] = max(1, (num_threads or torch.get_num_threads()) // here)
-        self._on_told: OnTold = _unexpected
+        self._on_message: OnMessage = _unexpected
         self._lost: Exception | None = None
         self._on_lost: OnLost | None = None
         self._closing = False
-        self._lock = threading.Lock()  # of the three above
+        self._lock = threading.Lock()  # guards the three above
         self._followers: list[Follower] = []
         self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-ranks-")
         meeting = Meeting(str(Path(self._folder.name) / "meeting"))
@@ -113,7 +113,7 @@ class ParallelRunner:
         self.launch = None if self._runner.launch is None else self._launch
         self.facts = [follower.facts for follower in self._followers]
         for follower in self._followers:
-            follower.watch(self._lose, lambda rank, told: self._on_told(rank, told))
+            follower.watch(self._lose, lambda rank, message: self._on_message(rank, message))
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the runner of rank 0: its pool, its dtype, its notices."""
@@ -158,7 +158,8 @@ class ParallelRunner:
             raise
 
     def checksums(self, step: Step) -> list[list[int]]:
-        """Of each follower those of `step.checksum_blocks`, which was executed. Raises OSError."""
+        """Lists each follower's sums of `step.checksum_blocks`, which was executed. Raises
+        OSError."""
         try:
             return [follower.checksums_of(step.step_id) for follower in self._followers]
         except OSError as error:
@@ -172,9 +173,9 @@ class ParallelRunner:
         except OSError as error:
             self._lose(str(error))
 
-    def when_told(self, call: OnTold) -> None:
-        """What companions say goes to `call`. To be set before they are told anything."""
-        self._on_told = call
+    def on_companion_message(self, call: OnMessage) -> None:
+        """What companions say goes to `call`. To be set before anything is sent to them."""
+        self._on_message = call
 
     def _send(self, message: Any) -> None:
         data = packed(message)  # once for all
@@ -223,7 +224,7 @@ class ParallelRunner:
 
 
 def _check_devices(kind: str, size: int) -> None:
-    """Raises ModelError."""
+    """Raises ModelError if there are too few."""
     count = torch.cuda.device_count()
     if kind == "cuda" and count < size:
         raise ModelError(f"tensor_parallel_size = {size} needs as many GPUs, {count} are here")
@@ -238,5 +239,5 @@ def _lean(seq: ScheduledSeq) -> ScheduledSeq:
     return replace(seq, sampling=sampling)
 
 
-def _unexpected(rank: int, told: Any) -> None:
-    log.error("rank %d: unexpected message %s", rank, type(told).__name__)
+def _unexpected(rank: int, message: Any) -> None:
+    log.error("rank %d: unexpected message %s", rank, type(message).__name__)

@@ -26,13 +26,13 @@ import numpy as np
 from engine.step import NO_TOKEN, Sampled, ScheduledSeq
 
 MAX_COMPILED = 128  # grammars that are kept, the last ones used
-MAX_COMPILED_BYTES = 256 * 2**20  # of them, estimated
+MAX_COMPILED_BYTES = 256 * 2**20  # grammars, estimated
 # Memory that a grammar takes once it is compiled: by its text, and by how long that took, since
 # both are spent on states: 76 MiB in 1.35 s, 31 MiB in 0.48 s.
 BYTES_A_CHAR, BYTES_A_SECOND = 16, 64 * 2**20
 MAX_OUTPUTS = 4096  # outputs whose state is kept; the others are replayed
 COMPILE_TIMEOUT_S = 10.0  # a grammar that a request brings was compiled once before, in the API
-BRIEF_WAIT_S = 0.005  # of a step for grammars that still compile; most take less
+BRIEF_WAIT_S = 0.005  # what a step waits for grammars that still compile; most take less
 IDLE_WAIT_S = 0.05  # where it has nothing else to do
 MASK_BUDGET_S = 0.05  # for what may follow one output in a step: all others wait for it
 WORD_BITS = 32
@@ -90,7 +90,7 @@ def compile_grammar(vocabulary: llguidance.LLTokenizer, grammar: str) -> llguida
 
 
 def check(matcher: llguidance.LLMatcher) -> None:
-    """Raises GrammarError."""
+    """Raises GrammarError if the matcher has failed."""
     if matcher.is_error():
         raise GrammarError(matcher.get_error().partition("\n")[0][:300])
 
@@ -110,7 +110,7 @@ def _own_fault() -> Iterator[None]:
 
 
 class _Output:
-    """The state of one sequence's grammar."""
+    """What one sequence's grammar has read so far."""
 
     def __init__(self, matcher: llguidance.LLMatcher, grammar: str) -> None:
         self.matcher, self.grammar = matcher, grammar
@@ -118,7 +118,7 @@ class _Output:
         self.too_slow = ""  # what is told of one whose mask took longer than it may
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Raises GrammarError."""
+        """Raises GrammarError if one does not fit."""
         self.matcher.consume_tokens(list(tokens))
         check(self.matcher)
         self.num_taken += len(tokens)
@@ -145,11 +145,11 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._vocabulary: Future[llguidance.LLTokenizer] | None = None
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
-        self._sizes: dict[str, int] = {}  # of those that have compiled, in bytes
+        self._sizes: dict[str, int] = {}  # bytes of those that have compiled
         self._has_evicted = False
-        self._lock = Lock()  # of all above
+        self._lock = Lock()  # guards all above
         self._outputs: OrderedDict[str, _Output] = OrderedDict()
-        self._faults: dict[str, str] = {}  # of outputs whose mask could not be computed
+        self._faults: dict[str, str] = {}  # outputs whose mask could not be computed
         self._waits: OrderedDict[str, float] = OrderedDict()  # request -> since when
 
     def warm_up(self) -> None:
@@ -178,7 +178,7 @@ class Grammars:
     def _compile(
         self, vocabulary: Future[llguidance.LLTokenizer], grammar: str
     ) -> llguidance.LLMatcher:
-        """Raises GrammarError."""
+        """Raises GrammarError if it does not compile."""
         known, began = vocabulary.result(), thread_time()
         matcher = compile_grammar(known, grammar)
         elapsed_s = thread_time() - began
@@ -244,7 +244,7 @@ class Grammars:
         self._faults.clear()
         single: list[tuple[Any, ...]] = []
         drafted: list[tuple[Any, ...]] = []
-        names: dict[int, str] = {}  # of rows
+        names: dict[int, str] = {}  # by row
         row = 0
         for seq in seqs:
             if seq.sampling.grammar:
@@ -270,7 +270,7 @@ class Grammars:
         return masks
 
     def _width(self) -> int:
-        """Tokens of a mask."""
+        """Returns how many tokens a mask has."""
         vocabulary = self._vocabulary
         if vocabulary is None or not vocabulary.done() or vocabulary.exception():
             return self._vocab_size  # reasoning budgets need no more
@@ -348,7 +348,7 @@ class Grammars:
         return advanced, failed
 
     def _advanced(self, seq: ScheduledSeq, sampled: Sampled) -> Sampled:
-        """Raises GrammarError."""
+        """Raises GrammarError if a token does not fit."""
         output = self._outputs[seq.request_id]
         if seq.request_id in self._faults:
             raise GrammarError(self._faults[seq.request_id])
@@ -373,7 +373,7 @@ class Grammars:
         return None if output is None or output.num_taken > num_output else output
 
     def _follow(self, seq: ScheduledSeq) -> None:
-        """Raises GrammarError."""
+        """Raises GrammarError if a token does not fit."""
         output = self._output(seq)
         if output is None:
             grammar = seq.sampling.grammar

@@ -50,7 +50,7 @@ def read_prompts(
 def _logprobs(
     seq: ScheduledSeq, states: torch.Tensor, to_logits: ToLogits
 ) -> tuple[TokenLogprobs, ...]:
-    """Of the tokens after those whose `states` are given, as far as they are the prompt's."""
+    """Takes the tokens after those whose `states` are given, as far as they are the prompt's."""
     if seq.sampling.prompt_logprobs is None:
         return ()
     first = seq.output_positions.start + 1

@@ -21,7 +21,7 @@ from engine.request import SamplingParams, TokenLogprobs
 from engine.step import NO_TOKEN, Sampled, ScheduledSeq
 
 Draw = Callable[[torch.Tensor, list[ScheduledSeq]], list[int]]
-Masks = Callable[[list[ScheduledSeq]], np.ndarray]  # as of `Grammars.masks`
+Masks = Callable[[list[ScheduledSeq]], np.ndarray]  # see `Grammars.masks`
 
 GREEDY_BELOW = 1e-5  # a temperature this low is greedy
 CANDIDATES = 256  # sorted at first, more of the vocabulary only if top-p reaches further
@@ -90,7 +90,7 @@ def sample(
 
 
 def not_sampled(error: Exception | None = None) -> Sampled:
-    """In place of a token, and why."""
+    """What stands in place of a token, and why."""
     if error is None:
         return Sampled(NO_TOKEN, error="some of its logits are NaN, or none is finite")
     return Sampled(NO_TOKEN, error=": ".join([type(error).__name__, *str(error).splitlines()[:1]]))
@@ -129,7 +129,7 @@ def is_plain(seq: ScheduledSeq) -> bool:
 def token_logprobs(
     logits: torch.Tensor, tokens: Sequence[int], count: int, chosen_ids: Sequence[int] = ()
 ) -> list[TokenLogprobs]:
-    """Of a token for each row of float32 [len(tokens), vocab_size], and of the `count` best, or
+    """Takes a token for each row of float32 [len(tokens), vocab_size], and of the `count` best, or
     instead of these of `chosen_ids`, as far as the vocabulary has them, and the token itself."""
     if not len(tokens):
         return []

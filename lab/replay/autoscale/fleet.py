@@ -16,7 +16,7 @@ AGAIN_S = 2.0  # what found no room elsewhere is moved again
 
 
 class Cluster(Protocol):
-    """What workers live in."""
+    """What workers are placed in."""
 
     @property
     def now(self) -> float: ...
@@ -89,7 +89,7 @@ class SimulatedFleet:
         return list(self._book)
 
     def gpu_s(self, now: float) -> float:
-        """Of all workers until now, each from its place until it was gone."""
+        """Sums all workers until now, each from its place until it was gone."""
         return sum((now if end is None else end) - begin for begin, end in self._bills.values())
 
     def _name(self, role: Role) -> NodeId:

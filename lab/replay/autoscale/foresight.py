@@ -27,7 +27,7 @@ class Look:
     """Ten seconds of the trace."""
 
     requests: int  # that some fleet could serve on time
-    missed: tuple[float, ...]  # of those, by fleets of 1, 2, ... workers for prompts
+    missed: tuple[float, ...]  # share of those, by fleets of 1, 2, ... workers for prompts
     decode: float  # GPU-seconds per second
 
 

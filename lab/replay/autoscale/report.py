@@ -24,7 +24,7 @@ def attainment(found: ScaledResult, slo: Slo) -> float:
 
 
 def figures(found: ScaledResult, slo: Slo) -> dict[str, Any]:
-    """Of one replay, for JSON."""
+    """Describes one replay, for JSON."""
     all_figures = summary(found.result, slo)
     decisions = [line.decision for line in found.log if line.decision is not None]
     return {

@@ -1,4 +1,4 @@
-"""Where workers go."""
+"""On which machines workers are placed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ P, D = Role.PREFILL, Role.DECODE
 
 
 def assign_machine(*args: Any, **options: Any) -> str | None:
-    """For a worker on one machine."""
+    """Returns the place for a worker on one machine."""
     found = assign_machines(*args, **options)
     return None if found is None else found[0]
 

@@ -138,7 +138,7 @@ def test_a_lost_router_is_started_again_at_its_port_and_its_workers_are_told() -
     assert script.say(RouterLost("router-1", 1, "again")) == []
     again = script.say(Woken("router backoff 1 router-1"), at=1.0)
     assert of(StartRouter, again) == [StartRouter("router-1", 2, 8001)]
-    assert script.say(Introduced("decode-0", "router-1", 1)) == []  # of the life before
+    assert script.say(Introduced("decode-0", "router-1", 1)) == []  # by the incarnation before
     said = script.acknowledge(script.router_started(epoch=2))
     assert said.count(Send("router-1", WorkerUp(info("decode-0", 1)))) == 1
     assert script.controller.all_up()

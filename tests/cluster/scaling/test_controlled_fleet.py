@@ -53,14 +53,14 @@ class ControlledWorld:
         self.now = 0.0
         self.start_s = 5.0
         self.pending_timeout_s = SCALING.pending_timeout_s
-        self.live_requests: dict[str, int] = {}  # of the router, by worker
+        self.live_requests: dict[str, int] = {}  # the router's, by worker
         self.busy: dict[str, int] = {}  # what workers still do
         self.fails: set[str] = set()  # these do not start
         self.effects: list[Any] = []
         self.kept = Kept()
         self._events: list[tuple[float, int, int, Any]] = []
         self._count = 0
-        self._life = 0  # of the controller
+        self._life = 0  # the controller's epoch
         self.begin(config)
 
     def begin(self, config: ControllerConfig) -> None:
@@ -279,7 +279,7 @@ def test_a_request_wakes_a_cluster_of_no_workers(world: ControlledWorld) -> None
     view = world.controller.scaling.view()
     woke = [each for each in view["decisions"] if each["starts"]]
     assert [each["reason"] for each in woke] == ["wake"]
-    assert woke[0]["at_s"] > 1e9  # of the wall's clock
+    assert woke[0]["at_s"] > 1e9  # by the wall's clock
 
 
 def test_reports_of_routers_that_are_gone_do_not_make_measurements_old() -> None:

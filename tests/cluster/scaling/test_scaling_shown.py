@@ -22,7 +22,7 @@ from tests.cluster.scaling.test_controlled_fleet import SCALING, ControlledWorld
 
 @pytest.fixture
 def world() -> ControlledWorld:
-    """Something has happened."""
+    """Has a world in which something happened."""
     world = ControlledWorld()
     worker = world.up()
     world.up(Role.PREFILL)

@@ -84,7 +84,7 @@ def test_what_finds_no_room_is_counted_and_bounded(
     tellers.append(away)
     for number in range(5):
         away.store.perform(SaveSession(record(f"s{number}")))
-    away.store.perform(SaveSession(record("s1", version=2)))  # of one that is in it already
+    away.store.perform(SaveSession(record("s1", version=2)))  # a session that is in it already
     assert away.store.status()["dropped"] == 3
     assert away.store.status()["unwritten"] == 2
     monkeypatch.setattr(redis, "MAX_EVENTS", 10)

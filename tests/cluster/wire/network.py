@@ -23,7 +23,7 @@ class Network:
         self.to = to
         self.address: tuple[str, int] = ("", 0)
         self.num_connections = 0
-        self.change: Change = lambda data: data  # of what goes to the peer
+        self.change: Change = lambda data: data  # what goes to the peer is changed by this
         self._is_cut = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -51,7 +51,7 @@ def test_every_message_of_the_contracts_is_registered() -> None:
         if isinstance(value, type) and dataclasses.is_dataclass(value)
         if value.__module__ == module.__name__
     }
-    # Of what the controller's messages and effects are, these cross processes.
+    # These messages and effects of the controller cross processes.
     control = {"Introduced", "WorkerStarted", "SetRole", "ScalingReport"}
     assert (declared - nested) | control == {t.__name__ for t in MESSAGE_TYPES}
 

@@ -122,15 +122,14 @@ def test_the_responders_own_proof_cannot_be_reflected_to_it() -> None:
     run(scenario)
 
 
-def test_a_proof_for_one_node_does_not_open_another() -> None:
+def test_a_proof_for_one_stream_does_not_open_another() -> None:
     async def scenario(a: Peer, b: Peer) -> None:
-        b.wire.serves.add("c")
         reader, writer = await asyncio.open_connection(*b.address)
-        hello = hello_to("c")
+        hello = hello_to("b")
         writer.write(hello)
         reply = await reader.readexactly(REPLY_BYTES)
         nonce = reply[len(PREAMBLE) : len(PREAMBLE) + NONCE_BYTES]
-        other = hello_to("b")
+        other = hello_to("b", StreamId(1, bytes(16), 2))
         writer.write(make_proof(TOKEN, b"initiator", other, nonce))
         await assert_closed(reader)
         assert b.wire.counters["auth_failed"] == 1

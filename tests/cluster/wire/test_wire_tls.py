@@ -13,7 +13,7 @@ import uvloop
 
 from cluster.config import TlsSection
 from cluster.serve.certificates import identity_of, make_certificate
-from cluster.wire.tls import TlsIdentity
+from cluster.wire.context import TlsIdentity
 from engine.messages import Abort
 from tests.cluster.wire.network import Network
 from tests.cluster.wire.wire_peers import LIMITS, Peer, until
@@ -122,7 +122,8 @@ def test_one_end_with_tls_and_one_without_do_not_talk(
 def test_one_who_passes_the_handshake_on_with_another_certificate_is_noticed(
     identity: TlsIdentity, folder: Path
 ) -> None:
-    """The same CA, but not the responder's certificate: as where a company's CA signs for all."""
+    """Both are of one CA, but it is not the responder's certificate: as where a company's CA signs
+    for all."""
 
     async def scenario(a: Peer, b: Peer) -> None:
         async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cluster.wire.context import WireLimits
-from cluster.wire.tls import TlsIdentity
+from cluster.wire.context import TlsIdentity, WireLimits
 from cluster.wire.wire import Wire
 
 TOKEN = b"a token of this cluster"

@@ -28,7 +28,7 @@ def wait_for_a_kernel_that_hangs(*_: Any) -> None:
 
 
 def start(spec: WorkerSpec, listening: Listening) -> tuple[WorkerProcess | None, Any]:
-    """As of a worker, and a request comes at once."""
+    """Starts as a worker does, and a request comes at once."""
     from engine.model.runner import ModelRunner
 
     ModelRunner.execute = wait_for_a_kernel_that_hangs  # type: ignore[assignment]

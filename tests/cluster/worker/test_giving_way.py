@@ -24,7 +24,7 @@ DEADLINE_S = 30.0
 
 
 def niceness() -> int:
-    """Of the calling thread."""
+    """Returns that of the calling thread."""
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 

@@ -54,7 +54,7 @@ def test_the_life_of_a_worker_with_a_rank_elsewhere(tmp_path: Path) -> None:
     """One start for all, because it takes seconds."""
     make_checkpoint("qwen2", tmp_path)
     expected = generate(ModelRunner(tmp_path, **OPTIONS), PROMPT, BLOCKS, 8, temperature=0.0)
-    before = psutil.Process().children()  # of other tests
+    before = psutil.Process().children()  # other tests have left some
     with rank_host(SPEC) as (pid, place, news):
         assert isinstance(place, RankHost)
         assert (place.host, place.num_ranks) == (THERE, 1)

@@ -57,7 +57,7 @@ def status(url: str) -> dict[str, Any]:
 
 
 def sizes(url: str) -> dict[str, tuple[int, int]]:
-    """Of each worker: what the status says, and how many processes there are."""
+    """Maps each worker to what the status says, and how many processes there are."""
     found = {}
     for worker in status(url)["workers"]:
         children = psutil.Process(worker["pid"]).children()

@@ -244,7 +244,7 @@ def test_masks_are_the_same_on_the_device_and_in_the_kernels(
 
 
 def mixed(prompt: list[int]) -> list[Output]:
-    """One request of each kind, in one step."""
+    """Makes one request of each kind, in one step."""
     word = llguidance.LLMatcher.grammar_from_regex("(yes|no)")
     plain = replace(GREEDY, grammar="", max_tokens=12)
     kinds = [

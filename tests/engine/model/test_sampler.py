@@ -81,7 +81,7 @@ def test_draws_follow_the_distribution():
         ({"min_p": 0.29}, {0, 2, 1}),
         ({"min_p": 0.31}, {0, 2}),
         ({"top_k": 3, "top_p": 0.99}, {0, 2, 1}),
-        ({"top_k": 3, "top_p": 0.6}, {0, 2}),  # of what top-k left: (0.5 + 0.3) / 0.95
+        ({"top_k": 3, "top_p": 0.6}, {0, 2}),  # among what top-k left: (0.5 + 0.3) / 0.95
         ({"top_k": 3, "min_p": 0.5}, {0, 2}),
     ],
     ids=str,

@@ -220,7 +220,7 @@ class Driver:
         low_precision: int | None = None,
         quantization: str = "none",
     ) -> None:
-        """config: other than that of the directory."""
+        """`config` is used instead of that of the directory."""
         self.config = config or read_config(path)
         self.pool = make_pool(self.config, torch.uint8 if fp8 else dtype)
         made = make_ops(kind, self.config, dtype, low_precision, self.pool, quantization)

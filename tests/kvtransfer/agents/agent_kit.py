@@ -90,7 +90,7 @@ def read(
 
 
 def fails(agent: Agent, *args: Any, **tiers: Any) -> str:
-    """Why this read fails."""
+    """Says why this read fails."""
     try:
         read(agent, *args, **tiers)
     except AgentError as error:

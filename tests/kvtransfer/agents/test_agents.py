@@ -252,7 +252,7 @@ def test_a_read_from_a_stopped_peer_is_released_only_when_its_bytes_have_come(
         settle(agent, handle)
         assert np.array_equal(pool, content(*SIZES, seed=1))
         pool[:] = 0
-        agent.connect("p", 1, SIZES[0], metadata)  # the same incarnation again
+        agent.connect("p", 1, SIZES[0], metadata)  # no new incarnation
         read(agent, "p", [9], [0])
         assert np.array_equal(pool[0], content(*SIZES, seed=1)[9])
         assert not pool[1:].any()

@@ -16,7 +16,7 @@ import pytest
 
 from engine.kv.tier import Tier
 from kvtransfer.agent import AgentError
-from kvtransfer.agents import disk, nixl_file
+from kvtransfer.agents import disk
 from kvtransfer.agents.disk import DiskAgent
 from kvtransfer.agents.metadata import Space
 from kvtransfer.store import DiskStore
@@ -60,11 +60,11 @@ def opened(tmp_path: Path) -> Iterator[World]:
         store.close()
 
 
-@pytest.fixture(params=nixl_file.QUEUES)
+@pytest.fixture(params=disk.QUEUES)
 def world(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:
-    monkeypatch.setattr(nixl_file, "QUEUES", (request.param,))
+    monkeypatch.setattr(disk, "QUEUES", (request.param,))
     with opened(tmp_path) as world:
         yield world
 
@@ -245,7 +245,7 @@ class StrangeAgent:
     def registerMem(self, descs: Any, backends: list[int]) -> Any:
         if backends != [GDS]:
             return self._agent.registerMem(descs, backends)
-        if descs.getType() == nixl_file.open_nixl(on_cpu=False).FILE_SEG:
+        if descs.getType() == disk.open_nixl(on_cpu=False).FILE_SEG:
             raise RuntimeError("NIXL_ERR_BACKEND")
         return None
 
@@ -262,7 +262,7 @@ class StrangeAgent:
 
     def getXferStatus(self, handle: int) -> Any:
         status = self._agent.getXferStatus(handle)
-        return nixl_file.open_nixl(on_cpu=False).NIXL_IN_PROG if any(self._stalled) else status
+        return disk.open_nixl(on_cpu=False).NIXL_IN_PROG if any(self._stalled) else status
 
 
 def be_strange(
@@ -270,7 +270,7 @@ def be_strange(
     forbidden: tuple[str, ...] = (),
     stalled: list[bool] | None = None,
 ) -> None:
-    nixl = nixl_file.open_nixl(on_cpu=False)
+    nixl = disk.open_nixl(on_cpu=False)
 
     class Bindings:
         def __getattr__(self, name: str) -> Any:
@@ -279,7 +279,7 @@ def be_strange(
         def nixlAgent(self, *args: Any) -> StrangeAgent:
             return StrangeAgent(nixl.nixlAgent(*args), forbidden, stalled or [])
 
-    monkeypatch.setattr(nixl_file, "open_nixl", lambda on_cpu: Bindings())
+    monkeypatch.setattr(disk, "open_nixl", lambda on_cpu: Bindings())
 
 
 def test_where_io_uring_is_forbidden_another_queue_is_used(
@@ -294,7 +294,7 @@ def test_where_io_uring_is_forbidden_another_queue_is_used(
 def test_where_no_queue_works_the_error_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    be_strange(monkeypatch, forbidden=nixl_file.QUEUES)
+    be_strange(monkeypatch, forbidden=disk.QUEUES)
     why = pytest.raises(AgentError, match=r"disk agent of me: .*use_uring: .*not permitted")
     with why, opened(tmp_path):
         pass

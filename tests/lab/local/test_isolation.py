@@ -30,7 +30,7 @@ def ask(cluster: LocalCluster, prompt: list[int], scope: CacheScope) -> Completi
 
 
 def push_out(cluster: LocalCluster) -> None:
-    """Of the device."""
+    """Pushes what it has off the device."""
     for number, prompt in enumerate(FILLER):
         ask(cluster, prompt, CacheScope(b"filler %d" % number))
 

@@ -102,7 +102,7 @@ def test_kv_comes_back_from_host_memory_and_from_disk_after_a_restart(
         "disk_path": str(tmp_path),
         "disk_after_s": 0.0,
     }
-    # Of 150 + 12 tokens: with a window, the sinks and what is read from the last full block on.
+    # Blocks of 150 + 12 tokens; with a window, sinks and what is read from the last full one on.
     each = 1 + 3 if engine.window else 9
     with LocalCluster(model_dir, prefill=0, engine=engine, **tiers) as cluster:
         assert ask(cluster) == expected

@@ -21,7 +21,7 @@ from tests.lab.local.test_local import model_dir as model_dir
 
 LENGTH, NUM_PROMPTS = 150, 10
 PROMPTS = [[(7 * i + 3 * j + i * j) % VOCAB for j in range(LENGTH)] for i in range(NUM_PROMPTS)]
-CACHED = LENGTH // 16 * 16  # of a prompt: its full blocks, the last token being computed always
+CACHED = LENGTH // 16 * 16  # full blocks of a prompt, the last token being computed always
 ENGINE = small(num_blocks=24)  # two prompts and their answers
 MIB = 1 << 20
 TIMEOUT_S = 30.0

@@ -26,7 +26,7 @@ SCALING = ScalingConfig(start_s=START_S, max_workers=8, memory_s=60.0, hold_s=20
 
 
 class Clock:
-    """A cluster of nothing but time."""
+    """Is a cluster with nothing but time."""
 
     def __init__(self) -> None:
         self.now = 0.0

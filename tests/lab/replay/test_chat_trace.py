@@ -24,7 +24,7 @@ from lab.timing.timing import Polynomial
 from router.config import RouterConfig
 
 TRACE = Path(__file__).parent / "mooncake_conversation.jsonl.xz"
-# As of the table in benchmarks/results/README.md; a pass of prompts and decodes takes the sum.
+# See the table in benchmarks/results/README.md; a pass of prompts and decodes takes the sum.
 TIMING = Polynomial((4.209989e-7, 1.518344e-2, 16.50142), (-25.74, 54.01, 5.74))
 TOLERANCE = 1.02
 

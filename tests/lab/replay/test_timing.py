@@ -21,7 +21,7 @@ from lab.timing.timing import Overheads, Polynomial, Timing, overheads_of
 
 
 def prompt_s(timing: Timing, tokens: int, start: int = 0) -> float:
-    """Of a pass that feeds one prompt's tokens from `start` on."""
+    """Times a pass that computes one prompt's tokens from `start` on."""
     return timing.pass_s(tokens, tokens * (start + tokens / 2), 1, 0, 0, 100_000)
 
 
@@ -40,7 +40,8 @@ def write_npz(path: Path, **arrays: Any) -> str:
 
 
 def grid(**changes: Any) -> dict[str, Any]:
-    """A profile in the profiler's own format: 10 + n / 100 ms; 2 + batch + active / 1000 ms."""
+    """Makes a profile in the profiler's own format: 10 + n / 100 ms; 2 + batch + active / 1000
+    ms."""
     active, context = np.array([1000.0, 4000.0, 16000.0]), np.array([100.0, 400.0, 1600.0])
     return {
         "prefill_isl": np.array([100.0, 1000.0, 4000.0]),

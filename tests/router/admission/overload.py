@@ -85,7 +85,7 @@ class Overload:
         share: TenantShare | None = None,
         **submit: Any,
     ) -> None:
-        """Requests at even distances."""
+        """Sends requests at even distances."""
         for number in range(int((until_s - from_s) * rate)):
             self.at(
                 from_s + number / rate,
@@ -144,7 +144,7 @@ class Overload:
         )
 
     def _send(self, client: Client) -> None:
-        """Each time under another id, as over HTTP."""
+        """Sends it under another id each time, as over HTTP."""
         client.sent_at.append(self.now)
         request_id = f"r{len(self._by_id)}"
         self._by_id[request_id] = client

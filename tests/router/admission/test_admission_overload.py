@@ -22,7 +22,7 @@ def waits(clients: list[Client]) -> list[float]:
 
 
 def returns(s: Overload) -> tuple[int, int]:
-    """Of those who came back exactly when they were told: how many were admitted, and how many
+    """Counts those who came back exactly when they should: how many were admitted, and how many
     there were."""
     came = sum(len(client.sent_at) - 1 for client in s.clients)
     again = sum(max(0, len(client.refused) - 1) for client in s.clients)

@@ -245,7 +245,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 class StridingMachine(IndexMachine):
-    """The same where a lookup jumps: holes may be overlooked, but not those it has seen."""
+    """Lets lookups jump: holes may be overlooked, but not those it has seen."""
 
     STRIDE = 3
 

@@ -30,7 +30,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def come(self, name: str) -> None:
-        """The first time, or in a new life."""
+        """Comes for the first time, or as a new incarnation."""
         old = self.living.get(name)
         if old is not None:
             self.fleet.remove(old)

@@ -242,7 +242,7 @@ def play(
 
 
 def at_home(counts: Counter) -> list[float]:
-    """Of each group, the share of its requests that one worker decoded."""
+    """Returns for each group the share of its requests that one worker decoded."""
     of = [[counts["of", group, worker] for worker in WORKERS] for group in range(8)]
     return [max(numbers) / sum(numbers) for numbers in of]
 

@@ -100,7 +100,7 @@ def test_everybody_is_ahead_or_behind(prompts: list[float], seconds: float) -> N
 
 
 def test_a_prompt_that_has_waited_counts_as_shorter() -> None:
-    """As at the worker: half a second for each second."""
+    """It counts like at the worker: half a second for each second."""
     waiting = PromptQueue()
     waiting.add(0.0, "long", 5.0)
     for number in range(8):

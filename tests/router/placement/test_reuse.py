@@ -15,7 +15,7 @@ NUM_TOKENS = 160
 
 
 def names(conversation: object, count: int) -> list[bytes]:
-    """Of the first blocks of a conversation."""
+    """Hashes the first blocks of a conversation."""
     return [f"{conversation}/{block}".encode().ljust(HASH_BYTES) for block in range(count)]
 
 

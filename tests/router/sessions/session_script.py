@@ -56,7 +56,7 @@ class SessionScript(Outbox):
         self.sent: list[tuple[str, Any]] = []
         self.stored: list[SaveSession | DeleteSession] = []
         self.wakes: list[tuple[float, str]] = []
-        self.num_wakes = 0  # of the sessions
+        self.num_wakes = 0  # by the sessions
         self.obeyed: list[tuple[str, CacheOrder]] = []
         self._ids = itertools.count()
         self._seqs = itertools.count()
@@ -132,7 +132,7 @@ class SessionScript(Outbox):
         self.tell(Cancel(request_id))
 
     def command(self, op: str, session: str = "", argument: str = "", **more: Any) -> str:
-        """Returns the command's id."""
+        """Sends it, and returns the command's id."""
         command_id = f"c{next(self._ids)}"
         tenant = more.pop("tenant", "")
         self.tell(SessionCommand(command_id, API, tenant, SessionOp(op), session, argument, **more))
@@ -150,7 +150,7 @@ class SessionScript(Outbox):
         return info
 
     def names(self, tenant: str = "") -> list[str]:
-        """Sessions of a tenant."""
+        """Lists the sessions of a tenant."""
         return [info.session for info in self.ask("list", tenant=tenant, limit=100).sessions]
 
     def obey(self) -> list[tuple[str, CacheOrder]]:

@@ -116,7 +116,7 @@ def test_a_page_ends_early_rather_than_look_at_too_many_blocks(
     monkeypatch.setattr("router.sessions.commands.MAX_LISTED_BLOCKS", 5)
     script = SessionScript("decode-0")
     for name in "abc":
-        script.turn(name)  # of 2 blocks
+        script.turn(name)  # has 2 blocks
     reply = script.ask("list")
     assert ([info.session for info in reply.sessions], reply.has_more) == (["a", "b"], True)
 

@@ -23,7 +23,7 @@ from engine.model.gpu.flashinfer.division import Division
 from engine.model.gpu.staging import to_device
 
 DECODE_BYTES = 128 << 20  # what FlashInfer advises; its semaphores in it begin as zeros
-PROMPT_BYTES = 128 << 20  # the same, where splits of prompts do not take more
+PROMPT_BYTES = 128 << 20  # for prompts, where their splits do not take more
 SPLIT_ROWS = 128  # query rows of a program, at most
 WAVES = 2  # programs per multiprocessor up to which its planner splits contexts
 
@@ -142,7 +142,6 @@ class PagedAttention:
             )
 
     def decodes(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        """As Ops.attention."""
         c, queries = self._config, self._queries(qkv)
         out = torch.empty(queries.shape, dtype=qkv.dtype, device=qkv.device)
         self._library.decode.trtllm_batch_decode_with_kv_cache(
@@ -161,7 +160,6 @@ class PagedAttention:
         return out.flatten(1)
 
     def prompts(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        """As Ops.attention."""
         queries = self._queries(qkv)
         out = torch.empty(queries.shape, dtype=qkv.dtype, device=qkv.device)
         self._wrappers[self._config.window(layer)].run(

@@ -15,9 +15,9 @@ from engine.model.config import ModelConfig
 from engine.model.gpu.cache_pool import Pool
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128, 256)  # of pages that prompts read
-LATENT_DIMS = ((192, 128),)  # of keys and values of heads that are expanded from latents
-BLOCK_SIZES = (16, 32, 64, 128)  # of pages that decodes read
+HEAD_DIMS = (64, 128, 256)  # in pages that prompts read
+LATENT_DIMS = ((192, 128),)  # keys and values of heads that are expanded from latents
+BLOCK_SIZES = (16, 32, 64, 128)  # in pages that decodes read
 DECODE_CAPABILITIES = (9, 10, 12)  # major: their kernels need no plan, so a graph holds them
 
 
@@ -30,7 +30,7 @@ class Division:
 
     @property
     def kinds(self) -> dict[str, list[int]]:
-        """Of calls to FlashInfer, by the names of the fields: the layers that they are for."""
+        """Maps a kind of call to FlashInfer, by its field, to the layers that use it."""
         latent = (self.latent_prompts,) * len(self.decodes)
         kinds = {"decodes": self.decodes, "prompts": self.prompts, "latent_prompts": latent}
         layers = {
@@ -50,7 +50,7 @@ class Division:
         return replace(self, prompts=none, lacks=lacks)
 
     def notice(self, version: str) -> str:
-        """One line for the operator."""
+        """Returns one line for the operator."""
         parts = [
             f"{name} of {_share(layers)}"
             for name, layers in (("decodes", self.decodes), ("prompts", self.prompts))
@@ -69,7 +69,7 @@ class Division:
 def divide(
     config: ModelConfig, pool: Pool, dtype: torch.dtype, capability: tuple[int, int]
 ) -> Division:
-    """capability: of the device, (major, minor)."""
+    """`capability` is the device's (major, minor)."""
     lacks = []
     if dtype not in DTYPES:
         lacks.append(f"{str(dtype).removeprefix('torch.')} is not a 16-bit type")

@@ -31,7 +31,6 @@ class FusedExperts:
         chosen: torch.Tensor,
         weights: torch.Tensor,
     ) -> None:
-        """As engine.model.gpu.experts.add_experts."""
         out = torch.empty_like(hidden)
         library.cutlass_fused_moe(
             input=x.contiguous(),

@@ -64,13 +64,13 @@ class ExpandedAttention:
         self._wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(
             workspace, kv_layout="NHD", backend="fa3" if capability(device)[0] == HOPPER else "fa2"
         )
-        self._num_tokens = 0  # of the contexts that this step expands
+        self._num_tokens = 0  # in the contexts that this step expands
         self._slots = self._rows = torch.empty(0, dtype=torch.int64, device=device)
         self._are_all = False  # all rows of the step are expanded
 
     @property
     def is_used(self) -> bool:
-        """In this step."""
+        """Whether this step expands any context."""
         return self._num_tokens > 0
 
     def begin(self, batch: Batch, pool: Pool) -> frozenset[int]:
@@ -108,10 +108,10 @@ class ExpandedAttention:
         pool: Pool,
         layer: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of the step's expanded rows [n, num_heads, value_dim], and which rows of the step they
-        are, None: all. queries [N, num_heads, nope_dim + rope_dim], whose last part is overwritten
-        with q_rope [N, num_heads, rope_dim], rotated; key_up [num_heads, nope_dim, rank], value_up
-        [num_heads, rank, value_dim]."""
+        """Returns the step's expanded rows [n, num_heads, value_dim], and which rows of the step
+        they are, None: all. queries [N, num_heads, nope_dim + rope_dim], whose last part is
+        overwritten with q_rope [N, num_heads, rope_dim], rotated; key_up [num_heads, nope_dim,
+        rank], value_up [num_heads, rank, value_dim]."""
         latent, rows = self._latent, None if self._are_all else self._rows
         self._expand(pool, layer, key_up, value_up)
         queries[:, :, latent.nope_dim :] = q_rope

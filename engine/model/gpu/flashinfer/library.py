@@ -26,5 +26,5 @@ def load(setting: str) -> Any:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU; (0, 0) of a CPU."""
+    """Returns a GPU's (major, minor), and (0, 0) for a CPU."""
     return (0, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)

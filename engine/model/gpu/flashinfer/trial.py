@@ -18,7 +18,7 @@ from engine.model.gpu import experts as mixture
 from engine.model.gpu.flashinfer.experts import fuse
 from engine.model.gpu.ops import TritonOps
 
-TOLERANCE = 0.05  # of results of normally distributed numbers, in 16 bits
+TOLERANCE = 0.05  # relative to normally distributed numbers, in 16 bits
 LENGTHS = {  # (query_len, context_len) of each sequence, by kind of call
     "decodes": ((1, 1), (1, 19), (1, 70)),
     "prompts": ((37, 37), (5, 70), (1, 20)),
@@ -114,7 +114,7 @@ def _results(
 
 
 def _randn(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Of the dtype and on the device of `like`."""
+    """Draws numbers with the dtype and on the device of `like`."""
     return torch.randn(shape, device=like.device).to(like.dtype)
 
 

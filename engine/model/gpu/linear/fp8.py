@@ -16,7 +16,7 @@ import triton.language as tl
 from engine.model.fp8 import E4M3_MAX
 from engine.model.gpu.cache_write import e4m3
 
-MULTIPLE = 16  # of both sides of a matrix, for cuBLAS
+MULTIPLE = 16  # cuBLAS wants it in both sides of a matrix
 BLOCK = 2048
 CANDIDATES, SAMPLE = 41, 256  # numbers that a row's largest may become; columns that are tried
 _LEAST_SCALE = tl.constexpr(1e-12)

@@ -34,7 +34,7 @@ def int8_matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Int8Matrix:
 
 
 def dequantized(matrix: Int8Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """The weight as floats."""
+    """Returns the weight as floats."""
     if matrix.numbers.shape[1] % GROUP:
         return dequantize(matrix.numbers, matrix.scales).to(dtype)
     groups = matrix.numbers.unflatten(1, (-1, GROUP)).to(dtype)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from prometheus_client import CollectorRegistry
 
 from cluster.api.metrics import ClusterCollector
-from kvtransfer.peer.rates import MAX_COUNTED_PEERS, OTHER_PEERS, ReadRates
+from kvtransfer.peer.connector import MAX_COUNTED_PEERS, OTHER_PEERS, ReadRates
 from tests.cluster.api.conftest import MODEL, Served
 from tests.cluster.api.operations.test_operations import ASK, samples
 
@@ -92,29 +91,28 @@ def test_counters_of_what_goes_wrong_begin_at_zero_where_a_worker_counts() -> No
     assert value("kvrelay_wire_events_total", event="lost") == 0
 
 
-@pytest.mark.parametrize("lane", ["cma/memory", "rc_mlx5/mlx5_0:1", ""])
-def test_reads_are_by_source_peer_and_lane(lane: str) -> None:
+def test_reads_are_by_source_and_peer() -> None:
     rates = ReadRates(None, None)  # type: ignore[arg-type]
-    rates.add(None, lane, 100, 0.5, "prefill-0")
+    rates.add(None, 100, 0.5, "prefill-0")
     value = scrape_of({"workers": [WORKER | {"counters": rates.counters}]})
-    labels = {"worker": "w", "role": "decode", "source": "peer", "peer": "prefill-0", "lane": lane}
+    labels = {"worker": "w", "role": "decode", "source": "peer", "peer": "prefill-0"}
     assert value("kvrelay_worker_kv_read_bytes_total", **labels) == 100
     assert value("kvrelay_worker_kv_read_seconds_total", **labels) == 0.5
 
 
-def test_what_a_link_showed_when_it_was_made_is_by_peer_and_lane() -> None:
-    timed = {"peer": "prefill-0", "lane": "cma/memory", "bytes_per_s": 9e9}
-    links = [timed, {"peer": "prefill-1", "lane": "tcp/eth0", "bytes_per_s": 0.0}]
+def test_what_a_link_showed_when_it_was_made_is_by_peer() -> None:
+    timed = {"peer": "prefill-0", "bytes_per_s": 9e9}
+    links = [timed, {"peer": "prefill-1", "bytes_per_s": 0.0}]
     value = scrape_of({"workers": [WORKER | {"links": links}]})
     name, of = "kvrelay_worker_kv_link_bytes_per_second", {"worker": "w", "role": "decode"}
-    assert value(name, peer="prefill-0", lane="cma/memory", **of) == 9e9
-    assert value(name, peer="prefill-1", lane="tcp/eth0", **of) is None, "not known is not 0"
+    assert value(name, peer="prefill-0", **of) == 9e9
+    assert value(name, peer="prefill-1", **of) is None, "not known is not 0"
 
 
 def test_peers_beyond_the_limit_are_counted_together() -> None:
     rates = ReadRates(None, None)  # type: ignore[arg-type]
     for number in range(MAX_COUNTED_PEERS + 5):
-        rates.add(None, "tcp/eth0", 10, 0.1, f"prefill-{number}")
+        rates.add(None, 10, 0.1, f"prefill-{number}")
     peers = {key.split(":")[2] for key in rates.counters if key.startswith("kv_read_bytes:")}
-    assert rates.counters[f"kv_read_bytes:peer:{OTHER_PEERS}:tcp/eth0"] == 50
+    assert rates.counters[f"kv_read_bytes:peer:{OTHER_PEERS}"] == 50
     assert len(peers) == MAX_COUNTED_PEERS + 1

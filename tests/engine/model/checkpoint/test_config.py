@@ -142,7 +142,7 @@ def test_weights_bytes_bound_the_parameters(tmp_path):
 
 
 def held_bytes(value):
-    """Of all tensors in weights, but for the outputs that pad packed matrices to whole panels."""
+    """Sums all tensors in weights, but for the outputs that pad packed matrices to whole panels."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     if isinstance(value, Matrix | Heads):
@@ -162,7 +162,7 @@ def test_weights_bytes_are_what_a_cpu_holds(tmp_path, family, quantization):
     )
     held = held_bytes(runner._decoder._weights)
     planned = weights_bytes(runner.config, "float32", quantization)
-    # Of small matrices: the one with the most scales counts for all.
+    # Among small matrices the one with the most scales counts for all.
     assert planned == pytest.approx(held, rel=0.02 if quantization != "int4" else 0.04)
     assert INT8_GROUP == GROUP
 

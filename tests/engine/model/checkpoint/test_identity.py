@@ -35,7 +35,7 @@ def change_byte(file: Path, offset: int) -> None:
 
 
 def digests_of_changes(path: Path, num_changes: int) -> set[bytes]:
-    """Of the checkpoint and of `num_changes` others that differ from it in one byte each."""
+    """Hashes the checkpoint and `num_changes` others that differ from it in one byte each."""
     config, file, rng = read_config(path), path / "model.safetensors", random.Random(42)
     digests = {config.digest(path)}
     for offset in rng.sample(range(file.stat().st_size), num_changes):

@@ -15,7 +15,7 @@ from engine.model.checkpoint.quantized_config import parse_quantized
 from engine.model.errors import ModelError
 
 GROUPS_OF_32 = {"bits": 4, "group_size": 32}
-STATED = {  # of what other libraries have packed
+STATED = {  # what other libraries have packed
     "awq-4": GROUPS_OF_32 | {"quant_method": "awq", "zero_point": True, "version": "gemm"},
     **{
         f"gptq-{bits}{end}": {

@@ -116,7 +116,7 @@ def logits(path: Path, **options: Any) -> torch.Tensor:
 
 
 def extremes(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the largest number that share each scale."""
+    """Returns the least and the largest number that share each scale."""
     rows, columns = weight.shape
     match args.strategy:
         case "tensor":

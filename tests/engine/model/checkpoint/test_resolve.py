@@ -135,6 +135,18 @@ def test_the_converted_directory_is_complete(tmp_path):
     assert again == path, "found in the cache, without a word"
 
 
+def test_a_tokenizer_beside_a_gguf_file_is_not_mixed_into_its_own(tmp_path):
+    """A SentencePiece vocabulary, which transformers converts; it reads whole folders."""
+    file = tmp_path / "m.gguf"
+    write_gguf(file, make_checkpoint("llama", tmp_path / "original"), "llama", tokenizer="llama")
+    alone = resolve_model(str(file), cache_dir=tmp_path / "cache", progress=quiet)
+    foreign = Tokenizer.from_file(str(alone / "tokenizer.json"))
+    foreign.add_special_tokens(["<|foreign|>"])
+    foreign.save(str(tmp_path / "tokenizer.json"))
+    beside = resolve_model(str(file), cache_dir=tmp_path / "cache2", progress=quiet)
+    assert (beside / "tokenizer.json").read_bytes() == (alone / "tokenizer.json").read_bytes()
+
+
 def test_several_converters_at_once_leave_one_whole_directory(tmp_path):
     write_gguf(tmp_path / "m.gguf", make_checkpoint("llama", tmp_path / "original"), "llama")
     found = []

@@ -38,7 +38,7 @@ def one_thread_of_torch():
 
 @pytest.fixture(autouse=True)
 def items_of_several_tiles(monkeypatch):
-    """Of the longest sequences, as prompts have them."""
+    """Cuts the longest sequences in pieces, as prompts have them."""
     monkeypatch.setattr(cpu_attention, "_ITEMS", 1)
 
 

@@ -182,7 +182,7 @@ def pages_of(
 
 
 def gathered(pages: torch.Tensor, numbers: torch.Tensor, length: int) -> torch.Tensor:
-    """-> [num_kv_heads, length, head_dim]."""
+    """Returns [num_kv_heads, length, head_dim] from its pages."""
     count = -(-length // pages.shape[2])
     return pages[numbers[:count].long()].transpose(0, 1).flatten(1, 2)[:, :length]
 

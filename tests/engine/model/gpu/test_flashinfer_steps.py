@@ -130,7 +130,7 @@ def test_what_pays_is_expanded():
 
 def test_contexts_beyond_the_buffers_stay_absorbed(standin, tmp_path, monkeypatch):
     make_checkpoint("deepseek3", tmp_path)
-    # Of 6 heads with 32 and 24 numbers in float32: 24 tokens.
+    # Six heads with 32 and 24 numbers in float32: 24 tokens.
     monkeypatch.setattr(latent, "EXPANDED_BYTES", 24 * 6 * (32 + 24) * 4)
     world = World(tmp_path, "flashinfer")
     standin.calls.clear()

@@ -139,7 +139,7 @@ def test_who_was_left_out_of_a_step_is_left_out_of_the_next(triton, expected):
     done = second()
     assert done.failed == {0: "request r: its last step left it out"}
     assert done.sampled[1].token == expected[0][2]
-    # Of a step that was launched long before, no rows are known.
+    # No rows are known of a step that was launched long before.
     stream.number += 1
     assert list(stream.launch(after(a, 1, follows=1))().failed) == [0]
 

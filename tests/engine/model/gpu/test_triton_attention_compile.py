@@ -35,5 +35,5 @@ OTHERS = [pytest.param(sm, marks=pytest.mark.long) for sm in ("80", "100", "120"
 
 @pytest.mark.parametrize("sm", ["90", *OTHERS])
 def test_every_kernel_compiles_within_its_budget(tmp_path, sm):
-    """Of shared memory and of registers: what is beyond them is in a thread's memory."""
+    """Within its shared memory and registers: what is beyond them is in a thread's memory."""
     assert len(compile_cases(tmp_path, "--sm", sm)) >= 20

@@ -116,7 +116,7 @@ def test_latents_are_turned_behind_their_rank(kv_fp8):
     rank, rope_dim, heads = 48, 16, 9
     angles = tables(rope_dim // 2)
     latent = torch.randn(5, rank + rope_dim)
-    absorbed = torch.randn(5, heads, 24 + rope_dim)  # of which the last part is turned
+    absorbed = torch.randn(5, heads, 24 + rope_dim)  # whose last part is turned
     turned = rotated(latent[:, None, rank:], *angles, POSITIONS)
     expected_q = rotated(absorbed[..., 24:], *angles, POSITIONS)
     pool = empty_pool((3, 2, 1, 1), rank + rope_dim, 16, kv_fp8)

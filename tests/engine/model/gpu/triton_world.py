@@ -43,7 +43,7 @@ class RoundedOps(TorchOps):
 
 
 class Fp8Ops(TorchOps):
-    """The reference for FP8 on a GPU."""
+    """Computes what FP8 on a GPU should."""
 
     def matrix(self, weight, bias, role):
         wide = self.table(weight)

@@ -1,6 +1,7 @@
-"""`python -m lab.agents.turns`: a conversation of 40 turns as agents have it, over each API: a long
-system prompt with tools, and in each turn a call and its result. How much of each prompt was
-cached? Nothing is scripted: a random model with a long context is held to the tool's schema.
+"""A conversation of 40 turns as agents have it, over each API: how much of each prompt was cached?
+
+`python -m benchmarks.serving.turns`: a long system prompt with tools, and in each turn a call and
+its result. Nothing is scripted: a random model with a long context is held to the tool's schema.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def _post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
 @click.option("--turns", type=click.IntRange(2), default=40, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
 def main(turns: int, json_path: Path | None) -> None:
-    """How much of an agent's prompts is cached, told by each API."""
+    """How much of an agent's prompts is cached, as each API reports it."""
     console = Console()
     table = Table("API", "prompt of the last turn", "cached of later turns", "computed a turn")
     found = {}
@@ -176,8 +177,8 @@ def main(turns: int, json_path: Path | None) -> None:
         ):
             for number, (path, talk) in enumerate(APIS.items()):
                 steps = talk(http, 10 * number, turns)
-                told = list(track(steps, path, total=turns, console=console, transient=True))
-                later = told[1:]
+                seen = list(track(steps, path, total=turns, console=console, transient=True))
+                later = seen[1:]
                 cached = sum(turn.num_cached for turn in later)
                 share = cached / sum(turn.num_prompt for turn in later)
                 new = sum(turn.num_prompt for turn in later) - cached
