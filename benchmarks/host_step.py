@@ -27,20 +27,20 @@ import transformers
 
 from benchmarks.gpu.measure import print_table
 from benchmarks.report import write_json
-from cluster.config import EngineSection
-from cluster.worker.node import make_worker
-from cluster.worker.threads import LaunchThreads
-from decode_worker.messages import Decode
-from engine.config import WorkerConfig
-from engine.messages import TokenDeltas
-from engine.model.gpu.decode import SLOTS, DecodePasses
-from engine.model.gpu.steps import GpuSteps, Launches
-from engine.model.runner import ModelRunner
-from engine.model.step_executor import StepExecutor
-from engine.node import Effect, Send
-from engine.request import SamplingParams
-from engine.stats import Role
-from engine.step import Execute, Sampled, Step, StepDone
+from kvrelay.cluster.config import EngineSection
+from kvrelay.cluster.processes.worker_parts import make_worker
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.messages import TokenDeltas
+from kvrelay.engine.model.gpu.decode import SLOTS, DecodePasses
+from kvrelay.engine.model.gpu.steps import GpuSteps, Launches
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.step_executor import StepExecutor
+from kvrelay.engine.node import Effect, Send
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.stats import Role
+from kvrelay.engine.step import Execute, Sampled, Step, StepDone
+from kvrelay.worker.threads import LaunchThreads
 
 BLOCK_SIZE, VOCAB = 16, 32_000
 MAX_TOKENS, ROUTER = 4096, "router-0"

@@ -23,13 +23,13 @@ from unittest.mock import patch
 from rich.table import Table
 
 from benchmarks.report import make_console, write_json
-from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
-from engine.model.runner import ModelRunner
-from engine.model.sampling import sampler
-from engine.model.sampling.grammar import Grammars
-from engine.request import SamplingParams
-from engine.step import ScheduledSeq, Step
-from lab.local import Completion, LocalCluster
+from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.sampling import sampler
+from kvrelay.engine.model.sampling.grammar import Grammars
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import ScheduledSeq, Step
+from kvrelay.lab.local import Completion, LocalCluster
 
 BAD = 666  # the seed of a bad request
 AFTER = 5  # tokens, from which on it fails

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.revision import commit
-from lab.bench.load import percentile
+from kvrelay.lab.bench.load import percentile
 
 
 def about() -> dict[str, Any]:

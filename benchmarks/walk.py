@@ -34,10 +34,10 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-import kvtransfer.messages
+import kvrelay.kvtransfer.messages
 from benchmarks.serving.served import Served
-from cluster.config import Config
-from cluster.worker.build import prepare_model
+from kvrelay.cluster.config import Config
+from kvrelay.worker.build import prepare_model
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("engine", "kvtransfer", "prefill_worker", "decode_worker", "router", "cluster", "lab")

@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, ValidationError, convert
 from msgspec.structs import replace
 
-from engine.config_errors import ConfigError as ConfigError
-from engine.config_errors import explain_error
-from engine.config_errors import read_toml as read_toml
-from engine.stats import Role
-from router.config import MAX_PRIORITY, RouterConfig
-from router.scaling_config import ScalingConfig
+from kvrelay.engine.settings import ConfigError as ConfigError
+from kvrelay.engine.settings import explain_error
+from kvrelay.engine.settings import read_toml as read_toml
+from kvrelay.engine.stats import Role
+from kvrelay.router.config import MAX_PRIORITY, RouterConfig
+from kvrelay.router.scaling_config import ScalingConfig
 
 
 def _text(pattern: str, expected: str = "", secret: bool = False) -> Meta:

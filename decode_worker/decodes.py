@@ -8,11 +8,11 @@ here.
 
 from __future__ import annotations
 
-from decode_worker.messages import Decode
-from engine.node import Effect
-from engine.sequence import Sequence
-from kvtransfer.peer.arrival import Mode, Settled
-from kvtransfer.worker import Part
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.node import Effect
+from kvrelay.engine.sequence import Sequence
+from kvrelay.kvtransfer.peer.arrival import Mode, Settled
+from kvrelay.worker.node import Part
 
 
 class Decodes(Part):

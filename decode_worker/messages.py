@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.kv.block_hash import UNSALTED, CacheScope
-from engine.kv.tier import Retention
-from engine.node import NodeId
-from engine.request import SamplingParams
+from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.kv.tier import DEFAULT_RETENTION, Retention
-from engine.kv.window import Window
-from engine.node import NodeId
-from engine.stats import Role, WorkerInfo
+from kvrelay.engine.kv.tier import DEFAULT_RETENTION, Retention
+from kvrelay.engine.kv.window import Window
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role, WorkerInfo
 
 STATS_INTERVAL_S = 0.25  # between two statistics of a worker
 

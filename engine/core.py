@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from engine.config import WorkerConfig
-from engine.cost import StepTiming
-from engine.kv.block_hash import HASH_BYTES, BlockChain
-from engine.kv.cache_manager import KVCacheManager
-from engine.kv.publisher import KVPublisher
-from engine.kv.tier import Tier
-from engine.messages import Refused, TokenDeltas, WorkRequest
-from engine.node import Effect, NodeId, Note, Send
-from engine.progress import StepWatch
-from engine.request import NO_OUTPUTS, FinishReason, Refusal, TokenDelta, TokenLogprobs
-from engine.scheduling.scheduler import Scheduler
-from engine.sequence import SeqState, Sequence
-from engine.stats import WorkerStats
-from engine.step import Step, StepDone
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.cost import StepTiming
+from kvrelay.engine.kv.block_hash import HASH_BYTES, BlockChain
+from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.publisher import KVPublisher
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.messages import Refused, TokenDeltas, WorkRequest
+from kvrelay.engine.node import Effect, NodeId, Note, Send
+from kvrelay.engine.progress import StepWatch
+from kvrelay.engine.request import NO_OUTPUTS, FinishReason, Refusal, TokenDelta, TokenLogprobs
+from kvrelay.engine.scheduling.scheduler import Scheduler
+from kvrelay.engine.sequence import SeqState, Sequence
+from kvrelay.engine.stats import WorkerStats
+from kvrelay.engine.step import Step, StepDone
 
 LEFT_OUT = {
     Refusal.EXECUTION: "execution_fault",

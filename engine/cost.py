@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import mul
 
-from engine.config import WorkerConfig
-from engine.stats import Role
-from engine.step import ScheduledSeq, Step
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.stats import Role
+from kvrelay.engine.step import ScheduledSeq, Step
 
 RATE_WEIGHT = 0.2  # what a new measurement counts in a moving average
 

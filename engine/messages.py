@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.kv.block_hash import CacheScope
-from engine.kv.tier import Retention
-from engine.node import NodeId
-from engine.request import Refusal, SamplingParams, TokenDelta
+from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.request import Refusal, SamplingParams, TokenDelta
 
 
 class WorkRequest(Protocol):

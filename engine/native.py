@@ -27,7 +27,7 @@ from typing import Any
 
 from cffi import FFI
 
-from engine.cache_dir import default_cache_dir
+from kvrelay.engine.cache_dir import default_cache_dir
 
 BUILD_TIMEOUT_S = 120.0  # for one command, and for another process that builds
 FLAGS = ("-O3", "-std=c11", "-fPIC")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from math import inf
 
-from engine.config import WorkerConfig
-from engine.stats import Progress
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.stats import Progress
 
 SLACK = 20.0  # a step may take so many times as long as one like it should
 FIRST_SLACK = 10.0  # for the floor, before steps were measured: they may compile

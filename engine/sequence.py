@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.kv.block_hash import BlockChain
-from engine.kv.tier import Retention
-from engine.node import NodeId
-from engine.request import FinishReason, PromptOutputs, SamplingParams, TokenLogprobs
-from engine.waiting import Passes
+from kvrelay.engine.kv.block_hash import BlockChain
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.request import FinishReason, PromptOutputs, SamplingParams, TokenLogprobs
+from kvrelay.engine.waiting import Passes
 
 NO_BLOCK = -1  # in a block table: freed, or never needed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.node import NodeId
+from kvrelay.engine.node import NodeId
 
 
 class Role(StrEnum):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.request import PromptOutputs, Refusal, SamplingParams, TokenLogprobs
+from kvrelay.engine.request import PromptOutputs, Refusal, SamplingParams, TokenLogprobs
 
 HEALTH_CHECK = "health check"  # in place of a request id
 NO_TOKEN = -1  # that could be drawn: some logits are NaN, or none is finite

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.kv.tier import DiskRecord, Tier
-from engine.node import NodeId
+from kvrelay.engine.kv.tier import DiskRecord, Tier
+from kvrelay.engine.node import NodeId
 
 
 @dataclass(frozen=True, slots=True)

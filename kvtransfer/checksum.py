@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from engine.native import NativeBuildError, declarations, load
-from kvtransfer.layout import HeadShare
+from kvrelay.engine.native import NativeBuildError, declarations, load
+from kvrelay.kvtransfer.layout import HeadShare
 
 SOURCE = Path(__file__).parent / "c" / "checksum.c"
 LEAST_BYTES = 241  # of a head, in C; XXH3 computes shorter inputs otherwise

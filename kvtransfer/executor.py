@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.kv.tier import Tier
-from engine.node import NodeId
-from kvtransfer.agent import (
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.kvtransfer.agent import (
     Agent,
     AgentError,
     ConnectPeer,
@@ -27,11 +27,11 @@ from kvtransfer.agent import (
     StoreIndex,
     TransferId,
 )
-from kvtransfer.checksum import BlockBytes, checksum_blocks
-from kvtransfer.layout import HeadShare
-from kvtransfer.probes import Probes
-from kvtransfer.store import DiskStore, StoreError
-from kvtransfer.tiers.registry import is_storage
+from kvrelay.kvtransfer.checksum import BlockBytes, checksum_blocks
+from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.probes import Probes
+from kvrelay.kvtransfer.store import DiskStore, StoreError
+from kvrelay.kvtransfer.tiers.registry import is_storage
 
 logger = logging.getLogger(__name__)
 

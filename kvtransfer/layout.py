@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from engine.kv.spec import KVSpec
+from kvrelay.engine.kv.spec import KVSpec
 
 LAYOUT_VERSION = 4
 """Raised whenever the same KVSpec comes to mean other bytes, or their checksum another number."""

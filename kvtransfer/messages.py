@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.kv.tier import Tier
-from engine.node import NodeId
-from engine.request import TokenLogprobs
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.request import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

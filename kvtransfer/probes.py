@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvtransfer.agent import PROBE_BYTES, PeerConnected, ProbeAgent
+from kvrelay.kvtransfer.agent import PROBE_BYTES, PeerConnected, ProbeAgent
 
 TIMEOUT_S = 0.1
 """A connection is told so much later at most."""

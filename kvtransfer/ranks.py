@@ -13,10 +13,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
-from kvtransfer.checksum import MOD
-from kvtransfer.layout import HeadShare
-from kvtransfer.transfer_loop import Answer, Request
+from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
+from kvrelay.kvtransfer.checksum import MOD
+from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.kvtransfer.transfer_loop import Answer, Request
 
 
 class RankAnswers:

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from kvtransfer.agent import (
+from kvrelay.kvtransfer.agent import (
     ConnectPeer,
     CopyBlocks,
     CopyDone,
@@ -20,7 +20,7 @@ from kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvtransfer.executor import SHUTS_DOWN, StoreExecutor, TransferExecutor, failed_copy
+from kvrelay.kvtransfer.executor import SHUTS_DOWN, StoreExecutor, TransferExecutor, failed_copy
 
 log = logging.getLogger("kvrelay.transfers")
 

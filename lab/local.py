@@ -18,28 +18,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.config import EngineSection
-from cluster.control.audits import audit_dict
-from cluster.runtime.host import LoopThread, NodeHost
-from cluster.worker.build import build_worker
-from cluster.worker.process import BuiltWorker
-from cluster.worker.spec import BuildOptions, WorkerSpec
-from engine.kv.block_hash import UNSALTED, CacheScope
-from engine.node import Effect, NodeId
-from engine.request import (
+from kvrelay.cluster.config import EngineSection
+from kvrelay.cluster.control.audits import audit_dict
+from kvrelay.engine.host import LoopThread, NodeHost
+from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.node import Effect, NodeId
+from kvrelay.engine.request import (
     NO_OUTPUTS,
     FinishReason,
     PromptOutputs,
     SamplingParams,
     TokenLogprobs,
 )
-from engine.stats import Role, RouterUp
-from kvtransfer.agents.local import LocalAgent, LocalRegistry
-from kvtransfer.layout import HeadShare
-from router.config import RouterConfig
-from router.messages import Cancel, Failed, Output, Submit, WorkerUp
-from router.router import Router
-from router.status import RouterStatus
+from kvrelay.engine.stats import Role, RouterUp
+from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
+from kvrelay.kvtransfer.layout import HeadShare
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.messages import Cancel, Failed, Output, Submit, WorkerUp
+from kvrelay.router.router import Router
+from kvrelay.router.status import RouterStatus
+from kvrelay.worker.build import build_worker
+from kvrelay.worker.process import BuiltWorker
+from kvrelay.worker.spec import BuildOptions, WorkerSpec
 
 ROUTER, CLIENT = "router-0", "client-0"
 

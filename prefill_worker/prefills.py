@@ -7,14 +7,14 @@ its reads, when the request is aborted, or when the lease expires.
 
 from __future__ import annotations
 
-from engine.node import Effect
-from engine.request import FinishReason
-from engine.sequence import Sequence
-from kvtransfer.peer.arrival import Mode, Settled
-from kvtransfer.peer.handoff import ProducerEvent
-from kvtransfer.peer.producer import Handoff, Producer
-from kvtransfer.worker import Part
-from prefill_worker.messages import Prefill
+from kvrelay.engine.node import Effect
+from kvrelay.engine.request import FinishReason
+from kvrelay.engine.sequence import Sequence
+from kvrelay.kvtransfer.peer.arrival import Mode, Settled
+from kvrelay.kvtransfer.peer.handoff import ProducerEvent
+from kvrelay.kvtransfer.peer.producer import Handoff, Producer
+from kvrelay.prefill_worker.messages import Prefill
+from kvrelay.worker.node import Part
 
 
 class Prefills(Part):

@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
 
-from engine.kv.events import KVEvents, KVSnapshot
-from engine.node import NodeId
-from engine.request import TokenDelta
-from engine.stats import Role, WorkerInfo, WorkerStats
-from router.averages import Average
-from router.config import RouterConfig
-from router.index.prefix_index import PrefixIndex
-from router.placement.choice import GROUP, POOL, Option
-from router.placement.cost import CostModel
-from router.placement.endpoint import Endpoint, Ends, model_number
-from router.placement.fleet import Fleet
-from router.placement.policy import Policy, TtftPredictor
-from router.placement.retention_policy import RetentionPolicy
-from router.placement.work import Decision, HashedPrompt, Work
-from router.record import Attempt, Rejection, RequestRecord
-from router.room import blocks_needed, clamp_max_tokens
+from kvrelay.engine.kv.events import KVEvents, KVSnapshot
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.request import TokenDelta
+from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
+from kvrelay.router.averages import Average
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.placement.choice import GROUP, POOL, Option
+from kvrelay.router.placement.cost import CostModel
+from kvrelay.router.placement.endpoint import Endpoint, Ends, model_number
+from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.placement.policy import Policy, TtftPredictor
+from kvrelay.router.placement.retention_policy import RetentionPolicy
+from kvrelay.router.placement.work import Decision, HashedPrompt, Work
+from kvrelay.router.record import Attempt, Rejection, RequestRecord
+from kvrelay.router.room import blocks_needed, clamp_max_tokens
 
 MAX_DEAD = 64  # dead endpoints kept for status and to know old epochs
 FIRST_OUTPUT = 128.0  # tokens, until requests have ended

@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import median
 
-from engine.node import NodeId
-from engine.request import FinishReason, Refusal
-from router.placement.endpoint import LinkLoss
-from router.placement.work import Candidate, Decision
-from router.record import Attempt, RequestRecord
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.request import FinishReason, Refusal
+from kvrelay.router.placement.endpoint import LinkLoss
+from kvrelay.router.placement.work import Candidate, Decision
+from kvrelay.router.record import Attempt, RequestRecord
 
 MAX_ERRORS = 512  # predictions that the median is taken over
 TINY_S = 1e-9  # rounding error

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from engine.messages import Probe
-from engine.node import NodeId
-from engine.stats import Progress
-from router.config import RouterConfig
-from router.messages import WorkerSuspected
-from router.placement.endpoint import Endpoint
-from router.record import Attempt, Cause, RequestRecord
-from router.status import Totals
+from kvrelay.engine.messages import Probe
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Progress
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.messages import WorkerSuspected
+from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.record import Attempt, Cause, RequestRecord
+from kvrelay.router.status import Totals
 
 TELL_S = 1.0  # between two complaints of one worker
 

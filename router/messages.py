@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.kv.block_hash import UNSALTED, CacheScope
-from engine.kv.tier import Retention, Tier
-from engine.node import NodeId
-from engine.request import (
+from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.kv.tier import Retention, Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.request import (
     NO_OUTPUTS,
     FinishReason,
     PromptOutputs,
@@ -19,7 +19,7 @@ from engine.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from engine.stats import Role, WorkerInfo
+from kvrelay.engine.stats import Role, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)

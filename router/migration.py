@@ -11,15 +11,15 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from engine.messages import Preempted
-from engine.node import NodeId
-from engine.stats import Role
-from router.messages import DrainReport, RoleChanged, WorkerDraining
-from router.placement.endpoint import Endpoint
-from router.record import Attempt, Cause, RequestRecord
+from kvrelay.engine.messages import Preempted
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.router.messages import DrainReport, RoleChanged, WorkerDraining
+from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.record import Attempt, Cause, RequestRecord
 
 if TYPE_CHECKING:
-    from router.requests import Requests
+    from kvrelay.router.requests import Requests
 
 PAUSE_S = 0.2  # between two migrations of a request; doubles each time
 MAX_DOUBLINGS = 8

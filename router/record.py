@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from decode_worker.messages import Decode
-from engine.kv.block_hash import BlockChain
-from engine.kv.tier import Retention, Tier
-from engine.messages import Abort
-from engine.node import NodeId, Send
-from engine.request import (
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.block_hash import BlockChain
+from kvrelay.engine.kv.tier import Retention, Tier
+from kvrelay.engine.messages import Abort
+from kvrelay.engine.node import NodeId, Send
+from kvrelay.engine.request import (
     NO_OUTPUTS,
     FinishReason,
     PromptOutputs,
@@ -25,11 +25,11 @@ from engine.request import (
     SamplingParams,
     TokenDelta,
 )
-from engine.stats import WorkerInfo
-from prefill_worker.messages import Prefill
-from router.messages import Submit
-from router.placement.endpoint import Endpoint, Ends
-from router.placement.work import Decision
+from kvrelay.engine.stats import WorkerInfo
+from kvrelay.prefill_worker.messages import Prefill
+from kvrelay.router.messages import Submit
+from kvrelay.router.placement.endpoint import Endpoint, Ends
+from kvrelay.router.placement.work import Decision
 
 CACHE_SOURCES = (*Tier, "peer")  # in the order in which a prefix is put together from them
 EVICT_FIRST = Retention(keep_s=0.0, to_disk=False)

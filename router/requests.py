@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from engine.node import Effect, NodeId, Note, Send
-from engine.request import FinishReason, Refusal, TokenDelta, TokenLogprobs
-from router.admission.admission import Admission, Call
-from router.admission.estimates import OUTPUT_UNITS, computed_tokens, units_done
-from router.admission.fair_queue import FairQueue
-from router.admission.flows import Entry
-from router.config import RouterConfig
-from router.dispatch import Accepts, Dispatcher
-from router.explain import Explanations
-from router.messages import Failed, Output, Submit
-from router.placement.endpoint import Endpoint
-from router.record import (
+from kvrelay.engine.node import Effect, NodeId, Note, Send
+from kvrelay.engine.request import FinishReason, Refusal, TokenDelta, TokenLogprobs
+from kvrelay.router.admission.admission import Admission, Call
+from kvrelay.router.admission.estimates import OUTPUT_UNITS, computed_tokens, units_done
+from kvrelay.router.admission.fair_queue import FairQueue
+from kvrelay.router.admission.flows import Entry
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.dispatch import Accepts, Dispatcher
+from kvrelay.router.explain import Explanations
+from kvrelay.router.messages import Failed, Output, Submit
+from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.record import (
     CLEARED_TOKENS,
     Attempt,
     Cause,
@@ -29,8 +29,8 @@ from router.record import (
     abort_messages,
     dispatch_messages,
 )
-from router.state import ReplicaSync
-from router.status import Totals
+from kvrelay.router.state import ReplicaSync
+from kvrelay.router.status import Totals
 
 MAX_OWN_FAILURES = 2  # of a request, on as many workers; then it is refused
 MAX_LOST_APART = 2  # workers that ended while no other suspect was there

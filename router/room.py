@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.request import Refusal
-from engine.stats import WorkerInfo
-from router.record import Rejection
+from kvrelay.engine.request import Refusal
+from kvrelay.engine.stats import WorkerInfo
+from kvrelay.router.record import Rejection
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:

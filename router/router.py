@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
-from decode_worker.messages import Decode
-from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.messages import Abort, Preempted, Refused, TokenDeltas
-from engine.node import Effect, NodeId, Note, Unsendable, Wake, Woken
-from engine.request import Refusal, TokenDelta
-from engine.stats import RouterDown, RouterUp, WorkerInfo, WorkerStats
-from kvtransfer.messages import CacheOrderDone
-from prefill_worker.messages import Prefill
-from router.admission.admission import Call
-from router.config import RouterConfig
-from router.explain import Explanations
-from router.health import Health
-from router.index.prefix_index import PrefixIndex
-from router.messages import (
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from kvrelay.engine.messages import Abort, Preempted, Refused, TokenDeltas
+from kvrelay.engine.node import Effect, NodeId, Note, Unsendable, Wake, Woken
+from kvrelay.engine.request import Refusal, TokenDelta
+from kvrelay.engine.stats import RouterDown, RouterUp, WorkerInfo, WorkerStats
+from kvrelay.kvtransfer.messages import CacheOrderDone
+from kvrelay.prefill_worker.messages import Prefill
+from kvrelay.router.admission.admission import Call
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.explain import Explanations
+from kvrelay.router.health import Health
+from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.messages import (
     Cancel,
     Failed,
     PromptRouted,
@@ -36,17 +36,17 @@ from router.messages import (
     WorkerDraining,
     WorkerUp,
 )
-from router.migration import Migrations
-from router.placement.endpoint import Endpoint
-from router.placement.work import Decision
-from router.record import Cause, Rejection, RequestRecord, Verdict
-from router.requests import Requests
-from router.sessions.session import SessionConfig, SessionRecord
-from router.sessions.sessions import TICK as SESSIONS_TICK
-from router.sessions.sessions import Sessions
-from router.sessions.sharing import SessionsUpdated
-from router.state import TICK as STATE_TICK
-from router.state import (
+from kvrelay.router.migration import Migrations
+from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.placement.work import Decision
+from kvrelay.router.record import Cause, Rejection, RequestRecord, Verdict
+from kvrelay.router.requests import Requests
+from kvrelay.router.sessions.session import SessionConfig, SessionRecord
+from kvrelay.router.sessions.sessions import TICK as SESSIONS_TICK
+from kvrelay.router.sessions.sessions import Sessions
+from kvrelay.router.sessions.sharing import SessionsUpdated
+from kvrelay.router.state import TICK as STATE_TICK
+from kvrelay.router.state import (
     IndexLoaded,
     IndexWriter,
     OthersLoads,
@@ -55,8 +55,8 @@ from router.state import (
     StateUp,
     TenantLoad,
 )
-from router.status import RouterStatus, worker_status
-from router.traffic import Traffic
+from kvrelay.router.status import RouterStatus, worker_status
+from kvrelay.router.traffic import Traffic
 
 TICK = "tick"
 

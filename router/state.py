@@ -21,14 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from engine.kv.block_hash import HASH_BYTES
-from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.kv.tier import Tier
-from engine.node import Effect, NodeId, Send, Wake
-from engine.stats import RouterDown, RouterUp, WorkerInfo
-from router.index.prefix_index import PrefixIndex
-from router.index.table import Hashes
-from router.messages import PromptRouted
+from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import Effect, NodeId, Send, Wake
+from kvrelay.engine.stats import RouterDown, RouterUp, WorkerInfo
+from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.index.table import Hashes
+from kvrelay.router.messages import PromptRouted
 
 TICK = "state"
 PAUSE_S = 0.05  # between views that are written one after the other

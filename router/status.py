@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import inf
 
-from engine.node import NodeId
-from engine.stats import KVLink, Role
-from router.placement.endpoint import Endpoint, LinkLoss
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import KVLink, Role
+from kvrelay.router.placement.endpoint import Endpoint, LinkLoss
 
 LAYOUT_DIGITS = 12
 

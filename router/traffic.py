@@ -9,7 +9,7 @@ from math import log2
 
 from msgspec import Struct
 
-from engine.node import NodeId
+from kvrelay.engine.node import NodeId
 
 BINS_PER_OCTAVE = 4  # of lengths, so that a bin is known to 9 %
 

@@ -11,7 +11,7 @@ import pytest
 if not Path("/dev/nvidiactl").exists():  # before anything imports Triton, as transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 
 
 def pytest_collection_finish() -> None:

@@ -32,7 +32,7 @@ PURE_PLACES += ("cluster/control/worker_lives", "cluster/scaling/")
 IMPURE_PLACES = ("engine/model/", "kvtransfer/agents/")
 HTTP = ("fastapi", "starlette", "uvicorn")
 HTTP_PLACES = ("cluster/api/",)
-RAY_PLACES = ("cluster/runtime/ray.py", "cluster/runtime/ray_cluster.py")
+RAY_PLACES = ("cluster/processes/ray.py", "cluster/processes/ray_cluster.py")
 TORCH_PLACES = ("engine/model/", "kvtransfer/agents/", "kvtransfer/store")
 MAY_PRINT = ("cluster/cli/", "lab/cli/")
 

@@ -33,8 +33,8 @@ from benchmarks.report import make_console, write_json
 from benchmarks.serving.first_light import MODEL, time_one
 from benchmarks.serving.served import Served
 from benchmarks.serving.vllm_served import VllmServed, VllmSetup, check_python
-from engine.model.checkpoint.families import read_config
-from engine.model.checkpoint.resolve import resolve_model
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.resolve import resolve_model
 
 KV_GIB = 2.0  # each server's, however many workers it has
 LOADS = ("agents", "chat", "mixed", "swing", "kill", "flip", "all")

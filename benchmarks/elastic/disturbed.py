@@ -17,7 +17,7 @@ import httpx
 
 from benchmarks.elastic.load import Figures, longest_silence
 from benchmarks.serving.first_light import MODEL
-from lab.bench.load import LoadSpec, Timing, make_prompts, percentile, run_load
+from kvrelay.lab.bench.load import LoadSpec, Timing, make_prompts, percentile, run_load
 
 STREAMS, INPUT, OUTPUT = 16, 100, 200
 NUM_FLIPS = 50

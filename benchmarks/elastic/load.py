@@ -14,7 +14,7 @@ from random import Random
 
 from benchmarks.serving.conversations import Conversation, LoadFailed, http_client
 from benchmarks.serving.first_light import MODEL, mixed_load
-from lab.bench.load import Client, LoadSpec, Timing, make_prompts, percentile, run_load
+from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_prompts, percentile, run_load
 
 Figures = dict[str, float]
 CONTEXT, MESSAGE, OUTPUT, TURNS, THINK_S = 3000, 150, 48, 5, 8.0  # tokens; turns; seconds

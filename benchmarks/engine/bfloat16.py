@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from cluster.api.text.tokenizer import Tokenizer
-from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
-from engine.request import SamplingParams
-from lab.local import LocalCluster
-from router.config import RouterConfig
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.engine.request import SamplingParams
+from kvrelay.lab.local import LocalCluster
+from kvrelay.router.config import RouterConfig
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import greedy
 

@@ -32,9 +32,9 @@ from rich.table import Table
 from benchmarks.report import make_console, write_json
 from benchmarks.serving.vllm_served import BLOCK_SIZE as VLLM_BLOCK_SIZE
 from benchmarks.serving.vllm_served import VllmSetup, check_python
-from engine.model.checkpoint.families import read_config
-from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
-from lab.bench.engine import Prompts, WorkerFailed
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.lab.bench.engine import Prompts, WorkerFailed
 
 OURS, INT8, PEER = "KVRelay", "KVRelay int8", "vLLM"
 TOO_SLOW = 2.0  # a peer that takes so many times as long as its best is not asked again

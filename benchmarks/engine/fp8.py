@@ -20,15 +20,15 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.report import make_console, write_json
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.worker.build import prepare_model
-from engine.model.batch import Batch, Limits
-from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
-from engine.model.runner import ModelRunner
-from engine.request import SamplingParams
-from engine.step import ScheduledSeq, Step
-from lab.bench.engine import EngineSpec, greedy
-from lab.bench.lone_worker import LoneWorker
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import ScheduledSeq, Step
+from kvrelay.lab.bench.engine import EngineSpec, greedy
+from kvrelay.lab.bench.lone_worker import LoneWorker
+from kvrelay.worker.build import prepare_model
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "fp8.json"

@@ -20,12 +20,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.report import make_console, write_json
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import load_config
-from cluster.worker.build import prepare_model
-from engine.request import SamplingParams
-from engine.sequence import NO_BLOCK
-from lab.bench.lone_worker import Answer, LoneWorker
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import load_config
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.sequence import NO_BLOCK
+from kvrelay.lab.bench.lone_worker import Answer, LoneWorker
+from kvrelay.worker.build import prepare_model
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "window.json"
 BLOCK_SIZE = 16

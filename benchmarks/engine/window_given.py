@@ -21,10 +21,10 @@ from rich.table import Table
 
 from benchmarks.engine.fp8 import BLOCK_SIZE, pieces_of, prose, score
 from benchmarks.report import make_console, write_json
-from cluster.api.text.tokenizer import Tokenizer
-from engine.model.checkpoint.families import read_config
-from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
-from engine.model.runner import ModelRunner
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.engine.model.runner import ModelRunner
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "window_given.json"
 CHUNK = 256  # tokens that are fed at once

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.measure import copy_bandwidth, matrix_rate, print_table, seconds, write_json
-from engine.model.gpu.attention_decode import decode_attention, decode_splits
-from engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
-from engine.model.gpu.attention_tile import Tiling
-from engine.model.gpu.cache_pool import Pool
-from engine.model.gpu.latent import (
+from kvrelay.engine.model.gpu.attention_decode import decode_attention, decode_splits
+from kvrelay.engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
+from kvrelay.engine.model.gpu.attention_tile import Tiling
+from kvrelay.engine.model.gpu.cache_pool import Pool
+from kvrelay.engine.model.gpu.latent import (
     latent_decode,
     latent_prefill,
     latent_row_tiles,

@@ -24,20 +24,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from engine.model.gpu import attention_prefill
-from engine.model.gpu import latent as latent_kernels
-from engine.model.gpu.attention_decode import decode_attention
-from engine.model.gpu.attention_prefill import prefill_attention
-from engine.model.gpu.cache_pool import Pool
-from engine.model.gpu.cache_write import latent_write, rope_write
-from engine.model.gpu.experts import ExpertWeights, add_experts
-from engine.model.gpu.latent import latent_decode, latent_prefill
-from engine.model.gpu.linear import fp8, int8
-from engine.model.gpu.norm_activation import gated, rms_norm
-from engine.model.gpu.sampling import Draws, draw
-from kvtransfer.agents.checksum_kernels import Checksums
-from kvtransfer.checksum import head_weights
-from kvtransfer.layout import HeadShare
+from kvrelay.engine.model.gpu import attention_prefill
+from kvrelay.engine.model.gpu import latent as latent_kernels
+from kvrelay.engine.model.gpu.attention_decode import decode_attention
+from kvrelay.engine.model.gpu.attention_prefill import prefill_attention
+from kvrelay.engine.model.gpu.cache_pool import Pool
+from kvrelay.engine.model.gpu.cache_write import latent_write, rope_write
+from kvrelay.engine.model.gpu.experts import ExpertWeights, add_experts
+from kvrelay.engine.model.gpu.latent import latent_decode, latent_prefill
+from kvrelay.engine.model.gpu.linear import fp8, int8
+from kvrelay.engine.model.gpu.norm_activation import gated, rms_norm
+from kvrelay.engine.model.gpu.sampling import Draws, draw
+from kvrelay.kvtransfer.agents.checksum_kernels import Checksums
+from kvrelay.kvtransfer.checksum import head_weights
+from kvrelay.kvtransfer.layout import HeadShare
 
 KIB = 1024
 MAX_SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # a program's

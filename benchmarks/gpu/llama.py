@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 import transformers
 
-from engine.model.backends import Backends
-from engine.model.runner import ModelRunner
-from engine.request import SamplingParams
-from engine.step import ScheduledSeq
+from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import ScheduledSeq
 
 BLOCK_SIZE = 16
 SHAPE = {
@@ -68,7 +68,9 @@ def make_runner(
     """A worker's runner with a copy of `model`'s weights."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch("engine.model.checkpoint.load.Checkpoint", return_value=_Parameters(model)),
+        mock.patch(
+            "kvrelay.engine.model.checkpoint.load.Checkpoint", return_value=_Parameters(model)
+        ),
     ):
         model.config.save_pretrained(folder)
         runner = ModelRunner(

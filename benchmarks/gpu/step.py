@@ -21,10 +21,10 @@ import torch
 
 from benchmarks.gpu.llama import BLOCK_SIZE, make_model, make_runner, share
 from benchmarks.gpu.measure import copy_bandwidth, print_table, write_json
-from engine.model.backends import Backends
-from engine.model.quantize import GROUP
-from engine.model.runner import ModelRunner
-from engine.step import Step
+from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.model.quantize import GROUP
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.step import Step
 
 AIM = 1.25
 BATCHES, CONTEXT = (1, 16, 64), 1024

@@ -19,13 +19,13 @@ import transformers
 
 from benchmarks.gpu.llama import BLOCK_SIZE, make_model, make_runner
 from benchmarks.gpu.measure import print_table, write_json
-from engine.config import WorkerConfig
-from engine.core import EngineCore
-from engine.kv.block_hash import BlockChain, CacheScope
-from engine.model.runner import ModelRunner
-from engine.request import SamplingParams
-from engine.sequence import Sequence
-from engine.stats import Role
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.kv.block_hash import BlockChain, CacheScope
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.stats import Role
 
 AIM = 3.0
 MAX_NUM_SEQS, MAX_BATCHED = 64, 2048

@@ -21,7 +21,7 @@ from rich.table import Table
 from benchmarks.report import make_console, write_json
 from benchmarks.serving.first_light import MODEL, time_one
 from benchmarks.serving.served import Served
-from lab.bench.load import LoadSpec, make_prompts
+from kvrelay.lab.bench.load import LoadSpec, make_prompts
 
 PHASES = ("prefill", "ttft", "transfer", "first_decode")
 

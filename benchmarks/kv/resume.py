@@ -23,10 +23,10 @@ import psutil
 from benchmarks.serving.conversations import NEXT_MESSAGES, Conversation, http_client
 from benchmarks.serving.first_light import BLOCK_SIZE, MODEL, time_one
 from benchmarks.serving.served import Served
-from engine.kv.tier import Tier
-from engine.model.checkpoint.families import read_config
-from engine.model.checkpoint.resolve import resolve_model
-from lab.bench.load import Client, LoadSpec, Timing, make_prompts
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.resolve import resolve_model
+from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_prompts
 
 SOURCES = ("host", "disk", "restart")
 NUM_TURNS = 3  # at most: the first, one resumed from host or disk, one after a restart

@@ -22,13 +22,13 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.kv.tier_policies import POLICIES
-from engine.config import WorkerConfig
-from engine.kv.cache_manager import KVCacheManager
-from engine.kv.tier import Retention, Tier
-from engine.node import Effect
-from engine.stats import Role
-from kvtransfer.agent import CopyBlocks, CopyDone
-from kvtransfer.tiers.manager import Tiers
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.tier import Retention, Tier
+from kvrelay.engine.node import Effect
+from kvrelay.engine.stats import Role
+from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone
+from kvrelay.kvtransfer.tiers.manager import Tiers
 
 TICK_S = 1.0
 GIB = 2**30

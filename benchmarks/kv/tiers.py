@@ -37,8 +37,8 @@ from benchmarks.report import make_console, ms, write_json
 from benchmarks.serving.conversations import LoadFailed, tokens_by_source
 from benchmarks.serving.first_light import MODEL, load
 from benchmarks.serving.served import Served
-from engine.kv.tier import Tier
-from lab.bench.load import LoadSpec
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.lab.bench.load import LoadSpec
 
 json_option = click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Write the results."

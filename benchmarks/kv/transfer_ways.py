@@ -18,12 +18,12 @@ import click
 import numpy as np
 
 from benchmarks.kv.second_process import second_process
-from engine.kv.tier import Tier
-from kvtransfer.agent import Agent
-from kvtransfer.agents.disk import DiskAgent
-from kvtransfer.agents.nixl import NixlAgent
-from kvtransfer.agents.pool import make_host_arena
-from kvtransfer.store import DiskStore
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.agent import Agent
+from kvrelay.kvtransfer.agents.disk import DiskAgent
+from kvrelay.kvtransfer.agents.nixl import NixlAgent
+from kvrelay.kvtransfer.agents.pool import make_host_arena
+from kvrelay.kvtransfer.store import DiskStore
 
 MEMCPY = "memcpy"
 BETWEEN = "NIXL, 2 processes"

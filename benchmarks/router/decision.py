@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 
 from benchmarks.router.load import RoutingLoad
-from cluster.serve.router_api import settle_memory
-from engine.request import SamplingParams
-from engine.stats import Role, WorkerInfo, WorkerStats
-from router.dispatch import Dispatcher
-from router.messages import Submit
-from router.record import RequestRecord
+from kvrelay.cluster.processes.router_api import settle_memory
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
+from kvrelay.router.dispatch import Dispatcher
+from kvrelay.router.messages import Submit
+from kvrelay.router.record import RequestRecord
 
 BLOCK_SIZE = 16
 NUM_DECISIONS = 100

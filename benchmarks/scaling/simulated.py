@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from cluster.scaling.costs import Costs
-from cluster.scaling.decisions import Decision, Line
-from cluster.scaling.observations import Observer, Snapshot
-from lab.replay.autoscale.scaled import replay_scaled, with_targets
-from lab.replay.config import ReplayConfig
-from lab.replay.trace import Trace, TraceRequest
-from lab.timing.timing import Links
-from router.scaling_config import ScalingConfig
+from kvrelay.cluster.scaling.costs import Costs
+from kvrelay.cluster.scaling.decisions import Decision, Line
+from kvrelay.cluster.scaling.observations import Observer, Snapshot
+from kvrelay.lab.replay.autoscale.scaled import replay_scaled, with_targets
+from kvrelay.lab.replay.config import ReplayConfig
+from kvrelay.lab.replay.trace import Trace, TraceRequest
+from kvrelay.lab.timing.timing import Links
+from kvrelay.router.scaling_config import ScalingConfig
 
 MAX_BLOCKS = 1 << 16  # in a prompt
 LINKS = Links(message_s=0.002)  # between processes, on cores that others use

@@ -37,7 +37,7 @@ from rich.table import Table
 from benchmarks.report import make_console, ms, write_json
 from benchmarks.serving.first_light import MODEL
 from benchmarks.serving.served import Served
-from lab.bench.load import percentile
+from kvrelay.lab.bench.load import percentile
 
 ANSWER_GOAL_S = 5.0
 MIB = 2**20
@@ -46,7 +46,7 @@ TENANTS = "".join(f'[[tenant]]\nname = "{n}"\nkeys = ["{key}"]\n' for n, key in 
 CHAT = "/v1/chat/completions"
 TEXT = "Some words of a prompt, and 12345 more. "
 TURN_MIB, NUM_TURNS = 7, 15  # in the conversation: 105 MiB
-ROUTER, COMPILER = "cluster.serve.child router", "cluster.api.constraints.compiler"
+ROUTER, COMPILER = "cluster.processes.child router", "kvrelay.cluster.api.constraints.compiler"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from lab.bench.load import Client, LoadSpec, Timing, make_prompts, percentile
+from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_prompts, percentile
 
 Messages = list[dict[str, str]]
 NEXT_MESSAGES = (

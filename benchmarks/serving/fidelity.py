@@ -42,18 +42,18 @@ from benchmarks.serving.fidelity_load import (
     write_recording,
 )
 from benchmarks.serving.served import Served
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import Config
-from cluster.worker.build import PreparedModel, prepare_model
-from cluster.worker.devices import sized
-from cluster.worker.specs import ITL_TARGET_MS
-from engine.config import STATS_INTERVAL_S
-from lab.bench.load import percentile
-from lab.replay.config import ReplayConfig
-from lab.replay.replay import replay
-from lab.replay.results import ReplayResult
-from lab.timing.profile import profile_of
-from lab.timing.timing import Timing
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.specs import ITL_TARGET_MS
+from kvrelay.engine.config import STATS_INTERVAL_S
+from kvrelay.lab.bench.load import percentile
+from kvrelay.lab.replay.config import ReplayConfig
+from kvrelay.lab.replay.replay import replay
+from kvrelay.lab.replay.results import ReplayResult
+from kvrelay.lab.timing.profile import profile_of
+from kvrelay.lab.timing.timing import Timing
+from kvrelay.worker.build import PreparedModel, prepare_model
+from kvrelay.worker.devices import sized
 
 PERCENTS = (50, 90)
 GOAL = 0.15  # simulated and real differ by no more
@@ -65,7 +65,7 @@ Figures = dict[str, dict[str, float]]  # "ttft" and "itl" -> "p50", ... -> secon
 
 def measure_profile(path: Path) -> None:
     """As a user does it."""
-    command = [sys.executable, "-m", "lab.cli.main", "profile", "--out", str(path)]
+    command = [sys.executable, "-m", "kvrelay.lab.cli.main", "profile", "--out", str(path)]
     if subprocess.run(command, check=False).returncode:
         raise click.ClickException("this machine could not be measured; what went wrong is above")
 

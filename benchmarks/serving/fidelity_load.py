@@ -17,9 +17,9 @@ from random import Random
 import httpx
 
 from benchmarks.serving.conversations import LoadFailed, Messages, http_client
-from cluster.api.text.tokenizer import Tokenizer
-from lab.bench.load import Client, LoadSpec, Timing, make_prompts
-from lab.replay.trace import Trace, TraceRequest
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_prompts
+from kvrelay.lab.replay.trace import Trace, TraceRequest
 
 BLOCK_TOKENS = 16
 

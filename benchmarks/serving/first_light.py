@@ -22,10 +22,18 @@ from rich.table import Table
 
 from benchmarks.report import write_json
 from benchmarks.serving.served import Served
-from cluster.api.text.tokenizer import Tokenizer
-from engine.kv.block_hash import CacheScope, hash_blocks
-from engine.model.checkpoint.resolve import resolve_model
-from lab.bench.load import Client, LoadSpec, Timing, make_prompts, percentile, run_load, summarize
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
+from kvrelay.engine.model.checkpoint.resolve import resolve_model
+from kvrelay.lab.bench.load import (
+    Client,
+    LoadSpec,
+    Timing,
+    make_prompts,
+    percentile,
+    run_load,
+    summarize,
+)
 
 MODEL = "smollm2-135m"
 BLOCK_SIZE = 16

@@ -18,7 +18,7 @@ from random import Random
 from urllib.parse import urlsplit
 
 from benchmarks.serving.first_light import MODEL
-from lab.bench.load import LoadSpec, make_prompts
+from kvrelay.lab.bench.load import LoadSpec, make_prompts
 
 MAX_CONNECTIONS = 4096
 MAX_REQUESTS = 200_000

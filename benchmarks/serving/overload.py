@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.report import make_console, ms, write_json
 from benchmarks.serving.load import Answer, Caller, Load, Offer
 from benchmarks.serving.served import Served
-from lab.bench.load import percentile
+from kvrelay.lab.bench.load import percentile
 
 DEADLINE_S = 20.0
 MAX_QUEUE_WAIT_S = 8.0

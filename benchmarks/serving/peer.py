@@ -33,9 +33,9 @@ from benchmarks.serving.first_light import MODEL, mixed_load, time_one
 from benchmarks.serving.served import Served
 from benchmarks.serving.vllm_served import BLOCK_SIZE as VLLM_BLOCK_SIZE
 from benchmarks.serving.vllm_served import VllmServed, VllmSetup, check_python
-from engine.model.checkpoint.families import read_config
-from engine.model.checkpoint.resolve import resolve_model
-from lab.bench.load import percentile
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.resolve import resolve_model
+from kvrelay.lab.bench.load import percentile
 
 OURS, PEER = "KVRelay", "vLLM"
 BLOCK_SIZE = 16

@@ -65,7 +65,15 @@ class Served(OwnedServer):
         self._folder = tempfile.TemporaryDirectory()
         path = Path(self._folder.name) / "kvrelay.toml"
         path.write_text(toml_text(settings))
-        command = [*prefix, sys.executable, "-m", "lab.cli.main", "serve", "--config", str(path)]
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "kvrelay.lab.cli.main",
+            "serve",
+            "--config",
+            str(path),
+        ]
         self.process = subprocess.Popen(
             [*command, *(() if "--port" in args else ("--port", "0")), *args],
             stderr=subprocess.PIPE,

@@ -21,8 +21,8 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.serving.served import Served
-from lab.agents.agents import MODEL
-from lab.agents.model import make_model
+from kvrelay.lab.agents.agents import MODEL
+from kvrelay.lab.agents.model import make_model
 
 SYSTEM_WORDS, RESULT_WORDS = 12_000, 120  # agents begin with 5,000 to 20,000 tokens
 WORDS = [

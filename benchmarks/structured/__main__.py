@@ -28,10 +28,10 @@ from rich.table import Table
 
 from benchmarks.report import make_console, write_json
 from benchmarks.structured.ordered import in_schema_order
-from cluster.api.constraints.schema import SchemaError, in_one_line, rewrite, schema_grammar
-from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
-from engine.model.sampling.grammar import GrammarError, compile_grammar, read_vocabulary
-from lab.bench.load import percentile
+from kvrelay.cluster.api.constraints.schema import SchemaError, in_one_line, rewrite, schema_grammar
+from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.engine.model.sampling.grammar import GrammarError, compile_grammar, read_vocabulary
+from kvrelay.lab.bench.load import percentile
 
 
 @dataclass

@@ -16,7 +16,7 @@ import httpx
 from openai import AsyncOpenAI
 
 from benchmarks.serving.first_light import MODEL
-from lab.bench.load import percentile
+from kvrelay.lab.bench.load import percentile
 
 STREAMS, MAX_TOKENS = 2, 6000
 PHASE_S, ROUNDS = 6.0, 3

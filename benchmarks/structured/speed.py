@@ -15,13 +15,13 @@ from statistics import median
 
 import llguidance
 
-from cluster.api.constraints.schema import schema_grammar
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import EngineSection
-from engine.model.runner import ModelRunner
-from engine.request import SamplingParams
-from engine.step import ScheduledSeq, Step
-from lab.local import LocalCluster
+from kvrelay.cluster.api.constraints.schema import schema_grammar
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import EngineSection
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import ScheduledSeq, Step
+from kvrelay.lab.local import LocalCluster
 
 BATCH, PROMPT, STEPS, BLOCK = 8, 64, 60, 16
 # Any text that is so long that it does not end within the steps.

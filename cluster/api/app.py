@@ -24,14 +24,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api.anthropic.routes import MESSAGES, message_routes, refuse
-from cluster.api.calls import client_request_id
-from cluster.api.console.routes import Console
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError
-from cluster.api.explain import explanation_routes
-from cluster.api.incoming import caller
-from cluster.api.openai.embeddings import (
+from kvrelay.cluster.api.anthropic.routes import MESSAGES, message_routes, refuse
+from kvrelay.cluster.api.calls import client_request_id
+from kvrelay.cluster.api.console.routes import Console
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.explain import explanation_routes
+from kvrelay.cluster.api.incoming import caller
+from kvrelay.cluster.api.openai.embeddings import (
     EmbeddingFormat,
     EmbeddingRequest,
     RerankFormat,
@@ -40,16 +40,16 @@ from cluster.api.openai.embeddings import (
     ScoreRequest,
     plan_embeddings,
 )
-from cluster.api.openai.formats import CompletionFormat
-from cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
-from cluster.api.openai.respond import GenerateEndpoint, error_response
-from cluster.api.openai.schema import ChatRequest, CompletionRequest, parse
-from cluster.api.openai.stored import StoredChats, chat_format
-from cluster.api.operations import operation_routes
-from cluster.api.responses.routes import response_routes
-from cluster.api.sessions import session_routes
-from cluster.api.utility.openapi import document_routes
-from cluster.api.utility.tokens import token_routes
+from kvrelay.cluster.api.openai.formats import CompletionFormat
+from kvrelay.cluster.api.openai.plan import plan_chat, plan_completion, unknown_model
+from kvrelay.cluster.api.openai.respond import GenerateEndpoint, error_response
+from kvrelay.cluster.api.openai.schema import ChatRequest, CompletionRequest, parse
+from kvrelay.cluster.api.openai.stored import StoredChats, chat_format
+from kvrelay.cluster.api.operations import operation_routes
+from kvrelay.cluster.api.responses.routes import response_routes
+from kvrelay.cluster.api.sessions import session_routes
+from kvrelay.cluster.api.utility.openapi import document_routes
+from kvrelay.cluster.api.utility.tokens import token_routes
 
 _log = logging.getLogger("kvrelay.api")
 

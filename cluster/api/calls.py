@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.api.client import RequestStream
-from cluster.api.metrics import ApiMetrics
-from cluster.api.text.prefixes import PromptHistory
-from router.explain import Explanation, Explanations, Phase
+from kvrelay.cluster.api.client import RequestStream
+from kvrelay.cluster.api.metrics import ApiMetrics
+from kvrelay.cluster.api.text.prefixes import PromptHistory
+from kvrelay.router.explain import Explanation, Explanations, Phase
 
 # By endpoint; those of embeddings have none.
 ANSWER_IDS = {"chat": "chatcmpl-", "completions": "cmpl-", "messages": "msg_", "responses": "resp_"}

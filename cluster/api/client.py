@@ -13,17 +13,17 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from engine.kv.block_hash import UNSALTED, CacheScope
-from engine.kv.tier import Retention
-from engine.node import Effect, NodeId
-from engine.request import (
+from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.node import Effect, NodeId
+from kvrelay.engine.request import (
     NO_OUTPUTS,
     FinishReason,
     Refusal,
     SamplingParams,
     TokenLogprobs,
 )
-from router.messages import (
+from kvrelay.router.messages import (
     Cancel,
     Failed,
     Output,

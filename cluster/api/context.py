@@ -10,26 +10,26 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from cluster.api.calls import Calls
-from cluster.api.client import RouterClient
-from cluster.api.errors import overloaded
-from cluster.api.limiter import ByteBudget, ConcurrencyLimiter, LimitReached, Turns
-from cluster.api.metrics import ApiMetrics
-from cluster.api.rates import RateLimits
-from cluster.api.responses.store import ResponseStore
-from cluster.api.tenants import Tenants
-from cluster.api.text.tokenizer import PublicPrompts, Tokenizer
-from cluster.api.tracing import Tracing
-from engine.kv.tier import DEFAULT_RETENTION
-from engine.stats import Role
-from router.admission.admission import Call
-from router.explain import Explanations
-from router.messages import Failed
+from kvrelay.cluster.api.calls import Calls
+from kvrelay.cluster.api.client import RouterClient
+from kvrelay.cluster.api.errors import overloaded
+from kvrelay.cluster.api.limiter import ByteBudget, ConcurrencyLimiter, LimitReached, Turns
+from kvrelay.cluster.api.metrics import ApiMetrics
+from kvrelay.cluster.api.rates import RateLimits
+from kvrelay.cluster.api.responses.store import ResponseStore
+from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
+from kvrelay.cluster.api.tracing import Tracing
+from kvrelay.engine.kv.tier import DEFAULT_RETENTION
+from kvrelay.engine.stats import Role
+from kvrelay.router.admission.admission import Call
+from kvrelay.router.explain import Explanations
+from kvrelay.router.messages import Failed
 
 if TYPE_CHECKING:
-    from cluster.api.constraints.grammar import Constraints
-    from cluster.api.openai.logprobs import TokenNames
-    from cluster.api.output.dialect import Dialect
+    from kvrelay.cluster.api.constraints.grammar import Constraints
+    from kvrelay.cluster.api.openai.logprobs import TokenNames
+    from kvrelay.cluster.api.output.dialect import Dialect
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,9 +118,9 @@ class ApiContext:
             self.limits.max_session_commands, "session commands are waiting"
         )
         self.bodies = ByteBudget(_NUM_BODIES * self.limits.max_body_bytes)
-        from cluster.api.constraints.grammar import Constraints
-        from cluster.api.openai.logprobs import TokenNames
-        from cluster.api.output.dialect import Dialect
+        from kvrelay.cluster.api.constraints.grammar import Constraints
+        from kvrelay.cluster.api.openai.logprobs import TokenNames
+        from kvrelay.cluster.api.output.dialect import Dialect
 
         self.token_names = TokenNames(self.tokenizer)
         template = self.tokenizer.chat_template

@@ -11,8 +11,8 @@ import logging
 import math
 from typing import Any
 
-from engine.request import Refusal
-from router.messages import Failed, SessionRefusal, SessionReply
+from kvrelay.engine.request import Refusal
+from kvrelay.router.messages import Failed, SessionRefusal, SessionReply
 
 # Refusal -> (HTTP status, OpenAI's error type)
 _STATUS: dict[Refusal, tuple[int, str]] = {

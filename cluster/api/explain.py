@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.api.calls import ServedCall, ServedChoice
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError
-from cluster.api.incoming import caller, limit_of
-from router.explain import Explanation, name_of, reason
-from router.placement.work import Candidate
-from router.record import Attempt
+from kvrelay.cluster.api.calls import ServedCall, ServedChoice
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.incoming import caller, limit_of
+from kvrelay.router.explain import Explanation, name_of, reason
+from kvrelay.router.placement.work import Candidate
+from kvrelay.router.record import Attempt
 
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 512

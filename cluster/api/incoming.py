@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection, Request
 
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, invalid, overloaded, unauthorized
-from cluster.api.limiter import TENANT, LimitReached
-from cluster.api.tenants import Tenant
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, unauthorized
+from kvrelay.cluster.api.limiter import TENANT, LimitReached
+from kvrelay.cluster.api.tenants import Tenant
 
 _OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 # Of zlib, by content-encoding. zstd is not in this version of Python's library.

@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cluster.api.telemetry import known, vllm
-from cluster.api.telemetry.gen_ai import GenAiMetrics
-from cluster.api.telemetry.scaling import scaling_metrics
-from cluster.api.utility.version import VERSION
-from router.status import RouterStatus
+from kvrelay.cluster.api.telemetry import known, vllm
+from kvrelay.cluster.api.telemetry.gen_ai import GenAiMetrics
+from kvrelay.cluster.api.telemetry.scaling import scaling_metrics
+from kvrelay.cluster.api.utility.version import VERSION
+from kvrelay.router.status import RouterStatus
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _PHASE_S = (0.0001, 0.0005, 0.001, 0.0025, *_LATENCY_S)

@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.api.context import ApiContext, ControllerAway, Service
-from cluster.api.errors import ApiError, controller_away, invalid
-from cluster.api.incoming import check_operator, read_body
-from cluster.api.openai.schema import parse
-from cluster.api.utility.version import VERSION
-from engine.stats import Role
+from kvrelay.cluster.api.context import ApiContext, ControllerAway, Service
+from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
+from kvrelay.cluster.api.incoming import check_operator, read_body
+from kvrelay.cluster.api.openai.schema import parse
+from kvrelay.cluster.api.utility.version import VERSION
+from kvrelay.engine.stats import Role
 
 
 class RoleRequest(BaseModel):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.api.errors import ApiError
-from cluster.api.tenants import Tenant
+from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.tenants import Tenant
 
 MINUTE_S = 60.0
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 import uvicorn
 from starlette.types import ASGIApp
 
-from cluster.api.http.connection import ConnectionLimits, bounded_protocol
+from kvrelay.cluster.api.http.connection import ConnectionLimits, bounded_protocol
 
 BACKLOG = 512
 

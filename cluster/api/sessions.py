@@ -12,13 +12,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, invalid, overloaded, session_refused
-from cluster.api.incoming import caller, limit_of, read_body
-from cluster.api.limiter import LimitReached
-from cluster.api.openai.schema import MAX_SESSION_CHARS, ForkRequest, parse
-from engine.kv.tier import Tier
-from router.messages import SessionInfo, SessionOp, SessionReply
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, session_refused
+from kvrelay.cluster.api.incoming import caller, limit_of, read_body
+from kvrelay.cluster.api.limiter import LimitReached
+from kvrelay.cluster.api.openai.schema import MAX_SESSION_CHARS, ForkRequest, parse
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.router.messages import SessionInfo, SessionOp, SessionReply
 
 DEFAULT_LIMIT = 20
 MAX_LIMIT = 100

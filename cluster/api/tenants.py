@@ -1,6 +1,6 @@
 """Tenants: who may call, what keeps their KV apart, and their shares of the service.
 
-Read when the server starts, and again when they change (`cluster.serve.reload`). A caller is known
+Read when the server starts, and again when they change (`cluster.processes.reload`). A caller is known
 by its key alone; its salt is a keyed hash of the tenant's name under a secret of the server, so
 nothing that a request says can reach another tenant's KV, and the same tenant finds its own again
 after a restart.
@@ -20,9 +20,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from cluster.config import Config, ConfigError, TenantEntry, build_config, read_toml
-from router.config import MAX_PRIORITY
-from router.messages import SessionLimits, TenantShare
+from kvrelay.cluster.config import Config, ConfigError, TenantEntry, build_config, read_toml
+from kvrelay.router.config import MAX_PRIORITY
+from kvrelay.router.messages import SessionLimits, TenantShare
 
 OPERATIONS_KEY_VARIABLE = "KVRELAY_OPERATIONS_KEY"
 SALT_BYTES = 16

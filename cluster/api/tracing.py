@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from cluster.api.telemetry.gen_ai import operation_of
+from kvrelay.cluster.api.telemetry.gen_ai import operation_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from cluster.api.calls import ServedCall, ServedChoice
+    from kvrelay.cluster.api.calls import ServedCall, ServedChoice
 
 log = logging.getLogger("kvrelay.tracing")
 

@@ -14,14 +14,14 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli.client import (
+from kvrelay.cluster.cli.client import (
     get_json,
     key_headers,
     operations_key_option,
     plain_errors,
     url_option,
 )
-from engine.kv.tier import LOWER_TIERS
+from kvrelay.engine.kv.tier import LOWER_TIERS
 
 ASK_AGAIN_S = 0.5
 

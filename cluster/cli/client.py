@@ -18,7 +18,7 @@ import httpx
 from rich.console import Console
 from rich.live import Live
 
-from cluster.cli.status_view import status_table
+from kvrelay.cluster.cli.status_view import status_table
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT = httpx.Timeout(10.0, read=600.0)

@@ -12,8 +12,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli.client import ca_option, get_json, key_headers, operations_key_option, plain_errors
-from cluster.doctor.findings import Finding, Verdict
+from kvrelay.cluster.cli.client import (
+    ca_option,
+    get_json,
+    key_headers,
+    operations_key_option,
+    plain_errors,
+)
+from kvrelay.cluster.doctor.findings import Finding, Verdict
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
 
@@ -30,8 +36,8 @@ def doctor(config_path: Path | None, url: str | None, as_json: bool, operations_
     Run it on each machine, with the server's settings and as the user that it runs as. Exits with 1
     if anything fails.
     """
-    from cluster.config import ConfigError, load_config
-    from cluster.doctor.examine import examine, machine_checks, server_checks
+    from kvrelay.cluster.config import ConfigError, load_config
+    from kvrelay.cluster.doctor.examine import examine, machine_checks, server_checks
 
     try:
         checks = machine_checks(load_config(config_path, {}))

@@ -15,8 +15,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli.client import api_key_option, get_json, key_headers, plain_errors, url_option
-from router.explain import seconds_text
+from kvrelay.cluster.cli.client import (
+    api_key_option,
+    get_json,
+    key_headers,
+    plain_errors,
+    url_option,
+)
+from kvrelay.router.explain import seconds_text
 
 BAR = 24  # characters for the whole of a request's time
 _TIMEOUT = httpx.Timeout(30.0)

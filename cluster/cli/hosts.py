@@ -10,10 +10,10 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.config import ConfigError
-from cluster.hosts.launch import Launch, LaunchError
-from cluster.hosts.orders import Answer
-from cluster.hosts.settings import Hosts, read_hosts, settings_text
+from kvrelay.cluster.config import ConfigError
+from kvrelay.cluster.hosts.launch import Launch, LaunchError
+from kvrelay.cluster.hosts.orders import Answer
+from kvrelay.cluster.hosts.settings import Hosts, read_hosts, settings_text
 
 hosts_argument = click.argument(
     "hosts_file",

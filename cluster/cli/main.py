@@ -17,23 +17,47 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from cluster.config import Config
-    from cluster.serve.supervisor import Ready
+    from kvrelay.cluster.config import Config
+    from kvrelay.cluster.processes.supervisor import Ready
 
 COMMANDS = {
-    "audit": ("cluster.cli.audit", "audit", "Do all KV blocks add up, and does any leak?"),
-    "explain": ("cluster.cli.explain", "explain", "Where a request's time went, and why."),
-    "doctor": ("cluster.cli.doctor", "doctor", "What is wrong here, and what to do about it."),
-    "role": ("cluster.cli.role", "role", "Prefer a worker for prompts, decoding or both."),
-    "up": ("cluster.cli.hosts", "up", "Bring up a cluster on machines of your own, over ssh."),
-    "down": ("cluster.cli.hosts", "down", "End what `kvrelay up` has started."),
-    "drain": ("cluster.cli.service", "drain", "Let a server finish what it has, and end."),
-    "restart": ("cluster.cli.service", "restart", "Every process anew, one after the other."),
-    "chat": ("cluster.cli.client", "chat", "Talk to a served model from the terminal."),
-    "scaling": ("cluster.cli.scaling", "scaling", "What the autoscaler does or not, and why."),
-    "status": ("cluster.cli.client", "status", "Workers, what they do, and the cache hit rate."),
-    "top": ("cluster.cli.top", "top", "A live table of workers, load and latencies."),
-    "sessions": ("cluster.cli.sessions", "sessions", "See, park, resume, fork or close sessions."),
+    "audit": ("kvrelay.cluster.cli.audit", "audit", "Do all KV blocks add up, and does any leak?"),
+    "explain": ("kvrelay.cluster.cli.explain", "explain", "Where a request's time went, and why."),
+    "doctor": (
+        "kvrelay.cluster.cli.doctor",
+        "doctor",
+        "What is wrong here, and what to do about it.",
+    ),
+    "role": ("kvrelay.cluster.cli.role", "role", "Prefer a worker for prompts, decoding or both."),
+    "up": (
+        "kvrelay.cluster.cli.hosts",
+        "up",
+        "Bring up a cluster on machines of your own, over ssh.",
+    ),
+    "down": ("kvrelay.cluster.cli.hosts", "down", "End what `kvrelay up` has started."),
+    "drain": ("kvrelay.cluster.cli.service", "drain", "Let a server finish what it has, and end."),
+    "restart": (
+        "kvrelay.cluster.cli.service",
+        "restart",
+        "Every process anew, one after the other.",
+    ),
+    "chat": ("kvrelay.cluster.cli.client", "chat", "Talk to a served model from the terminal."),
+    "scaling": (
+        "kvrelay.cluster.cli.scaling",
+        "scaling",
+        "What the autoscaler does or not, and why.",
+    ),
+    "status": (
+        "kvrelay.cluster.cli.client",
+        "status",
+        "Workers, what they do, and the cache hit rate.",
+    ),
+    "top": ("kvrelay.cluster.cli.top", "top", "A live table of workers, load and latencies."),
+    "sessions": (
+        "kvrelay.cluster.cli.sessions",
+        "sessions",
+        "See, park, resume, fork or close sessions.",
+    ),
 }
 
 
@@ -98,8 +122,8 @@ def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
     """
     from rich.console import Console
 
-    from cluster.config import ConfigError, load_config
-    from cluster.serve.errors import ServeError
+    from kvrelay.cluster.config import ConfigError, load_config
+    from kvrelay.cluster.processes.errors import ServeError
 
     sections = dict.fromkeys(("prefill", "decode", "address", "insecure_ray"), "cluster")
     sections |= {"host": "api", "port": "api", "dtype": "model"}
@@ -116,9 +140,9 @@ def serve(model: str | None, config_path: Path | None, **options: Any) -> None:
 async def _serve(read: Callable[[], Config], path: Path | None, console: Any) -> None:
     """Serve until the first SIGINT or SIGTERM; a second one ends the process at once. SIGHUP reads
     the tenants again, unless it comes because the terminal is gone."""
-    from cluster.cli.progress import StartProgress
-    from cluster.serve.launch import serve as serve_until
-    from cluster.serve.reload import Source
+    from kvrelay.cluster.cli.progress import StartProgress
+    from kvrelay.cluster.processes.launch import serve as serve_until
+    from kvrelay.cluster.processes.reload import Source
 
     config = read()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -170,7 +194,7 @@ def _exit_now(clusters: list[str]) -> None:
     """Without waiting for anything."""
     import psutil
 
-    from cluster.runtime.processes import kill_workers
+    from kvrelay.worker.processes import kill_workers
 
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -181,7 +205,7 @@ def _exit_now(clusters: list[str]) -> None:
 
 
 def _print_ready(console: Any, ready: Ready, config: Config) -> None:
-    from cluster.control.router_processes import api_url
+    from kvrelay.cluster.control.router_processes import api_url
 
     tls = config.tls
     urls = {name: api_url(config.api.host, port, tls.scheme) for name, port in ready.ports.items()}

@@ -14,7 +14,7 @@ import click
 import httpx
 from rich.console import Console
 
-from cluster.cli.client import (
+from kvrelay.cluster.cli.client import (
     ask_json,
     get_json,
     key_headers,
@@ -22,7 +22,7 @@ from cluster.cli.client import (
     plain_errors,
     url_option,
 )
-from engine.stats import Role
+from kvrelay.engine.stats import Role
 
 POLL_S = 0.05
 

@@ -14,7 +14,7 @@ import httpx
 from rich.console import Console, Group
 from rich.table import Table
 
-from cluster.cli.client import (
+from kvrelay.cluster.cli.client import (
     get_json,
     key_headers,
     operations_key_option,
@@ -79,8 +79,8 @@ def _check(console: Console, log_file: Path) -> None:
     """Exit code 1: a decision differs, or there is none."""
     import msgspec
 
-    from cluster.scaling.decisions import read_log
-    from cluster.scaling.scaler import replay_log
+    from kvrelay.cluster.scaling.decisions import read_log
+    from kvrelay.cluster.scaling.scaler import replay_log
 
     try:
         with log_file.open("rb") as lines:

@@ -9,7 +9,7 @@ import click
 import httpx
 from rich.console import Console
 
-from cluster.cli.client import (
+from kvrelay.cluster.cli.client import (
     ask_json,
     get_json,
     key_headers,

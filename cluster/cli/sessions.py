@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.cli.client import (
+from kvrelay.cluster.cli.client import (
     api_key_option,
     ask_json,
     get_json,

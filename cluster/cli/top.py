@@ -23,14 +23,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.client import (
+from kvrelay.cluster.cli.client import (
     get_json,
     key_headers,
     operations_key_option,
     plain_errors,
     url_option,
 )
-from router.explain import seconds_text
+from kvrelay.router.explain import seconds_text
 
 BAR = 10  # characters for all blocks of a worker
 WIDE, MEDIUM, NARROW = 116, 100, 78  # columns of a terminal that has room for more figures

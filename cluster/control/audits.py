@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from engine.kv.tier import LOWER_TIERS
-from engine.node import NodeId
-from engine.stats import Audit
+from kvrelay.engine.kv.tier import LOWER_TIERS
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Audit
 
 PAUSES = 4.0  # after an audit, so many times as long as it has taken, within
 MIN_PAUSE_S = 0.2

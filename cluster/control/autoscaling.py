@@ -9,15 +9,15 @@ from typing import Any
 
 from msgspec import structs
 
-from cluster.control.fleet import ControlledFleet, Order
-from cluster.control.messages import RequestMachines, ScalingReport
-from cluster.control.wanted import Worker
-from cluster.scaling.decisions import Decision, Line, Reason
-from cluster.scaling.observations import Snapshot
-from cluster.scaling.scaler import Scaler
-from engine.node import Effect, NodeId, Note, Wake
-from router.scaling_config import ScalingConfig
-from router.traffic import RouterSeen, WorkerSeen
+from kvrelay.cluster.control.fleet import ControlledFleet, Order
+from kvrelay.cluster.control.messages import RequestMachines, ScalingReport
+from kvrelay.cluster.control.wanted import Worker
+from kvrelay.cluster.scaling.decisions import Decision, Line, Reason
+from kvrelay.cluster.scaling.observations import Snapshot
+from kvrelay.cluster.scaling.scaler import Scaler
+from kvrelay.engine.node import Effect, NodeId, Note, Wake
+from kvrelay.router.scaling_config import ScalingConfig
+from kvrelay.router.traffic import RouterSeen, WorkerSeen
 
 TAG = "scale"
 MAX_SHOWN = 20  # decisions, for operators

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.control.messages import Kept, Peer, RouterStarted
-from cluster.control.wanted import Worker
-from engine.model.parallel.shard import num_machines
-from engine.node import NodeId
-from engine.stats import Role
-from router.scaling_config import ScalingConfig
+from kvrelay.cluster.control.messages import Kept, Peer, RouterStarted
+from kvrelay.cluster.control.wanted import Worker
+from kvrelay.engine.model.parallel.shard import num_machines
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.router.scaling_config import ScalingConfig
 
 
 @dataclass(frozen=True, slots=True)

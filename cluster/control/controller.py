@@ -21,13 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cluster.control.autoscaling import TAG as SCALE_TAG
-from cluster.control.autoscaling import Autoscaling
-from cluster.control.control_config import ControllerConfig as ControllerConfig
-from cluster.control.drains import TAG as DRAIN_TAG
-from cluster.control.fleet import Add, Drain, Flip, Order, Remove
-from cluster.control.machines import Machine
-from cluster.control.messages import (
+from kvrelay.cluster.control.autoscaling import TAG as SCALE_TAG
+from kvrelay.cluster.control.autoscaling import Autoscaling
+from kvrelay.cluster.control.control_config import ControllerConfig as ControllerConfig
+from kvrelay.cluster.control.drains import TAG as DRAIN_TAG
+from kvrelay.cluster.control.fleet import Add, Drain, Flip, Order, Remove
+from kvrelay.cluster.control.machines import Machine
+from kvrelay.cluster.control.messages import (
     CONTROLLER,
     GiveUp,
     Introduced,
@@ -46,14 +46,14 @@ from cluster.control.messages import (
     WorkerLost,
     WorkerStarted,
 )
-from cluster.control.process_messages import LinkLost
-from cluster.control.router_processes import TAG as ROUTER_TAG
-from cluster.control.suspects import TAG as SUSPECT_TAG
-from cluster.control.wanted import COMING, RUNNING, Worker, WorkerState
-from cluster.control.worker_lives import WorkerLives
-from engine.node import Effect, NodeId, Note, Send, Woken
-from engine.stats import ProgressReport, RouterDown
-from router.messages import DrainReport, WorkerSuspected
+from kvrelay.cluster.control.process_messages import LinkLost
+from kvrelay.cluster.control.router_processes import TAG as ROUTER_TAG
+from kvrelay.cluster.control.suspects import TAG as SUSPECT_TAG
+from kvrelay.cluster.control.wanted import COMING, RUNNING, Worker, WorkerState
+from kvrelay.cluster.control.worker_lives import WorkerLives
+from kvrelay.engine.node import Effect, NodeId, Note, Send, Woken
+from kvrelay.engine.stats import ProgressReport, RouterDown
+from kvrelay.router.messages import DrainReport, WorkerSuspected
 
 
 class Controller:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.node import Effect, NodeId, Send, Wake
-from engine.stats import ProgressReport, ProgressRequest
-from router.messages import DrainReport, WorkerDraining
+from kvrelay.engine.node import Effect, NodeId, Send, Wake
+from kvrelay.engine.stats import ProgressReport, ProgressRequest
+from kvrelay.router.messages import DrainReport, WorkerDraining
 
 TAG = "drain"
 LOOK_S = 0.25

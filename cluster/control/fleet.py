@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cluster.control.wanted import Worker, WorkerState
-from cluster.scaling.connector import ManagedWorker, ManagedWorkers, State
-from engine.node import NodeId
-from engine.stats import Role
+from kvrelay.cluster.control.wanted import Worker, WorkerState
+from kvrelay.cluster.scaling.connector import ManagedWorker, ManagedWorkers, State
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
 
 MAX_FAILURES = 3  # in a row; then a worker is given up
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.stats import Role
+from kvrelay.engine.stats import Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.control.machines import Machine
-from engine.node import NodeId
-from engine.stats import Role, WorkerInfo
-from router.traffic import RouterSeen, WorkerSeen
+from kvrelay.cluster.control.machines import Machine
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role, WorkerInfo
+from kvrelay.router.traffic import RouterSeen, WorkerSeen
 
 CONTROLLER: NodeId = "controller"
 

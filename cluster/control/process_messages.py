@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.control.messages import Peer
-from engine.node import NodeId
+from kvrelay.cluster.control.messages import Peer
+from kvrelay.engine.node import NodeId
 
 
 @dataclass(frozen=True, slots=True)

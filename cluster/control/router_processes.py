@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from cluster.control.messages import (
+from kvrelay.cluster.control.messages import (
     GiveUp,
     Introduce,
     Introduced,
@@ -29,10 +29,10 @@ from cluster.control.messages import (
     StartRouter,
     StopRouter,
 )
-from cluster.control.process_messages import RouterLoad
-from engine.node import Effect, NodeId, Note, Send, Wake
-from engine.stats import RouterDown, RouterUp, WorkerInfo
-from router.messages import RoleChanged, WorkerDown, WorkerUp
+from kvrelay.cluster.control.process_messages import RouterLoad
+from kvrelay.engine.node import Effect, NodeId, Note, Send, Wake
+from kvrelay.engine.stats import RouterDown, RouterUp, WorkerInfo
+from kvrelay.router.messages import RoleChanged, WorkerDown, WorkerUp
 
 TAG = "router"
 Life = tuple[NodeId, int]  # a worker and its epoch

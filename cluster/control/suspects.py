@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.node import Effect, NodeId, Send, Wake
-from engine.stats import Progress, ProgressReport, ProgressRequest, RouterUp
-from router.messages import WorkerSuspected
+from kvrelay.engine.node import Effect, NodeId, Send, Wake
+from kvrelay.engine.stats import Progress, ProgressReport, ProgressRequest, RouterUp
+from kvrelay.router.messages import WorkerSuspected
 
 TAG = "suspect"
 ASK_S = 1.0  # between two questions

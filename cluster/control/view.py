@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cluster.control.process_messages import RouterLoad
-from cluster.control.router_processes import RouterState, status_of
-from cluster.control.wanted import Worker, WorkerState
-from engine.node import NodeId
+from kvrelay.cluster.control.process_messages import RouterLoad
+from kvrelay.cluster.control.router_processes import RouterState, status_of
+from kvrelay.cluster.control.wanted import Worker, WorkerState
+from kvrelay.engine.node import NodeId
 
 if TYPE_CHECKING:
-    from cluster.control.controller import Controller
+    from kvrelay.cluster.control.controller import Controller
 
 Life = tuple[NodeId, int]  # a router and its epoch
 

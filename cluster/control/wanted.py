@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cluster.control.messages import AdoptWorker, KeptWorker, Peer, StopWorker
-from engine.node import Effect, NodeId, Wake
-from engine.stats import Role, WorkerInfo
+from kvrelay.cluster.control.messages import AdoptWorker, KeptWorker, Peer, StopWorker
+from kvrelay.engine.node import Effect, NodeId, Wake
+from kvrelay.engine.stats import Role, WorkerInfo
 
 
 class WorkerState(StrEnum):

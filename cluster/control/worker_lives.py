@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.control.control_config import ControllerConfig
-from cluster.control.drains import Drains
-from cluster.control.machines import Assigned, Machine, assign_machines
-from cluster.control.messages import Introduce, Peer, StartWorker, StopWorker, WorkerStarted
-from cluster.control.router_processes import RouterProcesses, RouterProcessLimits
-from cluster.control.suspects import Suspects
-from cluster.control.wanted import RUNNING, Worker, WorkerState
-from engine.node import Effect, NodeId, Note, Send, Wake
-from engine.stats import Role, RouterDown, RouterUp, WorkerInfo
-from router.messages import RoleChanged, WorkerDown, WorkerUp
+from kvrelay.cluster.control.control_config import ControllerConfig
+from kvrelay.cluster.control.drains import Drains
+from kvrelay.cluster.control.machines import Assigned, Machine, assign_machines
+from kvrelay.cluster.control.messages import Introduce, Peer, StartWorker, StopWorker, WorkerStarted
+from kvrelay.cluster.control.router_processes import RouterProcesses, RouterProcessLimits
+from kvrelay.cluster.control.suspects import Suspects
+from kvrelay.cluster.control.wanted import RUNNING, Worker, WorkerState
+from kvrelay.engine.node import Effect, NodeId, Note, Send, Wake
+from kvrelay.engine.stats import Role, RouterDown, RouterUp, WorkerInfo
+from kvrelay.router.messages import RoleChanged, WorkerDown, WorkerUp
 
 RESTART_S = 1.0  # for one that was told to end, before it is started again
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.doctor.findings import Finding, fail, ok, warn
-from cluster.doctor.system import GIB, MIB
+from kvrelay.cluster.doctor.findings import Finding, fail, ok, warn
+from kvrelay.cluster.doctor.system import GIB, MIB
 
 PROBE_BYTES = 64 * MIB
 CHUNK = 16 * MIB

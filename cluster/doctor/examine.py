@@ -10,9 +10,9 @@ from typing import Any
 
 import psutil
 
-from cluster.config import Config
-from cluster.doctor import disk, links, server, software, system
-from cluster.doctor.findings import Finding, fail, skipped
+from kvrelay.cluster.config import Config
+from kvrelay.cluster.doctor import disk, links, server, software, system
+from kvrelay.cluster.doctor.findings import Finding, fail, skipped
 
 ROOT = Path("/")
 Check = Callable[[], Finding | list[Finding]]
@@ -78,7 +78,7 @@ def examine(checks: Mapping[str, Check]) -> Iterator[Finding]:
 
 
 def _disk_folder(config: Config) -> Path:
-    from cluster.worker.disk_tier import default_folder
+    from kvrelay.worker.disk_tier import default_folder
 
     path = config.tiers.disk_path
     return Path(path).expanduser() if path else default_folder()

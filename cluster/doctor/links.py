@@ -13,8 +13,8 @@ from statistics import median
 import numpy as np
 from msgspec import Struct
 
-from cluster.doctor.findings import Finding, fail, ok
-from kvtransfer.agent import AgentError
+from kvrelay.cluster.doctor.findings import Finding, fail, ok
+from kvrelay.kvtransfer.agent import AgentError
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 20
 REPEATS = 7
@@ -63,7 +63,7 @@ def measure_and_check() -> Finding:
 def measure_link() -> Link:
     """Reads blocks of another process, which is started for it, and looks at what has come. Raises
     AgentError."""
-    command = [sys.executable, "-m", "cluster.doctor.links"]
+    command = [sys.executable, "-m", "kvrelay.cluster.doctor.links"]
     env = {**os.environ, "UCX_LOG_FILE": "stderr"}  # its stdout is for its metadata
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as peer:
         try:
@@ -82,8 +82,8 @@ def _metadata_of(peer: subprocess.Popen[bytes]) -> bytes:
 
 
 def _read_from(metadata: bytes) -> Link:
-    from kvtransfer.agents.nixl import NixlAgent
-    from kvtransfer.agents.pool import make_host_arena
+    from kvrelay.kvtransfer.agents.nixl import NixlAgent
+    from kvrelay.kvtransfer.agents.pool import make_host_arena
 
     pool = make_host_arena(NUM_BLOCKS, BLOCK_BYTES, pinned=False)
     pool[:] = 0
@@ -126,8 +126,8 @@ def _memory_rate() -> float:
 
 def _serve() -> None:
     """The other process: it says where its blocks are, and waits for its end."""
-    from kvtransfer.agents.nixl import NixlAgent
-    from kvtransfer.agents.pool import make_host_arena
+    from kvrelay.kvtransfer.agents.nixl import NixlAgent
+    from kvrelay.kvtransfer.agents.pool import make_host_arena
 
     pool = make_host_arena(NUM_BLOCKS, BLOCK_BYTES, pinned=False)
     pool[:] = _pattern()

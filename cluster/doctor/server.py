@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from kvrelay.cluster.doctor.findings import Finding, fail, ok, skipped, warn
 
 MAX_CLOCK_S = 2.0
 MAX_STORE_S = 0.05

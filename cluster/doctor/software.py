@@ -9,7 +9,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from kvrelay.cluster.doctor.findings import Finding, fail, ok, skipped, warn
 
 
 def installed() -> dict[str, str]:

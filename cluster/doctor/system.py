@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from cluster.config import Config
-from cluster.doctor.findings import Finding, fail, ok, skipped, warn
-from cluster.worker.devices import sized
+from kvrelay.cluster.config import Config
+from kvrelay.cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from kvrelay.worker.devices import sized
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -11,10 +11,18 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cluster.hosts.orders import Answer, AnyOrder, GiveToken, Hello, StartRay, StartServer, Stop
-from cluster.hosts.remote import Remote
-from cluster.hosts.settings import HostEntry, Hosts
-from cluster.hosts.there import give_token
+from kvrelay.cluster.hosts.orders import (
+    Answer,
+    AnyOrder,
+    GiveToken,
+    Hello,
+    StartRay,
+    StartServer,
+    Stop,
+)
+from kvrelay.cluster.hosts.remote import Remote
+from kvrelay.cluster.hosts.settings import HostEntry, Hosts
+from kvrelay.cluster.hosts.there import give_token
 
 STOP_S = 60.0
 TOKEN_BYTES = 32

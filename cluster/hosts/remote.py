@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.hosts.orders import Answer, AnyOrder, decode_answer, encode
-from cluster.hosts.settings import HostEntry, SshSection
+from kvrelay.cluster.hosts.orders import Answer, AnyOrder, decode_answer, encode
+from kvrelay.cluster.hosts.settings import HostEntry, SshSection
 
 GRACE_S = 10.0  # beyond the time that an order itself may take
 
@@ -43,7 +43,7 @@ class Remote:
             return Answer(error=self._why(done))
 
     def command(self) -> list[str]:
-        python = [self.ssh.python, "-m", "cluster.hosts.there"]
+        python = [self.ssh.python, "-m", "kvrelay.cluster.hosts.there"]
         placed = [part.replace("{host}", self.host.name) for part in self.ssh.command]
         if placed != list(self.ssh.command):  # no shell of a login in between
             return [*placed, *python]

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, ValidationError, convert
 
-from cluster.config import ConfigError, read_toml
-from engine.config_errors import explain_error
+from kvrelay.cluster.config import ConfigError, read_toml
+from kvrelay.engine.settings import explain_error
 
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 

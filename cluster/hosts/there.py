@@ -1,4 +1,4 @@
-"""What `kvrelay up` and `kvrelay down` run on each machine: `python -m cluster.hosts.there`.
+"""What `kvrelay up` and `kvrelay down` run on each machine: `python -m kvrelay.cluster.hosts.there`.
 
 One order comes in, one answer goes out. What is started lives on when this ends: in a session of
 its own, with a log and a file that names its process.
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from cluster.hosts.orders import (
+from kvrelay.cluster.hosts.orders import (
     Answer,
     AnyOrder,
     GiveToken,

@@ -20,8 +20,8 @@ from typing import Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine.node import NodeId
-from engine.stats import Role
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
 
 MAX_GONE = 64
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine.cost import decode_features, fitted_s, prompt_features
+from kvrelay.engine.cost import decode_features, fitted_s, prompt_features
 
 KV_FILL = 0.85  # of a pool, for sequences; the rest takes what grows
 MAX_BATCH = 1024

@@ -12,10 +12,10 @@ from enum import StrEnum
 import msgspec
 from msgspec import Struct
 
-from cluster.scaling.observations import Snapshot
-from engine.node import NodeId
-from engine.stats import Role
-from router.scaling_config import ScalingConfig
+from kvrelay.cluster.scaling.observations import Snapshot
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.router.scaling_config import ScalingConfig
 
 
 class Reason(StrEnum):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cluster.scaling.connector import ManagedWorker, State
-from engine.node import NodeId
-from engine.stats import Role
+from kvrelay.cluster.scaling.connector import ManagedWorker, State
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
 
 ORDER = {State.PENDING: 0, State.STARTING: 1, State.UP: 2}
 

@@ -15,12 +15,12 @@ from math import exp
 
 from msgspec import Struct
 
-from cluster.scaling.connector import COUNTED, ManagedWorker, State
-from cluster.scaling.costs import Costs
-from engine.node import NodeId
-from engine.stats import Role
-from router.scaling_config import ScalingConfig
-from router.traffic import RouterSeen, WorkerSeen, tokens_of
+from kvrelay.cluster.scaling.connector import COUNTED, ManagedWorker, State
+from kvrelay.cluster.scaling.costs import Costs
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.router.scaling_config import ScalingConfig
+from kvrelay.router.traffic import RouterSeen, WorkerSeen, tokens_of
 
 MEAN_S = 120.0  # time constant of the hit rate and of the mean output
 MAX_STARTS = 8  # the last ones, whose longest is what a start takes

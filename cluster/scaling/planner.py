@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections import deque
 from math import ceil
 
-from cluster.scaling.connector import COMING, COUNTED, ManagedWorker, State
-from cluster.scaling.decisions import Alternative, Decision, Inputs, Reason
-from cluster.scaling.moves import Moves, moves_to
-from cluster.scaling.observations import Observation, Snapshot
-from cluster.scaling.shadows import Shadows
-from cluster.scaling.sizing import DECODE_FULL, Need, for_prompts
-from engine.node import NodeId
-from engine.stats import Role
-from router.scaling_config import ScalingConfig
-from router.traffic import tokens_of
+from kvrelay.cluster.scaling.connector import COMING, COUNTED, ManagedWorker, State
+from kvrelay.cluster.scaling.decisions import Alternative, Decision, Inputs, Reason
+from kvrelay.cluster.scaling.moves import Moves, moves_to
+from kvrelay.cluster.scaling.observations import Observation, Snapshot
+from kvrelay.cluster.scaling.shadows import Shadows
+from kvrelay.cluster.scaling.sizing import DECODE_FULL, Need, for_prompts
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.router.scaling_config import ScalingConfig
+from kvrelay.router.traffic import tokens_of
 
 HOUR_S = 3600.0
 RECENT_S = 30.0  # of demand

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from cluster.scaling.connector import Connector
-from cluster.scaling.decisions import Decision, Line
-from cluster.scaling.observations import Observer, Snapshot
-from cluster.scaling.planner import Planner
-from router.scaling_config import ScalingConfig
+from kvrelay.cluster.scaling.connector import Connector
+from kvrelay.cluster.scaling.decisions import Decision, Line
+from kvrelay.cluster.scaling.observations import Observer, Snapshot
+from kvrelay.cluster.scaling.planner import Planner
+from kvrelay.router.scaling_config import ScalingConfig
 
 MAX_KEPT = 512
 

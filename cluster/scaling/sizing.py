@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from cluster.scaling.decisions import Alternative
+from kvrelay.cluster.scaling.decisions import Alternative
 
 DECODE_FULL = 0.8  # of a decode worker's, beside which the target still holds
 BESIDE = 0.5  # of what decoding leaves of a decode worker, for prompts

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cluster.scaling.connector import ManagedWorker
-from cluster.scaling.observations import Snapshot
-from engine.stats import WorkerInfo, WorkerStats
-from router.traffic import RouterSeen, Traffic, WorkerSeen
+from kvrelay.cluster.scaling.connector import ManagedWorker
+from kvrelay.cluster.scaling.observations import Snapshot
+from kvrelay.engine.stats import WorkerInfo, WorkerStats
+from kvrelay.router.traffic import RouterSeen, Traffic, WorkerSeen
 
 
 def router_seen(at_s: float, router: str, traffic: Traffic, num_live: int) -> RouterSeen:

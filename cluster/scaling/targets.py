@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from router.config import RouterConfig
-from router.scaling_config import ScalingConfig
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.scaling_config import ScalingConfig
 
 CHUNK_SHARE = 0.6  # of the ITL target, for a step of a decode worker that takes prompt tokens
 STARTS = 2  # so many, one after the other, a request waits for its first worker

@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 from redis import Redis
 
-from cluster.wire import codec
-from engine.kv.block_hash import HASH_BYTES
-from engine.kv.events import KVEvents
-from engine.kv.tier import Tier
-from engine.node import NodeId
-from router.state import IndexLoaded, IndexView
+from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.engine.kv.events import KVEvents
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.wire import codec
+from kvrelay.router.state import IndexLoaded, IndexView
 
 CHUNK_BYTES = 65_536 * HASH_BYTES
 LEASE_S = 3.0

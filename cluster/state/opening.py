@@ -11,15 +11,15 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from cluster.config import Config, ConfigError, build_config
-from cluster.runtime.extras import require_extra
-from cluster.state.session_store import SessionStore, open_sessions, session_config
-from engine.node import NodeId
-from router.sessions.session import SessionConfig, SessionRecord
-from router.state import StateConfig
+from kvrelay.cluster.config import Config, ConfigError, build_config
+from kvrelay.cluster.processes.extras import require_extra
+from kvrelay.cluster.state.session_store import SessionStore, open_sessions, session_config
+from kvrelay.engine.node import NodeId
+from kvrelay.router.sessions.session import SessionConfig, SessionRecord
+from kvrelay.router.state import StateConfig
 
 if TYPE_CHECKING:
-    from cluster.state.redis import RedisState
+    from kvrelay.cluster.state.redis import RedisState
 
 log = logging.getLogger("kvrelay.state")
 
@@ -67,7 +67,7 @@ def open_state(
     """The store of `router`, one of `routers`. `run` names this life of the cluster."""
     section = config.state
     if section.url:
-        from cluster.state.redis import RedisOptions, RedisState
+        from kvrelay.cluster.state.redis import RedisOptions, RedisState
 
         options = RedisOptions(
             url=section.url,

@@ -24,12 +24,12 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from cluster.state.index_keys import IndexKeys
-from cluster.state.session_keys import SessionKeys, Stamped
-from engine.kv.events import KVEvents
-from engine.node import Effect, NodeId
-from router.sessions.sharing import DeleteSession, SaveSession
-from router.state import (
+from kvrelay.cluster.state.index_keys import IndexKeys
+from kvrelay.cluster.state.session_keys import SessionKeys, Stamped
+from kvrelay.engine.kv.events import KVEvents
+from kvrelay.engine.node import Effect, NodeId
+from kvrelay.router.sessions.sharing import DeleteSession, SaveSession
+from kvrelay.router.state import (
     ForgetView,
     IndexView,
     IndexWriter,

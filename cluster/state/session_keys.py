@@ -20,11 +20,11 @@ from urllib.parse import quote
 import msgspec
 from redis import Redis
 
-from engine.kv.block_hash import CacheScope
-from engine.kv.tier import Retention
-from engine.node import NodeId
-from router.sessions.session import TOKEN_BYTES, SessionRecord
-from router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated
+from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.node import NodeId
+from kvrelay.router.sessions.session import TOKEN_BYTES, SessionRecord
+from kvrelay.router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated
 
 MAX_CHANGES = 10_000  # in the stream, about
 CLOSED_S = 3600.0  # how long it is known that a session was closed

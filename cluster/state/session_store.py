@@ -19,12 +19,12 @@ import threading
 import time
 from pathlib import Path
 
-from cluster.config import Config
-from engine.kv.block_hash import CacheScope
-from engine.kv.tier import Retention
-from engine.node import Effect
-from router.sessions.session import TOKEN_BYTES, SessionConfig, SessionRecord
-from router.sessions.sharing import DeleteSession, SaveSession
+from kvrelay.cluster.config import Config
+from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.node import Effect
+from kvrelay.router.sessions.session import TOKEN_BYTES, SessionConfig, SessionRecord
+from kvrelay.router.sessions.sharing import DeleteSession, SaveSession
 
 log = logging.getLogger("kvrelay.sessions")
 

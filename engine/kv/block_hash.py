@@ -19,7 +19,7 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-from engine.native import NativeBuildError, declarations, load
+from kvrelay.engine.native import NativeBuildError, declarations, load
 
 SOURCE = Path(__file__).parents[1] / "c" / "block_chain.c"
 HASH_BYTES = 16

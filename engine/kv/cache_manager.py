@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.kv.block_pool import BlockPool
-from engine.kv.tier import Retention
-from engine.kv.window import Window
-from engine.sequence import NO_BLOCK, Sequence
+from kvrelay.engine.kv.block_pool import BlockPool
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.kv.window import Window
+from kvrelay.engine.sequence import NO_BLOCK, Sequence
 
 
 class KVCacheManager:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.kv.tier import TierHashes
-from engine.node import NodeId
+from kvrelay.engine.kv.tier import TierHashes
+from kvrelay.engine.node import NodeId
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
-from engine.config import WorkerConfig
-from engine.kv.block_pool import BlockPool
-from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.kv.tier import Retention, Tier, TierHashes
-from engine.node import Effect, NodeId, Send
-from engine.stats import RouterDown, RouterUp
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.block_pool import BlockPool
+from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
+from kvrelay.engine.node import Effect, NodeId, Send
+from kvrelay.engine.stats import RouterDown, RouterUp
 
 EVENTS_PER_TICK = 4  # that bring the rest of a snapshot
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.model.errors import ModelError, check_one_of
+from kvrelay.engine.model.errors import ModelError, check_one_of
 
 BACKENDS = ("auto", "triton", "flashinfer")
 

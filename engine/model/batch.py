@@ -19,7 +19,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from engine.step import ScheduledSeq, Step
+from kvrelay.engine.step import ScheduledSeq, Step
 
 
 @dataclass(frozen=True, slots=True)

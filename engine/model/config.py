@@ -13,9 +13,9 @@ from hashlib import blake2b
 from math import ceil
 from pathlib import Path
 
-from engine.cache_dir import file_digest, version_of
-from engine.kv.spec import DTYPE_BYTES, KVSpec
-from engine.model.errors import ModelError
+from kvrelay.engine.cache_dir import file_digest, version_of
+from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
+from kvrelay.engine.model.errors import ModelError
 
 INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
 # Beside the weights: how they are stored, and which text each token id stands for.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from engine.model.batch import Batch
-from engine.model.config import ModelConfig
-from engine.model.ops import Ops
-from engine.model.weights import (
+from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.ops import Ops
+from kvrelay.engine.model.weights import (
     AttentionWeights,
     LatentWeights,
     LayerWeights,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from engine.cache_dir import default_cache_dir
-from engine.model.cpu import kernels
-from engine.model.cpu.linear import fastest_kind
-from engine.model.errors import ModelError
+from kvrelay.engine.cache_dir import default_cache_dir
+from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.cpu.linear import fastest_kind
+from kvrelay.engine.model.errors import ModelError
 
 
 def find_device(name: str) -> torch.device:

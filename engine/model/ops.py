@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.model.batch import Batch
-from engine.model.config import ModelConfig
-from engine.model.rope import rope_tables
-from engine.model.weights import ExpertsWeights
+from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.rope import rope_tables
+from kvrelay.engine.model.weights import ExpertsWeights
 
 TORCH_DTYPES = {
     "float32": torch.float32,

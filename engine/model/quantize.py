@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.model.config import INT4_GROUP, INT8_GROUP
+from kvrelay.engine.model.config import INT4_GROUP, INT8_GROUP
 
 GROUP = INT8_GROUP  # inputs; also in gemm/layout.h, as the next
 GROUPS = {8: GROUP, 4: INT4_GROUP}  # by the bits of weights

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from engine.kv.spec import DTYPE_BYTES
-from engine.model.checkpoint.fields import read_json
-from engine.model.checkpoint.quantized_config import float_type, quantization_of
-from engine.model.config import ModelConfig
-from engine.model.ops import TORCH_DTYPES
-from engine.model.quantize import GROUPS, bits_of
+from kvrelay.engine.kv.spec import DTYPE_BYTES
+from kvrelay.engine.model.checkpoint.fields import read_json
+from kvrelay.engine.model.checkpoint.quantized_config import float_type, quantization_of
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.ops import TORCH_DTYPES
+from kvrelay.engine.model.quantize import GROUPS, bits_of
 
 PROBE_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # far beyond any cache
 PROBE_SIZE = {"cpu": 1024, "cuda": 8192}  # sides of the square matrices

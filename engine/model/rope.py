@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from engine.model.config import Rope, RopeScaling
+from kvrelay.engine.model.config import Rope, RopeScaling
 
 
 def rope_tables(

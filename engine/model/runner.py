@@ -17,32 +17,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine.cache_dir import default_cache_dir
-from engine.model.backends import Backends
-from engine.model.batch import Batch, Guard, Limits
-from engine.model.checkpoint.families import read_config
-from engine.model.checkpoint.load import load_weights
-from engine.model.config import ModelConfig, with_window
-from engine.model.cpu import kernels
-from engine.model.cpu.decode import CpuDecode
-from engine.model.cpu.huge_pages import HugePages, make_real
-from engine.model.cpu.ops import CpuOps
-from engine.model.cpu.sampling import CpuDraw
-from engine.model.decoder import Decoder
-from engine.model.device import find_device, is_bf16_faster
-from engine.model.errors import ModelError, check_one_of
-from engine.model.ops import TORCH_DTYPES, Ops
-from engine.model.quantize import QUANTIZATIONS
-from engine.model.sampling.grammar import Grammars
-from engine.model.sampling.prompt_outputs import read_prompts
-from engine.model.sampling.sampler import Draw, Masks, draw, not_sampled, sample
-from engine.model.torch_ops import TorchOps
-from engine.request import PromptOutputs, SamplingParams
-from engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
+from kvrelay.engine.cache_dir import default_cache_dir
+from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.model.batch import Batch, Guard, Limits
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.load import load_weights
+from kvrelay.engine.model.config import ModelConfig, with_window
+from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.cpu.decode import CpuDecode
+from kvrelay.engine.model.cpu.huge_pages import HugePages, make_real
+from kvrelay.engine.model.cpu.ops import CpuOps
+from kvrelay.engine.model.cpu.sampling import CpuDraw
+from kvrelay.engine.model.decoder import Decoder
+from kvrelay.engine.model.device import find_device, is_bf16_faster
+from kvrelay.engine.model.errors import ModelError, check_one_of
+from kvrelay.engine.model.ops import TORCH_DTYPES, Ops
+from kvrelay.engine.model.quantize import QUANTIZATIONS
+from kvrelay.engine.model.sampling.grammar import Grammars
+from kvrelay.engine.model.sampling.prompt_outputs import read_prompts
+from kvrelay.engine.model.sampling.sampler import Draw, Masks, draw, not_sampled, sample
+from kvrelay.engine.model.torch_ops import TorchOps
+from kvrelay.engine.request import PromptOutputs, SamplingParams
+from kvrelay.engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
 
 if TYPE_CHECKING:
-    from engine.model.gpu.steps import GpuSteps
-    from engine.model.parallel.ops import Member
+    from kvrelay.engine.model.gpu.steps import GpuSteps
+    from kvrelay.engine.model.parallel.ops import Member
 
 DTYPES = ("float32", "bfloat16")
 KV_DTYPES = ("auto", "float8_e4m3")
@@ -238,7 +238,7 @@ class ModelRunner:
         """Begins a step that may be followed; None where steps are only executed."""
         if self._steps is None:
             return None
-        from engine.model.gpu.steps import Launches
+        from kvrelay.engine.model.gpu.steps import Launches
 
         return Launches(self._steps, self._guard).launch
 
@@ -268,8 +268,8 @@ class ModelRunner:
 
     def _fit_pool(self, ops: Any, num_tokens: int, num_seqs: int, share: float) -> None:
         """Make the pool of what memory is left. Raises ModelError."""
-        from engine.model.gpu.memory import GIB, after_a_step, spread
-        from engine.model.gpu.steps import batch_of_nothing
+        from kvrelay.engine.model.gpu.memory import GIB, after_a_step, spread
+        from kvrelay.engine.model.gpu.steps import batch_of_nothing
 
         lengths = spread(num_tokens, num_seqs, self.max_model_len)
         batch = batch_of_nothing(lengths, self._limits, self.device)
@@ -306,7 +306,7 @@ class ModelRunner:
                 self.notices.append(f"CPU kernels are not used, torch is (slower): {error}")
         if self.device.type == "cuda":
             try:
-                from engine.model.gpu.flashinfer.choice import gpu_ops
+                from kvrelay.engine.model.gpu.flashinfer.choice import gpu_ops
 
                 asked = self._backends, self.notices
                 return gpu_ops(own, pool, kind, longest, weights, *asked)
@@ -338,7 +338,7 @@ class ModelRunner:
         """None on a CPU, and without kernels. ops: of this rank alone."""
         if isinstance(ops, CpuOps | TorchOps):
             return None
-        from engine.model.gpu.steps import GpuSteps
+        from kvrelay.engine.model.gpu.steps import GpuSteps
 
         steps = GpuSteps(
             self._decoder,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.step import Launch, Sampled, Step, StepDone
+from kvrelay.engine.step import Launch, Sampled, Step, StepDone
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from engine.model import fp8
-from engine.model.batch import Batch
-from engine.model.config import ModelConfig
-from engine.model.ops import TensorOps, choose_experts
-from engine.model.quantize import bits_of, dequantize, quantize, round_inputs
-from engine.model.weights import ExpertsWeights
+from kvrelay.engine.model import fp8
+from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.ops import TensorOps, choose_experts
+from kvrelay.engine.model.quantize import bits_of, dequantize, quantize, round_inputs
+from kvrelay.engine.model.weights import ExpertsWeights
 
 MAX_SCORES = 1 << 24  # held at once where scores are computed one by one
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from engine.config import WorkerConfig
-from engine.sequence import Sequence
-from engine.step import Step
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.step import Step
 
 
 def tokens_to_end(seq: Sequence, config: WorkerConfig) -> int:

@@ -17,8 +17,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Seq
 
-from engine.cost import SEQS_UNIT, fitted_s, row_features
-from engine.sequence import Sequence
+from kvrelay.engine.cost import SEQS_UNIT, fitted_s, row_features
+from kvrelay.engine.sequence import Sequence
 
 NGRAM_SIZE = 3  # tokens that have to match before what followed them is proposed
 SEARCHED_TOKENS = 16_384  # the last ones of a sequence

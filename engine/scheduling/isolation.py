@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 
-from engine.sequence import SeqState, Sequence
+from kvrelay.engine.sequence import SeqState, Sequence
 
 
 class Isolation:

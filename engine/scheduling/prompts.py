@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from engine.cost import TOKENS_UNIT, FittedCost, order_of
-from engine.kv.cache_manager import KVCacheManager
-from engine.sequence import SeqState, Sequence
+from kvrelay.engine.cost import TOKENS_UNIT, FittedCost, order_of
+from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.sequence import SeqState, Sequence
 
 Order = tuple[bool, float]
 

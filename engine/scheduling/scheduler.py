@@ -11,16 +11,22 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.config import WorkerConfig
-from engine.cost import FittedCost
-from engine.kv.cache_manager import KVCacheManager
-from engine.request import Refusal, SamplingParams
-from engine.scheduling import prompts
-from engine.scheduling.decodes import draft_rooms, followers, may_be_followed, repeats, victim
-from engine.scheduling.drafts import Drafter
-from engine.scheduling.isolation import Isolation
-from engine.sequence import SeqState, Sequence
-from engine.step import HEALTH_CHECK, UNKNOWN, ScheduledSeq, Step, StepDone
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.cost import FittedCost
+from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.request import Refusal, SamplingParams
+from kvrelay.engine.scheduling import prompts
+from kvrelay.engine.scheduling.decodes import (
+    draft_rooms,
+    followers,
+    may_be_followed,
+    repeats,
+    victim,
+)
+from kvrelay.engine.scheduling.drafts import Drafter
+from kvrelay.engine.scheduling.isolation import Isolation
+from kvrelay.engine.sequence import SeqState, Sequence
+from kvrelay.engine.step import HEALTH_CHECK, UNKNOWN, ScheduledSeq, Step, StepDone
 
 MAX_TRIED = 8  # prompts that do not fit, after one message: each costs a lookup
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.gpu.staging import to_device
+from kvrelay.engine.model.gpu.staging import to_device
 
 STRIPE, STRIPES = 64, 16  # bytes; stripes of a chunk
 CHUNK = STRIPE * STRIPES

@@ -33,11 +33,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.kv.tier import Tier
-from engine.node import NodeId
-from kvtransfer.agent import AgentError
-from kvtransfer.agents.metadata import Space
-from kvtransfer.agents.nixl_bindings import (
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agents.metadata import Space
+from kvrelay.kvtransfer.agents.nixl_bindings import (
     Transfer,
     Transfers,
     descriptors,
@@ -46,7 +46,7 @@ from kvtransfer.agents.nixl_bindings import (
     quietly,
     whole,
 )
-from kvtransfer.agents.pool import check_block_ids, space_of
+from kvrelay.kvtransfer.agents.pool import check_block_ids, space_of
 
 QUEUES = ("use_uring", "use_aio")
 """Options of NIXL's POSIX backend, best first."""

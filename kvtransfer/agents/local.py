@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kv.tier import Tier
-from engine.node import NodeId
-from kvtransfer.agent import AgentError
-from kvtransfer.agents.metadata import AgentMetadata, Space, copy_spans, unpack
-from kvtransfer.agents.pool import check_block_ids, make_scratch, pool_bytes, probe_blocks
-from kvtransfer.layout import CopySpan, HeadShare
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agents.metadata import AgentMetadata, Space, copy_spans, unpack
+from kvrelay.kvtransfer.agents.pool import check_block_ids, make_scratch, pool_bytes, probe_blocks
+from kvrelay.kvtransfer.layout import CopySpan, HeadShare
 
 TRANSPORT = "local"
 

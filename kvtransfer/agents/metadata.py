@@ -11,10 +11,10 @@ from hashlib import blake2b
 
 import msgspec
 
-from engine.kv.tier import Tier
-from engine.node import NodeId
-from kvtransfer.agent import AgentError
-from kvtransfer.layout import CopySpan, HeadShare, head_overlap
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.layout import CopySpan, HeadShare, head_overlap
 
 DIGEST_BYTES = 8
 

@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.agent import AgentError
-from kvtransfer.agents.metadata import Space
+from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agents.metadata import Space
 
 ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "FATAL",  # what it would print, AgentError says

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.node import NodeId
-from kvtransfer.agent import PROBE_BYTES, AgentError
-from kvtransfer.agents.metadata import Space
-from kvtransfer.checksum import BlockBytes, checksum_blocks, head_weights
-from kvtransfer.layout import HeadShare
+from kvrelay.engine.node import NodeId
+from kvrelay.kvtransfer.agent import PROBE_BYTES, AgentError
+from kvrelay.kvtransfer.agents.metadata import Space
+from kvrelay.kvtransfer.checksum import BlockBytes, checksum_blocks, head_weights
+from kvrelay.kvtransfer.layout import HeadShare
 
 CUDA_HOST_REGISTER_PORTABLE = 1  # page-locked for every CUDA context
 
@@ -76,7 +76,7 @@ def _checksum_kernels(blocks: Any, share: HeadShare | None) -> Any:
     if not blocks.is_cuda:
         return None
     try:
-        from kvtransfer.agents.checksum_kernels import Checksums, fits
+        from kvrelay.kvtransfer.agents.checksum_kernels import Checksums, fits
     except ImportError:  # without Triton
         return None
     weights = head_weights(share)

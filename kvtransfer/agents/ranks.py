@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.kv.tier import Tier
-from engine.node import NodeId
-from kvtransfer.agent import AgentError, ProbeAgent
-from kvtransfer.agents.metadata import pack_ranks, read, unpack_ranks
-from kvtransfer.layout import HeadShare
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.kvtransfer.agent import AgentError, ProbeAgent
+from kvrelay.kvtransfer.agents.metadata import pack_ranks, read, unpack_ranks
+from kvrelay.kvtransfer.layout import HeadShare
 
 
 @dataclass(slots=True, eq=False)

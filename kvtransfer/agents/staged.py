@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kv.tier import Tier
-from engine.node import NodeId
-from kvtransfer.agent import Agent
-from kvtransfer.agents.pool import check_block_ids
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.kvtransfer.agent import Agent
+from kvrelay.kvtransfer.agents.pool import check_block_ids
 
 if TYPE_CHECKING:
     import torch

@@ -13,17 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.cost import blocks_worth_loading
-from engine.kv.cache_manager import KVCacheManager
-from engine.kv.tier import Tier
-from engine.node import NodeId, Note
-from engine.request import TokenLogprobs
-from engine.sequence import NO_BLOCK, Sequence
-from kvtransfer.agent import TransferId
-from kvtransfer.messages import KVReady
-from kvtransfer.peer.handoff import ConsumerState, Key
-from kvtransfer.tiers.blocks import Source
-from kvtransfer.tiers.manager import Tiers
+from kvrelay.engine.cost import blocks_worth_loading
+from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId, Note
+from kvrelay.engine.request import TokenLogprobs
+from kvrelay.engine.sequence import NO_BLOCK, Sequence
+from kvrelay.kvtransfer.agent import TransferId
+from kvrelay.kvtransfer.messages import KVReady
+from kvrelay.kvtransfer.peer.handoff import ConsumerState, Key
+from kvrelay.kvtransfer.tiers.blocks import Source
+from kvrelay.kvtransfer.tiers.manager import Tiers
 
 
 class Mode(StrEnum):

@@ -17,14 +17,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count, islice
 
-from engine.config import WorkerConfig
-from engine.cost import Rate
-from engine.kv.tier import Tier
-from engine.node import Effect, NodeId, Note, Send
-from engine.sequence import Sequence
-from engine.stats import KVLink
-from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, ReadId, TransferId
-from kvtransfer.messages import (
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.cost import Rate
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import Effect, NodeId, Note, Send
+from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.stats import KVLink
+from kvrelay.kvtransfer.agent import (
+    ConnectPeer,
+    CopyBlocks,
+    CopyDone,
+    PeerConnected,
+    ReadId,
+    TransferId,
+)
+from kvrelay.kvtransfer.messages import (
     KVConfirmRequest,
     KVConnect,
     KVConnected,
@@ -33,12 +40,12 @@ from kvtransfer.messages import (
     KVRefused,
     KVRelease,
 )
-from kvtransfer.peer.arrival import Arrival, Mode, Read, Settled, mismatch
-from kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, Key, next_consumer
-from kvtransfer.peer.orphans import Orphans
-from kvtransfer.tiers.blocks import Source
-from kvtransfer.tiers.manager import Tiers
-from kvtransfer.tiers.registry import TIERS, memory_tiers
+from kvrelay.kvtransfer.peer.arrival import Arrival, Mode, Read, Settled, mismatch
+from kvrelay.kvtransfer.peer.handoff import ConsumerEvent, ConsumerState, Key, next_consumer
+from kvrelay.kvtransfer.peer.orphans import Orphans
+from kvrelay.kvtransfer.tiers.blocks import Source
+from kvrelay.kvtransfer.tiers.manager import Tiers
+from kvrelay.kvtransfer.tiers.registry import TIERS, memory_tiers
 
 MAX_MISSED = 4096  # handoffs whose announcements were dropped, that are remembered
 CONFIRM_TIMEOUT_S = 5.0

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.kv.block_pool import BlockPool
-from kvtransfer.agent import CopyDone, TransferId
-from kvtransfer.tiers.blocks import Source
-from kvtransfer.tiers.manager import Tiers
+from kvrelay.engine.kv.block_pool import BlockPool
+from kvrelay.kvtransfer.agent import CopyDone, TransferId
+from kvrelay.kvtransfer.tiers.blocks import Source
+from kvrelay.kvtransfer.tiers.manager import Tiers
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 
-from engine.config import WorkerConfig
-from engine.kv.cache_manager import KVCacheManager
-from engine.kv.tier import Tier
-from engine.node import Effect, NodeId, Send
-from engine.request import TokenLogprobs
-from engine.sequence import Sequence
-from kvtransfer.messages import KVConfirmed, KVConfirmRequest, KVFetch, KVReady
-from kvtransfer.peer.handoff import Key, ProducerEvent, ProducerState, next_producer
-from kvtransfer.tiers.blocks import Source
-from kvtransfer.tiers.manager import Tiers
-from kvtransfer.tiers.registry import is_storage
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import Effect, NodeId, Send
+from kvrelay.engine.request import TokenLogprobs
+from kvrelay.engine.sequence import Sequence
+from kvrelay.kvtransfer.messages import KVConfirmed, KVConfirmRequest, KVFetch, KVReady
+from kvrelay.kvtransfer.peer.handoff import Key, ProducerEvent, ProducerState, next_producer
+from kvrelay.kvtransfer.tiers.blocks import Source
+from kvrelay.kvtransfer.tiers.manager import Tiers
+from kvrelay.kvtransfer.tiers.registry import is_storage
 
 MAX_EXPORTS = 64
 EXPORT_SHARE = 0.5  # of the device pool, at most: exported blocks cannot be evicted

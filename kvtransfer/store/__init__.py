@@ -5,9 +5,15 @@ agent and entered by `DiskStore.update`; looked after by `DiskStore.check`; clos
 by a process that was killed, which is the same to the next one that opens it.
 """
 
-from kvtransfer.store.disk import DiskStore
-from kvtransfer.store.errors import StoreError, StoreInUse
-from kvtransfer.store.folder import StaleStore, places, slot_bytes, stale_stores, store_folder
+from kvrelay.kvtransfer.store.disk import DiskStore
+from kvrelay.kvtransfer.store.errors import StoreError, StoreInUse
+from kvrelay.kvtransfer.store.folder import (
+    StaleStore,
+    places,
+    slot_bytes,
+    stale_stores,
+    store_folder,
+)
 
 __all__ = [
     "DiskStore",

@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from engine.kv.block_hash import HASH_BYTES
-from engine.kv.tier import DiskRecord
-from kvtransfer.agent import StoreIndex
-from kvtransfer.store.errors import StoreError, sqlite_code, store_error
-from kvtransfer.store.folder import BLOCKS, INDEX, LOCK, FolderLock, is_at, slot_bytes
-from kvtransfer.store.index import Index, Row, remove_files
+from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.engine.kv.tier import DiskRecord
+from kvrelay.kvtransfer.agent import StoreIndex
+from kvrelay.kvtransfer.store.errors import StoreError, sqlite_code, store_error
+from kvrelay.kvtransfer.store.folder import BLOCKS, INDEX, LOCK, FolderLock, is_at, slot_bytes
+from kvrelay.kvtransfer.store.index import Index, Row, remove_files
 
 LOCK_TIMEOUT_S = 5.0  # a predecessor that was killed may take this long to end
 MAX_WARNINGS = 100

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from kvtransfer.layout import FINGERPRINT_BYTES
-from kvtransfer.store.errors import StoreInUse
+from kvrelay.kvtransfer.layout import FINGERPRINT_BYTES
+from kvrelay.kvtransfer.store.errors import StoreInUse
 
 BLOCKS, INDEX, LOCK = "blocks.kv", "index.sqlite", "lock"
 PAGE_BYTES = 4096

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from engine.kv.block_hash import HASH_BYTES
-from kvtransfer.store.errors import StoreError, sqlite_code
+from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.kvtransfer.store.errors import StoreError, sqlite_code
 
 FORMAT_VERSION = 1
 VERSION_KEY = "format_version"

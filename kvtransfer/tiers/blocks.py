@@ -14,12 +14,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.config import WorkerConfig
-from engine.kv.tier import DiskRecord, Retention, Tier
-from engine.node import Effect, Note
-from kvtransfer.agent import StoreIndex
-from kvtransfer.tiers.pool import Entry, LeastFirst, TierPool, Usage
-from kvtransfer.tiers.registry import TIERS, is_storage
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
+from kvrelay.engine.node import Effect, Note
+from kvrelay.kvtransfer.agent import StoreIndex
+from kvrelay.kvtransfer.tiers.pool import Entry, LeastFirst, TierPool, Usage
+from kvrelay.kvtransfer.tiers.registry import TIERS, is_storage
 
 WRITE_AHEAD_SHARE = 0.25  # of the first tier: with fewer blank blocks, the oldest are written early
 

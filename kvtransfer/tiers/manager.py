@@ -12,15 +12,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from engine.config import WorkerConfig
-from engine.kv.cache_manager import KVCacheManager
-from engine.kv.tier import Retention, Tier, TierHashes
-from engine.node import Effect, Note, Send
-from kvtransfer.agent import CopyDone, MoveId, StoreFailed
-from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
-from kvtransfer.tiers.blocks import Source, StoreRecords, TierBlocks
-from kvtransfer.tiers.moves import TierMoves
-from kvtransfer.tiers.registry import TIERS, is_storage
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
+from kvrelay.engine.node import Effect, Note, Send
+from kvrelay.kvtransfer.agent import CopyDone, MoveId, StoreFailed
+from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
+from kvrelay.kvtransfer.tiers.blocks import Source, StoreRecords, TierBlocks
+from kvrelay.kvtransfer.tiers.moves import TierMoves
+from kvrelay.kvtransfer.tiers.registry import TIERS, is_storage
 
 MAX_ORDERS = 256  # live; one more is answered at once
 ORDER_TIMEOUT_S = 30.0

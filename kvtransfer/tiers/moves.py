@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from engine.config import WorkerConfig
-from engine.kv.cache_manager import KVCacheManager
-from engine.kv.tier import Tier
-from engine.node import Effect, Note
-from kvtransfer.agent import CopyBlocks, CopyDone, MoveId, TransferId
-from kvtransfer.tiers.blocks import BackingTier, TierBlocks
-from kvtransfer.tiers.pool import Entry, TierPool
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import Effect, Note
+from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone, MoveId, TransferId
+from kvrelay.kvtransfer.tiers.blocks import BackingTier, TierBlocks
+from kvrelay.kvtransfer.tiers.pool import Entry, TierPool
 
 MAX_MOVE_BLOCKS = 32  # of one move; there is one at a time in each direction
 MOVE_SHARE = 8  # and it has at most 1 / 8 of the blocks of either tier

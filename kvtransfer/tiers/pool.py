@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from engine.kv.block_pool import NetChanges
-from engine.kv.tier import Tier, TierHashes
+from kvrelay.engine.kv.block_pool import NetChanges
+from kvrelay.engine.kv.tier import Tier, TierHashes
 
 PROBATION_SHARE = 0.7
 """Of a tier, left to blocks that no second request has used. The rest is for those that one has, so

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.config import WorkerConfig
-from engine.kv.tier import Tier
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)

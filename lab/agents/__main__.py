@@ -1,4 +1,4 @@
-"""`python -m lab.agents`: each agent reads a file, changes it and runs a command, in a scratch
+"""`python -m kvrelay.lab.agents`: each agent reads a file, changes it and runs a command, in a scratch
 folder, and again with the worker killed that writes its last call.
 
 The agents come from npm: `npm install @anthropic-ai/claude-code @openai/codex opencode-ai
@@ -23,9 +23,9 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from lab.agents.agents import AGENTS, MODEL, PACKAGES, Agent
-from lab.agents.model import make_model
-from lab.agents.script import AFTER, BEFORE, COPY, FILE, FIRST_TEXT
+from kvrelay.lab.agents.agents import AGENTS, MODEL, PACKAGES, Agent
+from kvrelay.lab.agents.model import make_model
+from kvrelay.lab.agents.script import AFTER, BEFORE, COPY, FILE, FIRST_TEXT
 
 AGENT_TIMEOUT_S = 180.0
 START_TIMEOUT_S = 120.0
@@ -59,7 +59,15 @@ def scripted_server(model: Path, folder: Path, *, kills: bool) -> Iterator[str]:
     config.write_text(CONFIG, encoding="utf-8")
     log = (folder.parent / "server.log").open("w+", encoding="utf-8")
     how = "kill" if kills else "live"
-    command = [sys.executable, "-m", "lab.agents.scripted", str(folder), how, "serve", str(model)]
+    command = [
+        sys.executable,
+        "-m",
+        "kvrelay.lab.agents.scripted",
+        str(folder),
+        how,
+        "serve",
+        str(model),
+    ]
     process = subprocess.Popen(
         [*command, "--config", str(config)], stdout=log, stderr=subprocess.STDOUT
     )

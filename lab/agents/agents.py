@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.agents.script import TASK
+from kvrelay.lab.agents.script import TASK
 
 MODEL = "scripted"
 KEY = "none"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 
 CONTEXT = 65_536
 FILES = (

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.api.openai.schema import ChatRequest
-from cluster.api.output.tools import Tool
+from kvrelay.cluster.api.openai.schema import ChatRequest
+from kvrelay.cluster.api.output.tools import Tool
 
 FILE, BEFORE, AFTER, COPY = "colours.txt", "sky: red", "sky: blue", "copy.txt"
 FIRST_TEXT = f"grass: green\n{BEFORE}\n"

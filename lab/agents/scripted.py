@@ -1,4 +1,4 @@
-"""`kvrelay serve` whose model says what a script says: `python -m lab.agents.scripted FOLDER kill
+"""`kvrelay serve` whose model says what a script says: `python -m kvrelay.lab.agents.scripted FOLDER kill
 serve ARGUMENTS`. FOLDER is the one that agents work in. `kill`, or `live`: whether the worker that
 writes the third call is killed when a part of it has been sent."""
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import psutil
 
-from cluster.api.context import ApiContext
-from cluster.api.openai import generation, plan
-from cluster.api.openai.parts import Piece
-from cluster.api.openai.schema import ChatRequest
-from cluster.api.output.dialect import Reading
-from cluster.cli.main import main as main_command
-from lab.agents.script import COMMAND, answer_to
-from router.messages import Output
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.openai import generation, plan
+from kvrelay.cluster.api.openai.parts import Piece
+from kvrelay.cluster.api.openai.schema import ChatRequest
+from kvrelay.cluster.api.output.dialect import Reading
+from kvrelay.cluster.cli.main import main as main_command
+from kvrelay.lab.agents.script import COMMAND, answer_to
+from kvrelay.router.messages import Output
 
 BUSY_FROM, KILL_AT = 50, 200  # tokens of the answer; what works in between is what writes it
 

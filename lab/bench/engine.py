@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
-from cluster.config import Config, load_config
-from cluster.worker.build import prepare_model
-from engine.model.device import cpu_has_bf16, find_device
-from engine.model.roofline import (
+from kvrelay.cluster.config import Config, load_config
+from kvrelay.engine.model.device import cpu_has_bf16, find_device
+from kvrelay.engine.model.roofline import (
     Rates,
     Weights,
     count_weights,
@@ -29,9 +28,10 @@ from engine.model.roofline import (
     measure_rates,
     prefill_roofline_s,
 )
-from engine.model.runner import ModelRunner
-from engine.request import SamplingParams
-from lab.bench.lone_worker import Answer, LoneWorker, WorkerFailed
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.request import SamplingParams
+from kvrelay.lab.bench.lone_worker import Answer, LoneWorker, WorkerFailed
+from kvrelay.worker.build import prepare_model
 
 BLOCK_SIZE = 16
 START_TIMEOUT_S = 600.0
@@ -229,7 +229,7 @@ def measure_start(spec: EngineSpec) -> dict[str, float]:
     """Seconds from starting a process to each stage; the last is the first token. Raises
     WorkerFailed."""
     began = time.monotonic()  # one clock for all processes of a machine
-    command = [sys.executable, "-m", "lab.bench.engine_start", json.dumps(asdict(spec))]
+    command = [sys.executable, "-m", "kvrelay.lab.bench.engine_start", json.dumps(asdict(spec))]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
     except subprocess.TimeoutExpired:

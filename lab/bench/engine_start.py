@@ -1,6 +1,6 @@
 """A fresh process up to its first token: what `kvrelay bench engine` starts and times.
 
-`python -m lab.bench.engine_start SPEC` writes one JSON object: when each stage was reached, on the
+`python -m kvrelay.lab.bench.engine_start SPEC` writes one JSON object: when each stage was reached, on the
 clock that all processes of a machine share.
 """
 
@@ -13,10 +13,10 @@ import time
 
 def main(text: str) -> None:
     reached = {"python": time.monotonic()}
-    from cluster.worker.build import prepare_model
-    from engine.model.device import find_device
-    from lab.bench.engine import EngineSpec, Prompts, greedy
-    from lab.bench.lone_worker import LoneWorker
+    from kvrelay.engine.model.device import find_device
+    from kvrelay.lab.bench.engine import EngineSpec, Prompts, greedy
+    from kvrelay.lab.bench.lone_worker import LoneWorker
+    from kvrelay.worker.build import prepare_model
 
     reached["imports"] = time.monotonic()
     given = json.loads(text)

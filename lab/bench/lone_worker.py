@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from cluster.config import Config
-from cluster.worker.build import PreparedModel, build_worker
-from cluster.worker.spec import BuildOptions, WorkerSpec
-from decode_worker.messages import Decode
-from engine.messages import Refused, TokenDeltas
-from engine.node import Effect, NodeId, Note, Send, Wake
-from engine.request import FinishReason, SamplingParams, TokenLogprobs
-from engine.stats import Role
-from kvtransfer.agent import AgentError
-from kvtransfer.worker import Worker
+from kvrelay.cluster.config import Config
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.messages import Refused, TokenDeltas
+from kvrelay.engine.node import Effect, NodeId, Note, Send, Wake
+from kvrelay.engine.request import FinishReason, SamplingParams, TokenLogprobs
+from kvrelay.engine.stats import Role
+from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.worker.build import PreparedModel, build_worker
+from kvrelay.worker.node import Worker
+from kvrelay.worker.spec import BuildOptions, WorkerSpec
 
 ASKER = "measurement-0"
 POLL_S = 1.0

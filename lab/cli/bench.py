@@ -13,9 +13,9 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cluster.cli.client import plain_errors, url_option
-from lab.bench.load import PERCENTILES, LoadSpec, Timing, run_load, summarize
-from lab.cli.bench_engine import engine
+from kvrelay.cluster.cli.client import plain_errors, url_option
+from kvrelay.lab.bench.load import PERCENTILES, LoadSpec, Timing, run_load, summarize
+from kvrelay.lab.cli.bench_engine import engine
 
 
 @click.group()

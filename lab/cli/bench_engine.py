@@ -58,10 +58,10 @@ def engine(json_path: Path | None, **options: Any) -> None:
     process up to its first token. The floor beside each is what reading the weights or multiplying
     by them takes at least, at rates measured in the same run.
     """
-    from cluster.config import ConfigError
-    from cluster.worker.kv_plan import BuildError
-    from lab.bench.engine import EngineSpec, measure
-    from lab.bench.lone_worker import WorkerFailed
+    from kvrelay.cluster.config import ConfigError
+    from kvrelay.lab.bench.engine import EngineSpec, measure
+    from kvrelay.lab.bench.lone_worker import WorkerFailed
+    from kvrelay.worker.kv_plan import BuildError
 
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

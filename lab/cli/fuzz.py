@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lab.sim.breakage import Break
-from lab.sim.run import Report, run_seed
+from kvrelay.lab.sim.breakage import Break
+from kvrelay.lab.sim.run import Report, run_seed
 
 MAX_SHOWN = 10  # violations of one seed, and failing seeds
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from cluster.cli.main import main
+from kvrelay.cluster.cli.main import main
 
 main.commands_at |= {
-    "bench": ("lab.cli.bench", "bench", "Measure a server, or the engine alone."),
-    "profile": ("lab.cli.profile", "profile", "Measure this machine into a timing file."),
-    "replay": ("lab.cli.replay", "replay_command", "What would a cluster do with this traffic?"),
-    "fuzz": ("lab.cli.fuzz", "fuzz", "Run the cluster's nodes in the simulator."),
+    "bench": ("kvrelay.lab.cli.bench", "bench", "Measure a server, or the engine alone."),
+    "profile": ("kvrelay.lab.cli.profile", "profile", "Measure this machine into a timing file."),
+    "replay": (
+        "kvrelay.lab.cli.replay",
+        "replay_command",
+        "What would a cluster do with this traffic?",
+    ),
+    "fuzz": ("kvrelay.lab.cli.fuzz", "fuzz", "Run the cluster's nodes in the simulator."),
 }
 main.renamed = {"simulate": "replay", "sim": "fuzz"}
 

@@ -40,12 +40,12 @@ def profile(
     """
     import numpy as np
 
-    from cluster.config import ConfigError, load_config
-    from cluster.worker.kv_plan import BuildError
-    from engine.model.errors import ModelError
-    from kvtransfer.agent import AgentError
-    from lab.profiling.forward import SMALL, Grid, ProfileError
-    from lab.profiling.measure import measure
+    from kvrelay.cluster.config import ConfigError, load_config
+    from kvrelay.engine.model.errors import ModelError
+    from kvrelay.kvtransfer.agent import AgentError
+    from kvrelay.lab.profiling.forward import SMALL, Grid, ProfileError
+    from kvrelay.lab.profiling.measure import measure
+    from kvrelay.worker.kv_plan import BuildError
 
     if out.suffix != ".npz":
         raise click.BadParameter(

@@ -27,21 +27,21 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from cluster.config import ConfigError, load_config
-from cluster.runtime.extras import require_extra
-from lab.cli.replay_autoscale import autoscale_options, run_autoscale
-from lab.replay.config import ORACLE, Fault, ReplayConfig
-from lab.replay.generators import PRESETS, preset
-from lab.replay.readers import TraceError, read_trace
-from lab.replay.report import Slo, Summary, summary
-from lab.replay.tables import comparison_table, result_table
-from lab.replay.trace import Trace, multiplied
-from lab.timing.file import load_timing
-from lab.timing.timing import Timing, TimingError
-from router.config import POLICIES
+from kvrelay.cluster.config import ConfigError, load_config
+from kvrelay.cluster.processes.extras import require_extra
+from kvrelay.lab.cli.replay_autoscale import autoscale_options, run_autoscale
+from kvrelay.lab.replay.config import ORACLE, Fault, ReplayConfig
+from kvrelay.lab.replay.generators import PRESETS, preset
+from kvrelay.lab.replay.readers import TraceError, read_trace
+from kvrelay.lab.replay.report import Slo, Summary, summary
+from kvrelay.lab.replay.tables import comparison_table, result_table
+from kvrelay.lab.replay.trace import Trace, multiplied
+from kvrelay.lab.timing.file import load_timing
+from kvrelay.lab.timing.timing import Timing, TimingError
+from kvrelay.router.config import POLICIES
 
 if TYPE_CHECKING:
-    from lab.replay.results import ReplayResult
+    from kvrelay.lab.replay.results import ReplayResult
 
 SYNTHETIC = "synthetic:"
 GIB = 1 << 30
@@ -148,7 +148,7 @@ def replay_command(
         if json_path is not None:
             _write_json(json_path, trace, configs[0], found)
         if plot_path is not None:
-            from lab.replay.plot import save_plot
+            from kvrelay.lab.replay.plot import save_plot
 
             save_plot(results, plot_path, slo)
     except OSError as error:
@@ -264,7 +264,7 @@ def _check_writable(path: Path | None) -> None:
 def _replay_all(
     console: Console, trace: Trace, configs: Sequence[ReplayConfig]
 ) -> list[ReplayResult]:
-    from lab.replay.replay import replay
+    from kvrelay.lab.replay.replay import replay
 
     columns = (
         TextColumn("{task.description}"),

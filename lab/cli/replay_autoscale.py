@@ -15,13 +15,13 @@ from msgspec import structs
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from cluster.config import ConfigError, load_config
-from lab.replay.trace import Trace
-from router.scaling_config import ScalingConfig
+from kvrelay.cluster.config import ConfigError, load_config
+from kvrelay.lab.replay.trace import Trace
+from kvrelay.router.scaling_config import ScalingConfig
 
 if TYPE_CHECKING:
-    from lab.replay.autoscale.scaled import ScaledResult
-    from lab.replay.config import ReplayConfig
+    from kvrelay.lab.replay.autoscale.scaled import ScaledResult
+    from kvrelay.lab.replay.config import ReplayConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_STATIC_TRIES = 4
@@ -80,8 +80,8 @@ def run_autoscale(
     plot_path: Path | None,
 ) -> None:
     """Replay, show and write. Raises ConfigError for settings that cannot be."""
-    from lab.replay.autoscale.report import scaled_table, scaled_tables_json
-    from lab.replay.report import Slo
+    from kvrelay.lab.replay.autoscale.report import scaled_table, scaled_tables_json
+    from kvrelay.lab.replay.report import Slo
 
     scaling = scaling_of(options)
     beside = {name.strip() for name in options["beside"].split(",")} - {"none", ""}
@@ -92,7 +92,7 @@ def run_autoscale(
     if str(json_path) != "-":
         Console().print(scaled_table(found, slo, scaling))
     if options["log_path"] is not None:
-        from cluster.scaling.decisions import encode_line
+        from kvrelay.cluster.scaling.decisions import encode_line
 
         lines = [encode_line(line) + b"\n" for line in found[0].log]
         options["log_path"].write_bytes(b"".join(lines))
@@ -104,7 +104,7 @@ def run_autoscale(
         else:
             json_path.write_text(text)
     if plot_path is not None:
-        from lab.replay.autoscale.plot import save_scaling_plot
+        from kvrelay.lab.replay.autoscale.plot import save_scaling_plot
 
         save_scaling_plot(found, plot_path, slo, scaling)
 
@@ -120,9 +120,9 @@ def _replays(
     """The autoscaler first, then what stands beside it."""
     from dataclasses import replace
 
-    from lab.replay.autoscale.foresight import foresee, plan_of
-    from lab.replay.autoscale.report import attainment
-    from lab.replay.autoscale.scaled import replay_scaled, with_targets
+    from kvrelay.lab.replay.autoscale.foresight import foresee, plan_of
+    from kvrelay.lab.replay.autoscale.report import attainment
+    from kvrelay.lab.replay.autoscale.scaled import replay_scaled, with_targets
 
     config = with_targets(config, scaling)
     start_s, wanted = scaling.start_s, scaling.percentile / 100.0

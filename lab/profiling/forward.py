@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cluster.config import Config
-from cluster.worker.build import PreparedModel, open_runner
-from cluster.worker.devices import sized
-from cluster.worker.kv_plan import plan_kv
-from cluster.worker.spec import WorkerSpec
-from engine.model.device import find_device
-from engine.model.runner import ModelRunner
-from engine.model.step_executor import StepExecutor
-from engine.request import SamplingParams
-from engine.stats import Role
-from engine.step import ScheduledSeq, Step
-from kvtransfer.agents.pool import block_bytes
-from kvtransfer.checksum import checksum_blocks
+from kvrelay.cluster.config import Config
+from kvrelay.engine.model.device import find_device
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.step_executor import StepExecutor
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.stats import Role
+from kvrelay.engine.step import ScheduledSeq, Step
+from kvrelay.kvtransfer.agents.pool import block_bytes
+from kvrelay.kvtransfer.checksum import checksum_blocks
+from kvrelay.worker.build import PreparedModel, open_runner
+from kvrelay.worker.devices import sized
+from kvrelay.worker.kv_plan import plan_kv
+from kvrelay.worker.spec import WorkerSpec
 
 GREEDY = SamplingParams(temperature=0.0)
 MIN_REPEATS = 3

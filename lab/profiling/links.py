@@ -18,16 +18,16 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.worker.disk_tier import open_disk_tier
-from engine.config import WorkerConfig
-from engine.kv.tier import Tier
-from engine.stats import Role
-from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, MoveId, PeerConnected
-from kvtransfer.agents.nixl import NixlAgent
-from kvtransfer.agents.pool import block_bytes, is_on_gpu, make_host_arena
-from kvtransfer.executor import TransferExecutor
-from kvtransfer.transfer_loop import Answer, TransferLoop
-from lab.profiling.forward import ProfileError
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.stats import Role
+from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, MoveId, PeerConnected
+from kvrelay.kvtransfer.agents.nixl import NixlAgent
+from kvrelay.kvtransfer.agents.pool import block_bytes, is_on_gpu, make_host_arena
+from kvrelay.kvtransfer.executor import TransferExecutor
+from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
+from kvrelay.lab.profiling.forward import ProfileError
+from kvrelay.worker.disk_tier import open_disk_tier
 
 OWN, EPOCH = "profile", 1
 COUNTS = (1, 4, 16, 48)  # blocks of a transfer

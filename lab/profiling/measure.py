@@ -17,17 +17,17 @@ from typing import Any
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from cluster.config import Config
-from cluster.worker.build import PreparedModel, prepare_model
-from cluster.worker.devices import sized
-from engine.model.device import find_device
-from engine.model.runner import ModelRunner
-from lab.profiling.forward import ForwardPasses, Grid, running
-from lab.profiling.links import disk_link, memory_links
-from lab.profiling.neighbour import NAME
-from lab.profiling.pair import Neighbour
-from lab.profiling.served import measure_served
-from lab.timing.profile import arrays_of, profile_of
+from kvrelay.cluster.config import Config
+from kvrelay.engine.model.device import find_device
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.lab.profiling.forward import ForwardPasses, Grid, running
+from kvrelay.lab.profiling.links import disk_link, memory_links
+from kvrelay.lab.profiling.neighbour import NAME
+from kvrelay.lab.profiling.pair import Neighbour
+from kvrelay.lab.profiling.served import measure_served
+from kvrelay.lab.timing.profile import arrays_of, profile_of
+from kvrelay.worker.build import PreparedModel, prepare_model
+from kvrelay.worker.devices import sized
 
 CONTENTION_PROMPT = 256
 CONTENTION_BATCH, CONTENTION_CONTEXT = 4, 256

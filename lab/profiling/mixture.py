@@ -18,11 +18,11 @@ from random import Random
 
 import numpy as np
 
-from lab.bench.load import LoadSpec, Timing, make_arrivals
-from lab.profiling.forward import ProfileError
-from lab.replay.contention import SPREAD_S
-from lab.timing.timing import Overheads, overheads_of
-from lab.timing.timing import Timing as PassTiming
+from kvrelay.lab.bench.load import LoadSpec, Timing, make_arrivals
+from kvrelay.lab.profiling.forward import ProfileError
+from kvrelay.lab.replay.contention import SPREAD_S
+from kvrelay.lab.timing.timing import Overheads, overheads_of
+from kvrelay.lab.timing.timing import Timing as PassTiming
 
 NUM_REQUESTS = 80
 WORDS, TOKENS = (16, 256), (16, 64)  # in a prompt and in its answer, at least and at most

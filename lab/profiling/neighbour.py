@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.config import Config
-from cluster.runtime.host import LoopThread
-from cluster.wire.wire import Wire
-from cluster.worker.build import prepare_model
-from cluster.worker.devices import sized
-from cluster.worker.threads import NICENESS
-from engine.model.runner import ModelRunner
-from kvtransfer.agents.nixl import NixlAgent
-from lab.profiling.forward import ForwardPasses, running
+from kvrelay.cluster.config import Config
+from kvrelay.engine.host import LoopThread
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.wire.wire import Wire
+from kvrelay.kvtransfer.agents.nixl import NixlAgent
+from kvrelay.lab.profiling.forward import ForwardPasses, running
+from kvrelay.worker.build import prepare_model
+from kvrelay.worker.devices import sized
+from kvrelay.worker.threads import NICENESS
 
 NAME, ASKER = "profile-neighbour", "profile"
 LOOPBACK = "127.0.0.1"

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cluster.config import Config
-from cluster.runtime.host import LoopThread
-from cluster.wire.wire import Wire
-from engine.kv.events import KVSnapshotRequest
-from lab.profiling.forward import ForwardPasses, ProfileError
-from lab.profiling.neighbour import ASKER, LOOPBACK, NAME, Reachable, Setup
+from kvrelay.cluster.config import Config
+from kvrelay.engine.host import LoopThread
+from kvrelay.engine.kv.events import KVSnapshotRequest
+from kvrelay.engine.wire.wire import Wire
+from kvrelay.lab.profiling.forward import ForwardPasses, ProfileError
+from kvrelay.lab.profiling.neighbour import ASKER, LOOPBACK, NAME, Reachable, Setup
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Neighbour:
         self._wire = Wire(ASKER, token, lambda _, message: self._pongs.put(message))
         host, port = self._loop.submit(self._wire.listen(LOOPBACK)).result(30.0)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lab.profiling.neighbour"],
+            [sys.executable, "-m", "kvrelay.lab.profiling.neighbour"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

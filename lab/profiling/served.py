@@ -26,10 +26,10 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from cluster.config import Config, TenantsSection
-from lab.bench.load import Client, LoadSpec, Timing, make_prompts
-from lab.profiling.forward import ProfileError
-from lab.profiling.mixture import (
+from kvrelay.cluster.config import Config, TenantsSection
+from kvrelay.lab.bench.load import Client, LoadSpec, Timing, make_prompts
+from kvrelay.lab.profiling.forward import ProfileError
+from kvrelay.lab.profiling.mixture import (
     Mixed,
     alone_s,
     contention_of,
@@ -37,8 +37,8 @@ from lab.profiling.mixture import (
     plan_mixture,
     prompt_s,
 )
-from lab.timing.profile import Profile
-from lab.timing.timing import Overheads
+from kvrelay.lab.timing.profile import Profile
+from kvrelay.lab.timing.timing import Overheads
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 30.0
@@ -198,7 +198,7 @@ def served(config: Config) -> Iterator[tuple[str, str]]:
         tenant=(),
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "lab.profiling.server"],
+        [sys.executable, "-m", "kvrelay.lab.profiling.server"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

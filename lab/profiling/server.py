@@ -8,10 +8,10 @@ import sys
 
 import msgspec
 
-from cluster.config import Config, ConfigError
-from cluster.serve.errors import ServeError
-from cluster.serve.launch import serve
-from cluster.serve.supervisor import Ready
+from kvrelay.cluster.config import Config, ConfigError
+from kvrelay.cluster.processes.errors import ServeError
+from kvrelay.cluster.processes.launch import serve
+from kvrelay.cluster.processes.supervisor import Ready
 
 
 async def main() -> None:

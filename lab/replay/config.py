@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lab.timing.timing import Timing
-from router.config import RouterConfig
+from kvrelay.lab.timing.timing import Timing
+from kvrelay.router.config import RouterConfig
 
 ORACLE = "oracle"
 """What stands beside the router's policies."""

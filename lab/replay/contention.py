@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from math import exp, sqrt
 from random import Random
 
-from engine.node import NodeId
-from engine.stats import Role
-from lab.timing.timing import Overheads
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.lab.timing.timing import Overheads
 
 SPREAD_S = 0.01  # a pass of this length is spread by Overheads.spread
 

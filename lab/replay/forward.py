@@ -10,9 +10,9 @@ from array import array
 from dataclasses import dataclass, field
 from math import ceil, sqrt
 
-from engine.sequence import Sequence
-from engine.step import Sampled, ScheduledSeq, Step, StepDone
-from lab.timing.timing import Timing
+from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.step import Sampled, ScheduledSeq, Step, StepDone
+from kvrelay.lab.timing.timing import Timing
 
 FIRST_OUTPUT_TOKEN = 1 << 31
 """Plus the number of the request. Block ids of traces are below."""

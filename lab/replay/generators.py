@@ -17,7 +17,7 @@ from itertools import count, islice
 import numpy as np
 from numpy.random import Generator
 
-from lab.replay.trace import Trace, TraceRequest
+from kvrelay.lab.replay.trace import Trace, TraceRequest
 
 NUM_MEASURED = 1_000  # conversations that tell how many turns one has, and how long it goes on
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kv.tier import Tier
-from lab.replay.report import Slo, is_complete, weighted_percentiles
-from lab.replay.results import ReplayResult
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.lab.replay.report import Slo, is_complete, weighted_percentiles
+from kvrelay.lab.replay.results import ReplayResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

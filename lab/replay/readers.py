@@ -20,8 +20,8 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lab.replay.trace import Trace, TraceRequest
-from router.config import MAX_PRIORITY
+from kvrelay.lab.replay.trace import Trace, TraceRequest
+from kvrelay.router.config import MAX_PRIORITY
 
 BLOCK_TOKENS = 512  # both in what Mooncake publishes and in what follows it
 MAX_LINE_BYTES = 16 << 20

@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from cluster.worker.node import make_worker
-from engine.config import WorkerConfig
-from engine.kv.block_hash import UNSALTED, CacheScope
-from engine.node import NodeId
-from engine.request import SamplingParams
-from engine.stats import Role, RouterUp
-from lab.replay.config import Fault, ReplayConfig
-from lab.replay.results import LoadSeries, ReplayResult, Sample
-from lab.replay.runtime import ReplayRuntime
-from lab.replay.trace import Trace, TraceRequest
-from lab.timing.timing import overheads_of
-from router.messages import Failed, Output, Submit, WorkerDown, WorkerUp
-from router.router import Router
+from kvrelay.cluster.processes.worker_parts import make_worker
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.stats import Role, RouterUp
+from kvrelay.lab.replay.config import Fault, ReplayConfig
+from kvrelay.lab.replay.results import LoadSeries, ReplayResult, Sample
+from kvrelay.lab.replay.runtime import ReplayRuntime
+from kvrelay.lab.replay.trace import Trace, TraceRequest
+from kvrelay.lab.timing.timing import overheads_of
+from kvrelay.router.messages import Failed, Output, Submit, WorkerDown, WorkerUp
+from kvrelay.router.router import Router
 
 ROUTER: NodeId = "router-0"
 CLIENT: NodeId = "client"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lab.replay.results import ReplayResult, Sample
+from kvrelay.lab.replay.results import ReplayResult, Sample
 
 Summary = dict[str, Any]
 PERCENTS = (50, 90, 99)

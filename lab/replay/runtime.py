@@ -11,15 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.kv.tier import Tier
-from engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
-from engine.scheduling.scheduler import Scheduler
-from engine.step import Execute, Step
-from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, StoreIndex
-from lab.replay.contention import Contention
-from lab.replay.forward import Burst, ForwardPasses, TokenLog
-from lab.timing.timing import Timing, overheads_of
-from lab.virtual_time import VirtualTime
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
+from kvrelay.engine.scheduling.scheduler import Scheduler
+from kvrelay.engine.step import Execute, Step
+from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, StoreIndex
+from kvrelay.lab.replay.contention import Contention
+from kvrelay.lab.replay.forward import Burst, ForwardPasses, TokenLog
+from kvrelay.lab.timing.timing import Timing, overheads_of
+from kvrelay.lab.virtual_time import VirtualTime
 
 MAX_BURST_S = 2.0
 """Longest run of decode steps that is one event: tokens come to the router in time."""

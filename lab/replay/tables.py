@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lab.replay.report import Summary
+from kvrelay.lab.replay.report import Summary
 
 MAX_GROUPS = 10  # tenants, priorities, retries and reasons shown; JSON has all
 _TIMES = (

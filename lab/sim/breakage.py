@@ -26,31 +26,31 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
-from cluster.control.controller import Controller, ControllerConfig
-from cluster.control.messages import CONTROLLER
-from engine.messages import Preempted
-from engine.node import Effect, NodeId, Note, Send
-from engine.progress import StepWatch
-from engine.request import Refusal
-from engine.sequence import Sequence as Seq
-from engine.stats import Progress
-from engine.step import StepDone
-from engine.waiting import Passes
-from kvtransfer.agent import CopyDone, TransferId
-from kvtransfer.messages import KVRelease
-from kvtransfer.peer.arrival import Arrival
-from kvtransfer.peer.connector import Connector
-from kvtransfer.peer.handoff import ConsumerEvent
-from kvtransfer.peer.orphans import Orphans
-from kvtransfer.ranks import RankAnswers
-from kvtransfer.tiers.blocks import Source
-from kvtransfer.transfer_loop import Answer
-from kvtransfer.worker import Worker
-from router.admission.flows import Entry, Level
-from router.config import RouterConfig
-from router.messages import RoleChanged, WorkerSuspected
-from router.record import Cause, RequestRecord
-from router.router import Router
+from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.messages import CONTROLLER
+from kvrelay.engine.messages import Preempted
+from kvrelay.engine.node import Effect, NodeId, Note, Send
+from kvrelay.engine.progress import StepWatch
+from kvrelay.engine.request import Refusal
+from kvrelay.engine.sequence import Sequence as Seq
+from kvrelay.engine.stats import Progress
+from kvrelay.engine.step import StepDone
+from kvrelay.engine.waiting import Passes
+from kvrelay.kvtransfer.agent import CopyDone, TransferId
+from kvrelay.kvtransfer.messages import KVRelease
+from kvrelay.kvtransfer.peer.arrival import Arrival
+from kvrelay.kvtransfer.peer.connector import Connector
+from kvrelay.kvtransfer.peer.handoff import ConsumerEvent
+from kvrelay.kvtransfer.peer.orphans import Orphans
+from kvrelay.kvtransfer.ranks import RankAnswers
+from kvrelay.kvtransfer.tiers.blocks import Source
+from kvrelay.kvtransfer.transfer_loop import Answer
+from kvrelay.router.admission.flows import Entry, Level
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.messages import RoleChanged, WorkerSuspected
+from kvrelay.router.record import Cause, RequestRecord
+from kvrelay.router.router import Router
+from kvrelay.worker.node import Worker
 
 
 class Break(StrEnum):

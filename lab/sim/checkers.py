@@ -13,23 +13,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 
-from engine.core import EngineCore
-from engine.cost import order_of
-from engine.kv.tier import Tier
-from engine.node import NodeId
-from engine.request import NO_OUTPUTS, Refusal
-from engine.sequence import Sequence as EngineSequence
-from engine.stats import Role
-from engine.waiting import MAX_PASSED
-from kvtransfer.worker import Worker
-from lab.sim.client import Client, JudgeFailure, Order
-from lab.sim.model import FULL, Attention, prompt_outputs
-from lab.sim.runtime import Life, SimRuntime
-from lab.sim.scenario import BLOCK_SIZE, Scenario
-from router.admission.estimates import OUTPUT_UNITS
-from router.admission.flows import Entry
-from router.messages import Failed
-from router.router import Router
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.cost import order_of
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.request import NO_OUTPUTS, Refusal
+from kvrelay.engine.sequence import Sequence as EngineSequence
+from kvrelay.engine.stats import Role
+from kvrelay.engine.waiting import MAX_PASSED
+from kvrelay.lab.sim.client import Client, JudgeFailure, Order
+from kvrelay.lab.sim.model import FULL, Attention, prompt_outputs
+from kvrelay.lab.sim.runtime import Life, SimRuntime
+from kvrelay.lab.sim.scenario import BLOCK_SIZE, Scenario
+from kvrelay.router.admission.estimates import OUTPUT_UNITS
+from kvrelay.router.admission.flows import Entry
+from kvrelay.router.messages import Failed
+from kvrelay.router.router import Router
+from kvrelay.worker.node import Worker
 
 STARVATION_S = 2.0
 FAIR_WITHIN = 2.0  # times the largest request of each: estimates of what runs may be off

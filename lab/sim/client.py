@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from engine.node import Effect, NodeId, Send, Wake, Woken
-from engine.request import NO_OUTPUTS, PromptOutputs
-from lab.sim.executor import OnViolation
-from lab.sim.model import FULL, Attention, output_logprobs
-from lab.sim.workload import Job
-from router.messages import Cancel, Failed, Output, Submit, TenantShare
+from kvrelay.engine.node import Effect, NodeId, Send, Wake, Woken
+from kvrelay.engine.request import NO_OUTPUTS, PromptOutputs
+from kvrelay.lab.sim.executor import OnViolation
+from kvrelay.lab.sim.model import FULL, Attention, output_logprobs
+from kvrelay.lab.sim.workload import Job
+from kvrelay.router.messages import Cancel, Failed, Output, Submit, TenantShare
 
 TENANTS = (
     ("red", TenantShare()),

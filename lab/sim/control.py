@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cluster.control.controller import Controller, ControllerConfig
-from cluster.control.machines import Machine
-from cluster.control.messages import (
+from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.machines import Machine
+from kvrelay.cluster.control.messages import (
     CONTROLLER,
     AdoptWorker,
     Introduce,
@@ -26,12 +26,12 @@ from cluster.control.messages import (
     WorkerLost,
     WorkerStarted,
 )
-from cluster.control.wanted import WorkerState
-from engine.config import WorkerConfig
-from engine.node import Effect, Exit, NodeId
-from engine.stats import Role
-from lab.sim.faults import Sickness
-from lab.sim.runtime import Life, SimRuntime
+from kvrelay.cluster.control.wanted import WorkerState
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.node import Effect, Exit, NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.lab.sim.faults import Sickness
+from kvrelay.lab.sim.runtime import Life, SimRuntime
 
 MACHINES = (Machine("m", "sim", 64.0),)
 START_S = 0.3  # a worker takes up to so long to start again

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from engine.kv.tier import DiskRecord
-from kvtransfer.agent import StoreIndex
-from lab.sim.executor import SimPool
+from kvrelay.engine.kv.tier import DiskRecord
+from kvrelay.kvtransfer.agent import StoreIndex
+from kvrelay.lab.sim.executor import SimPool
 
 
 @dataclass(slots=True)

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from engine.kv.tier import Tier
-from engine.request import PromptOutputs
-from engine.step import Sampled, ScheduledSeq, Step, StepDone
-from lab.sim.model import (
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.request import PromptOutputs
+from kvrelay.engine.step import Sampled, ScheduledSeq, Step, StepDone
+from kvrelay.lab.sim.model import (
     FULL,
     UNWRITTEN,
     Attention,

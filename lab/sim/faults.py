@@ -13,10 +13,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.kv.tier import Tier
-from engine.node import NodeId
-from kvtransfer.agent import CopyBlocks
-from lab.sim.transfers import ReadFate
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.kvtransfer.agent import CopyBlocks
+from kvrelay.lab.sim.transfers import ReadFate
 
 
 @dataclass(frozen=True, slots=True)

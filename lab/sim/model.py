@@ -14,7 +14,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.request import (
+from kvrelay.engine.request import (
     NO_OUTPUTS,
     FinishReason,
     Pooling,

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.kv.block_hash import UNSALTED, hash_blocks
-from engine.node import Effect, NodeId, Send
-from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
-from lab.sim.workload import Job
+from kvrelay.engine.kv.block_hash import UNSALTED, hash_blocks
+from kvrelay.engine.node import Effect, NodeId, Send
+from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
+from kvrelay.lab.sim.workload import Job
 
 OPERATOR: NodeId = "operator"
 

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.config import WorkerConfig
-from engine.node import NodeId
-from engine.progress import FIRST_SLACK
-from engine.stats import Progress
-from kvtransfer.worker import Worker
-from lab.sim.faults import Kind
-from lab.sim.runtime import Life, SimRuntime
-from lab.sim.scenario import Scenario
-from router.record import RequestRecord
-from router.router import Router
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.progress import FIRST_SLACK
+from kvrelay.engine.stats import Progress
+from kvrelay.lab.sim.faults import Kind
+from kvrelay.lab.sim.runtime import Life, SimRuntime
+from kvrelay.lab.sim.scenario import Scenario
+from kvrelay.router.record import RequestRecord
+from kvrelay.router.router import Router
+from kvrelay.worker.node import Worker
 
 LOOK_S = 0.25
 SILENT_S = 12.0

@@ -9,21 +9,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from cluster.control.messages import CONTROLLER, SetRole
-from cluster.worker.node import make_worker
-from engine.config import WorkerConfig
-from engine.kv.tier import DiskRecord, Tier
-from engine.node import Node, NodeId
-from engine.stats import Role
-from lab.sim import checkers
-from lab.sim.breakage import Break, break_worker, join_answers, make_controller, make_router
-from lab.sim.client import Client, Outcome, SecondWave
-from lab.sim.control import Control
-from lab.sim.faults import Rot
-from lab.sim.operator import OPERATOR, GiveOrder, Operator
-from lab.sim.progress import NoProgress, Silence
-from lab.sim.runtime import Life, PoolShape, SimRuntime, Violation
-from lab.sim.scenario import RoleChange, Scenario, draw_scenario
+from kvrelay.cluster.control.messages import CONTROLLER, SetRole
+from kvrelay.cluster.processes.worker_parts import make_worker
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.tier import DiskRecord, Tier
+from kvrelay.engine.node import Node, NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.lab.sim import checkers
+from kvrelay.lab.sim.breakage import Break, break_worker, join_answers, make_controller, make_router
+from kvrelay.lab.sim.client import Client, Outcome, SecondWave
+from kvrelay.lab.sim.control import Control
+from kvrelay.lab.sim.faults import Rot
+from kvrelay.lab.sim.operator import OPERATOR, GiveOrder, Operator
+from kvrelay.lab.sim.progress import NoProgress, Silence
+from kvrelay.lab.sim.runtime import Life, PoolShape, SimRuntime, Violation
+from kvrelay.lab.sim.scenario import RoleChange, Scenario, draw_scenario
 
 CLIENT: NodeId = "client"
 FINISH_WITHIN_S = 60.0

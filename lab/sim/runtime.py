@@ -20,17 +20,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine.kv.tier import DiskRecord, Tier
-from engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
-from engine.step import Execute, PrepareGrammar, StepDone
-from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, StoreFailed, StoreIndex
-from kvtransfer.ranks import RankAnswers
-from lab.sim.disk import SimDisk
-from lab.sim.executor import POISON, SimExecutor, SimPool
-from lab.sim.faults import Faults
-from lab.sim.model import FULL, Attention
-from lab.sim.transfers import SimAgent
-from lab.virtual_time import VirtualTime
+from kvrelay.engine.kv.tier import DiskRecord, Tier
+from kvrelay.engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
+from kvrelay.engine.step import Execute, PrepareGrammar, StepDone
+from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, StoreFailed, StoreIndex
+from kvrelay.kvtransfer.ranks import RankAnswers
+from kvrelay.lab.sim.disk import SimDisk
+from kvrelay.lab.sim.executor import POISON, SimExecutor, SimPool
+from kvrelay.lab.sim.faults import Faults
+from kvrelay.lab.sim.model import FULL, Attention
+from kvrelay.lab.sim.transfers import SimAgent
+from kvrelay.lab.virtual_time import VirtualTime
 
 _MAX_EVENTS = 400_000
 """A run that makes more than this is taken for a livelock."""

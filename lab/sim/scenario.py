@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from engine.config import WorkerConfig
-from engine.kv.tier import LOWER_TIERS, Retention
-from engine.node import NodeId
-from engine.stats import Role
-from lab.sim.faults import (
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.tier import LOWER_TIERS, Retention
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.lab.sim.faults import (
     BrokenLink,
     Crash,
     FaultPlan,
@@ -26,10 +26,10 @@ from lab.sim.faults import (
     Rot,
     Sickness,
 )
-from lab.sim.model import Attention
-from lab.sim.operator import PlannedOrder, draw_orders
-from lab.sim.workload import Job, Limits, Poison, draw_crowd, draw_jobs
-from router.config import POLICIES, RouterConfig
+from kvrelay.lab.sim.model import Attention
+from kvrelay.lab.sim.operator import PlannedOrder, draw_orders
+from kvrelay.lab.sim.workload import Job, Limits, Poison, draw_crowd, draw_jobs
+from kvrelay.router.config import POLICIES, RouterConfig
 
 ROUTERS: tuple[NodeId, ...] = ("router-0", "router-1")
 BLOCK_SIZE = 4

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.kv.tier import Tier
-from engine.node import NodeId
-from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, TransferId
-from kvtransfer.ranks import RankAnswers
-from lab.sim.executor import OnViolation, SimExecutor
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, TransferId
+from kvrelay.kvtransfer.ranks import RankAnswers
+from kvrelay.lab.sim.executor import OnViolation, SimExecutor
 
 
 @dataclass(frozen=True, slots=True)

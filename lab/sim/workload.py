@@ -12,10 +12,10 @@ import random
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from engine.kv.block_hash import UNSALTED, CacheScope
-from engine.request import FinishReason, Pooling, SamplingParams
-from lab.sim.model import EOS, FULL, VOCAB_SIZE, Attention, generate
-from router.messages import TenantShare
+from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.request import FinishReason, Pooling, SamplingParams
+from kvrelay.lab.sim.model import EOS, FULL, VOCAB_SIZE, Attention, generate
+from kvrelay.router.messages import TenantShare
 
 GENEROUS_S = 600.0
 """A deadline that no run reaches."""

@@ -14,9 +14,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lab.timing.profile import read_profile
-from lab.timing.roofline import GPUS, MODELS, parse_roofline
-from lab.timing.timing import Links, Polynomial, Timing, TimingError, read_json
+from kvrelay.lab.timing.profile import read_profile
+from kvrelay.lab.timing.roofline import GPUS, MODELS, parse_roofline
+from kvrelay.lab.timing.timing import Links, Polynomial, Timing, TimingError, read_json
 
 __all__ = ["TimingError", "load_timing"]
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.timing.timing import Links, Overheads, TimingError
+from kvrelay.lab.timing.timing import Links, Overheads, TimingError
 
 REQUIRED = (
     "prefill_isl",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.timing.timing import Links, TimingError, read_json
+from kvrelay.lab.timing.timing import Links, TimingError, read_json
 
 COMPUTE_EFFICIENCY = 0.55
 MEMORY_EFFICIENCY = 0.8

@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from engine.request import Refusal
-from router.admission.estimates import Estimates, Newcomer
-from router.admission.fair_queue import FairQueue
-from router.admission.reservations import MAX_RETRY_AFTER_S, ClientKey, Reservations
-from router.averages import Average
-from router.config import RouterConfig
-from router.messages import Submit
-from router.record import Rejection, RequestRecord
-from router.traffic import Traffic
+from kvrelay.engine.request import Refusal
+from kvrelay.router.admission.estimates import Estimates, Newcomer
+from kvrelay.router.admission.fair_queue import FairQueue
+from kvrelay.router.admission.reservations import MAX_RETRY_AFTER_S, ClientKey, Reservations
+from kvrelay.router.averages import Average
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.messages import Submit
+from kvrelay.router.record import Rejection, RequestRecord
+from kvrelay.router.traffic import Traffic
 
 MIN_RETRY_AFTER_S = 0.1
 NO_WORKERS_RETRY_AFTER_S = 5.0

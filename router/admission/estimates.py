@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 
-from router.admission.fair_queue import FairQueue
-from router.admission.flows import Flow, Level
-from router.admission.reservations import ClientKey, FlowKey, Reservations
-from router.averages import Average, DrainRate, Ratio
-from router.record import RequestRecord
+from kvrelay.router.admission.fair_queue import FairQueue
+from kvrelay.router.admission.flows import Flow, Level
+from kvrelay.router.admission.reservations import ClientKey, FlowKey, Reservations
+from kvrelay.router.averages import Average, DrainRate, Ratio
+from kvrelay.router.record import RequestRecord
 
 OUTPUT_UNITS = 2.0  # an output token against one of a prompt, as in VTC (Sheng et al. 2024)
 NO_UNITS: Mapping[FlowKey, float] = MappingProxyType({})

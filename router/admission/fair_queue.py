@@ -23,9 +23,9 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
-from router.admission.flows import Entry, Flow, Level
-from router.record import RequestRecord
-from router.state import TenantLoad
+from kvrelay.router.admission.flows import Entry, Flow, Level
+from kvrelay.router.record import RequestRecord
+from kvrelay.router.state import TenantLoad
 
 LEAST_LEFT = 0.25  # of a request, until it ends: estimates are means, and some take far more
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
-from engine.waiting import Passes
-from router.messages import TenantShare
+from kvrelay.engine.waiting import Passes
+from kvrelay.router.messages import TenantShare
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
-from router.averages import Share
+from kvrelay.router.averages import Share
 
 LEAD_S = 1.0  # capacity is kept from new requests so long before a reservation is due
 HOLD_S = 4.0  # and after: HTTP's Retry-After is in whole seconds

@@ -26,11 +26,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.kv.block_hash import unpack
-from engine.kv.events import KVEvents, KVSnapshot
-from engine.kv.tier import Tier, TierHashes
-from engine.node import NodeId
-from router.index.table import EXPECTED, FACT, NOTHING, NUM_RUNS, SAID, Hashes, Held, IndexTable
+from kvrelay.engine.kv.block_hash import unpack
+from kvrelay.engine.kv.events import KVEvents, KVSnapshot
+from kvrelay.engine.kv.tier import Tier, TierHashes
+from kvrelay.engine.node import NodeId
+from kvrelay.router.index.table import (
+    EXPECTED,
+    FACT,
+    NOTHING,
+    NUM_RUNS,
+    SAID,
+    Hashes,
+    Held,
+    IndexTable,
+)
 
 STRIDE = 32  # blocks; the least distance between those that a lookup asks about
 TIDY_BUDGET = 8192  # blocks taken out at a tick, when nothing else happens

@@ -11,9 +11,9 @@ from ctypes import c_uint8, c_uint16, c_uint32
 from typing import NamedTuple
 from weakref import finalize
 
-from engine.kv.block_hash import HASH_BYTES
-from engine.kv.tier import Tier
-from router.native.bindings import address_of, bindings, constants, ffi
+from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
 
 Hashes = bytes | bytearray | memoryview  # packed
 

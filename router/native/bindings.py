@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine.native import declarations, load
+from kvrelay.engine.native import declarations, load
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-fvisibility=hidden", "-flto")

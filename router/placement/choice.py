@@ -7,15 +7,15 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import finalize
 
-from engine.kv.block_hash import HASH_BYTES
-from engine.stats import Role
-from router.index.table import Held, IndexTable
-from router.native.bindings import address_of, bindings, constants, ffi
-from router.placement.cost import CostModel
-from router.placement.endpoint import Endpoint
-from router.placement.fleet import Fleet
-from router.placement.links import Links
-from router.placement.work import Intake, Seconds, Work
+from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.engine.stats import Role
+from kvrelay.router.index.table import Held, IndexTable
+from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
+from kvrelay.router.placement.cost import CostModel
+from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.placement.links import Links
+from kvrelay.router.placement.work import Intake, Seconds, Work
 
 POOL = {Role.DECODE: Role.DECODE, Role.BOTH: Role.DECODE, Role.PREFILL: Role.PREFILL}
 GROUP = {Role.DECODE: 0, Role.BOTH: 0, Role.PREFILL: 1}  # in the index; native code knows them

@@ -29,9 +29,9 @@ endpoints.
 
 from __future__ import annotations
 
-from engine.stats import WorkerStats
-from router.native.bindings import address_of, ffi
-from router.placement.endpoint import RATES, set_weights, struct_field
+from kvrelay.engine.stats import WorkerStats
+from kvrelay.router.native.bindings import address_of, ffi
+from kvrelay.router.placement.endpoint import RATES, set_weights, struct_field
 
 SMOOTHING = 0.05  # weight of one worker's statistics in the fleet's rates
 
@@ -60,7 +60,7 @@ class CostModel:
         `stalled_at_least`: sequences that will come to decode while a prompt is computed, where
         they are meant to. `prefilling_at_least`: share of the time in which prompts will be
         computed, where they are meant to be. `giving_way`: how much longer prompts for others take
-        while sequences decode on the same cores, by the niceness in cluster.worker.threads.
+        while sequences decode on the same cores, by the niceness in worker.threads.
         `free_tokens` of a prompt cost a decode step nothing: it waits for the weights anyway."""
         fleet = (prefill_tokens_per_s, 0.03, 1e9, 2e9, 5e8)
         fields = {

@@ -19,9 +19,9 @@ from math import exp
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from engine.node import NodeId
-from engine.stats import Progress, Role, WorkerInfo, WorkerStats
-from router.native.bindings import address_of, bindings, constants, ffi
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Progress, Role, WorkerInfo, WorkerStats
+from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
 
 SETTLE_S = 0.1  # statistics that come this long after a dispatch count it
 LEAST_S: float = constants.LEAST_MS / 1000  # of a prompt that should be computed by now, and is not

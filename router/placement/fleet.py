@@ -13,10 +13,10 @@ from typing import Any
 from weakref import finalize
 from zlib import crc32
 
-from engine.node import NodeId
-from router.native.bindings import address_of, bindings, ffi
-from router.placement.cost import CostModel
-from router.placement.endpoint import Endpoint
+from kvrelay.engine.node import NodeId
+from kvrelay.router.native.bindings import address_of, bindings, ffi
+from kvrelay.router.placement.cost import CostModel
+from kvrelay.router.placement.endpoint import Endpoint
 
 
 class Fleet:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp
 
-from router.placement.endpoint import Endpoint, Ends, LinkLoss
+from kvrelay.router.placement.endpoint import Endpoint, Ends, LinkLoss
 
 LEAST_LOST = 2.5  # about three losses; with fewer nothing changes
 MOST = 16.0  # cases that are remembered

@@ -31,14 +31,14 @@ from itertools import islice
 from math import exp, log
 from typing import NamedTuple
 
-from engine.node import NodeId
-from engine.stats import Role
-from router.index.table import IndexTable
-from router.placement.choice import Chooser, Option, Options
-from router.placement.cost import CostModel
-from router.placement.endpoint import Endpoint
-from router.placement.fleet import Fleet
-from router.placement.work import Candidate, Seconds, Work
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.router.index.table import IndexTable
+from kvrelay.router.placement.choice import Chooser, Option, Options
+from kvrelay.router.placement.cost import CostModel
+from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.placement.work import Candidate, Seconds, Work
 
 NUM_HOLDERS = 2  # candidates of a role that hold most of the prefix
 NUM_IDLE = 3  # and that are least busy

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from router.placement.endpoint import Endpoint
-from router.placement.fleet import Fleet
-from router.record import RequestRecord, RetainOn
+from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.record import RequestRecord, RetainOn
 
 REFRESH_S = 2.0  # room and reuse change slowly
 MIN_REQUESTS = 500  # before any KV is retained on no worker

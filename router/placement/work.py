@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.node import NodeId
-from engine.stats import Role
-from router.index.table import Held
-from router.placement.endpoint import Endpoint, LinkLoss
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.router.index.table import Held
+from kvrelay.router.placement.endpoint import Endpoint, LinkLoss
 
 
 class Seconds(NamedTuple):

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from engine.kv.tier import Tier
-from engine.node import NodeId, Send
-from engine.stats import Role, WorkerInfo
-from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
-from router.index.prefix_index import PrefixIndex
-from router.messages import SessionCommand, SessionHolder, SessionInfo
-from router.sessions.session import Session, kind_of
-from router.sessions.table import SessionTable
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId, Send
+from kvrelay.engine.stats import Role, WorkerInfo
+from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
+from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.messages import SessionCommand, SessionHolder, SessionInfo
+from kvrelay.router.sessions.session import Session, kind_of
+from kvrelay.router.sessions.table import SessionTable
 
 MAX_LISTED_BLOCKS = 16_384  # a page ends where it would have to look at more
 

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from router.messages import SessionLimits
-from router.sessions.session import Session
+from kvrelay.router.messages import SessionLimits
+from kvrelay.router.sessions.session import Session
 
 
 @dataclass(slots=True, eq=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from engine.kv.block_hash import HASH_BYTES, CacheScope, hash_blocks
-from engine.kv.tier import DEFAULT_RETENTION, Retention
-from engine.node import NodeId
-from engine.stats import WorkerInfo
-from router.messages import SessionState
+from kvrelay.engine.kv.block_hash import HASH_BYTES, CacheScope, hash_blocks
+from kvrelay.engine.kv.tier import DEFAULT_RETENTION, Retention
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import WorkerInfo
+from kvrelay.router.messages import SessionState
 
 TOKEN_BYTES = array("I").itemsize
 Kind = tuple[bytes, int]  # fingerprint and block size: the same block hashes on all such workers

@@ -14,23 +14,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from math import inf
 
-from engine.kv.tier import Tier
-from engine.node import Effect, NodeId, Send, Wake
-from engine.stats import WorkerInfo
-from kvtransfer.messages import CacheAction, CacheOrderDone
-from router.index.prefix_index import PrefixIndex
-from router.messages import (
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import Effect, NodeId, Send, Wake
+from kvrelay.engine.stats import WorkerInfo
+from kvrelay.kvtransfer.messages import CacheAction, CacheOrderDone
+from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.messages import (
     SessionCommand,
     SessionOp,
     SessionRefusal,
     SessionReply,
     Submit,
 )
-from router.record import Attempt, RequestRecord
-from router.sessions.commands import PendingCommand, PendingCommands, SessionBlocks
-from router.sessions.session import Session, SessionConfig, SessionRecord, kind_of, restored
-from router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated, merge
-from router.sessions.table import SessionTable
+from kvrelay.router.record import Attempt, RequestRecord
+from kvrelay.router.sessions.commands import PendingCommand, PendingCommands, SessionBlocks
+from kvrelay.router.sessions.session import Session, SessionConfig, SessionRecord, kind_of, restored
+from kvrelay.router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated, merge
+from kvrelay.router.sessions.table import SessionTable
 
 TICK = "sessions"
 MIN_WAKE_S = 0.25  # sessions that are due soon after each other share a wake-up

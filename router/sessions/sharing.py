@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.sessions.session import Session, SessionRecord, restored
-from router.sessions.table import SessionTable
+from kvrelay.router.sessions.session import Session, SessionRecord, restored
+from kvrelay.router.sessions.table import SessionTable
 
 
 @dataclass(frozen=True, slots=True)

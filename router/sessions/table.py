@@ -12,9 +12,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from math import inf
 
-from router.messages import SessionLimits
-from router.sessions.quotas import TenantSessions, of_largest
-from router.sessions.session import Session, SessionConfig
+from kvrelay.router.messages import SessionLimits
+from kvrelay.router.sessions.quotas import TenantSessions, of_largest
+from kvrelay.router.sessions.session import Session, SessionConfig
 
 MAX_STALE = 64  # outdated entries of the heap, beside one for each session
 FOREIGN_PATIENCE = 3.0  # a session that another router parks is parked here after so much longer

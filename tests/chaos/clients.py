@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from lab.bench.load import Client, LoadSpec
+from kvrelay.lab.bench.load import Client, LoadSpec
 
 TIMEOUT_S = 120.0
 PAUSE_S = 0.5  # after a failure, as a client would wait

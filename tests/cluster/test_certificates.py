@@ -17,10 +17,10 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from cluster.api.server import serve_app
-from cluster.cli.client import status
-from cluster.config import Config, ConfigError, SessionsSection, TlsSection, load_config
-from cluster.serve.certificates import with_certificates
+from kvrelay.cluster.api.server import serve_app
+from kvrelay.cluster.cli.client import status
+from kvrelay.cluster.config import Config, ConfigError, SessionsSection, TlsSection, load_config
+from kvrelay.cluster.processes.certificates import with_certificates
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates")
 

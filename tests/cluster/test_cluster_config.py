@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import Config, ConfigError, build_config, load_config
+from kvrelay.cluster.config import Config, ConfigError, build_config, load_config
 from tests.docs.example import example_toml
 
 EXAMPLE = Path(__file__).parents[2] / "kvrelay.example.toml"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.control.messages import StartWorker
-from cluster.control.wanted import Worker
-from cluster.worker.specs import num_sharing_tiers, share_of
-from engine.stats import Role
+from kvrelay.cluster.control.messages import StartWorker
+from kvrelay.cluster.control.specs import num_sharing_tiers, share_of
+from kvrelay.cluster.control.wanted import Worker
+from kvrelay.engine.stats import Role
 
 GIB = 1 << 30
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from cluster.control.messages import CONTROLLER, Introduced, Peer
-from cluster.control.process_messages import Adopt, End, Meet
-from cluster.runtime.host import NodeExit, NodeHost, keep_running
-from cluster.serve.router_process import RouterProcess
-from cluster.worker.process import BuiltWorker, Listening, WorkerProcess
-from cluster.worker.threads import StepThread
-from engine.messages import Abort
-from engine.node import Effect, Exit, Note, Send, Unsendable, Wake, Woken
-from engine.stats import Role, WorkerInfo
-from engine.step import Step, StepDone
+from kvrelay.cluster.control.messages import CONTROLLER, Introduced, Peer
+from kvrelay.cluster.control.process_messages import Adopt, End, Meet
+from kvrelay.cluster.processes.router_process import RouterProcess
+from kvrelay.engine.host import NodeExit, NodeHost, keep_running
+from kvrelay.engine.messages import Abort
+from kvrelay.engine.node import Effect, Exit, Note, Send, Unsendable, Wake, Woken
+from kvrelay.engine.stats import Role, WorkerInfo
+from kvrelay.engine.step import Step, StepDone
+from kvrelay.worker.process import BuiltWorker, Listening, WorkerProcess
+from kvrelay.worker.threads import StepThread
 
 
 class Toy:
@@ -275,7 +275,7 @@ def test_a_task_that_must_live_begins_again_however_it_ends(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`watch_machines` died in silence: no machine that came later was ever used."""
-    monkeypatch.setattr("cluster.runtime.host.RESTART_S", 0.001)
+    monkeypatch.setattr("kvrelay.engine.host.RESTART_S", 0.001)
     restarts: Counter[str] = Counter()
 
     async def scenario() -> None:
@@ -308,7 +308,7 @@ def test_a_task_that_must_live_begins_again_however_it_ends(
 def test_a_router_that_fails_to_report_once_reports_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cluster.runtime.host.RESTART_S", 0.001)
+    monkeypatch.setattr("kvrelay.engine.host.RESTART_S", 0.001)
 
     async def scenario() -> dict[str, int]:
         process = object.__new__(RouterProcess)  # without its node, wire and API

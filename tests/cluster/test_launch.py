@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import cluster.runtime.ray_token as ray_token
-from cluster.config import ApiSection, Config, ModelSection
-from cluster.serve.errors import ServeError
-from cluster.serve.launch import serve
-from cluster.serve.ray_access import RayRefused, check_token
-from cluster.serve.router_process import _load_tokenizer
+import kvrelay.cluster.processes.ray_token as ray_token
+from kvrelay.cluster.config import ApiSection, Config, ModelSection
+from kvrelay.cluster.processes.errors import ServeError
+from kvrelay.cluster.processes.launch import serve
+from kvrelay.cluster.processes.ray_access import RayRefused, check_token
+from kvrelay.cluster.processes.router_process import _load_tokenizer
 
 
 def test_a_ray_cluster_that_asks_for_a_token_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import textwrap
 
 from msgspec import Struct
 
-from cluster.config import Config, TenantEntry
+from kvrelay.cluster.config import Config, TenantEntry
 
 EXAMPLE_TENANT = TenantEntry("search", keys=("a-long-random-text",), key_hashes=("...",))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
 
 Message = dict[str, str]
 

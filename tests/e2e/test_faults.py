@@ -22,11 +22,11 @@ import openai
 import pytest
 
 from benchmarks.serving.served import Served
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import EngineSection
-from engine.request import SamplingParams
-from lab.local import LocalCluster
-from router.config import RouterConfig
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import EngineSection
+from kvrelay.engine.request import SamplingParams
+from kvrelay.lab.local import LocalCluster
+from kvrelay.router.config import RouterConfig
 from tests.e2e.connections import cut
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

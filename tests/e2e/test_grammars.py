@@ -8,12 +8,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from cluster.api.constraints.schema import schema_grammar
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import EngineSection
-from engine.request import FinishReason, SamplingParams
-from lab.local import LocalCluster
-from router.config import RouterConfig
+from kvrelay.cluster.api.constraints.schema import schema_grammar
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import EngineSection
+from kvrelay.engine.request import FinishReason, SamplingParams
+from kvrelay.lab.local import LocalCluster
+from kvrelay.router.config import RouterConfig
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.runtime.ray_token import TokenUnknown, asks_for_token
+from kvrelay.cluster.processes.ray_token import TokenUnknown, asks_for_token
 from tests.e2e.test_two_nodes import RayNode
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -40,7 +40,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_serving_refuses_a_cluster_without_a_token_and_says_what_to_do(start: Start) -> None:
     address = start("open", OPEN)
     assert not asks_for_token(address)
-    command = [sys.executable, "-m", "lab.cli.main", "serve", "--port", "0", "--address", address]
+    command = [
+        sys.executable,
+        "-m",
+        "kvrelay.lab.cli.main",
+        "serve",
+        "--port",
+        "0",
+        "--address",
+        address,
+    ]
     done = subprocess.run(
         command, env={**os.environ, **OPEN}, capture_output=True, text=True, timeout=120
     )

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import EngineSection
-from engine.request import Refusal, SamplingParams
-from lab.local import Completion, LocalCluster
-from router.config import RouterConfig
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import EngineSection
+from kvrelay.engine.request import Refusal, SamplingParams
+from kvrelay.lab.local import Completion, LocalCluster
+from kvrelay.router.config import RouterConfig
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import greedy
 

@@ -19,15 +19,15 @@ import psutil
 import pytest
 
 from benchmarks.serving.served import Served
-from cluster.api.text.tokenizer import Tokenizer
-from engine.kv.spec import DTYPE_BYTES
-from engine.model.runner import ModelRunner
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.kv.spec import DTYPE_BYTES
+from kvrelay.engine.model.runner import ModelRunner
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 # Weights and rounding as they ship: on CPUs that multiply bfloat16 faster, that.
 TOLERANCE = 1e-3 if ModelRunner.default_dtype() == "float32" else 0.2
-KVRELAY = [sys.executable, "-m", "lab.cli.main"]
+KVRELAY = [sys.executable, "-m", "kvrelay.lab.cli.main"]
 
 
 @pytest.fixture(scope="module")

@@ -97,8 +97,8 @@ def cached_of(url: str, prompt: str) -> float:
 def test_controller_and_router_come_back_to_workers_with_their_kv(server: Served, url: str) -> None:
     cached_of(url, LONG)
     before, epoch = lives(url), status(url)["controller"]["epoch"]
-    kill(server, "cluster.serve.child", "controller")
-    kill(server, "cluster.serve.child", "router-0")
+    kill(server, "kvrelay.cluster.processes.child", "controller")
+    kill(server, "kvrelay.cluster.processes.child", "router-0")
     share = cached_of(url, LONG)  # the connection waits until there is a router again
     wait_for(url, has_controller(epoch), 30, "there is no new controller")
     assert lives(url) == before
@@ -137,7 +137,7 @@ def drain(server: Served) -> None:
     def disturb(number: int) -> None:
         if number == 5:
             assert httpx.get(f"{server.url}/health/ready").status_code == 200
-            command = [sys.executable, "-m", "lab.cli.main", "drain", "--url", server.url]
+            command = [sys.executable, "-m", "kvrelay.lab.cli.main", "drain", "--url", server.url]
             subprocess.run(command, check=True, timeout=30, capture_output=True)
             body = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
             refused.append(httpx.get(f"{server.url}/health/ready"))

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.kv.block_pool import BlockPool
+from kvrelay.engine.kv.block_pool import BlockPool
 
 NUM_BLOCKS = 8
 

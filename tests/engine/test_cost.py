@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.config import WorkerConfig
-from engine.cost import (
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.cost import (
     MIN_SAMPLES,
     TOKENS_UNIT,
     FittedCost,
@@ -19,9 +19,9 @@ from engine.cost import (
     fitted_s,
     prompt_features,
 )
-from engine.request import SamplingParams
-from engine.stats import Role
-from engine.step import ScheduledSeq, Step
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.stats import Role
+from kvrelay.engine.step import ScheduledSeq, Step
 
 BUDGET = 8192
 TRUE = (0.004, 0.35, 0.02, 0.06)  # a pass, 4,096 tokens of it, their squares, what lies before them
@@ -138,7 +138,7 @@ def test_features_that_never_vary_do_not_make_the_fit_jump() -> None:
 
 def test_a_fit_stays_finite_however_long_nothing_varies(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of a direction that is never seen is forgotten, but not without end."""
-    monkeypatch.setattr("engine.cost.FORGET", 0.9)  # an hour of steps in a moment
+    monkeypatch.setattr("kvrelay.engine.cost.FORGET", 0.9)  # an hour of steps in a moment
     cost = FittedCost(4)
     always = decode_features(16, 0.5)
     for _ in range(8000):

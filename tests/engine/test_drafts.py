@@ -9,11 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.block_hash import BlockChain, CacheScope
-from engine.kv.tier import DEFAULT_RETENTION
-from engine.request import SamplingParams
-from engine.scheduling.drafts import MAX_ROW_COST, MAX_SLOWDOWN, NGRAM_SIZE, Drafter, NgramProposer
-from engine.sequence import Sequence
+from kvrelay.engine.kv.block_hash import BlockChain, CacheScope
+from kvrelay.engine.kv.tier import DEFAULT_RETENTION
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.scheduling.drafts import (
+    MAX_ROW_COST,
+    MAX_SLOWDOWN,
+    NGRAM_SIZE,
+    Drafter,
+    NgramProposer,
+)
+from kvrelay.engine.sequence import Sequence
 
 POOL = 10_000
 

@@ -1,10 +1,10 @@
 """What the KV cache manager tells of the blocks that it seals, and which of them go first."""
 
-from engine.kv.block_hash import UNSALTED, BlockChain
-from engine.kv.cache_manager import KVCacheManager
-from engine.kv.tier import Retention
-from engine.request import SamplingParams
-from engine.sequence import Sequence
+from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.sequence import Sequence
 
 RETENTION = Retention(5.0)
 SPARE = Retention(0.0, to_disk=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from engine.native import NativeBuildError, build, declarations, load
+from kvrelay.engine.native import NativeBuildError, build, declarations, load
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_a_library_is_on_the_disk_before_it_gets_its_name(
 def test_whoever_waits_for_another_builder_too_long_is_told(
     cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.native.BUILD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvrelay.engine.native.BUILD_TIMEOUT_S", 0.05)
     cache.parent.mkdir(parents=True)
     lock = cache.parent / "native-answer.lock"
     with FileLock(lock), pytest.raises(NativeBuildError, match=f"{lock} for 0.05 s"):

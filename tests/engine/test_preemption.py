@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.messages import Decode
-from engine.request import SamplingParams
-from tests.workers.world import BLOCK_SIZE, World, reference
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.request import SamplingParams
+from tests.worker.world import BLOCK_SIZE, World, reference
 
 
 @pytest.mark.parametrize("comes_by", ["migration", "handoff"])

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import WorkerConfig
-from engine.cost import FittedCost
-from engine.kv.block_hash import UNSALTED, BlockChain
-from engine.kv.cache_manager import KVCacheManager
-from engine.kv.tier import DEFAULT_RETENTION
-from engine.request import PromptOutputs, SamplingParams, TokenLogprobs
-from engine.scheduling.scheduler import Scheduler
-from engine.sequence import Sequence
-from engine.stats import Role
-from engine.step import Sampled, ScheduledSeq, StepDone
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.cost import FittedCost
+from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.tier import DEFAULT_RETENTION
+from kvrelay.engine.request import PromptOutputs, SamplingParams, TokenLogprobs
+from kvrelay.engine.scheduling.scheduler import Scheduler
+from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.stats import Role
+from kvrelay.engine.step import Sampled, ScheduledSeq, StepDone
 
 BLOCK, NUM_BLOCKS, LENGTH = 4, 32, 61
 WHOLE = tuple(TokenLogprobs(-float(at)) for at in range(LENGTH - 1))

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from engine.config import WorkerConfig
-from engine.cost import TOKENS_UNIT, FittedCost
-from engine.kv.block_hash import UNSALTED, BlockChain
-from engine.kv.cache_manager import KVCacheManager
-from engine.kv.tier import DEFAULT_RETENTION
-from engine.request import SamplingParams
-from engine.scheduling.scheduler import Scheduler
-from engine.sequence import SeqState, Sequence
-from engine.stats import Role
-from engine.step import Sampled, StepDone
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.cost import TOKENS_UNIT, FittedCost
+from kvrelay.engine.kv.block_hash import UNSALTED, BlockChain
+from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.tier import DEFAULT_RETENTION
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.scheduling.scheduler import Scheduler
+from kvrelay.engine.sequence import SeqState, Sequence
+from kvrelay.engine.stats import Role
+from kvrelay.engine.step import Sampled, StepDone
 
 BUDGET = 64
 

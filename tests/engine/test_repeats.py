@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from decode_worker.messages import Decode
-from engine.kv.events import KVEvents
-from engine.messages import Abort, TokenDeltas
-from engine.request import FinishReason, SamplingParams
-from engine.step import Sampled, Step, StepDone
-from prefill_worker.messages import Prefill
-from tests.workers.world import BLOCK_SIZE, World, next_token, reference
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.events import KVEvents
+from kvrelay.engine.messages import Abort, TokenDeltas
+from kvrelay.engine.request import FinishReason, SamplingParams
+from kvrelay.engine.step import Sampled, Step, StepDone
+from kvrelay.prefill_worker.messages import Prefill
+from tests.worker.world import BLOCK_SIZE, World, next_token, reference
 
 PROMPTS = {f"r{i}": [i + 1] * (5 + 3 * i) for i in range(5)}
 LENGTHS = {"r0": 30, "r1": 3, "r2": 17, "r3": 2, "r4": 22}

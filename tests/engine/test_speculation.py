@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.request import FinishReason
-from engine.step import Sampled, Step, StepDone
+from kvrelay.engine.request import FinishReason
+from kvrelay.engine.step import Sampled, Step, StepDone
 from tests.engine.test_repeats import cached, ends
-from tests.workers.world import BLOCK_SIZE, World, checksum, next_token
+from tests.worker.world import BLOCK_SIZE, World, checksum, next_token
 
 PROMPTS = {f"r{i}": [i + 1, *range(20, 23 + i)] * 3 for i in range(5)}
 LENGTHS = {"r0": 60, "r1": 3, "r2": 37, "r3": 2, "r4": 52}

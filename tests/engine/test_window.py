@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import WorkerConfig
-from engine.kv.window import Window
-from engine.stats import Role
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.window import Window
+from kvrelay.engine.stats import Role
 
 WINDOWS = st.builds(Window, st.integers(1, 6), size=st.integers(1, 20), num_sinks=st.integers(0, 9))
 

@@ -18,9 +18,10 @@ from random import Random
 
 import psutil
 
-from cluster.wire.codec import FrameError, decode_message, encode
-from cluster.wire.frames import KEY_BYTES, FrameReader, FrameWriter, Kind, ProtocolError
-from cluster.wire.handshake import (
+from kvrelay.engine.messages import Abort
+from kvrelay.engine.wire.codec import FrameError, decode_message, encode
+from kvrelay.engine.wire.frames import KEY_BYTES, FrameReader, FrameWriter, Kind, ProtocolError
+from kvrelay.engine.wire.handshake import (
     NONCE_BYTES,
     PREAMBLE,
     REPLY_BYTES,
@@ -34,8 +35,7 @@ from cluster.wire.handshake import (
     parse_resume,
     session_keys,
 )
-from engine.messages import Abort
-from tests.cluster.wire.wire_peers import TOKEN, Peer, until
+from tests.engine.wire.wire_peers import TOKEN, Peer, until
 from tests.fuzz.mutations import BODIES, mutate
 
 MAX_BODY_BYTES = 1 << 16

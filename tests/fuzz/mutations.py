@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from cluster.wire.codec import encode
-from engine.kv.events import KVSnapshotRequest
-from engine.messages import Abort, Probe
-from engine.stats import RouterUp
+from kvrelay.engine.kv.events import KVSnapshotRequest
+from kvrelay.engine.messages import Abort, Probe
+from kvrelay.engine.stats import RouterUp
+from kvrelay.engine.wire.codec import encode
 
 LONGEST_COPY = 1 << 16
 INTERESTING = (0, 1, 4, 16, 0x7F, 0x80, 0xC0, 0xC1, 0xDD, 0xDF, 0xFE, 0xFF)

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from engine.model import fp8
+from kvrelay.engine.model import fp8
 from tests.engine.model.paged import DEVICE, expected, paged
 
 pytest.importorskip("triton")
 
-from engine.model.gpu.attention_decode import decode_attention, decode_splits
-from engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
-from engine.model.gpu.cache_pool import Pool
-from engine.model.gpu.cache_write import rope_write
-from engine.model.gpu.latent import (
+from kvrelay.engine.model.gpu.attention_decode import decode_attention, decode_splits
+from kvrelay.engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
+from kvrelay.engine.model.gpu.cache_pool import Pool
+from kvrelay.engine.model.gpu.cache_write import rope_write
+from kvrelay.engine.model.gpu.latent import (
     latent_decode,
     latent_prefill,
     latent_row_tiles,

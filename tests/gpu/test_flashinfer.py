@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.request import SamplingParams
+from kvrelay.engine.request import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.gpu.triton_world import World
 from tests.engine.model.talks import Talk, step

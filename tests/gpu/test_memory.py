@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.agents.pool import DeviceBytes, block_bytes, make_host_arena, space_of
+from kvrelay.kvtransfer.agents.pool import DeviceBytes, block_bytes, make_host_arena, space_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,8 +57,8 @@ def test_blocks_go_from_one_agent_to_another_between_device_and_host(pool):
             continue
     else:
         pytest.skip("NIXL is not installed")
-    from engine.kv.tier import Tier
-    from kvtransfer.agents.nixl import NixlAgent
+    from kvrelay.engine.kv.tier import Tier
+    from kvrelay.kvtransfer.agents.nixl import NixlAgent
 
     _, size = space_of(pool)
     arena = make_host_arena(len(pool), size, pinned=True)

@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.model.runner import ModelRunner
-from engine.request import SamplingParams
-from engine.step import Step
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import Step
 from tests.engine.model.gpu.triton_world import World
 from tests.engine.model.talks import GREEDY, Talk, alone, step
 from tests.engine.model.tiny import make_checkpoint, tokens_of

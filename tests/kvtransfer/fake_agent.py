@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.kv.tier import Tier
-from kvtransfer.agent import AgentError, CopyBlocks
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.agent import AgentError, CopyBlocks
 
 
 @dataclass

@@ -5,12 +5,12 @@ import pytest
 import torch
 from xxhash import xxh3_64_intdigest
 
-from engine.kv.spec import DTYPE_BYTES, KVSpec
-from engine.native import NativeBuildError
-from kvtransfer import checksum
-from kvtransfer.agents.pool import DeviceBytes, pool_bytes
-from kvtransfer.checksum import MOD, checksum_blocks, head_weights
-from kvtransfer.layout import BlockLayout, HeadShare
+from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
+from kvrelay.engine.native import NativeBuildError
+from kvrelay.kvtransfer import checksum
+from kvrelay.kvtransfer.agents.pool import DeviceBytes, pool_bytes
+from kvrelay.kvtransfer.checksum import MOD, checksum_blocks, head_weights
+from kvrelay.kvtransfer.layout import BlockLayout, HeadShare
 
 
 @pytest.fixture

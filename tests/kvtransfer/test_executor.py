@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.kv.tier import Tier
-from kvtransfer.agent import (
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.agent import (
     ConnectPeer,
     CopyBlocks,
     CopyDone,
@@ -17,15 +17,15 @@ from kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvtransfer.agents.local import LocalAgent, LocalRegistry
-from kvtransfer.checksum import checksum_blocks
-from kvtransfer.executor import (
+from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
+from kvrelay.kvtransfer.checksum import checksum_blocks
+from kvrelay.kvtransfer.executor import (
     STORE_CHECK_BUSY_S,
     STORE_CHECK_IDLE_S,
     StoreExecutor,
     TransferExecutor,
 )
-from kvtransfer.store import StoreError
+from kvrelay.kvtransfer.store import StoreError
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from kvtransfer.peer.handoff import (
+from kvrelay.kvtransfer.peer.handoff import (
     CONSUMER,
     PRODUCER,
     ConsumerEvent,

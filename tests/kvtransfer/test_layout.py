@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.spec import DTYPE_BYTES, KVSpec
-from kvtransfer.layout import (
+from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
+from kvrelay.kvtransfer.layout import (
     LAYOUT_VERSION,
     BlockLayout,
     CopySpan,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.kv.tier import Tier
-from kvtransfer.agent import PROBE_BYTES, ConnectPeer, CopyDone, PeerConnected
-from kvtransfer.executor import SHUTS_DOWN, TransferExecutor
-from kvtransfer.probes import ENOUGH_S, TIMEOUT_S, Probes
-from kvtransfer.ranks import RankAnswers
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.agent import PROBE_BYTES, ConnectPeer, CopyDone, PeerConnected
+from kvrelay.kvtransfer.executor import SHUTS_DOWN, TransferExecutor
+from kvrelay.kvtransfer.probes import ENOUGH_S, TIMEOUT_S, Probes
+from kvrelay.kvtransfer.ranks import RankAnswers
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
 

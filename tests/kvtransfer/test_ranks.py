@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.tier import Tier
-from kvtransfer.agent import (
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.agent import (
     ConnectPeer,
     CopyBlocks,
     CopyDone,
@@ -18,8 +18,8 @@ from kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvtransfer.checksum import MOD
-from kvtransfer.ranks import RankAnswers
+from kvrelay.kvtransfer.checksum import MOD
+from kvrelay.kvtransfer.ranks import RankAnswers
 
 NUM_RANKS = 3
 COUNTED = [True, False, True]  # the second has the heads of the first

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.kv.tier import Tier
-from kvtransfer import transfer_loop
-from kvtransfer.agent import (
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer import transfer_loop
+from kvrelay.kvtransfer.agent import (
     Agent,
     ConnectPeer,
     CopyBlocks,
@@ -21,10 +21,10 @@ from kvtransfer.agent import (
     StoreFailed,
     StoreIndex,
 )
-from kvtransfer.agents.local import LocalAgent, LocalRegistry
-from kvtransfer.checksum import checksum_blocks
-from kvtransfer.executor import TransferExecutor
-from kvtransfer.transfer_loop import Answer, TransferLoop
+from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
+from kvrelay.kvtransfer.checksum import checksum_blocks
+from kvrelay.kvtransfer.executor import TransferExecutor
+from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent, a_read
 

@@ -11,23 +11,23 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from cluster.worker.build import prepare_model
-from engine.model import roofline as floor
-from engine.model.checkpoint.families import read_config
-from engine.model.config import Experts
-from engine.model.roofline import (
+from kvrelay.engine.model import roofline as floor
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.config import Experts
+from kvrelay.engine.model.roofline import (
     Rates,
     Weights,
     count_weights,
     decode_roofline_s,
     prefill_roofline_s,
 )
-from engine.request import FinishReason
-from lab.bench import engine as engine_bench
-from lab.bench import engine_start
-from lab.bench.engine import EngineSpec, Prompts, decode_step_s, greedy
-from lab.bench.lone_worker import Answer, LoneWorker, WorkerFailed
-from lab.cli.bench import bench
+from kvrelay.engine.request import FinishReason
+from kvrelay.lab.bench import engine as engine_bench
+from kvrelay.lab.bench import engine_start
+from kvrelay.lab.bench.engine import EngineSpec, Prompts, decode_step_s, greedy
+from kvrelay.lab.bench.lone_worker import Answer, LoneWorker, WorkerFailed
+from kvrelay.lab.cli.bench import bench
+from kvrelay.worker.build import prepare_model
 from tests.engine.model.tiny import VOCAB, make_checkpoint
 
 START_S = {"python": 0.1, "imports": 1.0, "weights": 2.0, "first token": 2.5}

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.config import load_config
+from kvrelay.cluster.config import load_config
 from tests.operations.custom_resources import SPECS, pods_of
 from tests.operations.expressions import alert_rules
 from tests.structure import ROOT

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ClusterSection
-from cluster.serve.router_api import SHUTDOWN_S
-from cluster.serve.supervisor import END_S
+from kvrelay.cluster.config import ClusterSection
+from kvrelay.cluster.processes.router_api import SHUTDOWN_S
+from kvrelay.cluster.processes.supervisor import END_S
 from tests.structure import ROOT
 
 UNITS = sorted((ROOT / "deploy/systemd").glob("*.service"))

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 
-from engine.kv.block_hash import HASH_BYTES
-from engine.kv.tier import Tier
-from engine.node import NodeId
-from engine.stats import Role
-from router.index.table import EXPECTED, FACT, NOTHING, Held, IndexTable
-from router.placement.choice import Option
-from router.placement.cost import CostModel
-from router.placement.endpoint import Endpoint
-from router.placement.fleet import Fleet
-from router.placement.policy import Choice, Policy
-from router.placement.work import HashedPrompt, Work
+from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.router.index.table import EXPECTED, FACT, NOTHING, Held, IndexTable
+from kvrelay.router.placement.choice import Option
+from kvrelay.router.placement.cost import CostModel
+from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.placement.policy import Choice, Policy
+from kvrelay.router.placement.work import HashedPrompt, Work
 from tests.router.script import worker_info, worker_stats
 
 STATS = worker_stats("", prefill_tokens_per_s=1000.0, decode_step_s=0.01)

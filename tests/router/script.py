@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from decode_worker.messages import Decode
-from engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
-from engine.kv.events import KVSnapshot
-from engine.kv.tier import Tier, TierHashes
-from engine.messages import Refused, TokenDeltas
-from engine.node import Note, Send, Wake, Woken
-from engine.request import FinishReason, Refusal, SamplingParams, TokenDelta
-from engine.stats import Role, WorkerInfo, WorkerStats
-from prefill_worker.messages import Prefill
-from router.config import RouterConfig
-from router.messages import Failed, Output, Submit, WorkerDown, WorkerUp
-from router.router import TICK, Router
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
+from kvrelay.engine.kv.events import KVSnapshot
+from kvrelay.engine.kv.tier import Tier, TierHashes
+from kvrelay.engine.messages import Refused, TokenDeltas
+from kvrelay.engine.node import Note, Send, Wake, Woken
+from kvrelay.engine.request import FinishReason, Refusal, SamplingParams, TokenDelta
+from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
+from kvrelay.prefill_worker.messages import Prefill
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.messages import Failed, Output, Submit, WorkerDown, WorkerUp
+from kvrelay.router.router import TICK, Router
 
 M = TypeVar("M")
 BLOCK = 4

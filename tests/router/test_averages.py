@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.averages import KNOWN_AFTER_S, Average, DrainRate, Meter, Ratio, Share
+from kvrelay.router.averages import KNOWN_AFTER_S, Average, DrainRate, Meter, Ratio, Share
 
 
 def test_an_average_moves_from_its_first_value_to_what_comes() -> None:

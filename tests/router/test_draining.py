@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.request import FinishReason
-from router.messages import DrainReport, WorkerDraining
+from kvrelay.engine.request import FinishReason
+from kvrelay.router.messages import DrainReport, WorkerDraining
 from tests.router.script import Script
 from tests.router.test_migration_books import begun
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.request import FinishReason, Refusal
-from router.explain import Explanation, Prediction, reason, seconds_text
-from router.messages import Cancel
+from kvrelay.engine.request import FinishReason, Refusal
+from kvrelay.router.explain import Explanation, Prediction, reason, seconds_text
+from kvrelay.router.messages import Cancel
 from tests.router.script import Script
 
 STOP = FinishReason.STOP

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from decode_worker.messages import Decode
-from engine.messages import Abort
-from engine.node import Woken
-from engine.stats import Progress
-from router.messages import WorkerSuspected
-from router.router import TICK
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.messages import Abort
+from kvrelay.engine.node import Woken
+from kvrelay.engine.stats import Progress
+from kvrelay.router.messages import WorkerSuspected
+from kvrelay.router.router import TICK
 from tests.router.script import Script, worker_stats
 
 BOTH = ("decode-0", "decode-1")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from decode_worker.messages import Decode
-from engine.messages import Abort
-from engine.request import FinishReason, Refusal
-from engine.stats import Role
-from prefill_worker.messages import Prefill
-from router.messages import Cancel, Failed, Output, RoleChanged
-from router.migration import PAUSE_S
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.messages import Abort
+from kvrelay.engine.request import FinishReason, Refusal
+from kvrelay.engine.stats import Role
+from kvrelay.prefill_worker.messages import Prefill
+from kvrelay.router.messages import Cancel, Failed, Output, RoleChanged
+from kvrelay.router.migration import PAUSE_S
 from tests.router.script import CLIENT, Script, worker_stats
 from tests.router.test_explain import explained
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.messages import Decode
-from engine.messages import Abort, Preempted, TokenDeltas
-from engine.request import FinishReason, Refusal, TokenDelta
-from engine.stats import Role
-from router.messages import Failed, RoleChanged
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.messages import Abort, Preempted, TokenDeltas
+from kvrelay.engine.request import FinishReason, Refusal, TokenDelta
+from kvrelay.engine.stats import Role
+from kvrelay.router.messages import Failed, RoleChanged
 from tests.router.placement.test_roles import Chooser, become_both, endpoint, work
 from tests.router.script import Script
 from tests.router.sessions.session_script import SessionScript

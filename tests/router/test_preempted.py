@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.messages import Decode
-from engine.messages import Abort, Preempted
-from router.migration import PAUSE_S
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.messages import Abort, Preempted
+from kvrelay.router.migration import PAUSE_S
 from tests.router.script import Script, worker_stats
 from tests.router.test_migration import PAIR, THREE, finish, others, running
 

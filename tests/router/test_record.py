@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
-from engine.request import FinishReason, SamplingParams, TokenDelta
-from router.messages import Submit
-from router.record import RequestRecord, Verdict
+from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
+from kvrelay.engine.request import FinishReason, SamplingParams, TokenDelta
+from kvrelay.router.messages import Submit
+from kvrelay.router.record import RequestRecord, Verdict
 from tests.router.script import BLOCK, worker_info
 
 PROMPT = tuple(range(10))

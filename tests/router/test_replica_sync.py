@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from decode_worker.messages import Decode
-from engine.kv.events import KVSnapshot
-from engine.stats import RouterDown, RouterUp
-from router.messages import PromptRouted
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.events import KVSnapshot
+from kvrelay.engine.stats import RouterDown, RouterUp
+from kvrelay.router.messages import PromptRouted
 from tests.router.script import BLOCK, Script
 
 PROMPT = tuple(range(40))

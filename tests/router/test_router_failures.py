@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.messages import Decode
-from engine.kv.events import KVSnapshot
-from engine.messages import Abort, Probe
-from engine.node import Unsendable
-from engine.request import FinishReason, Refusal
-from prefill_worker.messages import Prefill
-from router.messages import Failed, Output
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.events import KVSnapshot
+from kvrelay.engine.messages import Abort, Probe
+from kvrelay.engine.node import Unsendable
+from kvrelay.engine.request import FinishReason, Refusal
+from kvrelay.prefill_worker.messages import Prefill
+from kvrelay.router.messages import Failed, Output
 from tests.router.script import CLIENT, Script, worker_stats
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

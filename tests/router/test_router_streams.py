@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.messages import Decode
-from engine.kv.block_hash import CacheScope, hash_blocks
-from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.messages import Abort, Probe
-from engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
-from prefill_worker.messages import Prefill
-from router.config import RouterConfig
-from router.index.table import Held
-from router.messages import Cancel, Failed, Output, Submit
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
+from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from kvrelay.engine.messages import Abort, Probe
+from kvrelay.engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
+from kvrelay.prefill_worker.messages import Prefill
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.index.table import Held
+from kvrelay.router.messages import Cancel, Failed, Output, Submit
 from tests.router.script import BLOCK, CLIENT, Script, worker_info, worker_stats
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

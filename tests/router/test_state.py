@@ -6,15 +6,15 @@ from typing import Any, TypeVar
 
 import pytest
 
-from decode_worker.messages import Decode
-from engine.kv.block_hash import HASH_BYTES
-from engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
-from engine.kv.tier import Tier, TierHashes
-from engine.node import Send, Wake, Woken
-from engine.request import SamplingParams
-from router.messages import Submit, TenantShare, WorkerDown, WorkerUp
-from router.router import Router
-from router.state import (
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.engine.kv.events import KVEvents, KVSnapshot, KVSnapshotRequest
+from kvrelay.engine.kv.tier import Tier, TierHashes
+from kvrelay.engine.node import Send, Wake, Woken
+from kvrelay.engine.request import SamplingParams
+from kvrelay.router.messages import Submit, TenantShare, WorkerDown, WorkerUp
+from kvrelay.router.router import Router
+from kvrelay.router.state import (
     TICK,
     ForgetView,
     IndexLoaded,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.request import FinishReason
+from kvrelay.engine.request import FinishReason
 from tests.router.script import Script, worker_stats
 
 STOP = FinishReason.STOP

@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.api.anthropic.schema import TTL_S, MessagesChat
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError
-from cluster.api.openai.formats import Format, joined
-from cluster.api.openai.parts import Piece, Plan
-from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
+from kvrelay.cluster.api.anthropic.schema import TTL_S, MessagesChat
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.openai.formats import Format, joined
+from kvrelay.cluster.api.openai.parts import Piece, Plan
+from kvrelay.cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
 
 _TYPES = {
     400: "invalid_request_error",

@@ -9,23 +9,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.api.anthropic.format import MessageFormat, error_body
-from cluster.api.anthropic.schema import (
+from kvrelay.cluster.api.anthropic.format import MessageFormat, error_body
+from kvrelay.cluster.api.anthropic.schema import (
     CountRequest,
     MessagesChat,
     as_chat,
     read_messages,
     read_request,
 )
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError
-from cluster.api.incoming import held_body, utility_call
-from cluster.api.openai.parts import Plan
-from cluster.api.openai.plan import chat_prompt, plan_chat
-from cluster.api.openai.respond import GenerateEndpoint, error_response
-from cluster.api.output.format import THINK_END
-from cluster.api.tenants import Tenant
-from engine.kv.tier import Retention
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.incoming import held_body, utility_call
+from kvrelay.cluster.api.openai.parts import Plan
+from kvrelay.cluster.api.openai.plan import chat_prompt, plan_chat
+from kvrelay.cluster.api.openai.respond import GenerateEndpoint, error_response
+from kvrelay.cluster.api.output.format import THINK_END
+from kvrelay.cluster.api.tenants import Tenant
+from kvrelay.engine.kv.tier import Retention
 
 MESSAGES = "/v1/messages"
 

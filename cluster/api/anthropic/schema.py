@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
-from cluster.api.errors import ApiError, invalid
-from cluster.api.openai.schema import ChatRequest, Flag, or_default, parse, readable
-from cluster.api.openai.tools import MAX_TOOLS
-from cluster.api.parameters import MESSAGES
+from kvrelay.cluster.api.errors import ApiError, invalid
+from kvrelay.cluster.api.openai.schema import ChatRequest, Flag, or_default, parse, readable
+from kvrelay.cluster.api.openai.tools import MAX_TOOLS
+from kvrelay.cluster.api.parameters import MESSAGES
 
 BILLING = "x-anthropic-billing-header:"
 TTL_S = {"5m": 300.0, "1h": 3600.0}

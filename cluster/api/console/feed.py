@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.api.console.history import POINT_FIELDS, History
+from kvrelay.cluster.api.console.history import POINT_FIELDS, History
 
 GONE_TICKS = 60  # for so long it is known that a worker is gone; who has seen less gets all
 

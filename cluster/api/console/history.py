@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from prometheus_client import Counter, Histogram
 
-from cluster.api.metrics import ApiMetrics
+from kvrelay.cluster.api.metrics import ApiMetrics
 
 PERIOD_S = 1.0
 WINDOW_S = 10.0  # that percentiles and rates are of

@@ -46,7 +46,7 @@ def page_files() -> dict[str, PageFile]:
     """By name. The page is there twice: as INDEX for `/console/`, and as "" for `/console`, from
     where the same files are found below `console/`."""
     found = {}
-    for file in files("cluster.api.console").joinpath("static").iterdir():
+    for file in files("kvrelay.cluster.api.console").joinpath("static").iterdir():
         end = file.name.rpartition(".")[2]
         if end in _TYPES:
             found[file.name] = _made(file.read_bytes(), _TYPES[end])

@@ -17,14 +17,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from cluster.api.console.feed import Feed
-from cluster.api.console.history import KEPT_S, PERIOD_S, WINDOW_S, History
-from cluster.api.console.pages import HEADERS, INDEX, page_files, respond
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, overloaded
-from cluster.api.incoming import check_operator, is_cross_site
-from cluster.api.limiter import ConcurrencyLimiter, LimitReached
-from cluster.api.utility.version import VERSION
+from kvrelay.cluster.api.console.feed import Feed
+from kvrelay.cluster.api.console.history import KEPT_S, PERIOD_S, WINDOW_S, History
+from kvrelay.cluster.api.console.pages import HEADERS, INDEX, page_files, respond
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, overloaded
+from kvrelay.cluster.api.incoming import check_operator, is_cross_site
+from kvrelay.cluster.api.limiter import ConcurrencyLimiter, LimitReached
+from kvrelay.cluster.api.utility.version import VERSION
 
 MAX_LISTENERS = 32
 WRITE_TIMEOUT_S = 5.0  # for a listener to take an event

@@ -13,10 +13,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from cluster.api.constraints.schema import SchemaError, part_grammar, rewrite
-from cluster.api.output.format import THINK, THINK_END, CallSyntax, ParameterSyntax, ToolFormat
-from cluster.api.output.marked_calls import Harmony
-from cluster.api.output.tools import Tool
+from kvrelay.cluster.api.constraints.schema import SchemaError, part_grammar, rewrite
+from kvrelay.cluster.api.output.format import (
+    THINK,
+    THINK_END,
+    CallSyntax,
+    ParameterSyntax,
+    ToolFormat,
+)
+from kvrelay.cluster.api.output.marked_calls import Harmony
+from kvrelay.cluster.api.output.tools import Tool
 
 TEXT = r"/(.|\n)*/"
 LINE = "\n"  # after each argument

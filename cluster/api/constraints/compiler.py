@@ -1,4 +1,4 @@
-"""The process that compiles grammars for one API: `python -m cluster.api.constraints.compiler FD
+"""The process that compiles grammars for one API: `python -m kvrelay.cluster.api.constraints.compiler FD
 MODEL_DIR EOS...`.
 
 It reads the vocabulary once and forks for each grammar, so what a grammar takes ends with the fork:
@@ -22,11 +22,11 @@ from pathlib import Path
 
 import llguidance
 
-import cluster.api.constraints.calls  # which what is called needs: forks do not import it again
-import cluster.api.output.dialect  # noqa: F401
-from cluster.api.constraints.grammar import BEGUN, CPU_S, MEMORY_BYTES, REAL_S
-from cluster.api.constraints.schema import SchemaError, in_one_line
-from engine.model.sampling.grammar import GrammarError, compile_grammar, read_vocabulary
+import kvrelay.cluster.api.constraints.calls  # which what is called needs: forks do not import it again
+import kvrelay.cluster.api.output.dialect  # noqa: F401
+from kvrelay.cluster.api.constraints.grammar import BEGUN, CPU_S, MEMORY_BYTES, REAL_S
+from kvrelay.cluster.api.constraints.schema import SchemaError, in_one_line
+from kvrelay.engine.model.sampling.grammar import GrammarError, compile_grammar, read_vocabulary
 
 NICE = 5  # streams go first
 CALL_BYTES = 64 * 1024  # that are read at once

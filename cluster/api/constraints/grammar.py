@@ -23,7 +23,7 @@ from typing import Any
 import llguidance
 from llguidance import StructTag, grammar_from
 
-from cluster.api.constraints.schema import (
+from kvrelay.cluster.api.constraints.schema import (
     MAX_SCHEMA_CHARS,
     TOO_DEEP,
     SchemaError,
@@ -31,8 +31,8 @@ from cluster.api.constraints.schema import (
     part_grammar,
     schema_grammar,
 )
-from cluster.api.limiter import LimitReached, Turns
-from engine.model.sampling.grammar import GrammarError
+from kvrelay.cluster.api.limiter import LimitReached, Turns
+from kvrelay.engine.model.sampling.grammar import GrammarError
 
 # What people write takes milliseconds; the largest schema that is let in takes 0.1 s.
 CPU_S = 1.0
@@ -89,7 +89,12 @@ class Constraints:
         self._control, theirs = socket.socketpair()
         with theirs:
             model_dir, ends = self._source
-            words = [sys.executable, "-m", "cluster.api.constraints.compiler", theirs.fileno()]
+            words = [
+                sys.executable,
+                "-m",
+                "kvrelay.cluster.api.constraints.compiler",
+                theirs.fileno(),
+            ]
             self._process = subprocess.Popen(
                 [*map(str, (*words, model_dir, *ends))],
                 stdin=subprocess.DEVNULL,

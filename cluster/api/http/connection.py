@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from cluster.api.errors import ApiError
+from kvrelay.cluster.api.errors import ApiError
 
 _SAY_S = 2.0  # for the answer to a connection that is refused to be read
 

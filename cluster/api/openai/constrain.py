@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.api.constraints.calls import Before, SpecialId, answer_grammar, call_grammar
-from cluster.api.constraints.grammar import grammar_of
-from cluster.api.constraints.schema import SchemaError
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, invalid, overloaded
-from cluster.api.limiter import LimitReached
-from cluster.api.openai.schema import ChatRequest, GenerationRequest
-from cluster.api.output.format import THINK, THINK_END
-from cluster.api.output.marked_calls import Harmony
-from engine.model.sampling.grammar import GrammarError
+from kvrelay.cluster.api.constraints.calls import Before, SpecialId, answer_grammar, call_grammar
+from kvrelay.cluster.api.constraints.grammar import grammar_of
+from kvrelay.cluster.api.constraints.schema import SchemaError
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
+from kvrelay.cluster.api.limiter import LimitReached
+from kvrelay.cluster.api.openai.schema import ChatRequest, GenerationRequest
+from kvrelay.cluster.api.output.format import THINK, THINK_END
+from kvrelay.cluster.api.output.marked_calls import Harmony
+from kvrelay.engine.model.sampling.grammar import GrammarError
 
 if TYPE_CHECKING:
-    from cluster.api.output.dialect import Reading
+    from kvrelay.cluster.api.output.dialect import Reading
 
 _log = logging.getLogger("kvrelay.api")
 

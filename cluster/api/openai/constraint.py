@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.api.constraints.grammar import KINDS
+from kvrelay.cluster.api.constraints.grammar import KINDS
 
 
 class AsksOutput(Protocol):

@@ -17,11 +17,11 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, invalid
-from cluster.api.openai.formats import Format
-from cluster.api.openai.parts import ChoicePlan, Piece, Plan
-from cluster.api.openai.plan import (
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, invalid
+from kvrelay.cluster.api.openai.formats import Format
+from kvrelay.cluster.api.openai.parts import ChoicePlan, Piece, Plan
+from kvrelay.cluster.api.openai.plan import (
     check_model,
     keep_of,
     priority_of,
@@ -30,11 +30,11 @@ from cluster.api.openai.plan import (
     salt_of,
     truncated,
 )
-from cluster.api.openai.schema import Flag, ModelRequest, or_default, prompts_of
-from cluster.api.parameters import EMBEDDING, RERANK, SCORE
-from cluster.api.tenants import Tenant
-from engine.kv.block_hash import CacheScope
-from engine.request import Pooling, SamplingParams
+from kvrelay.cluster.api.openai.schema import Flag, ModelRequest, or_default, prompts_of
+from kvrelay.cluster.api.parameters import EMBEDDING, RERANK, SCORE
+from kvrelay.cluster.api.tenants import Tenant
+from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.request import Pooling, SamplingParams
 
 MAX_INPUTS = 2048  # OpenAI's
 

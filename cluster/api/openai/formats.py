@@ -13,8 +13,8 @@ from itertools import chain, compress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from cluster.api.errors import ApiError
-from cluster.api.openai.logprobs import (
+from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.openai.logprobs import (
     COMPLETION_LISTS,
     EncodedLists,
     Runs,
@@ -24,13 +24,13 @@ from cluster.api.openai.logprobs import (
     completion_logprobs,
     prompt_entries,
 )
-from cluster.api.openai.parts import Piece, Plan, TokenText
-from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
+from kvrelay.cluster.api.openai.parts import Piece, Plan, TokenText
+from kvrelay.cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
 
 if TYPE_CHECKING:
-    from cluster.api.context import ApiContext
-    from cluster.api.openai.schema import GenerationRequest
-    from cluster.api.output.dialect import Reading
+    from kvrelay.cluster.api.context import ApiContext
+    from kvrelay.cluster.api.openai.schema import GenerationRequest
+    from kvrelay.cluster.api.output.dialect import Reading
 
 COMMENT = b": alive\n\n"  # of server-sent events, which clients skip
 _DONE = b"data: [DONE]\n\n"

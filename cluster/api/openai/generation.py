@@ -13,15 +13,15 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cluster.api.calls import CallResult
-from cluster.api.client import RequestStream
-from cluster.api.context import ApiContext
-from cluster.api.errors import refused, shutting_down
-from cluster.api.openai.parts import ChoicePlan, Piece, Plan, TokenText
-from cluster.api.output.format import THINK, THINK_END
-from cluster.api.text.detokenizer import Detokenizer
-from engine.request import FinishReason, Refusal, TokenLogprobs
-from router.messages import Failed, Output
+from kvrelay.cluster.api.calls import CallResult
+from kvrelay.cluster.api.client import RequestStream
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import refused, shutting_down
+from kvrelay.cluster.api.openai.parts import ChoicePlan, Piece, Plan, TokenText
+from kvrelay.cluster.api.output.format import THINK, THINK_END
+from kvrelay.cluster.api.text.detokenizer import Detokenizer
+from kvrelay.engine.request import FinishReason, Refusal, TokenLogprobs
+from kvrelay.router.messages import Failed, Output
 
 # A client that fell behind finds thousands of tokens waiting. Turning them into text in slices lets
 # the event loop serve the others in between: about this many of each choice, and of all choices.

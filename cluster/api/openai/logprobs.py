@@ -14,9 +14,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.api.openai.parts import TokenText
-from cluster.api.text.tokenizer import Tokenizer
-from engine.request import TokenLogprobs
+from kvrelay.cluster.api.openai.parts import TokenText
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.request import TokenLogprobs
 
 _LOWEST = -9999.0  # JSON has no infinity; OpenAI writes this
 _MAX_NAMES = 1 << 18

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.kv.block_hash import UNSALTED, CacheScope
-from engine.kv.tier import Retention
-from engine.request import SamplingParams, TokenLogprobs
+from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.request import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from cluster.api.output.dialect import Reading
-    from cluster.api.tenants import Tenant
+    from kvrelay.cluster.api.output.dialect import Reading
+    from kvrelay.cluster.api.tenants import Tenant
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,30 +12,30 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, invalid
-from cluster.api.incoming import check_token_ids
-from cluster.api.openai.constrain import constrain, constrain_chat
-from cluster.api.openai.parts import ChoicePlan, Plan
-from cluster.api.openai.schema import (
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, invalid
+from kvrelay.cluster.api.incoming import check_token_ids
+from kvrelay.cluster.api.openai.constrain import constrain, constrain_chat
+from kvrelay.cluster.api.openai.parts import ChoicePlan, Plan
+from kvrelay.cluster.api.openai.schema import (
     MAX_SCORED_TOKENS,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     ModelRequest,
 )
-from cluster.api.output.dialect import Reading
-from cluster.api.output.format import THINK, THINK_END
-from cluster.api.tenants import Tenant
-from cluster.api.text.chat_template import TemplateOptions
-from cluster.api.text.detokenizer import Detokenizer
-from cluster.api.text.infill import NoInfill, infill_prompt
-from cluster.api.text.tokenizer import MANY_CHARS, ChatPrompt, Keep, Tokenizer, TooLong
-from cluster.api.text.tool_prompt import TemplateError
-from engine.kv.block_hash import CacheScope
-from engine.kv.tier import Retention
-from engine.request import ReasoningBudget, Refusal, SamplingParams
-from router.admission.admission import Call
+from kvrelay.cluster.api.output.dialect import Reading
+from kvrelay.cluster.api.output.format import THINK, THINK_END
+from kvrelay.cluster.api.tenants import Tenant
+from kvrelay.cluster.api.text.chat_template import TemplateOptions
+from kvrelay.cluster.api.text.detokenizer import Detokenizer
+from kvrelay.cluster.api.text.infill import NoInfill, infill_prompt
+from kvrelay.cluster.api.text.tokenizer import MANY_CHARS, ChatPrompt, Keep, Tokenizer, TooLong
+from kvrelay.cluster.api.text.tool_prompt import TemplateError
+from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.request import ReasoningBudget, Refusal, SamplingParams
+from kvrelay.router.admission.admission import Call
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, of /v1/completions
 CHARS_PER_TOKEN = 4  # about

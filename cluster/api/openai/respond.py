@@ -21,19 +21,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.api.calls import Call
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, draining, overloaded, refused
-from cluster.api.incoming import caller, held_body
-from cluster.api.limiter import LimitReached
-from cluster.api.openai.formats import COMMENT, Format
-from cluster.api.openai.generation import Generation
-from cluster.api.openai.parts import Piece, Plan
-from cluster.api.openai.plan import call_name, call_of
-from cluster.api.openai.schema import ModelRequest
-from cluster.api.tenants import Tenant
-from engine.request import Refusal
-from router.messages import Failed
+from kvrelay.cluster.api.calls import Call
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, draining, overloaded, refused
+from kvrelay.cluster.api.incoming import caller, held_body
+from kvrelay.cluster.api.limiter import LimitReached
+from kvrelay.cluster.api.openai.formats import COMMENT, Format
+from kvrelay.cluster.api.openai.generation import Generation
+from kvrelay.cluster.api.openai.parts import Piece, Plan
+from kvrelay.cluster.api.openai.plan import call_name, call_of
+from kvrelay.cluster.api.openai.schema import ModelRequest
+from kvrelay.cluster.api.tenants import Tenant
+from kvrelay.engine.request import Refusal
+from kvrelay.router.messages import Failed
 
 Request = TypeVar("Request", bound=ModelRequest)
 

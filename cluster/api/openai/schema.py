@@ -20,11 +20,11 @@ from pydantic import (
     model_validator,
 )
 
-from cluster.api.errors import ApiError, invalid
-from cluster.api.openai.constraint import Constraint, constraint_of
-from cluster.api.openai.tools import ToolCall, ToolChoice, Tools
-from cluster.api.parameters import CHAT, COMPLETION, Fields
-from router.config import MAX_PRIORITY
+from kvrelay.cluster.api.errors import ApiError, invalid
+from kvrelay.cluster.api.openai.constraint import Constraint, constraint_of
+from kvrelay.cluster.api.openai.tools import ToolCall, ToolChoice, Tools
+from kvrelay.cluster.api.parameters import CHAT, COMPLETION, Fields
+from kvrelay.router.config import MAX_PRIORITY
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256

@@ -18,13 +18,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError
-from cluster.api.incoming import caller, page_of, read_body
-from cluster.api.openai.formats import ChatFormat, message_of
-from cluster.api.openai.parts import Piece, Plan
-from cluster.api.openai.schema import ChatRequest, MetadataRequest, parse
-from cluster.api.tenants import Tenant
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.incoming import caller, page_of, read_body
+from kvrelay.cluster.api.openai.formats import ChatFormat, message_of
+from kvrelay.cluster.api.openai.parts import Piece, Plan
+from kvrelay.cluster.api.openai.schema import ChatRequest, MetadataRequest, parse
+from kvrelay.cluster.api.tenants import Tenant
 
 PREFIX = "chatcmpl-"
 MAX_LISTED = 1000

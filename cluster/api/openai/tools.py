@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from cluster.api.output.tools import Tool
+from kvrelay.cluster.api.output.tools import Tool
 
 MAX_TOOLS = 512
 _NAME = r"^[a-zA-Z0-9_.:/-]{1,128}$"

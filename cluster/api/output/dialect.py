@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.api.output.format import THINK, THINK_END, ToolFormat
-from cluster.api.output.json_calls import Hermes
-from cluster.api.output.marked_calls import Harmony
-from cluster.api.output.parser import OutputParser, find_format
-from cluster.api.output.tools import Tool
+from kvrelay.cluster.api.output.format import THINK, THINK_END, ToolFormat
+from kvrelay.cluster.api.output.json_calls import Hermes
+from kvrelay.cluster.api.output.marked_calls import Harmony
+from kvrelay.cluster.api.output.parser import OutputParser, find_format
+from kvrelay.cluster.api.output.tools import Tool
 
 
 @dataclass(frozen=True, slots=True)

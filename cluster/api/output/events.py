@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cluster.api.output.reader import Reader
+    from kvrelay.cluster.api.output.reader import Reader
 
 THINK, THINK_END = "<think>", "</think>"  # around reasoning
 Span = tuple[int, int]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import ClassVar
 
-from cluster.api.output.events import THINK as THINK
-from cluster.api.output.events import THINK_END as THINK_END
-from cluster.api.output.events import Events
-from cluster.api.output.reader import Read, Reader
-from cluster.api.output.tools import Tool
+from kvrelay.cluster.api.output.events import THINK as THINK
+from kvrelay.cluster.api.output.events import THINK_END as THINK_END
+from kvrelay.cluster.api.output.events import Events
+from kvrelay.cluster.api.output.reader import Read, Reader
+from kvrelay.cluster.api.output.tools import Tool
 
 Parsed = Read[None]
 

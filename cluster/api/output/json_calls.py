@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
-from cluster.api.output.events import Events
-from cluster.api.output.format import CallSyntax, Parsed, ToolFormat
-from cluster.api.output.reader import Read, Reader
-from cluster.api.output.tools import Tool
+from kvrelay.cluster.api.output.events import Events
+from kvrelay.cluster.api.output.format import CallSyntax, Parsed, ToolFormat
+from kvrelay.cluster.api.output.reader import Read, Reader
+from kvrelay.cluster.api.output.tools import Tool
 
 _ARGUMENTS = ("arguments", "parameters")
 

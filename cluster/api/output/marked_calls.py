@@ -7,10 +7,10 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from cluster.api.output.events import Events
-from cluster.api.output.format import CallSyntax, Parsed, ToolFormat
-from cluster.api.output.reader import Emit, Read, Reader
-from cluster.api.output.tools import Tool
+from kvrelay.cluster.api.output.events import Events
+from kvrelay.cluster.api.output.format import CallSyntax, Parsed, ToolFormat
+from kvrelay.cluster.api.output.reader import Emit, Read, Reader
+from kvrelay.cluster.api.output.tools import Tool
 
 _FENCE = "```"
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.api.output.events import Event, Events, merged
-from cluster.api.output.format import THINK, THINK_END, Parsed, ToolFormat
-from cluster.api.output.json_calls import Hermes, Llama3, Mistral
-from cluster.api.output.marked_calls import DeepSeek, Harmony, Kimi
-from cluster.api.output.pythonic import Pythonic
-from cluster.api.output.reader import Reader
-from cluster.api.output.tools import Tool
-from cluster.api.output.xml_calls import Glm, MiniMax, Qwen3Coder
+from kvrelay.cluster.api.output.events import Event, Events, merged
+from kvrelay.cluster.api.output.format import THINK, THINK_END, Parsed, ToolFormat
+from kvrelay.cluster.api.output.json_calls import Hermes, Llama3, Mistral
+from kvrelay.cluster.api.output.marked_calls import DeepSeek, Harmony, Kimi
+from kvrelay.cluster.api.output.pythonic import Pythonic
+from kvrelay.cluster.api.output.reader import Reader
+from kvrelay.cluster.api.output.tools import Tool
+from kvrelay.cluster.api.output.xml_calls import Glm, MiniMax, Qwen3Coder
 
 FORMATS: dict[str, type[ToolFormat]] = {
     kind.name: kind

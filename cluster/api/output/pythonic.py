@@ -7,10 +7,10 @@ import json
 import re
 from collections.abc import Collection, Sequence
 
-from cluster.api.output.events import Events
-from cluster.api.output.format import CallSyntax, Parsed, ToolFormat
-from cluster.api.output.reader import Read, Reader, without_surrogates
-from cluster.api.output.tools import Tool
+from kvrelay.cluster.api.output.events import Events
+from kvrelay.cluster.api.output.format import CallSyntax, Parsed, ToolFormat
+from kvrelay.cluster.api.output.reader import Read, Reader, without_surrogates
+from kvrelay.cluster.api.output.tools import Tool
 
 _NAME = re.compile(r"[\w.:/-]+")
 

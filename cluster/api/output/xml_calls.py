@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from cluster.api.output.events import Events
-from cluster.api.output.format import CallSyntax, ParameterSyntax, Parsed, ToolFormat
-from cluster.api.output.reader import Read, Reader, is_json
-from cluster.api.output.tools import Tool
+from kvrelay.cluster.api.output.events import Events
+from kvrelay.cluster.api.output.format import CallSyntax, ParameterSyntax, Parsed, ToolFormat
+from kvrelay.cluster.api.output.reader import Read, Reader, is_json
+from kvrelay.cluster.api.output.tools import Tool
 
 
 def as_json(text: str, kind: str) -> str:

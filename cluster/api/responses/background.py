@@ -16,11 +16,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope
 
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, invalid
-from cluster.api.openai.formats import COMMENT
-from cluster.api.openai.logprobs import EncodedLists
-from cluster.api.responses.format import AskedCall, begun, error_event
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, invalid
+from kvrelay.cluster.api.openai.formats import COMMENT
+from kvrelay.cluster.api.openai.logprobs import EncodedLists
+from kvrelay.cluster.api.responses.format import AskedCall, begun, error_event
 
 MAX_EVENT_BYTES = 16 * 2**20  # of a stream in the background that can be read again
 STOP_TIMEOUT_S = 5.0  # for one that is cancelled

@@ -18,12 +18,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, invalid
-from cluster.api.incoming import caller, page_of, read_body
-from cluster.api.openai.schema import Metadata, MetadataRequest, parse
-from cluster.api.responses.schema import check_items
-from cluster.api.tenants import Tenant
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, invalid
+from kvrelay.cluster.api.incoming import caller, page_of, read_body
+from kvrelay.cluster.api.openai.schema import Metadata, MetadataRequest, parse
+from kvrelay.cluster.api.responses.schema import check_items
+from kvrelay.cluster.api.tenants import Tenant
 
 PREFIX = "conv_"
 MAX_ITEMS = 10_000

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Receive
 
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError
-from cluster.api.openai.formats import Format, joined
-from cluster.api.openai.logprobs import EncodedLists, chat_entry
-from cluster.api.openai.parts import Piece, Plan, TokenText
-from cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
-from cluster.api.responses.logprobs import TextLogprobs
-from cluster.api.responses.schema import (
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.openai.formats import Format, joined
+from kvrelay.cluster.api.openai.logprobs import EncodedLists, chat_entry
+from kvrelay.cluster.api.openai.parts import Piece, Plan, TokenText
+from kvrelay.cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
+from kvrelay.cluster.api.responses.logprobs import TextLogprobs
+from kvrelay.cluster.api.responses.schema import (
     CUSTOM_INPUT,
     ENCRYPTED,
     SUMMARY,

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from cluster.api.openai.logprobs import Runs
-from cluster.api.openai.parts import TokenText
-from cluster.api.output.events import Span
+from kvrelay.cluster.api.openai.logprobs import Runs
+from kvrelay.cluster.api.openai.parts import TokenText
+from kvrelay.cluster.api.output.events import Span
 
 
 class TextLogprobs:

@@ -22,31 +22,31 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, invalid, overloaded
-from cluster.api.incoming import caller, held_body, page_of, utility_call
-from cluster.api.openai.formats import Format
-from cluster.api.openai.logprobs import EncodedLists
-from cluster.api.openai.parts import Plan
-from cluster.api.openai.plan import chat_prompt, plan_chat
-from cluster.api.openai.respond import GenerateEndpoint
-from cluster.api.openai.schema import parse
-from cluster.api.responses.background import (
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
+from kvrelay.cluster.api.incoming import caller, held_body, page_of, utility_call
+from kvrelay.cluster.api.openai.formats import Format
+from kvrelay.cluster.api.openai.logprobs import EncodedLists
+from kvrelay.cluster.api.openai.parts import Plan
+from kvrelay.cluster.api.openai.plan import chat_prompt, plan_chat
+from kvrelay.cluster.api.openai.respond import GenerateEndpoint
+from kvrelay.cluster.api.openai.schema import parse
+from kvrelay.cluster.api.responses.background import (
     Background,
     after_body,
     event_stream,
     first_event,
     inner,
 )
-from cluster.api.responses.conversations import (
+from kvrelay.cluster.api.responses.conversations import (
     PREFIX,
     Conversations,
     Remembered,
     check_size,
     input_item,
 )
-from cluster.api.responses.format import CompactFormat, ResponseFormat, begun
-from cluster.api.responses.schema import (
+from kvrelay.cluster.api.responses.format import CompactFormat, ResponseFormat, begun
+from kvrelay.cluster.api.responses.schema import (
     CompactRequest,
     ResponsesChat,
     ResponsesRequest,
@@ -54,9 +54,9 @@ from cluster.api.responses.schema import (
     check_outputs,
     is_reference,
 )
-from cluster.api.responses.truncation import truncated, with_their_calls
-from cluster.api.responses.websocket import ResponsesSocket
-from cluster.api.tenants import Tenant
+from kvrelay.cluster.api.responses.truncation import truncated, with_their_calls
+from kvrelay.cluster.api.responses.websocket import ResponsesSocket
+from kvrelay.cluster.api.tenants import Tenant
 
 MAX_TURNS = 2000  # of a conversation that is read back
 MAX_BACKGROUND = 64  # of one tenant

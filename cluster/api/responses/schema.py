@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from cluster.api.errors import ApiError, invalid
-from cluster.api.openai.schema import UNREAD, UNREAD_KINDS, ChatRequest, or_default
-from cluster.api.openai.tools import MAX_TOOLS
-from cluster.api.parameters import RESPONSES
+from kvrelay.cluster.api.errors import ApiError, invalid
+from kvrelay.cluster.api.openai.schema import UNREAD, UNREAD_KINDS, ChatRequest, or_default
+from kvrelay.cluster.api.openai.tools import MAX_TOOLS
+from kvrelay.cluster.api.parameters import RESPONSES
 
 # Tools that OpenAI runs itself. Clients offer them to every model; here none can be called.
 RUN_ELSEWHERE = ("web_search", "image_generation", "file_search", "code_interpreter")

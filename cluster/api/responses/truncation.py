@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate, count
 from typing import Any
 
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, invalid
-from cluster.api.openai.plan import CHARS_PER_TOKEN, chars_of, chat_prompt
-from cluster.api.openai.schema import Message
-from cluster.api.responses.schema import ResponsesChat
-from cluster.api.text.tokenizer import ChatPrompt
-from engine.request import Refusal
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, invalid
+from kvrelay.cluster.api.openai.plan import CHARS_PER_TOKEN, chars_of, chat_prompt
+from kvrelay.cluster.api.openai.schema import Message
+from kvrelay.cluster.api.responses.schema import ResponsesChat
+from kvrelay.cluster.api.text.tokenizer import ChatPrompt
+from kvrelay.engine.request import Refusal
 
 # Of the context: what an answer has where it is not said how long it may be, and the most that is
 # kept for one. A client that always asks for very long answers still has a conversation.

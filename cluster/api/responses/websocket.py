@@ -20,12 +20,12 @@ from starlette.responses import JSONResponse
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from cluster.api.context import ApiContext
-from cluster.api.errors import ApiError, draining, invalid, overloaded
-from cluster.api.incoming import caller
-from cluster.api.responses.conversations import Remembered
-from cluster.api.responses.format import AskedCall, begun, error_event
-from cluster.api.tenants import Tenant
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.errors import ApiError, draining, invalid, overloaded
+from kvrelay.cluster.api.incoming import caller
+from kvrelay.cluster.api.responses.conversations import Remembered
+from kvrelay.cluster.api.responses.format import AskedCall, begun, error_event
+from kvrelay.cluster.api.tenants import Tenant
 
 IDLE_S = 600.0  # without a message of the client
 MAX_WAITING = 8  # messages of the client that wait for the one that is answered

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.request import FinishReason, Refusal
-from router.messages import SessionState
-from router.record import Cause
+from kvrelay.engine.request import FinishReason, Refusal
+from kvrelay.router.messages import SessionState
+from kvrelay.router.record import Cause
 
 # Of `router.status.Totals` that are by a label.
 TOTALS: dict[str, tuple[str, ...]] = {

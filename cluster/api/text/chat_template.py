@@ -27,8 +27,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.api.output.events import THINK, THINK_END
-from cluster.api.text.tool_prompt import TemplateError, describe_tools
+from kvrelay.cluster.api.output.events import THINK, THINK_END
+from kvrelay.cluster.api.text.tool_prompt import TemplateError, describe_tools
 
 _MARK = "\ue000"  # of no script
 _CUT = "\ue001"  # likewise

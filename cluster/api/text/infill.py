@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cluster.api.text.tokenizer import Tokenizer
+    from kvrelay.cluster.api.text.tokenizer import Tokenizer
 
 # What goes before the beginning, before the end, and after both; by the models that know them.
 _MARKS = (

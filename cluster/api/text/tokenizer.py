@@ -19,8 +19,8 @@ from typing import Any
 
 import tokenizers
 
-from cluster.api.output.events import THINK, THINK_END
-from cluster.api.text.chat_template import (
+from kvrelay.cluster.api.output.events import THINK, THINK_END
+from kvrelay.cluster.api.text.chat_template import (
     ChatTemplate,
     ControlStrings,
     TemplateOptions,
@@ -28,9 +28,9 @@ from cluster.api.text.chat_template import (
     private_text,
     read_chat_template,
 )
-from cluster.api.text.detokenizer import Decoder
-from cluster.api.text.tool_prompt import TemplateError
-from engine.request import Pooling
+from kvrelay.cluster.api.text.detokenizer import Decoder
+from kvrelay.cluster.api.text.tool_prompt import TemplateError
+from kvrelay.engine.request import Pooling
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")

@@ -14,15 +14,20 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from cluster.api.anthropic.schema import CountRequest, MessagesRequest
-from cluster.api.context import ApiContext
-from cluster.api.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
-from cluster.api.openai.schema import ChatRequest, CompletionRequest, ForkRequest, MetadataRequest
-from cluster.api.operations import RoleRequest
-from cluster.api.responses.conversations import ConversationRequest, ItemsRequest
-from cluster.api.responses.schema import CompactRequest, ResponsesRequest
-from cluster.api.utility.tokens import DetokenizeRequest, TokenizeRequest
-from cluster.api.utility.version import VERSION
+from kvrelay.cluster.api.anthropic.schema import CountRequest, MessagesRequest
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
+from kvrelay.cluster.api.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    ForkRequest,
+    MetadataRequest,
+)
+from kvrelay.cluster.api.operations import RoleRequest
+from kvrelay.cluster.api.responses.conversations import ConversationRequest, ItemsRequest
+from kvrelay.cluster.api.responses.schema import CompactRequest, ResponsesRequest
+from kvrelay.cluster.api.utility.tokens import DetokenizeRequest, TokenizeRequest
+from kvrelay.cluster.api.utility.version import VERSION
 
 _REF = "#/components/schemas/{model}"
 _PLACE = {"in": "path", "required": True, "schema": {"type": "string"}}

@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.api.context import ApiContext
-from cluster.api.incoming import check_token_ids, held_body, utility_call
-from cluster.api.openai.plan import CHARS_PER_TOKEN, chat_prompt, text_tokens, unknown_model
-from cluster.api.openai.schema import ChatRequest, parse
-from cluster.api.parameters import TOKENIZE
+from kvrelay.cluster.api.context import ApiContext
+from kvrelay.cluster.api.incoming import check_token_ids, held_body, utility_call
+from kvrelay.cluster.api.openai.plan import CHARS_PER_TOKEN, chat_prompt, text_tokens, unknown_model
+from kvrelay.cluster.api.openai.schema import ChatRequest, parse
+from kvrelay.cluster.api.parameters import TOKENIZE
 
 TokenIds = Annotated[list[int], Field(max_length=1_000_000)]
 

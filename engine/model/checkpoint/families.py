@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.model.checkpoint.fields import count, ids, number, read_json, refuse
-from engine.model.checkpoint.quantized_config import quantization_of
-from engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
-from engine.model.config import Experts, Latent, ModelConfig
-from engine.model.errors import ModelError
+from kvrelay.engine.model.checkpoint.fields import count, ids, number, read_json, refuse
+from kvrelay.engine.model.checkpoint.quantized_config import quantization_of
+from kvrelay.engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
+from kvrelay.engine.model.config import Experts, Latent, ModelConfig
+from kvrelay.engine.model.errors import ModelError
 
 Raw = Mapping[str, Any]
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.model.errors import ModelError
+from kvrelay.engine.model.errors import ModelError
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.model.checkpoint.fields import read_json
-from engine.model.checkpoint.quantized import QuantizedWeights
-from engine.model.checkpoint.quantized_config import PACKED, float_type, quantization_of
-from engine.model.config import Latent, ModelConfig
-from engine.model.errors import ModelError
-from engine.model.ops import Ops
-from engine.model.weights import (
+from kvrelay.engine.model.checkpoint.fields import read_json
+from kvrelay.engine.model.checkpoint.quantized import QuantizedWeights
+from kvrelay.engine.model.checkpoint.quantized_config import PACKED, float_type, quantization_of
+from kvrelay.engine.model.config import Latent, ModelConfig
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.ops import Ops
+from kvrelay.engine.model.weights import (
     AttentionWeights,
     ExpertsWeights,
     LatentWeights,

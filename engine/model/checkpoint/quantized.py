@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from engine.model.checkpoint.quantized_config import Group, Quantized
-from engine.model.errors import ModelError
+from kvrelay.engine.model.checkpoint.quantized_config import Group, Quantized
+from kvrelay.engine.model.errors import ModelError
 
 Get = Callable[[str], torch.Tensor | None]  # a tensor by its name; None: there is none
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of eight columns

@@ -11,8 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from engine.model.checkpoint.fields import count, read_json
-from engine.model.errors import ModelError
+from kvrelay.engine.model.checkpoint.fields import count, read_json
+from kvrelay.engine.model.errors import ModelError
 
 Raw = dict[str, Any]
 METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "awq", "gptq")

@@ -11,10 +11,10 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine.cache_dir import default_cache_dir, file_digest, publish_dir
-from engine.model.checkpoint.families import read_config
-from engine.model.config import check_unchanged, versions_of
-from engine.model.errors import ModelError
+from kvrelay.engine.cache_dir import default_cache_dir, file_digest, publish_dir
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.config import check_unchanged, versions_of
+from kvrelay.engine.model.errors import ModelError
 
 CONVERTER_VERSION = 3  # raised when the same file would be converted differently
 DEFAULT_MODEL = "smollm2-135m"
@@ -78,7 +78,7 @@ def _convert(
     final = cache / "models" / f"{path.stem}-{key.hexdigest()}"
 
     def make(fresh: Path) -> None:
-        from engine.model.gguf.convert import convert
+        from kvrelay.engine.model.gguf.convert import convert
 
         convert(path, fresh, sampling, progress)
         check_unchanged(before, [path])

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from engine.model.checkpoint.fields import count, number, numbers
-from engine.model.config import Rope, RopeScaling
-from engine.model.errors import ModelError
+from kvrelay.engine.model.checkpoint.fields import count, number, numbers
+from kvrelay.engine.model.config import Rope, RopeScaling
+from kvrelay.engine.model.errors import ModelError
 
 SLIDING = "sliding_attention"
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")

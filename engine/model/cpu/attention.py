@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.model.batch import Batch
-from engine.model.config import ModelConfig
-from engine.model.cpu.kernels import KernelsUnavailable, structure
-from engine.model.rope import rope_tables
+from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.cpu.kernels import KernelsUnavailable, structure
+from kvrelay.engine.model.rope import rope_tables
 
 _Attention, _Rope = structure("Attention"), structure("Rope")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # as in attention/attention.h

@@ -15,22 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.model.batch import Limits
-from engine.model.config import ModelConfig
-from engine.model.cpu.attention import CpuAttention
-from engine.model.cpu.kernels import structure
-from engine.model.cpu.sampling import DRAW, draw_of
-from engine.model.cpu.step import (
+from kvrelay.engine.model.batch import Limits
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.cpu.attention import CpuAttention
+from kvrelay.engine.model.cpu.kernels import structure
+from kvrelay.engine.model.cpu.sampling import DRAW, draw_of
+from kvrelay.engine.model.cpu.step import (
     ROW_BLOCK_STEP,
     described,
     described_matrix,
     step_of,
     widths,
 )
-from engine.model.sampling.sampler import Masks, is_plain
-from engine.model.weights import Weights
-from engine.request import SamplingParams
-from engine.step import BURST_S, NO_TOKEN, Sampled, ScheduledSeq, Step, verify_drafts
+from kvrelay.engine.model.sampling.sampler import Masks, is_plain
+from kvrelay.engine.model.weights import Weights
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import BURST_S, NO_TOKEN, Sampled, ScheduledSeq, Step, verify_drafts
 
 _Decode = structure("Decode")
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from engine.model.cpu.huge_pages import HugePages
-from engine.model.cpu.kernels import constants
-from engine.model.quantize import bits_of, quantize
+from kvrelay.engine.model.cpu.huge_pages import HugePages
+from kvrelay.engine.model.cpu.kernels import constants
+from kvrelay.engine.model.quantize import bits_of, quantize
 
 FLOAT32: int = constants.FLOAT32
 BF16: int = constants.BF16

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from engine.model.batch import Batch, Limits
-from engine.model.config import ModelConfig
-from engine.model.cpu.attention import CpuAttention
-from engine.model.cpu.decode import CpuDecode
-from engine.model.cpu.linear import (
+from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.cpu.attention import CpuAttention
+from kvrelay.engine.model.cpu.decode import CpuDecode
+from kvrelay.engine.model.cpu.linear import (
     ACTIVATIONS,
     CpuLinear,
     Experts,
@@ -27,8 +27,8 @@ from engine.model.cpu.linear import (
     fastest_kind,
     owned,
 )
-from engine.model.cpu.step import CpuStep, described_experts
-from engine.model.weights import ExpertsWeights, Weights
+from kvrelay.engine.model.cpu.step import CpuStep, described_experts
+from kvrelay.engine.model.weights import ExpertsWeights, Weights
 
 
 class CpuOps:

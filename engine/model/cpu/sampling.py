@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.model.cpu.kernels import structure
-from engine.model.sampling.sampler import is_greedy
-from engine.step import ScheduledSeq
+from kvrelay.engine.model.cpu.kernels import structure
+from kvrelay.engine.model.sampling.sampler import is_greedy
+from kvrelay.engine.step import ScheduledSeq
 
 DRAW = np.dtype(structure("Draw"))
 _WORD = (1 << 64) - 1

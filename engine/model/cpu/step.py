@@ -12,12 +12,17 @@ from typing import Any
 
 import torch
 
-from engine.model.batch import Batch
-from engine.model.config import ModelConfig
-from engine.model.cpu.attention import CpuAttention
-from engine.model.cpu.kernels import constants, structure
-from engine.model.cpu.linear import ACTIVATIONS, Matrix
-from engine.model.weights import AttentionWeights, ExpertsWeights, LatentWeights, LayerWeights
+from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.cpu.attention import CpuAttention
+from kvrelay.engine.model.cpu.kernels import constants, structure
+from kvrelay.engine.model.cpu.linear import ACTIVATIONS, Matrix
+from kvrelay.engine.model.weights import (
+    AttentionWeights,
+    ExpertsWeights,
+    LatentWeights,
+    LayerWeights,
+)
 
 _Matrix, _Experts, _Latent = map(structure, ("Matrix", "Experts", "Latent"))
 _Layer, _Step = structure("Layer"), structure("Step")

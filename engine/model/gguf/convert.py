@@ -36,8 +36,8 @@ from tokenizers import decoders as decode
 from tokenizers import pre_tokenizers as split
 from tokenizers.models import BPE
 
-from engine.model.errors import ModelError
-from engine.model.gguf.file import GGUFFile
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.gguf.file import GGUFFile
 
 _SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.model.errors import ModelError
+from kvrelay.engine.model.errors import ModelError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 _STRING, _ARRAY = 8, 9

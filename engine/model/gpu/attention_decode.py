@@ -12,8 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.gpu.attention_tile import LOWEST, Tiling, attend, attended, multiprocessors
-from engine.model.gpu.cache_pool import Pool
+from kvrelay.engine.model.gpu.attention_tile import (
+    LOWEST,
+    Tiling,
+    attend,
+    attended,
+    multiprocessors,
+)
+from kvrelay.engine.model.gpu.cache_pool import Pool
 
 MIN_KEYS = 256  # a split has: below, starting a program costs more than it reads
 MAX_SPLITS = 64

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.gpu.attention_tile import LOWEST, Tiling, attend, attended, shared_memory
-from engine.model.gpu.cache_pool import Pool
+from kvrelay.engine.model.gpu.attention_tile import LOWEST, Tiling, attend, attended, shared_memory
+from kvrelay.engine.model.gpu.cache_pool import Pool
 
 
 def prefill_tiling(pool: Pool) -> Tiling:

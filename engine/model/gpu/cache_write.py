@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.gpu.cache_pool import Pool
+from kvrelay.engine.model.gpu.cache_pool import Pool
 
 HEADS = 8  # a program writes
 

@@ -18,15 +18,15 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.batch import Batch, Limits, check_tokens, checked_blocks
-from engine.model.decoder import Decoder
-from engine.model.gpu.sampling import Draws, draw, draw_values
-from engine.model.gpu.staging import StaticInputs
-from engine.request import SamplingParams
-from engine.step import ScheduledSeq
+from kvrelay.engine.model.batch import Batch, Limits, check_tokens, checked_blocks
+from kvrelay.engine.model.decoder import Decoder
+from kvrelay.engine.model.gpu.sampling import Draws, draw, draw_values
+from kvrelay.engine.model.gpu.staging import StaticInputs
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import ScheduledSeq
 
 if TYPE_CHECKING:
-    from engine.model.parallel.ops import Group
+    from kvrelay.engine.model.parallel.ops import Group
 
 OWN = -1  # the row follows none: its token is the host's
 NO_SLOT = -1  # the row only fills up a captured size: nothing is written for it

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.gpu.norm_activation import gated
-from engine.model.quantize import GROUP
+from kvrelay.engine.model.gpu.norm_activation import gated
+from kvrelay.engine.model.quantize import GROUP
 
 BLOCK_M, BLOCK_N = 16, 64
 MANY = 64  # pairs per expert on average, from which larger tiles pay

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.gpu.attention_decode import MIN_KEYS, merge, partials, split_keys
-from engine.model.gpu.attention_prefill import list_tiles
-from engine.model.gpu.attention_tile import (
+from kvrelay.engine.model.gpu.attention_decode import MIN_KEYS, merge, partials, split_keys
+from kvrelay.engine.model.gpu.attention_prefill import list_tiles
+from kvrelay.engine.model.gpu.attention_tile import (
     LOWEST,
     Tiling,
     accumulate,
@@ -27,7 +27,7 @@ from engine.model.gpu.attention_tile import (
     shared_memory,
     upcast,
 )
-from engine.model.gpu.cache_pool import Pool
+from kvrelay.engine.model.gpu.cache_pool import Pool
 
 
 def latent_tiling(pool: Pool, num_heads: int) -> Tiling:

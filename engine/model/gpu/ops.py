@@ -15,21 +15,26 @@ import torch
 import torch.nn.functional as F
 from triton import knobs
 
-from engine.model.batch import Batch
-from engine.model.config import ModelConfig
-from engine.model.cpu.kernels import KernelsUnavailable
-from engine.model.gpu import experts as mixture
-from engine.model.gpu.attention_decode import decode_attention, decode_splits
-from engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
-from engine.model.gpu.cache_pool import FP8, Pool
-from engine.model.gpu.cache_write import latent_write, rope_write
-from engine.model.gpu.latent import latent_decode, latent_prefill, latent_row_tiles, latent_tiles
-from engine.model.gpu.linear import fp8, int8
-from engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
-from engine.model.gpu.staging import to_device
-from engine.model.ops import TensorOps, choose_experts
-from engine.model.quantize import quantize
-from engine.model.weights import ExpertsWeights
+from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
+from kvrelay.engine.model.gpu import experts as mixture
+from kvrelay.engine.model.gpu.attention_decode import decode_attention, decode_splits
+from kvrelay.engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
+from kvrelay.engine.model.gpu.cache_pool import FP8, Pool
+from kvrelay.engine.model.gpu.cache_write import latent_write, rope_write
+from kvrelay.engine.model.gpu.latent import (
+    latent_decode,
+    latent_prefill,
+    latent_row_tiles,
+    latent_tiles,
+)
+from kvrelay.engine.model.gpu.linear import fp8, int8
+from kvrelay.engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
+from kvrelay.engine.model.gpu.staging import to_device
+from kvrelay.engine.model.ops import TensorOps, choose_experts
+from kvrelay.engine.model.quantize import quantize
+from kvrelay.engine.model.weights import ExpertsWeights
 
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
 FP8_CAPABILITY = (8, 9)  # for KV in FP8

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.sampling.sampler import GREEDY_BELOW
-from engine.request import SamplingParams
-from engine.step import NO_TOKEN
+from kvrelay.engine.model.sampling.sampler import GREEDY_BELOW
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import NO_TOKEN
 
 BLOCK = 4096
 MAX_FEW = 4096  # tokens of a row that are collected

@@ -13,7 +13,7 @@ from dataclasses import fields
 import numpy as np
 import torch
 
-from engine.model.batch import Batch
+from kvrelay.engine.model.batch import Batch
 
 ALIGN = 16
 

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.model.batch import Batch, Guard, Limits
-from engine.model.decoder import Decoder
-from engine.model.gpu.decode import NO_SLOT, DecodePasses
-from engine.model.gpu.sampling import Draws, draw, draw_values
-from engine.model.gpu.staging import stage, stage_arrays
-from engine.model.sampling.prompt_outputs import read_prompts
-from engine.model.sampling.sampler import Masks, is_plain, not_sampled, sample
-from engine.request import PromptOutputs, SamplingParams
-from engine.step import NO_TOKEN, Sampled, ScheduledSeq, Step, StepDone, verify_drafts
+from kvrelay.engine.model.batch import Batch, Guard, Limits
+from kvrelay.engine.model.decoder import Decoder
+from kvrelay.engine.model.gpu.decode import NO_SLOT, DecodePasses
+from kvrelay.engine.model.gpu.sampling import Draws, draw, draw_values
+from kvrelay.engine.model.gpu.staging import stage, stage_arrays
+from kvrelay.engine.model.sampling.prompt_outputs import read_prompts
+from kvrelay.engine.model.sampling.sampler import Masks, is_plain, not_sampled, sample
+from kvrelay.engine.request import PromptOutputs, SamplingParams
+from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq, Step, StepDone, verify_drafts
 
 if TYPE_CHECKING:
-    from engine.model.parallel.ops import Group
+    from kvrelay.engine.model.parallel.ops import Group
 
 WARM_UP = ((1,), (17,), (1, 33), (512,))  # query lengths of the steps that compile kernels
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from engine.model.parallel.shard import Shard
+    from kvrelay.engine.model.parallel.shard import Shard
 
 
 class Companion(Protocol):

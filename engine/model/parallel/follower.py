@@ -16,11 +16,11 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from engine.model.config import check_unchanged, files_of, versions_of
-from engine.model.parallel.companion import Broken, Checksums, Companion, Ready
-from engine.model.parallel.ops import Group, RankSetup
-from engine.model.runner import ModelRunner
-from engine.step import Launch, Step
+from kvrelay.engine.model.config import check_unchanged, files_of, versions_of
+from kvrelay.engine.model.parallel.companion import Broken, Checksums, Companion, Ready
+from kvrelay.engine.model.parallel.ops import Group, RankSetup
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.step import Launch, Step
 
 MOST_LAUNCHED = 2  # steps: one runs, one waits behind it
 

@@ -11,10 +11,10 @@ from multiprocessing.reduction import ForkingPickler
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from engine.model.errors import ModelError
-from engine.model.parallel.companion import Broken, Checksums, Ready
-from engine.model.parallel.link import RankHost, connection_of, reach, start_process
-from engine.model.parallel.ops import COLLECTIVE_TIMEOUT_S, LOAD_TIMEOUT_S
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.parallel.companion import Broken, Checksums, Ready
+from kvrelay.engine.model.parallel.link import RankHost, connection_of, reach, start_process
+from kvrelay.engine.model.parallel.ops import COLLECTIVE_TIMEOUT_S, LOAD_TIMEOUT_S
 
 START_TIMEOUT_S = LOAD_TIMEOUT_S  # for a follower to import, and then to load its weights
 STOP_TIMEOUT_S = 5.0

@@ -17,7 +17,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 
-FOLLOWER = "engine.model.parallel.follower"
+FOLLOWER = "kvrelay.engine.model.parallel.follower"
 PROVE_S = 10.0  # for the other end to prove itself
 PROBE_S, NUM_PROBES = 3, 3
 SILENT_S = PROBE_S * (NUM_PROBES + 1)

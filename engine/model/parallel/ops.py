@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.model.config import ModelConfig
-from engine.model.errors import ModelError
-from engine.model.ops import Ops
-from engine.model.parallel.companion import MakeCompanion
-from engine.model.parallel.shard import Shard
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.ops import Ops
+from kvrelay.engine.model.parallel.companion import MakeCompanion
+from kvrelay.engine.model.parallel.shard import Shard
 
 COLLECTIVE_TIMEOUT_S = 60.0
 """A rank that the others wait for this long counts as dead. The death of a process is noticed at

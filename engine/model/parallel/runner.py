@@ -22,17 +22,23 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.model.checkpoint.families import read_config
-from engine.model.device import find_device
-from engine.model.errors import ModelError
-from engine.model.parallel.companion import MakeCompanion
-from engine.model.parallel.followers import Follower, OnMessage, packed, start_at, start_here
-from engine.model.parallel.link import RankHost
-from engine.model.parallel.ops import FindModel, Meeting, RankSetup
-from engine.model.parallel.shard import Shard, check_divides
-from engine.model.runner import GREEDY, ModelRunner
-from engine.model.sampling.sampler import is_plain
-from engine.step import ScheduledSeq, Step, StepDone
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.device import find_device
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.parallel.companion import MakeCompanion
+from kvrelay.engine.model.parallel.followers import (
+    Follower,
+    OnMessage,
+    packed,
+    start_at,
+    start_here,
+)
+from kvrelay.engine.model.parallel.link import RankHost
+from kvrelay.engine.model.parallel.ops import FindModel, Meeting, RankSetup
+from kvrelay.engine.model.parallel.shard import Shard, check_divides
+from kvrelay.engine.model.runner import GREEDY, ModelRunner
+from kvrelay.engine.model.sampling.sampler import is_plain
+from kvrelay.engine.step import ScheduledSeq, Step, StepDone
 
 log = logging.getLogger("kvrelay.parallel")
 

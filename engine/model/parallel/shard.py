@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.kv.spec import DTYPE_BYTES
-from engine.model.config import ModelConfig
-from engine.model.errors import ModelError
+from kvrelay.engine.kv.spec import DTYPE_BYTES
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.errors import ModelError
 
 MAX_RANKS = 64
 

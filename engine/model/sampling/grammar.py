@@ -23,7 +23,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from engine.step import NO_TOKEN, Sampled, ScheduledSeq
+from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq
 
 MAX_COMPILED = 128  # grammars that are kept, the last ones used
 MAX_COMPILED_BYTES = 256 * 2**20  # grammars, estimated

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from engine.model.sampling.sampler import token_logprobs
-from engine.request import Pooling, PromptOutputs, TokenLogprobs
-from engine.step import Sampled, ScheduledSeq, Step
+from kvrelay.engine.model.sampling.sampler import token_logprobs
+from kvrelay.engine.request import Pooling, PromptOutputs, TokenLogprobs
+from kvrelay.engine.step import Sampled, ScheduledSeq, Step
 
 ROWS = 64  # whose logits are there at a time
 

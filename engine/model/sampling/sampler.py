@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.request import SamplingParams, TokenLogprobs
-from engine.step import NO_TOKEN, Sampled, ScheduledSeq
+from kvrelay.engine.request import SamplingParams, TokenLogprobs
+from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq
 
 Draw = Callable[[torch.Tensor, list[ScheduledSeq]], list[int]]
 Masks = Callable[[list[ScheduledSeq]], np.ndarray]  # see `Grammars.masks`

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from cluster.scaling.connector import ManagedWorker, ManagedWorkers, State
-from engine.node import NodeId
-from engine.stats import Role
+from kvrelay.cluster.scaling.connector import ManagedWorker, ManagedWorkers, State
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
 
 LOOK_S = 0.5  # between two looks at a worker that drains
 AGAIN_S = 2.0  # what found no room elsewhere is moved again

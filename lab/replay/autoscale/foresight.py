@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from cluster.scaling.shadows import Shadow
-from cluster.scaling.sizing import decode_workers, for_prompts
-from lab.replay.config import ReplayConfig
-from lab.replay.trace import Trace
-from lab.timing.timing import Timing
-from router.scaling_config import ScalingConfig
+from kvrelay.cluster.scaling.shadows import Shadow
+from kvrelay.cluster.scaling.sizing import decode_workers, for_prompts
+from kvrelay.lab.replay.config import ReplayConfig
+from kvrelay.lab.replay.trace import Trace
+from kvrelay.lab.timing.timing import Timing
+from kvrelay.router.scaling_config import ScalingConfig
 
 LOOK_S = 10.0  # what the oracle decides about at once
 KV_FILL = 0.85

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.replay.autoscale.report import attainment
-from lab.replay.autoscale.scaled import ScaledResult
-from lab.replay.report import Slo
-from router.scaling_config import ScalingConfig
+from kvrelay.lab.replay.autoscale.report import attainment
+from kvrelay.lab.replay.autoscale.scaled import ScaledResult
+from kvrelay.lab.replay.report import Slo
+from kvrelay.router.scaling_config import ScalingConfig
 
 BIN_S = 60.0
 

@@ -11,10 +11,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lab.replay.autoscale.scaled import ScaledResult
-from lab.replay.config import ReplayConfig
-from lab.replay.report import Slo, summary
-from router.scaling_config import ScalingConfig
+from kvrelay.lab.replay.autoscale.scaled import ScaledResult
+from kvrelay.lab.replay.config import ReplayConfig
+from kvrelay.lab.replay.report import Slo, summary
+from kvrelay.router.scaling_config import ScalingConfig
 
 
 def attainment(found: ScaledResult, slo: Slo) -> float:

@@ -9,21 +9,21 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from cluster.scaling.connector import COUNTED, State
-from cluster.scaling.decisions import Line
-from cluster.scaling.moves import moves_to
-from cluster.scaling.scaler import Scaler
-from cluster.scaling.snapshots import router_seen, snapshot_of
-from cluster.scaling.targets import chunk_target_s, router_config
-from engine.node import NodeId
-from engine.stats import Role
-from lab.replay.autoscale.fleet import SimulatedFleet, is_idle
-from lab.replay.config import ReplayConfig
-from lab.replay.replay import ROUTER, OnProgress, Replay
-from lab.replay.results import ReplayResult
-from lab.replay.trace import Trace
-from router.messages import RoleChanged, WorkerDown, WorkerDraining
-from router.scaling_config import ScalingConfig
+from kvrelay.cluster.scaling.connector import COUNTED, State
+from kvrelay.cluster.scaling.decisions import Line
+from kvrelay.cluster.scaling.moves import moves_to
+from kvrelay.cluster.scaling.scaler import Scaler
+from kvrelay.cluster.scaling.snapshots import router_seen, snapshot_of
+from kvrelay.cluster.scaling.targets import chunk_target_s, router_config
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.lab.replay.autoscale.fleet import SimulatedFleet, is_idle
+from kvrelay.lab.replay.config import ReplayConfig
+from kvrelay.lab.replay.replay import ROUTER, OnProgress, Replay
+from kvrelay.lab.replay.results import ReplayResult
+from kvrelay.lab.replay.trace import Trace
+from kvrelay.router.messages import RoleChanged, WorkerDown, WorkerDraining
+from kvrelay.router.scaling_config import ScalingConfig
 
 GROWTH_S = 1.0  # between two looks of a path that is given
 

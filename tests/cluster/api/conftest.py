@@ -17,12 +17,12 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cluster.api.app import create_app
-from cluster.api.client import RouterClient
-from cluster.api.context import ApiContext, ApiLimits
-from cluster.api.metrics import ApiMetrics, ClusterCollector
-from cluster.api.server import bind_socket, serve_app
-from cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.app import create_app
+from kvrelay.cluster.api.client import RouterClient
+from kvrelay.cluster.api.context import ApiContext, ApiLimits
+from kvrelay.cluster.api.metrics import ApiMetrics, ClusterCollector
+from kvrelay.cluster.api.server import bind_socket, serve_app
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.fake_router import FakeRouter
 
 MODEL = "smollm2-135m"

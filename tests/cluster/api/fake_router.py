@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.request import (
+from kvrelay.engine.request import (
     NO_OUTPUTS,
     FinishReason,
     PromptOutputs,
     Refusal,
     TokenLogprobs,
 )
-from router.explain import Explanations
-from router.messages import Cancel, Failed, Output, SessionCommand, SessionReply, Submit
-from router.record import RequestRecord
+from kvrelay.router.explain import Explanations
+from kvrelay.router.messages import Cancel, Failed, Output, SessionCommand, SessionReply, Submit
+from kvrelay.router.record import RequestRecord
 
 
 @dataclass

@@ -15,10 +15,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from pydantic import BaseModel
 
-from cluster.api.anthropic.schema import CountRequest, MessagesRequest
-from cluster.api.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
-from cluster.api.openai.schema import ChatRequest, CompletionRequest
-from cluster.api.parameters import (
+from kvrelay.cluster.api.anthropic.schema import CountRequest, MessagesRequest
+from kvrelay.cluster.api.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
+from kvrelay.cluster.api.openai.schema import ChatRequest, CompletionRequest
+from kvrelay.cluster.api.parameters import (
     CHAT,
     COMPLETION,
     EMBEDDING,
@@ -29,8 +29,8 @@ from cluster.api.parameters import (
     TOKENIZE,
     Fields,
 )
-from cluster.api.responses.schema import ResponsesRequest
-from cluster.api.utility.tokens import DetokenizeRequest, TokenizeRequest
+from kvrelay.cluster.api.responses.schema import ResponsesRequest
+from kvrelay.cluster.api.utility.tokens import DetokenizeRequest, TokenizeRequest
 
 # vLLM 0.32, SGLang 0.5.
 _VLLM_SAMPLING = """

@@ -7,16 +7,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.runtime.host import NodeHost
-from decode_worker.messages import Decode
-from engine.kv.events import KVSnapshot, KVSnapshotRequest
-from engine.messages import Abort, TokenDeltas
-from engine.node import Effect, Send, Wake, Woken
-from engine.request import FinishReason, TokenDelta
-from engine.stats import WorkerInfo
-from router.explain import Explanations
-from router.messages import WorkerDown, WorkerUp
-from router.router import Router
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.host import NodeHost
+from kvrelay.engine.kv.events import KVSnapshot, KVSnapshotRequest
+from kvrelay.engine.messages import Abort, TokenDeltas
+from kvrelay.engine.node import Effect, Send, Wake, Woken
+from kvrelay.engine.request import FinishReason, TokenDelta
+from kvrelay.engine.stats import WorkerInfo
+from kvrelay.router.explain import Explanations
+from kvrelay.router.messages import WorkerDown, WorkerUp
+from kvrelay.router.router import Router
 from tests.router.script import worker_info
 
 QUEUE_S, PREFILL_S, STEP_S = 0.02, 0.1, 0.01

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.tenants import Tenants
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import TenantEntry
-from engine.request import Refusal
-from router.admission.admission import Call
-from router.messages import Failed, Submit, TenantShare
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import TenantEntry
+from kvrelay.engine.request import Refusal
+from kvrelay.router.admission.admission import Call
+from kvrelay.router.messages import Failed, Submit, TenantShare
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve
 from tests.cluster.api.test_bad_input import error_of
 

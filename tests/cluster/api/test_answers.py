@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.api.openai.plan import choice_seed
-from cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.openai.plan import choice_seed
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served
 
 ASK: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]

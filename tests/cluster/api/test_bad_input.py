@@ -10,11 +10,11 @@ import httpx
 import msgspec
 import pytest
 
-from cluster.api.errors import ApiError
-from cluster.api.openai.schema import MAX_BRACKETS, CompletionRequest, parse
-from cluster.api.text.tokenizer import Tokenizer
-from engine.request import Refusal
-from router.messages import Failed
+from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.openai.schema import MAX_BRACKETS, CompletionRequest, parse
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.request import Refusal
+from kvrelay.router.messages import Failed
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served
 
 ASK = [{"role": "user", "content": "Hi"}]

@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.openai.generation import Generation
-from cluster.api.tenants import Tenants
-from cluster.api.text.prefixes import num_common
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import TenantEntry
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.openai.generation import Generation
+from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.text.prefixes import num_common
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import TenantEntry
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve, wait_until
 from tests.cluster.api.test_bad_input import error_of
 
@@ -193,7 +193,7 @@ def test_calls_that_generate_nothing_have_limits_too(
 def test_responses_in_the_background_have_places_by_tenant(
     shared: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.api.responses.routes.MAX_BACKGROUND", 2)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.routes.MAX_BACKGROUND", 2)
     monkeypatch.setattr(shared.router, "delay_s", 60)
     body = {"model": MODEL, "input": "Hi", "background": True}
 

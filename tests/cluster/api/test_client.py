@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster.api.client import RouterClient
-from engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
-from router.messages import Cancel, Failed, Output, Submit
+from kvrelay.cluster.api.client import RouterClient
+from kvrelay.engine.request import FinishReason, Refusal, SamplingParams, TokenLogprobs
+from kvrelay.router.messages import Cancel, Failed, Output, Submit
 
 
 class Sent:

@@ -13,11 +13,11 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from cluster.api.context import ApiLimits
-from cluster.api.tenants import Tenants
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.cli.explain import explain
-from cluster.config import TenantEntry
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.cli.explain import explain
+from kvrelay.cluster.config import TenantEntry
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 from tests.cluster.api.operations.test_operations import samples
 from tests.cluster.api.routed import PREFILL_S, QUEUE_S, STEP_S, RealRouter

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from cluster.api.limiter import (
+from kvrelay.cluster.api.limiter import (
     TENANT,
     UNKNOWN_RETRY_AFTER_S,
     ConcurrencyLimiter,

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import EngineSection
-from engine.node import Effect
-from lab.local import LocalCluster
-from router.explain import Explanations
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import EngineSection
+from kvrelay.engine.node import Effect
+from kvrelay.lab.local import LocalCluster
+from kvrelay.router.explain import Explanations
 from tests.cluster.api.calls import APIS, Api, answers_of, asked
 from tests.cluster.api.conftest import MODEL, Served, serve
 

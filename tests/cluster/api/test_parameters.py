@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from cluster.api.text import tokenizer as tokenizer_module
-from cluster.api.text.tokenizer import MANY_CHARS, Tokenizer
-from engine.request import SamplingParams
+from kvrelay.cluster.api.text import tokenizer as tokenizer_module
+from kvrelay.cluster.api.text.tokenizer import MANY_CHARS, Tokenizer
+from kvrelay.engine.request import SamplingParams
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served
 from tests.cluster.api.test_answers import ANSWER, ASK
 from tests.cluster.api.test_bad_input import error_of
@@ -394,7 +394,7 @@ def test_log_probabilities_of_a_prompt_are_told_as_in_vllm(
 def test_prompts_whose_log_probabilities_fit_into_no_frame_are_refused(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.api.openai.plan.MAX_SCORED_TOKENS", 3)
+    monkeypatch.setattr("kvrelay.cluster.api.openai.plan.MAX_SCORED_TOKENS", 3)
     asked = [
         {"prompt": [5, 6, 7, 8], "prompt_logprobs": 1},
         {"prompt": [5, 6, 7, 8], "echo": True, "logprobs": 1},

@@ -9,10 +9,10 @@ from urllib.parse import quote
 
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.text.tokenizer import Tokenizer
-from engine.kv.tier import Retention, Tier
-from router.messages import (
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.kv.tier import Retention, Tier
+from kvrelay.router.messages import (
     SessionCommand,
     SessionHolder,
     SessionInfo,

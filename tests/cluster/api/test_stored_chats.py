@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.tenants import Tenants
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import TenantEntry
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import TenantEntry
 from tests.cluster.api.conftest import MODEL, Served, serve
 
 PATH = "/v1/chat/completions"

@@ -15,11 +15,11 @@ import httpx
 import openai
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.http.connection import ConnectionLimits
-from cluster.api.limiter import ConcurrencyLimiter
-from cluster.api.server import bind_socket
-from cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.http.connection import ConnectionLimits
+from kvrelay.cluster.api.limiter import ConcurrencyLimiter
+from kvrelay.cluster.api.server import bind_socket
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve, wait_until
 
 ASK: list[Any] = [{"role": "user", "content": "Hi"}]

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from cluster.api import tracing as tracing_module
-from cluster.api.context import ApiLimits
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.api.tracing import Tracing, traces_url
-from cluster.config import ConfigError, load_config
+from kvrelay.cluster.api import tracing as tracing_module
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.tracing import Tracing, traces_url
+from kvrelay.cluster.config import ConfigError, load_config
 from tests.cluster.api.calls import APIS, Api, asked, calls
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 from tests.cluster.api.routed import PREFILL_S, RealRouter

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster.control.controller import Controller, ControllerConfig
-from cluster.control.drains import NUM_CLEAN
-from cluster.control.messages import (
+from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.drains import NUM_CLEAN
+from kvrelay.cluster.control.messages import (
     AdoptWorker,
     Introduce,
     Introduced,
@@ -26,11 +26,18 @@ from cluster.control.messages import (
     WorkerLost,
     WorkerStarted,
 )
-from cluster.control.process_messages import LinkLost
-from cluster.control.wanted import WorkerState
-from engine.node import Note, Send, Woken
-from engine.stats import Progress, ProgressReport, ProgressRequest, Role, RouterDown, RouterUp
-from router.messages import DrainReport, WorkerDown, WorkerDraining, WorkerUp
+from kvrelay.cluster.control.process_messages import LinkLost
+from kvrelay.cluster.control.wanted import WorkerState
+from kvrelay.engine.node import Note, Send, Woken
+from kvrelay.engine.stats import (
+    Progress,
+    ProgressReport,
+    ProgressRequest,
+    Role,
+    RouterDown,
+    RouterUp,
+)
+from kvrelay.router.messages import DrainReport, WorkerDown, WorkerDraining, WorkerUp
 from tests.cluster.control.test_controller import ONE, info, of
 
 ROUTER = Peer("router-0", "h", 6, 3)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cluster.control.audits import SharedAudit, audit_dict, uneven
-from cluster.control.router_processes import RouterState
-from cluster.control.wanted import WorkerState
-from cluster.serve import operators_desk
-from cluster.serve.operators_desk import OperatorsDesk
-from engine.stats import Audit, AuditRequest
+from kvrelay.cluster.control.audits import SharedAudit, audit_dict, uneven
+from kvrelay.cluster.control.router_processes import RouterState
+from kvrelay.cluster.control.wanted import WorkerState
+from kvrelay.cluster.processes import operators_desk
+from kvrelay.cluster.processes.operators_desk import OperatorsDesk
+from kvrelay.engine.stats import Audit, AuditRequest
 
 COUNTS = {
     "device.blocks": 10,

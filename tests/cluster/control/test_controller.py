@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster.control.controller import Controller, ControllerConfig
-from cluster.control.machines import Machine
-from cluster.control.messages import (
+from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.machines import Machine
+from kvrelay.cluster.control.messages import (
     GiveUp,
     Introduce,
     Introduced,
@@ -22,10 +22,10 @@ from cluster.control.messages import (
     WorkerLost,
     WorkerStarted,
 )
-from cluster.control.wanted import WorkerState
-from engine.node import Note, Send, Wake, Woken
-from engine.stats import Role, RouterUp, WorkerInfo
-from router.messages import WorkerDown, WorkerUp
+from kvrelay.cluster.control.wanted import WorkerState
+from kvrelay.engine.node import Note, Send, Wake, Woken
+from kvrelay.engine.stats import Role, RouterUp, WorkerInfo
+from kvrelay.router.messages import WorkerDown, WorkerUp
 
 ROUTER = Peer("router-0", "h0", 1, 1)
 CONFIG = ControllerConfig(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.control.machines import Assigned, Machine, assign_machines
-from engine.stats import Role
+from kvrelay.cluster.control.machines import Assigned, Machine, assign_machines
+from kvrelay.engine.stats import Role
 
 P, D = Role.PREFILL, Role.DECODE
 

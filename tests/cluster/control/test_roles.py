@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.control.messages import (
+from kvrelay.cluster.control.messages import (
     Introduce,
     Introduced,
     SetRole,
@@ -15,10 +15,10 @@ from cluster.control.messages import (
     StartWorker,
     WorkerLost,
 )
-from cluster.control.wanted import WorkerState
-from engine.node import Note, Send, Woken
-from engine.stats import Role
-from router.messages import RoleChanged, WorkerUp
+from kvrelay.cluster.control.wanted import WorkerState
+from kvrelay.engine.node import Note, Send, Woken
+from kvrelay.engine.stats import Role
+from kvrelay.router.messages import RoleChanged, WorkerUp
 from tests.cluster.control.test_controller import Script, info, of
 from tests.cluster.control.test_router_processes import TwoRouters
 

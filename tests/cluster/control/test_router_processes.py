@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cluster.control.controller import Controller, ControllerConfig
-from cluster.control.messages import (
+from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.messages import (
     GiveUp,
     Introduce,
     Introduced,
@@ -19,10 +19,10 @@ from cluster.control.messages import (
     StopRouter,
     WorkerLost,
 )
-from cluster.control.router_processes import RouterState
-from engine.node import Note, Send, Wake, Woken
-from engine.stats import Role, RouterDown, RouterUp
-from router.messages import WorkerDown, WorkerUp
+from kvrelay.cluster.control.router_processes import RouterState
+from kvrelay.engine.node import Note, Send, Wake, Woken
+from kvrelay.engine.stats import Role, RouterDown, RouterUp
+from kvrelay.router.messages import WorkerDown, WorkerUp
 from tests.cluster.control.test_controller import ONE, ROUTER, Script, info, of
 
 CONFIG = ControllerConfig(

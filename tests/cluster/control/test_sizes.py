@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cluster.control.controller import Controller, ControllerConfig
-from cluster.control.machines import Assigned, Machine, assign_machines
-from cluster.control.messages import (
+from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.machines import Assigned, Machine, assign_machines
+from kvrelay.cluster.control.messages import (
     MachinesChanged,
     Record,
     SetRole,
     StartWorker,
     WorkerLost,
 )
-from cluster.control.view import cluster_view, merged_status
-from cluster.control.wanted import WorkerState
-from engine.node import Woken
-from engine.stats import Role
+from kvrelay.cluster.control.view import cluster_view, merged_status
+from kvrelay.cluster.control.wanted import WorkerState
+from kvrelay.engine.node import Woken
+from kvrelay.engine.stats import Role
 from tests.cluster.control.test_controller import ROUTER, Script, of
 from tests.cluster.control.test_machines import assign_machine
 

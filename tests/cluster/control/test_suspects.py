@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.control.messages import StartWorker, StopWorker
-from cluster.control.wanted import WorkerState
-from engine.node import Send, Wake, Woken
-from engine.stats import Progress, ProgressReport, ProgressRequest, RouterUp
-from router.messages import WorkerDown, WorkerSuspected
+from kvrelay.cluster.control.messages import StartWorker, StopWorker
+from kvrelay.cluster.control.wanted import WorkerState
+from kvrelay.engine.node import Send, Wake, Woken
+from kvrelay.engine.stats import Progress, ProgressReport, ProgressRequest, RouterUp
+from kvrelay.router.messages import WorkerDown, WorkerSuspected
 from tests.cluster.control.test_controller import Script, of
 
 WORKER = "decode-0"

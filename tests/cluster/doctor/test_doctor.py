@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from cluster.config import Config, build_config
-from cluster.doctor import disk, links, server, software, system
-from cluster.doctor.examine import examine
-from cluster.doctor.findings import Finding, Verdict
+from kvrelay.cluster.config import Config, build_config
+from kvrelay.cluster.doctor import disk, links, server, software, system
+from kvrelay.cluster.doctor.examine import examine
+from kvrelay.cluster.doctor.findings import Finding, Verdict
 from tests.cluster.state.stores import Server
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -98,7 +98,7 @@ def test_wrong_settings_and_an_absent_server_are_said_in_a_line(tmp_path: Path) 
         (["--config", str(config)], "disk_gob"),
         (["--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
     ):
-        command = [sys.executable, "-m", "lab.cli.main", "doctor", *arguments]
+        command = [sys.executable, "-m", "kvrelay.lab.cli.main", "doctor", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 1
         assert words in done.stderr

@@ -12,13 +12,21 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from cluster.cli.hosts import down, up
-from cluster.config import ConfigError
-from cluster.hosts import there
-from cluster.hosts.launch import Launch, LaunchError
-from cluster.hosts.orders import Answer, GiveToken, Hello, Stop, decode_answer, decode_order, encode
-from cluster.hosts.remote import Remote
-from cluster.hosts.settings import HostEntry, Hosts, SshSection, read_hosts, settings_text
+from kvrelay.cluster.cli.hosts import down, up
+from kvrelay.cluster.config import ConfigError
+from kvrelay.cluster.hosts import there
+from kvrelay.cluster.hosts.launch import Launch, LaunchError
+from kvrelay.cluster.hosts.orders import (
+    Answer,
+    GiveToken,
+    Hello,
+    Stop,
+    decode_answer,
+    decode_order,
+    encode,
+)
+from kvrelay.cluster.hosts.remote import Remote
+from kvrelay.cluster.hosts.settings import HostEntry, Hosts, SshSection, read_hosts, settings_text
 
 HERE = ("env", "KVRELAY_TEST_HOST={host}")  # a way to a machine that is this one
 

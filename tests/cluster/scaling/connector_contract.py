@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cluster.scaling.connector import NEXT, Connector, ManagedWorker, State
-from engine.stats import Role
+from kvrelay.cluster.scaling.connector import NEXT, Connector, ManagedWorker, State
+from kvrelay.engine.stats import Role
 
 
 class World(Protocol):

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.scaling.connector import ManagedWorker, ManagedWorkers, State
-from cluster.scaling.decisions import Decision, Line
-from cluster.scaling.observations import Snapshot
-from cluster.scaling.scaler import Scaler
-from engine.node import NodeId
-from engine.stats import Role
-from router.scaling_config import ScalingConfig
-from router.traffic import RouterSeen, WorkerSeen, bin_of
+from kvrelay.cluster.scaling.connector import ManagedWorker, ManagedWorkers, State
+from kvrelay.cluster.scaling.decisions import Decision, Line
+from kvrelay.cluster.scaling.observations import Snapshot
+from kvrelay.cluster.scaling.scaler import Scaler
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
+from kvrelay.router.scaling_config import ScalingConfig
+from kvrelay.router.traffic import RouterSeen, WorkerSeen, bin_of
 
 RATE = 10_000.0  # prompt tokens per second of a worker
 STEP_S = 0.01

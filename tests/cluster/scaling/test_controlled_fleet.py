@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cluster.control.autoscaling import LogScaling
-from cluster.control.controller import Controller, ControllerConfig
-from cluster.control.machines import Machine
-from cluster.control.messages import (
+from kvrelay.cluster.control.autoscaling import LogScaling
+from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.machines import Machine
+from kvrelay.cluster.control.messages import (
     AdoptWorker,
     Introduce,
     Introduced,
@@ -29,12 +29,12 @@ from cluster.control.messages import (
     WorkerLost,
     WorkerStarted,
 )
-from cluster.scaling.connector import State
-from engine.node import Note, Send, Wake, Woken
-from engine.stats import Progress, ProgressReport, ProgressRequest, Role
-from router.messages import DrainReport, RoleChanged, WorkerDown, WorkerDraining, WorkerUp
-from router.scaling_config import ScalingConfig
-from router.traffic import RouterSeen
+from kvrelay.cluster.scaling.connector import State
+from kvrelay.engine.node import Note, Send, Wake, Woken
+from kvrelay.engine.stats import Progress, ProgressReport, ProgressRequest, Role
+from kvrelay.router.messages import DrainReport, RoleChanged, WorkerDown, WorkerDraining, WorkerUp
+from kvrelay.router.scaling_config import ScalingConfig
+from kvrelay.router.traffic import RouterSeen
 from tests.cluster.control.test_controller import info
 from tests.cluster.scaling.connector_contract import *  # noqa: F403
 from tests.cluster.scaling.connector_contract import state_of

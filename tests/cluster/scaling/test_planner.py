@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.scaling.connector import State
-from cluster.scaling.decisions import Decision, Reason, encode_line, read_log
-from cluster.scaling.scaler import replay_log
-from engine.stats import Role
+from kvrelay.cluster.scaling.connector import State
+from kvrelay.cluster.scaling.decisions import Decision, Reason, encode_line, read_log
+from kvrelay.cluster.scaling.scaler import replay_log
+from kvrelay.engine.stats import Role
 from tests.cluster.scaling.scaling_kit import Paper, config
 
 HEAVY = [5000] * 8  # 4 GPU-seconds of prompts in a second

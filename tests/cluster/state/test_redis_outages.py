@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from cluster.state import redis
-from router.sessions.sharing import SaveSession, SessionsUpdated
-from router.state import IndexLoaded, IndexWriter, SaveView, StateUp
+from kvrelay.cluster.state import redis
+from kvrelay.router.sessions.sharing import SaveSession, SessionsUpdated
+from kvrelay.router.state import IndexLoaded, IndexWriter, SaveView, StateUp
 from tests.cluster.state.stores import Server, Teller, events, opened, record, until, view, writer
 
 

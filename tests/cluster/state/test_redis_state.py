@@ -8,14 +8,14 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from redis import Redis
 
-from cluster.api.metrics import ClusterCollector
-from cluster.config import Config, ConfigError, StateSection
-from cluster.state import index_keys, redis, session_keys
-from cluster.state.opening import open_state, with_url
-from engine.kv.block_hash import HASH_BYTES
-from engine.kv.tier import Retention
-from router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated
-from router.state import (
+from kvrelay.cluster.api.metrics import ClusterCollector
+from kvrelay.cluster.config import Config, ConfigError, StateSection
+from kvrelay.cluster.state import index_keys, redis, session_keys
+from kvrelay.cluster.state.opening import open_state, with_url
+from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated
+from kvrelay.router.state import (
     ForgetView,
     IndexLoaded,
     IndexWriter,

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-import cluster.state.session_store
-from cluster.config import Config, SessionsSection, TiersSection
-from cluster.runtime.host import LoopThread, NodeHost
-from cluster.state.session_store import SessionStore, SessionStoreError, open_sessions
-from engine.messages import TokenDeltas
-from engine.request import FinishReason, SamplingParams, TokenDelta
-from router.messages import Submit, WorkerUp
-from router.router import Router
-from router.sessions.session import SessionRecord
-from router.sessions.sharing import DeleteSession, SaveSession
+import kvrelay.cluster.state.session_store
+from kvrelay.cluster.config import Config, SessionsSection, TiersSection
+from kvrelay.cluster.state.session_store import SessionStore, SessionStoreError, open_sessions
+from kvrelay.engine.host import LoopThread, NodeHost
+from kvrelay.engine.messages import TokenDeltas
+from kvrelay.engine.request import FinishReason, SamplingParams, TokenDelta
+from kvrelay.router.messages import Submit, WorkerUp
+from kvrelay.router.router import Router
+from kvrelay.router.sessions.session import SessionRecord
+from kvrelay.router.sessions.sharing import DeleteSession, SaveSession
 from tests.cluster.state import stores
 from tests.router.script import worker_info
 

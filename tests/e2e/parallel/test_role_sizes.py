@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from benchmarks.serving.served import Served
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import EngineSection
-from engine.request import SamplingParams
-from lab.agents.model import make_model
-from lab.local import LocalCluster
-from router.config import RouterConfig
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import EngineSection
+from kvrelay.engine.request import SamplingParams
+from kvrelay.lab.agents.model import make_model
+from kvrelay.lab.local import LocalCluster
+from kvrelay.router.config import RouterConfig
 from tests.e2e.prompts import prompts
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -61,7 +61,7 @@ def sizes(url: str) -> dict[str, tuple[int, int]]:
     found = {}
     for worker in status(url)["workers"]:
         children = psutil.Process(worker["pid"]).children()
-        ranks = [p for p in children if "engine.model.parallel.follower" in p.cmdline()]
+        ranks = [p for p in children if "kvrelay.engine.model.parallel.follower" in p.cmdline()]
         found[worker["worker"]] = worker["tensor_parallel_size"], 1 + len(ranks)
     return found
 

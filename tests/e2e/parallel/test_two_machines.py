@@ -13,10 +13,10 @@ import httpx
 import psutil
 import pytest
 
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.runtime.processes import RANKS_MODULE
-from engine.model.parallel.link import SILENT_S
-from lab.agents.model import make_model
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.model.parallel.link import SILENT_S
+from kvrelay.lab.agents.model import make_model
+from kvrelay.worker.processes import RANKS_MODULE
 from tests.chaos.hosts_file import kvrelay, write_hosts_file
 from tests.chaos.network import Hosts, what_is_missing
 from tests.e2e.parallel.test_role_sizes import NUM_BLOCKS, complete, of_one_rank_each, wait_until

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.model import fp8
+from kvrelay.engine.model import fp8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from engine.model.gpu.cache_pool import Pool  # noqa: E402
+from kvrelay.engine.model.gpu.cache_pool import Pool  # noqa: E402
 
 
 @dataclass

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Protocol
 
-from engine.request import SamplingParams
-from engine.step import Sampled, ScheduledSeq
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import Sampled, ScheduledSeq
 from tests.engine.model.tiny import BLOCK_SIZE, scheduled
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model.checkpoint.load import Checkpoint
-from engine.model.cpu.kernels import KernelsUnavailable
+from kvrelay.engine.model.checkpoint.load import Checkpoint
+from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from tests.engine.model.tiny import FAMILIES, Driver, low_precision_kind, make_checkpoint, tokens_of
 
 CLOSE = {"rtol": 0.0, "atol": 1e-4}

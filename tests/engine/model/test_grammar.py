@@ -15,11 +15,11 @@ import llguidance
 import pytest
 import torch
 
-from engine.model.runner import ModelRunner
-from engine.model.sampling import grammar as module
-from engine.model.sampling.grammar import Grammars
-from engine.request import ReasoningBudget, SamplingParams
-from engine.step import Sampled, ScheduledSeq, Step, StepDone
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.sampling import grammar as module
+from kvrelay.engine.model.sampling.grammar import Grammars
+from kvrelay.engine.request import ReasoningBudget, SamplingParams
+from kvrelay.engine.step import Sampled, ScheduledSeq, Step, StepDone
 
 SCHEMA = {
     "type": "object",
@@ -230,7 +230,7 @@ def test_a_grammar_that_cannot_be_kept_ends_its_own_request_alone(
 def test_masks_are_the_same_on_the_device_and_in_the_kernels(
     runner: ModelRunner, prompt: list[int], model_dir: Path
 ) -> None:
-    from engine.model.sampling.sampler import allowed
+    from kvrelay.engine.model.sampling.sampler import allowed
 
     config = runner.config
     grammars = Grammars(model_dir, config.eos_token_ids, config.vocab_size, 1)

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from engine.model.batch import Batch, Guard, Limits
-from engine.step import Step
+from kvrelay.engine.model.batch import Batch, Guard, Limits
+from kvrelay.engine.step import Step
 from tests.engine.model.tiny import scheduled
 
 SIZE, NUM_BLOCKS = 4, 24

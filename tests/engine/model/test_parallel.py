@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.checkpoint.families import read_config
-from engine.model.config import Experts
-from engine.model.cpu import kernels
-from engine.model.errors import ModelError
-from engine.model.parallel.ops import Group, Meeting, Member
-from engine.model.parallel.shard import Shard, check_divides
-from engine.model.runner import ModelRunner
-from engine.request import SamplingParams
-from engine.step import Step
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.config import Experts
+from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.parallel.ops import Group, Meeting, Member
+from kvrelay.engine.model.parallel.shard import Shard, check_divides
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import Step
 from tests.engine.model.tiny import FAMILIES, VOCAB, make_checkpoint, scheduled, tokens_of
 
 OPTIONS = {"num_blocks": 24, "dtype": "float32", "device": "cpu", "num_threads": 1}

@@ -7,10 +7,10 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from engine.model.parallel.runner import ParallelRunner, RanksLost
-from engine.model.runner import ModelRunner
-from engine.request import Pooling, SamplingParams
-from engine.step import Step
+from kvrelay.engine.model.parallel.runner import ParallelRunner, RanksLost
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.request import Pooling, SamplingParams
+from kvrelay.engine.step import Step
 from tests.engine.model.test_runner import generate
 from tests.engine.model.tiny import make_checkpoint, scheduled, tokens_of
 
@@ -21,7 +21,9 @@ PROMPT, BLOCKS = tokens_of(40, seed=1), [5, 3, 1, 7]
 
 def children() -> list[psutil.Process]:
     return [
-        p for p in psutil.Process().children() if "engine.model.parallel.follower" in p.cmdline()
+        p
+        for p in psutil.Process().children()
+        if "kvrelay.engine.model.parallel.follower" in p.cmdline()
     ]
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.model.runner import ModelRunner
-from engine.request import Pooling, PromptOutputs, SamplingParams, TokenLogprobs
-from engine.step import ScheduledSeq, Step, StepDone
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.request import Pooling, PromptOutputs, SamplingParams, TokenLogprobs
+from kvrelay.engine.step import ScheduledSeq, Step, StepDone
 
 BLOCK = 16
 TEXT = (

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model.cpu import kernels
-from engine.model.errors import ModelError
-from engine.model.runner import ModelRunner
-from engine.request import Refusal, SamplingParams
-from engine.step import Step
+from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.request import Refusal, SamplingParams
+from kvrelay.engine.step import Step
 from tests.engine.model.tiny import VOCAB, make_checkpoint, scheduled, tokens_of
 
 PROMPT = tokens_of(40, seed=9)
@@ -45,8 +45,8 @@ def test_auto_is_what_the_kernels_multiply_quickest_or_the_cpu_without_them(
             raise kernels.KernelsUnavailable("no compiler")
 
     monkeypatch.setattr(kernels, "load", load)
-    monkeypatch.setattr("engine.model.device.fastest_kind", lambda _: kind)
-    monkeypatch.setattr("engine.model.device.cpu_has_bf16", lambda: flag)
+    monkeypatch.setattr("kvrelay.engine.model.device.fastest_kind", lambda _: kind)
+    monkeypatch.setattr("kvrelay.engine.model.device.cpu_has_bf16", lambda: flag)
     assert ModelRunner.default_dtype() == dtype
 
 

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from engine.cache_dir import default_cache_dir
-from engine.model.cpu import kernels
-from engine.model.cpu.sampling import CpuDraw
-from engine.model.sampling.sampler import draw, sample, uniform
-from engine.request import SamplingParams
-from engine.step import NO_TOKEN
+from kvrelay.engine.cache_dir import default_cache_dir
+from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.cpu.sampling import CpuDraw
+from kvrelay.engine.model.sampling.sampler import draw, sample, uniform
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import NO_TOKEN
 from tests.engine.model.tiny import scheduled
 
 GREEDY = {"temperature": 0.0}

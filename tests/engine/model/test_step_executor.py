@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
-from engine.model.step_executor import StepExecutor
-from engine.request import SamplingParams
-from engine.step import Sampled, ScheduledSeq, Step, StepDone
-from kvtransfer.checksum import checksum_blocks
+from kvrelay.engine.model.step_executor import StepExecutor
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import Sampled, ScheduledSeq, Step, StepDone
+from kvrelay.kvtransfer.checksum import checksum_blocks
 from tests.kvtransfer.agents.nixl_peer import content
 
 NUM_BLOCKS, BLOCK = 8, 256

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.model import fp8
-from engine.model.batch import Batch
-from engine.model.checkpoint.families import read_config
-from engine.model.config import with_window
-from engine.model.errors import ModelError
-from engine.model.rope import rope_tables
-from engine.model.torch_ops import TorchOps
+from kvrelay.engine.model import fp8
+from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.config import with_window
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.rope import rope_tables
+from kvrelay.engine.model.torch_ops import TorchOps
 from tests.engine.model.tiny import MAX_LEN, Driver, make_checkpoint, make_pool, tokens_of
 
 WINDOW, SINKS, LENGTH, SIZE = 10, 3, 37, 16

@@ -8,18 +8,18 @@ import pytest
 import torch
 import transformers
 
-from engine.cache_dir import default_cache_dir
-from engine.model.batch import Batch, Limits
-from engine.model.checkpoint.families import read_config
-from engine.model.checkpoint.load import load_weights
-from engine.model.config import ModelConfig
-from engine.model.cpu import kernels
-from engine.model.cpu.linear import AMX, BF16_PAIRS, FP16, INT16
-from engine.model.cpu.ops import CpuOps
-from engine.model.decoder import Decoder
-from engine.model.torch_ops import TorchOps
-from engine.request import SamplingParams
-from engine.step import ScheduledSeq, Step
+from kvrelay.engine.cache_dir import default_cache_dir
+from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.load import load_weights
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.cpu.linear import AMX, BF16_PAIRS, FP16, INT16
+from kvrelay.engine.model.cpu.ops import CpuOps
+from kvrelay.engine.model.decoder import Decoder
+from kvrelay.engine.model.torch_ops import TorchOps
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import ScheduledSeq, Step
 
 torch.set_num_threads(1)  # threads cost more than they bring at these sizes
 VOCAB, BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 131, 16, 64, 512

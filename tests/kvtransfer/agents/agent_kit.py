@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.kv.tier import Tier
-from kvtransfer.agent import Agent, AgentError
-from kvtransfer.agents.local import LocalAgent, LocalRegistry
-from kvtransfer.agents.nixl import NixlAgent
-from kvtransfer.layout import HeadShare
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.agent import Agent, AgentError
+from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
+from kvrelay.kvtransfer.agents.nixl import NixlAgent
+from kvrelay.kvtransfer.layout import HeadShare
 from tests.kvtransfer.agents.nixl_peer import content
 
 DEADLINE_S = 60.0

@@ -47,7 +47,7 @@ def peer_process(
 def main() -> None:
     import torch
 
-    from kvtransfer.agents.nixl import NixlAgent
+    from kvrelay.kvtransfer.agents.nixl import NixlAgent
 
     num_blocks, bytes_per_block, seed, num_host_blocks = (int(arg) for arg in sys.argv[1:])
     pool = torch.from_numpy(content(num_blocks, bytes_per_block, seed))

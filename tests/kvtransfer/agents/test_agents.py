@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.agent import AgentError
-from kvtransfer.agents.local import LocalAgent, LocalRegistry
-from kvtransfer.agents.nixl import NixlAgent
-from kvtransfer.agents.pool import pool_bytes
+from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agents.local import LocalAgent, LocalRegistry
+from kvrelay.kvtransfer.agents.nixl import NixlAgent
+from kvrelay.kvtransfer.agents.pool import pool_bytes
 from tests.kvtransfer.agents.agent_kit import (
     BLOCK,
     DEADLINE_S,

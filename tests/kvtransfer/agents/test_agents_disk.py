@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.kv.tier import Tier
-from kvtransfer.agent import AgentError
-from kvtransfer.agents import disk
-from kvtransfer.agents.disk import DiskAgent
-from kvtransfer.agents.metadata import Space
-from kvtransfer.store import DiskStore
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agents import disk
+from kvrelay.kvtransfer.agents.disk import DiskAgent
+from kvrelay.kvtransfer.agents.metadata import Space
+from kvrelay.kvtransfer.store import DiskStore
 from tests.kvtransfer.agents.agent_kit import fails, read, settle
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.store.stores import files_up_to, open_store

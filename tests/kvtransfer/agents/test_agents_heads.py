@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.kv.spec import KVSpec
-from engine.kv.tier import Tier
-from kvtransfer.agent import AgentError
-from kvtransfer.layout import BlockLayout, HeadShare
+from kvrelay.engine.kv.spec import KVSpec
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.layout import BlockLayout, HeadShare
 from tests.kvtransfer.agents.agent_kit import AgentMaker, agent_maker, read
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=4, head_dim=8, block_size=4, dtype="bfloat16")

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.kv.spec import KVSpec
-from engine.kv.tier import Tier
-from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
-from kvtransfer.agents.ranks import RanksAgent, join_ranks
-from kvtransfer.executor import TransferExecutor
-from kvtransfer.layout import BlockLayout
-from kvtransfer.probes import TIMEOUT_S, Probes
-from kvtransfer.transfer_loop import Answer, TransferLoop
+from kvrelay.engine.kv.spec import KVSpec
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
+from kvrelay.kvtransfer.agents.ranks import RanksAgent, join_ranks
+from kvrelay.kvtransfer.executor import TransferExecutor
+from kvrelay.kvtransfer.layout import BlockLayout
+from kvrelay.kvtransfer.probes import TIMEOUT_S, Probes
+from kvrelay.kvtransfer.transfer_loop import Answer, TransferLoop
 from tests.kvtransfer.agents.agent_kit import AgentMaker, agent_maker, read
 from tests.kvtransfer.agents.nixl_peer import content, peer_process
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine.kv.tier import Tier
-from kvtransfer.agent import Agent, AgentError
-from kvtransfer.agents.pool import make_host_arena
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.agent import Agent, AgentError
+from kvrelay.kvtransfer.agents.pool import make_host_arena
 from tests.kvtransfer.agents.agent_kit import AgentMaker, agent_maker, fails, read, settle
 from tests.kvtransfer.agents.nixl_peer import content, peer_process
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from elftools.elf.elffile import ELFFile
 
-from kvtransfer.agent import AgentError
-from kvtransfer.agents import nixl_bindings
-from kvtransfer.agents.nixl_bindings import (
+from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agents import nixl_bindings
+from kvrelay.kvtransfer.agents.nixl_bindings import (
     PACKAGES,
     check_allocator,
     check_fits,

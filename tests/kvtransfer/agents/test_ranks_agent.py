@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from engine.kv.spec import KVSpec
-from engine.kv.tier import Tier
-from engine.model.parallel.shard import Shard
-from kvtransfer.agent import AgentError
-from kvtransfer.agents.metadata import pack_ranks
-from kvtransfer.agents.ranks import RanksAgent, join_ranks, ranks_to_read
-from kvtransfer.checksum import checksum_blocks
-from kvtransfer.layout import BlockLayout, HeadShare
-from kvtransfer.ranks import add_checksums, first_with_heads
+from kvrelay.engine.kv.spec import KVSpec
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.model.parallel.shard import Shard
+from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agents.metadata import pack_ranks
+from kvrelay.kvtransfer.agents.ranks import RanksAgent, join_ranks, ranks_to_read
+from kvrelay.kvtransfer.checksum import checksum_blocks
+from kvrelay.kvtransfer.layout import BlockLayout, HeadShare
+from kvrelay.kvtransfer.ranks import add_checksums, first_with_heads
 from tests.kvtransfer.agents.agent_kit import AgentMaker, agent_maker, fails, read
 
 NUM_BLOCKS = 6

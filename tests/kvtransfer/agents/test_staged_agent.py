@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv.tier import Tier
-from kvtransfer.agent import AgentError
-from kvtransfer.agents.disk import DiskAgent
-from kvtransfer.agents.staged import StagedAgent
-from kvtransfer.store import DiskStore
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.agent import AgentError
+from kvrelay.kvtransfer.agents.disk import DiskAgent
+from kvrelay.kvtransfer.agents.staged import StagedAgent
+from kvrelay.kvtransfer.store import DiskStore
 from tests.kvtransfer.agents.nixl_peer import content
 from tests.kvtransfer.fake_agent import FakeAgent
 

@@ -12,7 +12,7 @@ import random
 import sys
 from pathlib import Path
 
-from kvtransfer.agent import StoreIndex
+from kvrelay.kvtransfer.agent import StoreIndex
 from tests.kvtransfer.store.stores import MAX_BLOCKS, open_store, record, write
 
 

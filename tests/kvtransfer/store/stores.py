@@ -13,9 +13,9 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from engine.kv.tier import DiskRecord
-from kvtransfer.agent import StoreIndex
-from kvtransfer.store import DiskStore
+from kvrelay.engine.kv.tier import DiskRecord
+from kvrelay.kvtransfer.agent import StoreIndex
+from kvrelay.kvtransfer.store import DiskStore
 
 FINGERPRINT = bytes(range(16))
 COMPATIBILITY = (("model", "5ca1ab1e"), ("dtype", "bfloat16"))

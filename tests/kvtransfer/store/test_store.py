@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from engine.kv.tier import DiskRecord
-from kvtransfer.agent import StoreIndex
-from kvtransfer.store import DiskStore, StoreError, places, stale_stores, store_folder
-from kvtransfer.store.index import FORMAT_VERSION, VERSION_KEY, _meta_check
+from kvrelay.engine.kv.tier import DiskRecord
+from kvrelay.kvtransfer.agent import StoreIndex
+from kvrelay.kvtransfer.store import DiskStore, StoreError, places, stale_stores, store_folder
+from kvrelay.kvtransfer.store.index import FORMAT_VERSION, VERSION_KEY, _meta_check
 from tests.kvtransfer.store.stores import (
     BLOCK,
     COMPATIBILITY,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.kv.tier import DiskRecord
-from kvtransfer.agent import StoreIndex
-from kvtransfer.store import DiskStore, StoreError
+from kvrelay.engine.kv.tier import DiskRecord
+from kvrelay.kvtransfer.agent import StoreIndex
+from kvrelay.kvtransfer.store import DiskStore, StoreError
 from tests.kvtransfer.store.stores import (
     BLOCK,
     MAX_BLOCKS,
@@ -126,7 +126,7 @@ class TestOpening:
 
         keep_slots(tmp_path, range(3))
         with monkeypatch.context() as patch:
-            patch.setattr("kvtransfer.store.index.Index._prepare", fail)
+            patch.setattr("kvrelay.kvtransfer.store.index.Index._prepare", fail)
             with pytest.raises(StoreError, match=advice):
                 open_store(tmp_path)
         assert listed(tmp_path) == {0, 1, 2}

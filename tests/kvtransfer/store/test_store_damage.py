@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.agent import StoreIndex
-from kvtransfer.store import StoreError
+from kvrelay.kvtransfer.agent import StoreIndex
+from kvrelay.kvtransfer.store import StoreError
 from tests.kvtransfer.store.stores import SLOT, keep, name_of, open_store, record, serve, write
 
 TRIES = int(os.environ.get("KVRELAY_FUZZ", "240"))

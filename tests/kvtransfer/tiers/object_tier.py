@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kv.tier import Tier
-from kvtransfer.tiers.registry import TIERS, TierSpec
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.tiers.registry import TIERS, TierSpec
 
 WRITE_AFTER_S = 10.0
 

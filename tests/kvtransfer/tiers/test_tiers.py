@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.kv.tier import DiskRecord, Tier
-from kvtransfer.agent import CopyDone
-from kvtransfer.tiers.moves import MAX_MOVE_BLOCKS
+from kvrelay.engine.kv.tier import DiskRecord, Tier
+from kvrelay.kvtransfer.agent import CopyDone
+from kvrelay.kvtransfer.tiers.moves import MAX_MOVE_BLOCKS
 from tests.kvtransfer.tiers.tier_world import (
     KEEP,
     MEMORY_ONLY,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kv.tier import Retention, Tier
+from kvrelay.engine.kv.tier import Retention, Tier
 from tests.kvtransfer.tiers.tier_world import KEEP, TierWorld, names
 
 HOST = Tier.HOST

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kv.tier import DiskRecord, Retention, Tier
-from kvtransfer.agent import CopyBlocks, StoreIndex
+from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
+from kvrelay.kvtransfer.agent import CopyBlocks, StoreIndex
 from tests.kvtransfer.tiers.tier_world import TierWorld, content, disk_records, names
 
 HOST, DISK = Tier.HOST, Tier.DISK

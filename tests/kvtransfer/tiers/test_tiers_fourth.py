@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from cluster.worker.disk_tier import Storage
-from cluster.worker.threads import WorkerThreads
-from engine.kv.tier import DiskRecord, Tier
-from engine.model.step_executor import StepExecutor
-from engine.node import Effect
-from kvtransfer.agent import CopyBlocks, CopyDone, MoveId, StoreFailed, StoreIndex
-from kvtransfer.executor import StoreExecutor, TransferExecutor
+from kvrelay.engine.kv.tier import DiskRecord, Tier
+from kvrelay.engine.model.step_executor import StepExecutor
+from kvrelay.engine.node import Effect
+from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone, MoveId, StoreFailed, StoreIndex
+from kvrelay.kvtransfer.executor import StoreExecutor, TransferExecutor
+from kvrelay.worker.disk_tier import Storage
+from kvrelay.worker.threads import WorkerThreads
 from tests.kvtransfer.agents.nixl_peer import content as pool_content
 from tests.kvtransfer.fake_agent import FakeAgent
 from tests.kvtransfer.tiers.object_tier import WRITE_AFTER_S, add_object_tier

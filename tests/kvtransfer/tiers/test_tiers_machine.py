@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.kv.tier import DiskRecord, Retention, Tier
-from kvtransfer.messages import CacheAction
-from kvtransfer.tiers.manager import ORDER_TIMEOUT_S
+from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
+from kvrelay.kvtransfer.messages import CacheAction
+from kvrelay.kvtransfer.tiers.manager import ORDER_TIMEOUT_S
 from tests.kvtransfer.tiers.tier_world import TierWorld, content, names
 
 SESSIONS = st.integers(0, 3)

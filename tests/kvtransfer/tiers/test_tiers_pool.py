@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.kv.tier import Tier
-from kvtransfer.tiers.pool import (
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.tiers.pool import (
     KEPT_SHARE,
     PROBATION_SHARE,
     Entry,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kv.tier import Tier
-from kvtransfer.messages import CacheAction
-from kvtransfer.tiers.manager import ORDER_TIMEOUT_S
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.kvtransfer.messages import CacheAction
+from kvrelay.kvtransfer.tiers.manager import ORDER_TIMEOUT_S
 from tests.kvtransfer.tiers.tier_world import (
     TierWorld,
     content,

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine.config import WorkerConfig
-from engine.kv.cache_manager import KVCacheManager
-from engine.kv.tier import DiskRecord, Retention, Tier
-from engine.node import Effect, Note, Send
-from engine.stats import Role
-from kvtransfer.agent import CopyBlocks, CopyDone, MoveId, StoreFailed, StoreIndex
-from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
-from kvtransfer.tiers.blocks import Source
-from kvtransfer.tiers.manager import Tiers
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
+from kvrelay.engine.node import Effect, Note, Send
+from kvrelay.engine.stats import Role
+from kvrelay.kvtransfer.agent import CopyBlocks, CopyDone, MoveId, StoreFailed, StoreIndex
+from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
+from kvrelay.kvtransfer.tiers.blocks import Source
+from kvrelay.kvtransfer.tiers.manager import Tiers
 
 KEEP = Retention(1000.0)
 MEMORY_ONLY = Retention(1000.0, to_disk=False)

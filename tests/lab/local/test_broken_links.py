@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.request import SamplingParams
-from kvtransfer.agent import CopyBlocks
-from lab.local import LocalCluster
-from router.placement.links import RETRY_S, Link
+from kvrelay.engine.request import SamplingParams
+from kvrelay.kvtransfer.agent import CopyBlocks
+from kvrelay.lab.local import LocalCluster
+from kvrelay.router.placement.links import RETRY_S, Link
 from tests.lab.local.test_local import VOCAB, small
 from tests.lab.local.test_local import model_dir as model_dir
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.kv.tier import Tier
-from engine.request import SamplingParams
-from lab.local import LocalCluster
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.request import SamplingParams
+from kvrelay.lab.local import LocalCluster
 from tests.lab.local.test_local import VOCAB, small
 from tests.lab.local.test_local import model_dir as model_dir
 from tests.lab.local.test_local_tiers import assert_clean, load_all, settle, wait_for

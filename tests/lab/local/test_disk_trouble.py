@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lab.local import LocalCluster
+from kvrelay.lab.local import LocalCluster
 from tests.lab.local.test_local import model_dir as model_dir
 from tests.lab.local.test_local_tiers import (
     CACHED,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.kv.block_hash import CacheScope
-from engine.kv.tier import Tier
-from lab.local import Completion, LocalCluster
+from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.lab.local import Completion, LocalCluster
 from tests.lab.local.test_local import GREEDY, VOCAB, small
 from tests.lab.local.test_local import model_dir as model_dir
 from tests.lab.local.test_local_tiers import assert_clean, counted, load_all, settle

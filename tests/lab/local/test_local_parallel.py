@@ -11,19 +11,19 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from cluster.config import ClusterSection, Config, EngineSection, ModelSection, load_config
-from cluster.control.controller import Controller, ControllerConfig
-from cluster.control.machines import Machine
-from cluster.control.messages import MachinesChanged, StartWorker
-from cluster.worker.build import prepare_model
-from cluster.worker.kv_plan import SPARE_BYTES, BuildError, plan_kv
-from cluster.worker.specs import worker_spec
-from engine.model.checkpoint.families import read_config
-from engine.model.parallel.runner import RanksLost
-from engine.request import SamplingParams
-from engine.stats import Role
-from lab.local import LocalCluster
-from router.config import RouterConfig
+from kvrelay.cluster.config import ClusterSection, Config, EngineSection, ModelSection, load_config
+from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.machines import Machine
+from kvrelay.cluster.control.messages import MachinesChanged, StartWorker
+from kvrelay.cluster.control.specs import worker_spec
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.parallel.runner import RanksLost
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.stats import Role
+from kvrelay.lab.local import LocalCluster
+from kvrelay.router.config import RouterConfig
+from kvrelay.worker.build import prepare_model
+from kvrelay.worker.kv_plan import SPARE_BYTES, BuildError, plan_kv
 from tests.engine.model.tiny import FAMILIES, make_checkpoint, tokens_of
 from tests.lab.local.test_local_tiers import MIB, assert_clean, counted, load_all, settle
 from tests.lab.local.test_local_tiers import num_cached as num_cached_of
@@ -37,7 +37,9 @@ PARALLEL = EngineSection(num_blocks=64, tensor_parallel_size=2)
 
 def followers() -> list[psutil.Process]:
     children = psutil.Process().children()
-    return [child for child in children if "engine.model.parallel.follower" in child.cmdline()]
+    return [
+        child for child in children if "kvrelay.engine.model.parallel.follower" in child.cmdline()
+    ]
 
 
 @pytest.fixture(scope="module")

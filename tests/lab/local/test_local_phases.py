@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.request import SamplingParams
-from lab.local import Completion, LocalCluster
-from router.config import RouterConfig
-from router.explain import Explanation
+from kvrelay.engine.request import SamplingParams
+from kvrelay.lab.local import Completion, LocalCluster
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.explain import Explanation
 from tests.lab.local.test_local import PROMPTS, REMOTE, small
 from tests.lab.local.test_local import model_dir as model_dir
 

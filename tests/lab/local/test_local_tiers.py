@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.kv.tier import Tier
-from engine.request import SamplingParams
-from kvtransfer.agent import CopyBlocks
-from lab.local import LocalCluster
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.request import SamplingParams
+from kvrelay.kvtransfer.agent import CopyBlocks
+from kvrelay.lab.local import LocalCluster
 from tests.lab.local.test_local import GREEDY, REMOTE, VOCAB, small
 from tests.lab.local.test_local import model_dir as model_dir
 

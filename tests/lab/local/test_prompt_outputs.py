@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.request import Pooling, PromptOutputs, SamplingParams
-from lab.local import Completion, LocalCluster
+from kvrelay.engine.request import Pooling, PromptOutputs, SamplingParams
+from kvrelay.lab.local import Completion, LocalCluster
 from tests.lab.local.test_local import REMOTE, VOCAB, small
 from tests.lab.local.test_local import model_dir as model_dir
 

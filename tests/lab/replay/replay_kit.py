@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from lab.replay.config import ReplayConfig
-from lab.replay.replay import Replay
-from lab.replay.results import ReplayResult, Sample
-from lab.replay.trace import Trace, TraceRequest
-from lab.timing.timing import Links, Polynomial
-from router.config import RouterConfig
+from kvrelay.lab.replay.config import ReplayConfig
+from kvrelay.lab.replay.replay import Replay
+from kvrelay.lab.replay.results import ReplayResult, Sample
+from kvrelay.lab.replay.trace import Trace, TraceRequest
+from kvrelay.lab.timing.timing import Links, Polynomial
+from kvrelay.router.config import RouterConfig
 
 BLOCK = 64
 LINKS = Links(bytes_per_token=1000, peer_bytes_per_s=1e9, host_bytes_per_s=1e9)

@@ -7,17 +7,22 @@ from typing import Any
 
 import pytest
 
-from cluster.scaling.connector import State
-from cluster.scaling.decisions import encode_line, read_log
-from cluster.scaling.scaler import replay_log
-from engine.stats import Role
-from lab.replay.autoscale.fleet import SimulatedFleet
-from lab.replay.autoscale.foresight import foresee, plan_of
-from lab.replay.autoscale.report import attainment, figures
-from lab.replay.autoscale.scaled import ScaledReplay, replay_scaled, reversals_of, with_targets
-from lab.replay.report import Slo, is_complete
-from lab.replay.trace import Trace, TraceRequest, multiplied
-from router.scaling_config import ScalingConfig
+from kvrelay.cluster.scaling.connector import State
+from kvrelay.cluster.scaling.decisions import encode_line, read_log
+from kvrelay.cluster.scaling.scaler import replay_log
+from kvrelay.engine.stats import Role
+from kvrelay.lab.replay.autoscale.fleet import SimulatedFleet
+from kvrelay.lab.replay.autoscale.foresight import foresee, plan_of
+from kvrelay.lab.replay.autoscale.report import attainment, figures
+from kvrelay.lab.replay.autoscale.scaled import (
+    ScaledReplay,
+    replay_scaled,
+    reversals_of,
+    with_targets,
+)
+from kvrelay.lab.replay.report import Slo, is_complete
+from kvrelay.lab.replay.trace import Trace, TraceRequest, multiplied
+from kvrelay.router.scaling_config import ScalingConfig
 from tests.cluster.scaling.connector_contract import *  # noqa: F403
 from tests.lab.replay.replay_kit import config, made_up
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import pytest
 
-from lab.replay.config import ReplayConfig
-from lab.replay.readers import read_trace
-from lab.replay.replay import replay
-from lab.replay.report import summary
-from lab.replay.trace import Trace
-from lab.timing.timing import Polynomial
-from router.config import RouterConfig
+from kvrelay.lab.replay.config import ReplayConfig
+from kvrelay.lab.replay.readers import read_trace
+from kvrelay.lab.replay.replay import replay
+from kvrelay.lab.replay.report import summary
+from kvrelay.lab.replay.trace import Trace
+from kvrelay.lab.timing.timing import Polynomial
+from kvrelay.router.config import RouterConfig
 
 TRACE = Path(__file__).parent / "mooncake_conversation.jsonl.xz"
 # See the table in benchmarks/results/README.md; a pass of prompts and decodes takes the sum.

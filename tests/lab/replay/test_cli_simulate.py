@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from lab.cli.main import main
-from lab.replay.config import ORACLE, Fault, ReplayConfig
-from lab.replay.results import ReplayResult
-from lab.replay.trace import Trace
-from router.config import POLICIES
+from kvrelay.lab.cli.main import main
+from kvrelay.lab.replay.config import ORACLE, Fault, ReplayConfig
+from kvrelay.lab.replay.results import ReplayResult
+from kvrelay.lab.replay.trace import Trace
+from kvrelay.router.config import POLICIES
 from tests.lab.replay.results_kit import result, sample
 
 LINE = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n'
@@ -44,7 +44,7 @@ class FakeReplay:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeReplay:
     replay = FakeReplay()
-    module = ModuleType("lab.replay.replay")
+    module = ModuleType("kvrelay.lab.replay.replay")
     module.replay = replay  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return replay

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lab.replay.generators import PRESETS, preset
-from lab.replay.trace import Trace
+from kvrelay.lab.replay.generators import PRESETS, preset
+from kvrelay.lab.replay.trace import Trace
 
 CONVERSATIONS = ("chat", "agents", "bursts")
 

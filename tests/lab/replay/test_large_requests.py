@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lab.replay.results import Sample
-from lab.replay.trace import Trace, TraceRequest
-from lab.timing.timing import Links, Polynomial
+from kvrelay.lab.replay.results import Sample
+from kvrelay.lab.replay.trace import Trace, TraceRequest
+from kvrelay.lab.timing.timing import Links, Polynomial
 from tests.lab.replay.replay_kit import checked, config
 
 BLOCK = 128

@@ -21,13 +21,13 @@ from benchmarks.serving.fidelity_load import (
     trace_of,
     write_recording,
 )
-from cluster.api.text.tokenizer import ChatPrompt, Tokenizer
-from cluster.config import Config
-from lab.bench.load import Timing
-from lab.cli.profile import profile, profile_tables
-from lab.profiling.forward import Grid, ProfileError
-from lab.profiling.links import fit_line
-from lab.profiling.mixture import (
+from kvrelay.cluster.api.text.tokenizer import ChatPrompt, Tokenizer
+from kvrelay.cluster.config import Config
+from kvrelay.lab.bench.load import Timing
+from kvrelay.lab.cli.profile import profile, profile_tables
+from kvrelay.lab.profiling.forward import Grid, ProfileError
+from kvrelay.lab.profiling.links import fit_line
+from kvrelay.lab.profiling.mixture import (
     LOAD,
     contention_of,
     merged,
@@ -35,14 +35,14 @@ from lab.profiling.mixture import (
     prompts_slowed,
     steps_slowed,
 )
-from lab.profiling.served import fit_gaps, gaps_together, least_gap_s
-from lab.replay.replay import Replay, replay
-from lab.replay.trace import Trace, TraceRequest
-from lab.timing.file import load_timing
-from lab.timing.profile import arrays_of, profile_of
-from lab.timing.timing import overheads_of
-from router.config import RouterConfig
-from router.messages import Output
+from kvrelay.lab.profiling.served import fit_gaps, gaps_together, least_gap_s
+from kvrelay.lab.replay.replay import Replay, replay
+from kvrelay.lab.replay.trace import Trace, TraceRequest
+from kvrelay.lab.timing.file import load_timing
+from kvrelay.lab.timing.profile import arrays_of, profile_of
+from kvrelay.lab.timing.timing import overheads_of
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.messages import Output
 from tests.engine.model.tiny import make_checkpoint
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from cluster.config import Config, EngineSection, ModelSection
-from cluster.worker.build import PreparedModel
-from cluster.worker.devices import sized
-from cluster.worker.kv_plan import plan_kv
-from lab.profiling import forward
-from lab.profiling.forward import ProfileError, running
-from tests.cluster.worker.test_build import MODEL
+from kvrelay.cluster.config import Config, EngineSection, ModelSection
+from kvrelay.lab.profiling import forward
+from kvrelay.lab.profiling.forward import ProfileError, running
+from kvrelay.worker.build import PreparedModel
+from kvrelay.worker.devices import sized
+from kvrelay.worker.kv_plan import plan_kv
+from tests.worker.test_build import MODEL
 
 ENGINE = EngineSection(num_blocks=9, tensor_parallel_size=2, kv_dtype="float8_e4m3", threads=3)
 CONFIG = Config(

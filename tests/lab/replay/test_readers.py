@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.replay.readers import TraceError, read_trace
+from kvrelay.lab.replay.readers import TraceError, read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lab.replay.config import Fault
-from lab.replay.replay import replay
-from lab.replay.trace import Trace
-from router.config import POLICIES
+from kvrelay.lab.replay.config import Fault
+from kvrelay.lab.replay.replay import replay
+from kvrelay.lab.replay.trace import Trace
+from kvrelay.router.config import POLICIES
 from tests.lab.replay.replay_kit import (
     BLOCK,
     by_number,

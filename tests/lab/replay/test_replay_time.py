@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lab.replay.replay import replay
-from lab.replay.trace import Trace, TraceRequest
+from kvrelay.lab.replay.replay import replay
+from kvrelay.lab.replay.trace import Trace, TraceRequest
 from tests.lab.replay.replay_kit import (
     BLOCK,
     LINKS,
@@ -97,7 +97,7 @@ def test_decode_steps_in_a_row_are_what_they_would_be_one_by_one(
     run = config(policy=policy, num_decode=1, num_prefill=min(num_prefill, 1), num_blocks=1000)
     results = []
     for longest_s in (1e-9, 0.2, 100.0):
-        monkeypatch.setattr("lab.replay.runtime.MAX_BURST_S", longest_s)
+        monkeypatch.setattr("kvrelay.lab.replay.runtime.MAX_BURST_S", longest_s)
         results.append(checked(trace, run)[1])
     single = by_number(results[0])
     for result in results[1:]:

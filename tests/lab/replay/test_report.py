@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
-from lab.replay.plot import save_plot
-from lab.replay.report import Slo, summary, weighted_percentiles
-from lab.replay.tables import comparison_table, result_table
+from kvrelay.lab.replay.plot import save_plot
+from kvrelay.lab.replay.report import Slo, summary, weighted_percentiles
+from kvrelay.lab.replay.tables import comparison_table, result_table
 from tests.lab.replay.results_kit import busy_result, refused, result, sample
 
 

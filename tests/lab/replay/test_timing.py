@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.stats import Role
-from lab.replay.contention import Contention
-from lab.timing.file import TimingError, load_timing
-from lab.timing.profile import Profile, arrays_of
-from lab.timing.roofline import GPUS, MODELS, Roofline, parse_roofline
-from lab.timing.timing import Overheads, Polynomial, Timing, overheads_of
+from kvrelay.engine.stats import Role
+from kvrelay.lab.replay.contention import Contention
+from kvrelay.lab.timing.file import TimingError, load_timing
+from kvrelay.lab.timing.profile import Profile, arrays_of
+from kvrelay.lab.timing.roofline import GPUS, MODELS, Roofline, parse_roofline
+from kvrelay.lab.timing.timing import Overheads, Polynomial, Timing, overheads_of
 
 
 def prompt_s(timing: Timing, tokens: int, start: int = 0) -> float:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from engine.request import SamplingParams
-from engine.stats import Role
-from lab.sim import run
-from lab.sim.faults import BrokenLink, FaultPlan
-from lab.sim.model import VOCAB_SIZE, Attention, generate
-from lab.sim.scenario import Scenario, draw_scenario
-from lab.sim.workload import GENEROUS_S, Job
-from router.config import RouterConfig
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.stats import Role
+from kvrelay.lab.sim import run
+from kvrelay.lab.sim.faults import BrokenLink, FaultPlan
+from kvrelay.lab.sim.model import VOCAB_SIZE, Attention, generate
+from kvrelay.lab.sim.scenario import Scenario, draw_scenario
+from kvrelay.lab.sim.workload import GENEROUS_S, Job
+from kvrelay.router.config import RouterConfig
 
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 BROKEN = ("prefill-0", "decode-0")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from click.testing import CliRunner
 
-from lab.cli.fuzz import fuzz
-from lab.sim.run import run_seed
+from kvrelay.lab.cli.fuzz import fuzz
+from kvrelay.lab.sim.run import run_seed
 
 
 def test_one_seed_is_summarised_with_its_hash() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.node import Send, Wake, Woken
-from engine.request import FinishReason, Refusal, SamplingParams
-from lab.sim.client import Client, Outcome, SecondWave
-from lab.sim.workload import Job
-from router.messages import Cancel, Failed, Output, Submit
+from kvrelay.engine.node import Send, Wake, Woken
+from kvrelay.engine.request import FinishReason, Refusal, SamplingParams
+from kvrelay.lab.sim.client import Client, Outcome, SecondWave
+from kvrelay.lab.sim.workload import Job
+from kvrelay.router.messages import Cancel, Failed, Output, Submit
 
 EXPECTED = (7, 8, 9)
 

@@ -7,20 +7,20 @@ from random import Random
 
 import pytest
 
-from engine.kv.tier import Tier
-from engine.request import NO_OUTPUTS, Pooling, PromptOutputs, SamplingParams
-from engine.sequence import Sequence
-from engine.step import ScheduledSeq, Step
-from lab.sim import run, scenario
-from lab.sim.checkers import check_prompt_outputs
-from lab.sim.client import Client
-from lab.sim.executor import SimExecutor, SimPool
-from lab.sim.model import FULL, generate, prompt_outputs
-from lab.sim.run import Cluster, run_seed
-from lab.sim.runtime import SimRuntime
-from lab.sim.scenario import draw_scenario
-from lab.sim.workload import Job
-from router.messages import Output
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.request import NO_OUTPUTS, Pooling, PromptOutputs, SamplingParams
+from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.step import ScheduledSeq, Step
+from kvrelay.lab.sim import run, scenario
+from kvrelay.lab.sim.checkers import check_prompt_outputs
+from kvrelay.lab.sim.client import Client
+from kvrelay.lab.sim.executor import SimExecutor, SimPool
+from kvrelay.lab.sim.model import FULL, generate, prompt_outputs
+from kvrelay.lab.sim.run import Cluster, run_seed
+from kvrelay.lab.sim.runtime import SimRuntime
+from kvrelay.lab.sim.scenario import draw_scenario
+from kvrelay.lab.sim.workload import Job
+from kvrelay.router.messages import Output
 
 PROMPT = tuple(range(1, 20))
 KINDS = [

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kv.tier import Tier
-from engine.node import Note, Send, Wake, Woken
-from engine.request import SamplingParams
-from engine.step import Execute, StepDone
-from kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
-from lab.sim.executor import SimPool
-from lab.sim.faults import FaultPlan, Faults, Partition, Pause
-from lab.sim.model import UNWRITTEN, extend_slots, generate
-from lab.sim.runtime import Life, PoolShape, SimRuntime
-from lab.sim.transfers import ReadFate
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.node import Note, Send, Wake, Woken
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import Execute, StepDone
+from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected
+from kvrelay.lab.sim.executor import SimPool
+from kvrelay.lab.sim.faults import FaultPlan, Faults, Partition, Pause
+from kvrelay.lab.sim.model import UNWRITTEN, extend_slots, generate
+from kvrelay.lab.sim.runtime import Life, PoolShape, SimRuntime
+from kvrelay.lab.sim.transfers import ReadFate
 from tests.lab.sim.toys import Do, Ping, Recorder, pings, step_of
 
 SHAPE = PoolShape(num_blocks=8, block_size=4)

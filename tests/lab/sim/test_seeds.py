@@ -9,9 +9,9 @@ from functools import cache
 
 import pytest
 
-from lab.cli.fuzz import repeat_command
-from lab.sim.breakage import Break
-from lab.sim.run import Report, run_seed
+from kvrelay.lab.cli.fuzz import repeat_command
+from kvrelay.lab.sim.breakage import Break
+from kvrelay.lab.sim.run import Report, run_seed
 
 NUM_SEEDS = 40
 SOONER = {  # seeds that show it, where the first ones do not; later changes may move them

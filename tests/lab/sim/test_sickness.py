@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kv.tier import Tier
-from engine.step import Execute
-from kvtransfer.agent import ConnectPeer
-from lab.sim.faults import Kind, Sickness
-from lab.sim.runtime import SimRuntime
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.step import Execute
+from kvrelay.kvtransfer.agent import ConnectPeer
+from kvrelay.lab.sim.faults import Kind, Sickness
+from kvrelay.lab.sim.runtime import SimRuntime
 from tests.lab.sim.test_runtime import add, life, plan, read
 from tests.lab.sim.toys import Ping, Recorder, pings, step_of
 

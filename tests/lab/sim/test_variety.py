@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from engine.kv.tier import Tier
-from engine.request import FinishReason, SamplingParams
-from engine.step import ScheduledSeq, Step, StepDone
-from lab.sim import scenario
-from lab.sim.client import Client
-from lab.sim.executor import SimExecutor, SimPool
-from lab.sim.model import Attention, extend_slots, forced_after, generate, output_logprobs
-from lab.sim.runtime import SimRuntime
-from lab.sim.scenario import Scenario, draw_scenario
-from lab.sim.workload import GENEROUS_S, Job, Poison
-from router.messages import Output
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.request import FinishReason, SamplingParams
+from kvrelay.engine.step import ScheduledSeq, Step, StepDone
+from kvrelay.lab.sim import scenario
+from kvrelay.lab.sim.client import Client
+from kvrelay.lab.sim.executor import SimExecutor, SimPool
+from kvrelay.lab.sim.model import Attention, extend_slots, forced_after, generate, output_logprobs
+from kvrelay.lab.sim.runtime import SimRuntime
+from kvrelay.lab.sim.scenario import Scenario, draw_scenario
+from kvrelay.lab.sim.workload import GENEROUS_S, Job, Poison
+from kvrelay.router.messages import Output
 
 PROMPT = tuple(range(1, 20))
 GREEDY = SamplingParams(temperature=0, max_tokens=6)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.node import Effect, Send
-from engine.request import SamplingParams
-from engine.step import ScheduledSeq, Step
+from kvrelay.engine.node import Effect, Send
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import ScheduledSeq, Step
 
 
 @dataclass

@@ -10,15 +10,15 @@ from itertools import count
 from math import inf
 from typing import Any
 
-from decode_worker.messages import Decode
-from engine.kv.events import KVSnapshot
-from engine.messages import Abort, Probe, TokenDeltas
-from engine.node import Send, Wake, Woken
-from engine.request import FinishReason, SamplingParams, TokenDelta
-from engine.stats import WorkerStats
-from router.config import RouterConfig
-from router.messages import Failed, Output, Submit, TenantShare, WorkerUp
-from router.router import TICK, Router
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.events import KVSnapshot
+from kvrelay.engine.messages import Abort, Probe, TokenDeltas
+from kvrelay.engine.node import Send, Wake, Woken
+from kvrelay.engine.request import FinishReason, SamplingParams, TokenDelta
+from kvrelay.engine.stats import WorkerStats
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.messages import Failed, Output, Submit, TenantShare, WorkerUp
+from kvrelay.router.router import TICK, Router
 from tests.router.script import worker_info
 
 WORKER = "decode-0"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.request import SamplingParams
-from router.admission.fair_queue import FairQueue
-from router.messages import Submit, TenantShare
-from router.record import RequestRecord
+from kvrelay.engine.request import SamplingParams
+from kvrelay.router.admission.fair_queue import FairQueue
+from kvrelay.router.messages import Submit, TenantShare
+from kvrelay.router.record import RequestRecord
 
 
 class QueueScript:

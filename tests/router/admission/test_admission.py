@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from decode_worker.messages import Decode
-from engine.kv.events import KVSnapshotRequest
-from engine.request import FinishReason, Refusal
-from engine.waiting import MAX_PASSED
-from router.dispatch import Dispatcher
-from router.messages import Cancel, Failed
-from router.record import Attempt, Rejection, RequestRecord
-from router.requests import MAX_TRIED
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.events import KVSnapshotRequest
+from kvrelay.engine.request import FinishReason, Refusal
+from kvrelay.engine.waiting import MAX_PASSED
+from kvrelay.router.dispatch import Dispatcher
+from kvrelay.router.messages import Cancel, Failed
+from kvrelay.router.record import Attempt, Rejection, RequestRecord
+from kvrelay.router.requests import MAX_TRIED
 from tests.router.admission.overload import Overload
 from tests.router.script import CLIENT, Script
 

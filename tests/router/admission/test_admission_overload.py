@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine.request import Refusal
-from router.admission.admission import Call
-from router.messages import TenantShare
+from kvrelay.engine.request import Refusal
+from kvrelay.router.admission.admission import Call
+from kvrelay.router.messages import TenantShare
 from tests.router.admission.overload import Client, Overload
 
 

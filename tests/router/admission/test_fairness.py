@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.record import RequestRecord
+from kvrelay.router.record import RequestRecord
 from tests.router.admission.queue_script import QueueScript
 
 SIZES = st.lists(st.floats(0.1, 10.0), min_size=20, max_size=60)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from decode_worker.messages import Decode
-from engine.request import SamplingParams
-from engine.waiting import MAX_PASSED, MAX_PASSED_SHARE
-from router.messages import Cancel, Submit, TenantShare
-from router.requests import MAX_TRIED_AT_ONCE
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.waiting import MAX_PASSED, MAX_PASSED_SHARE
+from kvrelay.router.messages import Cancel, Submit, TenantShare
+from kvrelay.router.requests import MAX_TRIED_AT_ONCE
 from tests.router.script import BLOCK, CLIENT, Script, worker_stats
 
 LARGE, SHORT = 40, 2  # blocks

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.request import SamplingParams
-from router.admission.admission import Admission
-from router.admission.fair_queue import FairQueue
-from router.averages import Average
-from router.config import RouterConfig
-from router.messages import Submit
-from router.record import RequestRecord
+from kvrelay.engine.request import SamplingParams
+from kvrelay.router.admission.admission import Admission
+from kvrelay.router.admission.fair_queue import FairQueue
+from kvrelay.router.averages import Average
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.messages import Submit
+from kvrelay.router.record import RequestRecord
 
 RATE = 1000.0  # prompt tokens per second
 TARGET_S = 2.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kv.events import KVEvents, KVSnapshot
-from engine.kv.tier import Tier, TierHashes
-from router.index.prefix_index import PrefixIndex
-from router.index.table import Held
+from kvrelay.engine.kv.events import KVEvents, KVSnapshot
+from kvrelay.engine.kv.tier import Tier, TierHashes
+from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.index.table import Held
 
 RETRY_S = 1.0
 EXPECTED_S = 10.0

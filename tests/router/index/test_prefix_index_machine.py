@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.kv.events import KVEvents, KVSnapshot
-from engine.kv.tier import LOWER_TIERS, Tier, TierHashes
-from router.index.prefix_index import PrefixIndex
+from kvrelay.engine.kv.events import KVEvents, KVSnapshot
+from kvrelay.engine.kv.tier import LOWER_TIERS, Tier, TierHashes
+from kvrelay.router.index.prefix_index import PrefixIndex
 
 RETRY_S = 1.0
 EXPECTED_S = 10.0

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from engine.kv.block_hash import HASH_BYTES
-from engine.kv.events import KVEvents, KVSnapshot
-from engine.kv.tier import Tier, TierHashes
-from router.index.prefix_index import PrefixIndex
-from router.index.table import NOTHING, Held, IndexTable
-from router.native.bindings import bindings
+from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.engine.kv.events import KVEvents, KVSnapshot
+from kvrelay.engine.kv.tier import Tier, TierHashes
+from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.index.table import NOTHING, Held, IndexTable
+from kvrelay.router.native.bindings import bindings
 
 
 def chain(seed: int, num_blocks: int) -> bytes:

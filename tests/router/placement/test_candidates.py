@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 
-from engine.request import SamplingParams
-from router.messages import Submit, WorkerUp
-from router.placement.endpoint import Endpoint
-from router.placement.work import Work
-from router.router import Router
+from kvrelay.engine.request import SamplingParams
+from kvrelay.router.messages import Submit, WorkerUp
+from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.placement.work import Work
+from kvrelay.router.router import Router
 from tests.router.fleet import choose, endpoint, on, work
 from tests.router.script import worker_info
 
@@ -43,9 +43,9 @@ def test_looking_at_a_few_workers_costs_next_to_nothing(monkeypatch: pytest.Monk
         workers, todo = random_fleet(Random(seed))
         few = choose(todo, *workers)
         with monkeypatch.context() as patch:
-            patch.setattr("router.placement.policy.NUM_HOLDERS", len(workers))
-            patch.setattr("router.placement.policy.NUM_IDLE", len(workers))
-            patch.setattr("router.placement.policy.MAX_TRIED", len(workers))
+            patch.setattr("kvrelay.router.placement.policy.NUM_HOLDERS", len(workers))
+            patch.setattr("kvrelay.router.placement.policy.NUM_IDLE", len(workers))
+            patch.setattr("kvrelay.router.placement.policy.MAX_TRIED", len(workers))
             every = choose(todo, *workers)
         assert len(few.options.decodes) < len(every.options.decodes)
         chosen_s.append(few.best.seconds.total)

@@ -7,12 +7,12 @@ from math import inf
 
 import pytest
 
-from engine.cost import TOKENS_UNIT, blocks_worth_loading, prompt_features
-from router.index.table import Held
-from router.messages import Cancel
-from router.placement.cost import SMOOTHING, CostModel
-from router.placement.endpoint import Endpoint
-from router.placement.work import Intake, Seconds
+from kvrelay.engine.cost import TOKENS_UNIT, blocks_worth_loading, prompt_features
+from kvrelay.router.index.table import Held
+from kvrelay.router.messages import Cancel
+from kvrelay.router.placement.cost import SMOOTHING, CostModel
+from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.placement.work import Intake, Seconds
 from tests.router.fleet import (
     ROOMY,
     STATS,

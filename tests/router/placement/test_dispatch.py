@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from engine.kv.block_hash import HASH_BYTES
-from engine.request import FinishReason, SamplingParams
-from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.messages import Cancel, Submit
-from router.record import Attempt, RequestRecord, RetainOn
+from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.engine.request import FinishReason, SamplingParams
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.dispatch import Dispatcher
+from kvrelay.router.messages import Cancel, Submit
+from kvrelay.router.record import Attempt, RequestRecord, RetainOn
 from tests.router.script import BLOCK, CLIENT, Script, worker_info, worker_stats
 
 FULL: dict[str, Any] = {"num_free_blocks": 0, "num_running": 8, "decode_step_s": 1.0}

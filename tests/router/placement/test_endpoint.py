@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from router.placement.cost import CostModel
-from router.placement.endpoint import Endpoint
-from router.placement.fleet import Fleet
+from kvrelay.router.placement.cost import CostModel
+from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.placement.fleet import Fleet
 from tests.router.fleet import STATS, endpoint
 from tests.router.script import worker_info, worker_stats
 

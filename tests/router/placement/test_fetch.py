@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from decode_worker.messages import Decode
-from engine.kv.tier import Retention
-from engine.messages import Preempted
-from engine.request import FinishReason, Refusal, SamplingParams
-from engine.stats import Role
-from prefill_worker.messages import Prefill
-from router.config import POLICIES
-from router.index.table import Held
-from router.messages import Cancel, RoleChanged, Submit, WorkerDraining
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.messages import Preempted
+from kvrelay.engine.request import FinishReason, Refusal, SamplingParams
+from kvrelay.engine.stats import Role
+from kvrelay.prefill_worker.messages import Prefill
+from kvrelay.router.config import POLICIES
+from kvrelay.router.index.table import Held
+from kvrelay.router.messages import Cancel, RoleChanged, Submit, WorkerDraining
 from tests.router.script import CLIENT, Script, worker_stats
 
 PREFIX = tuple(range(200))

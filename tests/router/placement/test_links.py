@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from engine.request import FinishReason
-from router.explain import reason
-from router.placement.links import FADES_S, RETRY_S
+from kvrelay.engine.request import FinishReason
+from kvrelay.router.explain import reason
+from kvrelay.router.placement.links import FADES_S, RETRY_S
 from tests.router.script import Script, worker_stats
 
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")

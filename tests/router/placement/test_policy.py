@@ -11,12 +11,12 @@ from random import Random
 
 import pytest
 
-from decode_worker.messages import Decode
-from engine.kv.block_hash import CacheScope, hash_blocks
-from engine.kv.events import KVEvents
-from engine.request import FinishReason
-from prefill_worker.messages import Prefill
-from router.config import POLICIES
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
+from kvrelay.engine.kv.events import KVEvents
+from kvrelay.engine.request import FinishReason
+from kvrelay.prefill_worker.messages import Prefill
+from kvrelay.router.config import POLICIES
 from tests.router.fleet import Chooser, choose, endpoint, names_of, on, work
 from tests.router.script import BLOCK, Script, worker_info, worker_stats
 

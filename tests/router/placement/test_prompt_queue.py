@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.endpoint import LEAST_S, PromptQueue
+from kvrelay.router.placement.endpoint import LEAST_S, PromptQueue
 
 SECONDS = st.floats(LEAST_S, 20.0, allow_nan=False)
 

@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from engine.request import SamplingParams
-from router.messages import Submit
-from router.placement.cost import CostModel
-from router.placement.endpoint import Endpoint
-from router.placement.fleet import Fleet
-from router.placement.retention_policy import MIN_REQUESTS, REFRESH_S, RetentionPolicy
-from router.record import (
+from kvrelay.engine.request import SamplingParams
+from kvrelay.router.messages import Submit
+from kvrelay.router.placement.cost import CostModel
+from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.placement.fleet import Fleet
+from kvrelay.router.placement.retention_policy import MIN_REQUESTS, REFRESH_S, RetentionPolicy
+from kvrelay.router.record import (
     EVICT_FIRST,
     Attempt,
     RequestRecord,

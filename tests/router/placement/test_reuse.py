@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv.block_hash import HASH_BYTES
-from router.placement.retention_policy import GAPS_S, Kind, Reuse
+from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.router.placement.retention_policy import GAPS_S, Kind, Reuse
 
 NUM_TOKENS = 160
 
@@ -90,7 +90,7 @@ def test_more_time_never_makes_it_less_likely(gaps: list[float]) -> None:
 
 
 def test_only_so_many_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.placement.retention_policy.MAX_REMEMBERED", 10)
+    monkeypatch.setattr("kvrelay.router.placement.retention_policy.MAX_REMEMBERED", 10)
     reuse = Reuse()
     first = come(reuse, 0.0, 0, 6)
     for conversation in range(1, 11):

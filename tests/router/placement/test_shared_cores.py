@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.placement.endpoint import Endpoint
+from kvrelay.router.placement.endpoint import Endpoint
 from tests.router.fleet import choose, endpoint, names_of, work
 
 LONG = work(2000, output_tokens=50.0)

@@ -6,16 +6,16 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from decode_worker.messages import Decode
-from engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
-from engine.kv.events import KVSnapshot
-from engine.kv.tier import Retention, Tier, TierHashes
-from engine.messages import TokenDeltas
-from engine.node import Note, Send, Wake, Woken
-from engine.request import FinishReason, SamplingParams, TokenDelta
-from kvtransfer.messages import CacheOrder, CacheOrderDone
-from router.config import RouterConfig
-from router.messages import (
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope, hash_blocks
+from kvrelay.engine.kv.events import KVSnapshot
+from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
+from kvrelay.engine.messages import TokenDeltas
+from kvrelay.engine.node import Note, Send, Wake, Woken
+from kvrelay.engine.request import FinishReason, SamplingParams, TokenDelta
+from kvrelay.kvtransfer.messages import CacheOrder, CacheOrderDone
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.messages import (
     Cancel,
     SessionCommand,
     SessionInfo,
@@ -26,10 +26,10 @@ from router.messages import (
     WorkerDown,
     WorkerUp,
 )
-from router.router import Router
-from router.sessions.session import SessionConfig, SessionRecord
-from router.sessions.sessions import TICK
-from router.sessions.sharing import DeleteSession, SaveSession
+from kvrelay.router.router import Router
+from kvrelay.router.sessions.session import SessionConfig, SessionRecord
+from kvrelay.router.sessions.sessions import TICK
+from kvrelay.router.sessions.sharing import DeleteSession, SaveSession
 from tests.router.script import BLOCK, Outbox, worker_info
 
 M = TypeVar("M")

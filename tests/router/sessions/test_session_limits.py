@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine.kv.block_hash import CacheScope
-from engine.kv.tier import Retention, Tier
-from engine.request import FinishReason
-from kvtransfer.messages import CacheAction
-from router.messages import SessionState
-from router.sessions.sessions import TICK
-from router.sessions.table import MAX_STALE
+from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.tier import Retention, Tier
+from kvrelay.engine.request import FinishReason
+from kvrelay.kvtransfer.messages import CacheAction
+from kvrelay.router.messages import SessionState
+from kvrelay.router.sessions.sessions import TICK
+from kvrelay.router.sessions.table import MAX_STALE
 from tests.router.sessions.session_script import SessionScript, names_of
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtransfer.messages import CacheAction
-from router.messages import SessionLimits, SessionRefusal, TenantShare
+from kvrelay.kvtransfer.messages import CacheAction
+from kvrelay.router.messages import SessionLimits, SessionRefusal, TenantShare
 from tests.router.sessions.session_script import SessionScript, names_of
 
 

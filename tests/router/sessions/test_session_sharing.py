@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.kv.tier import Retention, Tier
-from engine.request import FinishReason
-from router.messages import SessionState
-from router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated
-from router.state import StateUp
+from kvrelay.engine.kv.tier import Retention, Tier
+from kvrelay.engine.request import FinishReason
+from kvrelay.router.messages import SessionState
+from kvrelay.router.sessions.sharing import DeleteSession, SaveSession, SessionsUpdated
+from kvrelay.router.state import StateUp
 from tests.router.sessions.session_script import SessionScript, names_of
 
 

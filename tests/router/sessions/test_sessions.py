@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kv.block_hash import CacheScope
-from engine.kv.tier import Tier
-from engine.request import FinishReason
-from kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
-from router.messages import SessionCommand, SessionOp, SessionRefusal, SessionReply, SessionState
+from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.request import FinishReason
+from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
+from kvrelay.router.messages import (
+    SessionCommand,
+    SessionOp,
+    SessionRefusal,
+    SessionReply,
+    SessionState,
+)
 from tests.router.script import BLOCK
 from tests.router.sessions.session_script import API, SessionScript, names_of
 
@@ -113,7 +119,7 @@ def test_a_list_comes_in_pages() -> None:
 def test_a_page_ends_early_rather_than_look_at_too_many_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.sessions.commands.MAX_LISTED_BLOCKS", 5)
+    monkeypatch.setattr("kvrelay.router.sessions.commands.MAX_LISTED_BLOCKS", 5)
     script = SessionScript("decode-0")
     for name in "abc":
         script.turn(name)  # has 2 blocks

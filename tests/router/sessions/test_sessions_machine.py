@@ -7,11 +7,11 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv.tier import Retention
-from engine.request import FinishReason
-from kvtransfer.messages import CacheOrder
-from router.messages import SessionOp, SessionReply, SessionState
-from router.sessions.sessions import TICK
+from kvrelay.engine.kv.tier import Retention
+from kvrelay.engine.request import FinishReason
+from kvrelay.kvtransfer.messages import CacheOrder
+from kvrelay.router.messages import SessionOp, SessionReply, SessionState
+from kvrelay.router.sessions.sessions import TICK
 from tests.router.sessions.session_script import SessionScript, names_of
 
 NAMES = ("a", "b", "c", "d")

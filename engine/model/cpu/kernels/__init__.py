@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine import native
+from kvrelay.engine import native
 
 FOLDER = Path(__file__).parent
 # No -ffast-math: linked into a shared library it turns off denormals for the whole process.

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.model.batch import Batch
-from engine.model.config import ModelConfig
-from engine.model.gpu.attention_tile import multiprocessors
-from engine.model.gpu.cache_pool import Pool
-from engine.model.gpu.flashinfer.division import Division
-from engine.model.gpu.staging import to_device
+from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.gpu.attention_tile import multiprocessors
+from kvrelay.engine.model.gpu.cache_pool import Pool
+from kvrelay.engine.model.gpu.flashinfer.division import Division
+from kvrelay.engine.model.gpu.staging import to_device
 
 DECODE_BYTES = 128 << 20  # what FlashInfer advises; its semaphores in it begin as zeros
 PROMPT_BYTES = 128 << 20  # for prompts, where their splits do not take more

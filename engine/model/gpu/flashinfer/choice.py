@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.model.backends import Backends
-from engine.model.config import ModelConfig
-from engine.model.gpu.ops import TritonOps
+from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.gpu.ops import TritonOps
 
 
 def gpu_ops(
@@ -26,7 +26,7 @@ def gpu_ops(
         moe = False
     if not attention and not moe:
         return TritonOps(config, pool, dtype, max_positions, quantization)
-    from engine.model.gpu.flashinfer.ops import FlashInferOps
+    from kvrelay.engine.model.gpu.flashinfer.ops import FlashInferOps
 
     ops = FlashInferOps(
         config, pool, dtype, max_positions, quantization, attention=attention, moe=moe

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.model.config import ModelConfig
-from engine.model.gpu.cache_pool import Pool
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.gpu.cache_pool import Pool
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)  # in pages that prompts read

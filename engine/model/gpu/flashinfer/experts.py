@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from engine.model.config import ModelConfig
-from engine.model.gpu.flashinfer.division import DTYPES
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.gpu.flashinfer.division import DTYPES
 
 ALIGN = 8  # numbers of 16 bits that their loads take at once
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.model.batch import Batch
-from engine.model.config import Latent, ModelConfig
-from engine.model.gpu.cache_pool import Pool
-from engine.model.gpu.flashinfer.attention import split_bytes, starts
-from engine.model.gpu.flashinfer.library import capability
-from engine.model.gpu.staging import to_device
+from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.model.config import Latent, ModelConfig
+from kvrelay.engine.model.gpu.cache_pool import Pool
+from kvrelay.engine.model.gpu.flashinfer.attention import split_bytes, starts
+from kvrelay.engine.model.gpu.flashinfer.library import capability
+from kvrelay.engine.model.gpu.staging import to_device
 
 EXPANDED_BYTES = 512 << 20  # keys and values of one layer, at most; of a step's expanded contexts
 HOPPER = 9

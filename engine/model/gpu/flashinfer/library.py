@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.model.errors import ModelError
+from kvrelay.engine.model.errors import ModelError
 
 
 def load(setting: str) -> Any:

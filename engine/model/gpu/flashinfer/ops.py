@@ -8,17 +8,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.model.batch import Batch
-from engine.model.config import ModelConfig
-from engine.model.gpu.flashinfer import trial
-from engine.model.gpu.flashinfer.attention import PagedAttention
-from engine.model.gpu.flashinfer.division import Division, divide
-from engine.model.gpu.flashinfer.experts import FusedExperts, fuse, lack_of
-from engine.model.gpu.flashinfer.latent import ExpandedAttention
-from engine.model.gpu.flashinfer.library import capability, load
-from engine.model.gpu.ops import TritonOps
-from engine.model.ops import choose_experts
-from engine.model.weights import ExpertsWeights
+from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.gpu.flashinfer import trial
+from kvrelay.engine.model.gpu.flashinfer.attention import PagedAttention
+from kvrelay.engine.model.gpu.flashinfer.division import Division, divide
+from kvrelay.engine.model.gpu.flashinfer.experts import FusedExperts, fuse, lack_of
+from kvrelay.engine.model.gpu.flashinfer.latent import ExpandedAttention
+from kvrelay.engine.model.gpu.flashinfer.library import capability, load
+from kvrelay.engine.model.gpu.ops import TritonOps
+from kvrelay.engine.model.ops import choose_experts
+from kvrelay.engine.model.weights import ExpertsWeights
 
 
 class FlashInferOps(TritonOps):

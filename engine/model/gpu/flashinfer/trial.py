@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from engine.model.batch import Batch
-from engine.model.config import ModelConfig
-from engine.model.gpu import experts as mixture
-from engine.model.gpu.flashinfer.experts import fuse
-from engine.model.gpu.ops import TritonOps
+from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.gpu import experts as mixture
+from kvrelay.engine.model.gpu.flashinfer.experts import fuse
+from kvrelay.engine.model.gpu.ops import TritonOps
 
 TOLERANCE = 0.05  # relative to normally distributed numbers, in 16 bits
 LENGTHS = {  # (query_len, context_len) of each sequence, by kind of call

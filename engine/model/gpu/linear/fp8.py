@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.model.fp8 import E4M3_MAX
-from engine.model.gpu.cache_write import e4m3
+from kvrelay.engine.model.fp8 import E4M3_MAX
+from kvrelay.engine.model.gpu.cache_write import e4m3
 
 MULTIPLE = 16  # cuBLAS wants it in both sides of a matrix
 BLOCK = 2048

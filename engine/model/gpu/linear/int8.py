@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from engine.model.quantize import GROUP, dequantize, quantize
+from kvrelay.engine.model.quantize import GROUP, dequantize, quantize
 
 FEW = 256  # tokens up to which reading the weights takes longer than multiplying
 BLOCK_M, BLOCK_N = 64, 32  # at most; of a program

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.kv.tier import DEFAULT_RETENTION, Retention
+from kvrelay.engine.kv.tier import DEFAULT_RETENTION, Retention
 from tests.cluster.api.anthropic.claude import ASK, WEATHER, ask, post, stream
 from tests.cluster.api.conftest import Served
 

@@ -12,12 +12,12 @@ import anthropic
 import httpx
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.tenants import Tenants
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import TenantEntry
-from engine.request import Refusal
-from router.messages import Failed
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import TenantEntry
+from kvrelay.engine.request import Refusal
+from kvrelay.router.messages import Failed
 from tests.cluster.api.anthropic.claude import ASK, WEATHER, ask, client, post, shape
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve, wait_until
 from tests.cluster.api.tools.templates import events_of

@@ -13,14 +13,21 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.cli.client import chat, status
-from cluster.cli.status_view import status_table
-from cluster.control.router_processes import RouterLoad, RouterState, router_entry
-from engine.request import Refusal
-from lab.bench.load import LoadSpec, Timing, make_arrivals, make_prompts, percentile, summarize
-from lab.cli.bench import bench
-from router.messages import Failed
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.cli.client import chat, status
+from kvrelay.cluster.cli.status_view import status_table
+from kvrelay.cluster.control.router_processes import RouterLoad, RouterState, router_entry
+from kvrelay.engine.request import Refusal
+from kvrelay.lab.bench.load import (
+    LoadSpec,
+    Timing,
+    make_arrivals,
+    make_prompts,
+    percentile,
+    summarize,
+)
+from kvrelay.lab.cli.bench import bench
+from kvrelay.router.messages import Failed
 from tests.cluster.api.conftest import MODEL, STATUS, Served
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cluster.api.context import ApiLimits
-from cluster.api.tenants import Tenants
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.cli.main import main
-from cluster.config import TenantEntry
-from router.messages import (
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.cli.main import main
+from kvrelay.cluster.config import TenantEntry
+from kvrelay.router.messages import (
     SessionCommand,
     SessionOp,
     SessionRefusal,

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from cluster.api.console.history import History
-from cluster.api.console.routes import Console
-from cluster.api.context import ApiLimits
-from cluster.api.metrics import ApiMetrics
-from cluster.api.text.tokenizer import Tokenizer
-from engine.kv.tier import Retention, Tier
-from engine.stats import Role
-from router.messages import (
+from kvrelay.cluster.api.console.history import History
+from kvrelay.cluster.api.console.routes import Console
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.metrics import ApiMetrics
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.kv.tier import Retention, Tier
+from kvrelay.engine.stats import Role
+from kvrelay.router.messages import (
     SessionCommand,
     SessionHolder,
     SessionInfo,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.server import bind_socket
-from cluster.api.text.tokenizer import Tokenizer
-from engine.stats import Role
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.server import bind_socket
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.stats import Role
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 from tests.cluster.api.console.demo import ANSWER, NAMES, Fleet, demo
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.conftest import MODEL, Served, wait_until
 from tests.cluster.api.console.demo import Fleet, demo
 

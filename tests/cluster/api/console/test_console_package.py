@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.api.console.pages import page_files
+from kvrelay.cluster.api.console.pages import page_files
 from tests.structure import ROOT
 
 
@@ -22,7 +22,7 @@ def test_a_wheel_has_every_file_of_the_page(monkeypatch: pytest.MonkeyPatch) -> 
     found = {
         name
         for package, _, _, names in build.data_files
-        if package == "cluster.api.console"
+        if package == "kvrelay.cluster.api.console"
         for name in names
     }
     assert {f"static/{name}" for name in page_files() if name} <= found

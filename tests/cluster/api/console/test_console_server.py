@@ -15,12 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.api.console import routes
-from cluster.api.console.pages import page_files
-from cluster.api.context import ApiLimits
-from cluster.api.tenants import Tenants
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import TenantEntry
+from kvrelay.cluster.api.console import routes
+from kvrelay.cluster.api.console.pages import page_files
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import TenantEntry
 from tests.cluster.api.conftest import MODEL, STATUS, Served, serve, wait_until
 from tests.cluster.api.console.demo import Fleet
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cluster.api.console.feed import GONE_TICKS, WORKER_FIELDS, Feed
-from cluster.api.console.history import History
-from cluster.api.metrics import ApiMetrics
+from kvrelay.cluster.api.console.feed import GONE_TICKS, WORKER_FIELDS, Feed
+from kvrelay.cluster.api.console.history import History
+from kvrelay.cluster.api.metrics import ApiMetrics
 from tests.cluster.api.console.demo import Fleet
 
 

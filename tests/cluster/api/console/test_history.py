@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cluster.api.console.history import (
+from kvrelay.cluster.api.console.history import (
     KEPT_S,
     PERIOD_S,
     POINT_FIELDS,
@@ -17,7 +17,7 @@ from cluster.api.console.history import (
     History,
     quantile,
 )
-from cluster.api.metrics import ApiMetrics
+from kvrelay.cluster.api.metrics import ApiMetrics
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import llguidance
 import pytest
 
-from engine.model.sampling.grammar import GrammarError, compile_grammar, read_vocabulary
+from kvrelay.engine.model.sampling.grammar import GrammarError, compile_grammar, read_vocabulary
 
 
 class Matching:

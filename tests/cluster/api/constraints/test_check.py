@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from cluster.api.constraints import grammar as module
-from cluster.api.constraints.calls import call_grammar
-from cluster.api.constraints.grammar import Constraints, choice_grammar, grammar_of
-from cluster.api.constraints.schema import MAX_OPTIONAL, SchemaError
-from cluster.api.limiter import TENANT, LimitReached
-from cluster.api.output.json_calls import Hermes
-from cluster.api.output.tools import Tool
-from engine.model.sampling.grammar import GrammarError
+from kvrelay.cluster.api.constraints import grammar as module
+from kvrelay.cluster.api.constraints.calls import call_grammar
+from kvrelay.cluster.api.constraints.grammar import Constraints, choice_grammar, grammar_of
+from kvrelay.cluster.api.constraints.schema import MAX_OPTIONAL, SchemaError
+from kvrelay.cluster.api.limiter import TENANT, LimitReached
+from kvrelay.cluster.api.output.json_calls import Hermes
+from kvrelay.cluster.api.output.tools import Tool
+from kvrelay.engine.model.sampling.grammar import GrammarError
 from tests.cluster.api.conftest import wait_until
 
 Test = Callable[[Constraints], Coroutine[Any, Any, Any]]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.api.constraints.grammar import KINDS, MAX_CHOICES, grammar_of
-from cluster.api.constraints.schema import MAX_SCHEMA_CHARS, SchemaError
+from kvrelay.cluster.api.constraints.grammar import KINDS, MAX_CHOICES, grammar_of
+from kvrelay.cluster.api.constraints.schema import MAX_SCHEMA_CHARS, SchemaError
 from tests.cluster.api.constraints.conftest import Matching
 
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.api.constraints.schema import (
+from kvrelay.cluster.api.constraints.schema import (
     FORMATS,
     MAX_DEPTH,
     MAX_OPTIONAL,

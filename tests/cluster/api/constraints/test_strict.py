@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.api.constraints.calls import Before, call_grammar
-from cluster.api.constraints.schema import SchemaError
-from cluster.api.output.format import ToolFormat
-from cluster.api.output.marked_calls import Harmony
-from cluster.api.output.parser import FORMATS, find_format
-from cluster.api.output.tools import Tool
+from kvrelay.cluster.api.constraints.calls import Before, call_grammar
+from kvrelay.cluster.api.constraints.schema import SchemaError
+from kvrelay.cluster.api.output.format import ToolFormat
+from kvrelay.cluster.api.output.marked_calls import Harmony
+from kvrelay.cluster.api.output.parser import FORMATS, find_format
+from kvrelay.cluster.api.output.tools import Tool
 from tests.cluster.api.constraints.conftest import Matching
 from tests.cluster.api.output.reading import calls_of, parser, read, text_of
 from tests.cluster.api.output.test_written_calls import written

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.http.connection import ConnectionLimits
-from cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.http.connection import ConnectionLimits
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 
 GET = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.serve.router_api import settle_memory
-from router.messages import Submit
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.processes.router_api import settle_memory
+from kvrelay.router.messages import Submit
 from tests.cluster.api.conftest import MODEL, Served, serve
 
 NUM_TOKENS = 3000

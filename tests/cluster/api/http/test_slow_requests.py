@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 
 BODY = {"model": MODEL, "prompt": "Hi"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cluster.cli.audit import audit
+from kvrelay.cluster.cli.audit import audit
 from tests.cluster.api.conftest import AUDIT, Served
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cluster.api.context import ApiLimits, ControllerAway, Service
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.cli.service import drain, restart
-from engine.stats import Role
+from kvrelay.cluster.api.context import ApiLimits, ControllerAway, Service
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.cli.service import drain, restart
+from kvrelay.engine.stats import Role
 from tests.cluster.api.conftest import MODEL, Served, serve
 
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}

@@ -12,12 +12,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.api.context import ApiLimits
-from cluster.api.metrics import status_dict
-from cluster.api.server import PortTaken, bind_socket, serve_app
-from cluster.api.text.tokenizer import Tokenizer
-from engine.stats import Role
-from router.status import RouterStatus, Totals, WorkerStatus
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.metrics import status_dict
+from kvrelay.cluster.api.server import PortTaken, bind_socket, serve_app
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.stats import Role
+from kvrelay.router.status import RouterStatus, Totals, WorkerStatus
 from tests.cluster.api.conftest import MODEL, STATUS, Served, serve, wait_until
 
 ASK = [{"role": "user", "content": "Hi"}]

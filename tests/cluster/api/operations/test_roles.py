@@ -10,11 +10,11 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from cluster.api.app import create_app
-from cluster.api.context import ApiLimits
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.cli.role import role
-from engine.stats import Role
+from kvrelay.cluster.api.app import create_app
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.cli.role import role
+from kvrelay.engine.stats import Role
 from tests.cluster.api.conftest import STATUS, Served, serve
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.api.output.events import Text
+from kvrelay.cluster.api.output.events import Text
 from tests.cluster.api.output.reading import NAMED_FIRST, call, output
 
 PING = '{"name": "ping", "arguments": {}}'

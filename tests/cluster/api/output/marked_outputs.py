@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.api.output.events import Reasoning, Text
+from kvrelay.cluster.api.output.events import Reasoning, Text
 from tests.cluster.api.output.reading import FENCED, call, output
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

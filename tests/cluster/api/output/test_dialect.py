@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.api.output.dialect import Dialect
-from cluster.api.output.parser import FORMATS, find_format
-from cluster.api.output.tools import Tool
-from cluster.api.output.xml_calls import as_json
+from kvrelay.cluster.api.output.dialect import Dialect
+from kvrelay.cluster.api.output.parser import FORMATS, find_format
+from kvrelay.cluster.api.output.tools import Tool
+from kvrelay.cluster.api.output.xml_calls import as_json
 from tests.cluster.api.output.reading import FENCED, NAMED_FIRST
 
 # Parts of the templates that model families come with.

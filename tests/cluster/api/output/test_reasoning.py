@@ -6,12 +6,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cluster.api.output.dialect import Dialect, Reading
-from cluster.api.output.events import Event, Reasoning, Text, merged
-from cluster.api.output.json_calls import Hermes
-from cluster.api.output.marked_calls import Harmony
-from cluster.api.output.parser import OutputParser
-from cluster.api.output.tools import Tool
+from kvrelay.cluster.api.output.dialect import Dialect, Reading
+from kvrelay.cluster.api.output.events import Event, Reasoning, Text, merged
+from kvrelay.cluster.api.output.json_calls import Hermes
+from kvrelay.cluster.api.output.marked_calls import Harmony
+from kvrelay.cluster.api.output.parser import OutputParser
+from kvrelay.cluster.api.output.tools import Tool
 from tests.cluster.api.output.reading import TOOLS, call, cut, read
 
 CALL = '<tool_call>{"name": "ping", "arguments": {}}</tool_call>'

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cluster.api.output.format import CallSyntax, ParameterSyntax
-from cluster.api.output.marked_calls import Harmony
-from cluster.api.output.parser import FORMATS, find_format
-from cluster.api.output.tools import Tool
+from kvrelay.cluster.api.output.format import CallSyntax, ParameterSyntax
+from kvrelay.cluster.api.output.marked_calls import Harmony
+from kvrelay.cluster.api.output.parser import FORMATS, find_format
+from kvrelay.cluster.api.output.tools import Tool
 from tests.cluster.api.output.reading import (
     FENCED,
     NAMED_FIRST,

@@ -11,9 +11,9 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from cluster.api.limiter import ConcurrencyLimiter
-from engine.request import Refusal
-from router.messages import Failed
+from kvrelay.cluster.api.limiter import ConcurrencyLimiter
+from kvrelay.engine.request import Refusal
+from kvrelay.router.messages import Failed
 from tests.cluster.api.conftest import MODEL, Served, wait_until
 from tests.cluster.api.responses.asking import ASK, PATH, Event, ask, post, refused, stream
 from tests.cluster.api.tools.templates import events_of, prompt
@@ -136,7 +136,7 @@ def test_a_bug_of_the_server_is_a_failure_that_shows_nothing_of_it(
     async def broken(*_: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("cluster.api.responses.routes.plan_chat", broken)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.routes.plan_chat", broken)
     with caplog.at_level(logging.CRITICAL):
         failed = post(served, background=True)
     assert (failed.status_code, failed.json()["error"]["message"]) == (500, "Internal error")
@@ -210,7 +210,7 @@ def test_what_has_no_stream_to_be_read_again_says_so(
     assert "has no stream" in response.json()["error"]["message"]
     response = served.http.get(f"{PATH}/{made.id}?stream=true&starting_after=x")
     assert response.json()["error"]["param"] == "starting_after"
-    monkeypatch.setattr("cluster.api.responses.background.MAX_EVENT_BYTES", 1000)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.background.MAX_EVENT_BYTES", 1000)
     response = post(served, background=True, stream=True)
     assert response.text.count("event: error") == 1
     done = ended(served, f"resp_{response.headers['x-request-id']}")
@@ -218,7 +218,7 @@ def test_what_has_no_stream_to_be_read_again_says_so(
 
 
 def test_more_than_the_limit_are_a_429(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.api.responses.routes.MAX_BACKGROUND", 2)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.routes.MAX_BACKGROUND", 2)
     served.router.delay_s = 60
     running = [begin(served) for _ in range(2)]
     response = post(served, background=True)

@@ -12,12 +12,12 @@ import httpx
 import openai
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.responses.schema import _messages
-from cluster.api.responses.store import ResponseStore
-from cluster.api.tenants import Tenants
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import TenantEntry
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.responses.schema import _messages
+from kvrelay.cluster.api.responses.store import ResponseStore
+from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import TenantEntry
 from tests.cluster.api.conftest import MODEL, Served, serve
 from tests.cluster.api.responses.asking import ASK, PATH, WEATHER, ask, post, refused, stream, user
 from tests.cluster.api.tools.templates import CALL, SPOKEN, THOUGHT, prompt, says
@@ -166,7 +166,7 @@ def test_a_response_that_nobody_made_is_a_404(served: Served) -> None:
 def test_a_conversation_that_is_too_long_is_refused(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.api.responses.routes.MAX_TURNS", 2)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.routes.MAX_TURNS", 2)
     made = ask(served)
     for _ in range(2):
         made = ask(served, "Why?", previous_response_id=made.id)

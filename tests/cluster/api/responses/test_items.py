@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.api.responses.schema import CUSTOM_INPUT, UNREADABLE
+from kvrelay.cluster.api.responses.schema import CUSTOM_INPUT, UNREADABLE
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served
 from tests.cluster.api.responses.asking import ASK, PATCH, PATH, WEATHER, ask, post, refused, user
 from tests.cluster.api.tools.templates import CALL, OSLO, THOUGHT, call_text, prompt, says

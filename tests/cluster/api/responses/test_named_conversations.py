@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.tenants import Tenants
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import TenantEntry
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import TenantEntry
 from tests.cluster.api.conftest import MODEL, Served, serve
 from tests.cluster.api.responses.asking import ASK, PATH, ask, post, refused, stream, user
 from tests.cluster.api.tools.templates import prompt
@@ -106,7 +106,7 @@ def test_lists_name_what_is_wrong_with_their_query(served: Served) -> None:
 
 def test_a_conversation_has_a_bound(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     name = begin(served, user("Hi"))
-    monkeypatch.setattr("cluster.api.responses.conversations.MAX_BYTES", 300)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.conversations.MAX_BYTES", 300)
     error = refused(served, "word " * 60, conversation=name)
     assert error["code"] == "conversation_too_large"
     response = served.post({"items": [user("word " * 60)]}, f"{BASE}/{name}/items")

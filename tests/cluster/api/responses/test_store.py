@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.api.responses import store as module
-from cluster.api.responses.store import ResponseStore
+from kvrelay.cluster.api.responses import store as module
+from kvrelay.cluster.api.responses.store import ResponseStore
 
 
 @pytest.fixture

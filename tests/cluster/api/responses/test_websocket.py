@@ -10,10 +10,10 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from cluster.api.context import ApiLimits
-from cluster.api.tenants import Tenants
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import TenantEntry
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import TenantEntry
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 from tests.cluster.api.responses.asking import PATH
 from tests.cluster.api.tools.templates import prompt
@@ -124,7 +124,7 @@ def test_a_message_that_is_too_large_ends_the_connection(tokenizer: Tokenizer) -
 
 
 def test_silent_connections_are_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.api.responses.websocket.IDLE_S", 0.2)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.websocket.IDLE_S", 0.2)
     with opened(served) as socket:
         began = time.monotonic()
         with pytest.raises(ConnectionClosed, match="no message for"):

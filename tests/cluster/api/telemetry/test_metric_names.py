@@ -7,8 +7,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from cluster.api.metrics import ClusterCollector
-from kvtransfer.peer.connector import MAX_COUNTED_PEERS, OTHER_PEERS, ReadRates
+from kvrelay.cluster.api.metrics import ClusterCollector
+from kvrelay.kvtransfer.peer.connector import MAX_COUNTED_PEERS, OTHER_PEERS, ReadRates
 from tests.cluster.api.conftest import MODEL, Served
 from tests.cluster.api.operations.test_operations import ASK, samples
 

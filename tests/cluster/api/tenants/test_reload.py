@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.tenants import Tenants, load_tenants
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.config import load_config
-from cluster.serve.reload import Source, follow
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.tenants import Tenants, load_tenants
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.config import load_config
+from kvrelay.cluster.processes.reload import Source, follow
 from tests.cluster.api.conftest import MODEL, Served, serve, wait_until
 
 OLD = '[[tenant]]\nname = "red"\nkeys = ["old-key"]\nrequests_per_minute = 1000\n'
@@ -134,7 +134,7 @@ def test_a_file_that_is_away_for_a_moment_or_read_again_the_same_changes_nothing
 
 
 def test_a_server_with_keys_does_not_become_one_without() -> None:
-    from cluster.config import ConfigError, TenantEntry
+    from kvrelay.cluster.config import ConfigError, TenantEntry
 
     tenants = Tenants((TenantEntry("red", keys=("red-key",)),), b"a secret")
     with pytest.raises(ConfigError, match="restart to serve without keys"):

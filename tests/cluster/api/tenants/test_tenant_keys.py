@@ -10,12 +10,12 @@ import httpx
 import openai
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.tenants import Tenants
-from cluster.api.text.tokenizer import PublicPrompts, Tokenizer
-from cluster.config import TenantEntry
-from engine.kv.block_hash import CacheScope, hash_blocks
-from router.messages import SessionReply, Submit
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.tenants import Tenants
+from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
+from kvrelay.cluster.config import TenantEntry
+from kvrelay.engine.kv.block_hash import CacheScope, hash_blocks
+from kvrelay.router.messages import SessionReply, Submit
 from tests.cluster.api.conftest import MODEL, Served, serve
 from tests.cluster.api.test_bad_input import error_of
 

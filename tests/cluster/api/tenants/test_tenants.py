@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.api.tenants import ANONYMOUS, Tenants, load_public_prompts, load_tenants
-from cluster.config import Config, ConfigError, load_config
-from router.messages import TenantShare
+from kvrelay.cluster.api.tenants import ANONYMOUS, Tenants, load_public_prompts, load_tenants
+from kvrelay.cluster.config import Config, ConfigError, load_config
+from kvrelay.router.messages import TenantShare
 
 HASH = sha256(b"hashed").hexdigest()
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.api.context import ApiLimits
-from cluster.api.openai.tools import arguments_of
-from cluster.api.text.chat_template import ChatTemplate, TemplateOptions
-from cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.openai.tools import arguments_of
+from kvrelay.cluster.api.text.chat_template import ChatTemplate, TemplateOptions
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from tests.cluster.api.conftest import MODEL, Served, serve
 from tests.cluster.api.text.families import FAMILIES, Family
 from tests.cluster.api.tools.templates import says

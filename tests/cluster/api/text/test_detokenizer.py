@@ -9,8 +9,8 @@ import tokenizers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cluster.api.text.detokenizer import Detokenizer
-from cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.text.detokenizer import Detokenizer
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
 
 TEXTS = [
     "The capital of France is Paris.",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from cluster.api.text.infill import NoInfill, infill_prompt
-from cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.text.infill import NoInfill, infill_prompt
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
 
 
 def made(tmp_path: Path, smollm2_dir: Path, *added: str, start: str = "") -> Tokenizer:

@@ -11,9 +11,9 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, normalizers, processors
 
-from cluster.api.openai.tools import arguments_of
-from cluster.api.text.chat_template import ChatTemplate, TemplateOptions
-from cluster.api.text.tokenizer import TemplateError, Tokenizer, TokenizerError
+from kvrelay.cluster.api.openai.tools import arguments_of
+from kvrelay.cluster.api.text.chat_template import ChatTemplate, TemplateOptions
+from kvrelay.cluster.api.text.tokenizer import TemplateError, Tokenizer, TokenizerError
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

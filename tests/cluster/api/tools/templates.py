@@ -15,10 +15,10 @@ from typing import Any
 
 import tokenizers
 
-from cluster.api.context import ApiLimits
-from cluster.api.text.tokenizer import Tokenizer
-from engine.model.sampling.grammar import compile_grammar, read_vocabulary
-from router.messages import Submit
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.model.sampling.grammar import compile_grammar, read_vocabulary
+from kvrelay.router.messages import Submit
 from tests.cluster.api.conftest import Served, serve
 
 # Tools, calls and reasoning as Qwen 3 has them. `enable_thinking`: not set, the model may begin to

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.api.constraints.calls import MAX_CALLS
+from kvrelay.cluster.api.constraints.calls import MAX_CALLS
 from tests.cluster.api.conftest import MODEL, Served
 from tests.cluster.api.tools.templates import ASK, CALL, OSLO, WEATHER, allows, call_text, says
 

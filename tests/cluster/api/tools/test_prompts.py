@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.api.openai.tools import arguments_of
-from cluster.api.text.chat_template import ChatTemplate
+from kvrelay.cluster.api.openai.tools import arguments_of
+from kvrelay.cluster.api.text.chat_template import ChatTemplate
 from tests.cluster.api.conftest import MODEL, Served
 from tests.cluster.api.tools.templates import (
     ASK,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from engine.request import ReasoningBudget
+from kvrelay.engine.request import ReasoningBudget
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served
 from tests.cluster.api.tools.templates import (
     ASK,

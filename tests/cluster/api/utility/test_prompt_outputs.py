@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from cluster.api.openai.embeddings import EmbeddingFormat, EmbeddingRequest
-from cluster.api.openai.parts import Piece
-from cluster.api.text.tokenizer import Tokenizer
-from engine.request import Pooling
+from kvrelay.cluster.api.openai.embeddings import EmbeddingFormat, EmbeddingRequest
+from kvrelay.cluster.api.openai.parts import Piece
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.request import Pooling
 from tests.cluster.api.conftest import MODEL, Served
 from tests.cluster.api.test_bad_input import error_of
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.api.text.tokenizer import Tokenizer
-from engine.request import Pooling
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.engine.request import Pooling
 from tests.cluster.api.conftest import MODEL, Served
 from tests.cluster.api.test_bad_input import error_of
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cluster.api.app import create_app
-from cluster.api.context import ApiLimits
-from cluster.api.errors import ApiError
-from cluster.api.rates import RateLimits
-from cluster.api.tenants import Tenant
-from cluster.api.text.tokenizer import Tokenizer
-from cluster.api.utility.openapi import CALLS, calls, document
+from kvrelay.cluster.api.app import create_app
+from kvrelay.cluster.api.context import ApiLimits
+from kvrelay.cluster.api.errors import ApiError
+from kvrelay.cluster.api.rates import RateLimits
+from kvrelay.cluster.api.tenants import Tenant
+from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.api.utility.openapi import CALLS, calls, document
 from tests.cluster.api.conftest import MODEL, Served, serve
 
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.cache_dir import default_cache_dir
-from engine.kv.spec import KVSpec
-from engine.model.checkpoint.families import read_config
-from engine.model.config import INT8_GROUP, ModelConfig, RopeScaling, weights_bytes
-from engine.model.cpu import kernels
-from engine.model.cpu.linear import Heads, Matrix
-from engine.model.errors import ModelError
-from engine.model.quantize import GROUP
-from engine.model.runner import ModelRunner
+from kvrelay.engine.cache_dir import default_cache_dir
+from kvrelay.engine.kv.spec import KVSpec
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.config import INT8_GROUP, ModelConfig, RopeScaling, weights_bytes
+from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.cpu.linear import Heads, Matrix
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.quantize import GROUP
+from kvrelay.engine.model.runner import ModelRunner
 from tests.engine.model.tiny import make_checkpoint
 
 LLAMA = {

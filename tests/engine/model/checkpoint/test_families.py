@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from engine.model.checkpoint.families import FAMILIES, read_config
-from engine.model.config import Experts, Latent, ModelConfig, Rope, RopeScaling
-from engine.model.errors import ModelError
+from kvrelay.engine.model.checkpoint.families import FAMILIES, read_config
+from kvrelay.engine.model.config import Experts, Latent, ModelConfig, Rope, RopeScaling
+from kvrelay.engine.model.errors import ModelError
 
 BASE = {
     "hidden_size": 64,

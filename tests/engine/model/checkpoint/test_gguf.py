@@ -14,10 +14,10 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
-from engine.model.checkpoint.families import read_config
-from engine.model.checkpoint.resolve import resolve_model
-from engine.model.errors import ModelError
-from engine.model.gguf.file import GGUFFile
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.resolve import resolve_model
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.gguf.file import GGUFFile
 
 VOCAB = 131
 SHAPE = {

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from engine import cache_dir
-from engine.cache_dir import file_digest
-from engine.model.checkpoint.families import read_config
-from engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
-from engine.model.errors import ModelError
+from kvrelay.engine import cache_dir
+from kvrelay.engine.cache_dir import file_digest
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.engine.model.errors import ModelError
 from tests.engine.model.checkpoint.test_resolve import write_gguf
 from tests.engine.model.tiny import make_checkpoint
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.model.checkpoint.quantized import QuantizedWeights
-from engine.model.checkpoint.quantized_config import parse_quantized
-from engine.model.errors import ModelError
+from kvrelay.engine.model.checkpoint.quantized import QuantizedWeights
+from kvrelay.engine.model.checkpoint.quantized_config import parse_quantized
+from kvrelay.engine.model.errors import ModelError
 
 GROUPS_OF_32 = {"bits": 4, "group_size": 32}
 STATED = {  # what other libraries have packed

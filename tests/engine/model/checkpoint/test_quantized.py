@@ -19,9 +19,9 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 
-from engine.model.checkpoint.families import read_config
-from engine.model.errors import ModelError
-from engine.model.roofline import count_weights
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.roofline import count_weights
 from tests.engine.model.tiny import Driver, make_checkpoint, tokens_of
 
 Tensors = dict[str, torch.Tensor]

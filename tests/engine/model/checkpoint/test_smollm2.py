@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.model.checkpoint.families import read_config
-from engine.model.runner import ModelRunner
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.runner import ModelRunner
 from tests.engine.model.test_runner import generate
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

@@ -4,11 +4,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model.checkpoint.families import read_config
-from engine.model.checkpoint.load import load_weights
-from engine.model.errors import ModelError
-from engine.model.torch_ops import TorchOps
-from engine.model.weights import Weights
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.load import load_weights
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.torch_ops import TorchOps
+from kvrelay.engine.model.weights import Weights
 from tests.engine.model.tiny import MAX_LEN, make_checkpoint, make_pool
 
 

@@ -6,8 +6,8 @@ import mmap
 import pytest
 import torch
 
-from engine.model.cpu import huge_pages
-from engine.model.cpu.huge_pages import CHUNK, LINE, PIECE, HugePages, make_real
+from kvrelay.engine.model.cpu import huge_pages
+from kvrelay.engine.model.cpu.huge_pages import CHUNK, LINE, PIECE, HugePages, make_real
 
 
 def test_pieces_are_zeroed_aligned_and_apart():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engine.model.cpu.kernels import FOLDER
+from kvrelay.engine.model.cpu.kernels import FOLDER
 
 ORDER = (".", "gemm", "attention", "layers", "sampling", "step")  # each may include those before it
 MAX_LINES = 350

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.cache_dir import default_cache_dir
-from engine.model.batch import Batch, Limits
-from engine.model.config import ModelConfig, Rope
-from engine.model.cpu import kernels
-from engine.model.cpu.kernels import KernelsUnavailable
-from engine.model.cpu.ops import CpuOps
-from engine.model.cpu.step import CpuStep
-from engine.model.torch_ops import TorchOps
-from engine.step import Step
+from kvrelay.engine.cache_dir import default_cache_dir
+from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.config import ModelConfig, Rope
+from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
+from kvrelay.engine.model.cpu.ops import CpuOps
+from kvrelay.engine.model.cpu.step import CpuStep
+from kvrelay.engine.model.torch_ops import TorchOps
+from kvrelay.engine.step import Step
 from tests.engine.model.tiny import Driver, make_checkpoint, make_ops, scheduled, tokens_of
 
 SHAPES = [  # heads, KV heads, head_dim, qk_norm, block_size

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.cache_dir import default_cache_dir
-from engine.model import fp8
-from engine.model.batch import Batch, Limits
-from engine.model.config import Latent, ModelConfig, Rope, RopeScaling
-from engine.model.cpu import attention as cpu_attention
-from engine.model.cpu import kernels
-from engine.model.cpu.ops import CpuOps
-from engine.model.rope import rope_tables
-from engine.step import Step
+from kvrelay.engine.cache_dir import default_cache_dir
+from kvrelay.engine.model import fp8
+from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.config import Latent, ModelConfig, Rope, RopeScaling
+from kvrelay.engine.model.cpu import attention as cpu_attention
+from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.cpu.ops import CpuOps
+from kvrelay.engine.model.rope import rope_tables
+from kvrelay.engine.step import Step
 from tests.engine.model.cpu.test_kernels import config_of
 from tests.engine.model.tiny import low_precision_kind, scheduled
 

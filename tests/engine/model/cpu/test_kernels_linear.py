@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.cache_dir import default_cache_dir
-from engine.model.checkpoint.families import read_config
-from engine.model.config import Experts
-from engine.model.cpu import kernels
-from engine.model.cpu.linear import ACTIVATIONS, CpuLinear
-from engine.model.errors import ModelError
-from engine.model.quantize import GROUP, dequantize, quantize, round_inputs, scheme
-from engine.model.runner import ModelRunner
-from engine.model.weights import ExpertsWeights
+from kvrelay.engine.cache_dir import default_cache_dir
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.config import Experts
+from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.cpu.linear import ACTIVATIONS, CpuLinear
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.quantize import GROUP, dequantize, quantize, round_inputs, scheme
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.weights import ExpertsWeights
 from tests.engine.model.cpu.test_kernels import config_of
 from tests.engine.model.tiny import Driver, low_precision_kind, make_checkpoint, make_ops, tokens_of
 

@@ -14,12 +14,12 @@ from tests.engine.model.paged import DEVICE, expected, paged
 
 pytest.importorskip("triton")
 
-from engine.model.config import Latent, ModelConfig, Rope
-from engine.model.gpu.cache_pool import Pool
-from engine.model.gpu.flashinfer import division
-from engine.model.gpu.flashinfer.attention import PagedAttention, page_lists
-from engine.model.gpu.flashinfer.division import Division, divide
-from engine.model.gpu.flashinfer.trial import trial_batch
+from kvrelay.engine.model.config import Latent, ModelConfig, Rope
+from kvrelay.engine.model.gpu.cache_pool import Pool
+from kvrelay.engine.model.gpu.flashinfer import division
+from kvrelay.engine.model.gpu.flashinfer.attention import PagedAttention, page_lists
+from kvrelay.engine.model.gpu.flashinfer.division import Division, divide
+from kvrelay.engine.model.gpu.flashinfer.trial import trial_batch
 from tests.engine.model.gpu.flashinfer_parameters import PARAMETERS, VERSION
 from tests.engine.model.gpu.flashinfer_standin import StandIn
 

@@ -10,15 +10,15 @@ from tests.engine.model.paged import DEVICE
 
 pytest.importorskip("triton")
 
-from engine.model.backends import Backends
-from engine.model.checkpoint.families import read_config
-from engine.model.errors import ModelError
-from engine.model.gpu.experts import ExpertWeights, add_experts
-from engine.model.gpu.flashinfer import division, experts, latent
-from engine.model.gpu.flashinfer import ops as flashinfer_ops
-from engine.model.gpu.flashinfer.choice import gpu_ops
-from engine.model.gpu.flashinfer.library import load
-from engine.model.runner import ModelRunner
+from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.gpu.experts import ExpertWeights, add_experts
+from kvrelay.engine.model.gpu.flashinfer import division, experts, latent
+from kvrelay.engine.model.gpu.flashinfer import ops as flashinfer_ops
+from kvrelay.engine.model.gpu.flashinfer.choice import gpu_ops
+from kvrelay.engine.model.gpu.flashinfer.library import load
+from kvrelay.engine.model.runner import ModelRunner
 from tests.engine.model import tiny
 from tests.engine.model.gpu import triton_world
 from tests.engine.model.gpu.flashinfer_standin import StandIn

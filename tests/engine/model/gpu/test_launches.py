@@ -8,18 +8,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.model.batch import Guard
-from engine.model.step_executor import StepExecutor
-from engine.request import SamplingParams
-from engine.step import UNKNOWN, ScheduledSeq, Step, StepDone
-from kvtransfer.agents.pool import DeviceBytes, block_bytes
-from kvtransfer.checksum import begin_checksums, checksum_blocks
+from kvrelay.engine.model.batch import Guard
+from kvrelay.engine.model.step_executor import StepExecutor
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import UNKNOWN, ScheduledSeq, Step, StepDone
+from kvrelay.kvtransfer.agents.pool import DeviceBytes, block_bytes
+from kvrelay.kvtransfer.checksum import begin_checksums, checksum_blocks
 from tests.engine.model import tiny
 from tests.engine.model.gpu.triton_world import DEVICE, World
 from tests.engine.model.talks import Talk, alone
 from tests.engine.model.tiny import make_checkpoint, tokens_of
 
-from engine.model.gpu.steps import Launches  # isort: skip
+from kvrelay.engine.model.gpu.steps import Launches  # isort: skip
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 DRAWN = SamplingParams(temperature=1.0, seed=11)

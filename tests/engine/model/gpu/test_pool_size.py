@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.cpu import kernels
-from engine.model.errors import ModelError
-from engine.model.gpu import memory
-from engine.model.gpu.memory import RESERVE_BYTES, DeviceMemory, spread
-from engine.model.runner import ModelRunner
-from engine.step import Step
+from kvrelay.engine.model.cpu import kernels
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.gpu import memory
+from kvrelay.engine.model.gpu.memory import RESERVE_BYTES, DeviceMemory, spread
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.step import Step
 from tests.engine.model.tiny import make_checkpoint, scheduled, tokens_of
 
 GIB = 1 << 30

@@ -7,10 +7,10 @@ from tests.engine.model.paged import DEVICE, expected, paged
 
 pytest.importorskip("triton")
 
-from engine.model.gpu import attention_decode as decode
-from engine.model.gpu import attention_prefill as prefill
-from engine.model.gpu import latent
-from engine.model.gpu.attention_tile import Tiling
+from kvrelay.engine.model.gpu import attention_decode as decode
+from kvrelay.engine.model.gpu import attention_prefill as prefill
+from kvrelay.engine.model.gpu import latent
+from kvrelay.engine.model.gpu.attention_tile import Tiling
 
 TILING = Tiling(16, 32, num_warps=4, num_stages=2)
 ONES = [(1, 1), (1, 75)]

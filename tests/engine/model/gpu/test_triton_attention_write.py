@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from engine.model import fp8
+from kvrelay.engine.model import fp8
 from tests.engine.model.paged import DEVICE
 
 pytest.importorskip("triton")
 
-from engine.model.gpu import cache_write
-from engine.model.gpu.cache_pool import Pool
-from engine.model.gpu.cache_write import latent_write, rope_write
+from kvrelay.engine.model.gpu import cache_write
+from kvrelay.engine.model.gpu.cache_pool import Pool
+from kvrelay.engine.model.gpu.cache_write import latent_write, rope_write
 
 POSITIONS = torch.tensor([0, 3, 90, 17, 64])
 SLOTS = torch.tensor([5, 33, 0, -1, 47])

@@ -8,12 +8,12 @@ from tests.engine.model.paged import DEVICE
 
 pytest.importorskip("triton")
 
-from engine.model.gpu import experts, sampling
-from engine.model.gpu.linear import fp8, int8
-from engine.model.gpu.norm_activation import gated, rms_norm
-from engine.model.quantize import dequantize, quantize
-from engine.model.sampling import sampler
-from engine.request import SamplingParams
+from kvrelay.engine.model.gpu import experts, sampling
+from kvrelay.engine.model.gpu.linear import fp8, int8
+from kvrelay.engine.model.gpu.norm_activation import gated, rms_norm
+from kvrelay.engine.model.quantize import dequantize, quantize
+from kvrelay.engine.model.sampling import sampler
+from kvrelay.engine.request import SamplingParams
 from tests.engine.model.tiny import scheduled
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []

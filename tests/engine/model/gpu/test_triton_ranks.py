@@ -9,13 +9,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.model.parallel.runner import ParallelRunner
-from engine.model.parallel.shard import Shard
-from engine.model.runner import ModelRunner
-from engine.model.step_executor import StepExecutor
-from engine.request import SamplingParams
-from engine.step import UNKNOWN, ScheduledSeq, Step
-from kvtransfer.ranks import add_checksums
+from kvrelay.engine.model.parallel.runner import ParallelRunner
+from kvrelay.engine.model.parallel.shard import Shard
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.step_executor import StepExecutor
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import UNKNOWN, ScheduledSeq, Step
+from kvrelay.kvtransfer.ranks import add_checksums
 from tests.engine.model import tiny
 from tests.engine.model.gpu.triton_ranks import Checksums, interpret
 from tests.engine.model.gpu.triton_world import DEVICE

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from engine.request import Pooling, SamplingParams
+from kvrelay.engine.request import Pooling, SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.gpu.triton_world import DEVICE, World
 from tests.engine.model.talks import Talk, alone, drafting, step

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from engine.model.ops import TORCH_DTYPES
-from engine.model.parallel import follower, link, runner
-from engine.model.parallel.shard import Shard
-from engine.model.runner import ModelRunner
-from kvtransfer.agents.pool import block_bytes
-from kvtransfer.checksum import begin_checksums, checksum_blocks
-from kvtransfer.layout import BlockLayout, HeadShare
+from kvrelay.engine.model.ops import TORCH_DTYPES
+from kvrelay.engine.model.parallel import follower, link, runner
+from kvrelay.engine.model.parallel.shard import Shard
+from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.kvtransfer.agents.pool import block_bytes
+from kvrelay.kvtransfer.checksum import begin_checksums, checksum_blocks
+from kvrelay.kvtransfer.layout import BlockLayout, HeadShare
 
 
 class InterpretedRunner(ModelRunner):
     def _ops(self, num_threads: int) -> Any:
-        from engine.model.gpu.ops import TritonOps
+        from kvrelay.engine.model.gpu.ops import TritonOps
 
         return TritonOps(self._own, self.kv_pool, TORCH_DTYPES[self.dtype], self.max_model_len)
 

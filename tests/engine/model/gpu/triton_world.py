@@ -7,23 +7,23 @@ from pathlib import Path
 
 import torch
 
-from engine.model.backends import Backends
-from engine.model.batch import Batch, Limits
-from engine.model.checkpoint.families import read_config
-from engine.model.checkpoint.load import load_weights
-from engine.model.decoder import Decoder
-from engine.model.sampling.prompt_outputs import read_prompts
-from engine.model.sampling.sampler import sample
-from engine.model.torch_ops import TorchOps
-from engine.request import PromptOutputs
-from engine.step import ScheduledSeq, Step
+from kvrelay.engine.model.backends import Backends
+from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.load import load_weights
+from kvrelay.engine.model.decoder import Decoder
+from kvrelay.engine.model.sampling.prompt_outputs import read_prompts
+from kvrelay.engine.model.sampling.sampler import sample
+from kvrelay.engine.model.torch_ops import TorchOps
+from kvrelay.engine.request import PromptOutputs
+from kvrelay.engine.step import ScheduledSeq, Step
 from tests.engine.model.paged import DEVICE
 from tests.engine.model.tiny import BLOCK_SIZE
 
-from engine.model.gpu.flashinfer.choice import gpu_ops  # isort: skip
-from engine.model.gpu.linear import fp8  # isort: skip
-from engine.model.gpu.ops import FULL_ROLES  # isort: skip
-from engine.model.gpu.steps import GpuSteps  # isort: skip
+from kvrelay.engine.model.gpu.flashinfer.choice import gpu_ops  # isort: skip
+from kvrelay.engine.model.gpu.linear import fp8  # isort: skip
+from kvrelay.engine.model.gpu.ops import FULL_ROLES  # isort: skip
+from kvrelay.engine.model.gpu.steps import GpuSteps  # isort: skip
 
 NUM_BLOCKS, MAX_NUM_SEQS = 12, 4
 MAX_LEN = 64 if DEVICE.type == "cpu" else 512  # contexts that an interpreter splits take long

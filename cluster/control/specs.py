@@ -1,0 +1,94 @@
+"""What a worker is built from: the settings, its machine, and who shares that with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from msgspec.structs import replace
+
+from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.machines import Machine
+from kvrelay.cluster.control.messages import StartWorker
+from kvrelay.cluster.control.wanted import Worker
+from kvrelay.cluster.scaling.targets import chunk_target_s
+from kvrelay.engine.stats import Role
+from kvrelay.worker.build import PreparedModel
+from kvrelay.worker.devices import sized
+from kvrelay.worker.kv_plan import GIB
+from kvrelay.worker.spec import WorkerSpec
+
+ITL_TARGET_MS = 50.0  # of decode workers, where prefill workers are there for long prompts
+ITL_MOST_MS = 200.0  # while prompts have waited for long
+PEER_GONE_S = 5.0  # until a stopped process that the controller has ended is gone, with its links
+
+
+def worker_spec(
+    start: StartWorker,
+    cluster: str,
+    config: Config,
+    model: PreparedModel,
+    machines: Mapping[str, Machine],
+    workers: Collection[Worker],
+) -> WorkerSpec:
+    """`machines`: by their id; `workers`: all that are wanted."""
+    machine = machines[start.machine_id]
+    engine = replace(config.engine, tensor_parallel_size=start.num_ranks)
+    if engine.itl_target_ms == 0 and config.scaling.enabled:
+        engine = replace(engine, itl_target_ms=1e3 * chunk_target_s(config.scaling))
+    elif engine.itl_target_ms == 0 and config.cluster.prefill > 0:
+        most_ms = engine.itl_most_ms or ITL_MOST_MS
+        engine = replace(engine, itl_target_ms=ITL_TARGET_MS, itl_most_ms=most_ms)
+    on_gpu = machine.num_gpus > 0 and config.model.device != "cpu"
+    engine = sized(engine, gpu=on_gpu)
+    host_gib = config.tiers.host_gib
+    if config.scaling.enabled:  # any may become a decode worker, and there may be so many
+        num_sharing = -(-config.most_workers // max(1, len(machines)))
+    else:
+        num_sharing = num_sharing_tiers(start, workers)
+    # Ray shows a worker its own GPUs only, so they are the first there.
+    num_machines = 1 + len(start.further)
+    device = "cuda" if on_gpu else config.model.device.replace("auto", "cpu")
+    return WorkerSpec(
+        cluster=cluster,
+        worker=start.worker,
+        role=start.role,
+        epoch=start.epoch,
+        model_dir=str(model.path),
+        model_name=config.model.name,
+        cache_dir=config.model.cache_dir,
+        dtype=config.model.dtype,
+        quantization=config.model.quantization,
+        device=device,
+        threads=config.engine.threads or max(1, int(machine.num_cpus)),
+        on_gpu=on_gpu,
+        engine=engine,
+        host_bytes=0 if host_gib == "auto" else num_machines * share_of(host_gib, num_sharing),
+        num_sharing_host=num_sharing if host_gib == "auto" else 0,
+        disk_bytes=num_machines * share_of(config.tiers.disk_gib, num_sharing),
+        disk_path=config.tiers.disk_path,
+        retention_s=config.tiers.retention_s,
+        disk_after_s=config.tiers.disk_after_s,
+        num_peers=config.most_workers - 1,
+        left_reads_s=config.router.silent_after_s + config.cluster.silent_grace_s + PEER_GONE_S,
+        machine=start.machine_id,
+        further=start.further,
+        num_gpus=engine.tensor_parallel_size // num_machines if on_gpu else 0,
+    )
+
+
+def share_of(machine_gib: float, num_sharing: int) -> int:
+    """Bytes that a worker gets of a tier whose size is per machine."""
+    return int(machine_gib * GIB) // num_sharing if num_sharing else 0
+
+
+def num_sharing_tiers(start: StartWorker, workers: Iterable[Worker]) -> int:
+    """Workers among which the tiers of a machine are divided; 0: the one that starts has no part.
+
+    The decode workers of a machine share them evenly, because sessions come back to them. Prefill
+    workers share them where there is no decode worker. All that belong on the machine count,
+    whether they are up or not, so that a worker that comes back finds its tiers as large as before.
+    """
+    here = [w.role for w in workers if start.machine_id in w.machines]
+    if start.role is Role.PREFILL and Role.DECODE in here:
+        return 0
+    return here.count(start.role)

@@ -1,0 +1,125 @@
+"""A process that `kvrelay serve` supervises: `python -m kvrelay.cluster.processes.child KIND NAME FD`.
+
+KIND is `router` or `controller`; NAME says in `ps` which it is. See `cluster.processes.channel`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from kvrelay.cluster.control.messages import RouterFailed, RouterLost, RouterStarted
+from kvrelay.cluster.processes.channel import Parent
+from kvrelay.cluster.processes.orders import (
+    ControlSpec,
+    Ending,
+    GaveUp,
+    Reload,
+    RestartWorkers,
+    RouterOrder,
+    Serves,
+    Stop,
+    WorkersRestarted,
+)
+from kvrelay.engine.host import first_line
+
+log = logging.getLogger("kvrelay")
+
+
+async def run_router(parent: Parent) -> int:
+    from kvrelay.cluster.processes.router_process import RouterProcess, RouterProcessError
+
+    order: RouterOrder = await parent.first()
+    spec = order.spec
+    sock = socket.socket(fileno=order.sock)
+    stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
+
+    def on_order(message: Any) -> None:
+        if isinstance(message, Stop) and not stop.done():
+            stop.set_result(message)
+        elif isinstance(message, Reload):
+            process.hangup.set()
+
+    try:
+        process = RouterProcess(spec, order.listening, parent.tell)
+        gone = asyncio.create_task(parent.follow(on_order))
+        parent.tell(await process.start(sock, order.host))
+    except (RouterProcessError, OSError) as error:
+        parent.tell(RouterFailed(spec.router, spec.epoch, str(error), permanent=True))
+        return 1
+    serving = asyncio.create_task(process.serves())
+    serving.add_done_callback(lambda _: parent.tell(Serves(spec.router)))
+    ends: set[asyncio.Future[Any]] = {gone, stop, process.failed}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if process.failed.done():
+        failure = process.failed.result()
+        why = f"{type(failure).__name__}: {first_line(failure)}"
+        parent.tell(RouterLost(spec.router, spec.epoch, why))
+        return 1
+    if not stop.done():  # an orphan: the supervisor has died
+        return 1
+    asked = stop.result()
+    if asked.refuse:
+        left = await process.drain(asked.drain_s)
+        if left and asked.drain_s:
+            log.warning("%s: %d requests are cut off", spec.router, left)
+    await process.close(0.0 if asked.refuse else asked.drain_s)
+    return 0
+
+
+async def run_controller(parent: Parent) -> int:
+    from kvrelay.cluster.processes.control_process import ControlProcess
+    from kvrelay.worker.build import PreparedModel
+
+    spec: ControlSpec = await parent.first()
+    process = ControlProcess(spec, parent.tell)
+    stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
+
+    def on_order(message: Any) -> None:
+        match message:
+            case PreparedModel():
+                process.use_model(message)
+            case Stop():
+                stop.set_result(message)
+            case Ending():
+                process.is_ending = True
+            case RouterStarted() | RouterFailed() | RouterLost():
+                process.say(message)
+            case RestartWorkers():
+                process.restart_workers(lambda why: parent.tell(WorkersRestarted(why)))
+
+    await process.start()
+    gone = asyncio.create_task(parent.follow(on_order))
+    ends: set[asyncio.Future[Any]] = {gone, stop}
+    await asyncio.wait({*ends, process.failed}, return_when=asyncio.FIRST_COMPLETED)
+    if process.failed.done():
+        parent.tell(GaveUp(process.failed.result()))
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if stop.done():
+        await process.end()
+    return 0
+
+
+def main() -> None:
+    kind, news_fd = sys.argv[1], int(sys.argv[3])
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # where does it hang? stacks go to stderr
+    run = {"router": run_router, "controller": run_controller}[kind]
+
+    async def begin() -> int:
+        return await run(Parent(news_fd))
+
+    code = asyncio.run(begin())
+    logging.shutdown()
+    os._exit(code)  # no thread of a library holds it up
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""The controller as a process of its own. Workers and routers go on without it; the next one adopts
+them, from what this one has kept in a file.
+
+It alone knows Ray: it starts or joins it when all else is under way, and whatever happens to Ray,
+what runs goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from kvrelay.cluster.control.autoscaling import LogScaling
+from kvrelay.cluster.control.controller import Controller, ControllerConfig
+from kvrelay.cluster.control.machines import resources_of
+from kvrelay.cluster.control.messages import (
+    CONTROLLER,
+    AdoptWorker,
+    GiveUp,
+    Introduce,
+    Introduced,
+    Kept,
+    Peer,
+    Record,
+    RequestMachines,
+    RestartWorker,
+    RouterLost,
+    StartRouter,
+    StartWorker,
+    StopRouter,
+    StopWorker,
+    WorkerLost,
+    WorkerStarted,
+)
+from kvrelay.cluster.control.process_messages import (
+    Adopt,
+    AuditQuestion,
+    End,
+    Meet,
+    RouterReport,
+)
+from kvrelay.cluster.control.router_processes import RouterState, WantedRouter
+from kvrelay.cluster.control.specs import worker_spec
+from kvrelay.cluster.control.wanted import Worker, WorkerState
+from kvrelay.cluster.processes.life import read_record, write_private
+from kvrelay.cluster.processes.operators_desk import OperatorsDesk
+from kvrelay.cluster.processes.orders import AllUp, ControlSpec, PartNews
+from kvrelay.cluster.processes.scaling_log import ScalingLog
+from kvrelay.engine.host import NodeHost, keep_running
+from kvrelay.engine.node import Effect, NodeId
+from kvrelay.engine.stats import Audit, Role
+from kvrelay.worker.build import PreparedModel
+from kvrelay.worker.kv_plan import kv_lines
+from kvrelay.worker.process import meet
+from kvrelay.worker.processes import kill_workers, worker_processes
+
+log = logging.getLogger("kvrelay.control")
+
+FORGET_S = 2.0  # after which what was said to a worker that is to end has reached it
+END_TIMEOUT_S = 5.0  # for workers to end by themselves
+RAY_START_S, RAY_RETRY_S = 90.0, 2.0
+
+
+class ControlProcess:
+    """Owns the controller, its wire and the workers' guardians. On one loop.
+
+    Performs the controller's effects; `tell` is the supervisor, which starts routers."""
+
+    def __init__(self, spec: ControlSpec, tell: Callable[[Any], None]) -> None:
+        self.spec = spec
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self.is_ending = False  # routers are not started again
+        self.failed: asyncio.Future[str] = self._loop.create_future()
+        self.host = NodeHost(self._loop, self._send, self._on_node_failed)
+        listening = spec.listening
+        self.wire = listening.wire(CONTROLLER, spec.epoch, self._deliver, self._on_peer_lost)
+        self.desk = OperatorsDesk(self)
+        self.controller = Controller(ControllerConfig((), ()))
+        self._model: asyncio.Future[PreparedModel] = self._loop.create_future()
+        self._workers: Any = None  # RayWorkers, once Ray is there
+        self._ray_thread = ThreadPoolExecutor(1, "ray")
+        self._me = Peer(CONTROLLER, "", 0, spec.epoch)
+        self._adopted: list[AdoptWorker] = []
+        self._scaling_log = ScalingLog.of(spec.config, spec.kept_file.parent.name)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.restarted: Counter[str] = Counter()  # tasks that ended, by name
+
+    async def start(self) -> None:
+        """Listen, and get Ray; once there is a model, adopt what runs and start what does not."""
+        spec = self.spec
+        host, port = await self.wire.listen(spec.host)
+        self._me = Peer(CONTROLLER, host, port, spec.epoch)
+        self.spawn(self._use_ray())
+
+    def use_model(self, model: PreparedModel) -> None:
+        """It is on this machine now. Begin."""
+        spec, cluster = self.spec, self.spec.config.cluster
+        roles = [(Role.PREFILL, cluster.prefill), (Role.DECODE, cluster.decode)]
+        self.controller = Controller(
+            ControllerConfig(
+                workers=tuple((f"{role}-{i}", role) for role, n in roles for i in range(n)),
+                routers=(),
+                listeners=(self._me,),
+                further_routers=spec.routers,
+                kept=read_record(spec.kept_file, Kept) or Kept(),
+                running_routers=spec.running_routers,
+                start_timeout_s=cluster.start_timeout_s + model.load_s,
+                prefill_ranks=spec.config.ranks_of(Role.PREFILL),
+                decode_ranks=spec.config.ranks_of(Role.DECODE),
+                ranks_per_machine=cluster.ranks_per_machine,
+                use_gpus=spec.config.model.device != "cpu",
+                silent_grace_s=cluster.silent_grace_s,
+                scaling=spec.config.scaling if spec.config.scaling.enabled else None,
+                drain_timeout_s=spec.config.api.request_timeout_s,
+                restart_drain_s=cluster.drain_s,
+                workers_per_machine=spec.config.scaling.workers_per_machine,
+            ),
+            wall=time.time,
+        )
+        self.host.add(self.controller, self)
+        self._model.set_result(model)
+        self.spawn(self._show())
+
+    def perform(self, effect: Effect) -> None:
+        match effect:
+            case Record(kept):
+                write_private(self.spec.kept_file, msgspec.msgpack.encode(kept))
+                self.desk.push_soon()
+            case StartWorker():
+                self._start_worker(effect)
+            case StopWorker(worker, epoch, gently):
+                self.wire.send(worker, End(epoch))
+                if gently:
+                    self._loop.call_later(END_TIMEOUT_S, self._stop_worker, worker, epoch)
+                else:
+                    self._stop_worker(worker, epoch)
+            case LogScaling(line):
+                self._scaling_log.write(line)
+            case RequestMachines(num_machines):
+                self.spawn(self._request_machines(num_machines))
+            case AdoptWorker():
+                self._adopt(effect)
+            case StartRouter() | StopRouter() if self.is_ending:
+                pass
+            case StartRouter() | StopRouter():
+                self._tell(effect)
+            case Introduce(to, about, epoch, peers) if to == CONTROLLER:
+                meet(self.wire, peers)
+                self.say(Introduced(to, about, epoch))
+            case Introduce(to, about, epoch, peers):
+                self.wire.send(to, Meet(about, epoch, peers))
+            case GiveUp(reason):
+                self._fail(reason)
+            case _:
+                raise AssertionError(f"not an effect of a controller: {effect}")
+
+    def close(self) -> None:
+        """Nothing runs outside the loop; `end` ends the workers."""
+
+    async def end(self) -> None:
+        """End the workers, politely and then by force, and leave Ray."""
+        self.host.close()  # or the controller would have those that end started again
+        for task in self._tasks:
+            task.cancel()
+        running = [w for w in self.controller.workers.values() if w.peer is not None]
+        for worker in running:
+            self.wire.send(worker.node, End(worker.epoch))
+        deadline = self._loop.time() + END_TIMEOUT_S
+        while worker_processes(self.spec.cluster) and self._loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        if self._workers is not None:
+            await self._workers.close()
+        kill_workers(self.spec.cluster)
+        await self.wire.close()
+        await self._leave_ray()
+
+    async def _leave_ray(self) -> None:
+        if self._workers is not None:
+            from kvrelay.cluster.processes.ray_cluster import disconnect
+
+            await self._loop.run_in_executor(self._ray_thread, disconnect)
+
+    @property
+    def has_ray(self) -> bool:
+        return self._workers is not None
+
+    def restart_workers(self, done: Callable[[str], None]) -> None:
+        """One after the other; their requests go on at the others. `done` gets why it stopped; ""
+        if all are up again."""
+        self.spawn(self._restart_workers(done))
+
+    async def _restart_workers(self, done: Callable[[str], None]) -> None:
+        timeout_s = self.controller.config.start_timeout_s
+        for worker in list(self.controller.workers.values()):
+            before = worker.epoch
+            self.say(RestartWorker(worker.node, "an operator restarts all workers"))
+            deadline = self._loop.time() + timeout_s
+            while worker.epoch == before or worker.state is not WorkerState.UP:
+                if self.controller.workers.get(worker.node) is not worker:
+                    break  # the autoscaler has let it go
+                if self._loop.time() > deadline:
+                    done(f"{worker.node} is not up again after {timeout_s:g} s")
+                    return
+                await asyncio.sleep(0.1)
+        done("")
+
+    def spawn(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def say(self, message: Any) -> None:
+        """To the controller, after what it does now."""
+        if isinstance(message, WorkerStarted):
+            info = message.info
+            self.wire.set_address(info.worker, message.host, message.port, info.epoch)
+        self._loop.call_soon(self.host.deliver, CONTROLLER, message)
+
+    async def _use_ray(self) -> None:
+        """Start or join it, and go on trying: what runs does not need it."""
+        from kvrelay.cluster.processes.ray_access import RayRefused, start_ray
+
+        config = self.spec.config
+        while True:
+            try:
+                starting = self._loop.run_in_executor(
+                    self._ray_thread, start_ray, config, self._tell_ray
+                )
+                ray = await asyncio.wait_for(starting, RAY_START_S)
+                break
+            except (RayRefused, TimeoutError) as error:
+                why = str(error) or f"Ray did not start within {RAY_START_S:g} s"
+                if not self.controller.has_been_up:
+                    self._fail(why)
+                    return
+                if not config.cluster.address:
+                    self._end_now(why)
+                log.warning("%s; again in %g s", why, RAY_RETRY_S)
+                await asyncio.sleep(RAY_RETRY_S)
+        self._tell(PartNews("ray", "up", True))
+        await self._model
+        self._workers = ray.RayWorkers(self.spec.listening, self.say)
+        for adopted in self._adopted:
+            self._workers.attach(self.spec.cluster, adopted.worker, adopted.epoch)
+        use_gpus = config.model.device != "cpu"
+        await keep_running("watch_machines", lambda: self._watch_machines(use_gpus), self.restarted)
+
+    async def _watch_machines(self, use_gpus: bool) -> None:
+        try:
+            await self._workers.watch_machines(use_gpus)
+        except Exception as error:
+            if self.spec.config.cluster.address:
+                raise  # Ray itself ends a process that does not reach it for a minute
+            # A Ray of one's own ends with this process, and the next one starts another.
+            self._end_now(f"Ray does not answer ({type(error).__name__})")
+
+    async def _request_machines(self, num_machines: int) -> None:
+        machines, text = self.controller.machines, self.spec.config.scaling.machine
+        if self._workers is None or not (resources := resources_of(text, machines)):
+            return
+        try:
+            await self._workers.request_machines(num_machines, resources)
+        except Exception as error:  # of Ray: what serves goes on with the machines that there are
+            log.warning("Ray was not asked for %d machines: %s", num_machines, error)
+
+    def _tell_ray(self, news: str) -> None:
+        self._loop.call_soon_threadsafe(self._tell, PartNews("ray", news, False))
+
+    def _start_worker(self, start: StartWorker) -> None:
+        machines = {machine.machine_id: machine for machine in self.controller.machines}
+        spec = self.spec
+        workers = self.controller.workers.values()
+        model = self._model.result()
+        self._workers.start(worker_spec(start, spec.cluster, spec.config, model, machines, workers))
+
+    def _stop_worker(self, worker: NodeId, epoch: int) -> None:
+        """By force, by its guardian or here; where neither reaches it, it was asked."""
+        if self._workers is None or self._workers.end(worker, epoch) is None:
+            kill_workers(self.spec.cluster, worker, epoch)  # if it is on this machine
+        self._loop.call_later(FORGET_S, self.wire.forget, worker, epoch)
+
+    def _adopt(self, adopted: AdoptWorker) -> None:
+        peer = adopted.peer
+        alive = {(node, epoch) for _, node, epoch in worker_processes(self.spec.cluster)}
+        is_gone = (adopted.worker, adopted.epoch) not in alive
+        if self.wire.context.is_here(peer.host) and is_gone:
+            self.say(WorkerLost(adopted.worker, adopted.epoch, "its process has ended"))
+            return
+        meet(self.wire, [peer])
+        self.wire.send(adopted.worker, Adopt(self._me))
+        self._adopted.append(adopted)
+
+    def _deliver(self, to: NodeId, message: Any) -> None:
+        match message:
+            case RouterReport() | AuditQuestion() | Audit():
+                self.desk.receive(message)
+            case WorkerStarted():
+                self.say(message)
+            case _:
+                self.host.deliver(to, message)
+
+    async def _show(self) -> None:
+        """Tell the supervisor how far each part is, until all are up."""
+        while not self.controller.all_up():
+            routers = self.controller.router_processes.routers.values()
+            parts: list[Worker | WantedRouter] = [*self.controller.workers.values(), *routers]
+            for part in parts:
+                is_up = part.state in (WorkerState.UP, RouterState.UP)
+                why = f" ({part.last_error})" if part.last_error and not is_up else ""
+                self._tell(PartNews(part.node, f"{part.state}{why}", is_up))
+            await asyncio.sleep(0.1)
+        infos = [w.info for w in self.controller.workers.values() if w.info is not None]
+        model = await self._model
+        self._tell(AllUp(tuple(kv_lines(model.config, infos))))
+
+    def _send(self, to: NodeId, message: Any) -> str | None:
+        return self.wire.send(to, message)
+
+    def _on_peer_lost(self, node: NodeId, epoch: int) -> None:
+        """It did not come back in time, or messages were lost: what each knows of the other no
+        longer fits."""
+        self.wire.forget(node, epoch)
+        lost = RouterLost if node in self.spec.routers else WorkerLost
+        if not (self.is_ending and lost is RouterLost):
+            self.host.deliver(CONTROLLER, lost(node, epoch, "the connection to it was lost"))
+
+    def _on_node_failed(self, node: NodeId, error: BaseException) -> None:
+        """Its state is not to be trusted."""
+        self._end_now(f"{node} failed: {type(error).__name__}: {error}")
+
+    def _end_now(self, why: str) -> None:
+        """The next controller begins with what was kept."""
+        log.critical("the controller ends: %s", why)
+        logging.shutdown()
+        os._exit(1)
+
+    def _fail(self, reason: str) -> None:
+        if not self.failed.done():
+            self.failed.set_result(reason)

@@ -1,0 +1,232 @@
+"""`kvrelay serve`: finds the model, starts the supervisor, and ends it.
+
+Start: the ports are taken first, then the controller, with Ray, and the model come up side by side;
+the controller has workers and routers started; when all are up, the user is told. Stop: requests
+are finished, the workers are ended, Ray ends. Whatever goes wrong on the way is one line,
+`ServeError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvrelay.cluster.api.tenants import Access, load_access, with_operations_key
+from kvrelay.cluster.config import Config
+from kvrelay.cluster.processes.certificates import identity_of, with_certificates
+from kvrelay.cluster.processes.errors import ServeError
+from kvrelay.cluster.processes.extras import require_extra
+from kvrelay.cluster.processes.life import open_life
+from kvrelay.cluster.processes.own_host import own_host
+from kvrelay.cluster.processes.reload import Source
+from kvrelay.cluster.processes.router_process import RouterProcessError, bind
+from kvrelay.cluster.processes.supervisor import Ready, Supervisor, Tell
+from kvrelay.cluster.state.opening import with_url
+from kvrelay.engine.node import NodeId
+from kvrelay.worker.build import PreparedModel, prepare_model
+from kvrelay.worker.devices import check_machines, for_gpus, num_gpus, uses_gpus
+from kvrelay.worker.kv_plan import BuildError
+from kvrelay.worker.process import Listening
+
+T = TypeVar("T")
+
+HEAD_START_S = 3.0
+"""At most this long Ray waits until the model is found: what is plainly wrong is told at once."""
+
+
+async def serve(
+    config: Config,
+    tell: Tell,
+    stop: asyncio.Event,
+    on_ready: Callable[[Ready, Config], None],
+    source: Source | None = None,
+    on_stop: Callable[[], None] = lambda: None,
+    on_cluster: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Serve until `stop` is set, or until an operator asks for the end; `on_stop` is called when it
+    begins to end. `source`: of tenants that may change. `on_cluster` gets the name of the cluster,
+    as `worker.processes.kill_workers` takes it. Raises ServeError, and ConfigError for
+    tenants, the store and an extra that is not installed."""
+    config = with_operations_key(with_url(config))
+    config = await asyncio.to_thread(with_certificates, config)
+    config = _for_gpus(config, tell)
+    _check_chat_template(config)
+    if config.tracing.endpoint:
+        modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+        await asyncio.to_thread(require_extra, "tracing", *modules)
+    access = await asyncio.to_thread(load_access, config)
+    sockets = await asyncio.to_thread(_bind_all, config)
+    found = asyncio.Event()
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
+    supervisor: Supervisor | None = None
+    try:
+        preparing = asyncio.create_task(_prepare(config, tell, found))
+        tasks.append(preparing)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEAD_START_S):
+                await found.wait()
+        if preparing.done():
+            preparing.result()
+        supervisor = await _supervise(config, access, sockets, tell, source)
+        on_cluster(supervisor.cluster)
+        tasks.append(asyncio.create_task(supervisor.asked_to_end.wait()))
+        until = (tasks[0], tasks[2], supervisor.failed)
+        supervisor.use_model(await _first(preparing, until))
+        on_ready(await _first(supervisor.ready, until), config)
+        if source is not None:
+            tasks.append(asyncio.create_task(_forward(source, supervisor)))
+        await _first(asyncio.shield(supervisor.failed), until)
+    except _Stopped:
+        on_stop()
+    finally:
+        for task in tasks:
+            task.cancel()
+        if supervisor is not None:
+            await supervisor.end(config.cluster.drain_s if supervisor.ready.done() else 0.0)
+        for sock in sockets.values():
+            sock.close()
+
+
+def _for_gpus(config: Config, tell: Tell) -> Config:
+    """As many workers as the GPUs of this machine are for. Raises ServeError."""
+    try:
+        check_machines(config)
+        config, told = for_gpus(config, num_gpus())
+    except BuildError as error:
+        raise ServeError(str(error)) from error
+    if told:
+        tell("GPUs", told, True)
+    return config
+
+
+def _check_chat_template(config: Config) -> None:
+    """Raises ServeError."""
+    from kvrelay.cluster.api.text.chat_template import ChatTemplate  # jinja2, where it is set
+
+    try:
+        if config.model.chat_template:
+            ChatTemplate(config.model.chat_template, {})
+    except ValueError as error:
+        raise ServeError(f"model.chat_template: {error}") from error
+
+
+class _Stopped(Exception):
+    """Asked to stop."""
+
+
+async def _first(awaited: asyncio.Future[T], until: tuple[asyncio.Future[Any], ...]) -> T:
+    """The result of `awaited`, or _Stopped if one of `until` comes first; raises what that did."""
+    await asyncio.wait({awaited, *until}, return_when=asyncio.FIRST_COMPLETED)
+    if awaited.done():
+        return awaited.result()
+    for ended in until:
+        if ended.done():
+            ended.result()
+    raise _Stopped
+
+
+async def _forward(source: Source, supervisor: Supervisor) -> None:
+    """SIGHUP, to the routers."""
+    while True:
+        await source.hangup.wait()
+        source.hangup.clear()
+        supervisor.reload()
+
+
+async def _supervise(
+    config: Config,
+    access: Access,
+    sockets: dict[NodeId, socket.socket],
+    tell: Tell,
+    source: Source | None,
+) -> Supervisor:
+    port = next(iter(sockets.values())).getsockname()[1]
+    try:
+        life = await asyncio.to_thread(open_life, config, port)
+    except OSError as error:
+        path = config.sessions.state_path
+        raise ServeError(f"cannot write to {path} (sessions.state_dir): {error}") from error
+    host = own_host(config.cluster.address)
+    cluster = config.cluster
+    listening = Listening(
+        # On a cluster of several machines an empty host means: the machine's own address.
+        host="" if cluster.address else host,
+        token=life.record.token,
+        max_frame_bytes=cluster.max_frame_mib << 20,
+        reconnect_s=cluster.reconnect_s,
+        orphan_s=cluster.orphan_s,
+        tls=identity_of(config.tls) if config.tls.frames else None,
+    )
+    supervisor = Supervisor(config, access, sockets, life, listening, host, tell, source)
+    await supervisor.start()
+    return supervisor
+
+
+def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run `call` on a daemon thread: unlike one of asyncio's, it does not hold up the exit when
+    the result is not wanted any more (a model may take minutes to download)."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not future.done():
+            set_outcome(outcome)
+
+    def run() -> None:
+        try:
+            outcome: tuple[Any, Any] = (future.set_result, call())
+        except BaseException as error:
+            outcome = (future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def _bind_all(config: Config) -> dict[NodeId, socket.socket]:
+    """A listening socket for each router: at the API's port and those after it."""
+    sockets: dict[NodeId, socket.socket] = {}
+    try:
+        for number in range(config.cluster.routers):
+            port = config.api.port and config.api.port + number
+            sockets[f"router-{number}"] = bind(config.api.host, port)
+    except RouterProcessError as error:
+        for sock in sockets.values():
+            sock.close()
+        raise ServeError(str(error)) from error
+    return sockets
+
+
+async def _prepare(config: Config, tell: Tell, found: asyncio.Event) -> PreparedModel:
+    """The model on disk. `found` is set once it is clear that the model is there, or is not, or
+    will take a while."""
+    loop = asyncio.get_running_loop()
+    on_gpu = uses_gpus(config, num_gpus())
+    num_here, num_prefill = config.most_workers, config.cluster.prefill
+    if config.cluster.address:
+        num_here = num_prefill = 0
+
+    def prepare() -> PreparedModel:
+        def on_news(news: str) -> None:
+            loop.call_soon_threadsafe(found.set)
+            tell("model", news, False)
+
+        try:
+            model = prepare_model(
+                config, num_here, on_news, num_prefill_here=num_prefill, on_gpu=on_gpu
+            )
+        except BuildError as error:
+            raise ServeError(str(error)) from error
+        tell("model", str(model.path), True)
+        return model
+
+    tell("model", config.model.name, False)
+    try:
+        return await _in_thread(prepare, "prepare-model")
+    finally:
+        found.set()

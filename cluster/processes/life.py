@@ -1,0 +1,115 @@
+"""What outlives `kvrelay serve` itself, so that the next one finds the workers that still run.
+
+A directory for each port that was served at, for its owner only, since it holds the token of the
+cluster. It is removed by a server that ends properly, and so is found only where one has died.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import shutil
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from kvrelay.cluster.config import Config
+from kvrelay.worker.processes import kill_workers
+
+log = logging.getLogger("kvrelay")
+
+TOKEN_BYTES = 32
+
+T = TypeVar("T")
+
+
+class LifeRecord(msgspec.Struct):
+    cluster: str
+    token: bytes
+    settings: str  # of the workers: `workers_of`
+    controller_epoch: int = 0
+
+
+@dataclass(slots=True)
+class Life:
+    """One life of a cluster. Owned by the supervisor."""
+
+    path: Path
+    record: LifeRecord
+
+    @property
+    def kept_file(self) -> Path:
+        """Of controllers."""
+        return self.path / "controller"
+
+    def next_controller(self) -> int:
+        """Its epoch."""
+        self.record.controller_epoch += 1
+        write_private(self.path / "life", msgspec.msgpack.encode(self.record))
+        return self.record.controller_epoch
+
+    def end(self) -> None:
+        """Nothing of it runs any more."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def open_life(config: Config, port: int) -> Life:
+    """The life that the last server at `port` has left behind, if its workers are such as `config`
+    asks for; else a new one. Workers of another kind are ended. Raises OSError."""
+    base = config.sessions.state_path / "running"
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    settings = workers_of(config)
+    path = base / f"{socket.gethostname()}-{port}"
+    found = read_record(path / "life", LifeRecord)
+    if found is not None and found.settings == settings:
+        log.warning("the last server at port %d did not end properly; its workers go on", port)
+        return Life(path, found)
+    if found is not None:
+        log.warning("the last server at port %d did not end properly; its workers end", port)
+        kill_workers(found.cluster)
+    shutil.rmtree(path, ignore_errors=True)
+    if config.api.port == 0:  # no later server would look there
+        path = Path(tempfile.mkdtemp(dir=base))
+    path.mkdir(mode=0o700, exist_ok=True)
+    record = LifeRecord(
+        f"kvrelay-{secrets.token_hex(4)}", secrets.token_bytes(TOKEN_BYTES), settings
+    )
+    return Life(path, record)
+
+
+def workers_of(config: Config) -> str:
+    """A digest of all settings that workers, and what they say to others, depend on."""
+    parts = (
+        config.model,
+        config.engine,
+        config.tiers,
+        config.tls,
+        config.cluster,
+        config.state,
+        config.scaling,
+    )
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+
+def read_record(file: Path, kind: type[T]) -> T | None:
+    """What `write_private` has left; None: nothing, as after a proper end, or nothing of use."""
+    try:
+        return msgspec.msgpack.decode(file.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("%s is of no use, and workers that run are not found: %s", file, error)
+        return None
+
+
+def write_private(file: Path, data: bytes) -> None:
+    """Whole or not at all, for the owner's eyes."""
+    new = file.with_suffix(f".{secrets.token_hex(4)}")
+    new.touch(mode=0o600)
+    new.write_bytes(data)
+    new.replace(file)

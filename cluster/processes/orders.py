@@ -1,0 +1,96 @@
+"""What the supervisor and its processes say to each other, beside the controller's messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.messages import RouterStarted
+from kvrelay.engine.node import NodeId
+from kvrelay.worker.process import Listening
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSpec:
+    """Everything that a process needs to become the controller."""
+
+    cluster: str
+    epoch: int
+    config: Config
+    kept_file: Path
+    listening: Listening
+    host: str  # where it listens
+    routers: tuple[NodeId, ...]
+    running_routers: tuple[RouterStarted, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartNews:
+    """To the supervisor: how far a part of the cluster is."""
+
+    part: str
+    news: str
+    is_up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AllUp:
+    """To the supervisor, once: all workers and routers are up. `lines`: for the user."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOrder:
+    """What a router's process is to be. `sock`: the number of its listening socket here."""
+
+    spec: Any  # RouterProcessSpec
+    listening: Listening
+    host: str  # where its wire listens
+    sock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serves:
+    """From a router: its API takes requests."""
+
+    router: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """It cannot do what it is for, and would fail again in the same way; one line."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Take nothing new, finish what is there within `drain_s`, and end."""
+
+    drain_s: float = 0.0
+    refuse: bool = True  # what is new is refused; else it waits for who listens there next
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """To the controller: routers end now, and are not to be started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """Read tenants again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartWorkers:
+    """To the controller: one after the other; answered by `WorkersRestarted`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersRestarted:
+    """`why_not`: empty if all are up again."""
+
+    why_not: str

@@ -1,0 +1,103 @@
+"""The Ray cluster that this process is part of: started or joined, its machines, and left.
+
+Import this after `ray_environment.apply`.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from kvrelay.cluster.control.machines import Machine
+from kvrelay.engine.host import first_line
+
+REACH_TIMEOUT_S = 5.0
+NAMESPACE = "kvrelay"  # of actors' names
+OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it
+
+
+class RayUnavailable(Exception):
+    """Ray did not start, or the cluster to join cannot be reached; one line."""
+
+
+def connect(address: str) -> None:
+    """Join the Ray cluster at `address`, or start one that asks for a token. Blocks for seconds.
+    Raises RayUnavailable."""
+    if address not in ("", "auto"):
+        _check_reachable(address)
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "log_to_driver": False,
+        "logging_level": logging.CRITICAL,
+    }
+    if address:
+        options["address"] = address
+    else:
+        options |= {
+            "address": "local",
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
+    # Ray prints the last words of dead processes; what matters of them, the controller logs.
+    ray._private.worker._worker_logs_enabled = False
+    try:
+        ray.init(**options)
+    except (RayError, ConnectionError, OSError, RuntimeError, ValueError) as error:
+        what = f"join the Ray cluster at {address}" if address else "start Ray"
+        raise RayUnavailable(f"cannot {what}: {first_line(error)}") from error
+
+
+def _check_reachable(address: str) -> None:
+    """Ray tries for half a minute; whether anything listens is known at once."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RayUnavailable(f"cannot reach a Ray cluster at {address}: {reason}") from error
+
+
+def disconnect() -> None:
+    """Leave the cluster; one that `connect` started ends with that."""
+    ray.shutdown()
+
+
+def control_plane() -> str:
+    """HOST:PORT of the cluster that was joined."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def own_machine() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    """Ray's records of the machines that it believes alive."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def ask_for_machines(num_machines: int, resources: dict[str, float]) -> None:
+    """Of Ray's autoscaler; see `RayWorkers.request_machines`. Blocks."""
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=[resources] * num_machines)
+
+
+def machines_of(nodes: list[dict[str, Any]], use_gpus: bool) -> tuple[Machine, ...]:
+    """In a stable order; without their GPUs if those are not wanted. A node that was started with
+    no CPUs and no GPUs, as heads are, is for Ray alone."""
+    found = [
+        Machine(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["Resources"].get("CPU", 0.0),
+            node["Resources"].get("GPU", 0.0) if use_gpus else 0.0,
+        )
+        for node in nodes
+        if node["Resources"].keys() & {"CPU", "GPU"}
+    ]
+    return tuple(sorted(found, key=lambda machine: (machine.host, machine.machine_id)))

@@ -1,0 +1,80 @@
+"""Tenants, their keys and their limits, read again while the server serves.
+
+On SIGHUP, and when the configuration's file or the tenants' file has changed. What is wrong with
+them is logged, and the tenants stay as they are. Other settings need a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from kvrelay.cluster.api.tenants import Tenants, load_tenants
+from kvrelay.cluster.config import Config, ConfigError
+
+POLL_S = 2.0
+
+_log = logging.getLogger("kvrelay.tenants")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a server's configuration comes from. `read` raises ConfigError; `hangup` is set by
+    SIGHUP."""
+
+    path: Path | None
+    read: Callable[[], Config]
+    hangup: asyncio.Event
+
+
+async def follow(
+    config: Config, source: Source, use: Callable[[Tenants], None], poll_s: float = POLL_S
+) -> None:
+    """Hand changed tenants to `use`, which may raise ConfigError, until cancelled. `config`: what
+    the server has started with."""
+    files = [Path(name) for name in (source.path, config.tenants.file) if name]
+    used = seen = await asyncio.to_thread(_stamps, files)
+    while True:
+        try:
+            async with asyncio.timeout(poll_s):
+                await source.hangup.wait()
+        except TimeoutError:
+            pass
+        before, seen = seen, await asyncio.to_thread(_stamps, files)
+        # A file that is being written is read when it has been left alone for a while.
+        if source.hangup.is_set() or (seen != used and seen == before):
+            source.hangup.clear()
+            used = seen
+            await _reload(config, source, use)
+
+
+async def _reload(config: Config, source: Source, use: Callable[[Tenants], None]) -> None:
+    try:
+        found = await asyncio.to_thread(source.read)
+        # The secret stays: with another one no tenant would find its KV again.
+        kept = replace(found.tenants, salt_secret=config.tenants.salt_secret)
+        found = replace(found, tenants=kept, sessions=config.sessions)
+        tenants = await asyncio.to_thread(load_tenants, found)
+        use(tenants)
+    except ConfigError as error:
+        _log.error("tenants stay as they are: %s", error)
+    else:
+        _log.info("tenants: %s", ", ".join(tenants.names()) or "none")
+
+
+def _stamps(files: Sequence[Path]) -> list[tuple[int, int, int] | None]:
+    """What changes with a file; None: it is not there."""
+    found: list[tuple[int, int, int] | None] = []
+    for path in files:
+        try:
+            status = path.stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+    return found

@@ -1,0 +1,163 @@
+"""The API of one router: what it is made of, in whichever process the router lives."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvrelay.cluster.api.tenants import Access
+from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.process_messages import RouterLoad
+from kvrelay.engine.host import NodeHost
+from kvrelay.engine.stats import Role
+from kvrelay.router.router import Router
+
+SHUTDOWN_S = 5.0  # live requests have this long to finish, beyond what they were given before
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What an API has to know of its model."""
+
+    path: Path
+    served_name: str
+    max_model_len: int  # tokens, prompt and output together
+
+
+class RouterHost(Protocol):
+    """Who hosts a router. The methods are described in `cluster.api.context`."""
+
+    config: Config
+    served_model: ServedModel
+    host: NodeHost
+    router: Router
+    draining: bool
+    finish_s: float  # that live requests have when it stops, besides SHUTDOWN_S
+
+    def status(self) -> dict[str, Any]: ...
+    def healthy(self) -> tuple[bool, dict[str, Any]]: ...
+    def set_role(self, worker: str, role: Role) -> Role: ...
+    async def audit(self) -> dict[str, Any]: ...
+    def order(self, service: Any) -> None: ...
+
+
+def load_of(router: Router, now: float, state: dict[str, Any]) -> RouterLoad:
+    """`state`: as of `OpenedState.status`."""
+    status = router.status(now)
+    return RouterLoad(status.num_live, status.num_queued, state["up"] if state else None)
+
+
+def settle_memory() -> None:
+    """What is there when serving begins stays: the garbage collector need not look at it again.
+    Prompts are long lists, and to look at all of them takes it a tenth of a second."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 200)
+
+
+def _responses_path(config: Config) -> Path | None:
+    """None: they are forgotten when the server stops."""
+    from kvrelay.cluster.api.responses.store import FILE
+
+    return config.sessions.state_path / FILE if config.sessions.durable else None
+
+
+def _limits(config: Config) -> Any:
+    from kvrelay.cluster.api.context import ApiLimits
+
+    api = config.api
+    return ApiLimits(
+        max_body_bytes=api.max_body_bytes,
+        max_live_requests=api.max_live_requests,
+        request_timeout_s=api.request_timeout_s,
+        keepalive_s=api.keepalive_s,
+        session_timeout_s=config.sessions.order_timeout_s + 2.0,
+    )
+
+
+def _tracing(config: Config, metrics: Any) -> Any:
+    """None where there is no collector."""
+    from kvrelay.cluster.api.tracing import Tracing
+
+    def count_spans(outcome: str, spans: int) -> None:
+        metrics.spans.labels(outcome).inc(spans)
+
+    section = config.tracing
+    return Tracing(section.endpoint, section.sample, count_spans) if section.endpoint else None
+
+
+async def serve_api(
+    served: RouterHost,
+    tokenizer: Any,
+    access: Access,
+    sock: socket.socket,
+    stop: asyncio.Event,
+    on_ready: Callable[[int], None],
+) -> None:
+    """Serve HTTP at `sock` until `stop`. `on_ready` gets the port once requests are taken."""
+    from prometheus_client import CollectorRegistry
+
+    from kvrelay.cluster.api.app import create_app
+    from kvrelay.cluster.api.client import RouterClient
+    from kvrelay.cluster.api.context import ApiContext
+    from kvrelay.cluster.api.http.connection import ConnectionLimits
+    from kvrelay.cluster.api.metrics import ApiMetrics, ClusterCollector
+    from kvrelay.cluster.api.responses.store import ResponseStore
+    from kvrelay.cluster.api.server import serve_app
+    from kvrelay.cluster.api.text.tokenizer import PublicPrompts
+
+    settle_memory()
+    config, router = served.config, served.router
+    registry = CollectorRegistry()
+    ClusterCollector(registry, served.status)
+    name = router.node_id.replace("router", "api")
+    served.host.add(client := RouterClient(name, router.node_id, served.host.deliver))
+    metrics = ApiMetrics(registry, served.served_model.served_name)
+    tracing = await asyncio.to_thread(_tracing, config, metrics)
+    prompts = await asyncio.to_thread(PublicPrompts.of_texts, tokenizer, access.public_prompts)
+    responses = await asyncio.to_thread(ResponseStore, _responses_path(config))
+    context = ApiContext(
+        model_name=served.served_model.served_name,
+        tokenizer=tokenizer,
+        client=client,
+        max_model_len=served.served_model.max_model_len,
+        status=served.status,
+        healthy=served.healthy,
+        audit=served.audit,
+        set_role=served.set_role,
+        is_draining=lambda: served.draining,
+        order=served.order,
+        metrics=metrics,
+        explanations=router.explanations,
+        tracing=tracing,
+        limits=_limits(config),
+        refuse_early=lambda call: router.refuse(asyncio.get_running_loop().time(), call),
+        tenants=access.tenants,
+        public_prompts=prompts,
+        retention_s=config.tiers.retention_s,
+        operations_key=config.api.operations_key,
+        cors_origins=tuple(config.api.cors_origins.split()),
+        tool_parser=config.api.tool_parser,
+        reasoning_parser=config.api.reasoning_parser,
+        responses=responses,
+    )
+    context.constraints.warm_up()
+    await serve_app(
+        create_app(context),
+        config.api.host,
+        config.api.port,
+        sock=sock,
+        stop=stop,
+        on_ready=on_ready,
+        connections=ConnectionLimits(config.api.max_connections, config.api.max_header_bytes),
+        certificate=config.tls.of_api,
+        max_message_bytes=config.api.max_body_bytes,
+        shutdown_timeout_s=lambda: served.finish_s + SHUTDOWN_S,
+    )
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)

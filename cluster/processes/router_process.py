@@ -1,0 +1,356 @@
+"""A router as a process of its own: its node, its API, its store and its wire on one loop.
+
+Life: listening -> serving (what comes waits until workers are up) -> draining -> ended, or dead
+with its node or its API. The controller tells it of workers, and operators through it; without a
+controller it goes on with the workers that it knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter, time
+from typing import Any
+
+import msgspec
+
+from kvrelay.cluster.api.metrics import status_dict
+from kvrelay.cluster.api.tenants import Access, Tenants
+from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.messages import (
+    CONTROLLER,
+    Introduced,
+    Peer,
+    RouterStarted,
+    ScalingReport,
+    SetRole,
+)
+from kvrelay.cluster.control.process_messages import (
+    AuditAnswer,
+    AuditQuestion,
+    ClusterView,
+    LinkLost,
+    Meet,
+    RouterLoad,
+    RouterReport,
+)
+from kvrelay.cluster.control.router_processes import RouterState, router_entry
+from kvrelay.cluster.control.view import merged_status
+from kvrelay.cluster.processes.reload import Source, follow
+from kvrelay.cluster.processes.router_api import ServedModel, load_of, serve_api
+from kvrelay.cluster.scaling.snapshots import router_seen, worker_seen
+from kvrelay.cluster.scaling.targets import router_config
+from kvrelay.cluster.state.opening import open_state
+from kvrelay.engine.host import NodeHost, keep_running
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Audit, AuditRequest, Role
+from kvrelay.engine.wire.wire import Wire
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.messages import WorkerDown
+from kvrelay.router.router import Router
+from kvrelay.worker.process import Listening, meet
+
+REPORT_S = 1.0
+AWAY_S = 5.0  # without a word of the controller it counts as gone
+AUDIT_TIMEOUT_S = 20.0
+
+
+class RouterProcessError(Exception):
+    """It cannot serve here; one line for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterProcessSpec:
+    """Everything that a process needs to become a router."""
+
+    cluster: str  # this life of the cluster
+    router: NodeId
+    epoch: int
+    routers: tuple[NodeId, ...]  # all of the cluster
+    config: Config
+    model: ServedModel
+    access: Access
+    # of tenants that may change: `path` and `read` of a `Source`
+    source: tuple[Path | None, Callable[[], Config]] | None = None
+
+
+class RouterProcess:
+    """Owns everything of one router. On one loop."""
+
+    def __init__(
+        self,
+        spec: RouterProcessSpec,
+        listening: Listening,
+        order: Callable[[Any], None] = lambda _: None,
+    ) -> None:
+        """`order`: begins what an operator asks of the whole server."""
+        self.config = spec.config
+        self.served_model = spec.model
+        self._spec = spec
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[BaseException] = self._loop.create_future()
+        self.host = NodeHost(self._loop, self._send, lambda _, error: self._fail(error))
+        self.wire: Wire = listening.wire(spec.router, spec.epoch, self._deliver, self._on_peer_lost)
+        self._opened = open_state(
+            spec.config, spec.model.served_name, spec.cluster, spec.router, spec.routers
+        )
+        self.router = Router(
+            spec.router,
+            _router_config(spec.config),
+            self._opened.sessions,
+            self._opened.records,
+            state=self._opened.state,
+            clock=perf_counter,
+            controller=CONTROLLER,
+        )
+        self._http_port = 0
+        self._stop = asyncio.Event()
+        self._is_serving = asyncio.Event()
+        self.finish_s = 0.0
+        self.draining = False
+        self.hangup = asyncio.Event()  # read tenants again
+        self._order = order
+        self._view: dict[str, Any] | None = None
+        self._viewed_at = 0.0
+        self._audits: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._restarted: Counter[str] = Counter()  # of them, by name
+
+    async def start(self, sock: socket.socket, host: str) -> RouterStarted:
+        """Begin to serve at `sock`, with a wire that listens at `host`."""
+        spec = self._spec
+        self._http_port = sock.getsockname()[1]
+        host, port = await self.wire.listen(host)
+        self.host.add(self.router, self._opened.executor)
+        self._opened.start(self.host.inbox(spec.router))
+        serving = self._loop.create_task(self._serve(sock))
+        serving.add_done_callback(self._on_served)
+        self._tasks = [serving]
+        self._keep("report", self._report)
+        if spec.config.scaling.enabled:
+            self._keep("report_traffic", self._report_traffic)
+        if spec.source is not None:
+            source = Source(*spec.source, self.hangup)
+            use = spec.access.tenants.update
+            self._keep("follow_tenants", partial(follow, spec.config, source, use))
+        return RouterStarted(
+            Peer(spec.router, host, port, spec.epoch), self._http_port, os.getpid()
+        )
+
+    def _keep(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._tasks.append(self._loop.create_task(keep_running(name, run, self._restarted)))
+
+    def order(self, service: Any) -> None:
+        """Begin what an operator asks of the whole server; to drain, this router begins at once."""
+        self.draining |= service == "drain"
+        self._order(service)
+
+    async def serves(self) -> None:
+        """Returns when its API takes requests."""
+        await self._is_serving.wait()
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """The API. Its libraries take a while; the router gets to know its workers meanwhile, and
+        clients wait in the socket's queue."""
+        try:
+            tokenizer = await asyncio.to_thread(
+                _load_tokenizer, self._spec.model.path, self._spec.config
+            )
+            await serve_api(
+                self,
+                tokenizer,
+                self._spec.access,
+                sock,
+                self._stop,
+                lambda _: self._is_serving.set(),
+            )
+        finally:
+            sock.close()
+
+    def use_tenants(self, tenants: Tenants) -> None:
+        """From now on."""
+        self._spec.access.tenants.update(tenants)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no new request, and wait for those that are there; returns how many are left."""
+        self.draining = True
+        deadline = self._loop.time() + timeout_s
+        while (num_live := self._load().num_live) and self._loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        return num_live
+
+    async def close(self, finish_s: float = 0.0) -> None:
+        """Take no more connections, finish what is there within `finish_s` and a few seconds, and
+        close everything. Who connects meanwhile waits for whoever listens there next."""
+        self.finish_s = finish_s
+        self._stop.set()
+        with contextlib.suppress(Exception):
+            await self._tasks[0]
+        for task in self._tasks:
+            task.cancel()
+        await self.wire.close()
+        await asyncio.to_thread(self.host.close)
+
+    def healthy(self) -> tuple[bool, dict[str, Any]]:
+        """Whether requests can be served: at least one worker is up, or the autoscaler starts one
+        as soon as there is a request."""
+        workers = self.router.status(self._loop.time()).workers
+        num_up = sum(worker.state != "down" for worker in workers)
+        wanted = len(workers) if self._view is None else len(self._view["workers"])
+        scaling = self._spec.config.scaling
+        is_asleep = scaling.enabled and scaling.limits(time())[0] == 0 and not num_up
+        return num_up > 0 or is_asleep, {"workers_up": num_up, "workers": wanted}
+
+    def status(self) -> dict[str, Any]:
+        """What this router knows, and what the controller has told it."""
+        now = self._loop.time()
+        status = status_dict(self.router.status(now), self.served_model.served_name)
+        status["wire"] = dict(self.wire.counters)
+        status["sessions"] = self.router.sessions.counts()
+        status["state"] = self._opened.status()
+        status["restarted_tasks"] = dict(self._restarted)
+        spec = self._spec
+        host, port, scheme = spec.config.api.host, self._http_port, spec.config.tls.scheme
+        up, load = RouterState.UP, self._load()
+        status["routers"] = [router_entry(spec.router, spec.epoch, up, host, port, load, scheme)]
+        return merged_status(status, self._view, now - self._viewed_at)
+
+    def set_role(self, worker: NodeId, role: Role) -> Role:
+        """Prefer `worker` for `role` from now on; returns what it was before. Raises KeyError, with
+        the workers that there are, and ControllerAway."""
+        known = {told["worker"]: told for told in self._ask_controller()["workers"]}
+        if worker not in known:
+            raise KeyError(sorted(known))
+        self.wire.send(CONTROLLER, SetRole(worker, role))
+        was = Role(known[worker]["role"])
+        known[worker]["role"] = str(role)  # until the controller says it again
+        return was
+
+    async def audit(self) -> dict[str, Any]:
+        """See `cluster.control.audits`. Raises ControllerAway, and TimeoutError."""
+        self._ask_controller()
+        number = next(self._numbers)
+        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._audits[number] = answer
+        try:
+            self.wire.send(CONTROLLER, AuditQuestion(self._spec.router, number))
+            async with asyncio.timeout(AUDIT_TIMEOUT_S):
+                return await answer
+        finally:
+            del self._audits[number]
+
+    def _ask_controller(self) -> dict[str, Any]:
+        age_s = self._loop.time() - self._viewed_at
+        if self._view is None or age_s > AWAY_S:
+            from kvrelay.cluster.api.context import ControllerAway
+
+            raise ControllerAway
+        return self._view
+
+    def _load(self) -> RouterLoad:
+        return load_of(self.router, self._loop.time(), self._opened.status())
+
+    async def _report(self) -> None:
+        while True:
+            self._tell_load()
+            await asyncio.sleep(REPORT_S)
+
+    async def _report_traffic(self) -> None:
+        """To the autoscaler."""
+        config, router = self._spec.config, self.router
+        while True:
+            await asyncio.sleep(config.scaling.tick_s)
+            if not self.wire.knows(CONTROLLER):
+                continue
+            now = self._loop.time()
+            seen = router_seen(0.0, router.node_id, router.traffic, len(router.live))
+            stats = router.worker_stats
+            workers = [worker_seen(at_s - now, info, each) for info, at_s, each in stats]
+            self.wire.send(CONTROLLER, ScalingReport(seen, tuple(workers)))
+
+    def _tell_load(self) -> None:
+        spec = self._spec
+        if self.wire.knows(CONTROLLER):
+            self.wire.send(CONTROLLER, RouterReport(spec.router, spec.epoch, self._load()))
+
+    def _own_audit(self) -> Audit:
+        live = {"live": self._load().num_live}
+        left = tuple(self.router.check_idle())
+        return Audit(self._spec.router, self._spec.epoch, live, left)
+
+    def _deliver(self, to: NodeId, message: Any) -> None:
+        """What is for the process is not for its node."""
+        match message:
+            case Meet(about, epoch, peers):
+                meet(self.wire, peers)
+                self.wire.send(CONTROLLER, Introduced(self._spec.router, about, epoch))
+            case ClusterView(data):
+                self._view = msgspec.msgpack.decode(data)
+                self._viewed_at = self._loop.time()
+            case AuditRequest(reply_to):
+                self.wire.send(reply_to, self._own_audit())
+            case AuditAnswer(number, data):
+                waiting = self._audits.get(number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(msgspec.msgpack.decode(data))
+            case _:
+                self.host.deliver(to, message)
+
+    def _on_peer_lost(self, node: NodeId, epoch: int) -> None:
+        """Messages were lost. A worker is as good as gone until the controller, which asks it, has
+        brought the two together again."""
+        if node == CONTROLLER or node in self._spec.routers:
+            return
+        self.host.deliver(
+            self._spec.router, WorkerDown(node, epoch, "the connection to it was lost")
+        )
+        self.wire.send(CONTROLLER, LinkLost(self._spec.router, node, epoch))
+
+    def _send(self, to: NodeId, message: Any) -> str | None:
+        return self.wire.send(to, message)
+
+    def _on_served(self, serving: asyncio.Task[None]) -> None:
+        if not self._stop.is_set():
+            error = None if serving.cancelled() else serving.exception()
+            self._fail(error or RuntimeError("its API has ended"))
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+
+def _router_config(config: Config) -> RouterConfig:
+    scaling = config.scaling
+    return router_config(config.router, scaling) if scaling.enabled else config.router
+
+
+def _load_tokenizer(path: Path, config: Config) -> Any:
+    import kvrelay.cluster.api.app  # noqa: F401  (slow)
+    from kvrelay.cluster.api.text.tokenizer import Tokenizer
+
+    return Tokenizer(
+        path,
+        chat_template=config.model.chat_template,
+        parse_special_tokens_in_messages=config.api.parse_special_tokens_in_messages,
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Raises RouterProcessError."""
+    from kvrelay.cluster.api.server import PortTaken, bind_socket
+
+    try:
+        return bind_socket(host, port)
+    except PortTaken as error:
+        raise RouterProcessError(str(error)) from error
+    except OSError as error:
+        raise RouterProcessError(f"cannot listen at {host}:{port}: {error.strerror}") from error

@@ -1,0 +1,350 @@
+"""Keeps the controller and the routers running: `kvrelay serve` itself.
+
+It holds the sockets that clients connect to, so that a connection waits while the router behind it
+starts again, and starts and ends processes; it decides nothing else. Routers are started and ended
+as the controller asks; the controller is started again when it ends or hangs, and adopts what runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.cluster.api.tenants import Access
+from kvrelay.cluster.config import Config
+from kvrelay.cluster.control.messages import (
+    RouterFailed,
+    RouterLost,
+    RouterStarted,
+    StartRouter,
+    StopRouter,
+)
+from kvrelay.cluster.processes.channel import Child
+from kvrelay.cluster.processes.errors import ServeError
+from kvrelay.cluster.processes.life import Life
+from kvrelay.cluster.processes.orders import (
+    AllUp,
+    ControlSpec,
+    Ending,
+    GaveUp,
+    PartNews,
+    Reload,
+    RestartWorkers,
+    RouterOrder,
+    Serves,
+    Stop,
+    WorkersRestarted,
+)
+from kvrelay.cluster.processes.reload import Source
+from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
+from kvrelay.cluster.processes.router_process import RouterProcessSpec
+from kvrelay.engine.node import NodeId
+from kvrelay.worker.build import PreparedModel
+from kvrelay.worker.process import Listening
+from kvrelay.worker.processes import kill_workers
+
+log = logging.getLogger("kvrelay.serve")
+
+Tell = Callable[[str, str, bool], None]  # part, news, done
+
+WATCH_S = 1.0
+SILENT_S = 20.0  # a process that says nothing for so long hangs, and is ended
+RESTART_S, MAX_RESTART_S = 0.1, 10.0  # before a controller that ended is started again
+STABLE_S = 60.0  # one that ran for so long is started again at once
+END_S = 20.0  # for a process to end by itself once it was told to
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """All are up, and the first router takes requests."""
+
+    ports: dict[NodeId, int]  # of each router's API
+    lines: tuple[str, ...]  # what the KV cache costs
+    model: str
+
+
+class Supervisor:
+    """Owns the processes beside it. On one loop.
+
+    Invariant: at most one controller, and one process for each router, is running."""
+
+    def __init__(
+        self,
+        config: Config,
+        access: Access,
+        sockets: dict[NodeId, socket.socket],
+        life: Life,
+        listening: Listening,
+        host: str,
+        tell: Tell,
+        source: Source | None,
+    ) -> None:
+        """`sockets`: of each router, listening; `host`: where routers and controller listen."""
+        self._config = config
+        self._access = access
+        self._sockets = sockets
+        self._life = life
+        self._listening = listening
+        self._host = host
+        self._tell = tell
+        self._source = source
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self.ready: asyncio.Future[Ready] = self._loop.create_future()
+        self.asked_to_end = asyncio.Event()  # by an operator, over HTTP
+        self._model: PreparedModel | None = None
+        self._lines: tuple[str, ...] | None = None
+        self._serving: set[NodeId] = set()
+        self._controller: Child | None = None
+        self._routers: dict[NodeId, Child] = {}
+        self._started: dict[NodeId, RouterStarted] = {}
+        self._restarting: asyncio.Future[str] | None = None
+        self._is_ending = False
+        self._failures = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def cluster(self) -> str:
+        return self._life.record.cluster
+
+    async def start(self) -> None:
+        """Start the controller. Its workers wait for `use_model`."""
+        self._spawn(self._watch())
+        await self._start_controller()
+
+    def use_model(self, model: PreparedModel) -> None:
+        self._model = model
+        self._to_controller(model)
+
+    def reload(self) -> None:
+        for router in self._routers.values():
+            router.order(Reload())
+
+    async def end(self, drain_s: float) -> None:
+        """Take no new requests, finish what is there within `drain_s`, and end all."""
+        self._is_ending = True
+        self._to_controller(Ending())
+        routers = list(self._routers.values())
+        for router in routers:
+            router.order(Stop(drain_s))
+        finish_s = drain_s + SHUTDOWN_S + END_S
+        await asyncio.gather(*(_end(router, finish_s) for router in routers))
+        if self._controller is not None and self._controller.is_alive:
+            self._controller.order(Stop())
+            await _end(self._controller, 2 * END_S)
+        kill_workers(self.cluster)  # of a controller that could not end them, if they are here
+        for task in self._tasks:
+            task.cancel()
+        if not self.failed.done():
+            self.failed.cancel()
+        self._life.end()
+
+    async def restart(self) -> None:
+        """Every worker, every router and the controller, one after the other. Logs how it went."""
+        if self._restarting is not None or self._controller is None:
+            log.warning("a restart is under way already")
+            return
+        self._restarting = self._loop.create_future()
+        try:
+            log.info("restarting workers")
+            self._controller.order(RestartWorkers())
+            why_not = await self._restarting
+            if why_not:
+                log.error("restart stopped: %s", why_not)
+                return
+            for name in list(self._routers):
+                log.info("restarting %s", name)
+                await self._restart_router(name)
+            log.info("restarting the controller")
+            self._controller.kill()  # the next one adopts all; there is nothing to finish
+            log.info("all have been restarted")
+        except TimeoutError:
+            log.error("restart stopped: a router does not serve again in time")
+        finally:
+            self._restarting = None
+
+    async def _restart_router(self, name: NodeId) -> None:
+        old, drain_s = self._routers[name], self._config.cluster.drain_s
+        self._serving.discard(name)
+        old.order(Stop(drain_s, refuse=False))
+        await _end(old, drain_s + SHUTDOWN_S + END_S)
+        async with asyncio.timeout(self._config.cluster.start_timeout_s):
+            while name not in self._serving:
+                await asyncio.sleep(0.05)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start_controller(self) -> None:
+        spec = ControlSpec(
+            cluster=self._life.record.cluster,
+            epoch=self._life.next_controller(),
+            config=self._config,
+            kept_file=self._life.kept_file,
+            listening=self._listening,
+            host=self._host,
+            routers=tuple(self._sockets),
+            running_routers=tuple(self._started.values()),
+        )
+        started_at = self._loop.time()
+        child = Child(
+            "controller", self._on_controller_news, lambda code: self._on_end(started_at, code)
+        )
+        self._controller = child
+        await child.start("controller", spec)
+        if self._model is not None:
+            child.order(self._model)
+
+    def _on_controller_news(self, news: Any) -> None:
+        match news:
+            case PartNews(part, text, is_up):
+                if not self.ready.done():
+                    self._tell(part, text, is_up)
+            case AllUp(lines):
+                self._lines = lines
+                self._look_ready()
+            case StartRouter():
+                self._spawn(self._start_router(news))
+            case StopRouter(router, epoch):
+                self._stop_router(router, epoch)
+            case WorkersRestarted(why_not):
+                if self._restarting is not None and not self._restarting.done():
+                    self._restarting.set_result(why_not)
+            case GaveUp(reason):
+                self._fail(ServeError(reason))
+            case _:
+                log.warning("the controller said %s", type(news).__name__)
+
+    def _on_end(self, started_at: float, code: int) -> None:
+        if self._is_ending:
+            return
+        if self._loop.time() - started_at >= STABLE_S:
+            self._failures = 0
+        pause_s = min(RESTART_S * 2**self._failures, MAX_RESTART_S)
+        self._failures += 1
+        log.warning("the controller has ended (%s); again in %g s", told(code), pause_s)
+        if self._restarting is not None and not self._restarting.done():
+            self._restarting.set_result("the controller has ended")
+
+        async def again() -> None:
+            await asyncio.sleep(pause_s)
+            await self._start_controller()
+
+        self._spawn(again())
+
+    async def _start_router(self, start: StartRouter) -> None:
+        if self._is_ending:
+            return
+        name, config = start.router, self._config
+        assert self._model is not None, "routers are started once there is a model"
+        old = self._routers.get(name)
+        if old is not None:
+            old.kill()
+            await old.ended(END_S)
+        model = self._model
+        served = ServedModel(model.path, model.served_name, model.max_model_len)
+        spec = RouterProcessSpec(
+            cluster=self._life.record.cluster,
+            router=name,
+            epoch=start.epoch,
+            routers=tuple(self._sockets),
+            config=config,
+            model=served,
+            access=self._access,
+            source=None if self._source is None else (self._source.path, self._source.read),
+        )
+        fd = self._sockets[name].fileno()
+        child = Child(
+            name,
+            self._on_router_news,
+            lambda code: self._on_router_end(name, start.epoch, code),
+        )
+        self._routers[name] = child
+        await child.start("router", RouterOrder(spec, self._listening, self._host, fd), (fd,))
+
+    def _on_router_news(self, news: Any) -> None:
+        match news:
+            case RouterStarted(peer):
+                self._started[peer.node] = news
+                self._to_controller(news)
+            case RouterFailed() | RouterLost():
+                self._to_controller(news)
+            case Serves(router):
+                self._serving.add(router)
+                self._look_ready()
+            case "drain":
+                self.asked_to_end.set()
+            case "restart":
+                self._spawn(self.restart())
+            case _:
+                log.warning("a router said %s", type(news).__name__)
+
+    def _on_router_end(self, name: NodeId, epoch: int, code: int) -> None:
+        self._serving.discard(name)
+        started = self._started.get(name)
+        if started is not None and started.peer.epoch == epoch:
+            del self._started[name]
+        if not self._is_ending:
+            self._to_controller(RouterLost(name, epoch, f"its process has ended ({told(code)})"))
+
+    def _stop_router(self, name: NodeId, epoch: int) -> None:
+        child, started = self._routers.get(name), self._started.get(name)
+        if child is not None and (started is None or started.peer.epoch <= epoch):
+            child.kill()
+
+    def _to_controller(self, message: Any) -> None:
+        if self._controller is not None:
+            self._controller.order(message)
+
+    def _look_ready(self) -> None:
+        lines, model = self._lines, self._model
+        is_all = len(self._serving) == len(self._sockets)
+        if lines is not None and model is not None and is_all and not self.ready.done():
+            ports = {name: sock.getsockname()[1] for name, sock in self._sockets.items()}
+            self.ready.set_result(Ready(ports, lines, model.served_name))
+
+    async def _watch(self) -> None:
+        """End what hangs. Time counts in looks: one that was stopped itself has heard nothing."""
+        last = self._loop.time()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now = self._loop.time()
+            was_away, last = now - last > 2 * WATCH_S, now
+            for child in (*self._routers.values(), self._controller):
+                if child is None or not child.is_alive:
+                    continue
+                if was_away:
+                    child.heard_at = max(child.heard_at, now - SILENT_S / 2)
+                if now - child.heard_at > SILENT_S:
+                    log.warning("%s says nothing for %g s and is ended", child.name, SILENT_S)
+                    child.heard_at = now
+                    child.kill()
+
+    def _fail(self, error: ServeError) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+
+async def _end(child: Child, timeout_s: float) -> None:
+    """Until it has ended by itself, or by force."""
+    if child.is_alive and not await child.ended(timeout_s):
+        log.warning("%s does not end and is ended by force", child.name)
+        child.kill()
+        await child.ended(END_S)
+
+
+def told(code: int) -> str:
+    """An exit code, for people."""
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"

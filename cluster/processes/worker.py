@@ -1,0 +1,91 @@
+"""A worker's process, as its guardian starts it: `python -m kvrelay.cluster.processes.worker NAME FD`.
+
+It leaves the guardian's session, so that it outlives it: weights and KV are worth more than what
+started them. NAME says in `ps` which worker it is. From stdin come a WorkerSpec and a Listening,
+pickled; to FD go, pickled, the process id, a WorkerStarted or StartFailed, and why it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import pickle
+import signal
+import sys
+from typing import IO, TYPE_CHECKING, Any
+
+from kvrelay.cluster.control.messages import StartFailed, WorkerStarted
+from kvrelay.engine.host import NodeExit, first_line
+from kvrelay.worker.core_dumps import CoreDumps
+from kvrelay.worker.process import Listening, WorkerProcess
+
+if TYPE_CHECKING:
+    from kvrelay.worker.spec import WorkerSpec
+
+
+def start(spec: WorkerSpec, listening: Listening) -> tuple[WorkerProcess | None, Any]:
+    """Build the worker and serve. What would fail again is told as permanent."""
+    from kvrelay.worker.build import build_worker
+    from kvrelay.worker.kv_plan import BuildError
+
+    try:
+        process = WorkerProcess(build_worker(spec), listening)
+        return process, process.start()
+    except BuildError as error:
+        return None, StartFailed(spec.worker, spec.epoch, str(error), permanent=True)
+    except Exception as error:
+        logging.getLogger("kvrelay").exception("%s does not start", spec.worker)
+        why = f"{type(error).__name__}: {first_line(error)}"
+        return None, StartFailed(spec.worker, spec.epoch, why, permanent=False)
+
+
+def serve(spec: WorkerSpec, listening: Listening, guardian: IO[bytes]) -> int:
+    """Returns the exit code."""
+
+    def tell(news: Any) -> None:
+        with contextlib.suppress(OSError):  # the guardian may be gone
+            guardian.write(pickle.dumps(news))
+            guardian.flush()
+
+    tell(os.getpid())
+    dumps = CoreDumps(spec.engine.core_dumps, spec.worker, on_gpu=spec.on_gpu)
+    dumps.prepare(os.environ)
+    process, answer = start(spec, listening)
+    tell(answer)
+    if process is None or not isinstance(answer, WorkerStarted):
+        return 1
+    try:
+        process.wait()
+    except BaseException as error:  # the state of a node that raised is not to be trusted
+        why, hangs = first_line(error), isinstance(error, NodeExit) and error.hangs
+        stacks = dumps.write_stacks(why) if hangs else None
+        where = f"; stacks: {stacks}" if stacks else ""
+        tell(f"{type(error).__name__}: {why}{where}")
+        if hangs:  # what it did, others have taken over: its step was late for long
+            dumps.dump_gpus()
+        logging.shutdown()
+        return 1
+    process.close()
+    return 0
+
+
+def main() -> None:
+    if os.fork():  # a daemon: its parent does not wait for it
+        os._exit(0)
+    os.setsid()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("kvrelay").setLevel(logging.INFO)
+    faulthandler.register(signal.SIGUSR1)  # where does it hang? stacks go to the log
+    guardian = os.fdopen(int(sys.argv[2]), "wb")
+    os.set_inheritable(guardian.fileno(), False)
+    spec, listening = pickle.load(sys.stdin.buffer)
+    code = serve(spec, listening, guardian)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

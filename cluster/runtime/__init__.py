@@ -1,1 +1,0 @@
-"""Runtimes: what delivers messages to nodes and performs their effects."""

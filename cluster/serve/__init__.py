@@ -1,1 +1,0 @@
-"""`kvrelay serve`: router, controller and API in one process; further router processes."""

@@ -1,1 +1,0 @@
-"""A worker put together: its model, its KV memory, its threads and its process."""

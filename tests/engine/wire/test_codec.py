@@ -1,0 +1,121 @@
+"""Every message survives the wire; nothing else gets through."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.cluster.api.openai.schema import MAX_PROMPT_LOGPROBS, MAX_SCORED_TOKENS
+from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.block_hash import CacheScope
+from kvrelay.engine.messages import Abort, TokenDeltas
+from kvrelay.engine.request import PromptOutputs, SamplingParams, TokenDelta, TokenLogprobs
+from kvrelay.engine.wire.codec import MESSAGE_TYPES, FrameError, decode_message, encode
+from kvrelay.engine.wire.context import WireLimits
+
+U64 = st.integers(0, 2**64 - 1)
+st.register_type_strategy(int, U64)
+st.register_type_strategy(float, st.floats(allow_nan=False))
+st.register_type_strategy(str, st.text(st.characters(codec="utf-8"), max_size=20))
+
+
+@pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda t: t.__name__)
+def test_every_message_survives_a_round_trip(message_type: type) -> None:
+    @settings(max_examples=25, deadline=None)
+    @given(st.builds(message_type))
+    def round_trip(message: object) -> None:
+        decoded = decode_message(encode(message))
+        assert decoded == message
+        assert type(decoded) is message_type
+
+    round_trip()
+
+
+def test_every_message_of_the_contracts_is_registered() -> None:
+    nested = {"TokenDelta", "TokenLogprobs", "SamplingParams", "WorkerInfo"}
+    nested |= {"PromptOutputs", "ReasoningBudget"}
+    nested |= {"SessionInfo", "SessionHolder", "SessionLimits", "TenantShare"}
+    nested |= {"RouterLoad", "KVLink"}
+    modules = [
+        "kvrelay.engine.kv.events",
+        "kvrelay.engine.messages",
+        "kvrelay.engine.request",
+        "kvrelay.engine.stats",
+    ]
+    modules += [
+        "kvrelay.kvtransfer.messages",
+        "kvrelay.prefill_worker.messages",
+        "kvrelay.decode_worker.messages",
+    ]
+    modules += ["kvrelay.router.messages", "kvrelay.cluster.control.process_messages"]
+    declared = {
+        name
+        for module in map(importlib.import_module, modules)
+        for name, value in vars(module).items()
+        if isinstance(value, type) and dataclasses.is_dataclass(value)
+        if value.__module__ == module.__name__
+    }
+    # These messages and effects of the controller cross processes.
+    control = {"Introduced", "WorkerStarted", "SetRole", "ScalingReport"}
+    assert (declared - nested) | control == {t.__name__ for t in MESSAGE_TYPES}
+
+
+def test_a_long_decode_keeps_its_tokens() -> None:
+    sampling = SamplingParams(logit_bias={5: -1.5}, stop_token_ids=(1, 2))
+    scope = CacheScope(b"\x00")
+    message = Decode("r", 3, "router-0", None, tuple(range(3000)), 2999, sampling, 1.5, scope)
+    assert decode_message(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb("Abort"),
+        msgpack.packb(["Abort"]),
+        msgpack.packb(["Abort", {"request_id": "r"}]),
+        msgpack.packb(["Abort", {"request_id": 1, "attempt": 1}]),
+        msgpack.packb(["Abort", {"request_id": "r", "attempt": "1"}]),
+        msgpack.packb(["Abort", {"request_id": "r", "attempt": True}]),
+        msgpack.packb(["Abort", {"request_id": b"r", "attempt": 1}]),
+        msgpack.packb(["Abort", ["r", 1]]),
+        msgpack.packb(["os.system", {"command": "true"}]),
+        msgpack.packb([7, {}]),
+        encode(Abort("r", 1)) + b"\x00",
+        encode(Abort("r", 1))[:-1],
+        b"\x92\xa5Abort\x81\xaarequest_id\xa2\xff\xfe",
+        b"\x91" * 100_000,
+        msgpack.packb(["Refused", {"worker": "w", "epoch": 1, "request_id": "r", "attempt": 1,
+                                   "reason": "because", "detail": ""}]),
+    ],
+)  # fmt: skip
+def test_what_is_no_message_is_a_frame_error(body: bytes) -> None:
+    with pytest.raises(FrameError):
+        decode_message(body)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_random_bytes_raise_nothing_but_frame_errors(body: bytes) -> None:
+    with pytest.raises(FrameError):
+        decode_message(body)
+
+
+def test_the_most_that_a_prompt_may_tell_fits_into_a_frame() -> None:
+    best = tuple((2**32 - 1 - n, -1.2345678901) for n in range(MAX_PROMPT_LOGPROBS))
+    row = TokenLogprobs(-1.2345678901, best)
+
+    def num_bytes(num_tokens: int) -> int:
+        prompt = PromptOutputs((row,) * num_tokens)
+        delta = TokenDelta("r" * 64, 1, num_tokens, (5,), prompt=prompt)
+        return len(encode(TokenDeltas("decode-0", 1, (delta,))))
+
+    some, each = num_bytes(1000), num_bytes(1001) - num_bytes(1000)
+    assert some + each * MAX_SCORED_TOKENS < WireLimits().max_frame_bytes
+    assert some + each * MAX_SCORED_TOKENS * 1.2 > WireLimits().max_frame_bytes, "by a fifth"

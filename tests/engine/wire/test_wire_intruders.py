@@ -1,0 +1,285 @@
+"""The wire's closed door: what is not a proper frame of an authenticated peer has no effect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvrelay.engine.messages import Abort
+from kvrelay.engine.wire.codec import encode
+from kvrelay.engine.wire.frames import FrameWriter, Kind
+from kvrelay.engine.wire.handshake import (
+    NONCE_BYTES,
+    PREAMBLE,
+    REPLY_BYTES,
+    StreamId,
+    make_hello,
+    make_proof,
+    session_keys,
+)
+from tests.engine.wire.wire_peers import TOKEN, Peer, run, until
+
+
+def hello_to(to: str, stream: StreamId = StreamId(1, bytes(16), 1)) -> bytes:
+    return make_hello("a", to, stream, bytes(NONCE_BYTES))
+
+
+class Intruder:
+    """An initiator with the token, whose bytes the test writes itself."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.hello = hello_to("b")
+        self.proof = b""
+        self.frames = FrameWriter(bytes(32))
+
+    async def authenticate(self) -> Intruder:
+        self.writer.write(self.hello)
+        reply = await self.reader.readexactly(REPLY_BYTES)
+        nonce = reply[len(PREAMBLE) : len(PREAMBLE) + NONCE_BYTES]
+        self.proof = make_proof(TOKEN, b"initiator", self.hello, nonce)
+        self.writer.write(self.proof)
+        self.frames = FrameWriter(session_keys(TOKEN, self.hello, nonce).initiator)
+        return self
+
+    def frame(self, message: Any) -> bytes:
+        body = message if isinstance(message, bytes) else encode(message)
+        return self.frames.seal(Kind.MESSAGE, body)
+
+
+async def authenticate(b: Peer) -> Intruder:
+    return await Intruder(*await asyncio.open_connection(*b.address)).authenticate()
+
+
+async def assert_closed(reader: asyncio.StreamReader) -> None:
+    try:
+        async with asyncio.timeout(10):
+            while await reader.read(1 << 16):
+                pass
+    except ConnectionResetError:
+        pass
+
+
+def test_the_wrong_token_is_refused_on_both_sides() -> None:
+    async def scenario(a: Peer, b: Peer) -> None:
+        stranger = Peer("a", token=b"another token")
+        stranger.knows(b)
+        stranger.wire.send("b", Abort("r", 1))
+        await until(lambda: stranger.wire.counters["auth_failed"] > 0, "the refusal")
+        await until(lambda: bool(stranger.lost), "giving up")
+        await stranger.wire.close()
+        assert b.messages == []
+
+        reader, writer = await asyncio.open_connection(*b.address)
+        writer.write(hello_to("b"))
+        await reader.readexactly(REPLY_BYTES)
+        writer.write(bytes(32) + b"whatever follows")
+        await assert_closed(reader)
+        assert b.wire.counters["auth_failed"] == 1
+        assert b.messages == []
+        assert b.wire.counters["accepted"] == 0
+
+    run(scenario)
+
+
+def test_a_recorded_connection_cannot_be_replayed() -> None:
+    async def scenario(a: Peer, b: Peer) -> None:
+        intruder = await authenticate(b)
+        frame = intruder.frame(Abort("r", 1))
+        intruder.writer.write(frame)
+        await until(lambda: b.messages == [Abort("r", 1)], "the original")
+
+        reader, writer = await asyncio.open_connection(*b.address)
+        writer.write(intruder.hello + intruder.proof + frame)
+        await assert_closed(reader)
+        assert b.wire.counters["auth_failed"] == 1
+
+        another = await authenticate(b)  # same names and nonce of ours, another connection
+        another.writer.write(frame)
+        await assert_closed(another.reader)
+        assert b.wire.counters["bad_mac"] == 1
+        assert len(b.messages) == 1
+
+    run(scenario)
+
+
+def test_the_responders_own_proof_cannot_be_reflected_to_it() -> None:
+    async def scenario(a: Peer, b: Peer) -> None:
+        reader, writer = await asyncio.open_connection(*b.address)
+        writer.write(hello_to("b"))
+        reply = await reader.readexactly(REPLY_BYTES)
+        writer.write(reply[-32:] + b"whatever follows")
+        await assert_closed(reader)
+        assert b.wire.counters["auth_failed"] == 1
+        assert b.messages == []
+
+    run(scenario)
+
+
+def test_a_proof_for_one_stream_does_not_open_another() -> None:
+    async def scenario(a: Peer, b: Peer) -> None:
+        reader, writer = await asyncio.open_connection(*b.address)
+        hello = hello_to("b")
+        writer.write(hello)
+        reply = await reader.readexactly(REPLY_BYTES)
+        nonce = reply[len(PREAMBLE) : len(PREAMBLE) + NONCE_BYTES]
+        other = hello_to("b", StreamId(1, bytes(16), 2))
+        writer.write(make_proof(TOKEN, b"initiator", other, nonce))
+        await assert_closed(reader)
+        assert b.wire.counters["auth_failed"] == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("data", "counter"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "bad_magic"),
+        (b"KVR\x01" + bytes(100), "bad_version"),
+        (hello_to("somebody else"), "unknown_destination"),
+        (hello_to("b")[:-1] + b"\xff", "bad_hello"),
+        (PREAMBLE, "handshake_timeout"),
+        (b"", "handshake_timeout"),
+        (hello_to("b"), "handshake_timeout"),
+    ],
+)
+def test_a_stranger_is_closed_and_counted(data: bytes, counter: str) -> None:
+    async def scenario(a: Peer, b: Peer) -> None:
+        reader, writer = await asyncio.open_connection(*b.address)
+        writer.write(data)
+        await assert_closed(reader)
+        assert +b.wire.counters == {counter: 1}
+        assert not b.wire.strangers
+
+    run(scenario)
+
+
+def test_strangers_are_limited_and_do_not_keep_peers_out() -> None:
+    async def scenario(a: Peer, b: Peer) -> None:
+        strangers = [await asyncio.open_connection(*b.address) for _ in range(6)]
+        await until(lambda: b.wire.counters["too_many_strangers"] == 3, "the limit")
+        for reader, _writer in strangers:
+            await assert_closed(reader)
+        a.knows(b)
+        a.wire.send("b", Abort("r", 1))
+        await until(lambda: bool(b.messages), "the peer's message")
+
+    run(scenario)
+
+
+def flip(frame: bytes, at: int, bit: int = 0) -> bytes:
+    changed = bytearray(frame)
+    changed[at] ^= 1 << bit
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("forge", "counter"),
+    [
+        (lambda i: ((1 << 16) + 1).to_bytes(4, "big") + b"\0", "oversized"),
+        (lambda i: b"\xff" * 40, "oversized"),
+        (lambda i: bytes(40), "bad_mac"),
+        (lambda i: flip(i.frame(Abort("r", 2)), 4), "bad_mac"),
+        (lambda i: flip(i.frame(Abort("r", 2)), 8), "bad_mac"),
+        (lambda i: flip(i.frame(Abort("r", 2)), -1), "bad_mac"),
+        (lambda i: i.frame(b""), "bad_frame"),
+        (lambda i: i.frame(b"\x80\x04\x95garbage"), "bad_frame"),
+        (
+            lambda i: i.frame(msgpack.packb(["Abort", {"request_id": "r", "attempt": "x"}])),
+            "bad_frame",
+        ),
+        (lambda i: i.frame(msgpack.packb(["exec", {"code": "1"}])), "bad_frame"),
+    ],
+)
+def test_a_bad_frame_of_a_peer_closes_the_connection(
+    forge: Callable[[Intruder], bytes], counter: str
+) -> None:
+    async def scenario(a: Peer, b: Peer) -> None:
+        intruder = await authenticate(b)
+        good = intruder.frame(Abort("good", 1))
+        intruder.writer.write(good + forge(intruder) + intruder.frame(Abort("after", 1)))
+        await assert_closed(intruder.reader)
+        assert b.messages == [Abort("good", 1)]
+        assert b.wire.counters[counter] == 1
+        assert not b.wire.inbound
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("order", [(0, 0, 1), (0, 2), (1, 0), (0, 2, 1)], ids=str)
+def test_frames_that_are_repeated_left_out_or_moved_close_the_connection(
+    order: tuple[int, ...],
+) -> None:
+    async def scenario(a: Peer, b: Peer) -> None:
+        intruder = await authenticate(b)
+        frames = [intruder.frame(Abort("r", number)) for number in range(3)]
+        intruder.writer.write(b"".join(frames[number] for number in order))
+        await assert_closed(intruder.reader)
+        assert b.wire.counters["bad_mac"] == 1
+        assert b.messages == [Abort("r", 0)][: 1 - order[0]]
+
+    run(scenario)
+
+
+def mutate(frame: bytes, rng: Random) -> bytes:
+    """Bits flipped, bytes cut out, repeated or put in: never the frame itself."""
+    at = rng.randrange(len(frame))
+    size = rng.randrange(1, 9)
+    inserted = rng.randbytes(size)
+    changed = rng.choice(
+        [
+            flip(frame, at, rng.randrange(8)),
+            frame[:at] + frame[at + size :],
+            frame[:at] + inserted + frame[at:],
+            frame[:at] + frame[max(0, at - size) :],
+            frame[:at] + inserted + frame[at + size :],
+            rng.randbytes(len(frame)),
+        ]
+    )
+    return changed if changed != frame else flip(frame, at)
+
+
+def test_no_mutation_of_a_frame_is_accepted() -> None:
+    async def scenario(a: Peer, b: Peer) -> None:
+        rng = Random(23)
+        for _ in range(150):
+            intruder = await authenticate(b)
+            changed = mutate(intruder.frame(Abort("forged" * rng.randrange(1, 40), 7)), rng)
+            intruder.writer.write(changed + bytes(1 << 16))  # completes whatever length it has
+            intruder.writer.write_eof()
+            await assert_closed(intruder.reader)
+            intruder.writer.close()
+        assert b.messages == []
+        rejected = ("bad_mac", "oversized", "truncated")
+        assert sum(b.wire.counters[counter] for counter in rejected) == 150
+
+    run(scenario)
+
+
+def test_a_truncated_frame_is_counted_and_not_delivered() -> None:
+    async def scenario(a: Peer, b: Peer) -> None:
+        intruder = await authenticate(b)
+        intruder.writer.write(intruder.frame(Abort("r", 1))[:-1])
+        intruder.writer.close()
+        await until(lambda: b.wire.counters["truncated"] == 1, "the count")
+        assert b.messages == []
+        assert not b.wire.inbound
+
+    run(scenario)
+
+
+def test_a_frame_may_come_byte_by_byte() -> None:
+    async def scenario(a: Peer, b: Peer) -> None:
+        intruder = await authenticate(b)
+        for byte in intruder.frame(Abort("slow", 1)):
+            intruder.writer.write(bytes([byte]))
+            await asyncio.sleep(0.001)
+        await until(lambda: b.messages == [Abort("slow", 1)], "the message")
+
+    run(scenario)

@@ -1,0 +1,212 @@
+"""How much KV a worker holds: planned from the model's shape and the memory that is set, without
+torch, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvrelay.cluster.config import EngineSection
+from kvrelay.engine.kv.spec import KVSpec
+from kvrelay.engine.kv.window import Window
+from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.config import ModelConfig, weights_bytes, with_window
+from kvrelay.engine.model.parallel.shard import extra_weights_bytes
+from kvrelay.engine.stats import WorkerInfo
+from kvrelay.kvtransfer.store.folder import slot_bytes
+
+GIB = float(1 << 30)
+SPARE_BYTES = 500 << 20  # of a process beside weights and KV: libraries, activations
+AUTO_HOST_SHARE = 0.25  # of the free memory of a machine, for a host tier whose size is not set
+AUTO_HOST_POOLS = 4  # times the KV pools of those that share it, at most
+
+
+class BuildError(Exception):
+    """A worker of this configuration cannot run here; one line for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """How many blocks a worker gets, and what they cost."""
+
+    spec: KVSpec
+    num_blocks: int  # 0: on a GPU, as many as its memory has room for
+    weights_bytes: int
+    window: Window
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+    num_ranks: int = 1  # processes of a worker
+    num_copies: int = 1  # that these hold of each block together
+
+    @property
+    def bytes_per_block(self) -> int:
+        """What one costs."""
+        return self.spec.bytes_per_block * self.num_copies
+
+    @property
+    def disk_slot_bytes(self) -> int:
+        """What one costs on disk, over all ranks."""
+        shares = self.num_ranks // self.num_copies
+        return slot_bytes(self.spec.bytes_per_block // shares) * self.num_ranks
+
+    @property
+    def spare_bytes(self) -> int:
+        return SPARE_BYTES * self.num_ranks
+
+    @property
+    def host_bytes(self) -> int:
+        return self.num_host_blocks * self.bytes_per_block
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.kv_bytes + self.weights_bytes + self.spare_bytes
+
+
+def model_config(path: Path, engine: EngineSection) -> ModelConfig:
+    """Of the checkpoint at `path`, with the window that is set. Raises ModelError."""
+    return with_window(read_config(path), engine.window, engine.sinks)
+
+
+def plan_kv(
+    model: ModelConfig, engine: EngineSection, dtype: str, quantization: str = "none"
+) -> KVPlan:
+    """`dtype`, `quantization`: of the weights. Raises BuildError if the memory for KV does not hold
+    a block."""
+    kv_dtype = dtype if engine.kv_dtype == "auto" else engine.kv_dtype
+    spec = model.kv_spec(engine.block_size, kv_dtype)
+    ranks = engine.tensor_parallel_size
+    copies = max(1, ranks // model.num_kv_heads)
+    per_block = spec.bytes_per_block * copies
+    num_blocks = engine.num_blocks or int(engine.kv_cache_gib * GIB) // per_block
+    if num_blocks < 1 and engine.kv_cache_gib > 0:
+        raise BuildError(
+            f"engine.kv_cache_gib = {engine.kv_cache_gib:g}: too little for one KV block"
+            f" of {per_block / GIB:.3f} GiB"
+        )
+    weights = weights_bytes(model, dtype, quantization)
+    weights += extra_weights_bytes(model, dtype, ranks)
+    window = Window(engine.block_size, model.max_window, model.num_sinks)
+    return KVPlan(spec, num_blocks, weights, window, num_ranks=ranks, num_copies=copies)
+
+
+def plan_tiers(plan: KVPlan, host_bytes: int, disk_bytes: int) -> KVPlan:
+    """`plan` with tiers of so many bytes; 0: no such tier. Raises BuildError where one would not
+    hold a block."""
+    per_block = plan.bytes_per_block
+    counts = {}
+    for name, size, slot in (
+        ("host", host_bytes, per_block),
+        ("disk", disk_bytes, plan.disk_slot_bytes),
+    ):
+        counts[name] = size // slot
+        if size and not counts[name]:
+            raise BuildError(
+                f"tiers.{name}_gib: this worker's share of {size / GIB:g} GiB is too little for one"
+                f" KV block of {per_block / GIB:.3f} GiB; raise it, or set it to 0"
+            )
+    return replace(plan, num_host_blocks=counts["host"], num_disk_blocks=counts["disk"])
+
+
+def auto_host_bytes(plan: KVPlan, num_sharing: int, free_bytes: int, gpu_bytes: int = 0) -> int:
+    """Of a worker's part of a host tier whose size is not set, which `num_sharing` workers of a
+    machine share (0: this one has no part). `free_bytes`: beside what the workers need;
+    `gpu_bytes`: of its GPUs, which is about their pools, where these are not planned. Whole blocks,
+    perhaps none."""
+    if not num_sharing:
+        return 0
+    pools = plan.kv_bytes or gpu_bytes
+    most = min(int(AUTO_HOST_SHARE * free_bytes) // num_sharing, AUTO_HOST_POOLS * pools)
+    return max(0, most) // plan.bytes_per_block * plan.bytes_per_block
+
+
+def check_memory(plans: Sequence[KVPlan], available_bytes: int, host_bytes: int = 0) -> None:
+    """`plans`: one of each worker that is here. Raises BuildError if they, and `host_bytes` of KV
+    below them, need more than is available."""
+    needed = sum(plan.needed_bytes for plan in plans) + host_bytes
+    if needed <= available_bytes:
+        return
+    who = f"{len(plans)} worker(s) need" if plans else "the host tier needs"
+    parts = []
+    for plan, count in Counter(plans).items():
+        whose = "each" if count == len(plans) else f"{count} of them"
+        parts.append(
+            f"{whose} {plan.weights_bytes / GIB:.2f} weights + {plan.kv_bytes / GIB:.2f} KV"
+            f" + {plan.spare_bytes / GIB:.2f} spare"
+        )
+    host = f" + {host_bytes / GIB:.2f} for the host tier" if host_bytes else ""
+    detail = f" ({', '.join(parts)}{host})" if plans else ""
+    lower = ", tiers.host_gib" if host_bytes else ""
+    raise BuildError(
+        f"too little memory: {who} {needed / GIB:.1f} GiB{detail}, {available_bytes / GIB:.1f} GiB"
+        f" are available; lower engine.kv_cache_gib{lower} or the number of workers"
+    )
+
+
+def kv_lines(model: ModelConfig, infos: Sequence[WorkerInfo]) -> list[str]:
+    """For people: what a token of KV costs and how many tokens fit into a worker and its tiers."""
+    if not infos:
+        return []
+    info = infos[0]
+    per_token = info.bytes_per_block // info.block_size
+    planes = "2 (K, V)" if model.latent is None else "1 (latent)"
+    num_heads = int(planes[0]) * model.num_layers * model.num_kv_heads
+    value_bytes, scale_bytes = divmod(per_token // num_heads, model.head_dim)
+    per_head = f"{model.head_dim} head_dim x {value_bytes} bytes"
+    if scale_bytes:
+        per_head = f"({per_head} + {scale_bytes} of scale)"
+    lines = [
+        f"KV cache: {per_token:,} bytes a token = {planes} x {model.num_layers} layers"
+        f" x {model.num_kv_heads} KV heads x {per_head}",
+    ]
+    pools: dict[str, int] = {}  # the smallest of each role: workers of other sizes have other pools
+    for each in infos:
+        pools[each.role] = min(each.num_blocks, pools.get(each.role, each.num_blocks))
+    if len(set(pools.values())) == 1:
+        pools = {"worker": info.num_blocks}
+    for name, num_blocks in pools.items():
+        whose = name if len(pools) == 1 else f"{name} worker"
+        lines.append(f"          {_blocks_text(info, num_blocks)} in each {whose}")
+    hosts = [info.num_host_blocks for info in infos if info.num_host_blocks]
+    disks = [info.num_disk_blocks for info in infos if info.num_disk_blocks]
+    for name, counts in (("host", hosts), ("disk", disks)):
+        if counts:
+            share = f"in {len(counts)} worker(s)"
+            lines.append(f"{name + ':':10}{_blocks_text(info, sum(counts))} {share}")
+    return lines
+
+
+def _blocks_text(info: WorkerInfo, num_blocks: int) -> str:
+    return (
+        f"{num_blocks:,} blocks of {info.block_size} tokens"
+        f" = {num_blocks * info.block_size:,} tokens"
+        f" = {num_blocks * info.bytes_per_block / GIB:.2f} GiB"
+    )
+
+
+def resolve_max_model_len(model: ModelConfig, engine: EngineSection, plan: KVPlan) -> int:
+    """What is set, else the model's context as far as the KV blocks of a worker hold it: a request
+    that does not say how much it wants must not ask for more than there is. Raises BuildError."""
+    longest, window = model.max_position_embeddings, plan.window
+    if window.size + window.num_sinks > longest:
+        raise BuildError(
+            f"engine.window = {window.size} with engine.sinks = {window.num_sinks}: the model has"
+            f" {longest} positions"
+        )
+    # With a window, no two positions that meet are further apart than the model knows.
+    if engine.max_model_len > longest and not window.size:
+        raise BuildError(
+            f"engine.max_model_len = {engine.max_model_len}: the model has {longest} positions"
+        )
+    is_flat = window.size and window.num_blocks < plan.num_blocks
+    most = (
+        longest
+        if is_flat or not plan.num_blocks
+        else min(longest, plan.num_blocks * plan.spec.block_size)
+    )
+    return engine.max_model_len or most

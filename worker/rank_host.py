@@ -1,0 +1,110 @@
+"""Where a worker's further ranks run: `python -m kvrelay.worker.rank_host NAME FD`.
+
+A process on each machine, beside the worker's own, that has some of its GPUs. It waits for the
+worker to connect, once for each rank, and hands each connection to a follower's process. It ends
+with these, and they with the worker.
+
+From stdin comes a RankHostSpec, pickled; to FD go, pickled, the process id, a RankHost or a
+StartFailed, and why it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.cluster.control.messages import StartFailed
+from kvrelay.engine.model.parallel.link import RankHost, admit, start_process
+from kvrelay.engine.node import NodeId
+
+log = logging.getLogger("kvrelay.ranks")
+
+SECRET_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RankHostSpec:
+    cluster: str  # name of the cluster, for operators
+    worker: NodeId
+    epoch: int
+    host: str  # where it listens: the worker's machine reaches this one by it
+    num_ranks: int
+    threads: int
+    start_timeout_s: float  # for the worker to connect
+
+
+def serve(spec: RankHostSpec, tell: Any) -> str:
+    """Returns why it ends."""
+    family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
+    try:
+        server = socket.create_server((spec.host, 0), family=family)
+    except OSError as error:
+        why = f"no rank can listen at {spec.host}: {error}"
+        tell(StartFailed(spec.worker, spec.epoch, why, permanent=False))
+        return why
+    secret = secrets.token_bytes(SECRET_BYTES)
+    with server:
+        tell(RankHost(spec.host, server.getsockname()[1], spec.num_ranks, secret))
+        ranks = start_ranks(server, secret, spec.num_ranks, spec.start_timeout_s)
+    if len(ranks) < spec.num_ranks:
+        for rank in ranks:
+            rank.kill()
+        return f"the worker did not connect within {spec.start_timeout_s:g} s"
+    for rank in ranks:
+        rank.wait()
+    return "its ranks have ended"
+
+
+def start_ranks(
+    server: socket.socket, secret: bytes, num_ranks: int, timeout_s: float
+) -> list[subprocess.Popen[bytes]]:
+    """One for each that connects and knows the secret; fewer if the time is over."""
+    deadline = time.monotonic() + timeout_s
+    ranks: list[subprocess.Popen[bytes]] = []
+    while len(ranks) < num_ranks and (left := deadline - time.monotonic()) > 0:
+        server.settimeout(left)
+        try:
+            connected, address = server.accept()
+        except OSError:  # it took too long, or who came has gone
+            continue
+        with connected:
+            try:
+                admit(connected, secret)
+            except OSError as error:
+                log.warning("refused a connection from %s: %s", address[0], error)
+                continue
+            ranks.append(start_process(connected))
+    return ranks
+
+
+def main() -> None:
+    if os.fork():  # a daemon, as a worker's process is
+        os._exit(0)
+    os.setsid()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    guardian = os.fdopen(int(sys.argv[2]), "wb")
+    os.set_inheritable(guardian.fileno(), False)
+
+    def tell(news: Any) -> None:
+        with contextlib.suppress(OSError):  # the guardian may be gone
+            guardian.write(pickle.dumps(news))
+            guardian.flush()
+
+    tell(os.getpid())
+    spec: RankHostSpec = pickle.load(sys.stdin.buffer)
+    os.environ["OMP_NUM_THREADS"] = str(spec.threads)
+    tell(serve(spec, tell))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What a process becomes a worker of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.cluster.config import EngineSection
+from kvrelay.engine.kv.tier import DEFAULT_RETENTION
+from kvrelay.engine.model.checkpoint.resolve import resolve_model
+from kvrelay.engine.model.parallel.link import RankHost
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import Role
+
+log = logging.getLogger("kvrelay.build")
+
+MakeAgent = Callable[[NodeId, Any, Any, Any], Any]
+"""Given a name, a pool, the host arena or None, and the HeadShare of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Everything that a process needs to become a worker."""
+
+    cluster: str  # name of the cluster, for operators
+    worker: NodeId
+    role: Role
+    epoch: int
+    model_dir: str  # where the launcher found the model; other machines may have to find it
+    model_name: str
+    cache_dir: str
+    dtype: str
+    device: str
+    on_gpu: bool
+    threads: int  # 0: as the runner chooses
+    engine: EngineSection
+    host_bytes: int = 0  # of this worker's tiers; 0: no such tier
+    num_sharing_host: int = 0  # workers of its machine among which a host tier of auto is divided
+    disk_bytes: int = 0
+    disk_path: str = ""  # "": in the user's cache
+    retention_s: float = DEFAULT_RETENTION.keep_s
+    disk_after_s: float = 2.0
+    num_peers: int = 0  # other workers of the cluster
+    left_reads_s: float = 13.0  # as in WorkerConfig
+    quantization: str = "none"
+    num_gpus: int = 0  # that it is given
+    machine: str = ""  # its id
+    further: tuple[str, ...] = ()  # ids of other machines; the ranks are divided evenly among all
+    # Known once those wait for the worker: by what they reach its machine, and by what it reaches
+    # them.
+    host: str = ""
+    rank_hosts: tuple[RankHost, ...] = ()
+
+    @property
+    def node(self) -> NodeId:
+        return self.worker
+
+    @property
+    def num_ranks_here(self) -> int:
+        """Of its ranks, those on each of its machines."""
+        return self.engine.tensor_parallel_size // (1 + len(self.further))
+
+    def find_model(self) -> Path:
+        """The checkpoint on this machine. Raises ModelError."""
+        path = Path(self.model_dir)
+        if path.is_dir():
+            return path
+        cache_dir = Path(self.cache_dir) if self.cache_dir else None
+        return resolve_model(self.model_name, cache_dir=cache_dir, progress=log.info)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """For tests and measurements: what to build a worker from, where it is not the usual."""
+
+    make_agent: MakeAgent | None = None  # None: NIXL; of a worker of one process only
+    corrupt: Callable[..., None] | None = None  # given to the TransferExecutors

@@ -1,0 +1,165 @@
+"""The threads of one worker: one that computes, and those that copy KV. All report to the node. On
+shared cores a second one computes the steps that give way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+from kvrelay.engine.host import Deliver
+from kvrelay.engine.kv.tier import Tier
+from kvrelay.engine.model.step_executor import StepExecutor
+from kvrelay.engine.node import Effect, NodeId
+from kvrelay.engine.step import Execute, Launch, PrepareGrammar, Step, StepDone
+from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, StoreIndex
+from kvrelay.kvtransfer.executor import TransferExecutor
+from kvrelay.kvtransfer.ranks import RankAnswers
+from kvrelay.kvtransfer.transfer_loop import TransferLoop
+from kvrelay.worker.disk_tier import Storage
+from kvrelay.worker.transfer_loops import TransferLoops
+
+log = logging.getLogger("kvrelay.threads")
+
+CLOSE_S = 15.0
+"""What runs when a worker stops, a step or a write to disk, has this long to end."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+JoinRanks = Callable[[Deliver], RankAnswers]
+
+NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
+MOST_NICENESS = 19  # that there is
+
+
+def give_way() -> None:
+    """The calling thread, and those that it will start, let others of the machine go first."""
+    thread = threading.get_native_id()
+    niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+    os.setpriority(os.PRIO_PROCESS, thread, min(niceness, MOST_NICENESS))
+
+
+def giving_way(call: Callable[[], T]) -> T:
+    """`call`, on a thread that gives way to others."""
+    with ThreadPoolExecutor(1, "giving-way", initializer=give_way) as thread:
+        return thread.submit(call).result()
+
+
+class StepThread(Generic[T, R]):
+    """Answers what it is given, one after the other, on a thread of its own: executes steps, or
+    waits for those that were launched. `call` answers for failures."""
+
+    def __init__(
+        self,
+        call: Callable[[T], R],
+        deliver: Callable[[R], None],
+        name: str,
+        *,
+        gives_way: bool = False,
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`at_end`: called on the thread when all was answered."""
+        self._call = call
+        self._deliver = deliver
+        self._gives_way = gives_way
+        self._at_end = at_end
+        self._given: SimpleQueue[T | None] = SimpleQueue()  # of two at most, as the node asks
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, given: T) -> None:
+        self._given.put(given)
+
+    def stop(self) -> None:
+        """Begin to end, without waiting."""
+        self._given.put(None)
+
+    def join(self, timeout_s: float = CLOSE_S) -> bool:
+        """Wait for what runs. False if it has not ended in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        if self._gives_way:
+            give_way()
+        while (given := self._given.get()) is not None:
+            self._deliver(self._call(given))
+        self._at_end()
+
+
+class LaunchThreads:
+    """Launches steps on one thread and waits for their ends on another, so that the next one is
+    prepared while one runs. Results are delivered in the order of the steps."""
+
+    def __init__(self, launch: Launch, deliver: Callable[[StepDone], None], name: str) -> None:
+        """`launch`: as of StepExecutor."""
+        waits: StepThread[Callable[[], StepDone], StepDone]
+        waits = StepThread(lambda wait: wait(), deliver, f"{name}-wait")
+        launches = StepThread(launch, waits.submit, name, at_end=waits.stop)
+        self.submit, self.stop, self.join = launches.submit, launches.stop, waits.join
+
+
+class WorkerThreads:
+    """Executor of a worker's effects. Owns the threads, and by them the model, the agents and the
+    stores."""
+
+    def __init__(
+        self,
+        steps: StepExecutor,
+        memory: TransferExecutor,
+        storage: Mapping[Tier, Storage],
+        deliver: Deliver,
+        name: NodeId,
+        *,
+        join_ranks: JoinRanks | None = None,
+        shares_cores: bool = False,
+    ) -> None:
+        """`join_ranks`: of a worker of several ranks. `shares_cores`: with other workers of its
+        machine."""
+        self._name = name
+        self._model = steps
+        self._steps: StepThread[Step, StepDone] | LaunchThreads
+        if steps.launches:
+            self._steps = LaunchThreads(steps.launch, deliver, f"{name}-step")
+        else:
+            self._steps = StepThread(steps.execute, deliver, f"{name}-step")
+        self._giving_way = self._steps
+        if shares_cores:
+            self._giving_way = StepThread(steps.execute, deliver, f"{name}-prompts", gives_way=True)
+        self._ranks = join_ranks(deliver) if join_ranks else None
+        answer = deliver if self._ranks is None else partial(self._ranks.add, 0)
+        self._copies = TransferLoops(memory, storage, answer, name)
+
+    def perform(self, effect: Effect) -> None:
+        match effect:
+            case Execute(step):
+                (self._giving_way if step.gives_way else self._steps).submit(step)
+            case PrepareGrammar(grammar):
+                self._model.prepare_grammar(grammar)
+            case _:
+                assert isinstance(effect, ConnectPeer | CopyBlocks | StoreIndex), effect
+                if self._ranks is not None:
+                    self._ranks.begin(effect)
+                self._copies.submit(effect)
+
+    def close(self) -> None:
+        """All at once, so that the slowest decides how long it takes."""
+        parts: dict[str, StepThread[Step, StepDone] | LaunchThreads | TransferLoop] = {
+            "step": self._steps,
+            **self._copies.loops,
+        }
+        if self._giving_way is not self._steps:
+            parts["prompts"] = self._giving_way
+        for part in parts.values():
+            part.stop()
+        deadline = time.monotonic() + CLOSE_S
+        for name, part in parts.items():
+            if not part.join(max(0.0, deadline - time.monotonic())):
+                log.warning("%s: the %s thread has not ended in time", self._name, name)
+        self._model.close()

@@ -1,0 +1,202 @@
+"""What moves the KV of one rank of a worker: its agent, and the executors of its tiers.
+
+A worker's rank 0 has them in the worker's process. Those of the others are in the followers'
+processes, with `RankTransfers` as the companion: it does there what rank 0 is asked to do, with its
+own heads of the same blocks, and says when it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
+from kvrelay.engine.model.parallel.shard import Shard
+from kvrelay.engine.node import NodeId
+from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, StoreIndex
+from kvrelay.kvtransfer.agents.ranks import RanksAgent
+from kvrelay.kvtransfer.checksum import BlockBytes, begin_checksums, checksum_blocks
+from kvrelay.kvtransfer.executor import TransferExecutor
+from kvrelay.kvtransfer.layout import BlockLayout, HeadShare, compatibility, fingerprint
+from kvrelay.kvtransfer.probes import Probes
+from kvrelay.worker.disk_tier import NoHostMemory, Storage, open_disk_tier
+from kvrelay.worker.kv_plan import BuildError, KVPlan, model_config
+from kvrelay.worker.spec import BuildOptions, WorkerSpec
+from kvrelay.worker.transfer_loops import TransferLoops
+
+if TYPE_CHECKING:
+    from kvrelay.engine.model.parallel.companion import Tell
+
+CLOSE_S = 1.0  # for what a follower copies when its worker ends
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What a worker has to know of one of its ranks."""
+
+    share: HeadShare
+    metadata: bytes
+    records: Mapping[Tier, tuple[DiskRecord, ...]]  # of its stores
+    notices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    config: WorkerConfig  # of the worker, with the metadata of this rank
+    share: HeadShare
+    pool: BlockBytes  # the device's
+    memory: TransferExecutor
+    storage: Mapping[Tier, Storage]
+    notices: tuple[str, ...]
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        return checksum_blocks(self.pool, block_ids, self.share)
+
+    def begin_checksums(self, block_ids: Sequence[int]) -> Callable[[], list[int]]:
+        return begin_checksums(self.pool, block_ids, self.share)
+
+    @property
+    def facts(self) -> RankFacts:
+        records = {tier: each.records for tier, each in self.storage.items()}
+        return RankFacts(self.share, self.config.agent_metadata, records, self.notices)
+
+
+def open_transfers(
+    spec: WorkerSpec,
+    path: Path,
+    plan: KVPlan,
+    runner: Any,
+    shard: Shard,
+    options: BuildOptions,
+) -> Transfers:
+    """`path`: of the checkpoint; `runner`: the rank's ModelRunner. Raises BuildError, ModelError,
+    AgentError."""
+    from kvrelay.engine.model.quantize import scheme
+    from kvrelay.kvtransfer.agents.pool import block_bytes
+
+    model = model_config(path, spec.engine)
+    # On a GPU both may follow from the memory that was left.
+    plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
+    share = BlockLayout(plan.spec).share_of(shard.kv_heads(plan.spec.num_kv_heads))
+    memory: dict[Tier, Any] = {Tier.DEVICE: runner.kv_pool}
+    if plan.num_host_blocks:
+        memory[Tier.HOST] = make_arena(plan, share.bytes_per_block, on_gpu=spec.on_gpu)
+    make_agent = options.make_agent or _nixl_agent
+    inner = make_agent(spec.worker, runner.kv_pool, memory.get(Tier.HOST), share)
+    agent = RanksAgent(spec.worker, inner, share, shard.rank)
+    quantization = scheme(spec.quantization, "cuda" if spec.on_gpu else "cpu")
+    digest = model.digest(path, max_model_len, quantization)
+    config = worker_config(spec, plan, max_model_len, digest, agent.metadata())
+    pools = {tier: block_bytes(pool, share) for tier, pool in memory.items()}
+    of_rank = replace(config, bytes_per_block=share.bytes_per_block)
+    part = f"rank-{shard.rank}-of-{shard.size}" if shard.size > 1 else ""
+    try:
+        disk, notices = open_disk_tier(
+            of_rank, spec.disk_path, memory, pools, share, options.corrupt, part=part
+        )
+    except NoHostMemory as error:
+        raise BuildError(
+            f"tiers.disk_gib without tiers.host_gib: {spec.worker} has a GPU without GPUDirect"
+            " Storage, whose KV reaches the disk by host memory; set tiers.host_gib as well"
+        ) from error
+    if disk is None:
+        config = replace(config, num_disk_blocks=0)
+    if runner.launch is not None:
+        config = replace(config, steps_ahead=1)
+    storage = {} if disk is None else {Tier.DISK: disk}
+    moves = TransferExecutor(
+        spec.worker,
+        spec.epoch,
+        agent,
+        pools,
+        share=share,
+        corrupt=options.corrupt,
+        probes=Probes(agent),
+    )
+    return Transfers(config, share, pools[Tier.DEVICE], moves, storage, tuple(notices))
+
+
+@dataclass(frozen=True, slots=True)
+class MakeRankTransfers:
+    """MakeCompanion."""
+
+    spec: WorkerSpec
+    plan: KVPlan
+
+    def __call__(self, runner: Any, shard: Shard, tell: Tell) -> RankTransfers:
+        path = self.spec.find_model()  # on this machine
+        opened = open_transfers(self.spec, path, self.plan, runner, shard, BuildOptions())
+        return RankTransfers(opened, f"{self.spec.worker}-{shard.rank}", tell)
+
+
+class RankTransfers:
+    """Companion. Owns the transfers of a follower, and their threads."""
+
+    def __init__(self, opened: Transfers, name: NodeId, tell: Tell) -> None:
+        self.facts = opened.facts
+        self.checksums = opened.checksums
+        self.begin_checksums = opened.begin_checksums
+        self._loops = TransferLoops(opened.memory, opened.storage, tell, name)
+
+    def receive(self, message: ConnectPeer | CopyBlocks | StoreIndex) -> None:
+        self._loops.submit(message)
+
+    def close(self) -> None:
+        self._loops.close(CLOSE_S)
+
+
+def make_arena(plan: KVPlan, bytes_per_block: int, *, on_gpu: bool) -> Any:
+    """Memory of the host tier, and behind it what the disk of a GPU needs. Raises AgentError."""
+    from kvrelay.kvtransfer.agents.pool import make_host_arena
+    from kvrelay.kvtransfer.agents.staged import STAGING_BLOCKS
+
+    spare = STAGING_BLOCKS if on_gpu and plan.num_disk_blocks else 0
+    return make_host_arena(plan.num_host_blocks + spare, bytes_per_block, pinned=on_gpu)
+
+
+def _nixl_agent(name: NodeId, pool: Any, host: Any, share: HeadShare) -> Any:
+    from kvrelay.kvtransfer.agents.nixl import NixlAgent
+
+    return NixlAgent(name, pool, host=host, share=share)
+
+
+def worker_config(
+    spec: WorkerSpec, plan: KVPlan, max_model_len: int, model_digest: bytes, metadata: bytes
+) -> WorkerConfig:
+    engine = spec.engine
+    return WorkerConfig(
+        node_id=spec.worker,
+        role=spec.role,
+        epoch=spec.epoch,
+        num_blocks=plan.num_blocks,
+        block_size=engine.block_size,
+        bytes_per_block=plan.spec.bytes_per_block,
+        max_model_len=max_model_len,
+        fingerprint=fingerprint(model_digest, plan.spec),
+        agent_metadata=metadata,
+        compatibility=compatibility(model_digest, plan.spec),
+        num_host_blocks=plan.num_host_blocks,
+        num_disk_blocks=plan.num_disk_blocks,
+        retention=Retention(spec.retention_s),
+        disk_after_s=spec.disk_after_s,
+        window=plan.window.size,
+        num_sinks=plan.window.num_sinks,
+        cores="" if spec.on_gpu else spec.machine,
+        guard=engine.guard,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        num_speculative_tokens=engine.num_speculative_tokens,
+        itl_target_s=engine.itl_target_ms / 1e3,
+        itl_most_s=engine.itl_most_ms / 1e3,
+        max_waiting=engine.max_waiting,
+        step_timeout_s=engine.step_timeout_s,
+        max_failed_steps=engine.max_failed_steps,
+        lease_s=engine.lease_s,
+        handoff_timeout_s=engine.handoff_timeout_s,
+        read_timeout_s=engine.read_timeout_s,
+        read_floor_s=engine.read_floor_s,
+        left_reads_s=spec.left_reads_s,
+    )
