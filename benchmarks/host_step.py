@@ -27,8 +27,7 @@ import transformers
 
 from benchmarks.gpu.measure import print_table
 from benchmarks.report import write_json
-from kvrelay.cluster.config import EngineSection
-from kvrelay.cluster.processes.worker_parts import make_worker
+from kvrelay.cluster.roles import make_worker
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.messages import TokenDeltas
@@ -40,6 +39,7 @@ from kvrelay.engine.node import Effect, Send
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
 from kvrelay.engine.step import Execute, Sampled, Step, StepDone
+from kvrelay.worker.settings import EngineSection
 from kvrelay.worker.threads import LaunchThreads
 
 BLOCK_SIZE, VOCAB = 16, 32_000

@@ -34,13 +34,22 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-import kvrelay.kvtransfer.messages
 from benchmarks.serving.served import Served
 from kvrelay.cluster.config import Config
-from kvrelay.worker.build import prepare_model
+from kvrelay.cluster.prepare import prepare_model
+from kvrelay.kvtransfer import messages as kv_messages
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("engine", "kvtransfer", "prefill_worker", "decode_worker", "router", "cluster", "lab")
+PACKAGES = (
+    "engine",
+    "kvtransfer",
+    "worker",
+    "prefill_worker",
+    "decode_worker",
+    "router",
+    "cluster",
+    "lab",
+)
 MODEL = "smollm2-135m"
 MARKER = "zebra quince"  # how the prompt begins
 ID = "5eed0b5e55ed5eed"  # how request ids begin
@@ -228,7 +237,7 @@ def wait_for_worker(url: str, _: Path) -> float:
 def walks() -> dict[str, Walk]:
     model = prepare_model(Config(), 1, lambda _: None)
     tokenizer = Tokenizer.from_file(str(Path(model.path) / "tokenizer.json"))
-    messages = [name for name in vars(kvtransfer.messages) if name.startswith("KV")]
+    messages = [name for name in vars(kv_messages) if name.startswith("KV")]
     return {
         "prompt": Walk(
             send_prompt,

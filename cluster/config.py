@@ -13,31 +13,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, ValidationError, convert
+from msgspec import Meta, ValidationError, convert
 from msgspec.structs import replace
 
 from kvrelay.engine.settings import ConfigError as ConfigError
-from kvrelay.engine.settings import explain_error
+from kvrelay.engine.settings import (
+    Count,
+    Positive,
+    Seconds,
+    Section,
+    Timeout,
+    explain_error,
+    matching,
+)
 from kvrelay.engine.settings import read_toml as read_toml
 from kvrelay.engine.stats import Role
 from kvrelay.router.config import MAX_PRIORITY, RouterConfig
 from kvrelay.router.scaling_config import ScalingConfig
+from kvrelay.worker.settings import EngineSection
 
-
-def _text(pattern: str, expected: str = "", secret: bool = False) -> Meta:
-    """A text that matches `pattern` as a whole; errors do not show the value of a secret."""
-    return Meta(pattern=rf"^(?:{pattern})\Z", extra={"expected": expected, "secret": secret})
-
-
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(ge=0.0)]
-Timeout = Annotated[float, Meta(ge=0.1)]  # seconds
 Secrets = Annotated[tuple[str, ...], Meta(extra={"secret": True})]
-
-
-class Section(Struct, frozen=True, forbid_unknown_fields=True):
-    """A table of the file. The first sentence of its docstring is the table's comment there."""
 
 
 class ModelSection(Section, frozen=True):
@@ -49,50 +44,6 @@ class ModelSection(Section, frozen=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto (GPUs where there are any), cpu or cuda
     cache_dir: str = ""  # for converted and downloaded models; "": the user's cache directory
     chat_template: str = ""  # Jinja, or a file with it; "": the model's own
-
-
-class EngineSection(Section, frozen=True):
-    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens in a KV block
-    # for KV blocks, per worker; 0: 1 on a CPU, on a GPU what gpu_memory_utilization leaves
-    kv_cache_gib: Annotated[float, Meta(ge=0.0, le=4096.0)] = 0.0
-    # of a GPU's memory, for weights, steps and KV together
-    gpu_memory_utilization: Annotated[float, Meta(ge=0.05, le=1.0)] = 0.9
-    num_blocks: Count = 0  # KV blocks per worker; 0: as many as kv_cache_gib holds
-    cuda_graphs: bool = True  # on a GPU: capture decode steps at start; false: launch each kernel
-    # kernels of attention on a GPU: triton, or flashinfer (an extra) where it fits; auto: triton
-    attention_backend: Literal["auto", "triton", "flashinfer"] = "auto"
-    moe_backend: Literal["auto", "triton", "flashinfer"] = "auto"  # the same, of experts
-    # processes that compute one worker's model; has to divide its heads
-    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    kv_dtype: Literal["auto", "float8_e4m3"] = "auto"  # auto (as model.dtype) or float8_e4m3
-    window: Count = 0  # positions that each layer attends to; 0: as the model says
-    sinks: Count = 0  # attention sinks: first positions outside the window (4 is usual)
-    guard: bool = True  # compare block tables before each step; false: only their ranges
-    # tokens per step; longer prompts are computed in chunks; 0: 512, on a GPU 8,192
-    max_num_batched_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
-    # longest step of a decode worker that takes prompt tokens beside its decodes; 0: 50 where
-    # there are prefill workers, no limit in one pool
-    itl_target_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
-    # what it grows to while prompts wait for 4 s; 0: 200 where itl_target_ms is 0, else no more
-    itl_most_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
-    max_num_seqs: Annotated[int, Meta(ge=0, le=4096)] = 0  # per step; 0: 64, on a GPU 256
-    # n-gram draft tokens per sequence and step, at most; 0: none
-    num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 7
-    max_model_len: Count = 0  # tokens of prompt and output; 0: the model's, as far as KV holds it
-    max_waiting: Positive = 256  # requests at a worker, beside max_num_seqs, before it refuses
-    # a worker ends itself, to be started again, when a step takes longer than this, or 20 times
-    # longer than it should if that is more; ten times this before steps were measured; 0: never
-    step_timeout_s: Seconds = 30.0
-    max_failed_steps: Positive = 3  # health checks in a row; then a worker ends
-    # folder for the stacks, and the GPU's state, of workers that end because a step hangs; "": none
-    core_dumps: Annotated[str, _text("|[/~].*", "an absolute path")] = ""
-    # CPU threads per worker; 0: all cores, which the workers of a machine share
-    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
-    lease_s: Timeout = 30.0  # a producer holds finished KV for its consumer this long
-    handoff_timeout_s: Timeout = 30.0  # a consumer without KV after this computes it itself
-    read_timeout_s: Timeout = 20.0  # of one KV transfer, at most
-    # of one KV transfer, at least; in between, ten times what it takes at the measured rate
-    read_floor_s: Timeout = 2.0
 
 
 class TiersSection(Section, frozen=True):
@@ -137,7 +88,7 @@ class TenantsSection(Section, frozen=True):
 
     file: str = ""  # a TOML file with more [[tenant]]s; only the server has to read it
     # keeps tenants' KV apart; "": made once, in the state directory
-    salt_secret: Annotated[str, _text("|.{16,}", "at least 16 characters", secret=True)] = ""
+    salt_secret: Annotated[str, matching("|.{16,}", "at least 16 characters", secret=True)] = ""
     public_prompts: tuple[str, ...] = ()  # system prompts whose KV all tenants may share
     public_prompt_files: tuple[str, ...] = ()  # files with one each
 
@@ -145,7 +96,7 @@ class TenantsSection(Section, frozen=True):
 class TenantEntry(Section, frozen=True):
     """Whoever presents one of its keys."""
 
-    name: Annotated[str, _text(r"\S(.{0,126}\S)?", "a name of 1 to 128 characters")]
+    name: Annotated[str, matching(r"\S(.{0,126}\S)?", "a name of 1 to 128 characters")]
     keys: Secrets = ()  # Authorization: Bearer KEY
     key_hashes: Secrets = ()  # or the SHA-256 of a key: printf %s "$KEY" | sha256sum
     # its share of the service, where tenants compete
@@ -180,9 +131,11 @@ class ApiSection(Section, frozen=True):
     keepalive_s: Annotated[float, Meta(ge=0, le=3600)] = 15.0
     # of /status, /metrics, /audit and /workers; "": KVRELAY_OPERATIONS_KEY, or else no key, and
     # they are for callers on the server's own machine
-    operations_key: Annotated[str, _text("|[!-~]{16,}", "16 characters or more", secret=True)] = ""
+    operations_key: Annotated[
+        str, matching("|[!-~]{16,}", "16 characters or more", secret=True)
+    ] = ""
     # pages from where may call, in a browser: "*", or "https://A https://B"; "": none
-    cors_origins: Annotated[str, _text(r"[^,]*", "* or origins with spaces between them")] = ""
+    cors_origins: Annotated[str, matching(r"[^,]*", "* or origins with spaces between them")] = ""
     # how the model writes tool calls: "auto" goes by its chat template, "none" leaves them in the
     # text; or hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek, glm, kimi, minimax,
     # harmony
@@ -215,7 +168,7 @@ class TlsSection(Section, frozen=True):
         return (self.cert, self.key) if self.api else None
 
 
-_REDIS = _text(
+_REDIS = matching(
     r"|(redis|rediss)://[^\s/]+\S*|unix://\S+",
     "redis://HOST:PORT, rediss://HOST:PORT or unix://PATH",
     secret=True,
@@ -229,7 +182,7 @@ class StateSection(Section, frozen=True):
     # KVRELAY_REDIS_URL, or else memory, and a file for sessions
     url: Annotated[str, _REDIS] = ""
     # of all keys; give each cluster that uses one Redis its own
-    key_prefix: Annotated[str, _text(r"[\w.-]{1,64}", "letters, digits, . _ or -")] = "kvrelay"
+    key_prefix: Annotated[str, matching(r"[\w.-]{1,64}", "letters, digits, . _ or -")] = "kvrelay"
     # between two looks at which workers' blocks have to be written
     index_interval_s: Annotated[float, Meta(ge=0.1, le=3600.0)] = 5.0
     # of each command; beyond it the routers go on from memory
@@ -248,7 +201,7 @@ class ClusterSection(Section, frozen=True):
     # each with an API of its own, at api.port and the ports after it
     routers: Annotated[int, Meta(ge=1, le=64)] = 1
     # of a running Ray cluster: "auto" or "HOST:PORT"; "": start one
-    address: Annotated[str, _text(r"|auto|.+:\d{1,5}", "auto or HOST:PORT")] = ""
+    address: Annotated[str, matching(r"|auto|.+:\d{1,5}", "auto or HOST:PORT")] = ""
     # join a Ray cluster that asks for no token: whoever reaches it runs code on its machines
     insecure_ray: bool = False
     # a worker that takes longer to start is started again
@@ -266,7 +219,7 @@ class ClusterSection(Section, frozen=True):
     drain_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 30.0
 
 
-_OTLP = _text(r"|https?://[^\s/]+\S*", "http://HOST:PORT of an OTLP/HTTP collector")
+_OTLP = matching(r"|https?://[^\s/]+\S*", "http://HOST:PORT of an OTLP/HTTP collector")
 
 
 class TracingSection(Section, frozen=True):

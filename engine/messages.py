@@ -9,6 +9,7 @@ from kvrelay.engine.kv.block_hash import CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import Refusal, SamplingParams, TokenDelta
+from kvrelay.engine.wire.codec import register
 
 
 class WorkRequest(Protocol):
@@ -87,3 +88,6 @@ class Refused:
     attempt: int
     reason: Refusal
     detail: str
+
+
+register(Abort, Probe, TokenDeltas, Refused, Preempted)

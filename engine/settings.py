@@ -1,4 +1,7 @@
-"""What msgspec says of a configuration, in the user's words: the key, its value, what is right."""
+"""What all tables of settings share: their base class, common types, and errors in a user's words.
+
+What msgspec says of a table becomes a line with the key, its value, and what would be right.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from msgspec import Meta, Struct
 from msgspec.structs import fields
@@ -15,6 +18,21 @@ from msgspec.structs import fields
 _EXPECTED = {"int": "a whole number", "float": "a number", "str": "a text"}
 _EXPECTED |= {"bool": "true or false", "array": "a list of texts"}
 _EXPECTED |= {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
+
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0.0)]
+Timeout = Annotated[float, Meta(ge=0.1)]  # seconds
+
+
+def matching(pattern: str, expected: str = "", secret: bool = False) -> Meta:
+    """A text that matches `pattern` as a whole; errors do not show the value of a secret."""
+    return Meta(pattern=rf"^(?:{pattern})\Z", extra={"expected": expected, "secret": secret})
+
+
+class Section(Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of the file. The first sentence of its docstring is the table's comment there."""
 
 
 class ConfigError(Exception):

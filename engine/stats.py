@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.wire.codec import register
 
 
 class Role(StrEnum):
@@ -135,3 +136,6 @@ class Audit:
     counts: dict[str, int]
     left: tuple[str, ...] = ()  # one line each; empty if all is well
     wrong: tuple[str, ...] = ()  # what contradicts itself in the worker's books, busy or idle
+
+
+register(WorkerStats, RouterUp, RouterDown, ProgressRequest, ProgressReport, AuditRequest, Audit)

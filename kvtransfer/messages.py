@@ -13,6 +13,7 @@ from enum import StrEnum
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import TokenLogprobs
+from kvrelay.engine.wire.codec import register
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +133,17 @@ class CacheOrderDone:
     worker: NodeId
     order_id: str
     num_blocks: int
+
+
+register(
+    KVConnect,
+    KVConnected,
+    KVFetch,
+    KVReady,
+    KVConfirmRequest,
+    KVRelease,
+    KVConfirmed,
+    KVRefused,
+    CacheOrder,
+    CacheOrderDone,
+)

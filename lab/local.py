@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvrelay.cluster.config import EngineSection
 from kvrelay.cluster.control.audits import audit_dict
+from kvrelay.cluster.roles import build_worker
 from kvrelay.engine.host import LoopThread, NodeHost
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.node import Effect, NodeId
@@ -37,8 +37,8 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import Cancel, Failed, Output, Submit, WorkerUp
 from kvrelay.router.router import Router
 from kvrelay.router.status import RouterStatus
-from kvrelay.worker.build import build_worker
 from kvrelay.worker.process import BuiltWorker
+from kvrelay.worker.settings import EngineSection
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 
 ROUTER, CLIENT = "router-0", "client-0"

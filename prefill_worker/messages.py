@@ -12,6 +12,7 @@ from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.wire.codec import register
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +32,6 @@ class Prefill:
     fetch_from: NodeId | None = None  # a worker that holds more of the prefix, worth asking
     block_hashes: bytes = b""  # packed, of the full blocks of `tokens`: hashed only once
     num_held: int = 0  # of `tokens`, that need not be computed, as far as the router knows
+
+
+register(Prefill)

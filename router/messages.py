@@ -20,6 +20,7 @@ from kvrelay.engine.request import (
     TokenLogprobs,
 )
 from kvrelay.engine.stats import Role, WorkerInfo
+from kvrelay.engine.wire.codec import register
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,3 +232,20 @@ class SessionReply:
     sessions: tuple[SessionInfo, ...] = ()
     has_more: bool = False  # of LIST: there are sessions after the last one
     done: dict[NodeId, int] = field(default_factory=dict)  # blocks it came true for, by worker
+
+
+register(
+    Submit,
+    Cancel,
+    Output,
+    Failed,
+    WorkerUp,
+    WorkerDown,
+    RoleChanged,
+    WorkerDraining,
+    DrainReport,
+    SessionCommand,
+    SessionReply,
+    PromptRouted,
+    WorkerSuspected,
+)

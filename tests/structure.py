@@ -17,7 +17,16 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("engine", "kvtransfer", "prefill_worker", "decode_worker", "router", "cluster", "lab")
+PACKAGES = (
+    "engine",
+    "kvtransfer",
+    "worker",
+    "prefill_worker",
+    "decode_worker",
+    "router",
+    "cluster",
+    "lab",
+)
 
 
 @dataclass(frozen=True)
@@ -53,11 +62,12 @@ class Structure:
         found = set()
         for node in nodes:
             if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
+                found |= {alias.name.removeprefix("kvrelay.") for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
+                module = node.module.removeprefix("kvrelay.")
                 for alias in node.names:
-                    whole = f"{node.module}.{alias.name}"
-                    found.add(whole if whole in self.files else node.module)
+                    whole = f"{module}.{alias.name}"
+                    found.add(whole if whole in self.files else module)
         return found & self.files.keys()
 
     def cycles(self) -> list[list[str]]:

@@ -17,19 +17,28 @@ MAX_LAYERS = 9  # imports within a package
 MAY_IMPORT = {
     "engine": {"engine"},
     "kvtransfer": {"engine", "kvtransfer"},
-    "prefill_worker": {"engine", "kvtransfer", "prefill_worker"},
-    "decode_worker": {"engine", "kvtransfer", "decode_worker"},
-    "router": {"engine", "kvtransfer", "prefill_worker", "decode_worker", "router"},
+    "worker": {"engine", "kvtransfer", "worker"},
+    "prefill_worker": {"engine", "kvtransfer", "worker", "prefill_worker"},
+    "decode_worker": {"engine", "kvtransfer", "worker", "decode_worker"},
+    "router": {*PACKAGES} - {"cluster", "lab"},
     "cluster": {*PACKAGES} - {"lab"},
     "lab": {*PACKAGES},
 }
 IMPURE = {"ray", "torch", "asyncio", "threading", "time", "logging", "random", "socket", "secrets"}
-PURE_PLACES = ("engine/", "router/", "prefill_worker/", "decode_worker/", "kvtransfer/peer/")
+PURE_PLACES = (
+    "worker/node",
+    "worker/exchange",
+    "engine/",
+    "router/",
+    "prefill_worker/",
+    "decode_worker/",
+    "kvtransfer/peer/",
+)
 PURE_PLACES += ("kvtransfer/tiers/", "kvtransfer/layout", "kvtransfer/messages", "kvtransfer/agent")
 PURE_PLACES += ("cluster/control/controller", "cluster/control/machines")
 PURE_PLACES += ("cluster/control/autoscaling", "cluster/control/drains", "cluster/control/fleet")
 PURE_PLACES += ("cluster/control/worker_lives", "cluster/scaling/")
-IMPURE_PLACES = ("engine/model/", "kvtransfer/agents/")
+IMPURE_PLACES = ("engine/model/", "engine/wire/", "engine/host", "kvtransfer/agents/")
 HTTP = ("fastapi", "starlette", "uvicorn")
 HTTP_PLACES = ("cluster/api/",)
 RAY_PLACES = ("cluster/processes/ray.py", "cluster/processes/ray_cluster.py")
@@ -51,13 +60,19 @@ def parse(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Dotted names of everything that the file imports, at whatever depth."""
+    """Dotted names of everything that the file imports, at whatever depth; the product's own
+    without `kvrelay.`, under which it is installed and imported."""
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name_of(path)}: relative import"
-            yield node.module or ""
+            names = [node.module or ""]
+        else:
+            continue
+        for name in names:
+            assert name.split(".")[0] not in PACKAGES, f"{name_of(path)}: kvrelay.{name}"
+            yield name.removeprefix("kvrelay.")
 
 
 def is_pure(path: Path) -> bool:

@@ -1,34 +1,28 @@
-"""The composition root: from configuration to a worker that runs.
+"""From a `WorkerSpec` to a worker that could run, in the process that becomes it.
 
-`prepare_model` finds the checkpoint and plans its KV cache, without torch, wherever the cluster is
-started; `build_worker` loads the model, opens what moves its KV and makes the node, in the process
-that becomes the worker.
+The model is loaded, what moves its KV is opened, and the node is made.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import psutil
-from msgspec import structs
 
-from kvrelay.cluster.config import Config, EngineSection
-from kvrelay.cluster.processes.worker_parts import make_worker
+from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.host import Deliver, Executor
 from kvrelay.engine.model.backends import Backends
-from kvrelay.engine.model.checkpoint.resolve import resolve_model
-from kvrelay.engine.model.config import ModelConfig, check_unchanged, files_of, versions_of
+from kvrelay.engine.model.config import check_unchanged, files_of, versions_of
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.parallel.shard import Shard, check_divides
-from kvrelay.engine.stats import Role
-from kvrelay.worker.devices import size_setting, sized
+from kvrelay.engine.model.parallel.shard import Shard
+from kvrelay.engine.node import Node
+from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.worker.kv_plan import (
-    GIB,
     BuildError,
     KVPlan,
     auto_host_bytes,
@@ -46,74 +40,10 @@ from kvrelay.worker.transfers import MakeRankTransfers, open_transfers
 
 log = logging.getLogger("kvrelay.build")
 
-Progress = Callable[[str], None]
-
-LOAD_BYTES_PER_S = 1e8  # of weights, from the slowest disk that is worth waiting for
+MakeWorker = Callable[[WorkerConfig, StoreRecords], Node]
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedModel:
-    path: Path
-    config: ModelConfig
-    served_name: str
-    max_model_len: int
-    plan: KVPlan  # of the workers with the most ranks
-
-    @property
-    def load_s(self) -> float:
-        """How long its weights may take to be read."""
-        return self.plan.weights_bytes / LOAD_BYTES_PER_S
-
-
-def prepare_model(
-    config: Config,
-    num_workers_here: int,
-    progress: Progress,
-    *,
-    num_prefill_here: int = 0,
-    on_gpu: bool = False,
-) -> PreparedModel:
-    """The model on disk, and the plan of its KV cache. Checks that `num_workers_here`, of which
-    `num_prefill_here` are started for prefill, fit into the memory of this machine; 0 if they run
-    elsewhere. On GPUs only the host tier has to. May take minutes. Raises BuildError."""
-    section = config.model
-    try:
-        cache_dir = Path(section.cache_dir) if section.cache_dir else None
-        path = resolve_model(section.name, cache_dir=cache_dir, progress=progress)
-        model = model_config(path, config.engine)
-        engines = _engines(config, model, on_gpu)
-    except ModelError as error:
-        raise BuildError(str(error)) from error
-    # The workers choose what "auto" is; float32 is the most that it can cost.
-    dtype = "float32" if section.dtype == "auto" else section.dtype
-    plans = {r: plan_kv(model, each, dtype, section.quantization) for r, each in engines.items()}
-    host_bytes = int(config.tiers.set_host_gib * GIB) if num_workers_here else 0
-    here = [plans[Role.DECODE]] * (num_workers_here - num_prefill_here)
-    here += [plans[Role.PREFILL]] * num_prefill_here if num_prefill_here else []
-    check_memory([] if on_gpu else here, psutil.virtual_memory().available, host_bytes)
-    return PreparedModel(
-        path=path,
-        config=model,
-        served_name=section.served_name or Path(section.name).name.removesuffix(".gguf"),
-        max_model_len=min(resolve_max_model_len(model, engines[r], plans[r]) for r in engines),
-        plan=max(plans.values(), key=lambda plan: plan.num_ranks),
-    )
-
-
-def _engines(config: Config, model: ModelConfig, on_gpu: bool) -> dict[Role, EngineSection]:
-    """Settings of workers that are started for each role; of prefill workers only where there are
-    some. Raises ModelError if their ranks do not divide the model."""
-    roles = [Role.PREFILL, Role.DECODE] if config.cluster.prefill else [Role.DECODE]
-    engine = sized(config.engine, gpu=on_gpu)
-    found = {}
-    for role in roles:
-        num_ranks = config.ranks_of(role)
-        check_divides(model, num_ranks, size_setting(config, role))
-        found[role] = structs.replace(engine, tensor_parallel_size=num_ranks)
-    return found
-
-
-def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> BuiltWorker:
+def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> BuiltWorker:
     """Load the model and make the worker; takes seconds. Raises BuildError."""
     # It takes a core for seconds, which the worker that has taken over the streams needs.
     giving_way(lambda: import_module("kvrelay.engine.model.runner"))
@@ -122,8 +52,7 @@ def build_worker(spec: WorkerSpec, options: BuildOptions | None = None) -> Built
     from kvrelay.engine.model.step_executor import StepExecutor
     from kvrelay.kvtransfer.agent import AgentError
 
-    options = options or BuildOptions()
-    spec = replace(spec, engine=sized(spec.engine, gpu=spec.on_gpu))
+    spec = replace(spec, engine=spec.engine.sized(gpu=spec.on_gpu))
     try:
         path = spec.find_model()
         before = versions_of(files_of(path))

@@ -17,10 +17,16 @@ from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
-from kvrelay.cluster.control.messages import StartFailed, WorkerStarted
 from kvrelay.engine.node import NodeId
+from kvrelay.worker.messages import StartFailed, WorkerStarted
 from kvrelay.worker.process import Listening
-from kvrelay.worker.processes import MODULE, RANKS_MODULE, kill_all, kill_workers, name_of
+from kvrelay.worker.processes import (
+    MODULE,
+    RANKS_MODULE,
+    kill_all,
+    kill_workers,
+    name_of,
+)
 
 if TYPE_CHECKING:
     from kvrelay.engine.model.parallel.link import RankHost
@@ -31,8 +37,9 @@ LAST_WORDS_S = 0.5  # for the news of why a process ended to leave its guardian
 
 
 class WorkerGuardian:
-    """What runs in the actor. Its constructor does nothing, so that it is up at once and its death
-    is noticed from then on."""
+    """What runs in the actor; each pool has a class of its own, so that `ray list actors` shows
+    both. The constructor does nothing, so that the actor is up at once and its death is noticed
+    from then on."""
 
     def __init__(self, node: NodeId) -> None:
         self._node = node
@@ -41,8 +48,8 @@ class WorkerGuardian:
         self._why = "its process has ended"
         self._has_ended = threading.Event()
 
-    def __repr__(self) -> str:  # also what `ps` shows
-        return f"kvrelay guardian of {self._node}"
+    def __repr__(self) -> str:  # before each line that it logs
+        return self._node
 
     def start(self, spec: WorkerSpec, listening: Listening) -> WorkerStarted | StartFailed:
         """Blocks until the worker listens, or cannot."""

@@ -14,22 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.cluster.control.messages import (
-    CONTROLLER,
-    Introduced,
-    Peer,
-    WorkerStarted,
-)
-from kvrelay.cluster.control.process_messages import (
-    Adopt,
-    End,
-    Meet,
-)
 from kvrelay.engine.host import Deliver, Executor, LoopThread, NodeExit, NodeHost
 from kvrelay.engine.node import Node, NodeId
 from kvrelay.engine.stats import WorkerInfo
 from kvrelay.engine.wire.context import OnPeerLost, TlsIdentity, WireLimits
 from kvrelay.engine.wire.wire import OnMessage, Wire
+from kvrelay.worker.messages import CONTROLLER, Adopt, End, Introduced, Meet, Peer, WorkerStarted
 
 WATCH_S = 1.0  # between two looks whether the controller is there
 

@@ -22,9 +22,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.cluster.control.messages import StartFailed
 from kvrelay.engine.model.parallel.link import RankHost, admit, start_process
 from kvrelay.engine.node import NodeId
+from kvrelay.worker.messages import StartFailed
 
 log = logging.getLogger("kvrelay.ranks")
 

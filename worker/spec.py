@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrelay.cluster.config import EngineSection
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.parallel.link import RankHost
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
+from kvrelay.worker.settings import EngineSection
 
 log = logging.getLogger("kvrelay.build")
 

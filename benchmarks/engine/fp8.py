@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.report import make_console, write_json
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.model.runner import ModelRunner
@@ -28,7 +29,6 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
 from kvrelay.lab.bench.engine import EngineSpec, greedy
 from kvrelay.lab.bench.lone_worker import LoneWorker
-from kvrelay.worker.build import prepare_model
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "fp8.json"

@@ -20,9 +20,9 @@ Generate = Callable[[Prompts, int], list[list[int]]]
 
 
 def kvrelay(spec: dict[str, Any]) -> Generate:
+    from kvrelay.cluster.prepare import prepare_model
     from kvrelay.lab.bench.engine import EngineSpec, greedy
     from kvrelay.lab.bench.lone_worker import LoneWorker
-    from kvrelay.worker.build import prepare_model
 
     asked = EngineSpec(
         model=spec["model_dir"],

@@ -21,12 +21,12 @@ from rich.table import Table
 from benchmarks.engine.fp8 import BLOCK_SIZE, Score, pieces_of, prose, score
 from benchmarks.report import make_console, write_json
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
+from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.model.quantize import QUANTIZATIONS as BY_DEVICE
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.lab.bench.engine import EngineSpec, greedy
 from kvrelay.lab.bench.lone_worker import LoneWorker
-from kvrelay.worker.build import prepare_model
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "weights.json"
 QUANTIZATIONS = BY_DEVICE["cpu"]

@@ -22,10 +22,10 @@ from rich.table import Table
 from benchmarks.report import make_console, write_json
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import load_config
+from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sequence import NO_BLOCK
 from kvrelay.lab.bench.lone_worker import Answer, LoneWorker
-from kvrelay.worker.build import prepare_model
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "window.json"
 BLOCK_SIZE = 16

@@ -37,7 +37,7 @@ GIB = 2**30
 def measure(
     block_bytes: int, total_bytes: int, rounds: int, folder: Path, direct: bool
 ) -> dict[str, list[float]]:
-    """GiB/s of each way in each round."""
+    """Measures each way in each round, in GiB/s."""
     count = max(1, total_bytes // block_bytes)
     rng = random.Random(0)
     rates: dict[str, list[float]] = {}

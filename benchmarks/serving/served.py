@@ -69,7 +69,7 @@ class Served(OwnedServer):
             *prefix,
             sys.executable,
             "-m",
-            "kvrelay.lab.cli.main",
+            "kvrelay.cluster.cli.main",
             "serve",
             "--config",
             str(path),

@@ -17,11 +17,11 @@ import llguidance
 
 from kvrelay.cluster.api.constraints.schema import schema_grammar
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.cluster.config import EngineSection
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
 from kvrelay.lab.local import LocalCluster
+from kvrelay.worker.settings import EngineSection
 
 BATCH, PROMPT, STEPS, BLOCK = 8, 64, 60, 16
 # Any text that is so long that it does not end within the steps.

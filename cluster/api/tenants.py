@@ -1,9 +1,9 @@
 """Tenants: who may call, what keeps their KV apart, and their shares of the service.
 
-Read when the server starts, and again when they change (`cluster.processes.reload`). A caller is known
-by its key alone; its salt is a keyed hash of the tenant's name under a secret of the server, so
-nothing that a request says can reach another tenant's KV, and the same tenant finds its own again
-after a restart.
+Read when the server starts, and again when they change (`cluster.processes.reload`). A caller is
+known by its key alone; its salt is a keyed hash of the tenant's name under a secret of the server,
+so nothing that a request says can reach another tenant's KV, and the same tenant finds its own
+again after a restart.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,65 +22,41 @@ if TYPE_CHECKING:
     from kvrelay.cluster.processes.supervisor import Ready
 
 COMMANDS = {
-    "audit": ("kvrelay.cluster.cli.audit", "audit", "Do all KV blocks add up, and does any leak?"),
-    "explain": ("kvrelay.cluster.cli.explain", "explain", "Where a request's time went, and why."),
-    "doctor": (
-        "kvrelay.cluster.cli.doctor",
-        "doctor",
-        "What is wrong here, and what to do about it.",
-    ),
-    "role": ("kvrelay.cluster.cli.role", "role", "Prefer a worker for prompts, decoding or both."),
-    "up": (
-        "kvrelay.cluster.cli.hosts",
-        "up",
-        "Bring up a cluster on machines of your own, over ssh.",
-    ),
-    "down": ("kvrelay.cluster.cli.hosts", "down", "End what `kvrelay up` has started."),
-    "drain": ("kvrelay.cluster.cli.service", "drain", "Let a server finish what it has, and end."),
-    "restart": (
-        "kvrelay.cluster.cli.service",
-        "restart",
-        "Every process anew, one after the other.",
-    ),
-    "chat": ("kvrelay.cluster.cli.client", "chat", "Talk to a served model from the terminal."),
-    "scaling": (
-        "kvrelay.cluster.cli.scaling",
-        "scaling",
-        "What the autoscaler does or not, and why.",
-    ),
-    "status": (
-        "kvrelay.cluster.cli.client",
-        "status",
-        "Workers, what they do, and the cache hit rate.",
-    ),
-    "top": ("kvrelay.cluster.cli.top", "top", "A live table of workers, load and latencies."),
-    "sessions": (
-        "kvrelay.cluster.cli.sessions",
-        "sessions",
-        "See, park, resume, fork or close sessions.",
-    ),
+    "audit": ("audit", "audit", "Do all KV blocks add up, and does any leak?"),
+    "explain": ("explain", "explain", "Where a request's time went, and why."),
+    "doctor": ("doctor", "doctor", "What is wrong here, and what to do about it."),
+    "role": ("role", "role", "Prefer a worker for prompts, decoding or both."),
+    "up": ("hosts", "up", "Bring up a cluster on machines of your own, over ssh."),
+    "down": ("hosts", "down", "End what `kvrelay up` has started."),
+    "drain": ("service", "drain", "Let a server finish what it has, and end."),
+    "restart": ("service", "restart", "Every process anew, one after the other."),
+    "chat": ("client", "chat", "Talk to a served model from the terminal."),
+    "scaling": ("scaling", "scaling", "What the autoscaler does or not, and why."),
+    "status": ("client", "status", "Workers, what they do, and the cache hit rate."),
+    "top": ("top", "top", "A live table of workers, load and latencies."),
+    "sessions": ("sessions", "sessions", "See, park, resume, fork or close sessions."),
 }
+PLUGGED_IN = "kvrelay.commands"  # entry points of other distributions: dicts like COMMANDS
 
 
 class LazyGroup(click.Group):
-    """Knows its commands by name and imports each when it is used.
+    """Knows its commands by name and imports each when it is used."""
 
-    `commands_at`: module, attribute and help of each. `renamed`: old names that still work.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.commands_at = dict(COMMANDS)
-        self.renamed: dict[str, str] = {}
+    @cached_property
+    def commands_at(self) -> dict[str, tuple[str, str, str]]:
+        """Module, attribute and help of each."""
+        found = {
+            name: (f"{__package__}.{module}", attribute, about)
+            for name, (module, attribute, about) in COMMANDS.items()
+        }
+        for plugged in entry_points(group=PLUGGED_IN):
+            found |= plugged.load()
+        return found
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *self.commands_at])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in self.renamed:
-            new = self.renamed[cmd_name]
-            click.echo(f"`kvrelay {cmd_name}` is called `kvrelay {new}` now", err=True)
-            cmd_name = new
         if cmd_name not in self.commands_at:
             return super().get_command(ctx, cmd_name)
         module, attribute, _ = self.commands_at[cmd_name]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvrelay.cluster.control.messages import Kept, Peer, RouterStarted
+from kvrelay.cluster.control.messages import Kept, RouterStarted
 from kvrelay.cluster.control.wanted import Worker
 from kvrelay.engine.model.parallel.shard import num_machines
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.router.scaling_config import ScalingConfig
+from kvrelay.worker.messages import Peer
 
 
 @dataclass(frozen=True, slots=True)

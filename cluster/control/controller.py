@@ -28,9 +28,7 @@ from kvrelay.cluster.control.drains import TAG as DRAIN_TAG
 from kvrelay.cluster.control.fleet import Add, Drain, Flip, Order, Remove
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
-    CONTROLLER,
     GiveUp,
-    Introduced,
     Kept,
     KeptWorker,
     MachinesChanged,
@@ -41,10 +39,8 @@ from kvrelay.cluster.control.messages import (
     RouterStarted,
     ScalingReport,
     SetRole,
-    StartFailed,
     StopWorker,
     WorkerLost,
-    WorkerStarted,
 )
 from kvrelay.cluster.control.process_messages import LinkLost
 from kvrelay.cluster.control.router_processes import TAG as ROUTER_TAG
@@ -54,6 +50,7 @@ from kvrelay.cluster.control.worker_lives import WorkerLives
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Woken
 from kvrelay.engine.stats import ProgressReport, RouterDown
 from kvrelay.router.messages import DrainReport, WorkerSuspected
+from kvrelay.worker.messages import CONTROLLER, Introduced, StartFailed, WorkerStarted
 
 
 class Controller:

@@ -10,20 +10,10 @@ from dataclasses import dataclass, field
 
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.stats import Role, WorkerInfo
+from kvrelay.engine.stats import Role
+from kvrelay.engine.wire.codec import register
 from kvrelay.router.traffic import RouterSeen, WorkerSeen
-
-CONTROLLER: NodeId = "controller"
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Where a node listens. Of two peers with one name the higher epoch is the one that lives."""
-
-    node: NodeId
-    host: str
-    port: int
-    epoch: int
+from kvrelay.worker.messages import Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,25 +122,6 @@ class MachinesChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStarted:
-    info: WorkerInfo
-    host: str
-    port: int
-    pid: int = 0  # on its machine, for operators
-    notices: tuple[str, ...] = ()  # what an operator should know of it, one line each
-
-
-@dataclass(frozen=True, slots=True)
-class StartFailed:
-    """`permanent`: it would fail again in the same way (no such model, too little memory)."""
-
-    worker: NodeId
-    epoch: int
-    reason: str
-    permanent: bool
-
-
-@dataclass(frozen=True, slots=True)
 class SetRole:
     """From an operator: what routers prefer the worker for from now on, also after a restart."""
 
@@ -164,13 +135,6 @@ class RestartWorker:
 
     worker: NodeId
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Introduced:
-    to: NodeId
-    about: NodeId
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,3 +184,6 @@ class RouterLost:
     router: NodeId
     epoch: int
     reason: str
+
+
+register(SetRole, ScalingReport)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.cluster.control.messages import Peer
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.wire.codec import register
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,29 +18,6 @@ class RouterLoad:
     num_live: int  # requests that it serves, or that wait
     num_queued: int  # of them, those that wait
     store_up: bool | None  # whether it reaches the store of shared state; None: there is none
-
-
-@dataclass(frozen=True, slots=True)
-class Meet:
-    """To a process: where `peers` listen; answered by `Introduced`, with `about` and `epoch`."""
-
-    about: NodeId
-    epoch: int
-    peers: tuple[Peer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Adopt:
-    """To a worker's process: this is your controller now; answered by `WorkerStarted`."""
-
-    controller: Peer
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """To a worker's process: end, if you are of this epoch or an older one."""
-
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +60,6 @@ class AuditAnswer:
 
     number: int
     data: bytes
+
+
+register(RouterReport, LinkLost, ClusterView, AuditQuestion, AuditAnswer)

@@ -21,8 +21,6 @@ from typing import Any
 from kvrelay.cluster.control.messages import (
     GiveUp,
     Introduce,
-    Introduced,
-    Peer,
     RouterFailed,
     RouterLost,
     RouterStarted,
@@ -33,6 +31,7 @@ from kvrelay.cluster.control.process_messages import RouterLoad
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Wake
 from kvrelay.engine.stats import RouterDown, RouterUp, WorkerInfo
 from kvrelay.router.messages import RoleChanged, WorkerDown, WorkerUp
+from kvrelay.worker.messages import Introduced, Peer
 
 TAG = "router"
 Life = tuple[NodeId, int]  # a worker and its epoch

@@ -10,10 +10,9 @@ from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import StartWorker
 from kvrelay.cluster.control.wanted import Worker
+from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.scaling.targets import chunk_target_s
 from kvrelay.engine.stats import Role
-from kvrelay.worker.build import PreparedModel
-from kvrelay.worker.devices import sized
 from kvrelay.worker.kv_plan import GIB
 from kvrelay.worker.spec import WorkerSpec
 
@@ -39,7 +38,7 @@ def worker_spec(
         most_ms = engine.itl_most_ms or ITL_MOST_MS
         engine = replace(engine, itl_target_ms=ITL_TARGET_MS, itl_most_ms=most_ms)
     on_gpu = machine.num_gpus > 0 and config.model.device != "cpu"
-    engine = sized(engine, gpu=on_gpu)
+    engine = engine.sized(gpu=on_gpu)
     host_gib = config.tiers.host_gib
     if config.scaling.enabled:  # any may become a decode worker, and there may be so many
         num_sharing = -(-config.most_workers // max(1, len(machines)))

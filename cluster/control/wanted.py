@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvrelay.cluster.control.messages import AdoptWorker, KeptWorker, Peer, StopWorker
+from kvrelay.cluster.control.messages import AdoptWorker, KeptWorker, StopWorker
 from kvrelay.engine.node import Effect, NodeId, Wake
 from kvrelay.engine.stats import Role, WorkerInfo
+from kvrelay.worker.messages import Peer
 
 
 class WorkerState(StrEnum):

@@ -10,13 +10,14 @@ from dataclasses import replace
 from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.drains import Drains
 from kvrelay.cluster.control.machines import Assigned, Machine, assign_machines
-from kvrelay.cluster.control.messages import Introduce, Peer, StartWorker, StopWorker, WorkerStarted
+from kvrelay.cluster.control.messages import Introduce, StartWorker, StopWorker
 from kvrelay.cluster.control.router_processes import RouterProcesses, RouterProcessLimits
 from kvrelay.cluster.control.suspects import Suspects
 from kvrelay.cluster.control.wanted import RUNNING, Worker, WorkerState
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Wake
 from kvrelay.engine.stats import Role, RouterDown, RouterUp, WorkerInfo
 from kvrelay.router.messages import RoleChanged, WorkerDown, WorkerUp
+from kvrelay.worker.messages import Peer, WorkerStarted
 
 RESTART_S = 1.0  # for one that was told to end, before it is started again
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.doctor.findings import Finding, fail, ok, skipped, warn
-from kvrelay.worker.devices import sized
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -40,7 +39,7 @@ def check_locked_memory(limit: int, config: Config, root: Path) -> Finding:
     gpus, cards = _gpus(root), _rdma_cards(root)
     if not gpus and not cards:
         return skipped(check, "no GPU and no RDMA device, which would lock pages")
-    each = 0.0 if gpus else sized(config.engine, gpu=False).kv_cache_gib
+    each = 0.0 if gpus else config.engine.sized(gpu=False).kv_cache_gib
     need = int((config.tiers.set_host_gib + each) * GIB) + 64 * MIB
     if limit == UNLIMITED or limit >= need:
         return ok(check, "unlimited" if limit == UNLIMITED else f"{limit / GIB:.1f} GiB")
@@ -70,7 +69,7 @@ def check_memory(available: int, config: Config, root: Path) -> Finding:
     check = "memory"
     workers = config.most_workers
     on_cpu = config.model.device == "cpu" or not _gpus(root)
-    each = sized(config.engine, gpu=False).kv_cache_gib * on_cpu
+    each = config.engine.sized(gpu=False).kv_cache_gib * on_cpu
     need = int((workers * each + config.tiers.set_host_gib) * GIB)
     if available >= need:
         return ok(check, f"{available / GIB:.1f} GiB free; KV takes {need / GIB:.1f} GiB at most")

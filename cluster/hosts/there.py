@@ -1,8 +1,7 @@
-"""What `kvrelay up` and `kvrelay down` run on each machine: `python -m kvrelay.cluster.hosts.there`.
+"""What `kvrelay up` and `kvrelay down` run on each machine.
 
-One order comes in, one answer goes out. What is started lives on when this ends: in a session of
-its own, with a log and a file that names its process.
-"""
+`python -m kvrelay.cluster.hosts.there`: one order comes in, one answer goes out. What is started
+lives on when this ends: in a session of its own, with a log and a file that names its process."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The processes of a cluster: who starts which, what they say to each other, and Ray."""

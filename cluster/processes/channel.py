@@ -98,7 +98,7 @@ class Child:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, kind: str, first: Any, fds: tuple[int, ...] = ()) -> None:
-        """`kind`: of `cluster.processes.child`; `fds`: of sockets that it gets, by their numbers."""
+        """`kind`: one of `cluster.processes.child`; `fds`: sockets that it gets, by number."""
         mine, its = os.pipe()
         command = (
             sys.executable,

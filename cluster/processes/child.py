@@ -1,7 +1,7 @@
-"""A process that `kvrelay serve` supervises: `python -m kvrelay.cluster.processes.child KIND NAME FD`.
+"""A process that `kvrelay serve` supervises.
 
-KIND is `router` or `controller`; NAME says in `ps` which it is. See `cluster.processes.channel`.
-"""
+`python -m kvrelay.cluster.processes.child KIND NAME FD`: KIND is `router` or `controller`; NAME
+says in `ps` which it is. See `cluster.processes.channel`."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ async def run_router(parent: Parent) -> int:
 
 
 async def run_controller(parent: Parent) -> int:
+    from kvrelay.cluster.prepare import PreparedModel
     from kvrelay.cluster.processes.control_process import ControlProcess
-    from kvrelay.worker.build import PreparedModel
 
     spec: ControlSpec = await parent.first()
     process = ControlProcess(spec, parent.tell)

@@ -22,13 +22,10 @@ from kvrelay.cluster.control.autoscaling import LogScaling
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.machines import resources_of
 from kvrelay.cluster.control.messages import (
-    CONTROLLER,
     AdoptWorker,
     GiveUp,
     Introduce,
-    Introduced,
     Kept,
-    Peer,
     Record,
     RequestMachines,
     RestartWorker,
@@ -38,18 +35,12 @@ from kvrelay.cluster.control.messages import (
     StopRouter,
     StopWorker,
     WorkerLost,
-    WorkerStarted,
 )
-from kvrelay.cluster.control.process_messages import (
-    Adopt,
-    AuditQuestion,
-    End,
-    Meet,
-    RouterReport,
-)
+from kvrelay.cluster.control.process_messages import AuditQuestion, RouterReport
 from kvrelay.cluster.control.router_processes import RouterState, WantedRouter
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.wanted import Worker, WorkerState
+from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.life import read_record, write_private
 from kvrelay.cluster.processes.operators_desk import OperatorsDesk
 from kvrelay.cluster.processes.orders import AllUp, ControlSpec, PartNews
@@ -57,10 +48,10 @@ from kvrelay.cluster.processes.scaling_log import ScalingLog
 from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stats import Audit, Role
-from kvrelay.worker.build import PreparedModel
 from kvrelay.worker.kv_plan import kv_lines
+from kvrelay.worker.messages import CONTROLLER, Adopt, End, Introduced, Meet, Peer, WorkerStarted
 from kvrelay.worker.process import meet
-from kvrelay.worker.processes import kill_workers, worker_processes
+from kvrelay.worker.processes import kill_workers, name_of, worker_processes
 
 log = logging.getLogger("kvrelay.control")
 
@@ -249,8 +240,11 @@ class ControlProcess:
         self._tell(PartNews("ray", "up", True))
         await self._model
         self._workers = ray.RayWorkers(self.spec.listening, self.say)
+        cluster = self.spec.cluster
         for adopted in self._adopted:
-            self._workers.attach(self.spec.cluster, adopted.worker, adopted.epoch)
+            self._workers.attach(cluster, adopted.worker, adopted.epoch)
+        kept = [name_of(cluster, each.worker, each.epoch) for each in self._adopted]
+        await asyncio.to_thread(ray.remove_groups, cluster, kept)
         use_gpus = config.model.device != "cpu"
         await keep_running("watch_machines", lambda: self._watch_machines(use_gpus), self.restarted)
 

@@ -17,6 +17,14 @@ from typing import Any, TypeVar
 
 from kvrelay.cluster.api.tenants import Access, load_access, with_operations_key
 from kvrelay.cluster.config import Config
+from kvrelay.cluster.prepare import (
+    PreparedModel,
+    check_machines,
+    for_gpus,
+    num_gpus,
+    prepare_model,
+    uses_gpus,
+)
 from kvrelay.cluster.processes.certificates import identity_of, with_certificates
 from kvrelay.cluster.processes.errors import ServeError
 from kvrelay.cluster.processes.extras import require_extra
@@ -27,8 +35,6 @@ from kvrelay.cluster.processes.router_process import RouterProcessError, bind
 from kvrelay.cluster.processes.supervisor import Ready, Supervisor, Tell
 from kvrelay.cluster.state.opening import with_url
 from kvrelay.engine.node import NodeId
-from kvrelay.worker.build import PreparedModel, prepare_model
-from kvrelay.worker.devices import check_machines, for_gpus, num_gpus, uses_gpus
 from kvrelay.worker.kv_plan import BuildError
 from kvrelay.worker.process import Listening
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from kvrelay.cluster.control.audits import SharedAudit, audit_dict
-from kvrelay.cluster.control.messages import CONTROLLER
 from kvrelay.cluster.control.process_messages import (
     AuditAnswer,
     AuditQuestion,
@@ -27,6 +26,7 @@ from kvrelay.engine.host import NodeHost
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest
 from kvrelay.engine.wire.wire import Wire
+from kvrelay.worker.messages import CONTROLLER
 
 if TYPE_CHECKING:
     from kvrelay.cluster.control.controller import Controller

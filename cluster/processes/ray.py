@@ -1,25 +1,34 @@
 """The Ray runtime: with `ray_cluster` all that knows Ray.
 
-Ray places a guardian on each worker's machine, which starts the worker's process and tells when it
-ends. All else goes over the wire: a worker outlives its guardian, and the cluster outlives Ray.
-Guardians are detached and named, so that the next controller finds them; Ray never restarts them:
-the controller does that, under a new epoch. Import this after `ray_environment.apply`.
+Each worker has a placement group, which holds its GPUs, and in it an actor, its guardian, which
+starts the worker's process and tells when it ends. All else goes over the wire: a worker outlives
+its guardian, and the cluster outlives Ray. Both are detached and named, so that the next controller
+finds them, and the GPUs stay held while the worker lives, whoever dies. Ray never restarts
+guardians: the controller does that, under a new epoch. Import this after `ray_environment.apply`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvrelay.cluster.control.machines import Machine
-from kvrelay.cluster.control.messages import MachinesChanged, StartFailed, WorkerLost, WorkerStarted
+from kvrelay.cluster.control.messages import MachinesChanged, WorkerLost
 from kvrelay.cluster.processes.ray_cluster import (
     NAMESPACE,
     REACH_TIMEOUT_S,
@@ -32,9 +41,12 @@ from kvrelay.cluster.processes.ray_cluster import ask_for_machines as ask_for_ma
 from kvrelay.cluster.processes.ray_cluster import connect as connect
 from kvrelay.cluster.processes.ray_cluster import control_plane as control_plane
 from kvrelay.cluster.processes.ray_cluster import disconnect as disconnect
+from kvrelay.decode_worker.actor import DecodeWorker
 from kvrelay.engine.host import first_line
 from kvrelay.engine.node import NodeId
-from kvrelay.worker.guardian import WorkerGuardian
+from kvrelay.engine.stats import Role
+from kvrelay.prefill_worker.actor import PrefillWorker
+from kvrelay.worker.messages import StartFailed, WorkerStarted
 from kvrelay.worker.process import Listening
 from kvrelay.worker.processes import name_of
 from kvrelay.worker.rank_host import RankHostSpec
@@ -44,8 +56,10 @@ log = logging.getLogger("kvrelay.ray")
 
 POLL_MACHINES_S = 1.0
 END_TIMEOUT_S = 5.0
+PLACE_TIMEOUT_S = 30.0  # for the GPUs of a machine, which its last worker may still have
 RANKS_WAIT_S = 120.0  # for a worker to connect to its ranks; it imports torch before that
-HELD = 0.001  # of a machine, by each guardian
+HELD = 0.001  # of a machine, by each worker: Ray's autoscaler would think it idle otherwise
+ACTORS = {Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker}
 
 
 @dataclass(slots=True)
@@ -69,6 +83,7 @@ class RayWorkers:
         self._tell = tell
         self._raylets: dict[str, tuple[str, int]] = {}  # by machine
         self._running: dict[NodeId, _Running] = {}
+        self._placed: dict[NodeId, tuple[int, str]] = {}  # epoch and placement group of each worker
         self._ending: set[asyncio.Future[Any]] = set()
 
     def start(self, spec: WorkerSpec) -> None:
@@ -77,8 +92,10 @@ class RayWorkers:
 
     def attach(self, cluster: str, worker: NodeId, epoch: int) -> None:
         """To the guardian that an earlier controller has created, if it is there."""
+        name = name_of(cluster, worker, epoch)
+        self._placed[worker] = epoch, name
         try:
-            guardian = ray.get_actor(name_of(cluster, worker, epoch), NAMESPACE)
+            guardian = ray.get_actor(name, NAMESPACE)
         except ValueError:
             log.info("%s has no guardian any more; it goes on without", worker)
             return
@@ -88,14 +105,26 @@ class RayWorkers:
     def end(self, worker: NodeId, epoch: int) -> asyncio.Future[Any] | None:
         """By force, up to this epoch. None: no guardian of it is known here."""
         running = self._running.get(worker)
-        if running is None or running.epoch > epoch:
+        latest, _ = self._placed.get(worker, (0, ""))
+        if max(latest, running.epoch if running else 0) > epoch:
             return None
-        del self._running[worker]
-        running.task.cancel()
-        guardians = [*running.of_ranks, *filter(None, [running.guardian])]
-        if not guardians:
-            return None
-        ending = asyncio.gather(*map(_end, guardians))
+        guardians = []
+        if running is not None:
+            del self._running[worker]
+            running.task.cancel()
+            guardians = [*running.of_ranks, *filter(None, [running.guardian])]
+        ending = self._release(worker, guardians)
+        return ending if guardians else None
+
+    def _release(self, worker: NodeId, guardians: Sequence[Any] = ()) -> asyncio.Future[Any]:
+        """End its guardians, with their processes, and then give back what it held."""
+
+        async def release(name: str) -> None:
+            await asyncio.gather(*map(_end, guardians))
+            if name:
+                await asyncio.to_thread(_remove_group, name)
+
+        ending = asyncio.ensure_future(release(self._placed.pop(worker, (0, ""))[1]))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
         return ending
@@ -123,8 +152,8 @@ class RayWorkers:
 
     async def close(self) -> None:
         """End all, within `END_TIMEOUT_S`."""
-        for worker, running in list(self._running.items()):
-            self.end(worker, running.epoch)
+        for worker in {*self._running, *self._placed}:
+            self.end(worker, sys.maxsize)
         if self._ending:
             await asyncio.wait(self._ending, timeout=END_TIMEOUT_S)
 
@@ -132,10 +161,13 @@ class RayWorkers:
         try:
             guardian, outcome = await self._create(spec)
         except Exception as error:  # whatever it was, the controller waits for an answer
+            self._release(spec.worker)
             self._tell(StartFailed(spec.worker, spec.epoch, first_line(error), False))
             return
         self._tell(outcome)
-        if isinstance(outcome, WorkerStarted):
+        if isinstance(outcome, StartFailed):
+            self._release(spec.worker)
+        else:
             await self._watch(spec.worker, spec.epoch, guardian)
 
     async def _create(self, spec: WorkerSpec) -> tuple[Any, WorkerStarted | StartFailed]:
@@ -145,16 +177,44 @@ class RayWorkers:
                 failed = StartFailed(spec.worker, spec.epoch, "its machine does not answer", False)
                 return None, failed
         listening = replace(listening, host=self._host_of(spec.machine))
+        group = await self._place(spec)
+        if group is None:
+            gpus = f"{spec.num_gpus} GPU(s) of {listening.host} are not free" * (spec.num_gpus > 0)
+            why = gpus or f"Ray finds no place on {listening.host}"
+            return None, StartFailed(spec.worker, spec.epoch, why, False)
         if spec.further:
-            places = await self._start_ranks(spec, running)
+            places = await self._start_ranks(spec, running, group)
             for place in places:
                 if isinstance(place, StartFailed):
                     return None, place
             spec = replace(spec, host=listening.host, rank_hosts=tuple(places))
-        running.guardian = self._guardian(spec, spec.machine, 0)
+        running.guardian = self._guardian(spec, group, 0)
         return running.guardian, await _result(running.guardian.start.remote(spec, listening))
 
-    async def _start_ranks(self, spec: WorkerSpec, running: _Running) -> list[Any]:
+    async def _place(self, spec: WorkerSpec) -> PlacementGroup | None:
+        """A bundle for each of the worker's machines, once Ray holds them; None: it does not."""
+        machines = (spec.machine, *spec.further)
+        bundles = []
+        for machine in machines:
+            bundle = {f"node:{self._raylets[machine][0]}": HELD}
+            bundles.append(bundle | ({"GPU": float(spec.num_gpus)} if spec.num_gpus else {}))
+        name = name_of(spec.cluster, spec.worker, spec.epoch)
+        self._placed[spec.worker] = spec.epoch, name
+        group = placement_group(
+            bundles,
+            strategy="STRICT_SPREAD" if spec.further else "STRICT_PACK",
+            name=name,
+            lifetime="detached",
+            bundle_label_selector=[{"ray.io/node-id": machine} for machine in machines],
+        )
+        is_held = await asyncio.to_thread(group.wait, PLACE_TIMEOUT_S)
+        if not is_held:
+            self._release(spec.worker)
+        return group if is_held else None
+
+    async def _start_ranks(
+        self, spec: WorkerSpec, running: _Running, group: PlacementGroup
+    ) -> list[Any]:
         """On the worker's other machines: a RankHost or StartFailed of each."""
         answers = []
         for number, machine in enumerate(spec.further, start=1):
@@ -167,7 +227,7 @@ class RayWorkers:
                 spec.threads,
                 RANKS_WAIT_S,
             )
-            guardian = self._guardian(spec, machine, number)
+            guardian = self._guardian(spec, group, number)
             running.of_ranks.append(guardian)
             answers.append(_result(guardian.start_ranks.remote(of_ranks)))
         return await asyncio.gather(*answers)
@@ -179,25 +239,22 @@ class RayWorkers:
         own = machine == own_machine()
         return ray.util.get_node_ip_address() if own else self._raylets[machine][0]
 
-    def _guardian(self, spec: WorkerSpec, machine: str, number: int) -> Any:
-        """`number`: of the machine among the worker's. A little of it is held, or Ray's autoscaler
-        would think it idle."""
-        host = self._raylets.get(machine, ("", 0))[0]
+    def _guardian(self, spec: WorkerSpec, group: PlacementGroup, number: int) -> Any:
+        """`number`: of the machine among the worker's."""
         who = f"ranks of {spec.worker}" if number else spec.worker
         name = name_of(spec.cluster, spec.worker, spec.epoch) + (f"/{number}" if number else "")
         env = {"OMP_NUM_THREADS": str(spec.threads), "TOKENIZERS_PARALLELISM": "false"}
-        named = type(f"kvrelay guardian of {who}", (WorkerGuardian,), {})  # for `ps`
-        actor = ray.remote(named).options(
+        env["KVRELAY_WORKER"] = spec.worker
+        actor = ray.remote(ACTORS[spec.role]).options(
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
-            num_cpus=0,  # placement is the controller's
+            num_cpus=0,
             num_gpus=spec.num_gpus,
-            resources={f"node:{host}": HELD} if host else {},
             runtime_env={"env_vars": env},
             max_restarts=0,
             max_concurrency=4,  # start, wait and end may overlap
-            scheduling_strategy=NodeAffinitySchedulingStrategy(machine, soft=False),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
         )
         return actor.remote(who)
 
@@ -211,6 +268,9 @@ class RayWorkers:
             if running is not None and running.guardian is guardian:
                 del self._running[worker]
             return
+        running = self._running.get(worker)
+        if running is not None and running.guardian is guardian:
+            self._release(worker)
         self._tell(WorkerLost(worker, epoch, why))
 
     async def _has_raylet(self, machine_id: str) -> bool:
@@ -225,6 +285,23 @@ class RayWorkers:
             return False
         writer.close()
         return True
+
+
+def remove_groups(cluster: str, keep: Collection[str] = ()) -> None:
+    """The placement groups of `cluster`'s workers but those to keep. Blocks."""
+    for group in placement_group_table().values():
+        if group["name"].startswith(f"{cluster}/") and group["name"] not in keep:
+            _remove_group(group["name"])
+
+
+def _remove_group(name: str) -> None:
+    """With what runs in it. Blocks."""
+    try:
+        remove_placement_group(get_placement_group(name))
+    except ValueError:
+        return  # there is none
+    except RayError as error:
+        log.warning("the placement group %s is not given back: %s", name, first_line(error))
 
 
 async def _end(guardian: Any) -> None:

@@ -13,8 +13,8 @@ class RayRefused(Exception):
 
 
 def start_ray(config: Config, tell: Callable[[str], None]) -> ModuleType:
-    """`cluster.processes.ray`, connected. Blocks. The calling thread has to live as long as Ray: the
-    kernel ends Ray's processes with the very thread that started them. Raises RayRefused."""
+    """`cluster.processes.ray`, connected. Blocks. The calling thread has to live as long as Ray:
+    the kernel ends Ray's processes with the very thread that started them. Raises RayRefused."""
     from kvrelay.cluster.processes import ray_environment
 
     ray_environment.apply()

@@ -25,20 +25,12 @@ import msgspec
 from kvrelay.cluster.api.metrics import status_dict
 from kvrelay.cluster.api.tenants import Access, Tenants
 from kvrelay.cluster.config import Config
-from kvrelay.cluster.control.messages import (
-    CONTROLLER,
-    Introduced,
-    Peer,
-    RouterStarted,
-    ScalingReport,
-    SetRole,
-)
+from kvrelay.cluster.control.messages import RouterStarted, ScalingReport, SetRole
 from kvrelay.cluster.control.process_messages import (
     AuditAnswer,
     AuditQuestion,
     ClusterView,
     LinkLost,
-    Meet,
     RouterLoad,
     RouterReport,
 )
@@ -56,6 +48,7 @@ from kvrelay.engine.wire.wire import Wire
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import WorkerDown
 from kvrelay.router.router import Router
+from kvrelay.worker.messages import CONTROLLER, Introduced, Meet, Peer
 from kvrelay.worker.process import Listening, meet
 
 REPORT_S = 1.0

@@ -25,6 +25,7 @@ from kvrelay.cluster.control.messages import (
     StartRouter,
     StopRouter,
 )
+from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.channel import Child
 from kvrelay.cluster.processes.errors import ServeError
 from kvrelay.cluster.processes.life import Life
@@ -45,7 +46,6 @@ from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_api import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.processes.router_process import RouterProcessSpec
 from kvrelay.engine.node import NodeId
-from kvrelay.worker.build import PreparedModel
 from kvrelay.worker.process import Listening
 from kvrelay.worker.processes import kill_workers
 

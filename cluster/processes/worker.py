@@ -1,9 +1,9 @@
-"""A worker's process, as its guardian starts it: `python -m kvrelay.cluster.processes.worker NAME FD`.
+"""A worker's process, as its guardian starts it.
 
-It leaves the guardian's session, so that it outlives it: weights and KV are worth more than what
-started them. NAME says in `ps` which worker it is. From stdin come a WorkerSpec and a Listening,
-pickled; to FD go, pickled, the process id, a WorkerStarted or StartFailed, and why it ends.
-"""
+`python -m kvrelay.cluster.processes.worker NAME FD`. It leaves the guardian's session, so that it
+outlives it: weights and KV are worth more than what started them. NAME says in `ps` which worker
+it is. From stdin come a WorkerSpec and a Listening, pickled; to FD go, pickled, the process id, a
+WorkerStarted or StartFailed, and why it ends."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import signal
 import sys
 from typing import IO, TYPE_CHECKING, Any
 
-from kvrelay.cluster.control.messages import StartFailed, WorkerStarted
 from kvrelay.engine.host import NodeExit, first_line
 from kvrelay.worker.core_dumps import CoreDumps
+from kvrelay.worker.messages import StartFailed, WorkerStarted
 from kvrelay.worker.process import Listening, WorkerProcess
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def start(spec: WorkerSpec, listening: Listening) -> tuple[WorkerProcess | None, Any]:
     """Build the worker and serve. What would fail again is told as permanent."""
-    from kvrelay.worker.build import build_worker
+    from kvrelay.cluster.roles import build_worker
     from kvrelay.worker.kv_plan import BuildError
 
     try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvrelay.engine.kv.tier import TierHashes
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.wire.codec import register
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +43,6 @@ class KVSnapshotRequest:
     """To a worker: send `router` a `KVSnapshot`."""
 
     router: NodeId
+
+
+register(KVEvents, KVSnapshot, KVSnapshotRequest)

@@ -11,71 +11,6 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.cluster.control import messages as control
-from kvrelay.cluster.control import process_messages as process
-from kvrelay.decode_worker import messages as decode
-from kvrelay.engine import messages, stats
-from kvrelay.engine.kv import events as kv_events
-from kvrelay.kvtransfer import messages as kv
-from kvrelay.prefill_worker import messages as prefill
-from kvrelay.router import messages as router
-
-MESSAGE_TYPES: tuple[type, ...] = (
-    messages.Abort,
-    messages.Probe,
-    messages.TokenDeltas,
-    messages.Refused,
-    messages.Preempted,
-    kv_events.KVEvents,
-    kv_events.KVSnapshot,
-    kv_events.KVSnapshotRequest,
-    stats.WorkerStats,
-    stats.RouterUp,
-    stats.RouterDown,
-    stats.ProgressRequest,
-    stats.ProgressReport,
-    stats.AuditRequest,
-    stats.Audit,
-    kv.KVConnect,
-    kv.KVConnected,
-    kv.KVFetch,
-    kv.KVReady,
-    kv.KVConfirmRequest,
-    kv.KVRelease,
-    kv.KVConfirmed,
-    kv.KVRefused,
-    kv.CacheOrder,
-    kv.CacheOrderDone,
-    prefill.Prefill,
-    decode.Decode,
-    router.Submit,
-    router.Cancel,
-    router.Output,
-    router.Failed,
-    router.WorkerUp,
-    router.WorkerDown,
-    router.RoleChanged,
-    router.WorkerDraining,
-    router.DrainReport,
-    router.SessionCommand,
-    router.SessionReply,
-    router.PromptRouted,
-    router.WorkerSuspected,
-    control.Introduced,
-    control.WorkerStarted,
-    control.SetRole,
-    control.ScalingReport,
-    process.Meet,
-    process.Adopt,
-    process.End,
-    process.RouterReport,
-    process.LinkLost,
-    process.ClusterView,
-    process.AuditQuestion,
-    process.AuditAnswer,
-)
-"""Every message that may cross a process boundary."""
-
 
 class FrameError(Exception):
     """Bytes that are not a message of this version; the text says why."""
@@ -83,9 +18,13 @@ class FrameError(Exception):
 
 _encoder = msgspec.msgpack.Encoder()
 _envelope = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
-_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    t.__name__: msgspec.msgpack.Decoder(t) for t in MESSAGE_TYPES
-}
+_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def register(*message_types: type) -> None:
+    """Let messages of these classes cross process boundaries; called where they are defined. A
+    process can decode what it has imported, which is all that it can take."""
+    _decoders.update({each.__name__: msgspec.msgpack.Decoder(each) for each in message_types})
 
 
 def encode(message: Any) -> bytes:

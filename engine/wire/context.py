@@ -36,7 +36,7 @@ class WireLimits:
     max_queued_frames: int = 8192
     max_unacked_bytes: int = 64 << 20  # written, and kept until they are acknowledged
     max_unacked_frames: int = 8192
-    max_strangers: int = 128  # connections of the process that have not proved themselves yet
+    max_unauthenticated: int = 128  # connections of the process that have not proved themselves yet
     connect_s: float = 2.0  # a SYN that was lost is repeated after 1 s
     handshake_s: float = 5.0
     give_up_s: float = 10.0  # a peer that cannot be reached for so long is lost
@@ -74,7 +74,7 @@ class TlsIdentity:
         return fingerprint(ssl.PEM_cert_to_DER_cert(first[first.index(b"-----BEGIN") :].decode()))
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
-        """Raises TlsError."""
+        """Makes the context of one side. Raises TlsError."""
         kind = ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
         context = ssl.SSLContext(kind)
         context.minimum_version = ssl.TLSVersion.TLSv1_3

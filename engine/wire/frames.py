@@ -37,7 +37,7 @@ class Kind(IntEnum):
 
 
 class _Mac:
-    """Of one direction. Invariant: `_number` frames have been sealed or accepted."""
+    """Authenticates one direction. Invariant: `_number` frames have been sealed or accepted."""
 
     def __init__(self, key: bytes) -> None:
         assert len(key) == KEY_BYTES

@@ -43,8 +43,8 @@ class StreamId:
     """One numbered sequence of messages to one peer. A process begins a new one, with a higher
     number, when it has given up the last."""
 
-    epoch: int  # of the sender
-    incarnation: bytes  # of its process
+    epoch: int  # the sender's
+    incarnation: bytes  # names its process
     number: int
 
 
@@ -52,7 +52,7 @@ class StreamId:
 class Resume:
     """`count`: messages of the stream that have arrived, or REJECTED."""
 
-    incarnation: bytes  # of the responder's process
+    incarnation: bytes  # names the responder's process
     count: int
 
 
@@ -150,7 +150,7 @@ def make_resume(incarnation: bytes, count: int) -> bytes:
 
 
 def parse_resume(body: bytes) -> Resume:
-    """Raises ProtocolError."""
+    """Reads what `Resume` is sent as. Raises ProtocolError."""
     if len(body) != _RESUME.size:
         raise ProtocolError("bad_resume")
     return Resume(*_RESUME.unpack(body))
@@ -161,7 +161,7 @@ def make_ack(count: int) -> bytes:
 
 
 def parse_ack(body: bytes) -> int:
-    """Raises ProtocolError."""
+    """Returns the number of an acknowledged frame. Raises ProtocolError."""
     if len(body) != _ACK.size:
         raise ProtocolError("bad_ack")
     count: int = _ACK.unpack(body)[0]

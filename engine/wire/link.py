@@ -62,7 +62,7 @@ class Link:
         self._unacked: deque[bytes] = deque()
         self._again: deque[bytes] = deque()
         self._waiting: deque[bytes] = deque()
-        self._kept_bytes = 0  # of _unacked and _again
+        self._kept_bytes = 0  # in _unacked and _again
         self._waiting_bytes = 0
         self._tls = None if context.tls is None else context.tls.context(is_server=False)
         self._connecting: asyncio.Task[None] | None = None

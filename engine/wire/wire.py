@@ -85,7 +85,7 @@ class Wire:
         self.limits = self.context.limits
         self.counters = self.context.counters
         self.on_message = on_message
-        self.strangers: set[_Inbound] = set()
+        self.unauthenticated: set[_Inbound] = set()
         self.inbound: set[_Inbound] = set()
         self._links: dict[NodeId, Link] = {}
         self._streams: dict[tuple[NodeId, NodeId], _Stream] = {}  # by sender and destination
@@ -180,7 +180,7 @@ class Wire:
             self._server.close()
         for link in self._links.values():
             link.close()
-        for connection in [*self.inbound, *self.strangers]:
+        for connection in [*self.inbound, *self.unauthenticated]:
             connection.abort()
         self._links.clear()
         await asyncio.sleep(0)
@@ -210,10 +210,10 @@ class _Inbound(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's is none by type
         wire = self._wire
-        if len(wire.strangers) >= wire.limits.max_strangers:
-            self._reject("too_many_strangers")
+        if len(wire.unauthenticated) >= wire.limits.max_unauthenticated:
+            self._reject("too_many_unauthenticated")
             return
-        wire.strangers.add(self)
+        wire.unauthenticated.add(self)
         tune_socket(transport)
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(wire.limits.handshake_s, self._reject, "handshake_timeout")
@@ -326,7 +326,7 @@ class _Inbound(asyncio.Protocol):
             self._stream.connection = None
 
     def _forget_stranger(self) -> None:
-        self._wire.strangers.discard(self)
+        self._wire.unauthenticated.discard(self)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

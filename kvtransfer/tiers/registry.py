@@ -1,5 +1,5 @@
 """The tiers that a worker may have below its device memory, fastest first. To add one: a member of
-`engine.kv.tier.Tier`, an entry here, and what opens it in `cluster.worker`.
+`engine.kv.tier.Tier`, an entry here, and what opens it in `worker`.
 
 The first tier that a worker has takes copies of all sealed blocks. The tiers behind it, which need
 that one to be memory, are written from it and promoted to it.

@@ -1,5 +1,5 @@
-"""`python -m kvrelay.lab.agents`: each agent reads a file, changes it and runs a command, in a scratch
-folder, and again with the worker killed that writes its last call.
+"""`python -m kvrelay.lab.agents`: each agent reads a file, changes it and runs a command, in a
+scratch folder, and again with the worker killed that writes its last call.
 
 The agents come from npm: `npm install @anthropic-ai/claude-code @openai/codex opencode-ai
 @qwen-code/qwen-code` in some folder, and `--bin FOLDER/node_modules/.bin`.

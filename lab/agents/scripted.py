@@ -1,6 +1,8 @@
-"""`kvrelay serve` whose model says what a script says: `python -m kvrelay.lab.agents.scripted FOLDER kill
-serve ARGUMENTS`. FOLDER is the one that agents work in. `kill`, or `live`: whether the worker that
-writes the third call is killed when a part of it has been sent."""
+"""`kvrelay serve` whose model says what a script says.
+
+`python -m kvrelay.lab.agents.scripted FOLDER kill serve ARGUMENTS`. FOLDER is the one that agents
+work in. `kill`, or `live`: whether the worker that writes the third call is killed when a part of
+it has been sent."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from random import Random
 from typing import Any
 
 from kvrelay.cluster.config import Config, load_config
+from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.model.device import cpu_has_bf16, find_device
 from kvrelay.engine.model.roofline import (
     Rates,
@@ -31,7 +32,6 @@ from kvrelay.engine.model.roofline import (
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.lab.bench.lone_worker import Answer, LoneWorker, WorkerFailed
-from kvrelay.worker.build import prepare_model
 
 BLOCK_SIZE = 16
 START_TIMEOUT_S = 600.0

@@ -1,7 +1,7 @@
 """A fresh process up to its first token: what `kvrelay bench engine` starts and times.
 
-`python -m kvrelay.lab.bench.engine_start SPEC` writes one JSON object: when each stage was reached, on the
-clock that all processes of a machine share.
+`python -m kvrelay.lab.bench.engine_start SPEC` writes one JSON object: when each stage was
+reached, on the clock that all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import time
 
 def main(text: str) -> None:
     reached = {"python": time.monotonic()}
+    from kvrelay.cluster.prepare import prepare_model
     from kvrelay.engine.model.device import find_device
     from kvrelay.lab.bench.engine import EngineSpec, Prompts, greedy
     from kvrelay.lab.bench.lone_worker import LoneWorker
-    from kvrelay.worker.build import prepare_model
 
     reached["imports"] = time.monotonic()
     given = json.loads(text)

@@ -14,13 +14,14 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvrelay.cluster.config import Config
+from kvrelay.cluster.prepare import PreparedModel
+from kvrelay.cluster.roles import build_worker
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.messages import Refused, TokenDeltas
 from kvrelay.engine.node import Effect, NodeId, Note, Send, Wake
 from kvrelay.engine.request import FinishReason, SamplingParams, TokenLogprobs
 from kvrelay.engine.stats import Role
 from kvrelay.kvtransfer.agent import AgentError
-from kvrelay.worker.build import PreparedModel, build_worker
 from kvrelay.worker.node import Worker
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 

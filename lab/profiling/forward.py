@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from kvrelay.cluster.config import Config
+from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.engine.model.device import find_device
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.model.step_executor import StepExecutor
@@ -23,8 +24,7 @@ from kvrelay.engine.stats import Role
 from kvrelay.engine.step import ScheduledSeq, Step
 from kvrelay.kvtransfer.agents.pool import block_bytes
 from kvrelay.kvtransfer.checksum import checksum_blocks
-from kvrelay.worker.build import PreparedModel, open_runner
-from kvrelay.worker.devices import sized
+from kvrelay.worker.build import open_runner
 from kvrelay.worker.kv_plan import plan_kv
 from kvrelay.worker.spec import WorkerSpec
 
@@ -82,7 +82,7 @@ def running(config: Config, model: PreparedModel, threads: int) -> Iterator[Mode
         device=section.device,
         on_gpu=kind == "cuda",
         threads=threads,
-        engine=sized(config.engine, gpu=kind == "cuda"),
+        engine=config.engine.sized(gpu=kind == "cuda"),
     )
     plan = plan_kv(model.config, spec.engine, dtype, section.quantization)
     runner, ranks = open_runner(spec, model.path, plan, dtype, model.max_model_len)

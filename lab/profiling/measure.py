@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvrelay.cluster.config import Config
+from kvrelay.cluster.prepare import PreparedModel, prepare_model
 from kvrelay.engine.model.device import find_device
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.lab.profiling.forward import ForwardPasses, Grid, running
@@ -26,8 +27,6 @@ from kvrelay.lab.profiling.neighbour import NAME
 from kvrelay.lab.profiling.pair import Neighbour
 from kvrelay.lab.profiling.served import measure_served
 from kvrelay.lab.timing.profile import arrays_of, profile_of
-from kvrelay.worker.build import PreparedModel, prepare_model
-from kvrelay.worker.devices import sized
 
 CONTENTION_PROMPT = 256
 CONTENTION_BATCH, CONTENTION_CONTEXT = 4, 256
@@ -48,7 +47,7 @@ def measure(config: Config, grid: Grid, tell: Tell, *, with_serving: bool = True
     """Takes some minutes, in which nothing else should run here. Raises ProfileError, BuildError,
     ModelError, AgentError."""
     model = prepare_model(config, 2, lambda _: None)
-    engine = sized(config.engine, gpu=find_device(config.model.device).type == "cuda")
+    engine = config.engine.sized(gpu=find_device(config.model.device).type == "cuda")
     config = replace(config, engine=engine)
     threads = engine.threads or os.cpu_count() or 1
     with running(config, model, threads) as runner:

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrelay.cluster.config import Config
+from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.host import LoopThread
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.wire.wire import Wire
 from kvrelay.kvtransfer.agents.nixl import NixlAgent
 from kvrelay.lab.profiling.forward import ForwardPasses, running
-from kvrelay.worker.build import prepare_model
-from kvrelay.worker.devices import sized
 from kvrelay.worker.threads import NICENESS
 
 NAME, ASKER = "profile-neighbour", "profile"
@@ -59,7 +58,7 @@ def main() -> None:
 
 
 def _serve(setup: Setup, runner: ModelRunner) -> None:
-    engine = sized(setup.config.engine, gpu=not setup.on_cpu)
+    engine = setup.config.engine.sized(gpu=not setup.on_cpu)
     passes = ForwardPasses(runner, 0.0, engine.max_num_batched_tokens)
     passes.fill_pool()
     agent = NixlAgent(NAME, runner.kv_pool)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrelay.cluster.processes.worker_parts import make_worker
+from kvrelay.cluster.roles import make_worker
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.block_hash import UNSALTED, CacheScope
 from kvrelay.engine.node import NodeId

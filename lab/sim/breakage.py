@@ -27,7 +27,6 @@ from enum import StrEnum
 from typing import Any
 
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
-from kvrelay.cluster.control.messages import CONTROLLER
 from kvrelay.engine.messages import Preempted
 from kvrelay.engine.node import Effect, NodeId, Note, Send
 from kvrelay.engine.progress import StepWatch
@@ -50,6 +49,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import RoleChanged, WorkerSuspected
 from kvrelay.router.record import Cause, RequestRecord
 from kvrelay.router.router import Router
+from kvrelay.worker.messages import CONTROLLER
 from kvrelay.worker.node import Worker
 
 

@@ -13,18 +13,14 @@ from typing import Any
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
-    CONTROLLER,
     AdoptWorker,
     Introduce,
-    Introduced,
     Kept,
     MachinesChanged,
-    Peer,
     Record,
     StartWorker,
     StopWorker,
     WorkerLost,
-    WorkerStarted,
 )
 from kvrelay.cluster.control.wanted import WorkerState
 from kvrelay.engine.config import WorkerConfig
@@ -32,6 +28,7 @@ from kvrelay.engine.node import Effect, Exit, NodeId
 from kvrelay.engine.stats import Role
 from kvrelay.lab.sim.faults import Sickness
 from kvrelay.lab.sim.runtime import Life, SimRuntime
+from kvrelay.worker.messages import CONTROLLER, Introduced, Peer, WorkerStarted
 
 MACHINES = (Machine("m", "sim", 64.0),)
 START_S = 0.3  # a worker takes up to so long to start again

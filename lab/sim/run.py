@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kvrelay.cluster.control.messages import CONTROLLER, SetRole
-from kvrelay.cluster.processes.worker_parts import make_worker
+from kvrelay.cluster.control.messages import SetRole
+from kvrelay.cluster.roles import make_worker
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.node import Node, NodeId
@@ -24,6 +24,7 @@ from kvrelay.lab.sim.operator import OPERATOR, GiveOrder, Operator
 from kvrelay.lab.sim.progress import NoProgress, Silence
 from kvrelay.lab.sim.runtime import Life, PoolShape, SimRuntime, Violation
 from kvrelay.lab.sim.scenario import RoleChange, Scenario, draw_scenario
+from kvrelay.worker.messages import CONTROLLER
 
 CLIENT: NodeId = "client"
 FINISH_WITHIN_S = 60.0

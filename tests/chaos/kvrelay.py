@@ -34,9 +34,9 @@ ENV = {"KVRELAY_OPERATIONS_KEY": KEY}
 KINDS = {
     "prefill worker": "prefill",
     "decode worker": "decode",
-    "guardian": r"kvrelay guardian of ",
-    "router": r"cluster\.serve\.child router ",
-    "controller": r"cluster\.serve\.child controller ",
+    "guardian": r"^ray::(Prefill|Decode)Worker",
+    "router": r"cluster\.processes\.child router ",
+    "controller": r"cluster\.processes\.child controller ",
     "raylet": r"raylet/raylet ",
     "GCS": r"gcs/gcs_server ",
 }

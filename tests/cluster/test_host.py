@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.control.messages import CONTROLLER, Introduced, Peer
-from kvrelay.cluster.control.process_messages import Adopt, End, Meet
 from kvrelay.cluster.processes.router_process import RouterProcess
 from kvrelay.engine.host import NodeExit, NodeHost, keep_running
 from kvrelay.engine.messages import Abort
 from kvrelay.engine.node import Effect, Exit, Note, Send, Unsendable, Wake, Woken
 from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.step import Step, StepDone
+from kvrelay.worker.messages import CONTROLLER, Adopt, End, Introduced, Meet, Peer
 from kvrelay.worker.process import BuiltWorker, Listening, WorkerProcess
 from kvrelay.worker.threads import StepThread
 

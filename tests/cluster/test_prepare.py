@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster.config import Config, EngineSection, load_config
+from kvrelay.cluster.config import Config, load_config
+from kvrelay.cluster.prepare import check_machines, for_gpus, num_gpus, uses_gpus
 from kvrelay.engine.stats import Role
-from kvrelay.worker.devices import check_machines, for_gpus, num_gpus, sized, uses_gpus
 from kvrelay.worker.kv_plan import BuildError
+from kvrelay.worker.settings import EngineSection
 
 
 @pytest.mark.parametrize(
@@ -86,11 +87,11 @@ def test_pools_of_different_sizes_do_not_become_one() -> None:
 
 def test_sizes_that_are_not_set_are_those_of_the_device() -> None:
     sizes = ("kv_cache_gib", "max_num_batched_tokens", "max_num_seqs")
-    on = {gpu: sized(EngineSection(), gpu=gpu) for gpu in (False, True)}
+    on = {gpu: EngineSection().sized(gpu=gpu) for gpu in (False, True)}
     assert [getattr(on[False], name) for name in sizes] == [1.0, 512, 64]
     assert [getattr(on[True], name) for name in sizes] == [0.0, 8192, 256]
     given = EngineSection(kv_cache_gib=3.0, max_num_batched_tokens=100, max_num_seqs=7)
-    assert sized(given, gpu=True) == sized(given, gpu=False) == given
+    assert given.sized(gpu=True) == given.sized(gpu=False) == given
 
 
 def test_what_cannot_be_divided_among_machines_is_refused() -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from kvrelay.lab.cli.main import main as kvrelay
+from kvrelay.cluster.cli.main import main as kvrelay
 from tests.docs.modules import PAGE, with_modules
 from tests.structure import PACKAGES, ROOT
 

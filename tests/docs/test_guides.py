@@ -36,6 +36,10 @@ def project(tmp_path: Path) -> Path:
             shutil.copytree(source, tmp_path / name, ignore=ignored)
         else:
             shutil.copy(source, tmp_path / name)
+    names = tmp_path / "source/kvrelay"  # under which the packages are imported
+    names.mkdir(parents=True)
+    for package in PACKAGES:
+        (names / package).symlink_to(tmp_path / package)
     return tmp_path
 
 
@@ -57,7 +61,7 @@ def apply(root: Path, diff: str) -> None:
 def run(root: Path, command: str) -> None:
     _, _, *arguments = words = shlex.split(command)
     assert words[:2] == ["python", "-m"], command
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'source'}:{root}"}
     done = subprocess.run(
         [sys.executable, "-m", *arguments, "-q", "-p", "no:cacheprovider"],
         cwd=root,

@@ -57,7 +57,7 @@ def test_operators_have_a_key_of_their_own_at_every_router(served: Served) -> No
         for path in ("/status", "/metrics"):
             assert (status(url, path, "old-key"), status(url, path, KEY)) == (401, 200)
         assert httpx.get(f"{url}/health", timeout=30).status_code == 200
-    command = [sys.executable, "-m", "kvrelay.lab.cli.main", "audit", "--url", served.url]
+    command = [sys.executable, "-m", "kvrelay.cluster.cli.main", "audit", "--url", served.url]
     audited = subprocess.run(
         [*command, "--operations-key", KEY], capture_output=True, text=True, check=False
     )

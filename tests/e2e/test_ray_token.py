@@ -43,7 +43,7 @@ def test_serving_refuses_a_cluster_without_a_token_and_says_what_to_do(start: St
     command = [
         sys.executable,
         "-m",
-        "kvrelay.lab.cli.main",
+        "kvrelay.cluster.cli.main",
         "serve",
         "--port",
         "0",

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 # Weights and rounding as they ship: on CPUs that multiply bfloat16 faster, that.
 TOLERANCE = 1e-3 if ModelRunner.default_dtype() == "float32" else 0.2
-KVRELAY = [sys.executable, "-m", "kvrelay.lab.cli.main"]
+KVRELAY = [sys.executable, "-m", "kvrelay.cluster.cli.main"]
 
 
 @pytest.fixture(scope="module")

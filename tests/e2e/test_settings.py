@@ -45,7 +45,7 @@ class World:
 
     @property
     def urls(self) -> list[str]:
-        """Of all routers."""
+        """Lists the addresses of all routers."""
         lines = "".join(self.served.lines)
         return [self.served.url, *re.findall(r"router-[1-9]: (\S+)/v1", lines)]
 
@@ -67,7 +67,7 @@ class World:
         return found
 
     def counters(self) -> dict[str, int]:
-        """Of all workers together."""
+        """Adds the counters of all workers up."""
         found: dict[str, int] = {}
         for worker in self.status()["workers"]:
             for name, count in worker["counters"].items():
@@ -86,7 +86,7 @@ def counted_answers(world: World, url: str) -> dict[tuple[str, str], Any]:
 
 
 def log_probability(world: World) -> float:
-    """Of the first token of an answer whose prompt has more than a block."""
+    """Asks for one token after a prompt of more than a block, and returns its log-probability."""
     body = asked(APIS[0].plain) | {"max_tokens": 1, "logprobs": True, "cache_salt": "none has it"}
     (choice,) = world.http.post(world.served.url + APIS[0].path, json=body).json()["choices"]
     return float(choice["logprobs"]["content"][0]["logprob"])
@@ -162,7 +162,7 @@ def a_session_comes_back_from_disk(world: World) -> None:
         return answer["choices"][0]["message"]["content"], details["cached_tokens_by_source"]
 
     def held(tier: str) -> list[int]:
-        """Its blocks, by worker."""
+        """Returns its blocks, one number a worker."""
         workers = world.get("/v1/sessions/talk").json()["workers"]
         return [worker["blocks"][tier] for worker in workers]
 

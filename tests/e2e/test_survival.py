@@ -137,7 +137,14 @@ def drain(server: Served) -> None:
     def disturb(number: int) -> None:
         if number == 5:
             assert httpx.get(f"{server.url}/health/ready").status_code == 200
-            command = [sys.executable, "-m", "kvrelay.lab.cli.main", "drain", "--url", server.url]
+            command = [
+                sys.executable,
+                "-m",
+                "kvrelay.cluster.cli.main",
+                "drain",
+                "--url",
+                server.url,
+            ]
             subprocess.run(command, check=True, timeout=30, capture_output=True)
             body = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
             refused.append(httpx.get(f"{server.url}/health/ready"))

@@ -59,9 +59,9 @@ class RayNode:
         children of Ray, but whose guardians are."""
         if self.process.poll() is None:
             tree = psutil.Process(self.process.pid).children(recursive=True)
-            told = " ".join(" ".join(process.cmdline()) for process in tree)
+            guarded = {process.environ().get("KVRELAY_WORKER") for process in tree}
             for worker in status(url)["workers"] if url else ():
-                if f"guardian of {worker['worker']}" in told:
+                if worker["worker"] in guarded:
                     tree.append(psutil.Process(worker["pid"]))
             for process in (*tree, self.process):
                 process.kill()

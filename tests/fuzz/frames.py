@@ -164,7 +164,7 @@ async def fuzz_over_sockets(count: int, seed: int) -> Result:
             await _intrude(b, rng)
             if number % 50 == 0 or number == count - 1:
                 await _ask(a, b, number)
-        await until(lambda: not b.wire.strangers, "the end of every handshake")
+        await until(lambda: not b.wire.unauthenticated, "the end of every handshake")
     except (AssertionError, TimeoutError) as error:
         result.wrong.append(f"connection {number}: {error!r}")
     result.elapsed_s = time.monotonic() - began

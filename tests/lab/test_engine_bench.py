@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.model import roofline as floor
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.config import Experts
@@ -27,7 +28,6 @@ from kvrelay.lab.bench import engine_start
 from kvrelay.lab.bench.engine import EngineSpec, Prompts, decode_step_s, greedy
 from kvrelay.lab.bench.lone_worker import Answer, LoneWorker, WorkerFailed
 from kvrelay.lab.cli.bench import bench
-from kvrelay.worker.build import prepare_model
 from tests.engine.model.tiny import VOCAB, make_checkpoint
 
 START_S = {"python": 0.1, "imports": 1.0, "weights": 2.0, "first token": 2.5}

@@ -37,7 +37,7 @@ if [ -s "$PIDFILE" ]; then
     kill -9 "$pid" 2>/dev/null
 fi
 set -a; source "$ENVIRONMENT"; set +a
-nohup setsid "$PYTHON" -m lab.cli.main serve --config "$CONFIG" --port "$PORT" \\
+nohup setsid "$PYTHON" -m cluster.cli.main serve --config "$CONFIG" --port "$PORT" \\
     >> "$LOG" 2>&1 < /dev/null &
 echo $! > "$PIDFILE"
 for _ in $(seq 240); do

@@ -11,13 +11,13 @@ import sys
 import threading
 from typing import Any
 
-from kvrelay.cluster.config import EngineSection
 from kvrelay.cluster.processes import worker as worker_main
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role
 from kvrelay.worker.process import Listening, WorkerProcess
+from kvrelay.worker.settings import EngineSection
 from kvrelay.worker.spec import WorkerSpec
 
 WORKER = "decode-0"

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvrelay.cluster.config import Config, EngineSection, ModelSection
+from kvrelay.cluster.config import Config, ModelSection
+from kvrelay.cluster.prepare import prepare_model
+from kvrelay.cluster.roles import build_worker
 from kvrelay.engine.model.config import ModelConfig, Rope
 from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.worker import build
-from kvrelay.worker.build import build_worker, prepare_model
 from kvrelay.worker.kv_plan import (
     SPARE_BYTES,
     BuildError,
@@ -25,6 +26,7 @@ from kvrelay.worker.kv_plan import (
     plan_tiers,
     resolve_max_model_len,
 )
+from kvrelay.worker.settings import EngineSection
 from kvrelay.worker.spec import WorkerSpec
 from kvrelay.worker.transfers import worker_config
 from tests.engine.model.tiny import make_checkpoint

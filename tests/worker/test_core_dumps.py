@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cluster.config import ConfigError, build_config
-from kvrelay.cluster.control.messages import WorkerStarted
 from kvrelay.worker import core_dumps
 from kvrelay.worker.core_dumps import CORE, KEPT, PIPE, STACKS, CoreDumps
+from kvrelay.worker.messages import WorkerStarted
 
 HOST, PID = socket.gethostname(), os.getpid()
 START_S = 120.0

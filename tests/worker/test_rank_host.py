@@ -17,13 +17,18 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from kvrelay.cluster.control.messages import StartFailed
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.link import RankHost, reach
 from kvrelay.engine.model.parallel.runner import ParallelRunner, RanksLost
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.step import Step
-from kvrelay.worker.processes import RANKS_MODULE, kill_workers, name_of, worker_processes
+from kvrelay.worker.messages import StartFailed
+from kvrelay.worker.processes import (
+    RANKS_MODULE,
+    kill_workers,
+    name_of,
+    worker_processes,
+)
 from kvrelay.worker.rank_host import RankHostSpec
 from tests.engine.model.test_runner import generate
 from tests.engine.model.tiny import make_checkpoint, scheduled, tokens_of

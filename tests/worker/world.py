@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvrelay.cluster.processes.worker_parts import make_worker
+from kvrelay.cluster.roles import make_worker
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.tier import DiskRecord, Tier

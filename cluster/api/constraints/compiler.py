@@ -1,5 +1,6 @@
-"""The process that compiles grammars for one API: `python -m kvrelay.cluster.api.constraints.compiler FD
-MODEL_DIR EOS...`.
+"""The process that compiles grammars for one API.
+
+`python -m kvrelay.cluster.api.constraints.compiler FD MODEL_DIR EOS...`
 
 It reads the vocabulary once and forks for each grammar, so what a grammar takes ends with the fork:
 the kernel ends one that takes more than CPU_S of a core or MEMORY_BYTES, and all others go on. A
@@ -22,7 +23,8 @@ from pathlib import Path
 
 import llguidance
 
-import kvrelay.cluster.api.constraints.calls  # which what is called needs: forks do not import it again
+# Which what is called needs: forks do not import it again.
+import kvrelay.cluster.api.constraints.calls
 import kvrelay.cluster.api.output.dialect  # noqa: F401
 from kvrelay.cluster.api.constraints.grammar import BEGUN, CPU_S, MEMORY_BYTES, REAL_S
 from kvrelay.cluster.api.constraints.schema import SchemaError, in_one_line

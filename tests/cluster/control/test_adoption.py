@@ -12,10 +12,8 @@ from kvrelay.cluster.control.drains import NUM_CLEAN
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
     Introduce,
-    Introduced,
     Kept,
     MachinesChanged,
-    Peer,
     Record,
     RestartWorker,
     RouterStarted,
@@ -24,7 +22,6 @@ from kvrelay.cluster.control.messages import (
     StartWorker,
     StopWorker,
     WorkerLost,
-    WorkerStarted,
 )
 from kvrelay.cluster.control.process_messages import LinkLost
 from kvrelay.cluster.control.wanted import WorkerState
@@ -38,6 +35,7 @@ from kvrelay.engine.stats import (
     RouterUp,
 )
 from kvrelay.router.messages import DrainReport, WorkerDown, WorkerDraining, WorkerUp
+from kvrelay.worker.messages import Introduced, Peer, WorkerStarted
 from tests.cluster.control.test_controller import ONE, info, of
 
 ROUTER = Peer("router-0", "h", 6, 3)

@@ -12,20 +12,17 @@ from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     GiveUp,
     Introduce,
-    Introduced,
     MachinesChanged,
-    Peer,
     Record,
-    StartFailed,
     StartWorker,
     StopWorker,
     WorkerLost,
-    WorkerStarted,
 )
 from kvrelay.cluster.control.wanted import WorkerState
 from kvrelay.engine.node import Note, Send, Wake, Woken
 from kvrelay.engine.stats import Role, RouterUp, WorkerInfo
 from kvrelay.router.messages import WorkerDown, WorkerUp
+from kvrelay.worker.messages import Introduced, Peer, StartFailed, WorkerStarted
 
 ROUTER = Peer("router-0", "h0", 1, 1)
 CONFIG = ControllerConfig(

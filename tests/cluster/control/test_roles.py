@@ -7,18 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.control.messages import (
-    Introduce,
-    Introduced,
-    SetRole,
-    StartFailed,
-    StartWorker,
-    WorkerLost,
-)
+from kvrelay.cluster.control.messages import Introduce, SetRole, StartWorker, WorkerLost
 from kvrelay.cluster.control.wanted import WorkerState
 from kvrelay.engine.node import Note, Send, Woken
 from kvrelay.engine.stats import Role
 from kvrelay.router.messages import RoleChanged, WorkerUp
+from kvrelay.worker.messages import Introduced, StartFailed
 from tests.cluster.control.test_controller import Script, info, of
 from tests.cluster.control.test_router_processes import TwoRouters
 

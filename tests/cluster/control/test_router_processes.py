@@ -9,9 +9,7 @@ from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.messages import (
     GiveUp,
     Introduce,
-    Introduced,
     MachinesChanged,
-    Peer,
     RouterFailed,
     RouterLost,
     RouterStarted,
@@ -23,6 +21,7 @@ from kvrelay.cluster.control.router_processes import RouterState
 from kvrelay.engine.node import Note, Send, Wake, Woken
 from kvrelay.engine.stats import Role, RouterDown, RouterUp
 from kvrelay.router.messages import WorkerDown, WorkerUp
+from kvrelay.worker.messages import Introduced, Peer
 from tests.cluster.control.test_controller import ONE, ROUTER, Script, info, of
 
 CONFIG = ControllerConfig(

@@ -11,8 +11,8 @@ from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import StartWorker
 from kvrelay.cluster.control.specs import worker_spec
 from kvrelay.cluster.control.wanted import Worker
+from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.engine.stats import Role
-from kvrelay.worker.build import PreparedModel
 from kvrelay.worker.kv_plan import plan_kv
 from kvrelay.worker.spec import WorkerSpec
 from kvrelay.worker.transfers import worker_config

@@ -26,7 +26,7 @@ WORKERS: list[dict[str, Any]] = [
 
 def doctor(prefix: str, *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
     """The command after a shell's `prefix`: its exit code, and findings by check."""
-    run = f'{prefix} exec "$0" -m lab.cli.main doctor --json "$@"'
+    run = f'{prefix} exec "$0" -m cluster.cli.main doctor --json "$@"'
     done = subprocess.run(
         ["sh", "-c", run, sys.executable, *arguments], capture_output=True, text=True, timeout=60
     )
@@ -98,7 +98,7 @@ def test_wrong_settings_and_an_absent_server_are_said_in_a_line(tmp_path: Path) 
         (["--config", str(config)], "disk_gob"),
         (["--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
     ):
-        command = [sys.executable, "-m", "kvrelay.lab.cli.main", "doctor", *arguments]
+        command = [sys.executable, "-m", "kvrelay.cluster.cli.main", "doctor", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 1
         assert words in done.stderr

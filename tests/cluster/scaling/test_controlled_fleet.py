@@ -15,19 +15,15 @@ from kvrelay.cluster.control.machines import Machine
 from kvrelay.cluster.control.messages import (
     AdoptWorker,
     Introduce,
-    Introduced,
     Kept,
     MachinesChanged,
-    Peer,
     Record,
     RequestMachines,
     ScalingReport,
     SetRole,
-    StartFailed,
     StartWorker,
     StopWorker,
     WorkerLost,
-    WorkerStarted,
 )
 from kvrelay.cluster.scaling.connector import State
 from kvrelay.engine.node import Note, Send, Wake, Woken
@@ -35,6 +31,7 @@ from kvrelay.engine.stats import Progress, ProgressReport, ProgressRequest, Role
 from kvrelay.router.messages import DrainReport, RoleChanged, WorkerDown, WorkerDraining, WorkerUp
 from kvrelay.router.scaling_config import ScalingConfig
 from kvrelay.router.traffic import RouterSeen
+from kvrelay.worker.messages import Introduced, Peer, StartFailed, WorkerStarted
 from tests.cluster.control.test_controller import info
 from tests.cluster.scaling.connector_contract import *  # noqa: F403
 from tests.cluster.scaling.connector_contract import state_of

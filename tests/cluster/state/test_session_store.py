@@ -189,7 +189,7 @@ def test_what_was_committed_is_there_after_a_kill(path: Path) -> None:
 def test_a_write_that_failed_is_tried_again(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cluster.state.session_store, "RETRY_S", 0.01)
+    monkeypatch.setattr(kvrelay.cluster.state.session_store, "RETRY_S", 0.01)
     store = SessionStore(path, MODEL)
     commit, failures = store._commit, [1, 2, 3]
 
@@ -213,8 +213,8 @@ def test_a_write_that_failed_is_tried_again(
 
 
 def test_what_waits_to_be_written_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.state.session_store, "MAX_UNWRITTEN", 2)
-    monkeypatch.setattr(cluster.state.session_store, "RETRY_S", 30.0)
+    monkeypatch.setattr(kvrelay.cluster.state.session_store, "MAX_UNWRITTEN", 2)
+    monkeypatch.setattr(kvrelay.cluster.state.session_store, "RETRY_S", 30.0)
     store = SessionStore(path, MODEL)
     commit = store._commit
 

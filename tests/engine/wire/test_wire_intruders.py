@@ -155,7 +155,7 @@ def test_a_stranger_is_closed_and_counted(data: bytes, counter: str) -> None:
         writer.write(data)
         await assert_closed(reader)
         assert +b.wire.counters == {counter: 1}
-        assert not b.wire.strangers
+        assert not b.wire.unauthenticated
 
     run(scenario)
 
@@ -163,7 +163,7 @@ def test_a_stranger_is_closed_and_counted(data: bytes, counter: str) -> None:
 def test_strangers_are_limited_and_do_not_keep_peers_out() -> None:
     async def scenario(a: Peer, b: Peer) -> None:
         strangers = [await asyncio.open_connection(*b.address) for _ in range(6)]
-        await until(lambda: b.wire.counters["too_many_strangers"] == 3, "the limit")
+        await until(lambda: b.wire.counters["too_many_unauthenticated"] == 3, "the limit")
         for reader, _writer in strangers:
             await assert_closed(reader)
         a.knows(b)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvrelay.cluster.config import EngineSection
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
 from kvrelay.kvtransfer.agent import CopyBlocks
 from kvrelay.lab.local import LocalCluster
+from kvrelay.worker.settings import EngineSection
 from tests.lab.local.test_local import GREEDY, REMOTE, VOCAB, small
 from tests.lab.local.test_local import model_dir as model_dir
 from tests.lab.local.test_local_tiers import assert_clean, counted, load_all, settle

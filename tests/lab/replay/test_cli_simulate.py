@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvrelay.lab.cli.main import main
+from kvrelay.cluster.cli.main import main
 from kvrelay.lab.replay.config import ORACLE, Fault, ReplayConfig
 from kvrelay.lab.replay.results import ReplayResult
 from kvrelay.lab.replay.trace import Trace

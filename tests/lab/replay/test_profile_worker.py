@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.config import Config, EngineSection, ModelSection
+from kvrelay.cluster.config import Config, ModelSection
+from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.lab.profiling import forward
 from kvrelay.lab.profiling.forward import ProfileError, running
-from kvrelay.worker.build import PreparedModel
-from kvrelay.worker.devices import sized
 from kvrelay.worker.kv_plan import plan_kv
+from kvrelay.worker.settings import EngineSection
 from tests.worker.test_build import MODEL
 
 ENGINE = EngineSection(num_blocks=9, tensor_parallel_size=2, kv_dtype="float8_e4m3", threads=3)
@@ -49,7 +49,7 @@ def test_it_has_the_processes_and_the_weights_that_are_configured(opened: list[A
     assert runner == "runner"
     assert ranks.is_closed
     assert (spec.quantization, spec.threads) == ("int8", 2)
-    assert spec.engine == sized(ENGINE, gpu=False)
+    assert spec.engine == ENGINE.sized(gpu=False)
     assert (path, plan.num_blocks, dtype, max_model_len) == (Path("model"), 9, "float32", 100)
 
 

@@ -103,7 +103,8 @@ def test_the_seeds_see_every_outcome_and_every_fault() -> None:
 
 def test_the_same_seed_gives_the_same_events_in_every_process() -> None:
     program = (
-        "from lab.sim.run import run_seed\nfor seed in range(4): print(run_seed(seed).event_hash)\n"
+        "from kvrelay.lab.sim.run import run_seed\n"
+        "for seed in range(4): print(run_seed(seed).event_hash)\n"
     )
     here = [report_of(seed).event_hash for seed in range(4)]
     assert len(set(here)) == len(here)

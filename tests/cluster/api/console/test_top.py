@@ -106,7 +106,7 @@ def test_no_server_is_one_plain_line() -> None:
 def test_in_a_terminal_it_goes_on_until_q(cluster: tuple[Served, Fleet]) -> None:
     served, fleet = cluster
     here, there = pty.openpty()
-    command = [sys.executable, "-m", "kvrelay.lab.cli.main", "top", "--url", served.url]
+    command = [sys.executable, "-m", "kvrelay.cluster.cli.main", "top", "--url", served.url]
     environment = {**os.environ, "COLUMNS": "100", "LINES": "24", "TERM": "xterm"}
     before = fleet.num_calls
     process = subprocess.Popen(

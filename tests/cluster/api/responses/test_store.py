@@ -49,7 +49,7 @@ def test_a_file_survives_the_server(path: Path) -> None:
 def test_what_was_put_survives_a_server_that_is_killed(path: Path) -> None:
     code = (
         "import os, sys, pathlib\n"
-        "from cluster.api.responses.store import ResponseStore\n"
+        "from kvrelay.cluster.api.responses.store import ResponseStore\n"
         "ResponseStore(pathlib.Path(sys.argv[1])).put('', 'a', b'one')\n"
         "os.kill(os.getpid(), 9)\n"
     )

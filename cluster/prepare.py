@@ -1,20 +1,103 @@
-"""The GPUs of this machine, and what of a configuration depends on their number.
+"""What a cluster needs to know before it starts: the model, its memory, and the machine's GPUs.
 
-Known without torch, before Ray is up. Where Ray runs on several machines, it knows better.
+`prepare_model` finds the checkpoint and plans its KV cache, without torch, wherever the cluster is
+started. GPUs are counted without torch too, before Ray is up; where Ray runs on several machines,
+it knows better.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from msgspec.structs import replace
 
-from kvrelay.cluster.config import ClusterSection, Config, EngineSection
-from kvrelay.engine.model.parallel.shard import num_machines
+from kvrelay.cluster.config import ClusterSection, Config
+from kvrelay.engine.model.checkpoint.resolve import resolve_model
+from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.parallel.shard import check_divides, num_machines
 from kvrelay.engine.stats import Role
-from kvrelay.worker.kv_plan import BuildError
+from kvrelay.worker.kv_plan import (
+    GIB,
+    BuildError,
+    KVPlan,
+    check_memory,
+    model_config,
+    plan_kv,
+    resolve_max_model_len,
+)
+from kvrelay.worker.settings import EngineSection
+
+Progress = Callable[[str], None]
+
+LOAD_BYTES_PER_S = 1e8  # of weights, from the slowest disk that is worth waiting for
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    path: Path
+    config: ModelConfig
+    served_name: str
+    max_model_len: int
+    plan: KVPlan  # of the workers with the most ranks
+
+    @property
+    def load_s(self) -> float:
+        """How long its weights may take to be read."""
+        return self.plan.weights_bytes / LOAD_BYTES_PER_S
+
+
+def prepare_model(
+    config: Config,
+    num_workers_here: int,
+    progress: Progress,
+    *,
+    num_prefill_here: int = 0,
+    on_gpu: bool = False,
+) -> PreparedModel:
+    """The model on disk, and the plan of its KV cache. Checks that `num_workers_here`, of which
+    `num_prefill_here` are started for prefill, fit into the memory of this machine; 0 if they run
+    elsewhere. On GPUs only the host tier has to. May take minutes. Raises BuildError."""
+    section = config.model
+    try:
+        cache_dir = Path(section.cache_dir) if section.cache_dir else None
+        path = resolve_model(section.name, cache_dir=cache_dir, progress=progress)
+        model = model_config(path, config.engine)
+        engines = _engines(config, model, on_gpu)
+    except ModelError as error:
+        raise BuildError(str(error)) from error
+    # The workers choose what "auto" is; float32 is the most that it can cost.
+    dtype = "float32" if section.dtype == "auto" else section.dtype
+    plans = {r: plan_kv(model, each, dtype, section.quantization) for r, each in engines.items()}
+    host_bytes = int(config.tiers.set_host_gib * GIB) if num_workers_here else 0
+    here = [plans[Role.DECODE]] * (num_workers_here - num_prefill_here)
+    here += [plans[Role.PREFILL]] * num_prefill_here if num_prefill_here else []
+    check_memory([] if on_gpu else here, psutil.virtual_memory().available, host_bytes)
+    return PreparedModel(
+        path=path,
+        config=model,
+        served_name=section.served_name or Path(section.name).name.removesuffix(".gguf"),
+        max_model_len=min(resolve_max_model_len(model, engines[r], plans[r]) for r in engines),
+        plan=max(plans.values(), key=lambda plan: plan.num_ranks),
+    )
+
+
+def _engines(config: Config, model: ModelConfig, on_gpu: bool) -> dict[Role, EngineSection]:
+    """Settings of workers that are started for each role; of prefill workers only where there are
+    some. Raises ModelError if their ranks do not divide the model."""
+    roles = [Role.PREFILL, Role.DECODE] if config.cluster.prefill else [Role.DECODE]
+    engine = config.engine.sized(gpu=on_gpu)
+    found = {}
+    for role in roles:
+        num_ranks = config.ranks_of(role)
+        check_divides(model, num_ranks, size_setting(config, role))
+        found[role] = replace(engine, tensor_parallel_size=num_ranks)
+    return found
+
 
 ROOT = Path("/")
 
@@ -33,17 +116,6 @@ def size_setting(config: Config, role: Role) -> str:
     """The setting that says how many ranks a worker has that is started for prefill or decode."""
     own = f"{role}_tensor_parallel_size"
     return f"cluster.{own}" if getattr(config.cluster, own) else "engine.tensor_parallel_size"
-
-
-def sized(engine: EngineSection, *, gpu: bool) -> EngineSection:
-    """`engine` with the sizes that the device decides. On a GPU kv_cache_gib may stay 0: how much
-    memory is free is known once the weights are there."""
-    return replace(
-        engine,
-        kv_cache_gib=engine.kv_cache_gib or (0.0 if gpu else 1.0),
-        max_num_batched_tokens=engine.max_num_batched_tokens or (8192 if gpu else 512),
-        max_num_seqs=engine.max_num_seqs or (256 if gpu else 64),
-    )
 
 
 def uses_gpus(config: Config, found: int) -> bool:

@@ -1,0 +1,73 @@
+"""What a worker's process and the controller say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.engine.node import NodeId
+from kvrelay.engine.stats import WorkerInfo
+from kvrelay.engine.wire.codec import register
+
+CONTROLLER: NodeId = "controller"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where a node listens. Of two peers with one name the higher epoch is the one that lives."""
+
+    node: NodeId
+    host: str
+    port: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarted:
+    info: WorkerInfo
+    host: str
+    port: int
+    pid: int = 0  # on its machine, for operators
+    notices: tuple[str, ...] = ()  # what an operator should know of it, one line each
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """`permanent`: it would fail again in the same way (no such model, too little memory)."""
+
+    worker: NodeId
+    epoch: int
+    reason: str
+    permanent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Introduced:
+    to: NodeId
+    about: NodeId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """To a process: where `peers` listen; answered by `Introduced`, with `about` and `epoch`."""
+
+    about: NodeId
+    epoch: int
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """To a worker's process: this is your controller now; answered by `WorkerStarted`."""
+
+    controller: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """To a worker's process: end, if you are of this epoch or an older one."""
+
+    epoch: int
+
+
+register(Introduced, WorkerStarted, Meet, Adopt, End)
