@@ -202,6 +202,8 @@ class ClusterSection(Section, frozen=True):
     routers: Annotated[int, Meta(ge=1, le=64)] = 1
     # of a running Ray cluster: "auto" or "HOST:PORT"; "": start one
     address: Annotated[str, matching(r"|auto|.+:\d{1,5}", "auto or HOST:PORT")] = ""
+    # of Ray's dashboard, at 127.0.0.1, where Ray is started here (an extra: dashboard); 0: none
+    ray_dashboard_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
     # join a Ray cluster that asks for no token: whoever reaches it runs code on its machines
     insecure_ray: bool = False
     # a worker that takes longer to start is started again

@@ -1,1 +1,1 @@
-"""The decode worker: a node over the engine."""
+"""What a decode worker does with a request; the worker itself is `kvrelay.worker`."""

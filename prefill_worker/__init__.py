@@ -1,1 +1,1 @@
-"""The prefill worker: a node over the engine."""
+"""What a prefill worker does with a request; the worker itself is `kvrelay.worker`."""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.structure import ROOT, Structure
 
-HIDDEN = ("matplotlib", "redis", "opentelemetry.sdk", "opentelemetry.exporter")
+HIDDEN = ("matplotlib", "redis", "opentelemetry.sdk", "opentelemetry.exporter", "aiohttp")
 HIDE = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN}))\n"
 KVRELAY = HIDE + "from kvrelay.cluster.cli.main import main; main()"
 
@@ -57,6 +57,10 @@ def test_a_plot_without_matplotlib_is_refused_before_the_replay(tmp_path: Path) 
         (
             "[tracing]\nendpoint = 'http://localhost:4318'",
             "opentelemetry.sdk is not installed: pip install 'kvrelay[tracing]'",
+        ),
+        (
+            "[cluster]\nray_dashboard_port = 8265",
+            "aiohttp is not installed: pip install 'kvrelay[dashboard]'",
         ),
     ],
 )

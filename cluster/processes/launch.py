@@ -64,6 +64,8 @@ async def serve(
     if config.tracing.endpoint:
         modules = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
         await asyncio.to_thread(require_extra, "tracing", *modules)
+    if config.cluster.ray_dashboard_port:
+        await asyncio.to_thread(require_extra, "dashboard", "aiohttp", "opencensus")
     access = await asyncio.to_thread(load_access, config)
     sockets = await asyncio.to_thread(_bind_all, config)
     found = asyncio.Event()

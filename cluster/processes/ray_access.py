@@ -23,7 +23,7 @@ def start_ray(config: Config, tell: Callable[[str], None]) -> ModuleType:
     address = config.cluster.address
     tell(f"joining {address}" if address else "starting")
     try:
-        ray.connect(address)
+        ray.connect(address, config.cluster.ray_dashboard_port)
         if address and not config.cluster.insecure_ray:
             tell("joined; does it ask for a token?")
             check_token(ray.control_plane())

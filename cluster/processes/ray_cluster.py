@@ -24,9 +24,9 @@ class RayUnavailable(Exception):
     """Ray did not start, or the cluster to join cannot be reached; one line."""
 
 
-def connect(address: str) -> None:
-    """Join the Ray cluster at `address`, or start one that asks for a token. Blocks for seconds.
-    Raises RayUnavailable."""
+def connect(address: str, dashboard_port: int = 0) -> None:
+    """Join the Ray cluster at `address`, or start one that asks for a token, with a dashboard if
+    that has a port. Blocks for seconds. Raises RayUnavailable."""
     if address not in ("", "auto"):
         _check_reachable(address)
     options: dict[str, Any] = {
@@ -39,7 +39,8 @@ def connect(address: str) -> None:
     else:
         options |= {
             "address": "local",
-            "include_dashboard": False,
+            "include_dashboard": dashboard_port > 0,
+            "dashboard_port": dashboard_port or None,
             "object_store_memory": OBJECT_STORE_BYTES,
         }
     # Ray prints the last words of dead processes; what matters of them, the controller logs.
