@@ -8,6 +8,7 @@ import os
 import shutil
 import ssl
 import stat
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,6 @@ from kvrelay.cluster.api.server import serve_app
 from kvrelay.cluster.cli.client import status
 from kvrelay.cluster.config import Config, ConfigError, SessionsSection, TlsSection, load_config
 from kvrelay.cluster.processes.certificates import with_certificates
-
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates")
 
 
 def config_in(folder: Path, **tls: Any) -> Config:
@@ -48,12 +47,28 @@ def test_what_is_made_is_for_its_owner_only_and_the_ca_stays(tmp_path: Path) -> 
     assert same == {"ca.pem", "ca.key"}
 
 
-def test_without_openssl_the_error_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"openssl is not installed.*tls\.cert"):
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the CA")
+def test_a_ca_that_openssl_made_signs_on(tmp_path: Path) -> None:
+    """As versions before did, or an operator."""
+    folder = tmp_path / "tls"
+    folder.mkdir()
+    ca, key = str(folder / "ca.pem"), str(folder / "ca.key")
+    made = ("-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", ca, "-subj", "/CN=its own")
+    usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+    subprocess.run(["openssl", "req", "-x509", *made, *usage], check=True, capture_output=True)
+    cert = with_certificates(config_in(tmp_path, frames=True)).tls.cert
+    verify = ["openssl", "verify", "-x509_strict", "-CAfile", ca, cert]
+    assert "OK" in subprocess.run(verify, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("damage", [b"", None], ids=["empty", "another key"])
+def test_a_ca_that_cannot_sign_is_named(tmp_path: Path, damage: bytes | None) -> None:
+    with_certificates(config_in(tmp_path, frames=True))
+    other = damage if damage is not None else (tmp_path / "tls" / "key.pem").read_bytes()
+    (tmp_path / "tls" / "ca.key").write_bytes(other)
+    with pytest.raises(ConfigError, match=r"ca\.pem with ca\.key is not a CA") as raised:
         with_certificates(config_in(tmp_path, frames=True))
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
