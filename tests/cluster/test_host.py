@@ -315,7 +315,7 @@ def test_a_router_that_fails_to_report_once_reports_again(
         process._restarted = Counter()
         reported, is_broken = asyncio.Event(), True
 
-        def tell(_left: tuple[str, ...]) -> None:
+        def tell() -> None:
             nonlocal is_broken
             if is_broken:
                 is_broken = False

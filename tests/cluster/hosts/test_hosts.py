@@ -114,7 +114,7 @@ def test_ssh_gets_the_host_and_one_command_for_its_shell() -> None:
     remote = Remote(HostEntry("me@far"), SshSection(python="~/a b/python"))
     assert remote.command() == [
         *("ssh", "-o", "BatchMode=yes", "me@far"),
-        "~/'a b/python' -m cluster.hosts.there",
+        "~/'a b/python' -m kvrelay.cluster.hosts.there",
     ]
 
 
