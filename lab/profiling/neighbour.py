@@ -18,6 +18,7 @@ import msgspec
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.host import LoopThread
+from kvrelay.engine.kv.events import KVSnapshotRequest
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.wire.wire import Wire
 from kvrelay.kvtransfer.agents.nixl import NixlAgent
@@ -85,8 +86,13 @@ def _read_into(lines: queue.SimpleQueue[str]) -> None:
 
 
 async def _echo(setup: Setup) -> tuple[str, int]:
-    """A wire that sends back whatever comes."""
-    wire = Wire(NAME, setup.token, lambda _, message: wire.send(ASKER, message))
+    """A wire that sends back what it is asked."""
+
+    def answer(_to: str, message: object) -> None:
+        assert isinstance(message, KVSnapshotRequest)
+        wire.send(ASKER, message)
+
+    wire = Wire(NAME, setup.token, answer)
     wire.set_address(ASKER, setup.host, setup.port, 1)
     return await wire.listen(LOOPBACK)
 
