@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from kvrelay.cluster.scaling.costs import Costs
 from kvrelay.cluster.scaling.decisions import Decision, Line
-from kvrelay.cluster.scaling.observations import Observer, Snapshot
+from kvrelay.cluster.scaling.observations import Costs, Observer, Snapshot
 from kvrelay.lab.replay.autoscale.scaled import replay_scaled, with_targets
 from kvrelay.lab.replay.config import ReplayConfig
 from kvrelay.lab.replay.trace import Trace, TraceRequest

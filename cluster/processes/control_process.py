@@ -3,6 +3,8 @@ them, from what this one has kept in a file.
 
 It alone knows Ray: it starts or joins it when all else is under way, and whatever happens to Ray,
 what runs goes on.
+
+The autoscaler's log: all that it saw and decided, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
+from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.autoscaling import LogScaling
 from kvrelay.cluster.control.controller import Controller, ControllerConfig
 from kvrelay.cluster.control.machines import resources_of
@@ -44,7 +48,7 @@ from kvrelay.cluster.prepare import PreparedModel
 from kvrelay.cluster.processes.life import read_record, write_private
 from kvrelay.cluster.processes.operators_desk import OperatorsDesk
 from kvrelay.cluster.processes.orders import AllUp, ControlSpec, PartNews
-from kvrelay.cluster.processes.scaling_log import ScalingLog
+from kvrelay.cluster.scaling.decisions import Line, encode_line
 from kvrelay.engine.host import NodeHost, keep_running
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stats import Audit, Role
@@ -52,6 +56,45 @@ from kvrelay.worker.kv_plan import kv_lines
 from kvrelay.worker.messages import CONTROLLER, Adopt, End, Introduced, Meet, Peer, WorkerStarted
 from kvrelay.worker.process import meet
 from kvrelay.worker.processes import kill_workers, name_of, worker_processes
+
+MIB = 1 << 20
+
+
+def log_path(config: Config, name: str) -> Path:
+    """Of the server called `name`. When it is full, it goes on anew beside what it had."""
+    return config.sessions.state_path / "scaling" / f"{name}.jsonl"
+
+
+class ScalingLog:
+    """Appends. What cannot be written is told once; scaling goes on without."""
+
+    def __init__(self, path: Path | None, max_bytes: int) -> None:
+        """`path`: None writes nothing."""
+        self._path = path
+        self._max_bytes = max_bytes
+        self._file: BinaryIO | None = None
+
+    @classmethod
+    def of(cls, config: Config, name: str) -> ScalingLog:
+        max_bytes = int(config.scaling.log_mib * MIB)
+        return cls(log_path(config, name) if max_bytes else None, max_bytes)
+
+    def write(self, line: Line) -> None:
+        if self._path is None:
+            return
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("ab", buffering=0)
+            self._file.write(encode_line(line) + b"\n")
+            if self._file.tell() >= self._max_bytes:
+                self._file.close()
+                self._file = None
+                self._path.replace(self._path.with_suffix(".old.jsonl"))
+        except OSError as error:
+            log.warning("decisions of the autoscaler are not logged: %s: %s", self._path, error)
+            self._path = None
+
 
 log = logging.getLogger("kvrelay.control")
 

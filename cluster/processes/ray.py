@@ -4,7 +4,7 @@ Each worker has a placement group, which holds its GPUs, and in it an actor, its
 starts the worker's process and tells when it ends. All else goes over the wire: a worker outlives
 its guardian, and the cluster outlives Ray. Both are detached and named, so that the next controller
 finds them, and the GPUs stay held while the worker lives, whoever dies. Ray never restarts
-guardians: the controller does that, under a new epoch. Import this after `ray_environment.apply`.
+guardians: the controller does that, under a new epoch. Import this after `apply_environment`.
 """
 
 from __future__ import annotations

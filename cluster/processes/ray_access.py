@@ -1,11 +1,78 @@
-"""Ray, as the controller gets it: started on this machine, or joined where it asks for a token."""
+"""Ray, as the controller gets it: started on this machine, or joined where it asks for a token.
+
+Ray reads its environment variables when it is imported, and never again: `apply_environment` comes
+first.
+
+Does a Ray cluster ask for a token? Without one, whoever reaches its port runs code there. Ray reads
+the mode of authentication once per process, and this process has the token: so another one asks,
+without it.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 from kvrelay.cluster.config import Config
+
+_REFUSED = 3
+_ASK = f"""
+import sys
+from ray._raylet import GcsClient
+from ray.exceptions import RayError
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"kvrelay", None, 5)
+except RayError as error:
+    if type(error).__name__ != "AuthenticationError":
+        raise
+    sys.exit({_REFUSED})
+"""
+
+
+class TokenUnknown(Exception):
+    """Ray did not answer as expected; one line."""
+
+
+def asks_for_token(address: str, timeout_s: float = 60.0) -> bool:
+    """Whether Ray's control plane at HOST:PORT turns away who has no token. Blocks for seconds.
+    Raises TokenUnknown."""
+    hidden = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _ASK, address],
+            env=env | {"RAY_AUTH_MODE": "disabled"},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TokenUnknown(f"no answer within {timeout_s:g} s") from error
+    if asked.returncode not in (0, _REFUSED):
+        lines = asked.stderr.strip().splitlines()
+        raise TokenUnknown(lines[-1] if lines else f"exit status {asked.returncode}")
+    return asked.returncode == _REFUSED
+
+
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 lets every other process delay a decode step
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or Ray warns of a change to come
+}
+
+
+def apply_environment() -> None:
+    """Set what the user has not set. Call before Ray is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    has_token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if has_token or (Path.home() / ".ray" / "auth_token").is_file():
+        # A cluster that was started where there is a token asks for it; joining needs telling.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 class RayRefused(Exception):
@@ -15,9 +82,7 @@ class RayRefused(Exception):
 def start_ray(config: Config, tell: Callable[[str], None]) -> ModuleType:
     """`cluster.processes.ray`, connected. Blocks. The calling thread has to live as long as Ray:
     the kernel ends Ray's processes with the very thread that started them. Raises RayRefused."""
-    from kvrelay.cluster.processes import ray_environment
-
-    ray_environment.apply()
+    apply_environment()
     import kvrelay.cluster.processes.ray as ray
 
     address = config.cluster.address
@@ -34,7 +99,7 @@ def start_ray(config: Config, tell: Callable[[str], None]) -> ModuleType:
 
 def check_token(address: str) -> None:
     """Raises RayRefused unless the Ray cluster at `address` asks for a token."""
-    from kvrelay.cluster.processes.ray_token import TokenUnknown, asks_for_token
+    from kvrelay.cluster.processes.ray_access import TokenUnknown, asks_for_token
 
     try:
         if asks_for_token(address):

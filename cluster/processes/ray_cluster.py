@@ -1,6 +1,6 @@
 """The Ray cluster that this process is part of: started or joined, its machines, and left.
 
-Import this after `ray_environment.apply`.
+Import this after `apply_environment`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,11 @@ message delivered) tells whether two runs were the same.
 
 A worker has lives: each has an epoch, a pool, an executor and a transfer agent. A crash ends a life
 and all that belonged to it: steps, transfers, wake-ups, and messages on their way to it.
+
+The disk of a simulated worker: blocks and an index that survive its death.
+
+A block is written slot by slot at moments of its own, so a death in the middle leaves it half
+written; the index changes at once or not at all, as a transaction does.
 """
 
 from __future__ import annotations
@@ -25,12 +30,51 @@ from kvrelay.engine.node import Effect, Node, NodeId, Note, Send, Wake, Woken
 from kvrelay.engine.step import Execute, PrepareGrammar, StepDone
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, StoreFailed, StoreIndex
 from kvrelay.kvtransfer.ranks import RankAnswers
-from kvrelay.lab.sim.disk import SimDisk
 from kvrelay.lab.sim.executor import POISON, SimExecutor, SimPool
 from kvrelay.lab.sim.faults import Faults
 from kvrelay.lab.sim.model import FULL, Attention
 from kvrelay.lab.sim.transfers import SimAgent
 from kvrelay.lab.virtual_time import VirtualTime
+
+
+@dataclass(slots=True)
+class SimDisk:
+    """Owned by the place of a worker. Invariant: one record a slot, one slot a name."""
+
+    pool: SimPool
+    index: dict[int, tuple[DiskRecord, float]] = field(default_factory=dict)  # with when it was put
+
+    def update(self, now: float, change: StoreIndex, *, lossless: bool) -> str | None:
+        """Apply `change`; returns what is wrong with it, if anything is. `lossless`: no change was
+        lost before, so none may put what is there already."""
+        wrong = None
+        for slot in change.remove:
+            self.index.pop(slot, None)
+        slots = {record.block_hash: slot for slot, (record, _) in self.index.items()}
+        for record in change.put:
+            if not 0 <= record.slot < len(self.pool.blocks):
+                return f"slot {record.slot} of {len(self.pool.blocks)}"
+            there = self.index.get(record.slot)  # the same block: its retention is renewed
+            if lossless and there is not None and there[0].block_hash != record.block_hash:
+                wrong = f"slot {record.slot} is in the index"
+            if lossless and slots.get(record.block_hash, record.slot) != record.slot:
+                wrong = f"{record.block_hash.hex()} is in the index twice"
+            self.index.pop(slots.get(record.block_hash, -1), None)
+            self.index[record.slot] = (record, now)
+            slots[record.block_hash] = record.slot
+        return wrong
+
+    def records(self, now: float) -> list[DiskRecord]:
+        """What a worker that opens it finds."""
+        found = []
+        for record, put_at in self.index.values():
+            keep_s = record.keep_s - (now - put_at)
+            if keep_s > 0:
+                found.append(replace(record, keep_s=keep_s))
+        kept = {record.slot for record in found}
+        self.index = {slot: entry for slot, entry in self.index.items() if slot in kept}
+        return found
+
 
 _MAX_EVENTS = 400_000
 """A run that makes more than this is taken for a livelock."""

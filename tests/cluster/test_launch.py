@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import kvrelay.cluster.processes.ray_token as ray_token
 from kvrelay.cluster.config import ApiSection, Config, ModelSection
+from kvrelay.cluster.processes import ray_access
 from kvrelay.cluster.processes.errors import ServeError
 from kvrelay.cluster.processes.launch import serve
 from kvrelay.cluster.processes.ray_access import RayRefused, check_token
@@ -16,21 +16,21 @@ from kvrelay.cluster.processes.router_process import _load_tokenizer
 
 
 def test_a_ray_cluster_that_asks_for_a_token_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_token, "asks_for_token", lambda address: True)
+    monkeypatch.setattr(ray_access, "asks_for_token", lambda address: True)
     check_token("10.0.0.1:6379")
 
 
 def test_one_that_does_not_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_token, "asks_for_token", lambda address: False)
+    monkeypatch.setattr(ray_access, "asks_for_token", lambda address: False)
     with pytest.raises(RayRefused, match=r"10\.0\.0\.1:6379 asks for no token.*RAY_AUTH_MODE"):
         check_token("10.0.0.1:6379")
 
 
 def test_one_that_does_not_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(address: str) -> bool:
-        raise ray_token.TokenUnknown("no answer within 60 s")
+        raise ray_access.TokenUnknown("no answer within 60 s")
 
-    monkeypatch.setattr(ray_token, "asks_for_token", unknown)
+    monkeypatch.setattr(ray_access, "asks_for_token", unknown)
     with pytest.raises(RayRefused, match=r"no answer within 60 s.*--insecure-ray"):
         check_token("10.0.0.1:6379")
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
-from kvrelay.cluster.processes import ray_environment
+from kvrelay.cluster.processes.ray_access import apply_environment
 
-ray_environment.apply()
+apply_environment()
 
 import ray  # noqa: E402
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster.processes.ray_token import TokenUnknown, asks_for_token
+from kvrelay.cluster.processes.ray_access import TokenUnknown, asks_for_token
 from tests.e2e.test_two_nodes import RayNode
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(240)]

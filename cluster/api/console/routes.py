@@ -2,6 +2,13 @@
 
 The page is the same for everyone and has no data. What it shows comes from calls that ask for the
 operators' key, or for a tenant's, like any other client's.
+
+The files of the page: read once, served from memory, by name.
+
+The state of the cluster in parts, each with the tick in which it changed last.
+
+A listener says which tick it has seen and gets the parts that changed since, so one that reads
+slowly misses what was between, and nothing waits for it in memory.
 """
 
 from __future__ import annotations
@@ -9,22 +16,210 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+from importlib.resources import files
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.cluster.api.console.feed import Feed
-from kvrelay.cluster.api.console.history import KEPT_S, PERIOD_S, WINDOW_S, History
-from kvrelay.cluster.api.console.pages import HEADERS, INDEX, page_files, respond
+from kvrelay.cluster.api.console.history import KEPT_S, PERIOD_S, POINT_FIELDS, WINDOW_S, History
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, overloaded
 from kvrelay.cluster.api.incoming import check_operator, is_cross_site
 from kvrelay.cluster.api.limiter import ConcurrencyLimiter, LimitReached
 from kvrelay.cluster.api.utility.version import VERSION
+
+GONE_TICKS = 60  # for so long it is known that a worker is gone; who has seen less gets all
+
+WORKER_FIELDS = (
+    "worker",
+    "role",
+    "state",
+    "epoch",
+    "num_blocks",
+    "num_used_blocks",
+    "num_cached_blocks",
+    "num_host_blocks",
+    "num_disk_blocks",
+    "num_running",
+    "num_waiting",
+    "num_handoffs",
+    "num_inflight",
+    "num_decoding",
+    "pending_prefill_tokens",
+    "cache_hit_rate",
+    "prefill_tokens_per_s",
+    "decode_step_s",
+    "read_bytes_per_s",
+    "host_read_bytes_per_s",
+    "disk_read_bytes_per_s",
+)
+_LOAD = ("num_live", "num_queued", "cache_hit_rate", "prediction_error")
+_TOTALS = (
+    "requests",
+    "retries",
+    "migrations",
+    "attempts",
+    "handoffs",
+    "fetches",
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "cached_tokens_by_source",
+)
+
+_encode = msgspec.json.encode
+
+
+class Feed:
+    """Owned by the console. Invariant: `_parts` and `_workers` are what the last tick saw."""
+
+    def __init__(
+        self, status: Callable[[], dict[str, Any]], history: History, server: dict[str, Any]
+    ) -> None:
+        """`status`: as in `ApiContext`. `server`: what never changes, as JSON's types."""
+        self._status = status
+        self._history = history
+        self._server = server
+        self._parts: dict[str, tuple[int, bytes]] = {}  # the tick of the last change, and JSON
+        self._workers: dict[str, tuple[int, bytes]] = {}
+        self._gone: dict[str, int] = {}  # worker -> tick
+        self.tick_number = 0
+
+    def tick(self) -> None:
+        """See what there is now. Raises what `status` raises, and then has changed nothing."""
+        status = self._status()
+        self.tick_number += 1
+        parts = {
+            "server": self._server,
+            "model": status.get("model"),
+            "router": {key: status.get(key) for key in ("router", "policy")},
+            "load": {key: _plain(status.get(key)) for key in _LOAD},
+            "totals": {k: v for k, v in status.get("totals", {}).items() if k in _TOTALS},
+            "routers": status.get("routers") or [],
+            "store": status.get("state") or None,
+            "scaling": status.get("scaling"),
+        }
+        for name, value in parts.items():
+            self._put(self._parts, name, value)
+        self._put_workers(status.get("workers", ()))
+
+    def changes(self, tick: int, num_points: int) -> bytes:
+        """JSON of what is new for one who has seen `tick` (0: nothing yet) and so many points."""
+        is_full = not tick or self.tick_number - tick > GONE_TICKS
+        after = 0 if is_full else tick
+        fields = [
+            b'"tick":%d' % self.tick_number,
+            b'"full":%s' % (b"true" if is_full else b"false"),
+            b'"parts":' + _joined(self._parts, after),
+            b'"workers":' + _joined(self._workers, after),
+        ]
+        gone = [name for name, at in self._gone.items() if at > after]
+        if gone and not is_full:
+            fields.append(b'"gone":' + _encode(gone))
+        if is_full:
+            fields.append(b'"worker_fields":' + _encode(WORKER_FIELDS))
+            fields.append(b'"point_fields":' + _encode(POINT_FIELDS))
+        fields.append(b'"points":' + _encode(self._history.since(num_points)))
+        return b"{" + b",".join(fields) + b"}"
+
+    def _put(self, where: dict[str, tuple[int, bytes]], name: str, value: Any) -> None:
+        data = _encode(value)
+        known = where.get(name)
+        if known is None or known[1] != data:
+            where[name] = (self.tick_number, data)
+
+    def _put_workers(self, workers: Iterable[dict[str, Any]]) -> None:
+        found = set()
+        for worker in workers:
+            name = str(worker["worker"])
+            found.add(name)
+            self._put(self._workers, name, [_plain(worker.get(key)) for key in WORKER_FIELDS])
+        for name in self._workers.keys() - found:
+            del self._workers[name]
+            self._gone[name] = self.tick_number
+        oldest = self.tick_number - GONE_TICKS
+        self._gone = {
+            name: at for name, at in self._gone.items() if at >= oldest and name not in found
+        }
+
+
+def _plain(value: Any) -> Any:
+    """Rates jitter: what is too small to see is no change."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _joined(parts: dict[str, tuple[int, bytes]], after: int) -> bytes:
+    """A JSON object of the parts that changed after this tick."""
+    changed = (_encode(name) + b":" + data for name, (at, data) in parts.items() if at > after)
+    return b"{" + b",".join(changed) + b"}"
+
+
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}
+INDEX = "index.html"
+_BASE = b"{{base}}"  # before the names of files, in the page
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    body: bytes
+    media_type: str
+    tag: str
+
+
+@cache
+def page_files() -> dict[str, PageFile]:
+    """By name. The page is there twice: as INDEX for `/console/`, and as "" for `/console`, from
+    where the same files are found below `console/`."""
+    found = {}
+    for file in files("kvrelay.cluster.api.console").joinpath("static").iterdir():
+        end = file.name.rpartition(".")[2]
+        if end in _TYPES:
+            found[file.name] = _made(file.read_bytes(), _TYPES[end])
+    page = found[INDEX].body
+    found[""] = _made(page.replace(_BASE, b"console/"), _TYPES["html"])
+    found[INDEX] = _made(page.replace(_BASE, b""), _TYPES["html"])
+    return found
+
+
+def _made(body: bytes, media_type: str) -> PageFile:
+    return PageFile(body, media_type, f'"{blake2b(body, digest_size=12).hexdigest()}"')
+
+
+def respond(http: Request, file: PageFile) -> Response:
+    """304 for who has it already."""
+    headers = {**HEADERS, "etag": file.tag, "cache-control": "no-cache"}
+    known = http.headers.get("if-none-match", "")
+    if file.tag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
+        return Response(status_code=304, headers=headers)
+    return Response(file.body, headers=headers, media_type=file.media_type)
+
 
 MAX_LISTENERS = 32
 WRITE_TIMEOUT_S = 5.0  # for a listener to take an event

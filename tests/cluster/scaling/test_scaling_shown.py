@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from kvrelay.cluster.api.metrics import ClusterCollector
+from kvrelay.cluster.cli.client import status_table
 from kvrelay.cluster.cli.scaling import scaling, scaling_view
-from kvrelay.cluster.cli.status_view import status_table
-from kvrelay.cluster.processes.scaling_log import ScalingLog
+from kvrelay.cluster.processes.control_process import ScalingLog
 from kvrelay.cluster.scaling.decisions import Reason, encode_line
 from kvrelay.engine.stats import Role
 from tests.cluster.scaling.test_controlled_fleet import SCALING, ControlledWorld, LogScaling

@@ -11,11 +11,11 @@ from kvrelay.cluster.scaling.connector import State
 from kvrelay.cluster.scaling.decisions import encode_line, read_log
 from kvrelay.cluster.scaling.scaler import replay_log
 from kvrelay.engine.stats import Role
-from kvrelay.lab.replay.autoscale.fleet import SimulatedFleet
 from kvrelay.lab.replay.autoscale.foresight import foresee, plan_of
 from kvrelay.lab.replay.autoscale.report import attainment, figures
 from kvrelay.lab.replay.autoscale.scaled import (
     ScaledReplay,
+    SimulatedFleet,
     replay_scaled,
     reversals_of,
     with_targets,

@@ -26,7 +26,7 @@ from kvrelay.cluster.config import Config
 from kvrelay.lab.bench.load import Timing
 from kvrelay.lab.cli.profile import profile, profile_tables
 from kvrelay.lab.profiling.forward import Grid, ProfileError
-from kvrelay.lab.profiling.links import fit_line
+from kvrelay.lab.profiling.measure import fit_line
 from kvrelay.lab.profiling.mixture import (
     LOAD,
     contention_of,

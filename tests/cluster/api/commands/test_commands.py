@@ -14,8 +14,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
-from kvrelay.cluster.cli.client import chat, status
-from kvrelay.cluster.cli.status_view import status_table
+from kvrelay.cluster.cli.client import chat, status, status_table
 from kvrelay.cluster.control.router_processes import RouterLoad, RouterState, router_entry
 from kvrelay.engine.request import Refusal
 from kvrelay.lab.bench.load import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.api.console.pages import page_files
+from kvrelay.cluster.api.console.routes import page_files
 from tests.structure import ROOT
 
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from kvrelay.cluster.api.console import routes
-from kvrelay.cluster.api.console.pages import page_files
+from kvrelay.cluster.api.console.routes import page_files
 from kvrelay.cluster.api.context import ApiLimits
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer

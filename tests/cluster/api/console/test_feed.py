@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.cluster.api.console.feed import GONE_TICKS, WORKER_FIELDS, Feed
 from kvrelay.cluster.api.console.history import History
+from kvrelay.cluster.api.console.routes import GONE_TICKS, WORKER_FIELDS, Feed
 from kvrelay.cluster.api.metrics import ApiMetrics
 from tests.cluster.api.console.demo import Fleet
 

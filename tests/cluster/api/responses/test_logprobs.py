@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.cluster.api.openai.parts import TokenText
-from kvrelay.cluster.api.responses.logprobs import TextLogprobs
+from kvrelay.cluster.api.responses.format import TextLogprobs
 from tests.cluster.api.conftest import MODEL, Served, wait_until
 from tests.cluster.api.responses.asking import (
     PATH,
