@@ -179,6 +179,7 @@ class Fairness:
         self._passes: dict[str, int] = {}
         self._sent: dict[str, float] = {}  # for each tenant, while all of them wait
         self._excused: dict[str, float] = {}  # of that, past one of another tenant
+        self._is_reported = False
 
     def __call__(self, runtime: SimRuntime, life: Life) -> None:
         if not self._crowd.look(runtime, life):
@@ -191,12 +192,12 @@ class Fairness:
             if count > self._passes.get(name, 0)
         }
         self._passes = passes
-        if self._sent:
-            self._count(runtime, passed)
         tenants = {self._crowd.tenants[name] for name in waiting}
-        if tenants != set(self._largest):
-            self._sent = {}
-        elif not self._sent:
+        if self._crowd.was_hidden or self._is_reported or tenants != set(self._largest):
+            self._sent = {}  # one of them may have run out of requests since
+        elif self._sent:
+            self._count(runtime, passed)
+        else:
             self._sent = dict.fromkeys(sorted(tenants), 0.0)
             self._excused = dict.fromkeys(self._sent, 0.0)
 
@@ -213,7 +214,7 @@ class Fairness:
                 text = f"{one} was sent {its:.0f} units by its weight, {other} {others:.0f}"
                 text = f"{text}, at most {most:.0f} apart"
                 runtime.violate("unfair", f"{self._crowd.router}: {text}")
-                self._largest = {}
+                self._is_reported = True
                 return
 
 
@@ -292,13 +293,18 @@ class _Crowd:
         self.waiting: dict[str, Entry] = {}
         self.sent: dict[str, Entry] = {}
         self.holds = False  # memory for one that waits at a worker
+        self.was_hidden = False  # faults were active between this look and the last
+        self._is_hidden = False
         self._known: set[str] = set()  # that were sent
         self._counts = (0, 0)
 
     def look(self, runtime: SimRuntime, life: Life) -> bool:
         """Whether it may have changed."""
         router = life.node
-        if not self.tenants or runtime.faults.active or router.node_id != self.router:
+        if not self.tenants or router.node_id != self.router:
+            return False
+        if runtime.faults.active:
+            self._is_hidden = True
             return False
         assert isinstance(router, Router)
         requests = router._requests
@@ -318,6 +324,7 @@ class _Crowd:
             if entry.is_charged and name not in self._known
         }
         self._known |= self.sent.keys()
+        self.was_hidden, self._is_hidden = self._is_hidden, False
         return True
 
 
