@@ -143,7 +143,8 @@ class _Answer:
         return {"token_ids": list(piece.token_ids)}
 
     def prompt_ids(self, index: int) -> dict[str, Any]:
-        """Of a choice, where it begins."""
+        """Returns those of a choice, where they are asked for. As in vLLM, an answer to a chat has
+        them beside its choices, a completion in each."""
         if not self.request.return_token_ids:
             return {}
         return {"prompt_token_ids": list(self.plan.choices[index].tokens)}
@@ -282,7 +283,7 @@ class ChatFormat(_WithLogprobs):
     def opening(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [
-            self._chunk(c.index, delta, None, None, self._answer.prompt_ids(c.index))
+            self._chunk(c.index, delta) | self._answer.prompt_ids(c.index)
             for c in self._answer.plan.choices
         ]
 
@@ -322,11 +323,11 @@ class ChatFormat(_WithLogprobs):
                 "logprobs": self._logprobs(piece),
                 "finish_reason": reader.finish_reason(piece),
                 "stop_reason": piece.stop_reason,
-                **self._answer.prompt_ids(piece.index),
                 **self._answer.ids(piece),
             }
             choices.append(choice)
             await asyncio.sleep(0)
+        prompt |= self._answer.prompt_ids(0)
         return self._answer.envelope("chat.completion", choices) | {"usage": usage, **prompt}
 
     def _chunk(

@@ -72,17 +72,19 @@ def test_another_model_is_not_served(served: Served) -> None:
 
 def test_token_ids_come_with_the_answer(served: Served) -> None:
     chat = {**HELLO, "return_token_ids": True}
-    choice = served.post(chat).json()["choices"][0]
+    answer = served.post(chat).json()
     sent = served.router.submits[-1]
-    assert choice["prompt_token_ids"] == list(sent.tokens)
+    assert answer["prompt_token_ids"] == list(sent.tokens)
+    choice = answer["choices"][0]
     assert choice["token_ids"] == served.router.answer(sent)
     text = {"model": MODEL, "prompt": "Hello", "return_token_ids": True}
     choice = served.post(text, "/v1/completions").json()["choices"][0]
     assert choice["prompt_token_ids"] == list(served.router.submits[-1].tokens)
     with served.http.stream("POST", "/v1/chat/completions", json={**chat, "stream": True}) as got:
         lines = [line[6:] for line in got.iter_lines() if line.startswith("data: {")]
-    choices = [json.loads(line)["choices"][0] for line in lines]
-    assert choices[0]["prompt_token_ids"] == list(served.router.submits[-1].tokens)
+    chunks = [json.loads(line) for line in lines]
+    assert chunks[0]["prompt_token_ids"] == list(served.router.submits[-1].tokens)
+    choices = [chunk["choices"][0] for chunk in chunks]
     streamed = [token for each in choices for token in each.get("token_ids", ())]
     assert streamed == served.router.answer(served.router.submits[-1])
 
