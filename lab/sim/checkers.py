@@ -26,6 +26,7 @@ from kvrelay.lab.sim.model import FULL, Attention, prompt_outputs
 from kvrelay.lab.sim.runtime import Life, SimRuntime
 from kvrelay.lab.sim.scenario import BLOCK_SIZE, Scenario
 from kvrelay.router.admission.estimates import OUTPUT_UNITS
+from kvrelay.router.admission.fair_queue import FairQueue
 from kvrelay.router.admission.flows import Entry
 from kvrelay.router.messages import Failed
 from kvrelay.router.router import Router
@@ -179,6 +180,7 @@ class Fairness:
         self._passes: dict[str, int] = {}
         self._sent: dict[str, float] = {}  # for each tenant, while all of them wait
         self._excused: dict[str, float] = {}  # of that, past one of another tenant
+        self._starts: dict[str, float] = {}  # in virtual time: who was owed service before
         self._is_reported = False
 
     def __call__(self, runtime: SimRuntime, life: Life) -> None:
@@ -200,6 +202,7 @@ class Fairness:
         else:
             self._sent = dict.fromkeys(sorted(tenants), 0.0)
             self._excused = dict.fromkeys(self._sent, 0.0)
+            self._starts = self._crowd.starts()
 
     def _count(self, runtime: SimRuntime, passed: set[str]) -> None:
         for name in self._crowd.sent:
@@ -210,6 +213,7 @@ class Fairness:
         for (one, its), (other, others) in combinations(self._sent.items(), 2):
             most = FAIR_WITHIN * (self._largest[one] + self._largest[other])
             most += self._excused[one] + self._excused[other]
+            most += abs(self._starts[one] - self._starts[other])
             if abs(its - others) > most:
                 text = f"{one} was sent {its:.0f} units by its weight, {other} {others:.0f}"
                 text = f"{text}, at most {most:.0f} apart"
@@ -293,10 +297,17 @@ class _Crowd:
         self.waiting: dict[str, Entry] = {}
         self.sent: dict[str, Entry] = {}
         self.holds = False  # memory for one that waits at a worker
+        self._queue: FairQueue | None = None
         self.was_hidden = False  # faults were active between this look and the last
         self._is_hidden = False
         self._known: set[str] = set()  # that were sent
         self._counts = (0, 0)
+
+    def starts(self) -> dict[str, float]:
+        """Returns the virtual start of each tenant's next request, by its weight."""
+        assert self._queue is not None
+        flows = [flow for level in self._queue.levels for flow in level.flows.values()]
+        return {flow.tenant: flow.start for flow in flows}
 
     def look(self, runtime: SimRuntime, life: Life) -> bool:
         """Whether it may have changed."""
@@ -308,6 +319,7 @@ class _Crowd:
             return False
         assert isinstance(router, Router)
         requests = router._requests
+        self._queue = requests.queue
         counts = requests.totals.submitted, requests.totals.attempts
         if counts == self._counts:
             return False
