@@ -38,18 +38,8 @@ from benchmarks.serving.served import Served
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.prepare import prepare_model
 from kvrelay.kvtransfer import messages as kv_messages
+from tests.structure import PACKAGES, ROOT
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = (
-    "engine",
-    "kvtransfer",
-    "worker",
-    "prefill_worker",
-    "decode_worker",
-    "router",
-    "cluster",
-    "lab",
-)
 MODEL = "smollm2-135m"
 MARKER = "zebra quince"  # how the prompt begins
 ID = "5eed0b5e55ed5eed"  # how request ids begin
