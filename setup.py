@@ -1,6 +1,6 @@
 """The packages of the distribution, by the names that they are installed under."""
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 
 PACKAGES = [
     "engine",
@@ -12,9 +12,6 @@ PACKAGES = [
     "cluster",
 ]
 
-setup(
-    packages=[
-        f"kvrelay.{name}"
-        for name in find_packages(include=[*PACKAGES, *(f"{each}.*" for each in PACKAGES)])
-    ]
-)
+INCLUDED = [*PACKAGES, *(f"{each}.*" for each in PACKAGES)]  # folders of C sources too
+
+setup(packages=[f"kvrelay.{name}" for name in find_namespace_packages(include=INCLUDED)])
