@@ -1,4 +1,4 @@
-"""What a wheel of the project has beside its modules: sources of kernels, and the console's files."""
+"""What a wheel has beside its modules: sources of kernels, and the files of the console."""
 
 from __future__ import annotations
 
