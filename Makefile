@@ -93,5 +93,5 @@ example: setup
 	mv kvrelay.example.toml.new kvrelay.example.toml
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis kvrelay.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info lab/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
